@@ -1,0 +1,49 @@
+"""Run PyTorch Lightning on Amazon SageMaker clusters with one unmodified script.
+
+Public names are loaded on first use (PEP 562): the launcher and the emulator start without torch, which costs 2 to
+5 s and 1 GB of address space per process.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_sm.cli import SageMakerCLI
+    from lightning_sm.environment import SageMakerEnvironment
+    from lightning_sm.job import Channel, InstanceGroup, SageMakerJob
+    from lightning_sm.topology import Role, Topology
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Channel",
+    "InstanceGroup",
+    "Role",
+    "SageMakerCLI",
+    "SageMakerEnvironment",
+    "SageMakerJob",
+    "Topology",
+    "__version__",
+]
+
+_MODULE_OF = {
+    "Channel": "lightning_sm.job",
+    "InstanceGroup": "lightning_sm.job",
+    "Role": "lightning_sm.topology",
+    "SageMakerCLI": "lightning_sm.cli",
+    "SageMakerEnvironment": "lightning_sm.environment",
+    "SageMakerJob": "lightning_sm.job",
+    "Topology": "lightning_sm.topology",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,386 @@
+"""The facts of a SageMaker training job, read once and frozen.
+
+The service, the sagemaker-training toolkit, the local modes of SDK v2 and v3 and the user's own images each set
+a different part of the container contract. ``SageMakerJob`` reads them in one order and says where each came from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_sm.errors import JobConfigError
+
+# The toolkit's name for the only group of a job without instance groups (sagemaker-training, environment.py).
+_SINGLE_GROUP = "homogeneousCluster"
+# SDK v3 ships the user's code and its own drivers as input channels of these names.
+_SDK_V3_DRIVERS_CHANNEL, _SDK_V3_CODE_CHANNEL = "sm_drivers", "code"
+
+
+@dataclass(frozen=True)
+class InstanceGroup:
+    """One instance group of a job.
+
+    Attributes:
+        name: Name of the group, as given to ``Estimator(instance_groups=...)``.
+        hosts: Names of its hosts, in the order that the service wrote (shuffled).
+        instance_type: For example ``ml.g5.xlarge``; None where the source does not say.
+    """
+
+    name: str
+    hosts: tuple[str, ...]
+    instance_type: str | None = None
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One input channel as this host sees it.
+
+    Attributes:
+        name: Name of the channel, as given to ``Estimator.fit(inputs=...)``.
+        path: Folder of the channel; in Pipe mode the common prefix of its FIFOs.
+        mode: ``File``, ``FastFile`` or ``Pipe``.
+        distribution: ``FullyReplicated``, or ``ShardedByS3Key`` when each host got different files.
+    """
+
+    name: str
+    path: Path
+    mode: str = "File"
+    distribution: str = "FullyReplicated"
+
+
+@dataclass(frozen=True)
+class SageMakerJob:
+    """What one host of a training job knows about the job.
+
+    Attributes:
+        current_host: Name of this host, for example ``algo-1``.
+        hosts: Names of all hosts, in the order of the source (the service sorts them as text).
+        groups: Instance groups; exactly one in a homogeneous job.
+        source: File or variable that the hosts came from, for error messages.
+        base_dir: The folder that SageMaker calls ``/opt/ml``.
+        network_interface: Interface named by the service. It may not exist here (SDK v3 writes one that does not).
+        channels: Input channels of this host, by name.
+        hyperparameters: The strings of ``hyperparameters.json``, undecoded.
+        checkpoint_dir: Folder that is synchronised with S3, or None if the job has no checkpoint configuration.
+        checkpoint_uri: S3 address of the checkpoint folder, if the job has one.
+        tensorboard_dir: Folder that is uploaded during training, or None if the job has no TensorBoard output.
+        name: Name of the training job, if known.
+        num_cpus: CPUs that this process may use.
+        num_gpus: NVIDIA GPUs of this host.
+        addresses: Host name to IP address, for hosts that no resolver knows (``LIGHTNING_SM_HOST_ADDRESSES``).
+        data_groups: Groups that serve data (``LIGHTNING_SM_DATA_GROUPS``), or None to choose by rule.
+        main_port: Port of rank 0 (``LIGHTNING_SM_MAIN_PORT``), or None to derive it from the job.
+        devices: Processes on each trainer host (``LIGHTNING_SM_DEVICES``), or None for all accelerators.
+    """
+
+    current_host: str
+    hosts: tuple[str, ...]
+    groups: tuple[InstanceGroup, ...]
+    source: str
+    base_dir: Path = Path("/opt/ml")
+    network_interface: str | None = None
+    channels: Mapping[str, Channel] = field(default_factory=dict)
+    hyperparameters: Mapping[str, str] = field(default_factory=dict)
+    checkpoint_dir: Path | None = None
+    checkpoint_uri: str | None = None
+    tensorboard_dir: Path | None = None
+    name: str | None = None
+    num_cpus: int = 1
+    num_gpus: int = 0
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    data_groups: tuple[str, ...] | None = None
+    main_port: int | None = None
+    devices: int | None = None
+
+    @property
+    def is_heterogeneous(self) -> bool:
+        """Whether the job has more than one instance group (the key alone proves nothing: it is always there)."""
+        return len(self.groups) > 1
+
+    @property
+    def current_group(self) -> InstanceGroup:
+        """The instance group of this host."""
+        return next(group for group in self.groups if self.current_host in group.hosts)
+
+    @property
+    def model_dir(self) -> Path:
+        """What is left here becomes ``model.tar.gz``; the files of all hosts meet in one archive."""
+        return self.base_dir / "model"
+
+    @property
+    def output_dir(self) -> Path:
+        """Folder of the ``failure`` file."""
+        return self.base_dir / "output"
+
+    @property
+    def host_output_dir(self) -> Path:
+        """This host's own folder in ``output.tar.gz``, where the same file name on two hosts would lose one."""
+        return self.output_dir / "data" / self.current_host
+
+    @property
+    def code_dir(self) -> Path:
+        """Folder of the user's code by the convention of sagemaker-training."""
+        return self.base_dir / "code"
+
+    @classmethod
+    def from_environment(
+        cls, env: Mapping[str, str] = os.environ, base_dir: str | os.PathLike[str] | None = None
+    ) -> SageMakerJob | None:
+        """Read the facts of the job that this process runs in.
+
+        Hosts and groups come from ``resourceconfig.json``, else ``SM_RESOURCE_CONFIG``, else ``SM_HOSTS`` and
+        ``SM_CURRENT_HOST``: only the file is always this host's own (mpirun hands rank 0's variables to all).
+
+        Args:
+            env: Environment variables.
+            base_dir: The folder to use for ``/opt/ml``. Default: ``SAGEMAKER_BASE_DIR``, else ``/opt/ml``.
+
+        Returns:
+            The job, or None off SageMaker: no file and none of the variables.
+
+        Raises:
+            JobConfigError: A source is present but malformed; the message names file, field and value.
+
+        Source:
+            SageMaker developer guide, "How Amazon SageMaker Provides Training Information"; for
+            ``checkpointconfig.json`` and ``tensorboardoutputconfig.json``, the containers that read them
+            (sagemaker-xgboost-container, sagemaker-debugger).
+        """
+        base = Path(base_dir if base_dir is not None else env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
+        config_dir = base / "input" / "config"
+        resources = _read_resources(env, config_dir)
+        if resources is None:
+            return None
+        hosts = resources.names("hosts")
+        current_host = resources.text("current_host")
+        if current_host not in hosts:
+            raise resources.error("current_host", current_host, f"one of the hosts {list(hosts)}")
+        groups = _groups(resources, hosts)
+        _check_current_group(resources, groups, current_host)
+        checkpoint = _Source.load(config_dir / "checkpointconfig.json")
+        tensorboard = _Source.load(config_dir / "tensorboardoutputconfig.json")
+        return cls(
+            current_host=current_host,
+            hosts=hosts,
+            groups=groups,
+            source=resources.origin,
+            base_dir=base,
+            network_interface=resources.optional_text("network_interface_name"),
+            channels=_channels(env, base, config_dir),
+            hyperparameters=_hyperparameters(env, config_dir),
+            checkpoint_dir=_local_path(checkpoint, base / "checkpoints"),
+            checkpoint_uri=checkpoint.optional_text("S3Uri") if checkpoint else None,
+            tensorboard_dir=_local_path(tensorboard, base / "output" / "tensorboard"),
+            name=env.get("TRAINING_JOB_NAME") or env.get("SAGEMAKER_JOB_NAME") or None,
+            num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            num_gpus=_num_gpus(env),
+            addresses=_addresses(env),
+            data_groups=_name_list(env, "LIGHTNING_SM_DATA_GROUPS"),
+            main_port=_whole_number(env, "LIGHTNING_SM_MAIN_PORT", 1, 65535),
+            devices=_whole_number(env, "LIGHTNING_SM_DEVICES", 1, 1024),
+        )
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One JSON object and where it came from, with accessors that raise errors naming file, field and value."""
+
+    origin: str
+    fields: Mapping[str, Any]
+
+    @classmethod
+    def load(cls, path: Path) -> _Source | None:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            msg = f"{path}: cannot be read ({error})."
+            raise JobConfigError(msg) from error
+        return cls.parse(str(path), text)
+
+    @classmethod
+    def parse(cls, origin: str, text: str) -> _Source:
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            msg = f"{origin}: not valid JSON ({error}); it begins with {text[:80]!r}."
+            raise JobConfigError(msg) from error
+        if not isinstance(value, dict):
+            msg = f"{origin}: expected a JSON object, got {_shown(value)}."
+            raise JobConfigError(msg)
+        return cls(origin, value)
+
+    def error(self, name: str, value: object, expected: str) -> JobConfigError:
+        return JobConfigError(f"{self.origin}: field {name!r} is {_shown(value)}; expected {expected}.")
+
+    def text(self, name: str) -> str:
+        value = self.fields.get(name)
+        if not isinstance(value, str) or not value:
+            raise self.error(name, value, "a non-empty string")
+        return value
+
+    def optional_text(self, name: str) -> str | None:
+        return None if self.fields.get(name) in (None, "") else self.text(name)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        value = self.fields.get(name)
+        if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
+            raise self.error(name, value, "a non-empty list of names")
+        if len(set(value)) != len(value):
+            raise self.error(name, value, "every name once")
+        return tuple(value)
+
+
+def _shown(value: object) -> str:
+    return "missing" if value is None else f"{value!r} ({type(value).__name__})"
+
+
+def _read_resources(env: Mapping[str, str], config_dir: Path) -> _Source | None:
+    source = _Source.load(config_dir / "resourceconfig.json")
+    if source is not None:
+        return source
+    if env.get("SM_RESOURCE_CONFIG"):
+        return _Source.parse("SM_RESOURCE_CONFIG", env["SM_RESOURCE_CONFIG"])
+    if not env.get("SM_HOSTS"):
+        return None
+    origin = "SM_HOSTS/SM_CURRENT_HOST"
+    fields: dict[str, Any] = {
+        "current_host": env.get("SM_CURRENT_HOST"),
+        "hosts": _json_variable(env, "SM_HOSTS"),
+        "network_interface_name": env.get("SM_NETWORK_INTERFACE_NAME"),
+    }
+    if env.get("SM_INSTANCE_GROUPS_DICT"):
+        groups = _Source.parse("SM_INSTANCE_GROUPS_DICT", env["SM_INSTANCE_GROUPS_DICT"]).fields
+        fields["instance_groups"] = list(groups.values())
+    return _Source(origin, fields)
+
+
+def _groups(resources: _Source, hosts: tuple[str, ...]) -> tuple[InstanceGroup, ...]:
+    """The instance groups, checked to be a partition of the hosts."""
+    entries = resources.fields.get("instance_groups")
+    if not entries:  # v2 and v3 local mode write no groups
+        return (InstanceGroup(_SINGLE_GROUP, hosts, resources.optional_text("current_instance_type")),)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise resources.error("instance_groups", entries, "a list of objects")
+    groups: list[InstanceGroup] = []
+    group_of: dict[str, str] = {}
+    for index, entry in enumerate(entries):
+        source = _Source(f"{resources.origin}: instance_groups[{index}]", entry)
+        name = source.text("instance_group_name")
+        if any(group.name == name for group in groups):
+            raise source.error("instance_group_name", name, "a name that no other group has")
+        if entry.get("hosts") == []:
+            raise source.error("hosts", [], f"at least one host in group {name!r}")
+        group = InstanceGroup(name, source.names("hosts"), source.optional_text("instance_type"))
+        for host in group.hosts:
+            if host not in hosts:
+                raise source.error("hosts", list(group.hosts), f"hosts of the job, which are {list(hosts)}")
+            if host in group_of:
+                raise source.error("hosts", list(group.hosts), f"no host of group {group_of[host]!r} ({host!r} is)")
+            group_of[host] = name
+        groups.append(group)
+    orphans = [host for host in hosts if host not in group_of]
+    if orphans:
+        raise resources.error("instance_groups", entries, f"a group for each host; none has {orphans}")
+    return tuple(groups)
+
+
+def _check_current_group(resources: _Source, groups: tuple[InstanceGroup, ...], current_host: str) -> None:
+    stated = resources.optional_text("current_group_name")
+    actual = next(group.name for group in groups if current_host in group.hosts)
+    if stated is not None and stated != actual and resources.fields.get("instance_groups"):
+        raise resources.error(
+            "current_group_name", stated, f"{actual!r}, the group whose hosts include {current_host!r}"
+        )
+
+
+def _channels(env: Mapping[str, str], base: Path, config_dir: Path) -> dict[str, Channel]:
+    source = _Source.load(config_dir / "inputdataconfig.json")
+    if source is None and env.get("SM_INPUT_DATA_CONFIG"):
+        source = _Source.parse("SM_INPUT_DATA_CONFIG", env["SM_INPUT_DATA_CONFIG"])
+    if source is None:
+        return {}
+    channels = {}
+    for name, settings in source.fields.items():
+        if not isinstance(settings, dict):
+            raise source.error(name, settings, "an object with the settings of the channel")
+        entry = _Source(f"{source.origin}: channel {name!r}", settings)
+        channels[name] = Channel(
+            name=name,
+            path=base / "input" / "data" / name,
+            mode=entry.optional_text("TrainingInputMode") or "File",
+            distribution=entry.optional_text("S3DistributionType") or "FullyReplicated",
+        )
+    if _SDK_V3_DRIVERS_CHANNEL in channels:
+        for name in (_SDK_V3_DRIVERS_CHANNEL, _SDK_V3_CODE_CHANNEL):
+            channels.pop(name, None)
+    return channels
+
+
+def _hyperparameters(env: Mapping[str, str], config_dir: Path) -> dict[str, str]:
+    source = _Source.load(config_dir / "hyperparameters.json")
+    if source is None and env.get("SM_HPS"):
+        source = _Source.parse("SM_HPS", env["SM_HPS"])
+        # The toolkit decoded these values; the file holds text, so they become text again.
+        return {name: json.dumps(value) for name, value in source.fields.items()}
+    if source is None:
+        return {}
+    # The API takes strings only; containers that write the file themselves put plain JSON values in.
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in source.fields.items()}
+
+
+def _local_path(source: _Source | None, default: Path) -> Path | None:
+    if source is None:
+        return None
+    stated = source.optional_text("LocalPath")
+    return Path(stated) if stated else default
+
+
+def _num_gpus(env: Mapping[str, str]) -> int:
+    stated = _whole_number(env, "SM_NUM_GPUS", 0, 1024)
+    if stated is not None:
+        return stated
+    try:
+        # Counted without torch (2 s to import) and without nvidia-smi (absent from slim images).
+        return sum(1 for entry in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", entry))
+    except OSError:
+        return 0
+
+
+def _addresses(env: Mapping[str, str]) -> dict[str, str]:
+    variable = "LIGHTNING_SM_HOST_ADDRESSES"
+    if not env.get(variable):
+        return {}
+    source = _Source.parse(variable, env[variable])
+    return {host: source.text(host) for host in source.fields}
+
+
+def _name_list(env: Mapping[str, str], variable: str) -> tuple[str, ...] | None:
+    if variable not in env:
+        return None
+    return tuple(name.strip() for name in env[variable].split(",") if name.strip())
+
+
+def _whole_number(env: Mapping[str, str], variable: str, least: int, most: int) -> int | None:
+    text = env.get(variable)
+    if not text:
+        return None
+    if not re.fullmatch(r"\d+", text) or not least <= int(text) <= most:
+        msg = f"{variable} is {text!r}; expected a whole number from {least} to {most}."
+        raise JobConfigError(msg)
+    return int(text)
+
+
+def _json_variable(env: Mapping[str, str], variable: str) -> object:
+    try:
+        return json.loads(env[variable])
+    except json.JSONDecodeError as error:
+        msg = f"{variable} is {env[variable]!r}: not valid JSON ({error})."
+        raise JobConfigError(msg) from error
