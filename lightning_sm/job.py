@@ -209,7 +209,7 @@ class _Source:
     def parse(cls, origin: str, text: str) -> _Source:
         try:
             value = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # ValueError also for numbers of more than 4300 digits
             msg = f"{origin}: not valid JSON ({error}); it begins with {text[:80]!r}."
             raise JobConfigError(msg) from error
         if not isinstance(value, dict):
@@ -265,7 +265,7 @@ def _read_resources(env: Mapping[str, str], config_dir: Path) -> _Source | None:
 def _groups(resources: _Source, hosts: tuple[str, ...]) -> tuple[InstanceGroup, ...]:
     """The instance groups, checked to be a partition of the hosts."""
     entries = resources.fields.get("instance_groups")
-    if not entries:  # v2 and v3 local mode write no groups
+    if entries is None or entries == []:  # v2 and v3 local mode write no groups
         return (InstanceGroup(_SINGLE_GROUP, hosts, resources.optional_text("current_instance_type")),)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise resources.error("instance_groups", entries, "a list of objects")
@@ -372,7 +372,7 @@ def _whole_number(env: Mapping[str, str], variable: str, least: int, most: int) 
     text = env.get(variable)
     if not text:
         return None
-    if not re.fullmatch(r"\d+", text) or not least <= int(text) <= most:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= most:
         msg = f"{variable} is {text!r}; expected a whole number from {least} to {most}."
         raise JobConfigError(msg)
     return int(text)
@@ -381,6 +381,6 @@ def _whole_number(env: Mapping[str, str], variable: str, least: int, most: int) 
 def _json_variable(env: Mapping[str, str], variable: str) -> object:
     try:
         return json.loads(env[variable])
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         msg = f"{variable} is {env[variable]!r}: not valid JSON ({error})."
         raise JobConfigError(msg) from error

@@ -1,0 +1,69 @@
+"""Import lightning-bolts beside Lightning 2, which its last release does not know.
+
+lightning-bolts 0.7.0 (2023) asks for pytorch-lightning<2, hence ``pip install --no-deps``. What its data modules miss
+in Lightning 2 are two functions that moved to other packages. They are put back under their former names, as module
+``pytorch_lightning.utilities.apply_func`` and as attribute ``pytorch_lightning.utilities.move_data_to_device``. What
+needs hooks that Lightning 2 removed, such as the GANs and ``LogisticRegression``, fails in ``fit`` all the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import warnings
+from types import ModuleType
+
+import pytorch_lightning.utilities
+from lightning_fabric.utilities.apply_func import move_data_to_device
+from lightning_utilities.core.apply_func import apply_to_collection
+
+_APPLY_FUNC = "pytorch_lightning.utilities.apply_func"
+
+# What importing lightning-bolts always prints: that its features are not reviewed (several times), and that NumPy 2
+# may come to have an attribute of which lightning-bolts asks whether it is there.
+_EXPECTED_WARNINGS = re.compile(r"The feature \w+ is currently marked under review|In the future `np\.\w+` will be")
+
+
+def import_bolts(module: str) -> ModuleType:
+    """Import a module of lightning-bolts.
+
+    Importing any of its modules imports nearly all of them (0.2 s after torch and Lightning), and gives urllib another
+    user agent, so call it where the module is used.
+
+    Args:
+        module: Name of the module, such as ``pl_bolts.datamodules``.
+
+    Returns:
+        The module.
+
+    Raises:
+        ModuleNotFoundError: lightning-bolts is not installed.
+    """
+    _restore_former_names()
+    # The decorator that warns also puts a filter of its own in front of all others, so that only recording helps.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            imported = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != "pl_bolts":
+                raise
+            raise ModuleNotFoundError(
+                f"{module} needs lightning-bolts, which is not installed. Install it with pip install --no-deps "
+                "lightning-bolts==0.7.0 (without --no-deps, pip replaces pytorch-lightning by a release before 2).",
+                name=error.name,
+            ) from error
+    for warning in caught:
+        if not _EXPECTED_WARNINGS.search(str(warning.message)):
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return imported
+
+
+def _restore_former_names() -> None:
+    # A module that is there already is Lightning's own or a user's: leave it.
+    if _APPLY_FUNC not in sys.modules:
+        apply_func = ModuleType(_APPLY_FUNC, "Functions that lightning-bolts looks for here (see app.bolts_compat).")
+        vars(apply_func).update(apply_to_collection=apply_to_collection, move_data_to_device=move_data_to_device)
+        sys.modules[_APPLY_FUNC] = apply_func
+    vars(pytorch_lightning.utilities).setdefault("move_data_to_device", move_data_to_device)

@@ -1,0 +1,84 @@
+"""The ``lightning-sm`` command: ``train`` on a SageMaker host, ``local`` on any machine."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+import lightning_sm
+from lightning_sm import launcher
+from lightning_sm.console import show_log_lines
+from lightning_sm.errors import LightningSMError
+from lightning_sm.local import options as local
+
+_LOG = logging.getLogger(__name__)
+
+_TRAIN_EXAMPLES = """\
+examples:
+  in a Dockerfile (SageMaker adds the argument "train"):
+    ENV SAGEMAKER_PROGRAM=/workspace/app/train.py
+    ENTRYPOINT ["lightning-sm"]
+  on a SageMaker host, with the script and its subcommand named:
+    lightning-sm train app/train.py fit
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Args:
+        argv: The arguments. Default: those of this process.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    show_log_lines()
+    # argparse drops or keeps "--" depending on its version; what follows it is the script's alone.
+    at = given.index("--") if "--" in given and given[0] == "local" else len(given)
+    options = _parser().parse_args(given[:at])
+    if options.subcommand == "train":
+        script, *args = options.command or [None]
+        return launcher.train(script, args)
+    options.command += given[at:] if options.command else given[at + 1 :]
+    try:
+        return local.main(options)
+    except LightningSMError as error:
+        _LOG.error("lightning-sm: error: %s", error)
+        return 2
+    except KeyboardInterrupt:  # before the hosts were started; later the emulator itself listens
+        return 128 + signal.SIGINT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lightning-sm", description=lightning_sm.__doc__.partition("\n")[0])
+    parser.add_argument("--version", action="version", version=f"lightning-sm {lightning_sm.__version__}")
+    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="{train,local}")
+    train = commands.add_parser(
+        "train",
+        help="run the training script of this SageMaker host (the container's entry point)",
+        description="Run the training script of this SageMaker host, with arguments from hyperparameters.json.",
+        epilog=_TRAIN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    train.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT [ARGS]",
+        help="training script and its arguments (default: SAGEMAKER_PROGRAM or hyperparameter sagemaker_program)",
+    )
+    emulate = commands.add_parser(
+        "local",
+        help="run a training script on an emulated cluster on this machine",
+        description="Run a training script on an emulated SageMaker cluster: one process group per host, no AWS.",
+        epilog=local.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    local.add_arguments(emulate)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Which Lightning our classes derive from: ``pytorch_lightning`` or ``lightning.pytorch``. Decided once, here.
+
+The two distributions hold the same code twice, and their classes are different objects: a callback of one is not a
+callback to the other. Whichever the script imported first wins; if it imported neither, ``pytorch_lightning`` does
+when it is installed. Everything else in lightning_sm takes its Lightning names from this module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
+
+from lightning_sm.errors import MixedLightningError
+
+_DISTRIBUTIONS = ("pytorch_lightning", "lightning.pytorch")
+
+
+def _choose() -> str:
+    # sys.modules keeps the order of import.
+    imported = [name for name in sys.modules if name in _DISTRIBUTIONS]
+    if imported:
+        return imported[0]
+    for name in _DISTRIBUTIONS:
+        # find_spec of a dotted name would import the parent, and with it all of lightning.
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            return name
+    raise ModuleNotFoundError("lightning_sm needs PyTorch Lightning: pip install pytorch-lightning (or lightning).")
+
+
+DISTRIBUTION = _choose()
+
+if TYPE_CHECKING:
+    from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
+    from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
+    from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar
+    from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
+    from pytorch_lightning.utilities import rank_zero_only
+else:
+    _root = importlib.import_module(DISTRIBUTION)
+    _callbacks = importlib.import_module(f"{DISTRIBUTION}.callbacks")
+    _cli = importlib.import_module(f"{DISTRIBUTION}.cli")
+    _environments = importlib.import_module(f"{DISTRIBUTION}.plugins.environments")
+    _utilities = importlib.import_module(f"{DISTRIBUTION}.utilities")
+
+    Callback = _root.Callback
+    LightningDataModule = _root.LightningDataModule
+    LightningModule = _root.LightningModule
+    Trainer = _root.Trainer
+    ModelCheckpoint = _callbacks.ModelCheckpoint
+    ProgressBar = _callbacks.ProgressBar
+    ArgsType = _cli.ArgsType
+    LightningArgumentParser = _cli.LightningArgumentParser
+    LightningCLI = _cli.LightningCLI
+    ClusterEnvironment = _environments.ClusterEnvironment
+    rank_zero_only = _utilities.rank_zero_only
+
+__all__ = [
+    "DISTRIBUTION",
+    "ArgsType",
+    "Callback",
+    "ClusterEnvironment",
+    "LightningArgumentParser",
+    "LightningCLI",
+    "LightningDataModule",
+    "LightningModule",
+    "ModelCheckpoint",
+    "ProgressBar",
+    "Trainer",
+    "check_same_distribution",
+    "rank_zero_only",
+]
+
+
+def check_same_distribution(candidate: Any) -> None:
+    """Refuse a class that derives from the other distribution of Lightning.
+
+    Args:
+        candidate: A model, data module or trainer class. Anything that is not a class passes.
+
+    Raises:
+        MixedLightningError: The class derives from the distribution that lightning_sm did not choose.
+    """
+    if not isinstance(candidate, type):
+        return
+    for other in _DISTRIBUTIONS:
+        bases = [base for base in candidate.__mro__ if f"{base.__module__}.".startswith(f"{other}.")]
+        if other != DISTRIBUTION and bases:
+            raise MixedLightningError(
+                f"{candidate.__qualname__} derives from {bases[0].__module__}.{bases[0].__qualname__}, but "
+                f"lightning_sm was loaded with {DISTRIBUTION}, whose classes are different objects. "
+                f"Import {other} before lightning_sm, and only one of {' and '.join(_DISTRIBUTIONS)} in a script."
+            )

@@ -1,0 +1,115 @@
+"""JobOutputs: checkpoints into the synchronised folder, and the best model into the model directory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from lightning_sm._lightning import DISTRIBUTION, Callback, LightningModule, ModelCheckpoint, Trainer
+
+logger = logging.getLogger(__name__)
+
+MODEL_CHECKPOINT = "model.ckpt"
+MODEL_STATE_DICT = "state_dict.pt"
+MODEL_CONFIG = "config.yaml"
+
+
+class JobOutputs(Callback):
+    """Route checkpoints, and export the best model once at the end of ``fit``.
+
+    Rank 0 writes three files to the model directory: ``model.ckpt`` (the full checkpoint, for
+    ``load_from_checkpoint`` and resuming), ``state_dict.pt`` (the plain weights, for ``load_state_dict`` without
+    Lightning) and ``config.yaml`` (the resolved configuration). All ranks wait for it, because SageMaker's local mode
+    stops all hosts as soon as the first one exits.
+
+    Args:
+        model_dir: SageMaker's model directory.
+        checkpoint_dir: Folder for checkpoints without a ``dirpath``; None leaves them beside the logs.
+        config: Text of the resolved configuration, YAML.
+    """
+
+    def __init__(self, model_dir: Path, checkpoint_dir: Path | None, config: str) -> None:
+        super().__init__()
+        self._model_dir = model_dir
+        self._checkpoint_dir = checkpoint_dir
+        self._config = config
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Route the checkpoint callbacks, those of ``configure_callbacks`` included."""
+        self.route_checkpoints(trainer)
+
+    def route_checkpoints(self, trainer: Trainer) -> None:
+        """Give each ``ModelCheckpoint`` without a folder the checkpoint directory.
+
+        Called after the trainer is made, too: ``fit(ckpt_path="last")`` looks for the file before ``setup``.
+
+        Args:
+            trainer: The trainer whose callbacks to route.
+        """
+        if self._checkpoint_dir is None:
+            return
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                callback.dirpath = str(self._checkpoint_dir)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Export the best model."""
+        best = trainer.strategy.broadcast(self._best_checkpoint(trainer))
+        if best is None:
+            self._model_dir.mkdir(parents=True, exist_ok=True)
+            # A collective call for sharded strategies: every rank makes it, and rank 0 writes.
+            incoming = self._incoming(MODEL_CHECKPOINT)
+            trainer.save_checkpoint(incoming)
+            best = incoming
+        if trainer.is_global_zero:
+            self._export(best)
+        trainer.strategy.barrier("lightning_sm.export")
+
+    def _best_checkpoint(self, trainer: Trainer) -> Path | None:
+        """The best checkpoint on this host's disk: of the first callback that monitors a metric, else of the first."""
+        callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+        for callback in sorted(callbacks, key=lambda callback: callback.monitor is None):
+            if not callback.best_model_path:
+                continue
+            # After a restart on another host the folder may lie elsewhere; the file's name stays.
+            stated = Path(callback.best_model_path)
+            for path in (stated, Path(callback.dirpath or "", stated.name)):
+                if path.exists():
+                    return path
+            if trainer.is_global_zero:
+                logger.warning("The best checkpoint %s is gone: exporting another.", callback.best_model_path)
+        return None
+
+    def _export(self, checkpoint: Path) -> None:
+        self._model_dir.mkdir(parents=True, exist_ok=True)
+        target = self._model_dir / MODEL_CHECKPOINT
+        if checkpoint.is_dir():
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(checkpoint, target)
+            logger.info(
+                "%s is sharded, so %s is not written: consolidate it with "
+                "`python -m %s.utilities.consolidate_checkpoint`.",
+                target,
+                MODEL_STATE_DICT,
+                DISTRIBUTION,
+            )
+        else:
+            incoming = self._incoming(MODEL_CHECKPOINT)
+            if checkpoint != incoming:
+                shutil.copyfile(checkpoint, incoming)
+            # weights_only=False: this job wrote the file, and hyperparameters in it may be of any type.
+            state_dict = torch.load(incoming, map_location="cpu", weights_only=False)["state_dict"]
+            torch.save(state_dict, self._incoming(MODEL_STATE_DICT))
+            os.replace(incoming, target)
+            os.replace(self._incoming(MODEL_STATE_DICT), self._model_dir / MODEL_STATE_DICT)
+        self._incoming(MODEL_CONFIG).write_text(self._config, encoding="utf-8")
+        os.replace(self._incoming(MODEL_CONFIG), self._model_dir / MODEL_CONFIG)
+        logger.info("model: %s (from %s)", target, checkpoint.name)
+
+    def _incoming(self, name: str) -> Path:
+        """Where a file is written before it takes its name, so that a killed job leaves no half of a model."""
+        return self._model_dir / f".{name}.incoming"

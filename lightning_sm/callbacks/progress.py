@@ -1,0 +1,80 @@
+"""LineProgress: progress as lines, because carriage-return bars are unreadable in CloudWatch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from lightning_sm._lightning import LightningModule, ProgressBar, Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class LineProgress(ProgressBar):
+    """Log a line of progress every few seconds, at each epoch's end and at the end of a run.
+
+    A line looks like ``epoch=3/10 step=45 train_loss=0.4117 val_acc=0.9333``: one ``name=value`` for each metric, so
+    that ``metric_definitions`` such as ``val_acc=([0-9.eE+-]+)`` find them. Rank 0 writes.
+
+    Args:
+        every_n_seconds: Least seconds between two lines within an epoch.
+    """
+
+    def __init__(self, every_n_seconds: float = 10.0) -> None:
+        super().__init__()
+        self._every_n_seconds = every_n_seconds
+        self._is_enabled = True
+        self._next_line_at = 0.0
+
+    def enable(self) -> None:
+        """Write lines (Lightning calls it on rank 0)."""
+        self._is_enabled = True
+
+    def disable(self) -> None:
+        """Write no lines (Lightning calls it on all other ranks)."""
+        self._is_enabled = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock: the first line comes after ``every_n_seconds``."""
+        self._next_line_at = time.monotonic() + self._every_n_seconds
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log a line if it is time."""
+        if time.monotonic() >= self._next_line_at:
+            batches = self.total_train_batches
+            self._log(trainer, f"{self._epoch(trainer)} batch={batch_idx + 1}/{batches} step={trainer.global_step}")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the epoch's metrics."""
+        self._log(trainer, f"{self._epoch(trainer)} step={trainer.global_step}")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the metrics of ``trainer.validate``; those of ``fit`` come with the epoch."""
+        if trainer.state.fn == "validate":
+            self._log(trainer, "validation")
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the test metrics."""
+        self._log(trainer, "test")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the last metrics."""
+        self._log(trainer, f"finished: epochs={trainer.current_epoch} step={trainer.global_step}")
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Log what the model prints through ``self.print``."""
+        if self._is_enabled:
+            logger.info("%s", " ".join(str(arg) for arg in args))
+
+    def _epoch(self, trainer: Trainer) -> str:
+        planned = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else "?"
+        return f"epoch={trainer.current_epoch + 1}/{planned}"
+
+    def _log(self, trainer: Trainer, position: str) -> None:
+        self._next_line_at = time.monotonic() + self._every_n_seconds
+        if self._is_enabled and not trainer.sanity_checking:
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            logger.info("%s", " ".join([position, *(f"{name}={value:.4f}" for name, value in metrics.items())]))

@@ -1,0 +1,92 @@
+"""Which input channel feeds which argument: a pure rule over names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from lightning_sm.errors import ChannelError
+
+# The names that SageMaker's own examples give to the only or the main channel.
+_MAIN_CHANNELS = ("training", "train")
+# What LightningDataModules and torchvision datasets call the folder of the data.
+_MAIN_PARAMETERS = ("data_dir", "root")
+# Holds configuration files, not data (see ``hyperparameters.to_argv``).
+CONFIG_CHANNEL = "config"
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the channels go.
+
+    Attributes:
+        channel_of: Key of an argument (``data.data_dir``, ``model.weights``) to the name of its channel.
+        unused: Channels that fit no argument.
+    """
+
+    channel_of: Mapping[str, str]
+    unused: tuple[str, ...]
+
+
+def route(
+    channels: Iterable[str],
+    parameters: Collection[str],
+    mapping: Mapping[str, str],
+    *,
+    all_channels_known: bool = True,
+) -> Routing:
+    """Decide which argument each channel goes to.
+
+    Channel ``x`` goes to the DataModule's parameter ``x_dir``; else ``training``, ``train`` or the only channel goes
+    to ``data_dir`` or ``root``. An entry of ``mapping`` comes before both rules.
+
+    Args:
+        channels: Names of the channels of this host.
+        parameters: Names of the DataModule's parameters.
+        mapping: Channel name to argument: a parameter of the DataModule, or a dotted key such as ``model.weights``.
+        all_channels_known: False in a heterogeneous job, where another group may have channels that this host lacks.
+
+    Raises:
+        ChannelError: ``mapping`` names a channel or a parameter that does not exist.
+    """
+    names = [name for name in channels if name != CONFIG_CHANNEL or name in mapping]
+    unknown = sorted(set(mapping) - set(names))
+    if unknown and all_channels_known:
+        raise ChannelError(
+            f"Channels {unknown} are mapped to arguments, but the job has the channels {sorted(names)}. "
+            f"Name the channel in fit(inputs={{{unknown[0]!r}: ...}}) or take it out of SageMakerCLI(channels=...)."
+        )
+    channel_of: dict[str, str] = {}
+    unused = []
+    # Longest rules first: a channel with a parameter of its own must not lose data_dir to another.
+    for name in sorted(names, key=lambda name: (name not in mapping, f"{_identifier(name)}_dir" not in parameters)):
+        key = _mapped_key(name, mapping[name], parameters) if name in mapping else _fitting_key(name, names, parameters)
+        if key is None or key in channel_of:
+            unused.append(name)
+        else:
+            channel_of[key] = name
+    return Routing(channel_of, tuple(unused))
+
+
+def _identifier(channel: str) -> str:
+    return channel.replace("-", "_").replace(".", "_")
+
+
+def _mapped_key(channel: str, target: str, parameters: Collection[str]) -> str:
+    if "." in target:
+        return target
+    if target not in parameters:
+        raise ChannelError(
+            f"Channel {channel!r} is mapped to {target!r}, but the DataModule has the parameters {sorted(parameters)}. "
+            "Name one of them, or a dotted key such as 'model.weights'."
+        )
+    return f"data.{target}"
+
+
+def _fitting_key(channel: str, channels: Collection[str], parameters: Collection[str]) -> str | None:
+    own = f"{_identifier(channel)}_dir"
+    if own in parameters:
+        return f"data.{own}"
+    if channel in _MAIN_CHANNELS or len(channels) == 1:
+        return next((f"data.{name}" for name in _MAIN_PARAMETERS if name in parameters), None)
+    return None

@@ -1,0 +1,202 @@
+"""SageMakerCLI: LightningCLI that fits itself into a SageMaker job, and is LightningCLI anywhere else."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+
+from lightning_sm._lightning import (
+    ArgsType,
+    Callback,
+    ClusterEnvironment,
+    LightningArgumentParser,
+    LightningCLI,
+    ProgressBar,
+    Trainer,
+    check_same_distribution,
+)
+from lightning_sm.arguments import is_toolkit_rendering, job_arguments
+from lightning_sm.callbacks.outputs import JobOutputs
+from lightning_sm.callbacks.progress import LineProgress
+from lightning_sm.console import show_log_lines
+from lightning_sm.environment import SageMakerEnvironment
+from lightning_sm.errors import OutputDirectoryError, TopologyError
+from lightning_sm.job import SageMakerJob
+from lightning_sm.overlay import JobOverlay
+from lightning_sm.topology import Role, Topology
+
+logger = logging.getLogger(__name__)
+
+
+class SageMakerCLI(LightningCLI):
+    """The ``LightningCLI`` of a script that runs unchanged on a laptop, on one host and on a cluster.
+
+    Off SageMaker it is ``LightningCLI``. In a SageMaker job it also
+
+    - takes its arguments from the hyperparameters, and ``fit`` as the subcommand if none is given;
+    - sets ``trainer.num_nodes``, the devices that a launcher such as torchrun decided, and the cluster environment;
+    - sends channels to the DataModule: channel ``x`` to ``x_dir``; ``training``, ``train`` or the only one to
+      ``data_dir`` or ``root``;
+    - sends logs to the output data directory (each host to its own folder) and TensorBoard and checkpoints to their
+      synchronised folders, if the job has them; a relative folder in the configuration becomes one below these;
+    - writes the best model to the model directory;
+    - logs progress as lines.
+
+    What the user sets comes before all of it. A value that contradicts the cluster is an error.
+
+    Args:
+        model_class: As in ``LightningCLI``.
+        datamodule_class: As in ``LightningCLI``.
+        channels: Channel name to argument, where the rule above does not fit: a parameter of the DataModule, or a
+            dotted key such as ``model.weights``.
+        data_groups: Names of the instance groups that serve data. Default: see ``Topology.from_job``.
+        main_port: Port on which rank 0 listens. Default: derived from the job.
+        resolve_timeout_s: Seconds to wait for the main host's name to resolve.
+        **kwargs: Everything else that ``LightningCLI`` takes.
+
+    Raises:
+        JobConfigError: The job's files are malformed.
+        TopologyError: ``num_nodes`` or ``devices`` contradict the cluster.
+        ChannelError: ``channels`` names a channel or an argument that does not exist.
+        OutputDirectoryError: A directory of the job cannot be written.
+        MixedLightningError: The classes derive from the other distribution of Lightning.
+    """
+
+    def __init__(
+        self,
+        model_class: Any = None,
+        datamodule_class: Any = None,
+        *,
+        channels: Mapping[str, str] | None = None,
+        data_groups: Sequence[str] | None = None,
+        main_port: int | None = None,
+        resolve_timeout_s: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        for candidate in (model_class, datamodule_class, kwargs.get("trainer_class")):
+            check_same_distribution(candidate)
+        self._channel_mapping = dict(channels or {})
+        self.job = SageMakerJob.from_environment()
+        if self.job is not None:
+            show_log_lines()
+            self.topology = Topology.from_job(self.job, data_groups=data_groups)
+            self._environment_settings: dict[str, Any] = {"data_groups": data_groups, "main_port": main_port}
+            if resolve_timeout_s is not None:
+                self._environment_settings["resolve_timeout_s"] = resolve_timeout_s
+            # A resumed job finds the config.yaml of its first attempt.
+            kwargs["save_config_kwargs"] = {"overwrite": True, **(kwargs.get("save_config_kwargs") or {})}
+        super().__init__(model_class, datamodule_class, **kwargs)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse the arguments, then fill in what the job knows and the user did not set."""
+        if self.job is None:
+            super().parse_arguments(parser, args)
+            return
+        if args is None:
+            args = self._job_arguments(self.job)
+        self.config = _parse(parser, args)
+        # Without defaults and default_config_files, what remains is what the user set.
+        explicit = _parse(parser, args, defaults=False)
+        self._fit_into_job(self.job, parser, explicit)
+
+    def instantiate_classes(self) -> None:
+        """Instantiate model, DataModule and trainer; a data host has nothing to instantiate and leaves."""
+        if self.job is not None and self.topology.role is Role.DATA:
+            logger.info(
+                "Host %s is in data group %r. This version does not serve batches from data hosts yet: "
+                "the trainer hosts read the data themselves, and this host leaves.",
+                self.job.current_host,
+                self.job.current_group.name,
+            )
+            sys.exit(0)
+        super().instantiate_classes()
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Instantiate the trainer; in a job with the cluster environment and the job's callbacks."""
+        if self.job is None:
+            return super().instantiate_trainer(**kwargs)
+        settings = {**self._get(self.config_init, "trainer", default={}), **kwargs}
+        kwargs["plugins"] = self._with_environment(_as_list(settings.get("plugins")))
+        outputs = JobOutputs(self.job.model_dir, self.job.checkpoint_dir, self._config_text())
+        kwargs["callbacks"] = [*_as_list(settings.get("callbacks")), *self._progress(settings), outputs]
+        trainer = super().instantiate_trainer(**kwargs)
+        outputs.route_checkpoints(trainer)
+        return trainer
+
+    def _job_arguments(self, job: SageMakerJob) -> list[str]:
+        arguments = sys.argv[1:]
+        if is_toolkit_rendering(arguments, job):
+            arguments = job_arguments(job, Path.cwd())
+        subcommands = getattr(self, "_subcommand_parsers", {})
+        # Hyperparameters have no positional arguments, so that a job without "subcommand" among them means fit.
+        if subcommands and not {*subcommands, "-h", "--help"} & set(arguments):
+            arguments = ["fit", *arguments]
+        return arguments
+
+    def _fit_into_job(self, job: SageMakerJob, parser: LightningArgumentParser, explicit: Namespace) -> None:
+        subcommand = self.config.get("subcommand")
+        overlay = JobOverlay(
+            self.config[subcommand] if subcommand else self.config,
+            explicit[subcommand] if subcommand else explicit,
+        )
+        if self.topology.role is Role.TRAINER:
+            for folder in filter(None, (job.model_dir, job.host_output_dir, job.checkpoint_dir)):
+                _check_writable(folder)
+            self.environment = SageMakerEnvironment(job, **self._environment_settings)
+            overlay.fit_trainer(self.environment)
+            overlay.route_outputs(job)
+        overlay.route_channels(job, self._channel_mapping)
+        self.config = parser.parse_object({subcommand: overlay.changes} if subcommand else overlay.changes, self.config)
+
+    def _with_environment(self, plugins: list[Any]) -> list[Any]:
+        environments = [plugin for plugin in plugins if isinstance(plugin, ClusterEnvironment)]
+        if not environments:
+            return [*plugins, self.environment]
+        if not isinstance(environments[0], SageMakerEnvironment):
+            raise TopologyError(
+                f"trainer.plugins has {type(environments[0]).__name__}, but SageMakerCLI puts in SageMakerEnvironment, "
+                "which knows torchrun and mpirun, too. Take it out of trainer.plugins."
+            )
+        return plugins
+
+    def _progress(self, settings: Mapping[str, Any]) -> list[Callback]:
+        defaults = self.trainer_defaults.get("callbacks")
+        has_own = any(
+            isinstance(item, ProgressBar) for item in (*_as_list(settings.get("callbacks")), *_as_list(defaults))
+        )
+        return [] if has_own or settings.get("enable_progress_bar") is False else [LineProgress()]
+
+    def _config_text(self) -> str:
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        return str(self._parser(self.subcommand).dump(config, skip_none=False))
+
+
+def _check_writable(folder: Path) -> None:
+    """Write to a folder once, hours before the first result."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OutputDirectoryError(
+            f"{folder} cannot be written ({error}). SageMaker mounts it writable; look for a read-only mount, a full "
+            "disk, or a container user without rights to it."
+        ) from error
+
+
+def _parse(parser: LightningArgumentParser, args: Any, *, defaults: bool = True) -> Namespace:
+    parse = parser.parse_object if isinstance(args, (dict, Namespace)) else parser.parse_args
+    config: Namespace = parse(args, defaults=defaults)
+    return config
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,0 +1,279 @@
+"""From ``hyperparameters.json`` to the arguments of a LightningCLI script, and back.
+
+SageMaker keeps text only, and each way to start a job turns values into text of its own kind:
+
+=======================================  ========  ===================  ===============  ===========
+way                                      ``None``  ``{"a": None}``      ``"a b"``        ``1e-3``
+=======================================  ========  ===================  ===============  ===========
+SDK v2, generic ``Estimator``            None      {'a': None}          a b              0.001
+SDK v2, framework or ``source_dir``      null      {"a": null}          "a b" (quoted)   0.001
+SDK v3, ``ModelTrainer``                 null      {"a": null}          a b              0.001
+=======================================  ========  ===================  ===============  ===========
+
+``to_argv`` undoes all of them, without knowing which it was and with as little change as possible:
+
+1. If *every* value is valid JSON, the job came by the second way, and JSON strings lose their quotes. What was in
+   quotes is final: none of the rules below touches it.
+2. ``None`` becomes ``null``; ``nan``, ``inf``, ``NaN``, ``Infinity`` and their negatives become YAML's ``.nan`` and
+   ``.inf``, the only spellings that jsonargparse reads as numbers.
+3. Lists, tuples and dicts in Python's notation become JSON. JSON lists and dicts keep their text, unless YAML would
+   misread it (``NaN``, surrogate pairs such as an emoji's, unprintable characters, tabs): those are written anew.
+4. All other text stays as it is, so that a ``str`` parameter receives "007", "1e-3" or "" unchanged.
+
+What the text does not say, no rule can restore:
+
+- By SDK v3 and the generic Estimator, a string that reads like a value of rules 2 and 3 ("None", "nan", "('a', 1)")
+  is taken for that value.
+- By the same two ways, if all values happen to be valid JSON, strings with double quotes of their own lose them.
+- Python's ``{'a': nan}`` or ``{'a': inf}`` (generic Estimator) is left alone: those are names, not literals.
+- Keys of dicts become strings, as JSON has no others, and tuples become lists.
+- The string "null" and None are one for an ``Optional[str]`` parameter: jsonargparse has no quoting there.
+
+A value longer than SageMaker allows travels in chunks ``key__0``, ``key__1`` and so on, recognised by ``key__0`` and
+at least one more. In rule 1 the chunks that are JSON strings lose their quotes first. The joined text is then an
+ordinary value: JSON in rule 1 if it is valid JSON, else raw text.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_sm.errors import HyperparameterError
+
+# SageMaker API, CreateTrainingJob, HyperParameters: at most 100 keys of 256 characters, values of 2500.
+_MAX_KEYS, _MAX_KEY_LENGTH, _MAX_VALUE_LENGTH = 100, 256, 2500
+# ASCII JSON text at most doubles when it is quoted (quotes and backslashes), and gains two quotes.
+_CHUNK_LENGTH = (_MAX_VALUE_LENGTH - 2) // 2
+
+# Keys that SDKs and the tuner add for the toolkit; no script has options for them.
+_DROPPED_KEYS = re.compile(r"sagemaker_.*|_tuning_.*|default_user_module_name|mp_parameters", re.DOTALL)
+_SUBCOMMAND = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_CHUNK_KEY = re.compile(r"(.+)__(0|[1-9][0-9]?)", re.DOTALL)  # two digits: there are at most 100 keys
+
+_YAML_SPELLING = {
+    "None": "null",
+    **dict.fromkeys(("nan", "NaN"), ".nan"),
+    **dict.fromkeys(("inf", "Infinity"), ".inf"),
+    **dict.fromkeys(("-inf", "-Infinity"), "-.inf"),
+}
+# JSON that PyYAML, through which jsonargparse reads values, refuses or reads as something else. It takes no tabs
+# between tokens, does not join surrogate pairs, folds the line separators 85, 2028 and 2029 and refuses the rest.
+_NOT_YAML = re.compile(r"NaN|Infinity|\\u[dD][89a-fA-F]|[^\n -~]")
+_ESCAPED_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+
+_NOT_JSON = object()
+
+
+def to_argv(hyperparameters: Mapping[str, str], *, config_files: Sequence[str] = ()) -> list[str]:
+    """Turn the content of ``hyperparameters.json`` into command line arguments.
+
+    Every option is one ``--key=value``, so that no value is taken for an option or split by a shell. Options are
+    sorted: ``--data={...}`` comes before ``--data.batch_size=32``, and both after the config files that they override.
+
+    Args:
+        hyperparameters: Keys and values, undecoded. ``subcommand`` becomes the first argument; ``config`` is a path
+            or a list of paths; keys meant for the toolkit are dropped.
+        config_files: Paths of config files that come before those of the ``config`` key.
+
+    Returns:
+        For example ``["fit", "--config=gpu.yaml", "--data.batch_size=32"]``.
+
+    Raises:
+        HyperparameterError: A key cannot be an option, a value cannot be an argument, the subcommand is no word, or
+            chunks are incomplete; the message names the keys.
+    """
+    kept = {key: value for key, value in hyperparameters.items() if not is_for_toolkit(key)}
+    is_json = all(_json(value) is not _NOT_JSON for value in kept.values())
+    texts = {key: _as_yaml(value, is_json=is_json) for key, value in _join_chunks(kept, is_json=is_json).items()}
+    subcommand = texts.pop("subcommand", None)
+    if subcommand is not None and not _SUBCOMMAND.fullmatch(subcommand):
+        msg = f"Hyperparameter 'subcommand' is {subcommand!r}; expected a word such as 'fit' or 'validate'."
+        raise HyperparameterError(msg)
+    configs = [*config_files, *_paths(texts.pop("config", "null"))]
+    return [
+        *([] if subcommand is None else [subcommand]),
+        *(_option("config", path) for path in configs),
+        *(_option(key, texts[key]) for key in sorted(texts)),
+    ]
+
+
+def encode(config: Mapping[str, Any]) -> dict[str, str]:
+    """Turn a configuration into hyperparameters from which ``to_argv`` restores it.
+
+    For the generic Estimator and ``ModelTrainer``, which pass strings on as they are. Framework estimators encode
+    by themselves: give them the values, not this. The result is used alone, since one more value that is not JSON
+    would make the quotes of the others count as text (rule 1 above).
+
+    A nested dict stays one JSON value: only the script's parser knows whether ``{"data": {"size": 3}}`` is a group of
+    options, a class with ``init_args`` or the value of a dict parameter, and jsonargparse reads JSON for all three.
+    Write ``{"data.size": 3}`` for options that belong to no class, or to keep one value tunable.
+
+    Args:
+        config: Values of JSON's types by option name, dotted or nested.
+
+    Returns:
+        The values in JSON; those longer than 2500 characters in chunks ``key__0``, ``key__1`` and so on.
+
+    Raises:
+        HyperparameterError: A key cannot be an option, is too long or collides with the names of chunks, a value has
+            no JSON form, or there are more than 100 keys.
+    """
+    encoded: dict[str, str] = {}
+    for key, value in config.items():
+        try:
+            text = json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            msg = f"Hyperparameter {key!r} is {value!r}, which has no JSON form ({error})."
+            raise HyperparameterError(msg) from error
+        if len(text) <= _MAX_VALUE_LENGTH:
+            encoded[key] = text
+            continue
+        for index, start in enumerate(range(0, len(text), _CHUNK_LENGTH)):
+            encoded[f"{key}__{index}"] = json.dumps(text[start : start + _CHUNK_LENGTH])
+    for key in encoded:
+        _check_key(key)
+        if len(key) > _MAX_KEY_LENGTH:
+            msg = f"Hyperparameter {key!r} has a key of {len(key)} characters; SageMaker allows {_MAX_KEY_LENGTH}."
+            raise HyperparameterError(msg)
+    if len(encoded) > _MAX_KEYS:
+        msg = (
+            f"{len(encoded)} hyperparameters, chunks included; SageMaker allows {_MAX_KEYS}. Nest them, as in "
+            "{'data': {'batch_size': 32}}, or put them into a config file."
+        )
+        raise HyperparameterError(msg)
+    lost = sorted(config.keys() - _join_chunks(encoded, is_json=True).keys())
+    if lost:
+        msg = f"Hyperparameters {lost} have the names of chunks and would be joined; rename them."
+        raise HyperparameterError(msg)
+    return encoded
+
+
+def is_for_toolkit(key: str) -> bool:
+    """Whether a hyperparameter is meant for SageMaker's toolkits or tuner, not for the script.
+
+    Args:
+        key: Name of the hyperparameter.
+    """
+    return _DROPPED_KEYS.fullmatch(key) is not None
+
+
+def unquoted(text: str | None) -> str | None:
+    """The text of one hyperparameter, without the quotes that framework estimators put around it.
+
+    Args:
+        text: A value of ``hyperparameters.json``, or None.
+    """
+    value = _NOT_JSON if text is None else _json(text)
+    return value if isinstance(value, str) else text
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # ValueError also for numbers of more than 4300 digits
+        return _NOT_JSON
+
+
+def _python_container(text: str) -> Any:
+    """The list, tuple or dict that the text is in Python's notation, else None."""
+    if not text.startswith(("[", "{", "(")):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler warns about text such as "[1](2)" that is no literal
+            value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+    return value if isinstance(value, (list, tuple, dict)) else None
+
+
+def _as_yaml(text: str, *, is_json: bool) -> str:
+    """The text from which jsonargparse reads the value that was meant; see the rules on top of this module."""
+    value = _json(text)
+    if is_json and isinstance(value, str):
+        return value
+    if text in _YAML_SPELLING:
+        return _YAML_SPELLING[text]
+    if isinstance(value, (list, dict)) and not _NOT_YAML.search(text):
+        return text
+    container = _python_container(text) if value is _NOT_JSON else value
+    if not isinstance(container, (list, tuple, dict)):
+        return text
+    try:
+        return _dump(container)
+    except TypeError:  # a set, bytes or complex number inside: no configuration, so it must have been text
+        return text
+
+
+def _dump(value: Any) -> str:
+    """JSON that YAML reads alike; not ``json.dumps``, which has other names for nan and escapes what YAML must see."""
+    if isinstance(value, dict):
+        texts = {key if isinstance(key, str) else json.dumps(key): _dump(item) for key, item in value.items()}
+        return "{" + ", ".join(f"{_dump(key)}: {text}" for key, text in texts.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_dump, value)) + "]"
+    if isinstance(value, str):
+        quoted = json.dumps(value, ensure_ascii=False)
+        return _ESCAPED_IN_YAML.sub(lambda match: f"\\u{ord(match.group()):04x}", quoted)
+    if isinstance(value, float) and not math.isfinite(value):
+        return _YAML_SPELLING[repr(value)]
+    return json.dumps(value)
+
+
+def _join_chunks(values: Mapping[str, str], *, is_json: bool) -> dict[str, str]:
+    joined = dict(values)
+    chunk_keys: dict[str, dict[int, str]] = {}
+    for key in values:
+        match = _CHUNK_KEY.fullmatch(key)
+        if match and f"{match.group(1)}__0" in values:
+            chunk_keys.setdefault(match.group(1), {})[int(match.group(2))] = key
+    for key, by_index in chunk_keys.items():
+        names = [by_index[index] for index in sorted(by_index)]  # not by name: k__10 comes after k__9
+        if key in values:
+            msg = f"Hyperparameters {[key, *names]}: either {key!r} or its chunks, not both."
+            raise HyperparameterError(msg)
+        if len(names) == 1:  # an ordinary name that happens to end in __0
+            continue
+        missing = sorted(set(range(max(by_index))) - by_index.keys())
+        if missing:
+            msg = f"Hyperparameters {names} are chunks of {key!r}, but {[f'{key}__{i}' for i in missing]} are missing."
+            raise HyperparameterError(msg)
+        chunks = [joined.pop(name) for name in names]
+        if is_json:
+            chunks = [value if isinstance(value := _json(chunk), str) else chunk for chunk in chunks]
+        joined[key] = "".join(chunks)
+    return joined
+
+
+def _paths(config: str) -> list[str]:
+    """The paths in the text of the ``config`` key; a text that is no list is one path (or one inline config)."""
+    paths = _json(config)
+    if paths is None:
+        return []
+    if not isinstance(paths, list):
+        return [config]
+    if not all(isinstance(path, str) for path in paths):
+        msg = f"Hyperparameter 'config' is {config!r}; expected a path or a list of paths."
+        raise HyperparameterError(msg)
+    return paths
+
+
+def _check_key(key: str) -> None:
+    if not key or key.startswith("-") or re.search(r"[\s=]", key):
+        msg = f"Hyperparameter {key!r} cannot be an option: its name is empty, begins with '-', or has '=' or a space."
+        raise HyperparameterError(msg)
+
+
+def _option(key: str, value: str) -> str:
+    _check_key(key)
+    option = f"--{key}={value}"
+    if "\0" in option or re.search("[\ud800-\udfff]", option):
+        msg = f"Hyperparameter {key!r} is {value!r}: NUL and lone surrogates cannot be in an argument."
+        raise HyperparameterError(msg)
+    return option

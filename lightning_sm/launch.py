@@ -1,0 +1,127 @@
+"""How this process was started, and which ranks its starter gave it.
+
+Pure rules over environment variables. Variables such as ``NODE_RANK`` or ``MASTER_ADDR`` survive in base images,
+shells and other launchers, so that none is believed without proof of the launcher that sets it (Lightning issues
+5651 and 13639: stray values make every host "node 0", or hang the job).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from lightning_sm.errors import TopologyError
+
+# Set by SageMakerEnvironment to its process id, and so inherited by the local ranks that Lightning starts.
+PARENT_VARIABLE = "LIGHTNING_SM_RANK_ZERO_PID"
+
+# What torchrun and Lightning set, and what may be left over from elsewhere.
+RANK_VARIABLES = (
+    "GROUP_RANK",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "RANK",
+    "WORLD_SIZE",
+)
+
+
+class Launcher(Enum):
+    """Who starts the processes of a host."""
+
+    PLAIN = "one process per host"
+    LIGHTNING = "a local rank that Lightning started"
+    TORCHRUN = "torchrun"
+    MPI = "mpirun"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The start of one process.
+
+    Attributes:
+        launcher: Who started it.
+        local_rank: Its position on its host.
+        node_rank: Position of its host as the launcher counts, or None where only the topology knows.
+        devices: Processes on each host, or None where Lightning decides.
+        world_size: Processes in all, or None where Lightning decides.
+        main_address: Address of rank 0, where the launcher chose it.
+        main_port: Port of rank 0, where the launcher chose it.
+    """
+
+    launcher: Launcher
+    local_rank: int = 0
+    node_rank: int | None = None
+    devices: int | None = None
+    world_size: int | None = None
+    main_address: str | None = None
+    main_port: int | None = None
+
+    @classmethod
+    def detect(cls, env: Mapping[str, str], parent_pid: int) -> Launch:
+        """Find out who started this process.
+
+        Args:
+            env: Environment variables.
+            parent_pid: Process id of the parent of this process.
+
+        Raises:
+            TopologyError: A launcher is at work, but a variable that it always sets is missing or not a number.
+
+        Source:
+            torchrun: PyTorch documentation, "torchrun (Elastic Launch)", environment variables. Open MPI 4:
+            FAQ "What environmental variables does Open MPI set?".
+        """
+        if "OMPI_COMM_WORLD_RANK" in env:
+            return cls._from_mpi(env)
+        if "TORCHELASTIC_RUN_ID" in env:
+            return cls(
+                launcher=Launcher.TORCHRUN,
+                local_rank=_number(env, "LOCAL_RANK", "torchrun"),
+                node_rank=_number(env, "GROUP_RANK", "torchrun"),
+                devices=_number(env, "LOCAL_WORLD_SIZE", "torchrun"),
+                world_size=_number(env, "WORLD_SIZE", "torchrun"),
+                main_address=env.get("MASTER_ADDR"),
+                main_port=_number(env, "MASTER_PORT", "torchrun"),
+            )
+        if env.get(PARENT_VARIABLE) == str(parent_pid) and "LOCAL_RANK" in env:
+            return cls(Launcher.LIGHTNING, local_rank=_number(env, "LOCAL_RANK", "Lightning"))
+        return cls(Launcher.PLAIN)
+
+    @classmethod
+    def _from_mpi(cls, env: Mapping[str, str]) -> Launch:
+        rank, world_size, local_rank, devices = (
+            _number(env, f"OMPI_COMM_WORLD_{name}", "mpirun") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        )
+        node_rank, position = divmod(rank, devices)
+        if position != local_rank:
+            raise TopologyError(
+                f"mpirun gave rank {rank} local rank {local_rank} of {devices}, but Lightning numbers the ranks of a "
+                "host one after the other. Start mpirun with --map-by slot and the same number of slots on each host."
+            )
+        return cls(Launcher.MPI, local_rank, node_rank, devices, world_size)
+
+
+def stray_variables(env: Mapping[str, str], launch: Launch) -> tuple[str, ...]:
+    """Names of the rank variables in ``env`` that the launcher of this process did not set.
+
+    Args:
+        env: Environment variables.
+        launch: How this process was started.
+    """
+    if launch.launcher in (Launcher.TORCHRUN, Launcher.LIGHTNING):
+        return ()
+    return tuple(name for name in RANK_VARIABLES if name in env)
+
+
+def _number(env: Mapping[str, str], variable: str, launcher: str) -> int:
+    text = env.get(variable, "")
+    if not text.isdecimal():
+        raise TopologyError(
+            f"This process was started by {launcher}, which sets {variable} to a number, but it is "
+            f"{env.get(variable)!r}. Remove what changes the variables between {launcher} and the script."
+        )
+    return int(text)

@@ -1,0 +1,295 @@
+"""The hosts of an emulated job: their folders, files and environments, as the service makes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lightning_sm.errors import JobConfigError, OutputDirectoryError, PortInUseError
+from lightning_sm.hyperparameters import encode
+from lightning_sm.job import SageMakerJob
+from lightning_sm.topology import Role, Topology
+
+DEFAULT_INSTANCE_TYPE = "ml.m5.xlarge"
+
+# What a launcher, a toolkit or another job left in this shell would be believed by the hosts.
+_LEAKING_PREFIXES = (
+    "LIGHTNING_SM_",
+    "MASTER_",
+    "OMPI_",
+    "PMI",
+    "SAGEMAKER_",
+    "SLURM_",
+    "SM_",
+    "TORCHELASTIC_",
+    "TRAINING_JOB_",
+)
+_LEAKING_NAMES = frozenset(
+    {
+        "CURRENT_HOST",
+        "GROUP_RANK",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "PL_GLOBAL_SEED",
+        "RANK",
+        "WORLD_SIZE",
+    }
+)
+# Host algo-i has the address 127.0.0.(1 + i): none is 127.0.0.1, which would hide a wrong main address.
+_MAX_HOSTS = 253
+# The range of ports has 10000; so many taken in a row means that something else is wrong.
+_NAME_ATTEMPTS = 50
+_CHANNEL_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # API_Channel
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One instance group to emulate.
+
+    Attributes:
+        name: Name of the group; a name that starts with "data" makes its hosts serve data.
+        num_hosts: Number of hosts.
+        instance_type: What ``resourceconfig.json`` claims; it decides roles, not speed.
+    """
+
+    name: str
+    num_hosts: int
+    instance_type: str = DEFAULT_INSTANCE_TYPE
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """What to emulate.
+
+    Attributes:
+        groups: The instance groups.
+        devices: Processes on each trainer host.
+        hyperparameters: Values as a user would give them to the Estimator.
+        channels: Folder of each input channel.
+        checkpoint_dir: Folder that all hosts share as their checkpoint folder, or None for a job without one.
+        environment: Variables as a user would give them to ``Estimator(environment=...)``.
+        seed: Decides which host lands in which group; None for another draw each time, as the service does.
+    """
+
+    groups: Sequence[GroupSpec] = (GroupSpec("trainer", 1),)
+    devices: int = 1
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    channels: Mapping[str, Path] = field(default_factory=dict)
+    checkpoint_dir: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class LocalHost:
+    """One emulated host.
+
+    Attributes:
+        name: Its name, ``algo-1`` and so on.
+        group: Name of its instance group.
+        role: What it does in the job.
+        base_dir: The folder that it sees as ``/opt/ml``.
+        env: The whole environment of its processes.
+    """
+
+    name: str
+    group: str
+    role: Role
+    base_dir: Path
+    env: Mapping[str, str]
+
+
+class LocalCluster:
+    """The folders of an emulated job; a context manager that removes them unless ``keep`` is set.
+
+    Args:
+        spec: What to emulate.
+        base_dir: Where to make the folder of the job.
+        env: The environment that the hosts inherit, less what belongs to other launchers and jobs.
+
+    Attributes:
+        name: Name of the job.
+        job_dir: Folder of the job, with one folder for each host.
+        hosts: The hosts, in the order of their numbers.
+        keep: Whether to leave the folders on exit.
+
+    Raises:
+        JobConfigError: A group, a channel or a value is wrong.
+        TopologyError: The groups contradict each other, or none of them trains.
+        HyperparameterError: A hyperparameter has a value that the service could not carry.
+        OutputDirectoryError: A folder cannot be made.
+        PortInUseError: No free port was found for rank 0.
+    """
+
+    def __init__(self, spec: ClusterSpec, base_dir: Path, env: Mapping[str, str] = os.environ) -> None:
+        _check(spec)
+        self.keep = False
+        self._spec = spec
+        self._groups = _shuffled_groups(spec)
+        names = [f"algo-{number}" for number in range(1, sum(group.num_hosts for group in spec.groups) + 1)]
+        encoded = encode(spec.hyperparameters)
+        shared = _shared_environment(spec, names, env)
+        self.name, topology = _name_with_free_port(self._groups, shared)
+        base_dir = base_dir.expanduser().absolute()
+        self.job_dir = base_dir / self.name
+        self._made_base_dir = not base_dir.exists()
+        try:
+            if spec.checkpoint_dir is not None:
+                spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+            self.job_dir.mkdir(parents=True)
+            self.hosts = tuple(self._make_host(name, topology, shared, encoded) for name in names)
+        except OSError as error:
+            self.remove()
+            raise OutputDirectoryError(
+                f"{error.filename or base_dir}: cannot be written ({error.strerror})."
+            ) from error
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self.keep:
+            self.remove()
+
+    def remove(self) -> None:
+        """Remove the folders of the job, and the folder around it if it was made for this job and is empty."""
+        shutil.rmtree(self.job_dir, ignore_errors=True)
+        if self._made_base_dir:
+            try:
+                self.job_dir.parent.rmdir()
+            except OSError:
+                return  # another job is in it
+
+    def _make_host(
+        self, name: str, topology: Topology, shared: Mapping[str, str], hyperparameters: Mapping[str, str]
+    ) -> LocalHost:
+        base_dir = self.job_dir / name
+        config_dir, data_dir = base_dir / "input" / "config", base_dir / "input" / "data"
+        for folder in (config_dir, data_dir, base_dir / "model", base_dir / "output" / "data"):
+            folder.mkdir(parents=True)
+        resources = _resource_config(self._groups, name)
+        _write_json(config_dir / "resourceconfig.json", resources)
+        _write_json(config_dir / "hyperparameters.json", hyperparameters)
+        _write_json(
+            config_dir / "inputdataconfig.json", {channel: _channel_config() for channel in self._spec.channels}
+        )
+        for channel, folder in self._spec.channels.items():
+            (data_dir / channel).symlink_to(folder.absolute(), target_is_directory=True)
+        if self._spec.checkpoint_dir is not None:
+            path = self._spec.checkpoint_dir.absolute()
+            _write_json(config_dir / "checkpointconfig.json", {"LocalPath": str(path), "S3Uri": path.as_uri()})
+        env = {**shared, "SAGEMAKER_BASE_DIR": str(base_dir), "TRAINING_JOB_NAME": self.name}
+        return LocalHost(name, resources["current_group_name"], topology.role_of(name), base_dir, env)
+
+
+def _check(spec: ClusterSpec) -> None:
+    for index, group in enumerate(spec.groups):
+        if group.num_hosts < 1:
+            raise JobConfigError(f"Group {group.name!r} has {group.num_hosts} hosts; a group needs at least 1.")
+        if any(other.name == group.name for other in spec.groups[:index]):
+            raise JobConfigError(f"Group {group.name!r} is named twice; every group needs a name of its own.")
+    total = sum(group.num_hosts for group in spec.groups)
+    if not 1 <= total <= _MAX_HOSTS:
+        raise JobConfigError(f"The groups have {total} hosts; from 1 to {_MAX_HOSTS} can be emulated.")
+    if spec.devices < 1:
+        raise JobConfigError(f"{spec.devices} devices were asked for; a trainer host needs at least 1.")
+    for name, folder in spec.channels.items():
+        if not _CHANNEL_NAME.fullmatch(name) or name in {".", ".."}:
+            raise JobConfigError(f"Channel {name!r}: expected up to 64 letters, digits, '.', '-' or '_'.")
+        if not folder.is_dir():
+            raise JobConfigError(f"Channel {name!r}: the folder {str(folder)!r} does not exist.")
+
+
+def _shuffled_groups(spec: ClusterSpec) -> list[dict[str, Any]]:
+    """Deal the hosts out at random: on the service, too, any host may land in any group, in any order."""
+    names = [f"algo-{number}" for number in range(1, sum(group.num_hosts for group in spec.groups) + 1)]
+    random.Random(spec.seed).shuffle(names)  # noqa: S311 - not a secret; a seed must repeat the draw
+    groups = []
+    for group in spec.groups:
+        hosts, names = names[: group.num_hosts], names[group.num_hosts :]
+        groups.append({"instance_group_name": group.name, "instance_type": group.instance_type, "hosts": hosts})
+    return groups
+
+
+def _resource_config(groups: list[dict[str, Any]], current_host: str) -> dict[str, Any]:
+    """What the service writes, key for key."""
+    current = next(group for group in groups if current_host in group["hosts"])
+    return {
+        "current_group_name": current["instance_group_name"],
+        "current_host": current_host,
+        "current_instance_type": current["instance_type"],
+        "hosts": sorted(host for group in groups for host in group["hosts"]),  # as text: algo-10 before algo-2
+        "instance_groups": groups,
+        "network_interface_name": "lo",
+    }
+
+
+def _channel_config() -> dict[str, str]:
+    return {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
+
+
+def _shared_environment(spec: ClusterSpec, hosts: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+    inherited = {
+        name: value
+        for name, value in env.items()
+        if name not in _LEAKING_NAMES and not name.startswith(_LEAKING_PREFIXES)
+    }
+    num_processes = len(hosts) * spec.devices
+    return {
+        "AWS_REGION": "us-east-1",
+        # All hosts share the CPUs of this machine; PyTorch would start one thread per CPU in every process.
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_processes)),
+        **inherited,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONUNBUFFERED": "1",
+        "LIGHTNING_SM_DEVICES": str(spec.devices),
+        "LIGHTNING_SM_HOST_ADDRESSES": json.dumps(
+            {host: f"127.0.0.{1 + number}" for number, host in enumerate(hosts, start=1)}
+        ),
+        **spec.environment,
+    }
+
+
+def _name_with_free_port(groups: list[dict[str, Any]], shared: Mapping[str, str]) -> tuple[str, Topology]:
+    """Choose a job name whose main port no process listens on: the port follows from the name."""
+    resources = json.dumps(_resource_config(groups, groups[0]["hosts"][0]))
+    for _ in range(_NAME_ATTEMPTS):
+        name = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        env = {**shared, "SM_RESOURCE_CONFIG": resources, "TRAINING_JOB_NAME": name}
+        # The folder does not exist yet, so that the job is read from the variable.
+        job = SageMakerJob.from_environment(env, base_dir=name)
+        if job is None:
+            break
+        topology = Topology.from_job(job)
+        if _is_free(topology.main_port):
+            return name, topology
+        if job.main_port is not None:
+            raise PortInUseError(f"LIGHTNING_SM_MAIN_PORT={job.main_port}: another process listens on this port.")
+    raise PortInUseError(f"No free port for rank 0 was found in {_NAME_ATTEMPTS} attempts.")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
+        try:
+            server.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2), encoding="utf-8")

@@ -1,0 +1,197 @@
+"""What a job changes in a parsed LightningCLI configuration, where the user has not set it."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+
+from lightning_sm._lightning import DISTRIBUTION, rank_zero_only
+from lightning_sm.channels import route
+from lightning_sm.environment import SageMakerEnvironment
+from lightning_sm.errors import ChannelError
+from lightning_sm.job import SageMakerJob
+
+logger = logging.getLogger(__name__)
+_log_once = rank_zero_only(logger.info)
+
+
+class JobOverlay:
+    """A parsed configuration, what of it the user set, and the changes that a job asks for.
+
+    Args:
+        config: The configuration of one subcommand, or the whole one without subcommands.
+        explicit: The part that the user set, on the command line, in a file or by environment variable.
+
+    Attributes:
+        changes: Nested dict for ``parse_object``, so that jsonargparse checks and converts each value.
+    """
+
+    def __init__(self, config: Namespace, explicit: Namespace) -> None:
+        self._config = config
+        self._explicit = explicit
+        self.changes: dict[str, Any] = {}
+
+    def route_channels(self, job: SageMakerJob, mapping: Mapping[str, str]) -> None:
+        """Send the channels of a job to the DataModule's arguments.
+
+        Args:
+            job: The job with its channels.
+            mapping: Channel name to argument, before the rules (see ``channels.route``).
+
+        Raises:
+            ChannelError: ``mapping`` names a channel or an argument that does not exist.
+        """
+        data = self._config.get("data")
+        parameters = list(_arguments_of(data)) if isinstance(data, Namespace) else []
+        routing = route(job.channels, parameters, mapping, all_channels_known=not job.is_heterogeneous)
+        for key, channel in routing.channel_of.items():
+            if not _has(self._config, key):
+                raise ChannelError(
+                    f"Channel {channel!r} is mapped to {key!r}, but the configuration has no such argument. "
+                    "See --help for the arguments."
+                )
+            if _has(self._explicit, key):
+                _log_once("Channel %r: not used, because %s is set.", channel, key)
+            else:
+                self._set(key, str(job.channels[channel].path))
+                _log_once("Channel %r: %s = %s", channel, key, job.channels[channel].path)
+        for channel in routing.unused:
+            _log_once(
+                "Channel %r fits no argument of the DataModule, which has %s. It stays at %s; "
+                "SageMakerCLI(channels={%r: ...}) sends it somewhere.",
+                channel,
+                sorted(parameters),
+                job.channels[channel].path,
+                channel,
+            )
+
+    def fit_trainer(self, environment: SageMakerEnvironment) -> None:
+        """Set ``num_nodes`` and ``devices``.
+
+        Args:
+            environment: The cluster environment that knows both.
+
+        Raises:
+            TopologyError: The user set one that contradicts the cluster.
+        """
+        stated_nodes = self._stated("trainer.num_nodes")
+        stated_devices = _num_devices(self._stated("trainer.devices"))
+        environment.validate_settings(
+            num_devices=stated_devices if stated_devices is not None else environment.devices or 1,
+            num_nodes=environment.num_nodes if stated_nodes is None else stated_nodes,
+        )
+        self._default("trainer.num_nodes", environment.num_nodes)
+        if environment.devices is not None and stated_devices is None:
+            self._set("trainer.devices", environment.devices)
+
+    def route_outputs(self, job: SageMakerJob) -> None:
+        """Send logs and checkpoints to the job's folders; a relative folder becomes one below these.
+
+        Args:
+            job: The job with its folders.
+        """
+        root = self._stated("trainer.default_root_dir")
+        if not _is_fixed(root):
+            self._set("trainer.default_root_dir", str(job.host_output_dir / (root or "")))
+        loggers = self._config.get("trainer.logger")
+        if loggers in (None, True) and job.tensorboard_dir is not None:
+            if importlib.util.find_spec("tensorboard") is None:
+                logger.warning("The job has a TensorBoard output, but the package tensorboard is not installed.")
+            else:
+                arguments = {"save_dir": str(job.tensorboard_dir)}
+                self._set(
+                    "trainer.logger",
+                    {"class_path": f"{DISTRIBUTION}.loggers.TensorBoardLogger", "init_args": arguments},
+                )
+        for item in _class_entries(loggers):
+            tensorboard = job.tensorboard_dir if item.class_path.endswith(".TensorBoardLogger") else None
+            _rebase(item, "save_dir", tensorboard or job.host_output_dir)
+        for item in _class_entries(self._config.get("trainer.callbacks")):
+            if item.class_path.endswith("ModelCheckpoint"):
+                _rebase(item, "dirpath", job.checkpoint_dir or job.host_output_dir)
+
+    def _stated(self, key: str) -> Any:
+        return self._explicit.get(key) if _has(self._explicit, key) else None
+
+    def _default(self, key: str, value: Any) -> None:
+        if _has(self._config, key) and not _has(self._explicit, key):
+            self._set(key, value)
+
+    def _set(self, key: str, value: Any) -> None:
+        _merge(self.changes, _overlay(self._config, key.split("."), value))
+
+
+def _arguments_of(section: Namespace) -> Iterator[str]:
+    """Names of the arguments of a class section, written flat or as class_path and init_args."""
+    arguments = section.get("init_args") if "class_path" in section else section
+    yield from vars(arguments) if isinstance(arguments, Namespace) else ()
+
+
+def _has(config: Any, key: str) -> bool:
+    """Whether a configuration has an argument; ``init_args`` in between need not be named."""
+    for part in _without_init_args(key):
+        if isinstance(config, Namespace) and "class_path" in config:
+            config = config.get("init_args")
+        if not isinstance(config, Namespace) or part not in vars(config):
+            return False
+        config = vars(config)[part]
+    return True
+
+
+def _overlay(config: Any, parts: list[str], value: Any) -> Any:
+    """A nested dict that sets one argument. It repeats each class_path: without it, jsonargparse resets the class."""
+    parts = _without_init_args(".".join(parts))
+    if not parts:
+        return value
+    if isinstance(config, Namespace) and "class_path" in config:
+        return {"class_path": config.class_path, "init_args": _overlay(config.get("init_args"), parts, value)}
+    child = vars(config).get(parts[0]) if isinstance(config, Namespace) else None
+    return {parts[0]: _overlay(child, parts[1:], value)}
+
+
+def _without_init_args(key: str) -> list[str]:
+    return [part for part in key.split(".") if part not in ("", "init_args")]
+
+
+def _merge(target: dict[str, Any], source: Mapping[str, Any]) -> None:
+    for key, value in source.items():
+        if isinstance(value, Mapping) and isinstance(target.get(key), dict):
+            _merge(target[key], value)
+        else:
+            target[key] = value
+
+
+def _class_entries(value: Any) -> Iterator[Namespace]:
+    """The ``class_path`` entries of a setting that takes one class, several, or a plain value."""
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, Namespace) and "class_path" in item:
+            yield item
+
+
+def _rebase(item: Namespace, argument: str, folder: Path) -> None:
+    """Turn a relative folder into one below ``folder``."""
+    stated = item.get(f"init_args.{argument}")
+    if stated is not None and not _is_fixed(stated):
+        item.init_args[argument] = str(folder / stated)
+
+
+def _is_fixed(folder: Any) -> bool:
+    """Whether the user named a place and not a relative one: an absolute folder, or an address such as s3://."""
+    return folder is not None and ("://" in str(folder) or Path(folder).is_absolute())
+
+
+def _num_devices(setting: Any) -> int | None:
+    """Processes on a host that a ``devices`` setting asks for; None if it leaves that open ("auto", -1)."""
+    if isinstance(setting, str):
+        numbers = [part for part in setting.split(",") if part.strip()]
+        if setting == "auto" or not all(part.strip().lstrip("-").isdecimal() for part in numbers):
+            return None  # Lightning's own check names what is wrong with it
+        setting = int(numbers[0]) if len(numbers) == 1 else numbers
+    if isinstance(setting, list):
+        return len(setting)
+    return setting if isinstance(setting, int) and setting > 0 else None

@@ -1,0 +1,1 @@
+"""The tests of lightning_sm and of the example app."""

@@ -1,0 +1,1 @@
+"""Stand-ins for what SageMaker provides to a training job."""

@@ -1,0 +1,114 @@
+"""What SageMaker leaves under ``/opt/ml/input/config``, written by tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_sm.job import InstanceGroup, SageMakerJob
+
+
+def write_job(
+    base_dir: Path,
+    resources: Any = None,
+    *,
+    channels: Any = None,
+    hyperparameters: Any = None,
+    checkpoint: Any = None,
+    tensorboard: Any = None,
+) -> Path:
+    """Write the configuration files of one host.
+
+    Args:
+        base_dir: The folder that takes the place of ``/opt/ml``.
+        resources: Content of ``resourceconfig.json``.
+        channels: Content of ``inputdataconfig.json``.
+        hyperparameters: Content of ``hyperparameters.json``.
+        checkpoint: Content of ``checkpointconfig.json``.
+        tensorboard: Content of ``tensorboardoutputconfig.json``.
+
+    Each content is written as JSON, a string or bytes as they are (to write what is no JSON), None not at all.
+
+    Returns:
+        The base folder.
+    """
+    config_dir = base_dir / "input" / "config"
+    config_dir.mkdir(parents=True, exist_ok=True)
+    contents = {
+        "resourceconfig.json": resources,
+        "inputdataconfig.json": channels,
+        "hyperparameters.json": hyperparameters,
+        "checkpointconfig.json": checkpoint,
+        "tensorboardoutputconfig.json": tensorboard,
+    }
+    for name, content in contents.items():
+        if content is None:
+            continue
+        if isinstance(content, bytes):
+            (config_dir / name).write_bytes(content)
+        else:
+            text = content if isinstance(content, str) else json.dumps(content)
+            (config_dir / name).write_text(text, encoding="utf-8")
+    return base_dir
+
+
+def resource_config(
+    groups: Mapping[str, Sequence[str]],
+    current_host: str,
+    *,
+    instance_types: Mapping[str, str] | None = None,
+    interface: str = "eth0",
+) -> dict[str, Any]:
+    """Build ``resourceconfig.json`` as the service writes it: all hosts sorted, those of a group as given.
+
+    Args:
+        groups: Hosts by group name; a job without instance groups has one, ``homogeneousCluster``.
+        current_host: Host whose file it is.
+        instance_types: Instance type by group name. Default: ``ml.g5.xlarge``.
+        interface: Name of the network interface.
+    """
+    types = instance_types or {}
+    current_group = next(name for name, hosts in groups.items() if current_host in hosts)
+    return {
+        "current_host": current_host,
+        "current_instance_type": types.get(current_group, "ml.g5.xlarge"),
+        "current_group_name": current_group,
+        "hosts": sorted(host for hosts in groups.values() for host in hosts),
+        "instance_groups": [
+            {
+                "instance_group_name": name,
+                "instance_type": types.get(name, "ml.g5.xlarge"),
+                "hosts": list(hosts),
+            }
+            for name, hosts in groups.items()
+        ],
+        "network_interface_name": interface,
+    }
+
+
+def make_job(
+    groups: Mapping[str, Sequence[str]],
+    current_host: str | None = None,
+    *,
+    instance_types: Mapping[str, str | None] | None = None,
+    **facts: Any,
+) -> SageMakerJob:
+    """Build the facts of a job without files.
+
+    Args:
+        groups: Hosts by group name.
+        current_host: Host that the facts are of. Default: the first of all hosts.
+        instance_types: Instance type by group name. Default: unknown.
+        facts: Other attributes of ``SageMakerJob``.
+    """
+    types = instance_types or {}
+    hosts = tuple(sorted(host for members in groups.values() for host in members))
+    return SageMakerJob(
+        current_host=current_host or hosts[0],
+        hosts=hosts,
+        groups=tuple(InstanceGroup(name, tuple(members), types.get(name)) for name, members in groups.items()),
+        source="resourceconfig.json",
+        **facts,
+    )

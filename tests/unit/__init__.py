@@ -1,0 +1,1 @@
+"""Tests of single modules: no sockets, no processes, no waiting."""

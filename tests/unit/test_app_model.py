@@ -1,0 +1,147 @@
+"""The model: what it computes, learns and logs, and how its norm layers treat a batch."""
+
+import math
+
+import pytest
+import torch
+from pytorch_lightning import Trainer, seed_everything
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from app.model import ResNet18Classifier, learning_rate_factor
+
+
+def batch(size=8):
+    """Random images, the same ones on every call, with labels from 0 to 3."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(size, 3, 32, 32, generator=generator), torch.arange(size) % 4
+
+
+def trainer(folder, **kwargs):
+    """A trainer on the CPU that writes nothing."""
+    return Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **kwargs,
+    )
+
+
+def loader():
+    """Two batches of 8."""
+    return DataLoader(TensorDataset(*batch(16)), batch_size=8)
+
+
+@pytest.fixture
+def model():
+    """A model with four classes, the same in every test."""
+    seed_everything(0, verbose=False)
+    return ResNet18Classifier(num_classes=4)
+
+
+def test_predictions_are_probabilities(model):
+    """Predicting gives one row per image, which sums to 1."""
+    model.eval()
+    probabilities = model.predict_step(batch(), 0)
+    assert probabilities.shape == (8, 4)
+    assert torch.allclose(probabilities.sum(dim=1), torch.ones(8))
+
+
+def test_fit_logs_loss_and_accuracy(model, tmp_path):
+    """A fit leaves the loss and the accuracy of training and validation, for callbacks and metric definitions."""
+    pl_trainer = trainer(tmp_path, max_epochs=1)
+    pl_trainer.fit(model, loader(), loader())
+    metrics = pl_trainer.callback_metrics
+    assert {"train_loss", "train_acc", "val_loss", "val_acc"} <= metrics.keys()
+    assert metrics["train_loss"] > 0
+    assert 0 <= metrics["val_acc"] <= 1
+
+
+def test_test_logs_loss_and_accuracy(model, tmp_path):
+    """The test logs under names of its own, over all batches."""
+    metrics = trainer(tmp_path).test(model, loader(), verbose=False)[0]
+    images, labels = batch(16)
+    with torch.no_grad():
+        logits = model.eval()(images)
+    assert metrics.keys() == {"test_loss", "test_acc"}
+    assert metrics["test_loss"] == pytest.approx(nn.functional.cross_entropy(logits, labels).item(), rel=1e-4)
+    assert metrics["test_acc"] == pytest.approx((logits.argmax(dim=1) == labels).float().mean().item())
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_training_lowers_the_loss(norm, tmp_path):
+    """Ten steps on one batch more than halve its loss, with either kind of norm layer."""
+    seed_everything(0, verbose=False)
+    model = ResNet18Classifier(num_classes=4, learning_rate=5e-4, norm=norm)
+    losses = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=model.learning_rate)
+    model.log = lambda *args, **kwargs: None  # logging needs a trainer
+    for _ in range(10):
+        loss = model.training_step(batch(), 0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+def test_group_norm_treats_each_image_alone():
+    """With group norm, an image has the same logits in training mode whatever batch it is in."""
+    model = ResNet18Classifier(num_classes=4, norm="group").train()
+    images, _ = batch()
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    with torch.no_grad():
+        assert torch.allclose(model(images)[:4], model(images[:4]), atol=1e-4)
+
+
+def test_batch_norm_mixes_the_images_of_a_batch():
+    """With batch norm they differ, which is why results depend on how a batch is split over hosts."""
+    model = ResNet18Classifier(num_classes=4, norm="batch").train()
+    images, _ = batch()
+    with torch.no_grad():
+        assert not torch.allclose(model(images)[:4], model(images[:4]), atol=1e-2)
+
+
+def test_hyperparameters_survive_a_checkpoint(model, tmp_path):
+    """A model is restored from its checkpoint alone, with the arguments that it was made with."""
+    pl_trainer = trainer(tmp_path, max_epochs=1, limit_train_batches=1)
+    pl_trainer.fit(model, loader())
+    pl_trainer.save_checkpoint(tmp_path / "model.ckpt")
+    restored = ResNet18Classifier.load_from_checkpoint(tmp_path / "model.ckpt")
+    assert restored.hparams == model.hparams
+    assert restored.hparams["num_classes"] == 4
+    assert torch.equal(restored.network.fc.weight, model.network.fc.weight)
+
+
+def test_the_learning_rate_ends_at_zero_with_the_run(model, tmp_path):
+    """The schedule spans the steps that the trainer plans, and ends with them."""
+    pl_trainer = trainer(tmp_path, max_epochs=3)
+    pl_trainer.fit(model, loader())
+    assert pl_trainer.global_step == 6
+    assert pl_trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
+
+
+def test_learning_rate_rises_then_falls():
+    """A fifth of the steps rise to 1, the rest fall to 0, and nothing is left past the end."""
+    factors = [learning_rate_factor(step, 100) for step in range(101)]
+    assert factors[0] == pytest.approx(1 / 20)
+    assert factors[19] == 1
+    assert factors[20:] == sorted(factors[20:], reverse=True)
+    assert factors[60] == pytest.approx(0.5)
+    assert factors[100] == 0
+    assert learning_rate_factor(150, 100) == 0
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_learning_rate_of_the_shortest_runs(num_steps):
+    """A run of few steps starts with the whole learning rate, rather than dividing by zero."""
+    assert learning_rate_factor(0, num_steps) == 1
+    assert learning_rate_factor(num_steps, num_steps) == 0
+
+
+def test_learning_rate_of_an_endless_run():
+    """Without a last step, the learning rate is constant."""
+    assert learning_rate_factor(10**6, math.inf) == 1
