@@ -27,7 +27,8 @@ class CIFAR10DataModule(LightningDataModule):
     """CIFAR-10, 3x32x32, normalized, with random crops and mirror images in training.
 
     Wraps the data module of lightning-bolts. A subclass would need lightning-bolts as soon as this file is imported,
-    and the two classes of that name would make ``--data CIFAR10DataModule`` ambiguous.
+    and the two classes of that name would make ``--data CIFAR10DataModule`` ambiguous. What both data modules of the
+    application have has the same default in both: the command line keeps the values of the one that it replaces.
 
     Args:
         data_dir: Folder with the original files in cifar-10-batches-py, which are downloaded if missing; null means
@@ -43,7 +44,7 @@ class CIFAR10DataModule(LightningDataModule):
         data_dir: str | None = None,
         *,
         batch_size: int = 32,
-        num_workers: int = 1,
+        num_workers: int = 0,
         val_split: int = 5000,
         augment: bool = True,
     ) -> None:

@@ -35,7 +35,7 @@ class ResNet18Classifier(LightningModule):
         learning_rate: Highest learning rate of the run.
         weight_decay: Weight decay of AdamW.
         norm: Kind of normalization layers, where "batch" computes statistics over the samples of one process and
-            "group" over single samples, so that results do not depend on how a batch is split over hosts.
+            "group" over single samples, so that it does not matter how a batch is split over hosts.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,9 +30,11 @@ def job_arguments(job: SageMakerJob, directory: Path) -> list[str]:
     config_files = _config_files(job)
     stated = unquoted(hyperparameters.get("config"))
     channel = job.channels.get(CONFIG_CHANNEL)
-    if stated and channel is not None and not (directory / stated).exists() and (channel.path / stated).exists():
-        hyperparameters["config"] = str(channel.path / stated)
-        config_files = []
+    # os.path, because pathlib raises where the text is no path but a config itself (a name too long).
+    if stated and channel is not None and not os.path.exists(directory / stated):
+        if os.path.exists(channel.path / stated):
+            hyperparameters["config"] = str(channel.path / stated)
+            config_files = []
     return to_argv(hyperparameters, config_files=config_files)
 
 

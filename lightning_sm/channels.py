@@ -61,6 +61,8 @@ def route(
     # Longest rules first: a channel with a parameter of its own must not lose data_dir to another.
     for name in sorted(names, key=lambda name: (name not in mapping, f"{_identifier(name)}_dir" not in parameters)):
         key = _mapped_key(name, mapping[name], parameters) if name in mapping else _fitting_key(name, names, parameters)
+        if name in mapping and key in channel_of:
+            raise ChannelError(f"Channels {channel_of[key]!r} and {name!r} are both mapped to {key!r}.")
         if key is None or key in channel_of:
             unused.append(name)
         else:
@@ -74,7 +76,7 @@ def _identifier(channel: str) -> str:
 
 def _mapped_key(channel: str, target: str, parameters: Collection[str]) -> str:
     if "." in target:
-        return target
+        return ".".join(part for part in target.split(".") if part not in ("", "init_args"))
     if target not in parameters:
         raise ChannelError(
             f"Channel {channel!r} is mapped to {target!r}, but the DataModule has the parameters {sorted(parameters)}. "

@@ -79,7 +79,8 @@ class SageMakerCLI(LightningCLI):
         resolve_timeout_s: float | None = None,
         **kwargs: Any,
     ) -> None:
-        for candidate in (model_class, datamodule_class, kwargs.get("trainer_class")):
+        defaults = _as_list((kwargs.get("trainer_defaults") or {}).get("callbacks"))
+        for candidate in (model_class, datamodule_class, kwargs.get("trainer_class"), *map(type, defaults)):
             check_same_distribution(candidate)
         self._channel_mapping = dict(channels or {})
         self.job = SageMakerJob.from_environment()
@@ -101,9 +102,9 @@ class SageMakerCLI(LightningCLI):
         if args is None:
             args = self._job_arguments(self.job)
         self.config = _parse(parser, args)
-        # Without defaults and default_config_files, what remains is what the user set.
-        explicit = _parse(parser, args, defaults=False)
-        self._fit_into_job(self.job, parser, explicit)
+        if self.topology.role is Role.TRAINER:
+            # Without defaults and default_config_files, what remains is what the user set.
+            self._fit_into_job(self.job, parser, _parse(parser, args, defaults=False))
 
     def instantiate_classes(self) -> None:
         """Instantiate model, DataModule and trainer; a data host has nothing to instantiate and leaves."""
@@ -122,7 +123,7 @@ class SageMakerCLI(LightningCLI):
         if self.job is None:
             return super().instantiate_trainer(**kwargs)
         settings = {**self._get(self.config_init, "trainer", default={}), **kwargs}
-        kwargs["plugins"] = self._with_environment(_as_list(settings.get("plugins")))
+        kwargs["plugins"] = self._with_environment(_as_list(settings.get("plugins")), settings.get("strategy"))
         outputs = JobOutputs(self.job.model_dir, self.job.checkpoint_dir, self._config_text())
         kwargs["callbacks"] = [*_as_list(settings.get("callbacks")), *self._progress(settings), outputs]
         trainer = super().instantiate_trainer(**kwargs)
@@ -131,7 +132,8 @@ class SageMakerCLI(LightningCLI):
 
     def _job_arguments(self, job: SageMakerJob) -> list[str]:
         arguments = sys.argv[1:]
-        if is_toolkit_rendering(arguments, job):
+        # No arguments: there are no hyperparameters, or SDK v3 dropped them (Source(command=...), issue 5226).
+        if not arguments or is_toolkit_rendering(arguments, job):
             arguments = job_arguments(job, Path.cwd())
         subcommands = getattr(self, "_subcommand_parsers", {})
         # Hyperparameters have no positional arguments, so that a job without "subcommand" among them means fit.
@@ -145,32 +147,36 @@ class SageMakerCLI(LightningCLI):
             self.config[subcommand] if subcommand else self.config,
             explicit[subcommand] if subcommand else explicit,
         )
-        if self.topology.role is Role.TRAINER:
-            for folder in filter(None, (job.model_dir, job.host_output_dir, job.checkpoint_dir)):
-                _check_writable(folder)
-            self.environment = SageMakerEnvironment(job, **self._environment_settings)
-            overlay.fit_trainer(self.environment)
-            overlay.route_outputs(job)
+        for folder in filter(None, (job.model_dir, job.host_output_dir, job.checkpoint_dir, job.tensorboard_dir)):
+            _check_writable(folder)
+        self.environment = SageMakerEnvironment(job, **self._environment_settings)
+        overlay.fit_trainer(self.environment)
+        overlay.route_outputs(job, self._parser(subcommand).callback_keys)
         overlay.route_channels(job, self._channel_mapping)
         self.config = parser.parse_object({subcommand: overlay.changes} if subcommand else overlay.changes, self.config)
 
-    def _with_environment(self, plugins: list[Any]) -> list[Any]:
-        environments = [plugin for plugin in plugins if isinstance(plugin, ClusterEnvironment)]
+    def _with_environment(self, plugins: list[Any], strategy: Any) -> list[Any]:
+        candidates = [*plugins, getattr(strategy, "cluster_environment", None)]
+        environments = [candidate for candidate in candidates if isinstance(candidate, ClusterEnvironment)]
         if not environments:
             return [*plugins, self.environment]
         if not isinstance(environments[0], SageMakerEnvironment):
+            where = "trainer.plugins" if environments[0] in plugins else "trainer.strategy"
             raise TopologyError(
-                f"trainer.plugins has {type(environments[0]).__name__}, but SageMakerCLI puts in SageMakerEnvironment, "
-                "which knows torchrun and mpirun, too. Take it out of trainer.plugins."
+                f"{where} has {type(environments[0]).__name__}, but SageMakerCLI puts in SageMakerEnvironment, "
+                f"which knows torchrun and mpirun, too. Take it out of {where}."
             )
         return plugins
 
     def _progress(self, settings: Mapping[str, Any]) -> list[Callback]:
-        defaults = self.trainer_defaults.get("callbacks")
-        has_own = any(
-            isinstance(item, ProgressBar) for item in (*_as_list(settings.get("callbacks")), *_as_list(defaults))
-        )
-        return [] if has_own or settings.get("enable_progress_bar") is False else [LineProgress()]
+        keys = self._parser(self.subcommand).callback_keys
+        callbacks = [
+            *_as_list(settings.get("callbacks")),
+            *_as_list(self.trainer_defaults.get("callbacks")),
+            *(self._get(self.config_init, key) for key in keys),
+        ]
+        is_off = settings.get("enable_progress_bar") is False or settings.get("barebones")
+        return [] if is_off or any(isinstance(item, ProgressBar) for item in callbacks) else [LineProgress()]
 
     def _config_text(self) -> str:
         config = self.config[self.subcommand] if self.subcommand else self.config
@@ -191,8 +197,9 @@ def _check_writable(folder: Path) -> None:
 
 
 def _parse(parser: LightningArgumentParser, args: Any, *, defaults: bool = True) -> Namespace:
+    """Parse, but leave the check to the last step: a channel may fill what is required."""
     parse = parser.parse_object if isinstance(args, (dict, Namespace)) else parser.parse_args
-    config: Namespace = parse(args, defaults=defaults)
+    config: Namespace = parse(args, defaults=defaults, _skip_validation=True)
     return config
 
 

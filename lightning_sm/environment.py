@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import errno
+import atexit
 import importlib
 import logging
 import os
 import platform
 import socket
 import sys
-import threading
-import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
 import lightning_sm
 from lightning_sm._lightning import DISTRIBUTION, ClusterEnvironment, rank_zero_only
 from lightning_sm.console import show_log_lines
-from lightning_sm.errors import HostResolutionError, JobConfigError, PortInUseError, TopologyError
+from lightning_sm.errors import JobConfigError, TopologyError
 from lightning_sm.job import SageMakerJob
 from lightning_sm.launch import PARENT_VARIABLE, Launch, Launcher, stray_variables
-from lightning_sm.topology import Role, Topology
+from lightning_sm.rendezvous import RESOLVE_TIMEOUT_S, check_port_is_free, wait_for_host
+from lightning_sm.topology import Topology
 
 logger = logging.getLogger(__name__)
-
-# How long sagemaker-training waits for the hosts of a job to resolve (entry_point.py): a large cluster's last host
-# may start minutes after the first.
-_RESOLVE_TIMEOUT_S = 15 * 60.0
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 1.0, 30.0
 
 
 class SageMakerEnvironment(ClusterEnvironment):
@@ -41,12 +37,13 @@ class SageMakerEnvironment(ClusterEnvironment):
         environment = SageMakerEnvironment()
         Trainer(plugins=[environment], num_nodes=environment.num_nodes)
 
-    Every trainer process builds one, because under mpirun with mpi4py building it is a collective call.
+    Every trainer process builds one: in an mpirun script that uses mpi4py, building it is a collective call.
 
     Args:
         job: The facts of the job. Default: read from this host.
         data_groups: Names of the instance groups that serve data. Default: see ``Topology.from_job``.
-        main_port: Port on which rank 0 listens. Default: ``LIGHTNING_SM_MAIN_PORT``, else derived from the job name.
+        main_port: Port on which rank 0 listens, unless torchrun chose one. Default: ``LIGHTNING_SM_MAIN_PORT``, else
+            derived from the job.
         resolve_timeout_s: Seconds to wait for the main host's name to resolve.
 
     Raises:
@@ -54,13 +51,16 @@ class SageMakerEnvironment(ClusterEnvironment):
         TopologyError: The hosts contradict each other, the launcher, or this host serves data.
     """
 
+    # Whether Lightning asked any environment of this process, see _report_if_alone.
+    _consulted: ClassVar[bool] = False
+
     def __init__(
         self,
         job: SageMakerJob | None = None,
         *,
         data_groups: Sequence[str] | None = None,
         main_port: int | None = None,
-        resolve_timeout_s: float = _RESOLVE_TIMEOUT_S,
+        resolve_timeout_s: float = RESOLVE_TIMEOUT_S,
     ) -> None:
         super().__init__()
         show_log_lines()
@@ -71,20 +71,26 @@ class SageMakerEnvironment(ClusterEnvironment):
                 "(SAGEMAKER_BASE_DIR moves /opt/ml) nor SM_HOSTS. Off SageMaker, leave SageMakerEnvironment out; "
                 "SageMakerEnvironment.detect() tells."
             )
+        self._launch = Launch.detect(os.environ, os.getppid())
+        if self._launch.launcher is Launcher.MPI:
+            # mpirun may start the ranks of other hosts without the job's name, from which the port would follow.
+            job = replace(job, name=None)
         self._job = job
         self._topology = Topology.from_job(job, data_groups=data_groups)
-        self._launch = Launch.detect(os.environ, os.getppid())
-        self._main_port = main_port or self._launch.main_port or self._topology.main_port
+        node_rank = self._topology.node_rank  # a data host is refused here, whoever started it
+        self._node_rank = node_rank if self._launch.node_rank is None else self._launch.node_rank
+        # Under torchrun nothing else will do: its agent listens there already.
+        self._main_port = self._launch.main_port or main_port or self._topology.main_port
         self._resolve_timeout_s = resolve_timeout_s
         self._disown_stray_variables()
-        # mpirun runs on training hosts only, and may show every rank the facts of the first one.
-        self._node_rank = self._topology.node_rank if self._launch.node_rank is None else self._launch.node_rank
         self._check_launcher_world()
         self._main_host = self._mpi_main_host() if self._launch.launcher is Launcher.MPI else self._topology.main_host
         self._global_rank: int | None = None
         self._world_size: int | None = None
         # Lightning counts from LOCAL_RANK alone until the Trainer is made, and so would log once per host.
         _set_logging_rank(self.global_rank())
+        if self.num_nodes > 1:
+            atexit.register(_report_if_alone, self._topology)
 
     @staticmethod
     def detect() -> bool:
@@ -146,19 +152,20 @@ class SageMakerEnvironment(ClusterEnvironment):
         Raises:
             TopologyError: The size does not fit the trainer hosts or the launcher; the message has the table.
         """
+        SageMakerEnvironment._consulted = True
         first_time = self._world_size is None
         self._check_world_size(size)
         self._world_size = size
         if first_time:
+            atexit.register(_leave_process_group)
             self._export_interface()
-            if self.global_rank() == 0:
-                logger.info("%s", self._report(size // self.num_nodes))
+            self._report(size // self.num_nodes)
 
     def global_rank(self) -> int:
         """Rank of this process among all trainer processes."""
         if self._global_rank is not None:
             return self._global_rank
-        return self._node_rank * (self._launch.devices or 1) + self._launch.local_rank
+        return self._node_rank * (self.devices or 1) + self.local_rank()
 
     def set_global_rank(self, rank: int) -> None:
         """Take the rank that Lightning computed from node rank and local rank.
@@ -171,6 +178,9 @@ class SageMakerEnvironment(ClusterEnvironment):
 
     def local_rank(self) -> int:
         """Rank of this process on its host."""
+        if self._launch.launcher in (Launcher.PLAIN, Launcher.LIGHTNING):
+            # Read anew: the workers of ddp_spawn and ddp_fork take over this object and get their ranks later.
+            return int(os.environ.get("LOCAL_RANK", self._launch.local_rank))
         return self._launch.local_rank
 
     def node_rank(self) -> int:
@@ -190,14 +200,15 @@ class SageMakerEnvironment(ClusterEnvironment):
         if num_nodes != self.num_nodes:
             raise TopologyError(
                 f"Trainer(num_nodes={num_nodes}) does not match the job, which has {self.num_nodes} trainer host(s) "
-                f"({self._topology.source}).\n{self._topology.table()}\nSet num_nodes={self.num_nodes} or leave it out."
+                f"({self._topology.source}).\n{self._topology.table()}\nSet num_nodes={self.num_nodes}; SageMakerCLI does it when it is "
+                "left out."
             )
         if self.devices is not None and num_devices != self.devices:
             decided_by = self._launch.launcher.value if self._launch.devices else "LIGHTNING_SM_DEVICES"
             raise TopologyError(
                 f"Trainer(devices={num_devices}) does not match the {self.devices} process(es) on each host that "
                 f"{decided_by} decided on.\n{self._topology.table(self.devices)}\n"
-                f"Set devices={self.devices} or leave it out."
+                f"Set devices={self.devices}; SageMakerCLI does it when it is left out."
             )
 
     def _disown_stray_variables(self) -> None:
@@ -211,7 +222,7 @@ class SageMakerEnvironment(ClusterEnvironment):
             logger.warning("Ignoring %s: not set by SageMaker or by the launcher of this process.", stated)
         for name in strays:
             del os.environ[name]
-        if self._launch.launcher is Launcher.PLAIN:
+        if self._launch.launcher is not Launcher.TORCHRUN:
             os.environ[PARENT_VARIABLE] = own_pid
 
     def _check_launcher_world(self) -> None:
@@ -225,85 +236,50 @@ class SageMakerEnvironment(ClusterEnvironment):
             )
 
     def _check_world_size(self, size: int) -> None:
-        started = self._launch.world_size
-        if size % self.num_nodes or (started is not None and size != started):
-            by_launcher = f", and {self._launch.launcher.value} started {started} processes" if started else ""
+        """Refuse what would hang. Lightning asks no other question before ddp_spawn, and before FSDP with torchrun."""
+        per_host, rest = divmod(size, self.num_nodes)
+        expected_rank = self._node_rank * per_host + self.local_rank()
+        if rest or self.devices not in (None, per_host) or self._global_rank not in (None, expected_rank):
+            decided = f" with {self.devices} process(es) on each" if self.devices else ""
             raise TopologyError(
-                f"Trainer(num_nodes x devices) makes {size} processes, but the job has {self.num_nodes} trainer "
-                f"host(s) ({self._topology.source}){by_launcher}.\n{self._topology.table(self._launch.devices)}\n"
+                f"Trainer(num_nodes x devices) makes {size} process(es) and this one rank {self.global_rank()}, but the "
+                f"job has {self.num_nodes} trainer host(s){decided} ({self._topology.source}).\n"
+                f"{self._topology.table(self.devices)}\n"
                 f"Set num_nodes={self.num_nodes} and the same number of devices on every host."
             )
 
     def _mpi_main_host(self) -> str:
         """The host of rank 0. mpirun's host order need not be ours: the toolkit takes the service's shuffled list."""
-        own, position = self._job.current_host, self._topology.trainer_hosts.index
-        try:
+        own, hosts = self._job.current_host, self._topology.trainer_hosts
+        if "mpi4py" in sys.modules:
+            # Only where the script or "python -m mpi4py" (the toolkit's command) brought it. Else MPI_Finalize at exit
+            # would make a rank that fails wait for the others, and they for it.
             mpi = importlib.import_module("mpi4py.MPI")
-        except (ImportError, RuntimeError):  # RuntimeError: mpi4py is there, but no MPI library that it can load
-            pass
-        else:
-            return str(mpi.COMM_WORLD.bcast(own, root=0))
+            if mpi.COMM_WORLD.Get_size() == self._launch.world_size:  # else it found the library of another MPI
+                return str(mpi.COMM_WORLD.bcast(own, root=0))
+        if self._node_rank == 0:
+            return own
         # The toolkit's mpirun hands rank 0's SM_* variables to all ranks; the job's file is each host's own.
         stated = os.environ.get("SM_CURRENT_HOST")
-        if stated and stated != own and self._topology.role_of(stated) is Role.TRAINER:
+        if stated in hosts and (stated != own or self._job.source.startswith("SM_")):
             return stated
-        if own in self._topology.trainer_hosts and position(own) == self._node_rank:
+        if hosts.index(own) == self._node_rank:
             return self._topology.main_host
-        return own
+        raise TopologyError(
+            f"mpirun gave host {own!r} node rank {self._node_rank}, so that the host of rank 0 is unknown.\n"
+            f"{self._topology.table(self._launch.devices)}\n"
+            "Name the hosts for mpirun in the order of the table, add -x SM_CURRENT_HOST, or start the script with "
+            "python -m mpi4py."
+        )
 
     @cached_property
     def _rendezvous(self) -> str:
         if self._launch.main_address is not None:
             return self._launch.main_address
-        missing = [host for host in (self._main_host, *self._topology.trainer_hosts) if not self._resolves(host)]
-        if self._main_host in missing:
-            self._wait_for_main_host(missing)
+        wait_for_host(self._main_host, self._topology, self._job.addresses, self._resolve_timeout_s)
         if self.global_rank() == 0 and not torch.distributed.is_initialized():
-            self._check_port_is_free()
+            check_port_is_free(self._main_port, self._main_host)
         return self._job.addresses.get(self._main_host, self._main_host)
-
-    def _wait_for_main_host(self, missing: Sequence[str]) -> None:
-        deadline = time.monotonic() + self._resolve_timeout_s
-        delay_s = _FIRST_DELAY_S
-        pause = threading.Event()
-        while not self._resolves(self._main_host):
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
-                raise HostResolutionError(
-                    f"The main host {self._main_host!r} did not resolve within {self._resolve_timeout_s:.0f} s; hosts "
-                    f"without an address: {sorted(set(missing))}.\n{self._topology.table()}\n"
-                    "If the hosts start later than that, raise SageMakerEnvironment(resolve_timeout_s=...)."
-                )
-            logger.info(
-                "Waiting for the names of hosts %s to resolve (main host: %s; %.0f s left).",
-                ", ".join(sorted(set(missing))),
-                self._main_host,
-                remaining_s,
-            )
-            pause.wait(min(delay_s, remaining_s))
-            delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
-            missing = [host for host in missing if not self._resolves(host)]
-
-    def _resolves(self, host: str) -> bool:
-        try:
-            socket.getaddrinfo(self._job.addresses.get(host, host), None)
-        except socket.gaierror:
-            return False
-        return True
-
-    def _check_port_is_free(self) -> None:
-        """Fail at once on a taken port; torch would leave the other hosts waiting for half an hour."""
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", self._main_port))
-            except OSError as error:
-                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                    raise
-                raise PortInUseError(
-                    f"Port {self._main_port}, on which rank 0 must listen on host {self._main_host!r}, cannot be used "
-                    f"({os.strerror(error.errno)}). Set LIGHTNING_SM_MAIN_PORT to a free port, the same on every host."
-                ) from error
 
     def _export_interface(self) -> None:
         """Point NCCL and Gloo at the job's interface, if this host has it (SDK v3 names one that no host has)."""
@@ -318,20 +294,60 @@ class SageMakerEnvironment(ClusterEnvironment):
                 del os.environ[variable]
                 logger.warning("Ignoring %s=%s: this host has no such interface.", variable, interface)
 
-    def _report(self, devices: int) -> str:
+    def _report(self, devices: int) -> None:
+        launcher, host = self._launch.launcher.value, self._job.current_host
+        if self.local_rank() == 0 and self._node_rank != self._topology.node_rank:
+            logger.info(
+                "Host %s has node rank %d: %s counts the hosts in another order than the table of hosts.",
+                host,
+                self._node_rank,
+                launcher,
+            )
+        if self.global_rank() != 0:
+            return
         versions = {
             "lightning_sm": lightning_sm.__version__,
             DISTRIBUTION: sys.modules[DISTRIBUTION].__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
-        return (
-            f"{self._topology.table(devices)}\n"
-            f"job {self._job.name or '(no name)'}, {self._launch.launcher.value}, "
-            f"main address {self._main_host}:{self._main_port}, interface {self._job.network_interface or '(none)'}\n"
-            f"{', '.join(f'{name} {number}' for name, number in versions.items())}"
+        logger.info(
+            "%s\njob %s, %s, main address %s:%d, interface %s\n%s",
+            self._topology.table(devices),
+            self._job.name or "(no name)",
+            launcher,
+            self._launch.main_address or self._main_host,
+            self._main_port,
+            self._job.network_interface or "(none)",
+            ", ".join(f"{name} {number}" for name, number in versions.items()),
         )
 
 
 def _set_logging_rank(rank: int) -> None:
     rank_zero_only.rank = rank  # type: ignore[attr-defined]  # Lightning keeps it on the function, too
+
+
+def _leave_process_group() -> None:
+    """Join torch's communication threads while the interpreter still lives.
+
+    A Gloo thread that drops its last tensor during interpreter shutdown aborts the process (PyTorch pull request
+    179291; seen in 1 of 8 runs of two hosts), and a finished training would count as failed. After an exception it
+    is left alone, because joining would wait for peers that may be gone.
+    """
+    if torch.distributed.is_initialized() and not hasattr(sys, "last_value"):
+        torch.distributed.destroy_process_group()
+
+
+def _report_if_alone(topology: Topology) -> None:
+    """Say at exit what Lightning leaves no earlier chance to: with one device, it drops the environment unread."""
+    if SageMakerEnvironment._consulted or hasattr(sys, "last_value"):  # the latter: an error ended the process
+        return
+    logger.error(
+        "No Trainer asked SageMakerEnvironment for ranks. If this process trained, then host %s trained alone, like "
+        "each of the %d trainer hosts (%s).\n%s\nSet Trainer(num_nodes=environment.num_nodes): with num_nodes=1 and one "
+        "device Lightning ignores the cluster. SageMakerCLI sets it by itself.",
+        topology.current_host,
+        topology.num_nodes,
+        topology.source,
+        topology.table(),
+    )

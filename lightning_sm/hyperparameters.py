@@ -28,6 +28,7 @@ What the text does not say, no rule can restore:
 - Python's ``{'a': nan}`` or ``{'a': inf}`` (generic Estimator) is left alone: those are names, not literals.
 - Keys of dicts become strings, as JSON has no others, and tuples become lists.
 - The string "null" and None are one for an ``Optional[str]`` parameter: jsonargparse has no quoting there.
+- The string "--" as a whole value reaches no option: argparse removes it (Python before 3.12.5).
 
 A value longer than SageMaker allows travels in chunks ``key__0``, ``key__1`` and so on, recognised by ``key__0`` and
 at least one more. In rule 1 the chunks that are JSON strings lose their quotes first. The joined text is then an
@@ -207,7 +208,7 @@ def _as_yaml(text: str, *, is_json: bool) -> str:
         return text
     try:
         return _dump(container)
-    except TypeError:  # a set, bytes or complex number inside: no configuration, so it must have been text
+    except (TypeError, RecursionError):  # no configuration has a set or bytes inside, or is that deep: it was text
         return text
 
 

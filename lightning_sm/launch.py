@@ -75,8 +75,7 @@ class Launch:
             torchrun: PyTorch documentation, "torchrun (Elastic Launch)", environment variables. Open MPI 4:
             FAQ "What environmental variables does Open MPI set?".
         """
-        if "OMPI_COMM_WORLD_RANK" in env:
-            return cls._from_mpi(env)
+        # torchrun first: mpirun may start one torchrun on each host, which leaves mpirun's variables in place.
         if "TORCHELASTIC_RUN_ID" in env:
             return cls(
                 launcher=Launcher.TORCHRUN,
@@ -87,6 +86,8 @@ class Launch:
                 main_address=env.get("MASTER_ADDR"),
                 main_port=_number(env, "MASTER_PORT", "torchrun"),
             )
+        if "OMPI_COMM_WORLD_RANK" in env:
+            return cls._from_mpi(env)
         if env.get(PARENT_VARIABLE) == str(parent_pid) and "LOCAL_RANK" in env:
             return cls(Launcher.LIGHTNING, local_rank=_number(env, "LOCAL_RANK", "Lightning"))
         return cls(Launcher.PLAIN)

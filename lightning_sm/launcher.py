@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -44,6 +44,8 @@ _TAIL_BYTES = 64 * 1024
 _LEFTOVERS_GRACE_S = 10.0
 # After SIGTERM. Only for what outlives its parent; a training script that saves a checkpoint is not hurried.
 _KILL_GRACE_S = 5
+# To read what a pipe still holds (64 KiB on Linux).
+_DRAIN_S = 2.0
 _POLL_S = 0.05
 # linux/prctl.h
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -188,19 +190,23 @@ class ChildProcess:
             ScriptError: The operating system refused to start it.
         """
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # local ranks that outlive the script become ours, to wait for and to reap
-        # Handlers first: a signal that comes while the child starts must reach it, not end the launcher.
-        restore = _handle({signal.SIGTERM: self._forward, signal.SIGINT: self._forward, signal.SIGALRM: self._kill})
-        try:
-            process = self._start()
-            copier = threading.Thread(target=self._copy_stderr, args=(process,), daemon=True)
-            copier.start()
-            exit_code = process.wait()
-            self._end_leftovers(process.pid, _LEFTOVERS_GRACE_S if exit_code == 0 else 0.0)
-            copier.join(timeout=_KILL_GRACE_S)  # a process that left the group may keep the pipe open
-        finally:
-            signal.alarm(0)
-            restore()
+        self._handle_signals()
+        process = self._start()
+        copier = threading.Thread(target=self._copy_stderr, args=(process,), daemon=True)
+        copier.start()
+        exit_code = process.wait()
+        self._end_leftovers(process.pid, _LEFTOVERS_GRACE_S if exit_code == 0 else 0.0)
+        self._process = None  # its number may soon belong to another process
+        copier.join(timeout=_DRAIN_S)  # a process that left the group may keep the pipe open
         return 128 - exit_code if exit_code < 0 else exit_code
+
+    def _handle_signals(self) -> None:
+        # Before the child starts: a signal that comes meanwhile must reach it, not end the launcher. And for good:
+        # one that comes after its end must not replace its exit code, nor prevent the failure file.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._forward)
+            signal.signal(signal.SIGINT, self._forward)
+            signal.signal(signal.SIGALRM, self._kill)
 
     def _start(self) -> subprocess.Popen[bytes]:
         try:
@@ -318,26 +324,12 @@ def _write_failure(output_dir: Path, reason: str) -> None:
     """Leave the reason where the service reads it, unless the script left its own."""
     path = output_dir / "failure"
     try:
+        if path.exists():
+            return
         output_dir.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8", errors="replace") as file:
-            file.write(reason[:1024])
-    except FileExistsError:
-        return
+        path.write_text(reason[:1024], encoding="utf-8", errors="replace")
     except OSError as error:
         _LOG.warning("lightning-sm: %s cannot be written (%s); the reason was: %s", path, error, reason)
-
-
-def _handle(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], None]]) -> Callable[[], None]:
-    """Install signal handlers; the result puts the old ones back."""
-    if threading.current_thread() is not threading.main_thread():
-        return lambda: None
-    old = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
-
-    def restore() -> None:
-        for signum, handler in old.items():
-            signal.signal(signum, handler)
-
-    return restore
 
 
 def _write_all(target: int, data: bytes) -> bool:

@@ -85,21 +85,23 @@ class JobOverlay:
             num_devices=stated_devices if stated_devices is not None else environment.devices or 1,
             num_nodes=environment.num_nodes if stated_nodes is None else stated_nodes,
         )
-        self._default("trainer.num_nodes", environment.num_nodes)
+        self._set("trainer.num_nodes", environment.num_nodes)
         if environment.devices is not None and stated_devices is None:
             self._set("trainer.devices", environment.devices)
 
-    def route_outputs(self, job: SageMakerJob) -> None:
+    def route_outputs(self, job: SageMakerJob, callback_keys: Iterable[str]) -> None:
         """Send logs and checkpoints to the job's folders; a relative folder becomes one below these.
 
         Args:
             job: The job with its folders.
+            callback_keys: Keys of the callbacks that a script added to the parser, beside ``trainer.callbacks``.
         """
-        root = self._stated("trainer.default_root_dir")
+        root = self._config.get("trainer.default_root_dir")
         if not _is_fixed(root):
             self._set("trainer.default_root_dir", str(job.host_output_dir / (root or "")))
         loggers = self._config.get("trainer.logger")
-        if loggers in (None, True) and job.tensorboard_dir is not None:
+        has_default_logger = loggers in (None, True) and not self._config.get("trainer.barebones")
+        if has_default_logger and job.tensorboard_dir is not None:
             if importlib.util.find_spec("tensorboard") is None:
                 logger.warning("The job has a TensorBoard output, but the package tensorboard is not installed.")
             else:
@@ -111,19 +113,18 @@ class JobOverlay:
         for item in _class_entries(loggers):
             tensorboard = job.tensorboard_dir if item.class_path.endswith(".TensorBoardLogger") else None
             _rebase(item, "save_dir", tensorboard or job.host_output_dir)
-        for item in _class_entries(self._config.get("trainer.callbacks")):
-            if item.class_path.endswith("ModelCheckpoint"):
-                _rebase(item, "dirpath", job.checkpoint_dir or job.host_output_dir)
+        sections = [self._config.get(key) for key in ("trainer.callbacks", *callback_keys)]
+        for item in (entry for section in sections for entry in _class_entries(section)):
+            _rebase(item, "dirpath", job.checkpoint_dir or job.host_output_dir)
+        for item in _class_entries(self._config.get("trainer.profiler")):
+            _rebase(item, "dirpath", job.host_output_dir)
 
     def _stated(self, key: str) -> Any:
         return self._explicit.get(key) if _has(self._explicit, key) else None
 
-    def _default(self, key: str, value: Any) -> None:
-        if _has(self._config, key) and not _has(self._explicit, key):
-            self._set(key, value)
-
     def _set(self, key: str, value: Any) -> None:
-        _merge(self.changes, _overlay(self._config, key.split("."), value))
+        if _has(self._config, key):  # a trainer_class of the script's own need not take all arguments
+            _merge(self.changes, _overlay(self._config, key.split("."), value))
 
 
 def _arguments_of(section: Namespace) -> Iterator[str]:
@@ -133,8 +134,8 @@ def _arguments_of(section: Namespace) -> Iterator[str]:
 
 
 def _has(config: Any, key: str) -> bool:
-    """Whether a configuration has an argument; ``init_args`` in between need not be named."""
-    for part in _without_init_args(key):
+    """Whether a configuration has an argument; ``init_args`` in between are not named."""
+    for part in key.split("."):
         if isinstance(config, Namespace) and "class_path" in config:
             config = config.get("init_args")
         if not isinstance(config, Namespace) or part not in vars(config):
@@ -145,17 +146,12 @@ def _has(config: Any, key: str) -> bool:
 
 def _overlay(config: Any, parts: list[str], value: Any) -> Any:
     """A nested dict that sets one argument. It repeats each class_path: without it, jsonargparse resets the class."""
-    parts = _without_init_args(".".join(parts))
     if not parts:
         return value
     if isinstance(config, Namespace) and "class_path" in config:
         return {"class_path": config.class_path, "init_args": _overlay(config.get("init_args"), parts, value)}
     child = vars(config).get(parts[0]) if isinstance(config, Namespace) else None
     return {parts[0]: _overlay(child, parts[1:], value)}
-
-
-def _without_init_args(key: str) -> list[str]:
-    return [part for part in key.split(".") if part not in ("", "init_args")]
 
 
 def _merge(target: dict[str, Any], source: Mapping[str, Any]) -> None:
@@ -167,17 +163,16 @@ def _merge(target: dict[str, Any], source: Mapping[str, Any]) -> None:
 
 
 def _class_entries(value: Any) -> Iterator[Namespace]:
-    """The ``class_path`` entries of a setting that takes one class, several, or a plain value."""
-    for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, Namespace) and "class_path" in item:
-            yield item
+    """The entries of a setting that takes one class, several, or a plain value."""
+    yield from (item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Namespace))
 
 
 def _rebase(item: Namespace, argument: str, folder: Path) -> None:
-    """Turn a relative folder into one below ``folder``."""
-    stated = item.get(f"init_args.{argument}")
+    """Turn a relative folder among the arguments of a class into one below ``folder``."""
+    arguments = item.get("init_args") if "class_path" in item else item
+    stated = arguments.get(argument) if isinstance(arguments, Namespace) else None
     if stated is not None and not _is_fixed(stated):
-        item.init_args[argument] = str(folder / stated)
+        arguments[argument] = str(folder / stated)
 
 
 def _is_fixed(folder: Any) -> bool:

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 class LineProgress(ProgressBar):
     """Log a line of progress every few seconds, at each epoch's end and at the end of a run.
 
-    A line looks like ``epoch=3/10 step=45 train_loss=0.4117 val_acc=0.9333``: one ``name=value`` for each metric, so
+    A line looks like ``epoch=3/10 step=45 train_loss=0.411723 val_acc=0.9333``: one ``name=value`` for each metric, so
     that ``metric_definitions`` such as ``val_acc=([0-9.eE+-]+)`` find them. Rank 0 writes.
 
     Args:
@@ -77,4 +77,4 @@ class LineProgress(ProgressBar):
         self._next_line_at = time.monotonic() + self._every_n_seconds
         if self._is_enabled and not trainer.sanity_checking:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            logger.info("%s", " ".join([position, *(f"{name}={value:.4f}" for name, value in metrics.items())]))
+            logger.info("%s", " ".join([position, *(f"{name}={value:.6g}" for name, value in metrics.items())]))

@@ -10,10 +10,12 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from pytorch_lightning import Trainer
 from torchvision.datasets import CIFAR10
 
 from app.bolts_compat import import_bolts
 from app.cifar10 import CIFAR10DataModule
+from app.model import ResNet18Classifier
 
 needs_bolts = pytest.mark.skipif(importlib.util.find_spec("pl_bolts") is None, reason="needs lightning-bolts")
 
@@ -96,6 +98,19 @@ def test_pixels_are_normalized(cifar10_dir):
     mean = torch.tensor([125.3, 123.0, 113.9]).view(3, 1, 1) / 255
     std = torch.tensor([63.0, 62.1, 66.7]).view(3, 1, 1) / 255
     assert torch.allclose(image, (raw - mean) / std, atol=1e-5)
+
+
+@needs_bolts
+def test_a_model_trains_and_validates_on_it(cifar10_dir):
+    """Lightning takes the wrapped data module for one of its own, from the download to the last loader."""
+    trainer = Trainer(accelerator="cpu", fast_dev_run=2, enable_progress_bar=False, enable_model_summary=False)
+    data = CIFAR10DataModule(data_dir=str(cifar10_dir), batch_size=8, val_split=20)
+    model = ResNet18Classifier(data.num_classes)
+    trainer.fit(model, data)
+    assert trainer.global_step == 2
+    assert "val_acc" in trainer.callback_metrics
+    trainer.test(model, data, verbose=False)
+    assert "test_acc" in trainer.callback_metrics
 
 
 @needs_bolts

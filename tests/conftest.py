@@ -1,0 +1,47 @@
+"""Guards around every test: no skips where none are allowed, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Generator, Iterator
+
+import psutil
+import pytest
+
+_NO_SKIPS = "LIGHTNING_SM_TEST_NO_SKIPS"
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, None, None]:
+    """Turn a skip into a failure where everything that a test may need is supposed to be there."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.skipped and os.environ.get(_NO_SKIPS) and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} may not be skipped while {_NO_SKIPS} is set: {reason}"
+
+
+@pytest.fixture(autouse=True)
+def _restored_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_leftovers() -> Iterator[None]:
+    """Fail a test that leaves a process or a thread behind."""
+    threads = set(threading.enumerate())
+    yield
+    processes = psutil.Process().children(recursive=True)
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    commands = [" ".join(process.cmdline()) for process in alive if process.is_running()]
+    for process in alive:
+        process.kill()
+    assert not commands, f"processes left behind: {commands}"
+    left = [thread.name for thread in threading.enumerate() if thread not in threads and not thread.daemon]
+    assert not left, f"threads left behind: {left}"

@@ -1,0 +1,128 @@
+"""The application's command line: its help, its data by name, its configurations, and a run from fit to predict."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app import train
+
+REPOSITORY = Path(train.__file__).parent.parent
+CONFIGS = sorted((REPOSITORY / "app" / "configs").glob("*.yaml"))
+SMOKE = str(REPOSITORY / "app" / "configs" / "smoke.yaml")
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Run the command line within this process, in an empty folder, and return its exit status."""
+    monkeypatch.chdir(tmp_path)
+    # Lightning leaves the seed there, and monkeypatch takes it away again.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+
+    def run_with(*arguments):
+        monkeypatch.setattr(sys, "argv", ["app/train.py", *arguments])
+        try:
+            train.main()
+        except SystemExit as leave:
+            return leave.code or 0
+        return 0
+
+    return run_with
+
+
+def printed_config(run, capsys, *arguments):
+    """The configuration that the arguments amount to."""
+    assert run("fit", *arguments, "--print_config") == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def test_help_names_the_task_and_the_commands(run, capsys):
+    """The first page says what is trained and gives whole command lines to copy."""
+    assert run("--help") == 0
+    page = capsys.readouterr().out
+    assert "Train ResNet-18 to classify small images" in page
+    for line in (
+        "  python app/train.py fit --config app/configs/digits.yaml\n",
+        "  lightning-sm local --group trainer=2 -- app/train.py fit --config app/configs/digits.yaml\n",
+    ):
+        assert line in page
+
+
+def test_help_of_fit_explains_every_argument_of_the_model(run, capsys):
+    """Each argument of the model has a sentence, and the number of classes comes from the data."""
+    assert run("fit", "--help") == 0
+    page = capsys.readouterr().out
+    assert "Highest learning rate of the run." in page
+    assert "data.num_classes --> model.num_classes" in page
+
+
+def test_digits_are_the_default_data(run, capsys):
+    """Without any argument, the digits within scikit-learn are trained on."""
+    data = printed_config(run, capsys)["data"]
+    assert data["class_path"] == "app.digits.DigitsDataModule"
+    assert data["init_args"]["data_dir"] is None
+
+
+def test_data_is_chosen_by_name(run, capsys):
+    """A class name is enough, its arguments follow, and all others keep their own defaults."""
+    data = printed_config(run, capsys, "--data", "CIFAR10DataModule", "--data.val_split", "100")["data"]
+    assert data["class_path"] == "app.cifar10.CIFAR10DataModule"
+    assert data["init_args"] == {
+        "data_dir": None,
+        "batch_size": 32,
+        "num_workers": 0,
+        "val_split": 100,
+        "augment": True,
+    }
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
+def test_each_configuration_is_accepted(run, capsys, config):
+    """The files in app/configs parse, keep the best and the last checkpoint, and name no absolute path."""
+    settings = printed_config(run, capsys, "--config", str(config))
+    checkpoints = settings["trainer"]["callbacks"][0]["init_args"]
+    assert (checkpoints["monitor"], checkpoints["mode"], checkpoints["save_last"]) == ("val_acc", "max", True)
+    assert ": /" not in config.read_text()
+
+
+def test_from_fit_to_predict(run, tmp_path, capsys):
+    """A fit leaves a checkpoint that validate, test and predict take, together with the model's own arguments."""
+    smoke = ["--config", SMOKE, "--trainer.accelerator", "cpu"]
+    assert run("fit", *smoke, "--model.norm", "group") == 0
+    (last,) = tmp_path.rglob("last.ckpt")
+    capsys.readouterr()
+    for subcommand in ("validate", "test", "predict"):
+        assert run(subcommand, *smoke, "--trainer.logger", "false", "--ckpt_path", str(last)) == 0
+    assert "test_acc" in capsys.readouterr().out
+
+
+def test_an_optimizer_on_the_command_line_replaces_the_own_one(run, tmp_path):
+    """LightningCLI's --optimizer works as in any of its applications."""
+    smoke = ["--config", SMOKE, "--trainer.accelerator", "cpu", "--trainer.fast_dev_run", "true"]
+    with pytest.warns(UserWarning, match="configure_optimizers` will be overridden"):
+        assert run("fit", *smoke, "--optimizer", "SGD", "--optimizer.lr", "0.01") == 0
+
+
+@pytest.mark.processes
+def test_the_script_runs_from_any_folder_in_two_processes(tmp_path):
+    """Started as a script outside the repository, without a PYTHONPATH, each process finds the modules of the app."""
+    command = [sys.executable, str(REPOSITORY / "app" / "train.py"), "fit", "--config", SMOKE]
+    options = ["--trainer.accelerator", "cpu", "--trainer.devices", "2", "--trainer.strategy", "ddp"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*command, *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "distributed_backend=gloo" in result.stderr + result.stdout
+    assert list(tmp_path.rglob("last.ckpt"))
+
+
+@pytest.mark.processes
+def test_lightning_bolts_is_imported_only_when_it_is_used():
+    """The command line, and hence its help, starts without lightning-bolts."""
+    code = "import sys, app.train; sys.exit('pl_bolts' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=120, check=True)
