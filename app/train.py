@@ -1,7 +1,7 @@
 """Train ResNet-18 to classify small images: handwritten digits by default, or CIFAR-10.
 
 The digits (1,797 scans, 10 classes) come with scikit-learn, so that the first line below runs as it is. It takes
-half a minute on a laptop without a GPU and ends with 97 % or more of the validation images right. CIFAR-10 is
+about a minute on one CPU core and ends with 97 % or more of the validation images right. CIFAR-10 is
 downloaded on first use, and wants a GPU.
 
 On a laptop, on all GPUs that it has, or on its CPU:

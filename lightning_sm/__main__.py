@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import logging
 import signal
 import sys
 from collections.abc import Sequence
 
-import lightning_sm
 from lightning_sm import launcher
 from lightning_sm.console import show_log_lines
 from lightning_sm.errors import LightningSMError
@@ -51,8 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lightning-sm", description=lightning_sm.__doc__.partition("\n")[0])
-    parser.add_argument("--version", action="version", version=f"lightning-sm {lightning_sm.__version__}")
+    parser = argparse.ArgumentParser(
+        prog="lightning-sm", description="Run PyTorch Lightning on Amazon SageMaker clusters."
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="subcommand", required=True, metavar="{train,local}")
     train = commands.add_parser(
         "train",
@@ -78,6 +80,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     local.add_arguments(emulate)
     return parser
+
+
+class _Version(argparse.Action):
+    """Read the version when it is asked for, as it is only known where the package is installed."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        parser.exit(message=f"lightning-sm {importlib.metadata.version('lightning-sm')}\n")
 
 
 if __name__ == "__main__":

@@ -30,11 +30,9 @@ def job_arguments(job: SageMakerJob, directory: Path) -> list[str]:
     config_files = _config_files(job)
     stated = unquoted(hyperparameters.get("config"))
     channel = job.channels.get(CONFIG_CHANNEL)
-    # os.path, because pathlib raises where the text is no path but a config itself (a name too long).
-    if stated and channel is not None and not os.path.exists(directory / stated):
-        if os.path.exists(channel.path / stated):
-            hyperparameters["config"] = str(channel.path / stated)
-            config_files = []
+    if stated and channel is not None and not _exists(directory / stated) and _exists(channel.path / stated):
+        hyperparameters["config"] = str(channel.path / stated)
+        config_files = []
     return to_argv(hyperparameters, config_files=config_files)
 
 
@@ -59,3 +57,8 @@ def _config_files(job: SageMakerJob) -> list[str]:
     if channel is None or not channel.path.is_dir():
         return []
     return sorted(str(path) for path in channel.path.iterdir() if path.suffix in _CONFIG_SUFFIXES and path.is_file())
+
+
+def _exists(path: Path) -> bool:
+    """Like ``path.exists()``, but False and no error for a text that is no path (an inline config is too long)."""
+    return os.path.exists(path)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,12 @@ class SageMakerCLI(LightningCLI):
             return
         if args is None:
             args = self._job_arguments(self.job)
-        self.config = _parse(parser, args)
-        if self.topology.role is Role.TRAINER:
+        with _links_postponed([parser, *getattr(self, "_subcommand_parsers", {}).values()]):
+            self.config = _parse(parser, args)
             # Without defaults and default_config_files, what remains is what the user set.
-            self._fit_into_job(self.job, parser, _parse(parser, args, defaults=False))
+            explicit = _parse(parser, args, defaults=False)
+        if self.topology.role is Role.TRAINER:
+            self._fit_into_job(self.job, parser, explicit)
 
     def instantiate_classes(self) -> None:
         """Instantiate model, DataModule and trainer; a data host has nothing to instantiate and leaves."""
@@ -194,6 +197,20 @@ def _check_writable(folder: Path) -> None:
             f"{folder} cannot be written ({error}). SageMaker mounts it writable; look for a read-only mount, a full "
             "disk, or a container user without rights to it."
         ) from error
+
+
+@contextmanager
+def _links_postponed(parsers: Sequence[LightningArgumentParser]) -> Iterator[None]:
+    """Parse without the links between arguments: their sources may come from defaults, or from a channel only."""
+    links = [parser._links_group._group_actions for parser in parsers if hasattr(parser, "_links_group")]
+    kept = [list(actions) for actions in links]
+    try:
+        for actions in links:
+            actions[:] = [action for action in actions if action.apply_on != "parse"]
+        yield
+    finally:
+        for actions, all_actions in zip(links, kept, strict=True):
+            actions[:] = all_actions
 
 
 def _parse(parser: LightningArgumentParser, args: Any, *, defaults: bool = True) -> Namespace:

@@ -72,11 +72,10 @@ class SageMakerEnvironment(ClusterEnvironment):
                 "SageMakerEnvironment.detect() tells."
             )
         self._launch = Launch.detect(os.environ, os.getppid())
-        if self._launch.launcher is Launcher.MPI:
-            # mpirun may start the ranks of other hosts without the job's name, from which the port would follow.
-            job = replace(job, name=None)
+        is_mpi = self._launch.launcher is Launcher.MPI
         self._job = job
-        self._topology = Topology.from_job(job, data_groups=data_groups)
+        # mpirun may start the ranks of other hosts without the variable of the job's name, which decides on the port.
+        self._topology = Topology.from_job(replace(job, name=None) if is_mpi else job, data_groups=data_groups)
         node_rank = self._topology.node_rank  # a data host is refused here, whoever started it
         self._node_rank = node_rank if self._launch.node_rank is None else self._launch.node_rank
         # Under torchrun nothing else will do: its agent listens there already.
@@ -84,7 +83,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         self._resolve_timeout_s = resolve_timeout_s
         self._disown_stray_variables()
         self._check_launcher_world()
-        self._main_host = self._mpi_main_host() if self._launch.launcher is Launcher.MPI else self._topology.main_host
+        self._main_host = self._mpi_main_host() if is_mpi else self._topology.main_host
         self._global_rank: int | None = None
         self._world_size: int | None = None
         # Lightning counts from LOCAL_RANK alone until the Trainer is made, and so would log once per host.
@@ -152,8 +151,9 @@ class SageMakerEnvironment(ClusterEnvironment):
         Raises:
             TopologyError: The size does not fit the trainer hosts or the launcher; the message has the table.
         """
+        # Once per process, whatever the number of environments and Trainers, and not in workers that ddp_spawn copies.
+        first_time = self._world_size is None and not SageMakerEnvironment._consulted
         SageMakerEnvironment._consulted = True
-        first_time = self._world_size is None
         self._check_world_size(size)
         self._world_size = size
         if first_time:
@@ -200,8 +200,8 @@ class SageMakerEnvironment(ClusterEnvironment):
         if num_nodes != self.num_nodes:
             raise TopologyError(
                 f"Trainer(num_nodes={num_nodes}) does not match the job, which has {self.num_nodes} trainer host(s) "
-                f"({self._topology.source}).\n{self._topology.table()}\nSet num_nodes={self.num_nodes}; SageMakerCLI does it when it is "
-                "left out."
+                f"({self._topology.source}).\n{self._topology.table()}\n"
+                f"Set num_nodes={self.num_nodes}; SageMakerCLI does it when it is left out."
             )
         if self.devices is not None and num_devices != self.devices:
             decided_by = self._launch.launcher.value if self._launch.devices else "LIGHTNING_SM_DEVICES"
@@ -242,8 +242,8 @@ class SageMakerEnvironment(ClusterEnvironment):
         if rest or self.devices not in (None, per_host) or self._global_rank not in (None, expected_rank):
             decided = f" with {self.devices} process(es) on each" if self.devices else ""
             raise TopologyError(
-                f"Trainer(num_nodes x devices) makes {size} process(es) and this one rank {self.global_rank()}, but the "
-                f"job has {self.num_nodes} trainer host(s){decided} ({self._topology.source}).\n"
+                f"Trainer(num_nodes x devices) makes {size} process(es) and this one rank {self.global_rank()}, but "
+                f"the job has {self.num_nodes} trainer host(s){decided} ({self._topology.source}).\n"
                 f"{self._topology.table(self.devices)}\n"
                 f"Set num_nodes={self.num_nodes} and the same number of devices on every host."
             )
@@ -344,8 +344,8 @@ def _report_if_alone(topology: Topology) -> None:
         return
     logger.error(
         "No Trainer asked SageMakerEnvironment for ranks. If this process trained, then host %s trained alone, like "
-        "each of the %d trainer hosts (%s).\n%s\nSet Trainer(num_nodes=environment.num_nodes): with num_nodes=1 and one "
-        "device Lightning ignores the cluster. SageMakerCLI sets it by itself.",
+        "each of the %d trainer hosts (%s).\n%s\nSet Trainer(num_nodes=environment.num_nodes): with num_nodes=1 and "
+        "one device Lightning ignores the cluster. SageMakerCLI sets it by itself.",
         topology.current_host,
         topology.num_nodes,
         topology.source,

@@ -92,13 +92,13 @@ def to_argv(hyperparameters: Mapping[str, str], *, config_files: Sequence[str] =
     kept = {key: value for key, value in hyperparameters.items() if not is_for_toolkit(key)}
     is_json = all(_json(value) is not _NOT_JSON for value in kept.values())
     texts = {key: _as_yaml(value, is_json=is_json) for key, value in _join_chunks(kept, is_json=is_json).items()}
-    subcommand = texts.pop("subcommand", None)
-    if subcommand is not None and not _SUBCOMMAND.fullmatch(subcommand):
+    subcommand = texts.pop("subcommand", "null")
+    if subcommand != "null" and not _SUBCOMMAND.fullmatch(subcommand):
         msg = f"Hyperparameter 'subcommand' is {subcommand!r}; expected a word such as 'fit' or 'validate'."
         raise HyperparameterError(msg)
     configs = [*config_files, *_paths(texts.pop("config", "null"))]
     return [
-        *([] if subcommand is None else [subcommand]),
+        *([] if subcommand == "null" else [subcommand]),
         *(_option("config", path) for path in configs),
         *(_option(key, texts[key]) for key in sorted(texts)),
     ]

@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-import lightning_sm
 from lightning_sm.errors import HyperparameterError, JobConfigError, LightningSMError, ScriptError
 from lightning_sm.failure import failure_reason
 from lightning_sm.hyperparameters import to_argv
@@ -206,7 +205,7 @@ class ChildProcess:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._forward)
             signal.signal(signal.SIGINT, self._forward)
-            signal.signal(signal.SIGALRM, self._kill)
+            signal.signal(signal.SIGALRM, self._kill_if_orphaned)
 
     def _start(self) -> subprocess.Popen[bytes]:
         try:
@@ -225,15 +224,18 @@ class ChildProcess:
         return self._process
 
     def _forward(self, signum: int, _frame: FrameType | None) -> None:
-        if self._parent is not None and self._parent != str(os.getppid()):
-            signal.alarm(_KILL_GRACE_S)  # the emulator was killed, so that nobody else will
+        if self._parent is not None:
+            signal.alarm(_KILL_GRACE_S)
         if self._process is None:
             self._early_signals.append(signum)
         else:
             self._send(signum)
 
-    def _kill(self, _signum: int, _frame: FrameType | None) -> None:
-        self._send(signal.SIGKILL)
+    def _kill_if_orphaned(self, _signum: int, _frame: FrameType | None) -> None:
+        # Only now, not when the signal came: the kernel sends it while threads of a killed emulator still end, and
+        # until they have, it is still the parent. One that lives sends SIGKILL itself.
+        if self._parent != str(os.getppid()):
+            self._send(signal.SIGKILL)
 
     def _send(self, signum: int) -> None:
         if self._process is not None:
@@ -298,8 +300,8 @@ def _child_environment(env: Mapping[str, str], directory: Path) -> dict[str, str
 def _banner(job: SageMakerJob, topology: Topology, script: Path, argv: Sequence[str]) -> str:
     role = topology.role
     rank = f", node rank {topology.node_rank} of {topology.num_nodes}" if role is Role.TRAINER else ""
-    found = filter(None, map(_version, ("torch", "pytorch-lightning", "lightning")))
-    versions = [f"lightning-sm {lightning_sm.__version__}", f"Python {platform.python_version()}", *found]
+    found = filter(None, map(_version, ("lightning-sm", "torch", "pytorch-lightning", "lightning")))
+    versions = [*found, f"Python {platform.python_version()}"]
     place = f"host {job.current_host}, group {job.current_group.name}, role {role.value}{rank}"
     return f"{', '.join(versions)} | {place} | {shlex.join([str(script), *argv])}"
 

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # fsspec has no type information
 
 from lightning_sm._lightning import DISTRIBUTION, Callback, LightningModule, ModelCheckpoint, Trainer
 
@@ -58,38 +59,41 @@ class JobOutputs(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Export the best model."""
-        best = trainer.strategy.broadcast(self._best_checkpoint(trainer))
+        best = trainer.strategy.broadcast(self._best_checkpoint(trainer) if trainer.is_global_zero else None)
         if best is None:
             self._model_dir.mkdir(parents=True, exist_ok=True)
             # A collective call for sharded strategies: every rank makes it, and rank 0 writes.
-            incoming = self._incoming(MODEL_CHECKPOINT)
-            trainer.save_checkpoint(incoming)
-            best = incoming
+            best = str(self._incoming(MODEL_CHECKPOINT))
+            trainer.save_checkpoint(best)
         if trainer.is_global_zero:
             self._export(best)
         trainer.strategy.barrier("lightning_sm.export")
 
-    def _best_checkpoint(self, trainer: Trainer) -> Path | None:
-        """The best checkpoint on this host's disk: of the first callback that monitors a metric, else of the first."""
+    def _best_checkpoint(self, trainer: Trainer) -> str | None:
+        """The best checkpoint that this host can read: of the first callback that monitors a metric, else the first."""
         callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         for callback in sorted(callbacks, key=lambda callback: callback.monitor is None):
             if not callback.best_model_path:
                 continue
             # After a restart on another host the folder may lie elsewhere; the file's name stays.
-            stated = Path(callback.best_model_path)
-            for path in (stated, Path(callback.dirpath or "", stated.name)):
-                if path.exists():
+            stated = callback.best_model_path
+            for path in (stated, os.path.join(callback.dirpath or "", os.path.basename(stated))):
+                filesystem, address = url_to_fs(path)
+                if filesystem.exists(address):
                     return path
-            if trainer.is_global_zero:
-                logger.warning("The best checkpoint %s is gone: exporting another.", callback.best_model_path)
+            logger.warning("The best checkpoint %s is gone: exporting another.", stated)
         return None
 
-    def _export(self, checkpoint: Path) -> None:
+    def _export(self, checkpoint: str) -> None:
         self._model_dir.mkdir(parents=True, exist_ok=True)
-        target = self._model_dir / MODEL_CHECKPOINT
-        if checkpoint.is_dir():
+        incoming, target = self._incoming(MODEL_CHECKPOINT), self._model_dir / MODEL_CHECKPOINT
+        if checkpoint != str(incoming):
+            shutil.rmtree(incoming, ignore_errors=True)
+            filesystem, address = url_to_fs(checkpoint)
+            filesystem.get(address, str(incoming), recursive=True)
+        if incoming.is_dir():
             shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(checkpoint, target)
+            os.replace(incoming, target)
             logger.info(
                 "%s is sharded, so %s is not written: consolidate it with "
                 "`python -m %s.utilities.consolidate_checkpoint`.",
@@ -98,9 +102,6 @@ class JobOutputs(Callback):
                 DISTRIBUTION,
             )
         else:
-            incoming = self._incoming(MODEL_CHECKPOINT)
-            if checkpoint != incoming:
-                shutil.copyfile(checkpoint, incoming)
             # weights_only=False: this job wrote the file, and hyperparameters in it may be of any type.
             state_dict = torch.load(incoming, map_location="cpu", weights_only=False)["state_dict"]
             torch.save(state_dict, self._incoming(MODEL_STATE_DICT))
@@ -108,7 +109,7 @@ class JobOutputs(Callback):
             os.replace(self._incoming(MODEL_STATE_DICT), self._model_dir / MODEL_STATE_DICT)
         self._incoming(MODEL_CONFIG).write_text(self._config, encoding="utf-8")
         os.replace(self._incoming(MODEL_CONFIG), self._model_dir / MODEL_CONFIG)
-        logger.info("model: %s (from %s)", target, checkpoint.name)
+        logger.info("model: %s (from %s)", target, os.path.basename(checkpoint))
 
     def _incoming(self, name: str) -> Path:
         """Where a file is written before it takes its name, so that a killed job leaves no half of a model."""

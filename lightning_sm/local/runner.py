@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import BinaryIO
 
 import psutil
@@ -22,6 +23,8 @@ from lightning_sm.local.output import Output
 
 # Between SIGTERM and SIGKILL. The service leaves 120 s; who waits at a terminal has decided already.
 _GRACE_S = 5.0
+# timeout(1) sends its signal twice, and so do wrappers that pass on what the terminal sent to all.
+_ONE_SIGNAL_S = 0.5
 _POLL_S = 0.1
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # linux/prctl.h
@@ -44,13 +47,17 @@ def run(cluster: LocalCluster, command: Sequence[str], *, keep: bool = False, st
     """
     output = Output(stream if stream is not None else sys.stdout.buffer, [host.name for host in cluster.hosts])
     job = _Job(cluster, command, output)
-    exit_code = job.run()
-    cluster.keep = keep or exit_code != 0
-    output.say(job.table())
-    if job.first_failed is not None:
-        output.say(_reason(job.first_failed))
-    for line in _whereabouts(cluster, exit_code):
-        output.say(line)
+    restore = job.handle_signals()  # until the last line: a late Ctrl-C must not remove what is to be kept
+    try:
+        exit_code = job.run()
+        cluster.keep = keep or exit_code != 0
+        output.say(job.table())
+        if job.first_failed is not None:
+            output.say(_reason(job.first_failed))
+        for line in _whereabouts(cluster, exit_code):
+            output.say(line)
+    finally:
+        restore()
     return exit_code
 
 
@@ -100,14 +107,13 @@ class _Job:
         self._output = output
         self._hosts: list[_HostProcess] = []
         self._changed = threading.Event()
-        self._signals: list[int] = []
+        self._signals: list[tuple[int, float]] = []
         self.first_failed: LocalHost | None = None
 
     def run(self) -> int:
         """Start all hosts and wait for them; whatever happens, no process is left."""
         spared = {process.pid for process in psutil.Process().children(recursive=True)}
         _adopt_orphans(True)
-        restore = self._handle_signals()
         try:
             for host in self._cluster.hosts:
                 self._hosts.append(_HostProcess(host, self._command, self._output, self._changed))
@@ -117,7 +123,6 @@ class _Job:
             for running in self._hosts:
                 running.waiter.join(timeout=_GRACE_S)
                 running.reader.join(timeout=_GRACE_S)
-            restore()
             _adopt_orphans(False)
 
     def table(self) -> str:
@@ -140,7 +145,7 @@ class _Job:
     def _wait(self) -> int:
         """Wait until every host ended, or one failed, or this process is told to stop."""
         while True:
-            signum = self._signals[0] if self._signals else self._output.broken_by
+            signum = self._signals[0][0] if self._signals else self._output.broken_by
             if signum:
                 self._output.say(f"Stopping all hosts: {signal.Signals(signum).name}.")
                 self._stop()
@@ -162,13 +167,13 @@ class _Job:
         self._changed.clear()
 
     def _stop(self) -> None:
-        """SIGTERM, a few seconds to end, and no more after a second signal; the rest is killed by ``run``."""
+        """SIGTERM and a few seconds to end, fewer if asked a second time; what is left is killed by ``run``."""
         running = [host for host in self._hosts if host.exit_code is None]
         for host in running:
             host.process.terminate()
-        num_signals, deadline = len(self._signals), time.monotonic() + _GRACE_S
-        while any(host.exit_code is None for host in running) and time.monotonic() < deadline:
-            if len(self._signals) > num_signals:
+        asked_at = time.monotonic()
+        while any(host.exit_code is None for host in running) and time.monotonic() < asked_at + _GRACE_S:
+            if any(at > asked_at + _ONE_SIGNAL_S for _, at in self._signals):
                 return
             self._pause()
 
@@ -186,13 +191,16 @@ class _Job:
             psutil.wait_procs([process for process in left if process.pid not in launchers], timeout=_POLL_S)
             self._pause()
 
-    def _handle_signals(self) -> Callable[[], None]:
+    def handle_signals(self) -> Callable[[], None]:
+        """Note every signal that asks to stop; the result puts the old handlers back."""
         if threading.current_thread() is not threading.main_thread():
             return lambda: None
-        # The handler only takes a note: it may interrupt the very wait that it would have to end.
-        old = {
-            signum: signal.signal(signum, lambda number, _: self._signals.append(number)) for signum in _STOP_SIGNALS
-        }
+
+        # It only takes a note, as it may interrupt the very wait that it would have to end.
+        def note(signum: int, _frame: FrameType | None) -> None:
+            self._signals.append((signum, time.monotonic()))
+
+        old = {signum: signal.signal(signum, note) for signum in _STOP_SIGNALS}
 
         def restore() -> None:
             for signum, handler in old.items():

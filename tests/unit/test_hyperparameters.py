@@ -7,7 +7,7 @@ import math
 import re
 import string
 from collections.abc import Callable, Mapping
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
@@ -44,8 +44,7 @@ def parser_for(config: Mapping[str, Any]) -> ArgumentParser:
     """A parser with one option for each key, of the type of its value."""
     parser = ArgumentParser(exit_on_error=False)
     for key, value in config.items():
-        # Optional[X] spelled out: jsonargparse cannot evaluate X | None for a type that is a variable.
-        kind = Optional[int] if value is None else type(value)
+        kind = int | None if value is None else type(value)
         parser.add_argument(f"--{key}", type=kind)
     return parser
 
@@ -146,7 +145,9 @@ def test_values_too_long_for_sagemaker_survive_in_chunks(config, block, repeats)
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.dictionaries(st.text(max_size=8), strings | st.sampled_from(["None", "[1", "{'a': nan}", "{1, 2}", "(b'',)"])))
+@given(
+    st.dictionaries(st.text(max_size=8), strings | st.sampled_from(["None", "[1", "{'a': nan}", "{1, 2}", "(b'',)"]))
+)
 def test_any_strings_give_arguments_or_the_named_error(hyperparameters):
     """Whatever the file holds, each argument is an option, or the error is HyperparameterError."""
     try:
@@ -162,8 +163,8 @@ TABLE = [
     # value, type of the option, and the text by SDK v2 generic, SDK v2 framework, SDK v3
     (True, bool, "True", "true", "true"),
     (False, bool, "False", "false", "false"),
-    (None, Optional[int], "None", "null", "null"),
-    (None, Optional[str], "None", "null", "null"),
+    (None, int | None, "None", "null", "null"),
+    (None, str | None, "None", "null", "null"),
     ({"a": 1, "b": 2}, dict, "{'a': 1, 'b': 2}", '{"a": 1, "b": 2}', '{"a": 1, "b": 2}'),
     ({"a": None, "b": [True]}, dict, "{'a': None, 'b': [True]}", '{"a": null, "b": [true]}', None),
     ([1, 2], list[int], "[1, 2]", "[1, 2]", "[1, 2]"),
@@ -207,7 +208,7 @@ def test_each_route_brings_each_kind_of_value(value, kind, generic, framework, v
         ({"config": '"x.yaml"', "a": "1"}, ["--config=x.yaml", "--a=1"]),
         ({"config": "['x.yaml', 'y z.yaml']"}, ["--config=x.yaml", "--config=y z.yaml"]),
         ({"config": '["x.yaml", "y.yaml"]', "subcommand": '"test"'}, ["test", "--config=x.yaml", "--config=y.yaml"]),
-        ({"config": "None"}, []),
+        ({"config": "None", "subcommand": "None"}, []),
         ({"config": '{"a": 1}'}, ['--config={"a": 1}']),
         ({"some-dashed.key_1": "1"}, ["--some-dashed.key_1=1"]),
         (
@@ -225,7 +226,7 @@ def test_each_route_brings_each_kind_of_value(value, kind, generic, framework, v
         ({"a": '{"x":1}', "b": "x"}, ['--a={"x":1}', "--b=x"]),
         ({"a": '{"x":\t1}'}, ['--a={"x": 1}']),
         ({"a": "{1: 'x', None: ()}"}, ['--a={"1": "x", "null": []}']),
-        ({"a": '"None"', "b": '"nan"', "c": '"[\'a\']"'}, ["--a=None", "--b=nan", "--c=['a']"]),
+        ({"a": '"None"', "b": '"nan"', "c": "\"['a']\""}, ["--a=None", "--b=nan", "--c=['a']"]),
     ],
 )
 def test_arguments_are_in_a_fixed_order_and_change_little(hyperparameters, argv):
@@ -257,13 +258,10 @@ def test_key_that_forms_no_option_is_an_error(key):
         encode({key: 1})
 
 
-@pytest.mark.parametrize("subcommand", ["", "1fit", "--fit", "fit now", "null", "[]", "f\u00eft", "fit\n"])
+@pytest.mark.parametrize("subcommand", ["", "1fit", "--fit", "fit now", "[]", "f\u00eft", "fit\n"])
 def test_subcommand_must_be_a_word(subcommand):
     """The subcommand becomes a bare argument, so nothing but a word may be one."""
-    if subcommand == "null":  # a word like any other
-        assert to_argv({"subcommand": subcommand}) == ["null"]
-        return
-    with pytest.raises(HyperparameterError, match="'subcommand' is .*expected a word"):
+    with pytest.raises(HyperparameterError, match=r"'subcommand' is .*expected a word"):
         to_argv({"subcommand": subcommand})
 
 
@@ -359,38 +357,17 @@ class Net:
 
 
 class WideNet(Net):
-    """A subclass with a dict parameter.
+    """A subclass with a parameter of each kind that is easily confused."""
 
-    Args:
-        width: A number.
-        label: A string that may look like a number.
-        extra: A dict.
-    """
-
-    def __init__(self, width: int = 1, label: str = "x", extra: Optional[dict] = None):
-        """Keep the values."""
-        self.values = (width, label, extra)
+    def __init__(self, width: int = 1, label: str = "x", extra: dict | None = None):
+        """Take the values that the parser reads from this signature."""
 
 
 class Data:
-    """A class for a group of options.
+    """A class for a group of options."""
 
-    Args:
-        batch_size: A number.
-        path: A string.
-        betas: A tuple.
-        net: A class inside a class.
-    """
-
-    def __init__(
-        self,
-        batch_size: int = 1,
-        path: str = "p",
-        betas: tuple[float, float] = (0.9, 0.99),
-        net: Optional[Net] = None,
-    ):
-        """Keep the values."""
-        self.values = (batch_size, path, betas, net)
+    def __init__(self, batch_size: int = 1, path: str = "p", betas: tuple[float, float] = (0.9, 0.99)):
+        """Take the values that the parser reads from this signature."""
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -422,9 +399,10 @@ def test_class_group_subclass_and_dict_are_read_nested_and_dotted(route, config)
     parser.add_class_arguments(Data, "data")
     parser.add_subclass_arguments(Net, "net")
     parser.add_argument("--table", type=dict)
-    values = parser.instantiate_classes(parser.parse_args(to_argv(route(json.loads(text)))))
-    assert values.data.values == (3, "-007", (0.5, 0.6), None)
-    assert values.net.values == (2, "12", {"a": [None, True]})
+    values = parser.parse_args(to_argv(route(json.loads(text))))
+    assert values.data.as_dict() == {"batch_size": 3, "path": "-007", "betas": (0.5, 0.6)}
+    assert values.net.class_path == f"{__name__}.WideNet"
+    assert values.net.init_args.as_dict() == {"width": 2, "label": "12", "extra": {"a": [None, True]}}
     assert values.table == {"a": {"b": "12"}}
 
 
@@ -445,7 +423,7 @@ def test_keys_win_over_config_files(tmp_path):
 @pytest.mark.toolkit
 @pytest.mark.parametrize(
     ("key", "kind", "value"),
-    [("table", dict, {"a": 1, "b": 2}), ("none", Optional[int], None), ("b", int, 4)],
+    [("table", dict, {"a": 1, "b": 2}), ("none", int | None, None), ("b", int, 4)],
 )
 def test_values_that_the_toolkit_mangles_arrive(key, kind, value):
     """The command line of sagemaker-training fails where ours is read."""

@@ -1,0 +1,164 @@
+"""A model and data modules that train in milliseconds, as users write them, and what SageMaker would start them in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning import LightningDataModule, LightningModule
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sm import SageMakerCLI
+from tests.fakes.job_folder import resource_config, write_job
+
+ONE_HOST = {"trainer": ["algo-1"]}
+TWO_HOSTS = {"trainer": ["algo-2", "algo-1"]}
+
+
+class SmallModel(LightningModule):
+    """One layer.
+
+    Args:
+        num_classes: Number of classes.
+        weights: Folder of weights to start from.
+        scores: Value of val_score in each epoch, instead of a measured one.
+    """
+
+    def __init__(self, num_classes: int = 3, weights: str | None = None, scores: list[float] | None = None) -> None:
+        super().__init__()
+        self.weights = weights
+        self.scores = scores or [1e-5]
+        self.layer = torch.nn.Linear(2, num_classes)
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        points, labels = batch
+        return torch.nn.functional.cross_entropy(self.layer(points), labels)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Log the mean loss of the epoch."""
+        loss = self._loss(batch)
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log a score that is known in advance."""
+        self.log("val_score", self.scores[min(self.current_epoch, len(self.scores) - 1)], sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the loss."""
+        self.log("test_loss", self._loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Plain SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SmallData(LightningDataModule):
+    """Eight points of three classes.
+
+    Args:
+        data_dir: Folder of the data.
+        val_dir: Folder of the validation data.
+        batch_size: Samples per batch.
+    """
+
+    def __init__(self, data_dir: str = "nowhere", val_dir: str | None = None, batch_size: int = 4) -> None:
+        super().__init__()
+        self.data_dir, self.val_dir, self.batch_size = data_dir, val_dir, batch_size
+        self.num_classes = 3
+
+    def _loader(self) -> DataLoader[Any]:
+        points, labels = torch.arange(16.0).reshape(8, 2) / 16, torch.arange(8) % 3
+        return DataLoader(TensorDataset(points, labels), batch_size=self.batch_size)
+
+    train_dataloader = val_dataloader = test_dataloader = _loader
+
+
+class RootData(SmallData):
+    """As torchvision names its folder, and without a default.
+
+    Args:
+        root: Folder of the data.
+        size: A number.
+    """
+
+    def __init__(self, root: str, size: int = 1) -> None:
+        super().__init__(root)
+        self.root, self.size = root, size
+
+
+class LinkedCLI(SageMakerCLI):
+    """Passes on what the data knows, at both times that links are applied."""
+
+    def add_arguments_to_parser(self, parser: Any) -> None:
+        """Add the links."""
+        parser.link_arguments("data.num_classes", "model.num_classes", apply_on="instantiate")
+        parser.link_arguments("data.data_dir", "model.weights")
+
+
+class Host:
+    """One host of a SageMaker job, in this process.
+
+    Args:
+        base_dir: Its ``/opt/ml``.
+        monkeypatch: Restores the variables and the arguments.
+    """
+
+    def __init__(self, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.base_dir = base_dir
+        self.model_dir = base_dir / "model"
+        self._monkeypatch = monkeypatch
+
+    def configure(
+        self,
+        groups: Mapping[str, Sequence[str]] = ONE_HOST,
+        name: str = "algo-1",
+        *,
+        channels: Sequence[str] = (),
+        **files: Any,
+    ) -> Host:
+        """Write the job's files.
+
+        Args:
+            groups: Hosts by group.
+            name: The host that this is.
+            channels: Names of the channels; their folders are made.
+            files: Content of the other files, see ``write_job``.
+        """
+        self._monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(self.base_dir))
+        self.output_dir = self.base_dir / "output" / "data" / name
+        for channel in channels:
+            self.channel(channel).mkdir(parents=True, exist_ok=True)
+        settings = {channel: {"TrainingInputMode": "File"} for channel in channels}
+        write_job(self.base_dir, resource_config(groups, name, interface="lo"), channels=settings, **files)
+        return self
+
+    def channel(self, name: str) -> Path:
+        """Folder of a channel."""
+        return self.base_dir / "input" / "data" / name
+
+    def start(
+        self, *arguments: str, model: Any = SmallModel, data: Any = SmallData, cli: Any = SageMakerCLI, **kwargs: Any
+    ) -> Any:
+        """Do what a training script does.
+
+        Args:
+            arguments: What follows the script on the command line.
+            model: First argument of the CLI.
+            data: Second argument of the CLI.
+            cli: Class of the CLI.
+            kwargs: Other arguments of the CLI.
+
+        Returns:
+            The CLI.
+        """
+        self._monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        return cli(model, data, seed_everything_default=1, **kwargs)
+
+    def make(self, *arguments: str, **kwargs: Any) -> Any:
+        """Like ``start``, but make model, data and trainer only."""
+        return self.start(*arguments, run=False, **kwargs)

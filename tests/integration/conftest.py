@@ -1,0 +1,35 @@
+"""Fixtures of the tests that run a training script's CLI in this process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.fakes.small_app import Host
+
+
+@pytest.fixture(autouse=True)
+def _restored_rank() -> Iterator[None]:
+    """SageMakerEnvironment tells Lightning's loggers the rank; the next test may be of another."""
+    yield
+    adapter = sys.modules.get("lightning_sm._lightning")
+    if adapter is not None:
+        adapter.rank_zero_only.rank = 0
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    """The only host of a job without channels and hyperparameters; ``configure`` makes it another.
+
+    The working directory is an empty folder, so that what is left there would be seen.
+    """
+    from tests.fakes.small_app import Host
+
+    (tmp_path / "code").mkdir()
+    monkeypatch.chdir(tmp_path / "code")
+    return Host(tmp_path / "ml", monkeypatch).configure()

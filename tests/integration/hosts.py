@@ -1,0 +1,196 @@
+"""Hosts of one job as folders of this machine, and commands that run on all of them at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_sm.topology import Topology
+from tests.fakes.job_folder import make_job, resource_config, write_job
+
+SCRIPTS = Path(__file__).parent / "scripts"
+REPOSITORY = Path(__file__).parents[2]
+TIMEOUT_S = 90.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended.
+
+    Attributes:
+        code: Its exit code; None if it was killed because another one failed.
+        output: What it wrote to stdout and stderr.
+        seconds: How long it ran.
+    """
+
+    code: int | None
+    output: str
+    seconds: float
+
+
+class Hosts:
+    """The hosts of one job.
+
+    Args:
+        folder: Where the folder of each host is made; its name is the host's.
+        groups: Hosts by instance group, in the order in which the service wrote them.
+        interface: Name of the network interface that the service wrote.
+        contents: Other files of the job, as in ``write_job``.
+
+    Attributes:
+        names: Names of all hosts, sorted.
+        main_port: Port that follows from the name of the job; free when this was made.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        groups: Mapping[str, Sequence[str]] | None = None,
+        *,
+        interface: str = "lo",
+        **contents: Any,
+    ) -> None:
+        groups = groups or {"homogeneousCluster": ("algo-2", "algo-1")}
+        self.folder = folder
+        self.names = sorted(host for members in groups.values() for host in members)
+        self.job_name, self.main_port = _job_with_free_port(groups)
+        for host in self.names:
+            write_job(folder / host, resource_config(groups, host, interface=interface), **contents)
+            (folder / host / "output").mkdir()
+            (folder / host / "model").mkdir()
+
+    def address(self, host: str) -> str:
+        """The loopback address that stands for a host. None is 127.0.0.1, which would hide a wrong main address."""
+        return f"127.0.0.{2 + self.names.index(host)}"
+
+    def env(self, host: str) -> dict[str, str]:
+        """What the service and the tests set on a host, nothing of this shell's launchers and jobs."""
+        return {
+            "HOME": os.environ.get("HOME", "/"),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "SAGEMAKER_BASE_DIR": str(self.folder / host),
+            "TRAINING_JOB_NAME": self.job_name,
+            "LIGHTNING_SM_HOST_ADDRESSES": json.dumps({name: self.address(name) for name in self.names}),
+        }
+
+    def run(
+        self, commands: Mapping[str, Sequence[str]], variables: Mapping[str, str] | None = None
+    ) -> dict[str, Ended]:
+        """Run one command on each host and wait for all; when one fails the others are killed, as the service does.
+
+        Args:
+            commands: Command by host.
+            variables: Environment variables for all hosts, besides those of ``env``.
+        """
+        return run_together(
+            {host: (command, {**self.env(host), **(variables or {})}) for host, command in commands.items()}
+        )
+
+    def seen(self, stage: str | None = None) -> list[dict[str, Any]]:
+        """What the ranks wrote, in the order of ranks.
+
+        Args:
+            stage: Only of this stage.
+        """
+        found = [json.loads(path.read_text()) for path in self.folder.glob("*/output/seen-*.json")]
+        return sorted((seen for seen in found if stage in (None, seen.get("stage"))), key=lambda seen: seen["rank"])
+
+
+def run_together(commands: Mapping[str, tuple[Sequence[str], Mapping[str, str]]]) -> dict[str, Ended]:
+    """Run commands side by side, and kill what is left of all when one fails or the time is over.
+
+    Args:
+        commands: Command and environment by name.
+    """
+    started, processes, outputs = time.monotonic(), {}, {}
+    ends: queue.Queue[tuple[str, int, float]] = queue.Queue()
+    codes: dict[str, tuple[int, float]] = {}
+    try:
+        for name, (command, env) in commands.items():
+            process = subprocess.Popen(
+                list(command),
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            processes[name] = process
+            outputs[name] = bytearray()
+            threading.Thread(target=_read, args=(process, name, outputs[name], ends), daemon=True).start()
+        while len(codes) < len(commands) and not any(code for code, _ in codes.values()):
+            name, code, ended = ends.get(timeout=max(0.0, started + TIMEOUT_S - time.monotonic()))
+            codes[name] = code, ended - started
+    except queue.Empty:
+        texts = "\n".join(f"--- {name}\n{bytes(output).decode()}" for name, output in outputs.items())
+        raise AssertionError(f"not within {TIMEOUT_S} s\n{texts}") from None
+    finally:
+        for process in processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    seconds = time.monotonic() - started
+    return {
+        name: Ended(
+            codes[name][0] if name in codes else None,
+            bytes(outputs[name]).decode(errors="replace"),
+            codes[name][1] if name in codes else seconds,
+        )
+        for name in commands
+    }
+
+
+def script(name: str, *arguments: str | Mapping[str, Any]) -> list[str]:
+    """The command of a script in ``scripts``.
+
+    Args:
+        name: Its name.
+        arguments: Its arguments; mappings become JSON.
+    """
+    texts = [argument if isinstance(argument, str) else json.dumps(argument) for argument in arguments]
+    return [sys.executable, str(SCRIPTS / name), *texts]
+
+
+def free_port() -> int:
+    """A port that no process listens on."""
+    with socket.socket() as server:
+        server.bind(("", 0))
+        return int(server.getsockname()[1])
+
+
+def _read(
+    process: subprocess.Popen[bytes], name: str, output: bytearray, ends: queue.Queue[tuple[str, int, float]]
+) -> None:
+    assert process.stdout is not None
+    with process.stdout:
+        while chunk := process.stdout.read1(65536):  # type: ignore[attr-defined]  # a buffered reader
+            output += chunk
+    ends.put((name, process.wait(), time.monotonic()))
+
+
+def _job_with_free_port(groups: Mapping[str, Sequence[str]]) -> tuple[str, int]:
+    while True:
+        name = f"test-{secrets.token_hex(4)}"
+        port = Topology.from_job(make_job(groups, name=name)).main_port
+        with socket.socket() as server:
+            try:
+                server.bind(("", port))
+            except OSError:
+                continue
+        return name, port

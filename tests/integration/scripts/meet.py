@@ -1,0 +1,83 @@
+"""Train a tiny model and write what every rank knows of itself and of the others.
+
+Arguments: Trainer settings as JSON, and the stages of each Trainer: ``fit``, ``test`` or ``fit,test``.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from pytorch_lightning import LightningModule, Trainer
+
+from lightning_sm import SageMakerEnvironment
+
+OUT = Path(os.environ["SAGEMAKER_BASE_DIR"]) / "output"
+
+
+class Tiny(LightningModule):
+    def __init__(self, host, trainer_number):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.host, self.trainer_number = host, trainer_number
+
+    def training_step(self, batch, _):
+        return self.layer(batch).sum()
+
+    def test_step(self, batch, _):
+        self.layer(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(16, 1), batch_size=1)
+
+    test_dataloader = train_dataloader
+
+    def on_fit_start(self):
+        self.write("fit")
+
+    def on_test_start(self):
+        self.write("test")
+
+    def write(self, stage):
+        seen = {
+            "stage": f"{self.trainer_number} {stage}",
+            "host": self.host,
+            "rank": self.trainer.global_rank,
+            "local_rank": self.trainer.local_rank,
+            "node_rank": self.trainer.node_rank,
+            "world_size": self.trainer.world_size,
+            "met": self.all_gather(torch.tensor(self.trainer.global_rank)).flatten().tolist(),
+            "address": os.environ.get("MASTER_ADDR"),
+            "port": os.environ.get("MASTER_PORT"),
+            "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+            "mpi4py": "mpi4py" in sys.modules,
+        }
+        (OUT / f"seen-{self.trainer_number}-{stage}-{os.getpid()}.json").write_text(json.dumps(seen))
+
+
+def main():
+    settings = json.loads(sys.argv[1])
+    for number, stages in enumerate(sys.argv[2:], start=1):
+        environment = SageMakerEnvironment()
+        trainer = Trainer(
+            accelerator="cpu",
+            max_steps=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_test_batches=1,
+            plugins=[environment],
+            **{"num_nodes": environment.num_nodes, **settings},
+        )
+        model = Tiny(environment.topology.current_host, number)
+        for stage in stages.split(","):
+            getattr(trainer, stage)(model)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,408 @@
+"""SageMakerCLI in a job: where the arguments come from, and what the channels and the cluster add to them."""
+
+import logging
+
+import pytest
+from pytorch_lightning import LightningDataModule
+from pytorch_lightning.callbacks import TQDMProgressBar
+from pytorch_lightning.plugins.environments import LightningEnvironment
+
+from lightning_sm import SageMakerEnvironment
+from lightning_sm.callbacks.progress import LineProgress
+from lightning_sm.cli import SageMakerCLI
+from lightning_sm.errors import ChannelError, OutputDirectoryError, TopologyError
+from tests.fakes.small_app import TWO_HOSTS, LinkedCLI, RootData, SmallData, SmallModel
+
+ROOT_DATA = f"{RootData.__module__}.{RootData.__qualname__}"
+FAST = ("--trainer.fast_dev_run=true", "--trainer.enable_model_summary=false")
+# Three ways in which a script may leave the choice of classes to the configuration.
+ANY_DATA = {"data": SmallData, "subclass_mode_data": True}
+NO_DATA = {"data": None}
+ANY_MODEL_AND_DATA = {"model": None, "data": None}
+
+
+def progress_bars(cli):
+    """Types of the progress bars of a trainer."""
+    return [type(callback) for callback in cli.trainer.callbacks if "Progress" in type(callback).__name__]
+
+
+class TestChannels:
+    """Channels go to the DataModule, unless the user said otherwise."""
+
+    def test_the_main_channel_and_the_channel_of_a_folder(self, host):
+        """Channel training goes to data_dir, and val to val_dir."""
+        data = host.configure(channels=["training", "val"]).make().datamodule
+        assert [data.data_dir, data.val_dir] == [str(host.channel("training")), str(host.channel("val"))]
+        assert data.batch_size == 4
+
+    @pytest.mark.parametrize("shape", [{"data": RootData}, ANY_DATA, NO_DATA, ANY_MODEL_AND_DATA])
+    def test_a_required_folder_is_filled_in_each_mode(self, host, shape):
+        """An argument without a default need not be given, whether the script or the user chose the class."""
+        classes = [] if shape["data"] is RootData else ["--data=RootData", "--data.size=5"]
+        if "model" in shape:
+            classes += ["--model=SmallModel", "--model.num_classes=7"]
+        cli = host.configure(channels=["digits"]).make(*classes, **shape)
+        assert (cli.datamodule.root, cli.datamodule.size) == (str(host.channel("digits")), 5 if classes else 1)
+        assert cli.model.layer.out_features == (7 if "model" in shape else 3)
+
+    def test_a_required_argument_that_no_channel_fills_is_named(self, host, capsys):
+        """Without a channel, the error is the parser's."""
+        with pytest.raises(SystemExit, match="2"):
+            host.make(data=RootData)
+        assert "data.root" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("shape", [{"data": SmallData}, ANY_DATA])
+    @pytest.mark.parametrize("value", ["own", "nowhere"])
+    @pytest.mark.parametrize("source", ["line", "dotted", "file", "environment"])
+    def test_the_users_value_wins(self, host, monkeypatch, shape, value, source):
+        """A value of the user's stays, equal to the default or not, wherever it was set."""
+        host.configure(channels=["training"])
+        chosen = ["--data=SmallData"] if "subclass_mode_data" in shape else []
+        inside = ".init_args" if chosen and source == "dotted" else ""
+        arguments = {"line": [f"--data.data_dir={value}"], "dotted": [f"--data{inside}.data_dir={value}"]}
+        if source == "file":
+            arguments["file"] = ["--config=own.yaml"]
+            with open("own.yaml", "w", encoding="utf-8") as file:
+                section = {"class_path": "SmallData", "init_args": {"data_dir": value}} if chosen else {"data_dir": value}
+                file.write(f"data: {section}")
+            chosen = []
+        if source == "environment":
+            name, text = ("PL_DATA", f"{{class_path: SmallData, init_args: {{data_dir: {value}}}}}")
+            name, text = (name, text) if chosen else ("PL_DATA__DATA_DIR", value)
+            monkeypatch.setenv(name, text)
+            arguments["environment"], chosen = [], []
+        cli = host.make(*chosen, *arguments[source], parser_kwargs={"default_env": True}, **shape)
+        assert cli.datamodule.data_dir == value
+
+    def test_a_subcommands_variable_wins(self, host, monkeypatch):
+        """With subcommands, variables have the name of theirs; a channel does not override them."""
+        monkeypatch.setenv("PL_FIT__DATA__DATA_DIR", "own")
+        host.configure(channels=["training", "val"])
+        data = host.start("fit", *FAST, parser_kwargs={"default_env": True}).datamodule
+        assert (data.data_dir, data.val_dir) == ("own", str(host.channel("val")))
+
+    def test_the_command_line_wins_over_variables(self, host, monkeypatch):
+        """What the job adds does not disturb the order of the user's own sources."""
+        monkeypatch.setenv("PL_DATA__BATCH_SIZE", "2")
+        host.configure(channels=["training"])
+        data = host.make("--data.batch_size=8", parser_kwargs={"default_env": True}).datamodule
+        assert (data.batch_size, data.data_dir) == (8, str(host.channel("training")))
+
+    def test_other_arguments_of_a_chosen_class_stay(self, host):
+        """Setting one argument of a class in the configuration does not reset the others."""
+        (host.base_dir / "c.yaml").write_text(f"data: {{class_path: {ROOT_DATA}, init_args: {{size: 9}}}}")
+        cli = host.configure(channels=["digits"]).start("fit", f"--config={host.base_dir / 'c.yaml'}", *FAST, **NO_DATA)
+        assert (cli.datamodule.root, cli.datamodule.size) == (str(host.channel("digits")), 9)
+
+    def test_a_mapping_decides(self, host):
+        """An explicit mapping sends channels elsewhere, also to the model."""
+        mapping = {"a": "val_dir", "b": "model.weights"}
+        cli = host.configure(channels=["a", "b", "train"]).make(channels=mapping)
+        assert cli.datamodule.val_dir == str(host.channel("a"))
+        assert cli.model.weights == str(host.channel("b"))
+        assert cli.datamodule.data_dir == str(host.channel("train"))
+
+    def test_a_mapping_reaches_into_chosen_classes(self, host):
+        """init_args need not be written, but may be."""
+        host.configure(channels=["a", "b"])
+        cli = host.make(
+            "--model=SmallModel",
+            "--data=SmallData",
+            channels={"a": "model.weights", "b": "data.init_args.val_dir"},
+            **ANY_MODEL_AND_DATA,
+        )
+        assert (cli.model.weights, cli.datamodule.val_dir) == (str(host.channel("a")), str(host.channel("b")))
+
+    def test_the_users_value_wins_over_a_mapping(self, host):
+        """A mapping is the script's; the command line is the user's."""
+        cli = host.configure(channels=["a"]).make("--model.weights=own", channels={"a": "model.weights"})
+        assert cli.model.weights == "own"
+
+    @pytest.mark.parametrize(
+        ("mapping", "text"),
+        [
+            ({"b": "data_dir"}, r"Channels \['b'\] are mapped.* the job has the channels \['a'\]"),
+            ({"a": "folder"}, r"mapped to 'folder', but the DataModule has the parameters"),
+            ({"a": "model.folder"}, r"Channel 'a' is mapped to 'model\.folder'"),
+        ],
+    )
+    def test_a_wrong_mapping_is_an_error(self, host, mapping, text):
+        """An unknown channel or argument is named."""
+        with pytest.raises(ChannelError, match=text):
+            host.configure(channels=["a"]).make(channels=mapping)
+
+    @pytest.mark.parametrize(("name", "count"), [("algo-1", 1), ("algo-2", 0)])
+    def test_a_channel_that_fits_nothing_is_logged_by_rank_0(self, host, caplog, name, count):
+        """One host of the job says it, once."""
+        caplog.set_level(logging.INFO, "lightning_sm")
+        host.configure(TWO_HOSTS, name, channels=["training", "extra"]).make()
+        lines = [record.getMessage() for record in caplog.records if "'extra' fits no argument" in record.getMessage()]
+        assert len(lines) == count
+        assert sum("training" in record.getMessage() for record in caplog.records) == count
+
+    def test_links_see_the_channel(self, host):
+        """An argument linked to a folder follows the channel, and links between instances are applied."""
+        cli = host.configure(channels=["training"]).make(cli=LinkedCLI)
+        assert cli.model.weights == str(host.channel("training"))
+        assert cli.model.layer.out_features == 3
+
+    def test_links_see_a_required_folder(self, host):
+        """The link's source may come from the channel alone."""
+
+        class RootLinkedCLI(SageMakerCLI):
+            def add_arguments_to_parser(self, parser):
+                parser.link_arguments("data.root", "model.weights")
+
+        cli = host.configure(channels=["training"]).start("fit", *FAST, cli=RootLinkedCLI, data=RootData)
+        assert cli.model.weights == str(host.channel("training"))
+
+
+class TestArguments:
+    """Arguments come from the hyperparameters, the config channel and whoever called the CLI."""
+
+    @pytest.mark.parametrize(
+        "args",
+        [
+            ["--data.batch_size=2", "--trainer.max_epochs=3"],
+            {"data": {"batch_size": 2}, "trainer": {"max_epochs": 3}},
+        ],
+    )
+    def test_arguments_given_by_the_script(self, host, args):
+        """A list or a dict from the script counts as the user's; the command line is not read."""
+        cli = host.configure(channels=["training"], hyperparameters={"data.batch_size": "8"}).make(args=args)
+        assert (cli.datamodule.batch_size, cli.trainer.max_epochs) == (2, 3)
+        assert cli.datamodule.data_dir == str(host.channel("training"))
+
+    def test_arguments_of_a_subcommand_given_as_a_dict(self, host):
+        """Subcommands may be given as a dict, too, and their values are the user's."""
+        trainer = {"fast_dev_run": True, "enable_model_summary": False}
+        args = {"subcommand": "fit", "fit": {"data": {"data_dir": "nowhere"}, "trainer": trainer}}
+        assert host.configure(channels=["training"]).start(args=args).datamodule.data_dir == "nowhere"
+
+    def test_the_toolkits_command_line_is_replaced(self, host):
+        """What the toolkit mangles is read from the file again, and the subcommand becomes fit."""
+
+        class OptionsCLI(SageMakerCLI):
+            def add_arguments_to_parser(self, parser):
+                parser.add_argument("--k", type=bool)
+                parser.add_argument("--none", type=int | None, default=1)
+                parser.add_argument("--nested", type=dict[str, object])
+                parser.add_argument("--b", type=int)
+
+        host.configure(
+            hyperparameters={
+                "k": "true",
+                "none": "null",
+                "nested": '{"x": 1, "y": [1, 2]}',
+                "b": "4",
+                "trainer.fast_dev_run": "true",
+                "sagemaker_program": '"train.py"',
+            }
+        )
+        rendered = ["-b", "4", "--k", "True", "--nested", "x=1,y=[1, 2]", "--none", "", "--trainer.fast_dev_run", "True"]
+        cli = host.start(*rendered, cli=OptionsCLI)
+        config = cli.config.fit
+        assert (config.k, config.none, config.nested, config.b) == (True, None, {"x": 1, "y": [1, 2]}, 4)
+        assert cli.subcommand == "fit"
+        assert cli.trainer.fast_dev_run
+
+    @pytest.mark.parametrize("given", [[], ["validate"]])
+    def test_without_arguments_the_hyperparameters_are_read(self, host, given):
+        """A command that lost the hyperparameters finds them again; one that has arguments is left alone."""
+        host.configure(hyperparameters={"data.batch_size": "2", "trainer.fast_dev_run": "true"})
+        cli = host.start(*given)
+        assert (cli.subcommand, cli.datamodule.batch_size) == (("validate", 4) if given else ("fit", 2))
+
+    def test_files_of_the_config_channel(self, host):
+        """They are read in order, hyperparameters override them, and they count as the user's own values."""
+        host.configure(channels=["config", "training"], hyperparameters={"data.batch_size": "8"})
+        folder = host.channel("config")
+        (folder / "1.yaml").write_text("{data: {batch_size: 2, data_dir: own}, trainer: {max_epochs: 3}}")
+        (folder / "2.json").write_text('{"trainer": {"max_epochs": 4}}')
+        cli = host.make("--data.batch_size", "8")
+        assert (cli.datamodule.batch_size, cli.datamodule.data_dir, cli.trainer.max_epochs) == (8, "own", 4)
+
+    @pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"]])
+    def test_help(self, host, capsys, arguments):
+        """Help is shown in a job, too, and ends with code 0."""
+        with pytest.raises(SystemExit, match="0"):
+            host.start(*arguments)
+        assert "fit" in capsys.readouterr().out
+
+    def test_print_config_shows_what_it_shows_elsewhere(self, host, capsys):
+        """The configuration can be printed in a job."""
+        with pytest.raises(SystemExit, match="0"):
+            host.start("fit", "--print_config")
+        assert "data_dir: nowhere" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("source", ["line", "file", "dict"])
+    def test_an_unknown_key_is_named(self, host, capsys, source):
+        """A key that does not exist ends the job with code 2 and its name."""
+        (host.base_dir / "c.yaml").write_text("trainer: {max_epoks: 1}")
+        arguments = {"line": ["--trainer.max_epoks=1"], "file": [f"--config={host.base_dir / 'c.yaml'}"], "dict": []}
+        args = {"trainer": {"max_epoks": 1}} if source == "dict" else None
+        with pytest.raises(SystemExit, match="2"):
+            host.make(*arguments[source], args=args)
+        assert "max_epoks" in capsys.readouterr().err
+
+    def test_a_wrong_value_is_named(self, host, capsys):
+        """A value of the wrong type ends the job with code 2."""
+        with pytest.raises(SystemExit, match="2"):
+            host.make("--data.batch_size=many")
+        assert "batch_size" in capsys.readouterr().err
+
+
+class TestCluster:
+    """num_nodes, devices and the cluster environment come from the job."""
+
+    @pytest.mark.parametrize("name", ["algo-1", "algo-2"])
+    def test_the_trainer_fits_the_job(self, host, monkeypatch, name):
+        """Two hosts with two processes each make a world of four, with this host at its place."""
+        monkeypatch.setenv("LIGHTNING_SM_DEVICES", "2")
+        trainer = host.configure(TWO_HOSTS, name).make("--trainer.accelerator=cpu").trainer
+        environment = trainer.strategy.cluster_environment
+        assert isinstance(environment, SageMakerEnvironment)
+        assert (trainer.num_nodes, trainer.num_devices, trainer.world_size) == (2, 2, 4)
+        assert trainer.global_rank == (0 if name == "algo-1" else 2)
+
+    def test_matching_settings_are_accepted(self, host, monkeypatch):
+        """Who states the truth is not refused."""
+        monkeypatch.setenv("LIGHTNING_SM_DEVICES", "2")
+        cli = host.configure(TWO_HOSTS).make("--trainer.num_nodes=2", "--trainer.devices=2")
+        assert cli.trainer.world_size == 4
+
+    @pytest.mark.parametrize(
+        ("argument", "text"),
+        [
+            ("--trainer.num_nodes=3", r"num_nodes=3\) does not match the job, which has 2"),
+            ("--trainer.num_nodes=1", r"num_nodes=1\) does not match the job, which has 2"),
+            ("--trainer.devices=4", r"devices=4\) does not match the 2 process"),
+            ("--trainer.devices=[0]", r"devices=1\) does not match the 2 process"),
+        ],
+    )
+    def test_contradicting_settings_are_refused(self, host, monkeypatch, argument, text):
+        """The error names both values, also when the user's is Lightning's default."""
+        monkeypatch.setenv("LIGHTNING_SM_DEVICES", "2")
+        with pytest.raises(TopologyError, match=text):
+            host.configure(TWO_HOSTS).make(argument)
+
+    def test_a_contradicting_variable_is_refused(self, host, monkeypatch):
+        """A setting from an environment variable is the user's, too."""
+        monkeypatch.setenv("PL_TRAINER__NUM_NODES", "1")
+        with pytest.raises(TopologyError, match=r"num_nodes=1\) does not match"):
+            host.configure(TWO_HOSTS).make(parser_kwargs={"default_env": True})
+
+    def test_the_scripts_defaults_give_way(self, host):
+        """What the script sets for a laptop is a default, not the user's choice for this job."""
+        cli = host.configure(TWO_HOSTS).make(trainer_defaults={"num_nodes": 1, "max_epochs": 7})
+        assert (cli.trainer.num_nodes, cli.trainer.max_epochs) == (2, 7)
+
+    def test_the_environment_may_be_in_the_configuration(self, host):
+        """A SageMakerEnvironment of the user's is used as it is."""
+        plugin = "{class_path: lightning_sm.SageMakerEnvironment, init_args: {main_port: 23456}}"
+        environment = host.configure(TWO_HOSTS).make(f"--trainer.plugins={plugin}").trainer.strategy.cluster_environment
+        assert environment.main_port == 23456
+
+    def test_the_environment_may_be_the_strategys(self, host):
+        """The same holds inside of a strategy."""
+        nested = "{class_path: DDPStrategy, init_args: {cluster_environment: lightning_sm.SageMakerEnvironment}}"
+        trainer = host.configure(TWO_HOSTS).make(f"--trainer.strategy={nested}").trainer
+        assert isinstance(trainer.strategy.cluster_environment, SageMakerEnvironment)
+
+    @pytest.mark.parametrize("where", ["plugins", "strategy"])
+    def test_a_foreign_environment_is_refused(self, host, where):
+        """Another cluster environment would count the ranks by rules of its own."""
+        foreign = f"{LightningEnvironment.__module__}.LightningEnvironment"
+        if where == "strategy":
+            foreign = f"{{class_path: DDPStrategy, init_args: {{cluster_environment: {foreign}}}}}"
+        with pytest.raises(TopologyError, match=rf"trainer\.{where} has LightningEnvironment.*Take it out"):
+            host.make(f"--trainer.{where}={foreign}")
+
+    def test_settings_of_the_environment(self, host):
+        """main_port and resolve_timeout_s of the CLI reach the environment."""
+        environment = host.make(main_port=23456, resolve_timeout_s=1.5).environment
+        assert (environment.main_port, environment._resolve_timeout_s) == (23456, 1.5)
+
+    @pytest.mark.parametrize("run", [True, False])
+    def test_a_data_host_leaves(self, host, run):
+        """It makes no trainer, and its end is a success, even if it lacks a channel that the trainers have."""
+        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-2")
+        plugin = "--trainer.plugins=lightning_sm.SageMakerEnvironment"
+        with pytest.raises(SystemExit, match="0"):
+            host.start(plugin, data=RootData, run=run, channels={"training": "root"})
+
+    def test_a_trainer_of_such_a_job_counts_trainers_only(self, host):
+        """The data host is no node."""
+        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1", channels=["training"])
+        assert host.make(data=RootData).trainer.num_nodes == 1
+
+    def test_a_trainer_of_the_scripts_own(self, host):
+        """A function that makes the trainer need not take what the job would set."""
+        from pytorch_lightning import Trainer
+
+        def make_trainer(plugins: list | None = None, callbacks: list | None = None, max_epochs: int = 1) -> Trainer:
+            return Trainer(plugins=plugins, callbacks=callbacks, max_epochs=max_epochs, logger=False, accelerator="cpu")
+
+        cli = host.configure(tensorboard={}).make("--trainer.max_epochs=3", trainer_class=make_trainer)
+        assert (cli.trainer.max_epochs, cli.trainer.loggers, progress_bars(cli)) == (3, [], [LineProgress])
+
+
+class TestProgressBars:
+    """LineProgress is the progress bar unless the user has another, or none."""
+
+    def test_lines_by_default(self, host):
+        """A job without settings has LineProgress and no other bar."""
+        assert progress_bars(host.make()) == [LineProgress]
+
+    @pytest.mark.parametrize("argument", ["--trainer.enable_progress_bar=false", "--trainer.barebones=true"])
+    def test_none_if_switched_off(self, host, argument):
+        """Neither ours nor Lightning's."""
+        assert progress_bars(host.configure(tensorboard={}).make(argument)) == []
+
+    @pytest.mark.parametrize("way", ["line", "defaults", "parser", "kwargs"])
+    def test_the_users_own_bar(self, host, way):
+        """A bar in trainer.callbacks, in trainer_defaults, of the parser's own or of the caller replaces ours."""
+
+        class BarCLI(SageMakerCLI):
+            def add_arguments_to_parser(self, parser):
+                parser.add_lightning_class_args(TQDMProgressBar, "bar")
+
+        if way == "line":
+            cli = host.make("--trainer.callbacks+=TQDMProgressBar")
+        elif way == "defaults":
+            cli = host.make(trainer_defaults={"callbacks": TQDMProgressBar()})
+        elif way == "parser":
+            cli = host.make(cli=BarCLI)
+        else:
+            cli = host.make()
+            cli.trainer = cli.instantiate_trainer(callbacks=TQDMProgressBar())
+        assert progress_bars(cli) == [TQDMProgressBar]
+
+
+@pytest.mark.parametrize("folder", ["model", "output/data/algo-1", "checkpoints", "tensorboard"])
+@pytest.mark.parametrize("obstacle", ["file", "read-only"])
+def test_a_folder_that_cannot_be_written_is_named_at_once(host, folder, obstacle):
+    """A file in place of a folder, or a folder that takes no files, ends the job before training."""
+    path = host.base_dir / folder
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("") if obstacle == "file" else path.symlink_to("/sys/kernel")
+    host.configure(
+        checkpoint={"LocalPath": str(host.base_dir / "checkpoints")},
+        tensorboard={"LocalPath": str(host.base_dir / "tensorboard")},
+    )
+    with pytest.raises(OutputDirectoryError, match=f"{folder} cannot be written"):
+        host.make()
+
+
+def test_a_class_that_is_none_is_refused_as_anywhere(host, capsys):
+    """What LightningCLI refuses is refused in a job with its words."""
+    with pytest.raises(SystemExit, match="2"):
+        host.make("--data=NoSuchData", data=LightningDataModule, subclass_mode_data=True)
+    assert "NoSuchData" in capsys.readouterr().err
+
+
+def test_the_classes_of_a_job_are_the_users(host):
+    """The CLI makes the classes that it was given, and has the job and its topology as attributes."""
+    cli = host.configure(TWO_HOSTS).make()
+    assert (type(cli.model), type(cli.datamodule)) == (SmallModel, SmallData)
+    assert (cli.job.current_host, cli.topology.num_nodes) == ("algo-1", 2)

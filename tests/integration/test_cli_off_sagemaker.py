@@ -1,0 +1,108 @@
+"""Off SageMaker, SageMakerCLI is LightningCLI: the same arguments give the same configuration and the same trainer."""
+
+import sys
+
+import pytest
+from pytorch_lightning.callbacks import LearningRateMonitor
+from pytorch_lightning.cli import LightningCLI
+
+from lightning_sm import SageMakerCLI
+from tests.fakes.small_app import SmallData, SmallModel
+
+DATA = f"{SmallData.__module__}.SmallData"
+ANY = {"model_class": None, "datamodule_class": None}
+SHAPES = {
+    "run": (["fit", "--trainer.max_epochs=2"], {}),
+    "validate": (["validate", "--ckpt_path=best"], {}),
+    "file": (["fit", "--config=own.yaml", "--data.batch_size=2"], {}),
+    "no run": (["--data.data_dir=here", "--trainer.callbacks+=ModelCheckpoint"], {"run": False}),
+    "bar": (["--trainer.enable_progress_bar=false", "--trainer.logger=false"], {"run": False}),
+    "subclasses": (["fit", "--model=SmallModel", "--data", DATA, "--data.batch_size=2", "--model.num_classes=5"], ANY),
+    "subclass mode": (["fit", "--config=any.yaml"], {"subclass_mode_data": True}),
+    "list": ([], {"args": ["--trainer.max_epochs=3"], "run": False}),
+    "dict": ([], {"args": {"trainer": {"max_epochs": 3}}, "run": False}),
+    "environment": (["fit"], {"parser_kwargs": {"default_env": True}}),
+    "defaults": (["fit"], {"trainer_defaults": {"max_epochs": 9, "callbacks": [LearningRateMonitor()]}}),
+    "default files": (["fit"], {"parser_kwargs": {"fit": {"default_config_files": ["own.yaml"]}}}),
+    "own settings": (["fit"], {"save_config_callback": None, "seed_everything_default": 5}),
+}
+
+
+class Still:
+    """Makes everything and runs nothing; the model has a link at both times that links are applied."""
+
+    def add_arguments_to_parser(self, parser):
+        """Add the links."""
+        parser.link_arguments("data.data_dir", "trainer.default_root_dir")
+        if not self.subclass_mode_model:
+            parser.link_arguments("data.num_classes", "model.num_classes", apply_on="instantiate")
+
+    def fit(self, **kwargs):
+        """Take the place of ``Trainer.fit``."""
+
+    validate = fit
+
+
+class PlainCLI(Still, LightningCLI):
+    """What is compared with."""
+
+
+class OurCLI(Still, SageMakerCLI):
+    """What is compared."""
+
+
+def describe(cli):
+    """The configuration and the parts of the trainer."""
+    trainer, parser = cli.trainer, cli._parser(cli.subcommand)
+    return {
+        "config": parser.dump(cli.config[cli.subcommand] if cli.subcommand else cli.config, skip_none=False),
+        "subcommand": cli.subcommand,
+        "model": (type(cli.model), cli.model.layer.out_features),
+        "data": (type(cli.datamodule), vars(cli.datamodule).get("batch_size")),
+        "callbacks": [type(callback) for callback in trainer.callbacks],
+        "loggers": [(type(log), log.save_dir) for log in trainer.loggers],
+        "strategy": type(trainer.strategy),
+        "environment": type(trainer._accelerator_connector.cluster_environment),
+        "io": type(trainer.strategy.checkpoint_io),
+        "precision": type(trainer.precision_plugin),
+        "size": (trainer.num_nodes, trainer.num_devices, trainer.world_size),
+        "root": trainer.default_root_dir,
+        "save_config": cli.save_config_kwargs,
+    }
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_lightning_cli(tmp_path, monkeypatch, shape):
+    """Configuration, callbacks, plugins, loggers and folders are the same."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path / "ml"))
+    monkeypatch.setenv("PL_FIT__DATA__BATCH_SIZE", "3")
+    (tmp_path / "own.yaml").write_text("{trainer: {max_epochs: 4}, data: {data_dir: there}, seed_everything: 3}")
+    (tmp_path / "any.yaml").write_text(f"data: {{class_path: {DATA}, init_args: {{batch_size: 2}}}}")
+    arguments, settings = SHAPES[shape]
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    settings = {"model_class": SmallModel, "datamodule_class": SmallData, "seed_everything_default": 1, **settings}
+    plain, ours = (describe(cli(**settings)) for cli in (PlainCLI, OurCLI))
+    assert ours == plain
+    assert not (tmp_path / "ml").exists()
+
+
+@pytest.mark.parametrize("arguments", [["fit", "--trainer.max_epoks=1"], ["--help"], [], ["fit", "--config=missing.yaml"]])
+def test_it_ends_as_lightning_cli_does(tmp_path, monkeypatch, capsys, arguments):
+    """Errors and help have the same text and the same exit code; without a subcommand there is no fit."""
+    monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    ends = []
+    for cli in (PlainCLI, OurCLI):
+        with pytest.raises(SystemExit) as end:
+            cli(SmallModel, SmallData)
+        ends.append((end.value.code, capsys.readouterr()))
+    assert ends[0] == ends[1]
+
+
+def test_a_mapping_is_for_jobs(tmp_path, monkeypatch):
+    """The channels of a job that is not there are no error."""
+    monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    cli = SageMakerCLI(SmallModel, SmallData, channels={"images": "data_dir"}, main_port=23456, run=False)
+    assert (cli.job, cli.datamodule.data_dir) == (None, "nowhere")

@@ -1,0 +1,238 @@
+"""SageMakerEnvironment in real processes: plain ones, torchrun's, ddp_spawn's, and jobs that must fail at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+
+import pytest
+
+from tests.integration.hosts import TIMEOUT_S, Hosts, free_port, script
+
+pytestmark = pytest.mark.processes
+
+# Left over from elsewhere, and wrong in this job.
+STRAYS = {"NODE_RANK": "7", "LOCAL_RANK": "3", "RANK": "5", "WORLD_SIZE": "9", "MASTER_ADDR": "192.0.2.1"}
+STAGES = ("1 fit", "1 test", "2 fit")
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """Two hosts of one job."""
+    return Hosts(tmp_path)
+
+
+def _torchrun(hosts, order, *arguments):
+    """The torchrun of each host, with node ranks in the given order."""
+    port = str(free_port())
+    return {
+        host: [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(order)), "--nproc-per-node", "2"),
+            *("--node-rank", str(rank), "--master-addr", hosts.address(order[0]), "--master-port", port),
+            *script(*arguments)[1:],
+        ]
+        for rank, host in enumerate(order)
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """One process on each of two hosts, two devices, two Trainers in a row, amid stray variables."""
+    hosts = Hosts(tmp_path_factory.mktemp("plain"))
+    command = script("meet.py", {"devices": 2}, "fit,test", "fit")
+    return hosts, hosts.run(dict.fromkeys(hosts.names, command), STRAYS)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_plain_processes_form_one_world_in_every_stage(plain, stage):
+    """Lightning starts the other local rank of each host, and the same four ranks meet in fit, test and a second fit."""
+    hosts, ended = plain
+    assert [ended[host].code for host in hosts.names] == [0, 0]
+    seen = hosts.seen(stage)
+    assert [(rank["host"], rank["node_rank"], rank["local_rank"], rank["rank"]) for rank in seen] == [
+        ("algo-1", 0, 0, 0),
+        ("algo-1", 0, 1, 1),
+        ("algo-2", 1, 0, 2),
+        ("algo-2", 1, 1, 3),
+    ]
+    for rank in seen:
+        assert rank["world_size"] == 4
+        assert rank["met"] == [0, 1, 2, 3]
+
+
+def test_main_address_and_port_are_those_of_the_first_host(plain):
+    """Every rank connects to the first host in sorted order, at the port that follows from the job."""
+    hosts, _ = plain
+    assert {(rank["address"], rank["port"]) for rank in hosts.seen()} == {("127.0.0.2", str(hosts.main_port))}
+
+
+def test_stray_rank_variables_are_ignored_and_named(plain):
+    """Each host warns once of the rank variables that nobody in this job set."""
+    _, ended = plain
+    for end in ended.values():
+        assert end.output.count("Ignoring ") == 1
+        assert "LOCAL_RANK=3, MASTER_ADDR=192.0.2.1, NODE_RANK=7, RANK=5, WORLD_SIZE=9: not set by" in end.output
+
+
+def test_table_of_hosts_is_printed_once(plain):
+    """Rank 0 alone prints hosts, groups, roles, ranks, main address and versions, once for all Trainers."""
+    hosts, ended = plain
+    output = ended["algo-1"].output
+    lines = [line.split() for line in output.splitlines()]
+    assert lines.count(["algo-1*", "homogeneousCluster", "ml.g5.xlarge", "trainer", "0", "0-1"]) == 1
+    assert lines.count(["algo-2", "homogeneousCluster", "ml.g5.xlarge", "trainer", "1", "2-3"]) == 1
+    assert f"main address algo-1:{hosts.main_port}, interface lo" in output
+    assert "lightning_sm 0.1.0, pytorch_lightning 2." in output
+    assert "node rank" not in ended["algo-2"].output
+
+
+def test_interface_of_the_job_reaches_all_ranks(plain):
+    """The job's network interface exists here, so that every rank tells Gloo to use it."""
+    hosts, _ = plain
+    assert Counter(rank["interface"] for rank in hosts.seen("1 fit")) == {"lo": 4}
+
+
+def test_asked_environment_ends_without_a_complaint(plain):
+    """A job that used the cluster has no error line at exit."""
+    _, ended = plain
+    assert all("trained alone" not in end.output for end in ended.values())
+
+
+@pytest.mark.parametrize("order", [("algo-1", "algo-2"), ("algo-2", "algo-1")])
+def test_torchrun_decides_on_ranks_and_main_address(hosts, order):
+    """Ranks, main address and port are torchrun's, also where it counts the hosts in another order than ours."""
+    # No address is known by name: torchrun's own main address must do.
+    ended = hosts.run(_torchrun(hosts, order, "meet.py", {"devices": 2}, "fit"), {"LIGHTNING_SM_HOST_ADDRESSES": "{}"})
+    assert [ended[host].code for host in hosts.names] == [0, 0]
+    seen = hosts.seen()
+    assert [(rank["host"], rank["node_rank"], rank["local_rank"]) for rank in seen] == [
+        (order[0], 0, 0),
+        (order[0], 0, 1),
+        (order[1], 1, 0),
+        (order[1], 1, 1),
+    ]
+    assert all(rank["met"] == [0, 1, 2, 3] for rank in seen)
+    assert {rank["address"] for rank in seen} == {hosts.address(order[0])}
+    differs = "torchrun counts the hosts in another order"
+    assert (differs in ended[order[0]].output) == (order[0] != "algo-1")
+
+
+def test_torchrun_of_one_host_alone_is_refused(hosts):
+    """A torchrun that was not told of the other host fails with the table of hosts instead of training apart."""
+    (end,) = hosts.run(_torchrun(hosts, ("algo-2",), "meet.py", {"devices": 2}, "fit")).values()
+    assert end.code == 1
+    assert "TopologyError: torchrun started 2 processes, 2 on this host, but the job has 2 trainer host(s)" in end.output
+    assert "algo-2*  homogeneousCluster" in end.output
+
+
+def test_spawned_workers_get_their_own_ranks(hosts):
+    """With ddp_spawn the workers take over the pickled environment, and each still has a rank of its own."""
+    command = script("meet.py", {"devices": 2, "strategy": "ddp_spawn"}, "fit")
+    ended = hosts.run(dict.fromkeys(hosts.names, command))
+    assert [ended[host].code for host in hosts.names] == [0, 0]
+    assert [(rank["host"], rank["rank"], rank["met"]) for rank in hosts.seen()] == [
+        ("algo-1", 0, [0, 1, 2, 3]),
+        ("algo-1", 1, [0, 1, 2, 3]),
+        ("algo-2", 2, [0, 1, 2, 3]),
+        ("algo-2", 3, [0, 1, 2, 3]),
+    ]
+    assert ended["algo-1"].output.count("main address algo-1") == 1
+
+
+def test_trainer_settings_that_contradict_the_cluster_are_refused_at_once(hosts):
+    """Wrong num_nodes or devices raise an error with the table of hosts within a second, on every host."""
+    settings = (
+        {"num_nodes": 3, "devices": 1},
+        {"num_nodes": 4, "devices": 1},
+        {"num_nodes": 1, "devices": 2},
+        {"num_nodes": 1, "devices": 1, "strategy": "ddp"},
+        {"num_nodes": 2, "devices": 2},  # LIGHTNING_SM_DEVICES says 1
+    )
+    command = script("contradict.py", *settings)
+    ended = hosts.run(dict.fromkeys(hosts.names, command), {"LIGHTNING_SM_DEVICES": "1"})
+    assert [end.code for end in ended.values()] == [0, 0]
+    for host in hosts.names:
+        attempts = json.loads((hosts.folder / host / "output" / "ended.json").read_text())
+        assert len(attempts) == len(settings)
+        for attempt in attempts:
+            assert "the job has 2 trainer host(s) with 1 process(es) on each" in attempt["error"]
+            assert f"{host}*  homogeneousCluster  ml.g5.xlarge  trainer" in attempt["error"]
+            assert "Set num_nodes=2 and the same number of devices on every host." in attempt["error"]
+            assert attempt["seconds"] < 1
+
+
+def test_num_nodes_left_at_one_is_refused_where_lightning_asks_late(hosts):
+    """Without a stated number of devices, each host finds the contradiction at the latest when fit starts."""
+    command = script("contradict.py", {"num_nodes": 1, "devices": 2}, {"num_nodes": 4, "devices": 1})
+    ended = hosts.run(dict.fromkeys(hosts.names, command))
+    assert [end.code for end in ended.values()] == [0, 0]
+    for host in hosts.names:
+        first, second = json.loads((hosts.folder / host / "output" / "ended.json").read_text())
+        assert "2 trainer host(s)" in first["error"]
+        assert "2 trainer host(s)" in second["error"]
+
+
+def test_contradiction_ends_the_job(hosts):
+    """A script that asks for a third host fails on every host within seconds, with the error as its last words."""
+    ended = hosts.run(dict.fromkeys(hosts.names, script("meet.py", {"num_nodes": 3, "devices": 1}, "fit")))
+    failed = [end for end in ended.values() if end.code is not None]
+    assert failed
+    for end in failed:
+        assert end.code == 1
+        assert "TopologyError: Trainer(num_nodes x devices) makes 3 process(es)" in end.output
+
+
+def test_training_alone_by_mistake_is_said_loudly(hosts):
+    """With num_nodes=1 and one device Lightning never asks the environment; the end of the output says so."""
+    ended = hosts.run({"algo-2": script("meet.py", {"num_nodes": 1, "devices": 1}, "fit")})
+    assert ended["algo-2"].code == 0
+    assert hosts.seen()[0]["world_size"] == 1
+    last_words = ended["algo-2"].output[-1500:]
+    assert "host algo-2 trained alone, like each of the 2 trainer hosts" in last_words
+    assert "algo-2*  homogeneousCluster" in last_words
+
+
+def test_taken_main_port_ends_the_job_at_once(hosts):
+    """Rank 0 fails with the number of the port while another process listens on it."""
+    with socket.create_server(("", hosts.main_port)):
+        ended = hosts.run(dict.fromkeys(hosts.names, script("meet.py", {"devices": 1}, "fit")))
+    assert ended["algo-1"].code == 1
+    assert f"PortInUseError: Port {hosts.main_port}, on which rank 0 must listen on host 'algo-1'" in ended["algo-1"].output
+    assert ended["algo-2"].code is None
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to replace /etc/hosts for one process")
+def test_name_that_resolves_later_is_waited_for(hosts, tmp_path):
+    """A host whose main host is unknown says whom it waits for, and goes on when the name resolves."""
+    names = tmp_path / "hosts"
+    names.write_text("127.0.0.1 localhost\n")
+    mount = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', str(names)]
+    process = subprocess.Popen(
+        [*mount, *script("find_main.py")],
+        env={**hosts.env("algo-2"), "LIGHTNING_SM_HOST_ADDRESSES": "{}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    timer = threading.Timer(TIMEOUT_S, process.kill)
+    timer.start()
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("Waiting for") and len(lines) == 1:
+                with names.open("a") as file:
+                    file.write("192.0.2.7 algo-1\n")
+        assert process.wait() == 0
+    finally:
+        timer.cancel()
+        process.kill()
+        process.communicate()
+    assert lines[0].startswith("Waiting for the names of hosts algo-1, algo-2 to resolve (main host: algo-1;")
+    assert "main address: algo-1\n" in lines

@@ -1,0 +1,132 @@
+"""SageMakerEnvironment under a real mpirun, which reaches its two hosts through an agent in place of ssh.
+
+The agent starts each host's daemon with that host's own environment and nothing else, as ssh would. So mpirun counts
+the local ranks of each host by itself, and only what ``-x`` names passes from the first host to the others.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.integration.hosts import TIMEOUT_S, Hosts, run_together, script
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.mpi,
+    pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian package openmpi-bin)"),
+]
+
+_AGENT = """\
+#!/bin/sh
+host=$1
+shift
+exec env -i sh -c ". {folder}/$host/environment; $*"
+"""
+
+
+@pytest.fixture
+def hosts():
+    """Two hosts of one job, in a folder whose path is short enough for Open MPI's sockets."""
+    with tempfile.TemporaryDirectory(prefix="mpi") as folder:
+        yield Hosts(Path(folder))
+
+
+@pytest.fixture(scope="session")
+def mpi4py(tmp_path_factory):
+    """A folder for ``PYTHONPATH`` that has mpi4py, which the tests' own Python has not."""
+    folder = tmp_path_factory.mktemp("mpi4py")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), "mpi4py>=4,<5"],
+        check=True,
+        timeout=TIMEOUT_S,
+    )
+    return folder
+
+
+def _mpirun(hosts, order, *, processes=1, options=(), python_options=(), python_path=None, trainer=None):
+    """Run the script on both hosts, in the given order, and return how mpirun ended."""
+    for host in hosts.names:
+        env = hosts.env(host)
+        if host != "algo-1":
+            del env["TRAINING_JOB_NAME"]  # set by the service, but not in the session that ssh opens
+        if python_path is not None:
+            env["PYTHONPATH"] += os.pathsep + str(python_path)
+        # Two hosts of one machine must not share the folder of Open MPI's daemons.
+        env["TMPDIR"] = str(hosts.folder / host / "tmp")
+        Path(env["TMPDIR"]).mkdir()
+        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
+        (hosts.folder / host / "environment").write_text(exports)
+    agent = hosts.folder / "agent"
+    agent.write_text(_AGENT.format(folder=hosts.folder))
+    agent.chmod(0o755)
+    command = [
+        *("mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "plm_rsh_agent", str(agent)),
+        *("--host", ",".join(f"{host}:{processes}" for host in order), "-np", str(processes * len(order))),
+        *options,
+        sys.executable,
+        *python_options,
+        *script("meet.py", {"devices": processes, **(trainer or {})}, "fit")[1:],
+    ]
+    env = {"PATH": os.environ["PATH"], "TMPDIR": str(hosts.folder), "HOME": os.environ.get("HOME", "/")}
+    return run_together({"mpirun": (command, env)})["mpirun"]
+
+
+def _places(hosts):
+    return [(seen["host"], seen["node_rank"], seen["local_rank"], seen["rank"]) for seen in hosts.seen()]
+
+
+def _check_met(hosts, main_host, world_size):
+    for seen in hosts.seen():
+        assert seen["met"] == list(range(world_size))
+        assert seen["address"] == hosts.address(main_host)
+    assert len({seen["port"] for seen in hosts.seen()}) == 1
+
+
+def test_ranks_are_those_of_mpirun_where_all_see_the_first_hosts_variables(hosts):
+    """As under the toolkit, every rank gets SM_CURRENT_HOST of rank 0, whose host is not the first in sorted order."""
+    end = _mpirun(hosts, ("algo-2", "algo-1"), processes=2, options=("-x", "SM_CURRENT_HOST=algo-2"))
+    assert end.code == 0, end.output
+    assert _places(hosts) == [("algo-2", 0, 0, 0), ("algo-2", 0, 1, 1), ("algo-1", 1, 0, 2), ("algo-1", 1, 1, 3)]
+    _check_met(hosts, "algo-2", 4)
+    assert not any(seen["mpi4py"] for seen in hosts.seen())
+
+
+def test_sorted_hosts_need_neither_variables_nor_mpi4py(hosts):
+    """Where mpirun counts the hosts in sorted order, the main host follows from the job alone."""
+    end = _mpirun(hosts, ("algo-1", "algo-2"))
+    assert end.code == 0, end.output
+    assert _places(hosts) == [("algo-1", 0, 0, 0), ("algo-2", 1, 0, 1)]
+    _check_met(hosts, "algo-1", 2)
+
+
+def test_mpi4py_tells_the_host_of_rank_zero(hosts, mpi4py):
+    """Started with ``python -m mpi4py``, as by the toolkit, rank 0 tells the others its host."""
+    end = _mpirun(hosts, ("algo-2", "algo-1"), python_options=("-m", "mpi4py"), python_path=mpi4py)
+    assert end.code == 0, end.output
+    assert _places(hosts) == [("algo-2", 0, 0, 0), ("algo-1", 1, 0, 1)]
+    _check_met(hosts, "algo-2", 2)
+    assert all(seen["mpi4py"] for seen in hosts.seen())
+
+
+def test_unknown_host_of_rank_zero_ends_the_job(hosts, mpi4py):
+    """Without any hint the job fails with advice; mpi4py stays unloaded, else its Finalize would wait for rank 0."""
+    end = _mpirun(hosts, ("algo-2", "algo-1"), python_path=mpi4py)
+    assert end.code == 1
+    assert "TopologyError: mpirun gave host 'algo-1' node rank 1, so that the host of rank 0 is unknown." in end.output
+    assert "add -x SM_CURRENT_HOST, or start the script with python -m mpi4py" in end.output
+    assert hosts.seen() == []
+
+
+def test_num_nodes_of_the_trainer_must_fit_mpirun(hosts):
+    """A Trainer that asks for another number of processes than mpirun started ends the job with the table."""
+    end = _mpirun(hosts, ("algo-1", "algo-2"), trainer={"num_nodes": 3})
+    assert end.code == 1
+    assert "the job has 2 trainer host(s) with 1 process(es) on each" in end.output

@@ -1,0 +1,100 @@
+"""The stock ``train`` of sagemaker-training runs a SageMakerCLI script on two hosts that know each other by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+
+import pytest
+
+from tests.integration.hosts import SCRIPTS, Hosts, run_together
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.root,
+    pytest.mark.toolkit,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to replace /etc/hosts for one process"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("sagemaker_training") is None, reason="needs the package sagemaker-training"
+    ),
+]
+
+_SCRIPT = "train_with_cli.py"
+# What SDK v2's framework estimators send: JSON, with keys of their own.
+_HYPERPARAMETERS = {
+    "model.nesterov": "true",
+    "model.note": "null",
+    "model.rate": "0.001",
+    "model.schedule": json.dumps({"warm": 1, "cool": 2.5}),
+    "sagemaker_container_log_level": "20",
+    "sagemaker_program": json.dumps(_SCRIPT),
+    "trainer.accelerator": '"cpu"',
+    "trainer.devices": "1",
+    "trainer.enable_progress_bar": "false",
+    "trainer.logger": "false",
+    "trainer.max_epochs": "1",
+}
+
+
+def _train(folder, hyperparameters):
+    """Run ``train`` on both hosts; their names resolve through a hosts file that only they see."""
+    hosts = Hosts(folder, hyperparameters=hyperparameters, channels={})
+    names = folder / "hosts"
+    lines = ["127.0.0.1 localhost", *(f"{hosts.address(host)} {host}" for host in hosts.names)]
+    names.write_text("\n".join(lines) + "\n")
+    command = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec train', str(names)]
+    commands = {}
+    for host in hosts.names:
+        code = folder / host / "code"
+        code.mkdir()
+        shutil.copy(SCRIPTS / _SCRIPT, code)
+        env = {**hosts.env(host), "AWS_REGION": "us-east-1"}
+        del env["LIGHTNING_SM_HOST_ADDRESSES"]
+        commands[host] = command, env
+    return hosts, run_together(commands)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A training job of two hosts."""
+    return _train(tmp_path_factory.mktemp("trained"), _HYPERPARAMETERS)
+
+
+def test_both_hosts_succeed(trained):
+    """The toolkit exits with 0 and leaves its success file, and no failure file, on both hosts."""
+    hosts, ended = trained
+    for host in hosts.names:
+        assert ended[host].code == 0, ended[host].output
+        assert (hosts.folder / host / "output" / "success").exists()
+        assert not (hosts.folder / host / "output" / "failure").exists()
+
+
+def test_hosts_train_together(trained):
+    """One process on each host, one world of two, one main address: the first host's name."""
+    hosts, _ = trained
+    assert [(seen["rank"], seen["world_size"], seen["met"]) for seen in hosts.seen()] == [(0, 2, [0, 1]), (1, 2, [0, 1])]
+    assert {seen["address"] for seen in hosts.seen()} == {"algo-1"}
+
+
+def test_hyperparameters_reach_the_model_unmangled(trained):
+    """A dict, None and a bool arrive as such, although the toolkit's own arguments have lost them."""
+    hosts, ended = trained
+    assert "--model.schedule cool=2.5,warm=1" in ended["algo-1"].output
+    for seen in hosts.seen():
+        expected = {"schedule": {"warm": 1.0, "cool": 2.5}, "note": None, "nesterov": True, "rate": 0.001}
+        assert seen["arguments"] == expected
+        assert seen["max_epochs"] == 1
+
+
+def test_contradicting_hyperparameter_fails_the_job(tmp_path):
+    """With a wrong number of nodes the toolkit exits with 1 and a failure file, and reports no success."""
+    hosts, ended = _train(tmp_path, {**_HYPERPARAMETERS, "trainer.num_nodes": "3"})
+    failed = [host for host in hosts.names if ended[host].code is not None]
+    assert failed
+    for host in failed:
+        assert ended[host].code == 1
+        assert "Trainer(num_nodes=3) does not match the job, which has 2 trainer host(s)" in ended[host].output
+        assert (hosts.folder / host / "output" / "failure").exists()
+        assert not (hosts.folder / host / "output" / "success").exists()
