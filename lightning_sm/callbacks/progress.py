@@ -24,16 +24,16 @@ class LineProgress(ProgressBar):
     def __init__(self, every_n_seconds: float = 10.0) -> None:
         super().__init__()
         self._every_n_seconds = every_n_seconds
-        self._is_enabled = True
+        self.is_enabled = True
         self._next_line_at = 0.0
 
     def enable(self) -> None:
         """Write lines (Lightning calls it on rank 0)."""
-        self._is_enabled = True
+        self.is_enabled = True
 
     def disable(self) -> None:
         """Write no lines (Lightning calls it on all other ranks)."""
-        self._is_enabled = False
+        self.is_enabled = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock: the first line comes after ``every_n_seconds``."""
@@ -66,7 +66,7 @@ class LineProgress(ProgressBar):
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Log what the model prints through ``self.print``."""
-        if self._is_enabled:
+        if self.is_enabled:
             logger.info("%s", " ".join(str(arg) for arg in args))
 
     def _epoch(self, trainer: Trainer) -> str:
@@ -75,6 +75,6 @@ class LineProgress(ProgressBar):
 
     def _log(self, trainer: Trainer, position: str) -> None:
         self._next_line_at = time.monotonic() + self._every_n_seconds
-        if self._is_enabled and not trainer.sanity_checking:
+        if self.is_enabled and not trainer.sanity_checking:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             logger.info("%s", " ".join([position, *(f"{name}={value:.6g}" for name, value in metrics.items())]))
