@@ -143,12 +143,12 @@ class TestModel:
 
     def test_the_folder_of_the_checkpoints_may_have_moved(self, host):
         """A restart may find the checkpoints elsewhere: the best one is looked for by its name there."""
-        arguments = ("--model.scores=[2, 1, 0]", BEST_AND_LAST, "--ckpt_path=last")
+        arguments = ("--model.scores=[0, 1, 2]", BEST_AND_LAST, "--ckpt_path=last")
         fit(host.configure(checkpoint={"LocalPath": str(host.base_dir / "old")}), *arguments, epochs=3)
         (host.model_dir / "model.ckpt").unlink()
         (host.base_dir / "old").rename(host.base_dir / "new")
         fit(host.configure(checkpoint={"LocalPath": str(host.base_dir / "new")}), *arguments, epochs=3)
-        assert exported_epoch(host) == 0
+        assert exported_epoch(host) == 2
 
     def test_a_best_checkpoint_that_is_gone_is_replaced(self, host, caplog):
         """If the best checkpoint was lost, the model as it is is exported, and a warning says so."""

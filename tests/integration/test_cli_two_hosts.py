@@ -1,0 +1,104 @@
+"""Two emulated hosts train one script: what each of them leaves, and what each of them says."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.integration.hosts import REPOSITORY, SCRIPTS
+
+pytestmark = pytest.mark.processes
+
+TIMEOUT_S = 90
+
+
+def files_in(folder):
+    """Relative paths of all files in a folder."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A job of two trainer hosts and one data host, which ended well: its folder."""
+    folder = tmp_path_factory.mktemp("two_hosts")
+    (folder / "points").mkdir()
+    groups = ["--group", "trainer=2", "--group", "data=1"]
+    places = ["--base-dir", str(folder / "jobs"), "--checkpoints", str(folder / "ck"), "--keep"]
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "lightning_sm", "local", *groups, *places),
+            *("--channel", f"training={folder / 'points'}", "--channel", f"extra={folder / 'points'}"),
+            *("--env", f"PYTHONPATH={REPOSITORY}", "--env", "OMP_NUM_THREADS=1", "--seed", "1"),
+            *("--", str(SCRIPTS / "train_points.py")),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (job_dir,) = (folder / "jobs").iterdir()
+    return job_dir
+
+
+@pytest.fixture(scope="module")
+def hosts(job):
+    """Folders of the trainers by rank, and last of the data host."""
+    texts = {host: (host / "output" / "log.txt").read_text() for host in job.iterdir()}
+    data = [host for host, text in texts.items() if "is in data group" in text]
+    trainers = sorted(host for host in texts if host not in data)
+    return [*trainers, *data]
+
+
+def log_of(host):
+    """What a host wrote."""
+    return (host / "output" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("folder", ["model", "output/data"])
+def test_no_two_hosts_leave_a_file_of_the_same_name(hosts, folder):
+    """SageMaker puts the files of all hosts into one archive, where one of two would be lost."""
+    found = [files_in(host / folder) for host in hosts]
+    assert sum(map(len, found)) == len(set().union(*found)) > 0
+
+
+def test_only_rank_0_leaves_a_model(hosts):
+    """The first trainer has the three files, the others have none."""
+    main, *others = (files_in(host / "model") for host in hosts)
+    assert main == {"model.ckpt", "state_dict.pt", "config.yaml"}
+    assert not any(others)
+    assert set(torch.load(hosts[0] / "model" / "state_dict.pt", weights_only=True)) == {"layer.weight", "layer.bias"}
+
+
+def test_each_host_has_an_output_folder_of_its_own(hosts):
+    """What every trainer writes below default_root_dir is in a folder of the host's name, and it saw the channel."""
+    for host in hosts[:2]:
+        seen = host / "output" / "data" / host.name / "seen.txt"
+        assert seen.read_text() == str(host / "input" / "data" / "training")
+    assert any("config.yaml" in name for name in files_in(hosts[0] / "output" / "data"))
+
+
+def test_checkpoints_are_in_the_shared_folder(job):
+    """The checkpoints are where SageMaker synchronises them."""
+    assert any(name.endswith(".ckpt") for name in files_in(job.parents[1] / "ck"))
+
+
+def test_only_rank_0_writes_progress(hosts):
+    """One line for each epoch, with the metric where metric_definitions look for it."""
+    found = [re.findall(r"^epoch=\d/2 .*val_acc=([0-9.eE+-]+)$", log_of(host), re.MULTILINE) for host in hosts]
+    assert [len(scores) for scores in found] == [2, 0, 0]
+    assert all(0 <= float(score) <= 1 for score in found[0])
+
+
+def test_only_rank_0_reports_the_channels(hosts):
+    """The channel that fits nothing is reported once in the whole job."""
+    assert [log_of(host).count("'extra' fits no argument") for host in hosts] == [1, 0, 0]
+    assert [log_of(host).count("'training': data.data_dir = ") for host in hosts] == [1, 0, 0]
+
+
+def test_the_data_host_leaves_without_a_trace(hosts):
+    """It says why, and writes no file."""
+    assert "this host leaves" in log_of(hosts[2])
+    assert not files_in(hosts[2] / "output" / "data")
