@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_sm.channels import CONFIG_CHANNEL
-from lightning_sm.hyperparameters import is_for_toolkit, to_argv, unquoted
+from lightning_sm.hyperparameters import is_for_toolkit, to_argv
 from lightning_sm.job import SageMakerJob
 
 _CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
@@ -26,14 +26,11 @@ def job_arguments(job: SageMakerJob, directory: Path) -> list[str]:
     Raises:
         HyperparameterError: A hyperparameter cannot become an argument.
     """
-    hyperparameters = dict(job.hyperparameters)
-    config_files = _config_files(job)
-    stated = unquoted(hyperparameters.get("config"))
-    channel = job.channels.get(CONFIG_CHANNEL)
-    if stated and channel is not None and not _exists(directory / stated) and _exists(channel.path / stated):
-        hyperparameters["config"] = str(channel.path / stated)
-        config_files = []
-    return to_argv(hyperparameters, config_files=config_files)
+    built = to_argv(job.hyperparameters)
+    resolved = [_in_config_channel(argument, job, directory) for argument in built]
+    if resolved != built:
+        return resolved
+    return to_argv(job.hyperparameters, config_files=_config_files(job))
 
 
 def is_toolkit_rendering(argv: Sequence[str], job: SageMakerJob) -> bool:
@@ -52,13 +49,19 @@ def is_toolkit_rendering(argv: Sequence[str], job: SageMakerJob) -> bool:
     return are_pairs and wanted <= names <= set(job.hyperparameters)
 
 
+def _in_config_channel(argument: str, job: SageMakerJob, directory: Path) -> str:
+    """The argument, or the path in the config channel for ``--config=name`` of a file that is nowhere else."""
+    option, _, name = argument.partition("=")
+    channel = job.channels.get(CONFIG_CHANNEL)
+    # os.path.exists is False where Path.exists raises, for a text that is no path (an inline config is too long).
+    if option != "--config" or channel is None or os.path.exists(directory / name):
+        return argument
+    path = channel.path / name
+    return f"{option}={path}" if os.path.exists(path) else argument
+
+
 def _config_files(job: SageMakerJob) -> list[str]:
     channel = job.channels.get(CONFIG_CHANNEL)
     if channel is None or not channel.path.is_dir():
         return []
     return sorted(str(path) for path in channel.path.iterdir() if path.suffix in _CONFIG_SUFFIXES and path.is_file())
-
-
-def _exists(path: Path) -> bool:
-    """Like ``path.exists()``, but False and no error for a text that is no path (an inline config is too long)."""
-    return os.path.exists(path)

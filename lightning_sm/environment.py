@@ -342,6 +342,7 @@ def _report_if_alone(topology: Topology) -> None:
     """Say at exit what Lightning leaves no earlier chance to: with one device, it drops the environment unread."""
     if SageMakerEnvironment._consulted or hasattr(sys, "last_value"):  # the latter: an error ended the process
         return
+    SageMakerEnvironment._consulted = True  # said once is enough
     logger.error(
         "No Trainer asked SageMakerEnvironment for ranks. If this process trained, then host %s trained alone, like "
         "each of the %d trainer hosts (%s).\n%s\nSet Trainer(num_nodes=environment.num_nodes): with num_nodes=1 and "

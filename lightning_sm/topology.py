@@ -86,8 +86,8 @@ class Topology:
         Args:
             job: The facts.
             data_groups: Names of the groups that serve data. Default: ``job.data_groups``; if that is None too,
-                groups whose name starts with "data"; else, with several groups, those of CPU-only instances when
-                another group has accelerators; else none, and every host trains.
+                groups whose name starts with "data"; else those of CPU-only instances when another group has
+                accelerators; else none, and every host trains.
 
         Raises:
             TopologyError: A named group does not exist, no group trains, or training hosts have different
@@ -182,8 +182,6 @@ def _data_group_names(job: SageMakerJob, stated: Sequence[str] | None) -> frozen
             )
             raise TopologyError(msg)
         return frozenset(stated)
-    if not job.is_heterogeneous:
-        return frozenset()
     named = frozenset(group.name for group in job.groups if group.name.lower().startswith("data"))
     if named:
         return named

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from tabulate import tabulate
 
 from lightning_sm.local.cluster import LocalCluster, LocalHost
 from lightning_sm.local.output import Output
+from lightning_sm.prctl import EMULATOR_VARIABLE, adopt_orphans
 
 # Between SIGTERM and SIGKILL. The service leaves 120 s; who waits at a terminal has decided already.
 _GRACE_S = 5.0
@@ -27,8 +27,6 @@ _GRACE_S = 5.0
 _ONE_SIGNAL_S = 0.5
 _POLL_S = 0.1
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# linux/prctl.h
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 def run(cluster: LocalCluster, command: Sequence[str], *, keep: bool = False, stream: BinaryIO | None = None) -> int:
@@ -71,7 +69,7 @@ class _HostProcess:
         self._started_at = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lightning_sm", "train", *command],
-            env={**host.env, "LIGHTNING_SM_PARENT_PID": str(os.getpid())},
+            env={**host.env, EMULATOR_VARIABLE: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -113,7 +111,7 @@ class _Job:
     def run(self) -> int:
         """Start all hosts and wait for them; whatever happens, no process is left."""
         spared = {process.pid for process in psutil.Process().children(recursive=True)}
-        _adopt_orphans(True)
+        adopt_orphans(True)
         try:
             for host in self._cluster.hosts:
                 self._hosts.append(_HostProcess(host, self._command, self._output, self._changed))
@@ -123,7 +121,7 @@ class _Job:
             for running in self._hosts:
                 running.waiter.join(timeout=_GRACE_S)
                 running.reader.join(timeout=_GRACE_S)
-            _adopt_orphans(False)
+            adopt_orphans(False)
 
     def table(self) -> str:
         """One line for each host: what it was and how it ended."""
@@ -207,12 +205,6 @@ class _Job:
                 signal.signal(signum, handler)
 
         return restore
-
-
-def _adopt_orphans(wanted: bool) -> None:
-    """Make processes whose parent died ours instead of init's, so that they can be found."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
 
 
 def _reason(host: LocalHost) -> str:

@@ -179,7 +179,7 @@ def _read(
 ) -> None:
     assert process.stdout is not None
     with process.stdout:
-        while chunk := process.stdout.read1(65536):  # type: ignore[attr-defined]  # a buffered reader
+        while chunk := process.stdout.read1(65536):
             output += chunk
     ends.put((name, process.wait(), time.monotonic()))
 

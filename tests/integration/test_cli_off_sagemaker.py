@@ -87,7 +87,9 @@ def test_it_is_lightning_cli(tmp_path, monkeypatch, shape):
     assert not (tmp_path / "ml").exists()
 
 
-@pytest.mark.parametrize("arguments", [["fit", "--trainer.max_epoks=1"], ["--help"], [], ["fit", "--config=missing.yaml"]])
+@pytest.mark.parametrize(
+    "arguments", [["fit", "--trainer.max_epoks=1"], ["--help"], [], ["fit", "--config=missing.yaml"]]
+)
 def test_it_ends_as_lightning_cli_does(tmp_path, monkeypatch, capsys, arguments):
     """Errors and help have the same text and the same exit code; without a subcommand there is no fit."""
     monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))

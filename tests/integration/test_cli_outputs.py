@@ -163,7 +163,12 @@ class TestModel:
 
     def test_a_best_checkpoint_on_another_file_system(self, host):
         """A dirpath that is an address stays one, and the best checkpoint is fetched from it."""
-        fit(host, "--model.scores=[2, 1]", BEST_AND_LAST.replace("{monitor", "{dirpath: 'memory://ck', monitor"), epochs=2)
+        fit(
+            host,
+            "--model.scores=[2, 1]",
+            BEST_AND_LAST.replace("{monitor", "{dirpath: 'memory://ck', monitor"),
+            epochs=2,
+        )
         assert exported_epoch(host) == 0
         assert files_in(host.model_dir) == MODEL_FILES
         assert not files_in(Path.cwd())
@@ -234,7 +239,7 @@ class TestFolders:
 
     @pytest.mark.parametrize("has_checkpoint_dir", [True, False])
     def test_folders_of_checkpoint_callbacks(self, host, has_checkpoint_dir):
-        """dirpath is below the checkpoint folder if the job has one, else below the host's; None means the folder."""
+        """Dirpath is below the checkpoint folder if the job has one, else below the host's; None means the folder."""
         checkpoints = host.base_dir / "ck"
         host.configure(checkpoint={"LocalPath": str(checkpoints)} if has_checkpoint_dir else None)
         entries = [
@@ -276,7 +281,10 @@ class TestFolders:
         tensorboard, csv = host.make(f"--trainer.logger={loggers}").trainer.loggers
         assert isinstance(tensorboard, TensorBoardLogger)
         assert isinstance(csv, CSVLogger)
-        assert [tensorboard.save_dir, csv.save_dir] == [str(host.base_dir / "tb" / "logs"), str(host.output_dir / "logs")]
+        assert [tensorboard.save_dir, csv.save_dir] == [
+            str(host.base_dir / "tb" / "logs"),
+            str(host.output_dir / "logs"),
+        ]
 
     def test_no_logger_stays_none(self, host):
         """Who switched logging off gets no TensorBoard."""

@@ -41,7 +41,9 @@ def test_numbers_of_any_size_can_be_read(host, lines, score):
     assert float(re.search(f"val_score{NUMBER}", lines()[0])[1]) == pytest.approx(score)
 
 
-@pytest.mark.parametrize(("subcommand", "title"), [("validate", "validation val_score=1e-05"), ("test", "test test_loss=")])
+@pytest.mark.parametrize(
+    ("subcommand", "title"), [("validate", "validation val_score=1e-05"), ("test", "test test_loss=")]
+)
 def test_other_subcommands_write_their_metrics(host, lines, subcommand, title):
     """One line at the end of validate or test."""
     host.start(subcommand, *QUIET)

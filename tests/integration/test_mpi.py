@@ -68,7 +68,8 @@ def _mpirun(hosts, order, *, processes=1, options=(), python_options=(), python_
     agent.write_text(_AGENT.format(folder=hosts.folder))
     agent.chmod(0o755)
     command = [
-        *("mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "plm_rsh_agent", str(agent)),
+        *("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"),
+        *("--mca", "plm_rsh_agent", str(agent)),
         *("--host", ",".join(f"{host}:{processes}" for host in order), "-np", str(processes * len(order))),
         *options,
         sys.executable,

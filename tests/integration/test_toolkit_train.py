@@ -74,7 +74,10 @@ def test_both_hosts_succeed(trained):
 def test_hosts_train_together(trained):
     """One process on each host, one world of two, one main address: the first host's name."""
     hosts, _ = trained
-    assert [(seen["rank"], seen["world_size"], seen["met"]) for seen in hosts.seen()] == [(0, 2, [0, 1]), (1, 2, [0, 1])]
+    assert [(seen["rank"], seen["world_size"], seen["met"]) for seen in hosts.seen()] == [
+        (0, 2, [0, 1]),
+        (1, 2, [0, 1]),
+    ]
     assert {seen["address"] for seen in hosts.seen()} == {"algo-1"}
 
 

@@ -26,7 +26,7 @@ def jobs(draw: st.DrawFn) -> SageMakerJob:
     bounds = [0, *cuts, len(hosts)]
     names = draw(st.permutations(["gpu", "data_a", "data_b", "other"]))
     groups = {name: hosts[start:end] for name, start, end in zip(names, bounds, bounds[1:], strict=False)}
-    if all(name.startswith("data") for name in groups) and len(groups) > 1:
+    if all(name.startswith("data") for name in groups):
         groups["gpu"] = groups.pop(next(iter(groups)))
     return make_job(groups, name=draw(st.none() | st.text(max_size=10)))
 
@@ -103,8 +103,6 @@ def test_order_of_groups_and_hosts_in_the_file_does_not_matter(job, random):
         # else everybody trains
         ({"one": CPU, "two": "ml.m5.large"}, ["one", "two"]),
         ({"one": GPU, "two": "ml.g5.2xlarge"}, ["one", "two"]),
-        # a single group trains, whatever its name
-        ({"data": CPU}, ["data"]),
         ({"homogeneousCluster": CPU}, ["homogeneousCluster"]),
     ],
 )
@@ -139,8 +137,8 @@ def test_stated_data_groups_win_over_the_rules(argument, setting, data_hosts):
 
 
 def test_a_single_group_can_be_stated_to_train():
-    """Stating no data groups is legal in a homogeneous job."""
-    assert Topology.from_job(make_job({"g": ["b", "a"]}), data_groups=[]).trainer_hosts == ("a", "b")
+    """A training group may be named like a data group, if no data groups is what the user states."""
+    assert Topology.from_job(make_job({"data": ["b", "a"]}), data_groups=[]).trainer_hosts == ("a", "b")
 
 
 # ---- errors
@@ -154,7 +152,12 @@ def test_unknown_data_group_is_an_error_with_the_groups():
 
 @pytest.mark.parametrize(
     ("groups", "stated"),
-    [({"data_a": ["a"], "data_b": ["b"]}, None), (GROUPS, ["gpu", "data_group"]), ({"g": ["a"]}, ["g"])],
+    [
+        ({"data": ["a"]}, None),
+        ({"data_a": ["a"], "data_b": ["b"]}, None),
+        (GROUPS, ["gpu", "data_group"]),
+        ({"g": ["a"]}, ["g"]),
+    ],
 )
 def test_job_without_trainers_is_an_error(groups, stated):
     """Someone must train; the message has the table and says what to set."""

@@ -22,10 +22,10 @@ class Tiny(LightningModule):
         self.layer = torch.nn.Linear(1, 1)
         self.host, self.trainer_number = host, trainer_number
 
-    def training_step(self, batch, _):
+    def training_step(self, batch, batch_idx):
         return self.layer(batch).sum()
 
-    def test_step(self, batch, _):
+    def test_step(self, batch, batch_idx):
         self.layer(batch)
 
     def configure_optimizers(self):

@@ -3,13 +3,13 @@
 import importlib
 import os
 
-for name in os.environ.get("IMPORTS", "lightning_sm").split(","):
-    importlib.import_module(name)
-
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sm import SageMakerCLI, SageMakerEnvironment
+for name in os.environ.get("IMPORTS", "lightning_sm").split(","):
+    importlib.import_module(name)
+
+from lightning_sm import SageMakerCLI, SageMakerEnvironment  # noqa: E402 - after the imports whose order matters
 
 pl = importlib.import_module(os.environ.get("MODEL", "pytorch_lightning"))
 

@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from typing import Optional
 
 import torch
 from pytorch_lightning import LightningModule
@@ -22,13 +21,13 @@ class Tiny(LightningModule):
     """
 
     def __init__(
-        self, schedule: dict[str, float], note: Optional[str] = "default", nesterov: bool = False, rate: float = 0.5
+        self, schedule: dict[str, float], note: str | None = "default", nesterov: bool = False, rate: float = 0.5
     ) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
         self.arguments = {"schedule": schedule, "note": note, "nesterov": nesterov, "rate": rate}
 
-    def training_step(self, batch, _):
+    def training_step(self, batch, batch_idx):
         return self.layer(batch).sum()
 
     def configure_optimizers(self):
