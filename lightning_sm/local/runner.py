@@ -219,6 +219,7 @@ def _reason(host: LocalHost) -> str:
 def _whereabouts(cluster: LocalCluster, exit_code: int) -> Iterable[str]:
     """Where everything lies, the model first."""
     if not cluster.keep:
+        yield "The folders of the hosts, the model included, are removed; --keep keeps them."
         return
     if exit_code != 0:
         yield f"The folders of all hosts are kept in {cluster.job_dir} (each with its output/log.txt)."
