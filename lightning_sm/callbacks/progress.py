@@ -75,6 +75,6 @@ class LineProgress(ProgressBar):
 
     def _log(self, trainer: Trainer, position: str) -> None:
         self._next_line_at = time.monotonic() + self._every_n_seconds
-        if self.is_enabled and not trainer.sanity_checking:
+        if self.is_enabled:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             logger.info("%s", " ".join([position, *(f"{name}={value:.6g}" for name, value in metrics.items())]))

@@ -3,6 +3,7 @@
 import pytest
 from pytorch_lightning import LightningDataModule
 from pytorch_lightning.callbacks import TQDMProgressBar
+from pytorch_lightning.cli import LightningCLI
 from pytorch_lightning.plugins.environments import LightningEnvironment
 
 from lightning_sm import SageMakerEnvironment
@@ -123,6 +124,32 @@ class TestArguments:
             host.make(*arguments[source], args=args)
         assert "max_epoks" in capsys.readouterr().err
 
+    @pytest.mark.parametrize("any_data", [True, False])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "trainer: {num_nodes: abc}",
+            "trainer: {devices: {a: 1}}",
+            "trainer: {default_root_dir: [1]}",
+            "trainer: {logger: {save_dir: x}}",
+            "trainer: {plugins: 5}",
+            "data: {data_dir: 5}",
+            "data: {class_path: SmallData, init_args: {nope: 1}}",
+            "data: {class_path: Nope}",
+            "[1, 2]",
+        ],
+    )
+    def test_a_wrong_config_ends_as_in_lightning_cli(self, host, capsys, any_data, text):
+        """What the job fills in does not stumble over a configuration that the parser refuses, nor hide its error."""
+        (host.base_dir / "c.yaml").write_text(text)
+        ends = []
+        for cli in (LightningCLI, SageMakerCLI):
+            with pytest.raises(SystemExit) as end:
+                host.make(f"--config={host.base_dir / 'c.yaml'}", cli=cli, subclass_mode_data=any_data)
+            ends.append((end.value.code, capsys.readouterr().err.rpartition("error: ")[2]))
+        assert ends[0] == ends[1]
+        assert ends[0][0] == 2
+
     def test_a_wrong_value_is_named(self, host, capsys):
         """A value of the wrong type ends the job with code 2."""
         with pytest.raises(SystemExit, match="2"):
@@ -210,9 +237,9 @@ class TestCluster:
             host.start(plugin, data=RootData, run=run, channels={"training": "root"})
 
     def test_a_trainer_of_such_a_job_counts_trainers_only(self, host):
-        """The data host is no node."""
+        """The data host is no node, and may have channels of its own."""
         host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1", channels=["training"])
-        assert host.make(data=RootData).trainer.num_nodes == 1
+        assert host.make(data=RootData, channels={"images": "model.weights"}).trainer.num_nodes == 1
 
     def test_a_trainer_of_the_scripts_own(self, host):
         """A function that makes the trainer need not take what the job would set."""
