@@ -131,6 +131,7 @@ class SageMakerCLI(LightningCLI):
         kwargs["callbacks"] = [*_as_list(settings.get("callbacks")), *self._progress(settings), outputs]
         trainer = super().instantiate_trainer(**kwargs)
         outputs.route_checkpoints(trainer)
+        self.environment.announce(trainer.num_devices)
         return trainer
 
     def _job_arguments(self, job: SageMakerJob) -> list[str]:

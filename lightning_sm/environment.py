@@ -51,8 +51,10 @@ class SageMakerEnvironment(ClusterEnvironment):
         TopologyError: The hosts contradict each other, the launcher, or this host serves data.
     """
 
-    # Whether Lightning asked any environment of this process, see _report_if_alone.
+    # Of this process, whatever the number of environments and Trainers in it. Whether Lightning asked one of them for
+    # ranks (see _report_if_alone), and whether one announced itself.
     _consulted: ClassVar[bool] = False
+    _announced: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -143,7 +145,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         return self._world_size or self._launch.world_size or 1
 
     def set_world_size(self, size: int) -> None:
-        """Take the world size that Lightning computed, prepare the network variables and print the table of hosts.
+        """Take the world size that Lightning computed, and announce this process the first time.
 
         Args:
             size: ``num_nodes`` x ``devices``.
@@ -151,15 +153,27 @@ class SageMakerEnvironment(ClusterEnvironment):
         Raises:
             TopologyError: The size does not fit the trainer hosts or the launcher; the message has the table.
         """
-        # Once per process, whatever the number of environments and Trainers, and not in workers that ddp_spawn copies.
-        first_time = self._world_size is None and not SageMakerEnvironment._consulted
-        SageMakerEnvironment._consulted = True
         self._check_world_size(size)
+        is_spawned_copy = self._world_size is not None
         self._world_size = size
-        if first_time:
-            atexit.register(_leave_process_group)
-            self._export_interface()
-            self._report(size // self.num_nodes)
+        SageMakerEnvironment._consulted = True
+        if not is_spawned_copy:
+            self.announce(size // self.num_nodes)
+
+    def announce(self, devices: int) -> None:
+        """Prepare the network variables and print the table of hosts, once per process.
+
+        With one host and one device Lightning never asks for ranks, so that ``SageMakerCLI`` calls it, too.
+
+        Args:
+            devices: Processes on each trainer host.
+        """
+        if SageMakerEnvironment._announced:
+            return
+        SageMakerEnvironment._announced = True
+        atexit.register(_leave_process_group)
+        self._export_interface()
+        self._report(devices)
 
     def global_rank(self) -> int:
         """Rank of this process among all trainer processes."""

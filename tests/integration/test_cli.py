@@ -311,3 +311,14 @@ def test_the_classes_of_a_job_are_the_users(host):
     cli = host.configure(TWO_HOSTS).make()
     assert (type(cli.model), type(cli.datamodule)) == (SmallModel, SmallData)
     assert (cli.job.current_host, cli.topology.num_nodes) == ("algo-1", 2)
+
+
+def test_a_job_of_one_host_and_one_device_shows_its_table(host, monkeypatch, caplog):
+    """Lightning never asks a lone process for ranks, but the log still says where it runs and with what."""
+    monkeypatch.setattr(SageMakerEnvironment, "_announced", False)
+    with caplog.at_level("INFO", logger="lightning_sm"):
+        host.make()
+    (table,) = (record.getMessage() for record in caplog.records if "node rank" in record.getMessage())
+    assert "algo-1*" in table
+    assert "main address algo-1:" in table
+    assert "torch" in table

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from tests.integration.hosts import SCRIPTS, Hosts, run_together
+from tests.integration.hosts import REPOSITORY, SCRIPTS, Hosts, run_together
 
 pytestmark = [
     pytest.mark.processes,
@@ -38,7 +38,7 @@ _HYPERPARAMETERS = {
 }
 
 
-def _train(folder, hyperparameters):
+def _train(folder, hyperparameters, source=SCRIPTS / _SCRIPT, program=None):
     """Run ``train`` on both hosts; their names resolve through a hosts file that only they see."""
     hosts = Hosts(folder, hyperparameters=hyperparameters, channels={})
     names = folder / "hosts"
@@ -49,8 +49,11 @@ def _train(folder, hyperparameters):
     for host in hosts.names:
         code = folder / host / "code"
         code.mkdir()
-        shutil.copy(SCRIPTS / _SCRIPT, code)
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, code / source.name)
         env = {**hosts.env(host), "AWS_REGION": "us-east-1"}
+        if program is not None:
+            env["SAGEMAKER_PROGRAM"] = program
         del env["LIGHTNING_SM_HOST_ADDRESSES"]
         commands[host] = command, env
     return hosts, run_together(commands)
@@ -101,3 +104,19 @@ def test_contradicting_hyperparameter_fails_the_job(tmp_path):
         assert "Trainer(num_nodes=3) does not match the job, which has 2 trainer host(s)" in ended[host].output
         assert (hosts.folder / host / "output" / "failure").exists()
         assert not (hosts.folder / host / "output" / "success").exists()
+
+
+def test_the_example_app_trains_by_the_stock_toolkit(tmp_path):
+    """``SAGEMAKER_PROGRAM=app/train.py`` runs the app unchanged, and the first host leaves the model."""
+    hosts, ended = _train(
+        tmp_path,
+        {"config": '"app/configs/smoke.yaml"', "trainer.enable_model_summary": "false", "data.augment": "false"},
+        source=REPOSITORY / "app",
+        program="app/train.py",
+    )
+    for host in hosts.names:
+        assert ended[host].code == 0, ended[host].output
+        assert (hosts.folder / host / "output" / "success").exists()
+    assert "val_acc=" in ended["algo-1"].output
+    assert (hosts.folder / "algo-1" / "model" / "model.ckpt").exists()
+    assert not any((hosts.folder / "algo-2" / "model").iterdir())

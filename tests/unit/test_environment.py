@@ -31,6 +31,7 @@ def _fresh_process(monkeypatch):
     for name in (*RANK_VARIABLES, *TORCHRUN, *MPI, PARENT_VARIABLE, "SM_CURRENT_HOST"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(SageMakerEnvironment, "_consulted", False)
+    monkeypatch.setattr(SageMakerEnvironment, "_announced", False)
     monkeypatch.setattr(rank_zero_only, "rank", 0)
     before = dict(os.environ)
     yield
