@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLKIT := $(VENV)/.toolkit
-SOURCES := lightning_sm app tests
+SOURCES := lightning_sm app tests benchmarks
 
 .PHONY: train test check format clean
 
