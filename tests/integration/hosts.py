@@ -13,10 +13,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from lightning_sm.topology import Topology
 from tests.fakes.job_folder import make_job, resource_config, write_job
@@ -71,6 +73,7 @@ class Hosts:
             write_job(folder / host, resource_config(groups, host, interface=interface), **contents)
             (folder / host / "output").mkdir()
             (folder / host / "model").mkdir()
+            (folder / host / "tmp").mkdir()
 
     def address(self, host: str) -> str:
         """The loopback address that stands for a host. None is 127.0.0.1, which would hide a wrong main address."""
@@ -83,6 +86,8 @@ class Hosts:
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "PYTHONPATH": str(REPOSITORY),
             "OMP_NUM_THREADS": "1",
+            # Killed launchers leave their folders there, and Open MPI's daemons of two hosts must not share one.
+            "TMPDIR": str(self.folder / host / "tmp"),
             "CUDA_VISIBLE_DEVICES": "",
             "SAGEMAKER_BASE_DIR": str(self.folder / host),
             "TRAINING_JOB_NAME": self.job_name,
@@ -141,10 +146,7 @@ def run_together(commands: Mapping[str, tuple[Sequence[str], Mapping[str, str]]]
         texts = "\n".join(f"--- {name}\n{bytes(output).decode()}" for name, output in outputs.items())
         raise AssertionError(f"not within {TIMEOUT_S} s\n{texts}") from None
     finally:
-        for process in processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        _end(processes.values())
     seconds = time.monotonic() - started
     return {
         name: Ended(
@@ -154,6 +156,25 @@ def run_together(commands: Mapping[str, tuple[Sequence[str], Mapping[str, str]]]
         )
         for name in commands
     }
+
+
+def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """End what is left of each process group, gently first: multiprocessing then unlinks its named semaphores."""
+    with_children = [(process, _family(process.pid)) for process in processes]
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        for process, family in with_children:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signum)
+            psutil.wait_procs(family, timeout=3)
+            process.poll()
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def script(name: str, *arguments: str | Mapping[str, Any]) -> list[str]:

@@ -59,9 +59,6 @@ def _mpirun(hosts, order, *, processes=1, options=(), python_options=(), python_
             del env["TRAINING_JOB_NAME"]  # set by the service, but not in the session that ssh opens
         if python_path is not None:
             env["PYTHONPATH"] += os.pathsep + str(python_path)
-        # Two hosts of one machine must not share the folder of Open MPI's daemons.
-        env["TMPDIR"] = str(hosts.folder / host / "tmp")
-        Path(env["TMPDIR"]).mkdir()
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
         (hosts.folder / host / "environment").write_text(exports)
     agent = hosts.folder / "agent"
