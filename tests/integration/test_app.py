@@ -87,7 +87,7 @@ def test_from_fit_to_predict(run, tmp_path, capsys):
     assert "test_acc" in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's, which pytest.warns repeats as its own
+@pytest.mark.filterwarnings("default")  # pytest.warns repeats those of Lightning as this test's own
 def test_an_optimizer_on_the_command_line_replaces_the_own_one(run, tmp_path):
     """LightningCLI's --optimizer works as in any of its applications."""
     smoke = ["--config", SMOKE, "--trainer.accelerator", "cpu", "--trainer.fast_dev_run", "true"]
