@@ -14,7 +14,8 @@ On an emulated SageMaker cluster of two training hosts, each a process of this m
 What a saved model says of images that it has never seen:
   python app/train.py test --config app/configs/digits.yaml --ckpt_path PATH_TO_CHECKPOINT.ckpt
 
-On SageMaker the same arguments are the entry point's hyperparameters. "fit --help" lists all of them.
+On SageMaker the same arguments are the job's hyperparameters. "fit --help" lists all of them, and
+"fit --data.help DigitsDataModule" those of the data.
 """
 
 from __future__ import annotations

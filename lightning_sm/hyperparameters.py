@@ -28,7 +28,7 @@ What the text does not say, no rule can restore:
 - Python's ``{'a': nan}`` or ``{'a': inf}`` (generic Estimator) is left alone: those are names, not literals.
 - Keys of dicts become strings, as JSON has no others, and tuples become lists.
 - The string "null" and None are one for an ``Optional[str]`` parameter: jsonargparse has no quoting there.
-- The string "--" as a whole value reaches no option: argparse removes it (Python before 3.12.5).
+- The string "--" as a whole value reaches no option: argparse removes it (Python 3.11 and 3.12.1 do, 3.13 does not).
 
 A value longer than SageMaker allows travels in chunks ``key__0``, ``key__1`` and so on, recognised by ``key__0`` and
 at least one more. In rule 1 the chunks that are JSON strings lose their quotes first. The joined text is then an
