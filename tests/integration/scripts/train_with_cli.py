@@ -44,6 +44,7 @@ class Tiny(LightningModule):
             "met": self.all_gather(torch.tensor(self.trainer.global_rank)).flatten().tolist(),
             "address": os.environ["MASTER_ADDR"],
             "max_epochs": self.trainer.max_epochs,
+            "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
         }
         path = Path(os.environ["SAGEMAKER_BASE_DIR"]) / "output" / f"seen-{os.getpid()}.json"
         path.write_text(json.dumps(seen))
