@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import tempfile
@@ -59,6 +60,7 @@ class SageMakerCLI(LightningCLI):
         data_groups: Names of the instance groups that serve data. Default: see ``Topology.from_job``.
         main_port: Port on which rank 0 listens. Default: derived from the job.
         resolve_timeout_s: Seconds to wait for the main host's name to resolve.
+        *args: Everything else that ``LightningCLI`` takes, by position.
         **kwargs: Everything else that ``LightningCLI`` takes.
 
     Raises:
@@ -73,15 +75,16 @@ class SageMakerCLI(LightningCLI):
         self,
         model_class: Any = None,
         datamodule_class: Any = None,
-        *,
+        *args: Any,
         channels: Mapping[str, str] | None = None,
         data_groups: Sequence[str] | None = None,
         main_port: int | None = None,
         resolve_timeout_s: float | None = None,
         **kwargs: Any,
     ) -> None:
-        defaults = _as_list((kwargs.get("trainer_defaults") or {}).get("callbacks"))
-        for candidate in (model_class, datamodule_class, kwargs.get("trainer_class"), *map(type, defaults)):
+        settings = inspect.signature(LightningCLI).bind(model_class, datamodule_class, *args, **kwargs).arguments
+        defaults = _as_list((settings.get("trainer_defaults") or {}).get("callbacks"))
+        for candidate in (model_class, datamodule_class, settings.get("trainer_class"), *map(type, defaults)):
             check_same_distribution(candidate)
         self._channel_mapping = dict(channels or {})
         self.job = SageMakerJob.from_environment()
@@ -92,8 +95,8 @@ class SageMakerCLI(LightningCLI):
             if resolve_timeout_s is not None:
                 self._environment_settings["resolve_timeout_s"] = resolve_timeout_s
             # A resumed job finds the config.yaml of its first attempt.
-            kwargs["save_config_kwargs"] = {"overwrite": True, **(kwargs.get("save_config_kwargs") or {})}
-        super().__init__(model_class, datamodule_class, **kwargs)
+            settings["save_config_kwargs"] = {"overwrite": True, **(settings.get("save_config_kwargs") or {})}
+        super().__init__(**settings)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse the arguments, then fill in what the job knows and the user did not set."""

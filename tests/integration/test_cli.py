@@ -313,6 +313,13 @@ def test_the_classes_of_a_job_are_the_users(host):
     assert (cli.job.current_host, cli.topology.num_nodes) == ("algo-1", 2)
 
 
+def test_arguments_of_lightning_cli_may_be_given_by_position(host):
+    """A script that names LightningCLI's arguments by position needs no change but the name of the class."""
+    positional = [None, {"overwrite": False}]
+    cli = host.make(cli=lambda model, data, **kwargs: SageMakerCLI(model, data, *positional, **kwargs))
+    assert (cli.save_config_callback, cli.save_config_kwargs) == (None, {"overwrite": False})
+
+
 def test_a_job_of_one_host_and_one_device_shows_its_table(host, monkeypatch, caplog):
     """Lightning never asks a lone process for ranks, but the log still says where it runs and with what."""
     monkeypatch.setattr(SageMakerEnvironment, "_announced", False)
