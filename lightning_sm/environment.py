@@ -27,6 +27,8 @@ from lightning_sm.topology import Topology
 
 logger = logging.getLogger(__name__)
 
+_DEVICES_SETTING = "LIGHTNING_SM_DEVICES (lightning-sm local --devices)"
+
 
 class SageMakerEnvironment(ClusterEnvironment):
     """The cluster environment of a SageMaker training job.
@@ -218,7 +220,7 @@ class SageMakerEnvironment(ClusterEnvironment):
                 f"Set num_nodes={self.num_nodes}; SageMakerCLI does it when it is left out."
             )
         if self.devices is not None and num_devices != self.devices:
-            decided_by = self._launch.launcher.value if self._launch.devices else "LIGHTNING_SM_DEVICES"
+            decided_by = self._launch.launcher.value if self._launch.devices else _DEVICES_SETTING
             raise TopologyError(
                 f"Trainer(devices={num_devices}) does not match the {self.devices} process(es) on each host that "
                 f"{decided_by} decided on.\n{self._topology.table(self.devices)}\n"
