@@ -57,7 +57,6 @@ class SageMakerCLI(LightningCLI):
         datamodule_class: As in ``LightningCLI``.
         channels: Channel name to argument, where the rule above does not fit: a parameter of the DataModule, or a
             dotted key such as ``model.weights``.
-        data_groups: Names of the instance groups that serve data. Default: see ``Topology.from_job``.
         main_port: Port on which rank 0 listens. Default: derived from the job.
         resolve_timeout_s: Seconds to wait for the main host's name to resolve.
         *args: Everything else that ``LightningCLI`` takes, by position.
@@ -77,7 +76,6 @@ class SageMakerCLI(LightningCLI):
         datamodule_class: Any = None,
         *args: Any,
         channels: Mapping[str, str] | None = None,
-        data_groups: Sequence[str] | None = None,
         main_port: int | None = None,
         resolve_timeout_s: float | None = None,
         **kwargs: Any,
@@ -90,8 +88,8 @@ class SageMakerCLI(LightningCLI):
         self.job = SageMakerJob.from_environment()
         if self.job is not None:
             show_log_lines()
-            self.topology = Topology.from_job(self.job, data_groups=data_groups)
-            self._environment_settings: dict[str, Any] = {"data_groups": data_groups, "main_port": main_port}
+            self.topology = Topology.from_job(self.job)
+            self._environment_settings: dict[str, Any] = {"main_port": main_port}
             if resolve_timeout_s is not None:
                 self._environment_settings["resolve_timeout_s"] = resolve_timeout_s
             # A resumed job finds the config.yaml of its first attempt.

@@ -9,7 +9,6 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
@@ -43,7 +42,6 @@ class SageMakerEnvironment(ClusterEnvironment):
 
     Args:
         job: The facts of the job. Default: read from this host.
-        data_groups: Names of the instance groups that serve data. Default: see ``Topology.from_job``.
         main_port: Port on which rank 0 listens, unless torchrun chose one. Default: ``LIGHTNING_SM_MAIN_PORT``, else
             derived from the job.
         resolve_timeout_s: Seconds to wait for the main host's name to resolve.
@@ -62,7 +60,6 @@ class SageMakerEnvironment(ClusterEnvironment):
         self,
         job: SageMakerJob | None = None,
         *,
-        data_groups: Sequence[str] | None = None,
         main_port: int | None = None,
         resolve_timeout_s: float = RESOLVE_TIMEOUT_S,
     ) -> None:
@@ -79,7 +76,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         is_mpi = self._launch.launcher is Launcher.MPI
         self._job = job
         # mpirun may start the ranks of other hosts without the variable of the job's name, which decides on the port.
-        self._topology = Topology.from_job(replace(job, name=None) if is_mpi else job, data_groups=data_groups)
+        self._topology = Topology.from_job(replace(job, name=None) if is_mpi else job)
         node_rank = self._topology.node_rank  # a data host is refused here, whoever started it
         self._node_rank = node_rank if self._launch.node_rank is None else self._launch.node_rank
         # Under torchrun nothing else will do: its agent listens there already.

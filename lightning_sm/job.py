@@ -152,7 +152,7 @@ class SageMakerJob:
             ``checkpointconfig.json`` and ``tensorboardoutputconfig.json``, the containers that read them
             (sagemaker-xgboost-container, sagemaker-debugger).
         """
-        base = Path(base_dir if base_dir is not None else env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
+        base = Path(base_dir) if base_dir is not None else base_directory(env)
         config_dir = base / "input" / "config"
         resources = _read_resources(env, config_dir)
         if resources is None:
@@ -185,6 +185,15 @@ class SageMakerJob:
             main_port=_whole_number(env, "LIGHTNING_SM_MAIN_PORT", 1, 65535),
             devices=_whole_number(env, "LIGHTNING_SM_DEVICES", 1, 1024),
         )
+
+
+def base_directory(env: Mapping[str, str]) -> Path:
+    """The folder that SageMaker calls ``/opt/ml``.
+
+    Args:
+        env: Environment variables, of which ``SAGEMAKER_BASE_DIR`` moves it.
+    """
+    return Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from lightning_sm.child_process import ChildProcess
 from lightning_sm.errors import HyperparameterError, JobConfigError, LightningSMError, ScriptError
 from lightning_sm.failure import failure_reason
 from lightning_sm.hyperparameters import unquoted
-from lightning_sm.job import SageMakerJob
+from lightning_sm.job import SageMakerJob, base_directory
 from lightning_sm.prctl import EMULATOR_VARIABLE, end_with_emulator
 from lightning_sm.topology import Role, Topology
 
@@ -50,7 +50,7 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
         if job is None:
             raise JobConfigError(
                 "This is not a SageMaker host: neither SM_RESOURCE_CONFIG nor SM_HOSTS is set, and there is no "
-                f"{_base_dir(env) / 'input' / 'config' / 'resourceconfig.json'}. "
+                f"{base_directory(env) / 'input' / 'config' / 'resourceconfig.json'}. "
                 "To run a cluster on this machine: lightning-sm local --group trainer=2 -- app/train.py fit"
             )
         output_dir = job.output_dir
@@ -154,12 +154,8 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _base_dir(env: Mapping[str, str]) -> Path:
-    return Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
-
-
 def _output_dir(env: Mapping[str, str]) -> Path | None:
-    base = _base_dir(env)
+    base = base_directory(env)
     return base / "output" if (base / "input" / "config").is_dir() else None
 
 

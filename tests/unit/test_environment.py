@@ -93,7 +93,7 @@ def test_data_host_is_refused_whoever_started_it(variables):
 
 def test_data_groups_can_be_named():
     """The argument decides which groups serve data, and their hosts count in no rank."""
-    environment = SageMakerEnvironment(make_job({"a": ("algo-1",), "b": ("algo-2",)}, "algo-2"), data_groups=["a"])
+    environment = SageMakerEnvironment(make_job({"a": ("algo-1",), "b": ("algo-2",)}, "algo-2", data_groups=("a",)))
     assert (environment.num_nodes, environment.node_rank()) == (1, 0)
     assert environment.topology.data_hosts == ("algo-1",)
 
@@ -293,7 +293,11 @@ def test_wrong_num_nodes_is_refused(num_nodes):
 
 @pytest.mark.parametrize(
     ("variables", "facts", "decided_by"),
-    [(_torchrun(0), {}, "torchrun"), (_mpi(0, 2, 4), {}, "mpirun"), ({}, {"devices": 2}, "LIGHTNING_SM_DEVICES")],
+    [
+        (_torchrun(0), {}, "torchrun"),
+        (_mpi(0, 2, 4), {}, "mpirun"),
+        ({}, {"devices": 2}, r"LIGHTNING_SM_DEVICES \(lightning-sm local --devices\)"),
+    ],
 )
 def test_wrong_devices_are_refused(variables, facts, decided_by):
     """The error names who decided on the number of processes."""
