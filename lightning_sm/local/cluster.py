@@ -8,7 +8,6 @@ import random
 import re
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any
 from lightning_sm.errors import JobConfigError, OutputDirectoryError, PortInUseError
 from lightning_sm.hyperparameters import encode
 from lightning_sm.job import SageMakerJob
+from lightning_sm.rendezvous import check_port_is_free
 from lightning_sm.topology import Role, Topology
 
 DEFAULT_INSTANCE_TYPE = "ml.m5.xlarge"
@@ -275,19 +275,19 @@ def _name_with_free_port(groups: list[dict[str, Any]], shared: Mapping[str, str]
         if job is None:
             break
         topology = Topology.from_job(job)
-        if _is_free(topology.main_port):
-            return name, topology
-        if job.main_port is not None:
-            raise PortInUseError(f"LIGHTNING_SM_MAIN_PORT={job.main_port}: another process listens on this port.")
+        if job.main_port is not None:  # another name would not change it
+            check_port_is_free(job.main_port, topology.main_host)
+        elif not _has_free_port(topology):
+            continue
+        return name, topology
     raise PortInUseError(f"No free port for rank 0 was found in {_NAME_ATTEMPTS} attempts.")
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
-        try:
-            server.bind(("", port))
-        except OSError:
-            return False
+def _has_free_port(topology: Topology) -> bool:
+    try:
+        check_port_is_free(topology.main_port, topology.main_host)
+    except PortInUseError:
+        return False
     return True
 
 

@@ -20,6 +20,8 @@ from typing import Any
 
 import psutil
 
+from lightning_sm.errors import PortInUseError
+from lightning_sm.rendezvous import check_port_is_free
 from lightning_sm.topology import Topology
 from tests.fakes.job_folder import make_job, resource_config, write_job
 
@@ -208,10 +210,7 @@ def _read(
 def _job_with_free_port(groups: Mapping[str, Sequence[str]]) -> tuple[str, int]:
     while True:
         name = f"test-{secrets.token_hex(4)}"
-        port = Topology.from_job(make_job(groups, name=name)).main_port
-        with socket.socket() as server:
-            try:
-                server.bind(("", port))
-            except OSError:
-                continue
-        return name, port
+        topology = Topology.from_job(make_job(groups, name=name))
+        with contextlib.suppress(PortInUseError):
+            check_port_is_free(topology.main_port, topology.main_host)
+            return name, topology.main_port
