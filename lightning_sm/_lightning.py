@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
-    from pytorch_lightning.utilities import rank_zero_only
+    from pytorch_lightning.utilities import CombinedLoader, rank_zero_only
 else:
     _root = importlib.import_module(DISTRIBUTION)
     _callbacks = importlib.import_module(f"{DISTRIBUTION}.callbacks")
@@ -54,6 +54,7 @@ else:
     LightningArgumentParser = _cli.LightningArgumentParser
     LightningCLI = _cli.LightningCLI
     ClusterEnvironment = _environments.ClusterEnvironment
+    CombinedLoader = _utilities.CombinedLoader
     rank_zero_only = _utilities.rank_zero_only
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "ArgsType",
     "Callback",
     "ClusterEnvironment",
+    "CombinedLoader",
     "LightningArgumentParser",
     "LightningCLI",
     "LightningDataModule",

@@ -11,7 +11,17 @@ The tree::
     |- HostResolutionError(TimeoutError) a host name never resolved
     |- PortInUseError(OSError)           the main port is taken
     |- OutputDirectoryError(OSError)     an output directory cannot be written
-    `- MixedLightningError(ImportError)  pytorch_lightning and lightning.pytorch classes were mixed
+    |- MixedLightningError(ImportError)  pytorch_lightning and lightning.pytorch classes were mixed
+    `- DataServiceError                  the data service cannot go on
+       |- DataSettingsError(ValueError)       a setting, or a DataModule that cannot be served
+       |- DataHostUnreachableError(ConnectionError)  no data host can be reached (any more)
+       |- DataTimeoutError(TimeoutError)      a batch did not arrive in time
+       |- DataHostMismatchError(ValueError)   another job, version or token, or another dataset than the other hosts
+       |- RemoteTransformError(RuntimeError)  the user's code failed on a data host
+       |- BatchTypeError(TypeError)           a batch holds something that cannot be sent
+       |- BatchTooLargeError(ValueError)      a batch does not fit into a slot of the ring
+       |- WireError(ValueError)               a message breaks the protocol
+       `- ResumeError(ValueError)             a checkpoint's data position does not fit the data
 
 Every error can be built from one string: PyTorch re-raises worker errors as ``type(error)(message)``.
 """
@@ -57,3 +67,43 @@ class OutputDirectoryError(LightningSMError, OSError):
 
 class MixedLightningError(LightningSMError, ImportError):
     """Classes of pytorch_lightning and of lightning.pytorch were mixed in one script."""
+
+
+class DataServiceError(LightningSMError):
+    """The data service cannot go on."""
+
+
+class DataSettingsError(DataServiceError, ValueError):
+    """A setting of the data service is wrong, or a DataModule cannot be served."""
+
+
+class DataHostUnreachableError(DataServiceError, ConnectionError):
+    """No data host can be reached, or none is left."""
+
+
+class DataTimeoutError(DataServiceError, TimeoutError):
+    """A batch, or the description of a loader, did not arrive before its deadline."""
+
+
+class DataHostMismatchError(DataServiceError, ValueError):
+    """A data host belongs to another job, speaks another version, or serves other data than its peers."""
+
+
+class RemoteTransformError(DataServiceError, RuntimeError):
+    """The user's dataset, transform, sampler, collate function or hook raised an exception on a data host."""
+
+
+class BatchTypeError(DataServiceError, TypeError):
+    """A batch holds an object that cannot be sent; the message names its path in the batch."""
+
+
+class BatchTooLargeError(DataServiceError, ValueError):
+    """A batch does not fit into a slot of the ring."""
+
+
+class WireError(DataServiceError, ValueError):
+    """A message from the network, or from another process of the data service, breaks the protocol."""
+
+
+class ResumeError(DataServiceError, ValueError):
+    """The data position of a checkpoint does not fit the data of this run."""

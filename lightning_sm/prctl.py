@@ -1,4 +1,4 @@
-"""What the launcher and the emulator ask of the Linux kernel about parents and orphans; elsewhere, nothing happens."""
+"""What processes ask of the Linux kernel about their parents and their orphans; elsewhere, nothing happens."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def end_with_emulator(env: Mapping[str, str]) -> bool:
         return True
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     return env[EMULATOR_VARIABLE] == str(os.getppid())
+
+
+def end_with_parent() -> None:
+    """Ask for SIGKILL when the thread that started this process dies: for processes that are nothing without it."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans(wanted: bool) -> None:

@@ -1,0 +1,300 @@
+"""What the wire can do, and what stock code makes of it: the baselines that the data service is measured against.
+
+Each baseline has one server and one client process, each on cores of its own, on loopback, and moves the same batches:
+
+    raw-tcp      requests over one TCP connection, four outstanding; the client receives into a preallocated ring.
+    seed-npsave  one gRPC stream of whole batches; a protobuf message holds `np.save` output; the client decodes it
+                 with protobuf, `np.load` and `torch.tensor`.
+    seed         the same with the bytes of the AWS sample (amazon-sagemaker-examples, pt.grpc.sagemaker): `tobytes` at
+                 one end, `np.frombuffer` and `torch.tensor` at the other. Faster than `np.save`, so the fairer one.
+
+The batches lie ready in the server's memory: only encoding, transport and decoding count. Needs protobuf and torch.
+
+    python benchmarks/wire_baselines.py --payload a --seconds 3
+    python benchmarks/wire_baselines.py --payload a c --rounds 5 --server-cores 0,1 --client-cores 2,3
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import json
+import math
+import mmap
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from tabulate import tabulate
+
+LOOPBACK = "127.0.0.1"
+NUM_SOURCES = 4  # batches that the server sends in turn
+NUM_SLOTS = 8  # batches in the client's ring
+NUM_OUTSTANDING = 4  # requests in flight of raw-tcp, as many as the service keeps
+WARM_UP_S = 0.4  # after the checked batches; buffers, windows and page tables have settled by then
+SERVICE, METHOD = "Feed", "get_examples"
+Cores = Iterable[int]
+
+
+@dataclass(frozen=True)
+class Payload:
+    """One kind of batch: a tensor of this shape and type."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one batch."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    def batch(self, index: int) -> np.ndarray:
+        """The batch of this number as bytes; the same in every process."""
+        return np.frombuffer(np.random.default_rng(index % NUM_SOURCES).bytes(self.size_bytes), np.uint8)
+
+
+PAYLOADS = {
+    "a": Payload((256, 3, 224, 224), "uint8"),
+    "c": Payload((8192, 1, 28, 28), "float32"),
+    "d": Payload((1024, 32, 32, 3), "uint8"),
+    "e": Payload((64, 128), "int64"),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run delivered to the consuming process, and the CPU time (user and system) of each end."""
+
+    num_batches: int
+    seconds: float
+    gb_per_s: float
+    server_cpu_s_per_gb: float
+    client_cpu_s_per_gb: float
+
+
+def allocate(size_bytes: int, count: int) -> list[memoryview]:
+    """Slots in one shared mapping without a name, with every page already there."""
+    stride = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    ring = memoryview(mmap.mmap(-1, stride * count, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+    return [ring[start : start + size_bytes] for start in range(0, stride * count, stride)]
+
+
+def sources(payload: Payload) -> list[memoryview]:
+    """The server's batches."""
+    slots = allocate(payload.size_bytes, NUM_SOURCES)
+    for index, slot in enumerate(slots):
+        slot[:] = payload.batch(index).data
+    return slots
+
+
+def cpu_s(pids: Iterable[int]) -> float:
+    """User and system time of these processes so far."""
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
+def consume(
+    batches: Iterator[Any],
+    size_bytes: int,
+    server_pids: Sequence[int],
+    client_pids: Sequence[int] = (),
+    *,
+    seconds: float | None = None,
+    num_batches: int | None = None,
+) -> Result:
+    """Warm up, then take batches until the time or the number is reached, and say how fast they came.
+
+    Serves any service: runs in the consuming process, which counts as one of the client's.
+    """
+    pids = (os.getpid(), *client_pids)
+    end = time.perf_counter() + WARM_UP_S
+    while time.perf_counter() < end:
+        next(batches)
+    server, client, start, taken, elapsed = cpu_s(server_pids), cpu_s(pids), time.perf_counter(), 0, 0.0
+    while elapsed < (seconds or math.inf) and taken < (num_batches or math.inf):
+        next(batches)
+        taken += 1
+        elapsed = time.perf_counter() - start
+    gb = taken * size_bytes / 1e9
+    return Result(taken, elapsed, gb / elapsed, (cpu_s(server_pids) - server) / gb, (cpu_s(pids) - client) / gb)
+
+
+def serve_raw_tcp(payload: Payload) -> None:
+    """Answer each byte with a batch."""
+    slots = itertools.cycle(sources(payload))
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        os.write(1, b"%d\n" % listener.getsockname()[1])
+        connection, _ = listener.accept()
+    with connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(ConnectionError):  # the client leaves in the middle
+            while connection.recv(1):
+                connection.sendall(next(slots))
+
+
+def receive_raw_tcp(payload: Payload, port: int) -> Iterator[memoryview]:
+    """Receive batches into a ring."""
+    slots = allocate(payload.size_bytes, NUM_SLOTS)
+    with socket.create_connection((LOOPBACK, port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(bytes(NUM_OUTSTANDING))
+        for slot in itertools.cycle(slots):
+            filled = 0
+            while filled < len(slot):
+                if not (received := connection.recv_into(slot[filled:])):
+                    raise ConnectionError("the server closed the connection")
+                filled += received
+            connection.sendall(b"\0")
+            yield slot
+
+
+def example_class() -> Any:
+    """The AWS sample's message, ``Example{bytes image = 1; bytes label = 2;}``, made without generated code."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    file = descriptor_pb2.FileDescriptorProto(name="feed.proto", package="wire_baselines", syntax="proto3")
+    message = file.message_type.add(name="Example")
+    message.field.add(name="image", number=1, type="TYPE_BYTES", label="LABEL_OPTIONAL")
+    message.field.add(name="label", number=2, type="TYPE_BYTES", label="LABEL_OPTIONAL")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("wire_baselines.Example"))
+
+
+def np_save(array: np.ndarray) -> bytes:
+    """The array in NumPy's file format."""
+    np.save(buffer := io.BytesIO(), array)
+    return buffer.getvalue()
+
+
+def np_load(field: bytes, _dtype: str) -> np.ndarray:
+    """The array from NumPy's file format, which names its type itself."""
+    return np.load(io.BytesIO(field))
+
+
+def serve_seed(payload: Payload, encode: Callable[[np.ndarray], bytes]) -> None:
+    """Stream whole batches for as long as the client reads."""
+    import grpc
+
+    example = example_class()
+    batches = [np.frombuffer(slot, payload.dtype).reshape(payload.shape) for slot in sources(payload)]
+    labels = np.zeros(payload.shape[0], np.int8)
+
+    def get_examples(_request: bytes, _context: Any) -> Iterator[Any]:
+        for batch in itertools.cycle(batches):
+            yield example(image=encode(batch), label=encode(labels))
+
+    handler = grpc.unary_stream_rpc_method_handler(get_examples, response_serializer=example.SerializeToString)
+    server = grpc.server(ThreadPoolExecutor(max_workers=1))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
+    os.write(1, b"%d\n" % server.add_insecure_port(f"{LOOPBACK}:0"))
+    server.start()
+    server.wait_for_termination()
+
+
+def receive_seed(payload: Payload, port: int, decode: Callable[[bytes, str], np.ndarray]) -> Iterator[memoryview]:
+    """Decode each message into a pair of fresh tensors, and yield the memory of the first."""
+    import grpc
+    import torch
+
+    options = [("grpc.max_receive_message_length", 200 * 1024 * 1024)]  # the AWS sample's own limit
+    with grpc.insecure_channel(f"{LOOPBACK}:{port}", options=options) as channel:
+        feed = channel.unary_stream(f"/{SERVICE}/{METHOD}", response_deserializer=example_class().FromString)
+        for message in feed(b"", wait_for_ready=True):
+            image = torch.tensor(decode(message.image, payload.dtype)).reshape(payload.shape)
+            torch.tensor(decode(message.label, "int8")).type(torch.int64)
+            yield image.numpy().data.cast("B")
+
+
+BASELINES: dict[str, tuple[Callable[..., None], Callable[..., Iterator[memoryview]]]] = {  # server, client
+    "raw-tcp": (serve_raw_tcp, receive_raw_tcp),
+    "seed-npsave": (partial(serve_seed, encode=np_save), partial(receive_seed, decode=np_load)),
+    "seed": (partial(serve_seed, encode=np.ndarray.tobytes), partial(receive_seed, decode=np.frombuffer)),
+}
+
+
+def run_child(job: dict[str, Any]) -> None:
+    """One end of a baseline: writes one line, a port or a result, and ends with its parent, however that ends."""
+    threading.Thread(target=lambda: (os.read(0, 1), os._exit(0)), daemon=True).start()
+    os.sched_setaffinity(0, job["cores"])  # before torch and grpc count the cores
+    payload, (serve, receive) = PAYLOADS[job["payload"]], BASELINES[job["baseline"]]
+    if "port" not in job:
+        serve(payload)
+        return
+    batches = receive(payload, job["port"])
+    for index in range(NUM_SOURCES):
+        if not np.array_equal(np.frombuffer(next(batches), np.uint8), payload.batch(index)):
+            raise ValueError(f"batch {index} of payload {job['payload']} arrived changed over {job['baseline']}")
+    result = asdict(consume(batches, payload.size_bytes, [job["server_pid"]], **job["limits"]))
+    os.write(1, json.dumps(result).encode() + b"\n")
+
+
+def measure(baseline: str, payload: str, server_cores: Cores, client_cores: Cores, **limits: float | None) -> Result:
+    """Run one baseline with one payload in two processes, each on its cores, within ``consume``'s limits."""
+    if not any(limits.values()):
+        raise ValueError("measure() needs seconds or num_batches, else it would not end")
+    started: list[subprocess.Popen[str]] = []
+
+    def child(cores: Cores, **more: Any) -> Any:
+        job = json.dumps({"baseline": baseline, "payload": payload, "cores": sorted(cores), **more})
+        command = [sys.executable, str(Path(__file__).resolve()), "--child", job]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        line = started[-1].stdout.readline()  # type: ignore[union-attr]  # it is a pipe
+        if not line:
+            raise RuntimeError(f"the {'client' if more else 'server'} of {baseline}, payload {payload}, failed")
+        return json.loads(line)
+
+    try:
+        port = child(server_cores)
+        return Result(**child(client_cores, port=port, server_pid=started[0].pid, limits=limits))
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def main() -> None:
+    """Run the baselines in rounds, one after the other, and print medians."""
+    own = sorted(os.sched_getaffinity(0))
+    half, core_list = max(1, len(own) // 2), lambda text: [int(core) for core in text.split(",")]
+    parser = argparse.ArgumentParser(description="Baselines of the wire: GB/s of payload delivered, CPU seconds per GB")
+    parser.add_argument("--payload", nargs="+", choices=PAYLOADS, default=list(PAYLOADS))
+    parser.add_argument("--baseline", nargs="+", choices=BASELINES, default=list(BASELINES))
+    parser.add_argument("--seconds", type=float, help="length of one run; default 3, unless --batches is given")
+    parser.add_argument("--batches", type=int, help="end a run after this many batches")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--server-cores", type=core_list, default=own[:half])
+    parser.add_argument("--client-cores", type=core_list, default=own[half:] or own)
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        run_child(args.child)
+        return
+    limits = {"seconds": args.seconds or (None if args.batches else 3.0), "num_batches": args.batches}
+    cores = (args.server_cores, args.client_cores)
+    rows = []
+    for payload in args.payload:
+        rounds = [[measure(name, payload, *cores, **limits) for name in args.baseline] for _ in range(args.rounds)]
+        for name, runs in zip(args.baseline, zip(*rounds, strict=True), strict=True):
+            _, _, speeds, *ends = zip(*(asdict(run).values() for run in runs), strict=True)
+            spread = f"{min(speeds):.2f}-{max(speeds):.2f}"
+            rows.append([payload, name, statistics.median(speeds), spread, *map(statistics.median, ends)])
+    headers = ["payload", "baseline", "GB/s", "min-max", "server CPU s/GB", "client CPU s/GB"]
+    sys.stdout.write(tabulate(rows, headers=headers, floatfmt=".2f") + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Python processes that the data service starts, and how they end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+# malloc.h: M_MMAP_THRESHOLD, of which glibc takes no more than 32 MiB; M_TRIM_THRESHOLD; M_TOP_PAD.
+_MALLOPT = ((-3, 32 << 20), (-1, 128 << 20), (-2, 16 << 20))
+
+
+def with_import_path() -> dict[str, str]:
+    """Return an environment in which a new interpreter finds the same modules as this one."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
+def keep_freed_memory() -> None:
+    """Let the allocator keep what was freed; without effect where the C library has no ``mallopt``.
+
+    glibc returns large blocks to the system as soon as they are freed, and the next batch pays for new ones with page
+    faults, which cost more than the copy: without this, receiving takes 1.6 times as long, collating 3 times.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter, value in _MALLOPT:
+            mallopt(parameter, value)
+
+
+def ending(status: int) -> str:
+    """Tell how a process ended.
+
+    Args:
+        status: Exit code, or minus the number of the signal.
+    """
+    if status >= 0:
+        return f"ended with exit code {status}"
+    name = signal.Signals(-status).name
+    return f"was killed by {name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
+
+
+def run_and_leave(main: Callable[[], None]) -> NoReturn:
+    """Run a process whose threads are nothing without each other, and leave without waiting for any.
+
+    An exception in any thread ends the process: its starter notices that, but never a thread that is missing. At the
+    end, calls of gRPC whose other side is gone may still have threads.
+
+    Args:
+        main: What the main thread does.
+    """
+    code = 1
+
+    def leave(failed: Any) -> None:
+        if failed.exc_type is not SystemExit:
+            traceback.print_exception(failed.exc_value)
+            sys.stderr.flush()
+            os._exit(1)
+
+    keep_freed_memory()
+    threading.excepthook = leave
+    try:
+        main()
+        code = 0
+    except BaseException:  # noqa: BLE001  # it is printed, and the exit code tells
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    raise AssertionError  # os._exit never returns

@@ -1,0 +1,468 @@
+"""The feeder process of one trainer rank: asks data hosts for batches and fills the ring of the training process.
+
+It has an interpreter of its own, so that receiving never waits for the training loop and never slows it down.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import numpy as np
+
+from lightning_sm.console import show_log_lines
+from lightning_sm.data import wire
+from lightning_sm.data.child import run_and_leave
+from lightning_sm.data.intake import Intake, StepPlan
+from lightning_sm.data.link import HostLink, failure, fetch
+from lightning_sm.data.messages import Message, MessageSocket
+from lightning_sm.data.openings import Openings, Problem
+from lightning_sm.data.plan import BatchPlan, SamplePlan, digest, epoch_order
+from lightning_sm.data.release import RELEASE, Released
+from lightning_sm.data.ring import Ring
+from lightning_sm.data.schedule import HostState, Request, Retry
+from lightning_sm.data.scheduler import Scheduler
+from lightning_sm.data.settings import Credentials
+from lightning_sm.data.spec import BatchSpec
+from lightning_sm.data.wire import FrameKind
+from lightning_sm.errors import BatchTooLargeError, DataHostMismatchError, DataServiceError, WireError
+
+logger = logging.getLogger(__name__)
+
+# One batch more than its workers keeps a host busy while an answer travels.
+_EXTRA_CREDITS = 1
+
+_NUM_SHOWN_KEYS = 16
+
+_RETRIES = {"RemoteTransformError": Retry.ONCE, "WorkerLost": Retry.LIMITED, "NotOpen": Retry.ELSEWHERE}
+
+
+class Feeder:
+    """Everything between the training process and the data hosts.
+
+    Args:
+        trainer: Connection to the training process.
+        releases: Pipe on which the training process gives slots back.
+        settings: Addresses, credentials, client facts, hedging.
+    """
+
+    def __init__(self, trainer: MessageSocket, releases: int, settings: dict[str, Any]) -> None:
+        self._trainer = trainer
+        self._releases = releases
+        self._num_ranks = int(settings["client"]["world_size"])
+        self._lock = threading.RLock()
+        hedge_factor = settings["hedge_factor"]
+        self._scheduler = Scheduler(
+            hedge_factor=hedge_factor or 3.0,
+            hedge_budget=0.05 if hedge_factor else 0.0,
+            hedge_burst=4 if hedge_factor else 0,
+        )
+        self._rings: dict[int, tuple[Ring, list[int]]] = {}
+        self._intakes: dict[int, Intake] = {}
+        self._requests: dict[int, Request] = {}
+        self._openings = Openings(len(settings["addresses"]), self._answer_opening)
+        self._calls = ThreadPoolExecutor(4, thread_name_prefix="listing")
+        self._is_running = True
+        credentials = Credentials(**settings["credentials"])
+        self._links = {
+            address: HostLink(address, credentials, settings["client"], self) for address in settings["addresses"]
+        }
+
+    def run(self) -> None:
+        """Serve the training process until it closes the connection, or is gone."""
+        with selectors.DefaultSelector() as selector:
+            self._obey(self._trainer.buffered())
+            selector.register(self._trainer, selectors.EVENT_READ, self._hear)
+            selector.register(self._releases, selectors.EVENT_READ, self._take_releases)
+            # The socket alone does not tell: a child that the training process forked holds a copy of its end.
+            parent = os.pidfd_open(os.getppid())
+            selector.register(parent, selectors.EVENT_READ, lambda: self._finish("the training process is gone"))
+            while self._is_running:
+                with self._lock:
+                    wakeup = self._scheduler.next_wakeup(time.monotonic())
+                wait = 0.5 if wakeup is None else min(0.5, max(0.0, wakeup - time.monotonic()))
+                for key, _ in selector.select(wait):
+                    key.data()
+                with self._lock:
+                    self._openings.tick(time.monotonic())
+                self._ask()
+            os.close(parent)
+
+    # What the training process says
+
+    def _hear(self) -> None:
+        self._obey(self._trainer.pending())
+        if self._trainer.is_at_end:
+            self._finish("the training process is gone")
+
+    def _obey(self, messages: list[Message]) -> None:
+        for message in messages:
+            if message.kind == "open":
+                self._open(message.facts)
+            elif message.kind == "ring":
+                ring = Ring(message.fds[0], message.facts["num_slots"], message.facts["slot_bytes"])
+                self._rings[message.facts["ring"]] = (ring, list(range(ring.num_slots)))
+            elif message.kind == "start":
+                self._start(message)
+            elif message.kind == "close":
+                self._close(message.facts["pass_id"])
+            elif message.kind == "state":
+                self._trainer.send("state", **self._state())
+            elif message.kind == "finish":
+                self._finish(message.facts["outcome"])
+
+    def _finish(self, outcome: str) -> None:
+        if not self._is_running:
+            return
+        self._is_running = False
+        with ThreadPoolExecutor(max(1, len(self._links))) as pool:
+            list(pool.map(lambda link: link.finish(outcome), self._links.values()))
+
+    def _open(self, request: dict[str, Any]) -> None:
+        with self._lock:
+            self._openings.ask(request["opening"], time.monotonic())
+        for link in self._links.values():
+            link.want(request["opening"], request)
+
+    def _answer_opening(self, opening: str, reply: dict[str, Any]) -> None:
+        self._tell("opened", opening=opening, **reply)
+
+    def _start(self, message: Message) -> None:
+        facts = message.facts
+        ring, free = self._rings[facts["ring"]]
+        template = BatchSpec(keys=np.empty(0, np.int64), step=0, **facts["template"])
+        intake = Intake(
+            pass_id=facts["pass_id"],
+            ring=ring,
+            ring_number=facts["ring"],
+            free=free,
+            template=template,
+            plan=None,
+            next_step=facts["first_step"],
+            stop_step=facts["stop_step"],
+            window_batches=facts["window_batches"],
+            window_bytes=facts["window_bytes"],
+        )
+        with self._lock:
+            self._intakes[intake.pass_id] = intake
+        if facts["order"] in ("sequential", "shuffled"):
+            self._planned(intake, _sample_plan(facts, template))
+        else:
+            self._calls.submit(self._list, intake, facts)
+
+    def _planned(self, intake: Intake, plan: StepPlan) -> None:
+        with self._lock:
+            if intake.pass_id not in self._intakes:
+                return
+            intake.plan = plan
+            stop = plan.num_steps if intake.stop_step is None else min(plan.num_steps, intake.stop_step)
+            intake.stop_step = max(stop, intake.next_step)
+            self._scheduler.open_pass(intake.pass_id, intake.next_step, intake.stop_step, intake.window)
+            self._end_if_done(intake)
+        self._ask()
+
+    def _close(self, pass_id: int) -> None:
+        with self._lock:
+            intake = self._intakes.pop(pass_id, None)
+            self._cancel(self._scheduler.close_pass(pass_id), intake)
+            if intake is not None:
+                intake.free.extend(arrival.slot for arrival in intake.ready.values())
+        self._ask()
+
+    def _take_releases(self) -> None:
+        data = os.read(self._releases, RELEASE.size << 10)
+        with self._lock:
+            for kind, number, value in RELEASE.iter_unpack(data):
+                if kind == Released.SLOT:
+                    self._rings[number][1].append(value)
+                elif number in self._intakes:
+                    self._scheduler.advance(number, value)
+
+    # Lists of samplers
+
+    def _list(self, intake: Intake, facts: dict[str, Any]) -> None:
+        """Let the data hosts run the user's sampler, and compare what they say."""
+        old = intake.template
+        request = {
+            "opening": old.opening,
+            "loader": old.loader,
+            "seed": old.seed,
+            "epoch": old.epoch,
+            "pass_index": old.pass_index,
+        }
+        try:
+            keys, offsets = self._agreed_listing(request)
+        except DataServiceError as error:
+            self._fail(intake.pass_id, type(error).__name__, str(error))
+            return
+        ranks = facts["rank"], facts["world_size"]
+        if offsets is None:
+            size = facts["batch_size"] or 1
+            self._planned(intake, SamplePlan(keys, size, facts["drop_last"], *ranks))
+        else:
+            self._planned(intake, BatchPlan(keys, offsets, *ranks))
+
+    def _agreed_listing(self, request: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+        listings: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
+        digests: dict[str, str] = {}
+        problems = []
+        for link in self._links.values():
+            if link.why:
+                continue
+            try:
+                listing = _parse_listing(_wait_for_listing(link, request))
+            except grpc.RpcError as error:
+                problems.append(f"{link.name}: {error.code().name}")
+                continue
+            listings[link.name] = listing
+            digests[link.name] = digest(np.concatenate([part for part in listing if part is not None]))
+        if not listings:
+            raise DataServiceError(f"No data host could run the sampler of {request['opening']}: {problems}.")
+        if len(set(digests.values())) > 1:
+            raise DataHostMismatchError(
+                f"The user's sampler gives another order on every data host: {digests}. It must draw from random, "
+                "NumPy's or torch's global generator, or from its own generator attribute, which are seeded alike on "
+                "all hosts; not from the time, the host's name or unordered sets."
+            )
+        return next(iter(listings.values()))
+
+    # What links say
+
+    def link_up(self, link: HostLink) -> None:
+        """Ask the host for batches from now on."""
+        workers = max(1, int(link.state["workers"]))
+        num_credits = -(-workers // self._num_ranks) + _EXTRA_CREDITS
+        with self._lock:
+            self._scheduler.host_up(link.address, num_credits, time.monotonic())
+        self._ask()
+
+    def link_lost(self, link: HostLink, why: str, *, is_silent: bool) -> None:
+        """Ask others for what was asked of this host."""
+        leave = self._scheduler.host_suspect if is_silent else self._scheduler.host_down
+        with self._lock:
+            self._cancel(leave(link.address, time.monotonic(), why), None, tell=False)
+        self._ask()
+
+    def link_opened(self, link: HostLink, opening: str, reply: dict[str, Any]) -> None:
+        """Compare what the hosts serve, and tell the training process."""
+        with self._lock:
+            problem = self._openings.opened(opening, link.name, reply, time.monotonic())
+        if problem is not None:
+            self._fail(None, problem.error, problem.text)
+
+    def link_refused(self, link: HostLink, problem: Problem) -> None:
+        """Give up: the host is not one of this job."""
+        self._fail(None, problem.error, f"{problem.text} (asked at {link.address})")
+
+    def link_frame(self, link: HostLink, request_id: int, kind: int, value: int, payload: memoryview) -> None:
+        """Take part of an answer."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            intake = None if request is None else self._intakes.get(request.pass_id)
+            if request is None or intake is None or request.host != link.address:
+                return
+            try:
+                self._take(intake, request, kind, value, payload)
+            except BatchTooLargeError as error:
+                self._fail(intake.pass_id, "BatchTooLargeError", str(error))
+            except WireError as error:
+                raise WireError(f"the answer for step {request.step}: {error}") from error
+
+    def _take(self, intake: Intake, request: Request, kind: int, value: int, payload: memoryview) -> None:
+        if kind == FrameKind.FAILURE:
+            self._take_failure(intake, request, failure(payload))
+            return
+        if kind == FrameKind.HEADER:
+            num_bytes, queue_s, produce_s, header = wire.parse_header(payload)
+            intake.take_header(request.request_id, num_bytes, (queue_s, produce_s), header)
+        elif kind == FrameKind.DATA:
+            intake.take_data(request.request_id, value, payload)
+        else:
+            raise WireError(f"a frame of kind {kind}")
+        if intake.arrivals[request.request_id].is_complete:
+            self._complete(intake, request)
+
+    def _complete(self, intake: Intake, request: Request) -> None:
+        completion = self._scheduler.completed(request.request_id, time.monotonic())
+        del self._requests[request.request_id]
+        if not completion.is_accepted:
+            intake.drop(request.request_id)
+            return
+        intake.accept(request.request_id)
+        self._cancel(completion.cancel, intake)
+        self._scheduler.set_window(intake.pass_id, intake.window)
+        for arrival in intake.deliverable():
+            queue_s, produce_s = arrival.timings
+            self._tell(
+                "batch",
+                arrival.header,
+                pass_id=intake.pass_id,
+                ring=intake.ring_number,
+                step=arrival.step,
+                slot=arrival.slot,
+                num_bytes=arrival.num_bytes,
+                ready=len(intake.ready),
+                queue_s=queue_s,
+                produce_s=produce_s,
+            )
+        self._end_if_done(intake)
+        self._ask()
+
+    def _end_if_done(self, intake: Intake) -> None:
+        if intake.stop_step is not None and intake.next_step >= intake.stop_step:
+            self._tell("end", pass_id=intake.pass_id)
+
+    def _take_failure(self, intake: Intake, request: Request, facts: dict[str, str]) -> None:
+        host = self._links[request.host].name
+        retry = _RETRIES.get(facts["error"], Retry.NEVER)
+        reason = f"{facts['where']}\n{facts['text']}" if facts["where"] else facts["text"]
+        verdict = self._scheduler.failed(request.request_id, time.monotonic(), retry=retry, reason=reason)
+        self._requests.pop(request.request_id, None)
+        intake.drop(request.request_id)
+        if not verdict.is_fatal:
+            logger.warning("Data host %s could not make the batch of step %d: %s", host, request.step, reason)
+            self._ask()
+            return
+        self._cancel(verdict.cancel, intake)
+        if facts["error"] == "WorkerLost":
+            text = (
+                f"Step {request.step} kills the workers of data hosts: {'; '.join(verdict.failures)}. Look for samples "
+                f"that crash native code or take too much memory; indices {_shortened(intake, request.step)}."
+            )
+        else:
+            text = f"The batch of step {request.step} failed on {verdict.failures[-1]}"
+        self._fail(intake.pass_id, facts["error"] if facts["error"] in _ERRORS else "DataServiceError", text)
+
+    # What is asked for
+
+    def _ask(self) -> None:
+        with self._lock:
+            for request in self._scheduler.next_requests(time.monotonic()):
+                intake = self._intakes[request.pass_id]
+                self._requests[request.request_id] = request
+                if intake.begin(request.request_id, request.step):
+                    self._links[request.host].send(fetch(request.request_id, intake.spec(request.step)))
+                else:  # only a hedge can find all slots taken
+                    del self._requests[request.request_id]
+                    self._scheduler.failed(request.request_id, time.monotonic(), retry=Retry.ELSEWHERE)
+
+    def _cancel(self, requests: tuple[Request, ...], intake: Intake | None, *, tell: bool = True) -> None:
+        for request in requests:
+            self._requests.pop(request.request_id, None)
+            owner = intake or self._intakes.get(request.pass_id)
+            if owner is not None:
+                owner.drop(request.request_id)
+            if tell:
+                self._links[request.host].send(wire.frame(request.request_id, FrameKind.CANCEL))
+
+    def _fail(self, pass_id: int | None, error: str, text: str) -> None:
+        self._tell("error", pass_id=pass_id, error=error, text=text)
+
+    def _tell(self, kind: str, payload: bytes = b"", **facts: Any) -> None:
+        try:
+            self._trainer.send(kind, payload, **facts)
+        except OSError:
+            logger.debug("The training process is gone; this one ends with it.")
+
+    def _state(self) -> dict[str, Any]:
+        with self._lock:
+            snapshot = self._scheduler.snapshot()
+            now = time.monotonic()
+            known = {status.host: status for status in snapshot.hosts}
+        hosts = []
+        for address, link in self._links.items():
+            status = known.get(address)
+            hosts.append(
+                {
+                    "name": link.name,
+                    "state": HostState.DOWN.value if status is None else status.state.value,
+                    "why": link.why,
+                    "in_flight": status.num_in_flight if status else 0,
+                    "batches": status.num_completed if status else 0,
+                    "retries": status.num_retries if status else 0,
+                    "hedges": status.num_hedges if status else 0,
+                    "latency_s": status.latency_s if status else None,
+                    **{name: link.state.get(name) for name in ("workers", "busy", "queued")},
+                }
+            )
+        passes = [
+            {
+                "pass_id": status.pass_id,
+                "waiting_for": status.waiting_for,
+                "asked": [{"host": r.host, "for_s": now - r.sent_at} for r in status.asked],
+                "ready": status.num_ready,
+                "in_flight": status.num_in_flight,
+            }
+            for status in snapshot.passes
+        ]
+        return {"hosts": hosts, "passes": passes, "duplicates": snapshot.num_duplicates}
+
+
+_ERRORS = ("RemoteTransformError", "BatchTypeError", "BatchTooLargeError")
+
+
+def _sample_plan(facts: dict[str, Any], template: BatchSpec) -> SamplePlan:
+    length = facts["num_samples"]
+    if facts["order"] == "shuffled":
+        order = epoch_order(
+            length,
+            seed=template.seed,
+            epoch=template.epoch,
+            pass_index=template.pass_index,
+            salt=f"{facts['stage']} {template.loader}",
+        )
+    else:
+        order = np.arange(length)
+    return SamplePlan(order, facts["batch_size"] or 1, facts["drop_last"], facts["rank"], facts["world_size"])
+
+
+def _wait_for_listing(link: HostLink, request: dict[str, Any]) -> bytes:
+    while True:
+        data = link.listing(request)
+        if not data.startswith(b'{"state"'):
+            return data
+
+
+def _parse_listing(data: bytes) -> tuple[np.ndarray, np.ndarray | None]:
+    head, _, rest = data.partition(b"\n")
+    facts = json.loads(head)
+    if "text" in facts:
+        raise DataServiceError(f"The user's sampler failed on a data host:\n{facts['text']}")
+    num_keys, num_offsets = int(facts["num_keys"]), int(facts["num_offsets"])
+    if min(num_keys, num_offsets) < 0 or len(rest) != 8 * (num_keys + num_offsets):
+        raise WireError(f"A list of {num_keys} keys and {num_offsets} offsets came in {len(rest)} bytes.")
+    values = np.frombuffer(rest, "<i8")
+    return values[:num_keys], values[num_keys:] if num_offsets else None
+
+
+def _shortened(intake: Intake, step: int) -> str:
+    keys = [] if intake.plan is None else intake.plan.batch(step).tolist()
+    more = len(keys) - _NUM_SHOWN_KEYS
+    return f"{keys[:_NUM_SHOWN_KEYS]}" + (f" and {more} more" if more > 0 else "")
+
+
+def main() -> None:
+    """Run the feeder; the arguments are the descriptors of the connection and of the pipe of released slots."""
+    # Ctrl-C and SIGTERM go to the whole process group; the training process decides what they mean, and still needs
+    # batches until it has. This process ends with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    show_log_lines()
+    trainer = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
+    message = trainer.receive()
+    if message is not None:
+        Feeder(trainer, int(sys.argv[2]), message.facts["settings"]).run()
+
+
+if __name__ == "__main__":
+    run_and_leave(main)

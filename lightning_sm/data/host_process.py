@@ -1,0 +1,368 @@
+"""The main process of a data host: owns the user's DataModule, its workers and the network process.
+
+It has no threads and never loads gRPC, so that it may fork its workers. When anything that it started dies, it starts
+it again; when it dies itself, everything goes with it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from lightning_sm.console import show_log_lines
+from lightning_sm.data.child import ending, with_import_path
+from lightning_sm.data.messages import Message, MessageSocket
+from lightning_sm.data.ring import Ring
+from lightning_sm.data.served import ServedLoader, describe_structure
+from lightning_sm.data.settings import Credentials, HostSettings
+from lightning_sm.data.trainer_facts import TrainerFacts
+from lightning_sm.data.worker import run_worker
+from lightning_sm.errors import DataServiceError, DataSettingsError
+
+logger = logging.getLogger(__name__)
+
+# One slot is filled while the other is sent.
+_SLOTS_PER_WORKER = 2
+
+# How often in a row a network process may die before it has answered a trainer.
+_MAX_NETWORK_STARTS = 5
+
+# The network process hands out what it has begun to send, and a last word to the trainers.
+_STOP_TIMEOUT_S = 5.0
+
+
+@dataclass
+class _Child:
+    what: str
+    pidfd: int
+    ended: Callable[[int], None]
+
+
+class HostProcess:
+    """Serves a DataModule from the current process until the trainers have finished.
+
+    Args:
+        datamodule: The user's DataModule.
+        settings: Address, workers, limits, credentials.
+        listening: Called with the address once trainers can connect.
+    """
+
+    def __init__(self, datamodule: Any, settings: HostSettings, listening: Callable[[str], None]) -> None:
+        self._datamodule = datamodule
+        self._settings = settings
+        self._listening = listening
+        self._selector = selectors.DefaultSelector()
+        self._children: dict[int, _Child] = {}
+        self._workers: dict[int, int] = {}
+        self._changed: set[str] = set()
+        self._openings: dict[str, list[ServedLoader]] = {}
+        self._replies: dict[str, dict[str, Any]] = {}
+        self._run: int | None = None
+        self._stage: str | None = None
+        self._is_prepared = False
+        self._num_forks = 0
+        self._network_starts = 0
+        self._network: MessageSocket | None = None
+        self._outcome: Message | None = None
+
+    def serve(self, until: MessageSocket | None = None) -> None:
+        """Serve until the trainers have finished, or until the other end of a socket is closed.
+
+        Args:
+            until: The socket, if any.
+
+        Raises:
+            DataServiceError: The host cannot serve: its address is taken, or no trainer ever came.
+        """
+        if until is not None:
+            self._selector.register(until, selectors.EVENT_READ, self._stop)
+        self._start_network()
+        try:
+            outcome = self._await_outcome()
+        finally:
+            self._close()
+        if "error" in outcome.facts:
+            raise DataServiceError(outcome.facts["error"])
+        logger.info("The data host leaves: %s", outcome.facts["reason"])
+
+    def _await_outcome(self) -> Message:
+        while True:
+            for key, _ in self._selector.select():
+                key.data()
+                if self._outcome is not None:
+                    return self._outcome
+
+    def _stop(self) -> None:
+        self._outcome = Message("finished", {"reason": "it was closed"})
+
+    # The network process
+
+    def _start_network(self) -> None:
+        self._network_starts += 1
+        self._network, theirs = MessageSocket.pair()
+        with theirs:
+            command = [sys.executable, "-m", "lightning_sm.data.network", str(theirs.fileno())]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=with_import_path())
+        self._watch(process.pid, "network process", lambda status: self._network_ended(process, status))
+        self._network.send("serve", settings=asdict(self._settings))
+        for opening, reply in self._replies.items():
+            self._network.send("opened", opening=opening, **reply)
+        self._selector.register(self._network, selectors.EVENT_READ, self._hear_network)
+
+    def _hear_network(self) -> None:
+        network = self._network
+        if network is None:
+            return
+        for message in network.pending():
+            if message.kind == "listening":
+                self._listening(message.facts["address"])
+            elif message.kind == "open":
+                self._network_starts = 0
+                self._open(message.facts)
+            elif message.kind == "list":
+                self._list(message.facts)
+            elif message.kind == "kill":
+                self._kill(message.facts["worker"])
+            elif message.kind == "finished":
+                self._outcome = message
+        if network.is_at_end:
+            self._selector.unregister(network)
+
+    def _network_ended(self, process: subprocess.Popen[bytes], status: int) -> None:
+        process.returncode = status
+        if self._outcome is not None:
+            return
+        if self._network_starts >= _MAX_NETWORK_STARTS:
+            reason = f"its network process {ending(status)}, {self._network_starts} times in a row"
+            self._outcome = Message("finished", {"error": f"Data host gives up: {reason}."})
+            return
+        logger.warning("The network process %s; starting it again.", ending(status))
+        if self._network is not None:
+            if self._network.fileno() in {key.fd for key in self._selector.get_map().values()}:
+                self._selector.unregister(self._network)
+            self._network.close()
+        self._start_network()
+        self._fork_workers()
+
+    # The user's DataModule
+
+    def _open(self, request: dict[str, Any]) -> None:
+        opening = request["opening"]
+        try:
+            reply = self._replies.get(opening) or self._opened(request)
+        except Exception as error:  # noqa: BLE001  # whatever the user's hooks raise belongs to the trainers
+            where = request["loaders"] or "setup"
+            if isinstance(error, DataSettingsError):
+                reply = {"error": "DataSettingsError", "text": str(error), "where": where}
+            else:
+                text = "".join(traceback.format_exception(error))
+                reply = {"error": "RemoteTransformError", "text": text, "where": where}
+        self._send("opened", opening=opening, **reply)
+
+    def _opened(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._enter_run(request)
+        if not request["loaders"]:
+            return self._remember(request["opening"], {"attributes": self._attributes()})
+        hook = f"{request['loaders']}_dataloader"
+        logger.info("Opening %s()", hook)
+        structure, loaders = describe_structure(getattr(self._datamodule, hook)(), hook, request["loaders"])
+        self._openings[request["opening"]] = loaders
+        self._fork_workers()
+        facts = [loader.facts.to_json() for loader in loaders]
+        return self._remember(request["opening"], {"structure": structure, "loaders": facts})
+
+    def _remember(self, opening: str, reply: dict[str, Any]) -> dict[str, Any]:
+        self._replies[opening] = reply
+        return reply
+
+    def _enter_run(self, request: dict[str, Any]) -> None:
+        """Run the hooks of a new ``fit``, ``validate``, ``test`` or ``predict``; the trainers count them."""
+        self._datamodule.trainer = TrainerFacts(request["trainer"])
+        if request["run"] == self._run:
+            return
+        if not self._is_prepared:
+            logger.info("prepare_data()")
+            self._datamodule.prepare_data()
+            self._is_prepared = True
+        self._leave_run()
+        logger.info("setup(%r)", request["stage"])
+        before = dict(vars(self._datamodule))
+        self._datamodule.setup(request["stage"])
+        self._changed = {name for name, value in vars(self._datamodule).items() if before.get(name) is not value}
+        self._run, self._stage = request["run"], request["stage"]
+
+    def _leave_run(self) -> None:
+        if self._run is None:
+            return
+        self._openings.clear()
+        self._replies.clear()
+        self._run = None
+        self._datamodule.teardown(self._stage)
+
+    def _attributes(self) -> dict[str, Any]:
+        """Plain values that ``setup`` left on the DataModule, such as the number of classes."""
+        attributes = {}
+        for name in sorted(self._changed):
+            value = getattr(self._datamodule, name)
+            try:
+                if json.loads(text := json.dumps(value)) == value and len(text) < 1 << 16:
+                    attributes[name] = value
+            except (TypeError, ValueError):
+                continue
+        return attributes
+
+    # Children
+
+    def _fork_workers(self) -> None:
+        for number in range(self._settings.workers if self._openings else 0):
+            self._fork_worker(number)
+
+    def _fork_worker(self, number: int) -> None:
+        self._num_forks += 1
+        worker_id = self._num_forks
+        ring = Ring.create(_SLOTS_PER_WORKER, self._settings.max_batch_bytes)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with ours, theirs:
+            pid = self._fork(lambda: run_worker(theirs, ring, self._openings, number, self._settings.workers))
+            facts = {"worker": worker_id, "number": number, "openings": list(self._openings)}
+            sizes = {"num_slots": ring.num_slots, "slot_bytes": ring.slot_bytes}
+            self._send("worker", fds=(ours.fileno(), ring.fd), **facts, **sizes, pid=pid)
+        ring.close()
+        self._workers[worker_id] = pid
+        self._watch(pid, f"worker {number}", lambda status: self._worker_ended(worker_id, number, status))
+
+    def _fork(self, target: Callable[[], None]) -> int:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            if self._network is not None:
+                self._network.close()
+            target()
+            code = 0
+        except BaseException:  # noqa: BLE001  # a forked child must never return into its parent's code
+            traceback.print_exc()
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(code)
+
+    def _worker_ended(self, worker_id: int, number: int, status: int) -> None:
+        del self._workers[worker_id]
+        if status == 0:  # it was let go, because newer loaders were opened
+            return
+        logger.warning("Worker %d %s; starting another one.", number, ending(status))
+        self._send("lost", worker=worker_id, why=ending(status))
+        if self._outcome is None:
+            self._fork_worker(number)
+
+    def _kill(self, worker_id: int) -> None:
+        if worker_id in self._workers:
+            os.kill(self._workers[worker_id], signal.SIGKILL)
+
+    def _list(self, request: dict[str, Any]) -> None:
+        """Run a sampler in a child, so that each host starts from the same state, and none waits for it."""
+        fd = os.memfd_create("lightning_sm_listing", os.MFD_CLOEXEC)
+
+        def listing() -> None:
+            with os.fdopen(os.dup(fd), "wb") as file:
+                try:
+                    loader = self._openings[request["opening"]][request["loader"]]
+                    keys, offsets = loader.listing(request["seed"], request["epoch"], request["pass_index"])
+                except Exception:  # noqa: BLE001  # whatever the user's sampler raises belongs to the trainers
+                    file.write(json.dumps({"text": traceback.format_exc()}).encode() + b"\n")
+                    return
+                sizes = {"num_keys": len(keys), "num_offsets": 0 if offsets is None else len(offsets)}
+                file.write(json.dumps(sizes).encode() + b"\n")
+                for part in (keys, offsets):
+                    file.write(b"" if part is None else np.ascontiguousarray(part, "<i8").tobytes())
+
+        def ended(status: int) -> None:
+            self._send("listed", fds=(fd,), listing=request["listing"], why=ending(status) if status else None)
+            os.close(fd)
+
+        self._watch(self._fork(listing), "sampler", ended)
+
+    def _watch(self, pid: int, what: str, ended: Callable[[int], None]) -> None:
+        child = _Child(what, os.pidfd_open(pid), ended)
+        self._children[pid] = child
+        self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._reap(pid))
+
+    def _reap(self, pid: int) -> None:
+        child = self._children.pop(pid)
+        self._selector.unregister(child.pidfd)
+        os.close(child.pidfd)
+        _, status = os.waitpid(pid, 0)
+        child.ended(os.waitstatus_to_exitcode(status))
+
+    def _send(self, kind: str, fds: tuple[int, ...] = (), **facts: Any) -> None:
+        try:
+            if self._network is not None:
+                self._network.send(kind, fds=fds, **facts)
+        except OSError:
+            logger.debug("The network process is gone; it will be started again.")
+
+    def _close(self) -> None:
+        """End all children; the network process first, which tells the trainers."""
+        if self._network is not None:
+            self._network.close()
+        for pid in self._workers.values():
+            os.kill(pid, signal.SIGKILL)
+        for pid, child in list(self._children.items()):
+            if not _wait(child.pidfd, _STOP_TIMEOUT_S):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(child.pidfd)
+        self._children.clear()
+        self._selector.close()
+        self._leave_run()
+
+
+def _wait(pidfd: int, timeout_s: float) -> bool:
+    return bool(select.select([pidfd], [], [], timeout_s)[0])
+
+
+def main() -> None:
+    """Serve a DataModule for a ``DataHost`` in another process; the argument is the connection to it."""
+    # The process that made the DataHost decides what Ctrl-C means; it closes the connection.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    show_log_lines()
+    owner = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
+    message = owner.receive()
+    if message is None:
+        return
+    settings = message.facts["settings"]
+    credentials = Credentials(**settings.pop("credentials"))
+    try:
+        datamodule = cloudpickle.loads(message.payload)
+        host = HostProcess(
+            datamodule,
+            HostSettings(**settings, credentials=credentials),
+            lambda address: owner.send("listening", address=address),
+        )
+        host.serve(until=owner)
+    except Exception as error:
+        owner.send("failed", text="".join(traceback.format_exception(error)))
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""A pass in the feeder: which keys each step has, which slot each answer goes to, and delivery in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from lightning_sm.data.plan import IndexArray
+from lightning_sm.data.ring import Ring
+from lightning_sm.data.spec import BatchSpec
+from lightning_sm.errors import BatchTooLargeError, WireError
+
+
+class StepPlan(Protocol):
+    """What a pass asks of a plan."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the pass."""
+
+    def batch(self, step: int) -> IndexArray:
+        """Keys of this rank at a step."""
+
+
+@dataclass(eq=False)
+class Arrival:
+    """An answer that is coming in.
+
+    Attributes:
+        step: Number of the batch.
+        slot: Where its bytes go.
+        num_bytes: Bytes of data; -1 before the header came.
+        header: Structure of the batch.
+        received: Bytes so far.
+        timings: Seconds in the host's queue, and in the worker.
+    """
+
+    step: int
+    slot: int
+    num_bytes: int = -1
+    header: bytes = b""
+    received: int = 0
+    timings: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything came."""
+        return self.received == self.num_bytes
+
+
+@dataclass(eq=False)
+class Intake:
+    """One pass.
+
+    Attributes:
+        pass_id: Number of the pass.
+        ring: Where batches go.
+        ring_number: How the training process calls the ring.
+        free: Slots of the ring that nobody uses; shared by all passes over the loader.
+        template: Request for a batch, but for step and keys.
+        plan: Keys of each step; None until a data host has listed them.
+        next_step: Next step to deliver.
+        stop_step: Step after the last; None while it is not known.
+        window_batches: Steps that may be under way or ready.
+        window_bytes: The same limit in bytes.
+    """
+
+    pass_id: int
+    ring: Ring
+    ring_number: int
+    free: list[int]
+    template: BatchSpec
+    plan: StepPlan | None
+    next_step: int
+    stop_step: int | None
+    window_batches: int
+    window_bytes: int
+    largest: int = 0
+    arrivals: dict[int, Arrival] = field(default_factory=dict)
+    ready: dict[int, Arrival] = field(default_factory=dict)
+
+    def spec(self, step: int) -> bytes:
+        """Return the encoded request for a step.
+
+        Args:
+            step: Number of the batch.
+        """
+        if self.plan is None:
+            raise AssertionError("requests are made only once there is a plan")
+        old = self.template
+        spec = BatchSpec(
+            old.opening, old.loader, old.seed, old.epoch, old.pass_index, step, old.rank, self.plan.batch(step)
+        )
+        return spec.encode()
+
+    def begin(self, request_id: int, step: int) -> bool:
+        """Reserve a slot for an answer.
+
+        Args:
+            request_id: Number of the request.
+            step: Number of the batch.
+
+        Returns:
+            Whether there was one.
+        """
+        if not self.free:
+            return False
+        self.arrivals[request_id] = Arrival(step, self.free.pop())
+        return True
+
+    def take_header(self, request_id: int, num_bytes: int, timings: tuple[float, float], header: bytes) -> None:
+        """Note what an answer will be.
+
+        Args:
+            request_id: Number of the request.
+            num_bytes: Bytes of data.
+            timings: Seconds in the host's queue, and in the worker.
+            header: Structure of the batch.
+
+        Raises:
+            BatchTooLargeError: It does not fit into a slot.
+            WireError: A second header came.
+        """
+        arrival = self.arrivals[request_id]
+        if arrival.num_bytes >= 0:
+            raise WireError(f"a second header came for step {arrival.step}")
+        if num_bytes > self.ring.slot_bytes:
+            raise BatchTooLargeError(
+                f"The batch of step {arrival.step} has {num_bytes} bytes, a slot {self.ring.slot_bytes} "
+                "(data_service.max_batch_bytes). Set it higher, on all hosts, or make batches smaller."
+            )
+        arrival.num_bytes, arrival.header, arrival.timings = num_bytes, header, timings
+
+    def take_data(self, request_id: int, offset: int, payload: memoryview) -> None:
+        """Copy a piece of an answer to its place.
+
+        Args:
+            request_id: Number of the request.
+            offset: Where it belongs.
+            payload: The bytes.
+
+        Raises:
+            WireError: The piece lies outside of what was announced, or out of order.
+        """
+        arrival = self.arrivals[request_id]
+        stop = offset + len(payload)
+        if offset != arrival.received or stop > arrival.num_bytes:
+            raise WireError(f"bytes {offset} to {stop} came after {arrival.received} of {arrival.num_bytes}")
+        self.ring.slot(arrival.slot)[offset:stop] = np.frombuffer(payload, np.uint8)
+        arrival.received = stop
+
+    def accept(self, request_id: int) -> None:
+        """Keep a complete answer until it is its turn.
+
+        Args:
+            request_id: Number of the request.
+        """
+        arrival = self.arrivals.pop(request_id)
+        self.ready[arrival.step] = arrival
+        self.largest = max(self.largest, arrival.num_bytes)
+
+    def drop(self, request_id: int) -> None:
+        """Forget a request; what still comes of it is not written anywhere.
+
+        Args:
+            request_id: Number of the request.
+        """
+        arrival = self.arrivals.pop(request_id, None)
+        if arrival is not None:
+            self.free.append(arrival.slot)
+
+    def deliverable(self) -> list[Arrival]:
+        """Return the answers whose turn it is, in order."""
+        arrivals = []
+        while (arrival := self.ready.pop(self.next_step, None)) is not None:
+            arrivals.append(arrival)
+            self.next_step += 1
+        return arrivals
+
+    @property
+    def window(self) -> int:
+        """Steps that may be under way or ready, as far as the sizes seen so far allow; at least 2, to overlap."""
+        if not self.largest:
+            return self.window_batches
+        return max(2, min(self.window_batches, self.window_bytes // self.largest))
+
+    def facts(self) -> dict[str, Any]:
+        """Return numbers for messages."""
+        return {"ready": len(self.ready), "under_way": len(self.arrivals)}

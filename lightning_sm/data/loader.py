@@ -1,0 +1,305 @@
+"""RemoteLoader: what a trainer iterates over in place of the user's DataLoader."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from lightning_sm.data.client import FeederClient
+from lightning_sm.data.codec import decode
+from lightning_sm.data.plan import num_steps
+from lightning_sm.data.ring import Ring
+from lightning_sm.data.spec import LoaderFacts
+
+logger = logging.getLogger(__name__)
+
+# Besides the window: a hedge or two under way, and what the training loop may keep: the batch it works on, the one
+# before until it is garbage, one that Lightning fetched ahead, and one on its way to a GPU.
+_HEDGE_SLOTS, _HELD_SLOTS = 4, 4
+
+
+class _SlotArray(np.ndarray):
+    """Bytes of a slot. A subclass, so that views keep this very object alive and its end can be noticed."""
+
+
+@dataclass(frozen=True)
+class LoaderPlace:
+    """Where a loader belongs.
+
+    Attributes:
+        opening: The loaders that the data hosts opened together.
+        index: Position among them.
+        stage: "train", "val", "test" or "predict".
+        rank: This rank, as far as the data is split; 0 if every rank gets all of it.
+        world_size: Ranks over which the data is split.
+        seed: Base of all random states.
+        window_batches: Batches that may be under way or ready.
+        window_bytes: The same limit in bytes.
+        max_batch_bytes: Capacity of a slot.
+        timeout_s: Seconds to wait for a batch.
+    """
+
+    opening: str
+    index: int
+    stage: str
+    rank: int
+    world_size: int
+    seed: int
+    window_batches: int
+    window_bytes: int
+    max_batch_bytes: int
+    timeout_s: float
+
+
+@dataclass
+class Position:
+    """Where a pass begins and ends, and in which order it goes.
+
+    Attributes:
+        epoch: Epoch of the training.
+        pass_index: Number of the pass within the epoch.
+        first_step: First batch of the pass.
+        stop_step: Batch after the last; None: all.
+        is_sequential: Whether shuffling is off for this pass (``overfit_batches``).
+    """
+
+    epoch: int = 0
+    pass_index: int = 0
+    first_step: int = 0
+    stop_step: int | None = None
+    is_sequential: bool = False
+
+
+class RemoteLoader:
+    """Batches that data hosts make, in the order of the plan.
+
+    Args:
+        client: The feeder.
+        facts: What the data hosts say of the user's loader.
+        place: Where it belongs.
+        position: Asked at the first batch of every pass.
+    """
+
+    def __init__(
+        self,
+        client: FeederClient,
+        facts: LoaderFacts,
+        place: LoaderPlace,
+        position: Callable[[RemoteLoader], Position],
+    ) -> None:
+        self.facts = facts
+        self.place = place
+        self.stats = LoaderStats()
+        self._client = client
+        self._ask_position = position
+        self.epoch = 0
+        self._ring: tuple[Ring, int] | None = None
+        self._held = 0
+        self._has_warned = False
+        # Lightning looks at both, to warn of shuffled validation data and to announce epochs.
+        self.sampler = _Shuffled(self) if facts.order == "shuffled" else _Sequential(self)
+        self.batch_sampler = None
+        self.on_epoch: Callable[[int], None] | None = None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per batch and rank; None if the dataset or the batch sampler decides."""
+        return self.facts.batch_size
+
+    def __len__(self) -> int:
+        """Return the number of batches in a pass, on every rank."""
+        facts = self.facts
+        if facts.num_samples is None:
+            raise TypeError(f"{facts.name} has no length")
+        return num_steps(
+            facts.num_samples, facts.batch_size or 1, drop_last=facts.drop_last, world_size=self.place.world_size
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the epoch of the next pass; Lightning calls it through ``sampler``.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
+        self.epoch = epoch
+        if self.on_epoch is not None:
+            self.on_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a pass; nothing is asked of the data hosts before the first batch is."""
+        return _Pass(self)
+
+    def _begin(self) -> tuple[int, int]:
+        position = self._ask_position(self)
+        place, facts = self.place, self.facts
+        _, number = self._shared_ring()
+        logger.debug(
+            "%s: epoch %d, steps %d to %s", facts.name, position.epoch, position.first_step, position.stop_step
+        )
+        return number, self._client.start_pass(
+            {
+                "ring": number,
+                "template": {
+                    "opening": place.opening,
+                    "loader": place.index,
+                    "seed": place.seed,
+                    "epoch": position.epoch,
+                    "pass_index": position.pass_index,
+                    "rank": place.rank,
+                },
+                "stage": place.stage,
+                "order": "sequential" if position.is_sequential and facts.order == "shuffled" else facts.order,
+                "num_samples": facts.num_samples,
+                "batch_size": facts.batch_size,
+                "drop_last": facts.drop_last,
+                "rank": place.rank,
+                "world_size": place.world_size,
+                "first_step": position.first_step,
+                "stop_step": position.stop_step,
+                "window_batches": place.window_batches,
+                "window_bytes": place.window_bytes,
+            }
+        )
+
+    def _shared_ring(self) -> tuple[Ring, int]:
+        if self._ring is None:
+            num_slots = self.place.window_batches + _HEDGE_SLOTS + _HELD_SLOTS
+            ring = Ring.create(num_slots, self.place.max_batch_bytes)
+            self._ring = ring, self._client.add_ring(ring)
+            ring.close()
+        return self._ring
+
+    def _batch(self, header: bytes, slot: int, num_bytes: int) -> Any:
+        """Map a slot as a batch; when too many batches are kept, copy this one out."""
+        ring, number = self._shared_ring()
+        array = ring.slot(slot)[:num_bytes]
+        if self._held >= _HELD_SLOTS:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "%d batches of %s are kept, more than the %d that may stay in shared memory: from now on batches "
+                    "are copied while so many are kept. Keep what you need of a batch, not the batch.",
+                    self._held,
+                    self.facts.name,
+                    _HELD_SLOTS,
+                )
+            array = array.copy()
+            self._client.release(number, slot)
+            return decode(header, array)
+        owner = array.view(_SlotArray)
+        self._held += 1
+        weakref.finalize(owner, self._give_back, number, slot).atexit = False
+        return decode(header, owner)
+
+    def _give_back(self, ring: int, slot: int) -> None:
+        self._held -= 1
+        self._client.release(ring, slot)
+
+
+class LoaderStats:
+    """What a loader measured since the last reset.
+
+    Attributes:
+        num_batches: Batches taken.
+        num_bytes: Bytes taken.
+        wait_s: Seconds that the training loop waited for batches.
+        busy_s: Seconds between batches, in which the training loop worked.
+        ready: Batches that were waiting when the last one was taken.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Start anew."""
+        self.num_batches = self.num_bytes = self.ready = 0
+        self.wait_s = self.busy_s = 0.0
+
+    @property
+    def input_bound(self) -> float:
+        """Fraction of the time that the training loop waited for batches; 0 before the second batch."""
+        total = self.wait_s + self.busy_s
+        return self.wait_s / total if self.busy_s else 0.0
+
+
+class _Pass(Iterator[Any]):
+    """One pass over a loader. It begins with the first batch: only then the trainer knows where it stands."""
+
+    def __init__(self, loader: RemoteLoader) -> None:
+        self._loader = loader
+        self._client = loader._client
+        self._pass_id: int | None = None
+        self._is_over = False
+        self._finalizer: Any = None
+        self._returned: float | None = None
+
+    def __next__(self) -> Any:
+        if self._is_over:
+            raise StopIteration
+        began = time.perf_counter()
+        if self._pass_id is None:
+            self._ring, self._pass_id = self._loader._begin()
+            self._finalizer = weakref.finalize(self, _close, self._client, self._pass_id)
+            self._finalizer.atexit = False
+        try:
+            message = self._client.next(self._pass_id, self._loader.place.timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        if message.kind == "end":
+            self.close()
+            raise StopIteration
+        facts = message.facts
+        batch = self._loader._batch(message.payload, facts["slot"], facts["num_bytes"])
+        self._client.take(self._pass_id, facts["step"] + 1)
+        self._count(began, facts)
+        return batch
+
+    def close(self) -> None:
+        """End the pass; batches that are still under way are called off."""
+        self._is_over = True
+        if self._finalizer is not None:
+            self._finalizer()
+
+    def _count(self, began: float, facts: dict[str, Any]) -> None:
+        now, stats = time.perf_counter(), self._loader.stats
+        stats.num_batches += 1
+        stats.num_bytes += facts["num_bytes"]
+        stats.ready = facts["ready"]
+        if self._returned is not None:
+            stats.wait_s += now - began
+            stats.busy_s += began - self._returned
+        self._returned = now
+
+
+def _close(client: FeederClient, pass_id: int) -> None:
+    for message in client.close_pass(pass_id):
+        client.release(message.facts["ring"], message.facts["slot"])
+
+
+class _Announced:
+    """Passes on the epoch that Lightning announces to samplers."""
+
+    _loader: RemoteLoader
+
+    def set_epoch(self, epoch: int) -> None:
+        self._loader.set_epoch(epoch)
+
+
+class _Sequential(_Announced, SequentialSampler):
+    def __init__(self, loader: RemoteLoader) -> None:
+        super().__init__(range(loader.facts.num_samples or 0))
+        self._loader = loader
+
+
+class _Shuffled(_Announced, RandomSampler):
+    def __init__(self, loader: RemoteLoader) -> None:
+        super().__init__(range(loader.facts.num_samples or 1))
+        self._loader = loader

@@ -1,0 +1,325 @@
+"""The network process of a data host: moves bytes between workers and trainers, and runs nothing of the user's."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from lightning_sm.console import show_log_lines
+from lightning_sm.data import wire
+from lightning_sm.data.child import run_and_leave
+from lightning_sm.data.leases import Leases
+from lightning_sm.data.messages import Message, MessageSocket
+from lightning_sm.data.pool import Failed, Produced, Task, WorkerPool
+from lightning_sm.data.settings import Credentials, HostSettings
+from lightning_sm.data.spec import BatchSpec
+from lightning_sm.data.wire import CHUNK_BYTES, FrameKind
+from lightning_sm.errors import DataSettingsError, WireError
+
+logger = logging.getLogger(__name__)
+
+# Each rank holds one thread for its stream and one now and then for a short call. Threads are made on demand.
+_MAX_THREADS = 2048
+
+# A call that waits for the user's setup() answers "not yet" after this time, so that a trainer can say what it awaits.
+_PATIENCE_S = 5.0
+
+# Time for trainers to be told that this host leaves.
+_GRACE_S = 1.0
+
+
+class NetworkProcess:
+    """The gRPC server and what it knows.
+
+    Args:
+        main: Connection to the main process of the data host.
+        settings: Address, limits, credentials.
+    """
+
+    def __init__(self, main: MessageSocket, settings: HostSettings) -> None:
+        self._main = main
+        self._settings = settings
+        self._pool = WorkerPool(lambda worker: self._tell("kill", worker=worker))
+        self._leases = Leases(settings.lease_s, settings.startup_timeout_s, time.monotonic())
+        self._changed = threading.Condition()
+        self._opened: dict[str, dict[str, Any]] = {}
+        self._asked: set[str] = set()
+        self._listings: dict[str, Message | None] = {}
+        self._streams: set[_Stream] = set()
+        self._started = time.monotonic()
+        self._server = grpc.server(
+            ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="grpc"),
+            handlers=[grpc.method_handlers_generic_handler(wire.SERVICE, self._handlers())],
+            interceptors=[wire.Guard(settings.credentials, settings.name)],
+            options=wire.server_options(),
+        )
+
+    def run(self) -> None:
+        """Serve until the main process closes the connection, or the trainers have finished."""
+        try:
+            address = wire.bind(self._server, self._settings.address, self._settings.credentials)
+        except DataSettingsError as error:
+            self._tell("finished", error=str(error))
+            return
+        self._server.start()
+        self._tell("listening", address=address)
+        while True:
+            try:
+                message = self._main.receive(timeout_s=0.5)
+            except TimeoutError:
+                outcome = self._leases.outcome(time.monotonic())
+                if outcome is not None:
+                    self._tell("finished", **outcome)
+                continue
+            if message is None:
+                break
+            self._hear(message)
+        self._server.stop(_GRACE_S)
+        self._pool.close()
+
+    def _hear(self, message: Message) -> None:
+        if message.kind == "worker":
+            self._pool.add(message)
+        elif message.kind == "lost":
+            self._pool.lose(message.facts["worker"], message.facts["why"])
+        else:
+            with self._changed:
+                if message.kind == "opened":
+                    facts = dict(message.facts)
+                    self._opened[facts.pop("opening")] = facts
+                elif message.kind == "listed":
+                    self._listings[message.facts["listing"]] = message
+                self._changed.notify_all()
+
+    def _tell(self, kind: str, **facts: Any) -> None:
+        try:
+            self._main.send(kind, **facts)
+        except OSError:
+            logger.debug("The main process is gone; this one ends with it.")
+
+    def _handlers(self) -> dict[str, Any]:
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
+        return {
+            "Open": unary(self._open),
+            "List": stream(self._list),
+            "Fetch": stream(self._fetch),
+            "Beat": unary(self._beat),
+            "Finish": unary(self._finish),
+        }
+
+    def _open(self, request: bytes, context: Any) -> bytes:
+        facts = _json(request, context)
+        opening = str(facts["opening"])
+        with self._changed:
+            if opening not in self._asked:
+                self._asked.add(opening)
+                self._tell("open", **facts)
+            self._changed.wait_for(lambda: opening in self._opened, _PATIENCE_S)
+            reply = self._opened.get(opening)
+            if reply is not None and "error" in reply:
+                # The next trainer that asks may find the disk mended.
+                self._asked.discard(opening)
+                del self._opened[opening]
+        return json.dumps(reply or {"state": "opening"}).encode()
+
+    def _list(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        request = next(requests)
+        facts = _json(request, context)
+        listing = json.dumps(facts, sort_keys=True)
+        with self._changed:
+            if listing not in self._listings:
+                self._listings[listing] = None
+                self._tell("list", listing=listing, **facts)
+            self._changed.wait_for(lambda: self._listings[listing] is not None, _PATIENCE_S)
+            message = self._listings[listing]
+        if message is None:
+            yield json.dumps({"state": "listing"}).encode()
+            return
+        if message.facts.get("why"):
+            yield json.dumps({"text": f"the process that ran the sampler {message.facts['why']}"}).encode()
+            return
+        fd, position = message.fds[0], 0
+        while piece := os.pread(fd, CHUNK_BYTES, position):
+            yield piece
+            position += len(piece)
+
+    def _fetch(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        stream = _Stream(self._pool)
+        context.add_callback(stream.close)
+        reader = threading.Thread(target=self._read, args=(requests, stream), name="requests", daemon=True)
+        reader.start()
+        try:
+            yield from stream.messages()
+        finally:
+            stream.close()
+
+    def _read(self, requests: Iterator[bytes], stream: _Stream) -> None:
+        try:
+            for message in requests:
+                for request_id, kind, _, payload in wire.frames(message):
+                    if kind == FrameKind.CANCEL:
+                        stream.cancel(request_id)
+                    else:
+                        self._request(stream, request_id, kind, bytes(payload))
+        except WireError as error:
+            logger.warning("A trainer broke the protocol: %s", error)
+        except grpc.RpcError:
+            logger.debug("A trainer closed its stream.")
+        except Exception:  # grpc raises a bare Exception when the call was cancelled
+            logger.debug("A trainer is gone.", exc_info=True)
+        stream.close()
+
+    def _request(self, stream: _Stream, request_id: int, kind: int, payload: bytes) -> None:
+        if kind != FrameKind.FETCH:
+            raise WireError(f"a frame of kind {kind}")
+        spec = BatchSpec.decode(payload)
+        loaders = self._opened.get(spec.opening, {}).get("loaders", [])
+        if not 0 <= spec.loader < len(loaders):
+            what = f"loader {spec.loader} of {spec.opening} is not open on data host {self._settings.name}"
+            stream.put(request_id, Failed("NotOpen", what))
+            return
+        # A virtual shard stays with the worker that has its iterator.
+        is_shard = loaders[spec.loader]["order"] == "shards"
+        affinity = int(spec.keys[1]) % self._settings.workers if is_shard else None
+        stream.submit(request_id, spec.opening, payload, affinity)
+
+    def _beat(self, request: bytes, context: Any) -> bytes:
+        facts = _json(request, context)
+        self._leases.beat(str(facts["client"]), int(facts["world_size"]), time.monotonic())
+        state = {"name": self._settings.name, "up_s": time.monotonic() - self._started, **self._pool.state()}
+        return json.dumps(state).encode()
+
+    def _finish(self, request: bytes, context: Any) -> bytes:
+        facts = _json(request, context)
+        self._leases.finish(str(facts["client"]), str(facts["outcome"]), time.monotonic())
+        return b"{}"
+
+
+class _Stream:
+    """What one trainer rank asked of this host, and the answers on their way."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._answers: queue.SimpleQueue[tuple[int, Produced | Failed] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._tasks: dict[int, Task] = {}
+        self._is_closed = False
+
+    def submit(self, request_id: int, opening: str, payload: bytes, affinity: int | None) -> None:
+        task = Task(self, opening, payload, lambda answer: self.put(request_id, answer), affinity)
+        with self._lock:
+            if self._is_closed:
+                return
+            self._tasks[request_id] = task
+        self._pool.submit(task)
+
+    def cancel(self, request_id: int) -> None:
+        with self._lock:
+            task = self._tasks.pop(request_id, None)
+        if task is not None:
+            self._pool.cancel(task)
+
+    def put(self, request_id: int, answer: Produced | Failed) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._answers.put((request_id, answer))
+                return
+        if isinstance(answer, Produced):
+            answer.release()
+
+    def close(self) -> None:
+        """Forget everything; the trainer is gone, or asks anew on another stream."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            tasks = list(self._tasks.values())
+            self._tasks.clear()
+        for task in tasks:
+            self._pool.cancel(task)
+        self._answers.put(None)
+
+    def messages(self) -> Iterator[bytes]:
+        """Yield answers as they are finished; small ones together, large ones in pieces."""
+        try:
+            while (answer := self._answers.get()) is not None:
+                yield from self._message(*answer)
+        finally:
+            self._drain()
+
+    def _message(self, request_id: int, answer: Produced | Failed) -> Iterator[bytes]:
+        with self._lock:
+            is_wanted = self._tasks.pop(request_id, None) is not None or isinstance(answer, Failed)
+        if isinstance(answer, Failed):
+            text = json.dumps({"error": answer.error, "text": answer.text, "where": answer.where}).encode()
+            yield wire.join((wire.frame(request_id, FrameKind.FAILURE, len(text)), text))
+            return
+        try:
+            if is_wanted:
+                yield from _pieces(request_id, answer)
+        finally:
+            answer.release()
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                answer = self._answers.get_nowait()
+            except queue.Empty:
+                return
+            if answer is not None and isinstance(answer[1], Produced):
+                answer[1].release()
+
+
+def _pieces(request_id: int, batch: Produced) -> Iterator[bytes]:
+    data = batch.data.data
+    head = wire.batch_head(len(data), batch.queue_s, batch.produce_s)
+    size = len(head) + len(batch.header)
+    parts: list[Any] = [wire.frame(request_id, FrameKind.HEADER, size), head, batch.header]
+    for start in range(0, len(data), CHUNK_BYTES):
+        piece = data[start : start + CHUNK_BYTES]
+        parts += [wire.frame(request_id, FrameKind.DATA, len(piece), start), piece]
+        yield wire.join(parts)
+        parts.clear()
+    if parts:
+        yield wire.join(parts)
+
+
+def _json(request: bytes, context: Any) -> dict[str, Any]:
+    try:
+        facts = json.loads(request)
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict):
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no JSON object")
+    return facts  # type: ignore[no-any-return]  # abort raises
+
+
+def main() -> None:
+    """Run the network process; the argument is the descriptor of the connection to the main process."""
+    # Ctrl-C and SIGTERM go to the whole process group; this process ends with the main process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    show_log_lines()
+    main_process = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
+    message = main_process.receive()
+    if message is None:
+        return
+    settings = message.facts["settings"]
+    credentials = Credentials(**settings.pop("credentials"))
+    NetworkProcess(main_process, HostSettings(**settings, credentials=credentials)).run()
+
+
+if __name__ == "__main__":
+    run_and_leave(main)

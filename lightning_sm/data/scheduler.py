@@ -1,0 +1,355 @@
+"""Which batch is asked of which data host, and when: the rules of one trainer rank's feeder process.
+
+Pure rules: no I/O, no clock, no thread, no chance. Events come in with their time (``now``, seconds of one clock that
+never goes back); requests to send and to cancel come out. A step of a pass (one iteration over one loader) is TODO,
+then in flight (twice when hedged), then ready. It becomes ready once, by whichever answer comes first; every other
+answer, late or for a closed pass, is refused. So each step is delivered exactly once, whatever the hosts do.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
+
+from lightning_sm.data.schedule import (
+    LAG_FACTOR,
+    Completion,
+    Host,
+    HostState,
+    Pass,
+    PassStatus,
+    Request,
+    Retry,
+    Snapshot,
+    Verdict,
+)
+
+# How far back the median latency looks: enough to outvote the stragglers of one host, and soon past a change of pass.
+# With fewer samples than the second number nothing is called late.
+_NUM_RECENT, _NUM_SAMPLES_TO_HEDGE = 64, 3
+# Another worker of the same host may answer for a frozen one, but all may as well be busy: wait longer.
+_SAME_HOST_FACTOR, _SAME_HOST_MINIMUM_S = 10.0, 2.0
+# A new sample's weight in the mean interval: equal workers answer in volleys.
+_INTERVAL_WEIGHT = 1 / 32
+# A lost race is a heavy batch; two without an answer in between are a host that does not answer.
+_NUM_LATE_TO_LAG = 2
+
+
+class Scheduler:
+    """Assign the steps of all open passes to data hosts, hedge late requests, and accept each step once.
+
+    The caller reports every event, sends what ``next_requests`` returns and cancels what other calls return; without
+    an event it calls ``next_requests`` again at ``next_wakeup``. A cancelled request frees its credit at once.
+
+    Args:
+        hedge_factor: A request is late after this many times the median latency.
+        hedge_budget: Hedges allowed, as a fraction of the answers so far.
+        hedge_minimum_s: No request is late before.
+        hedge_burst: Hedges allowed beyond that fraction, besides as many as the largest host has credits.
+        max_attempts: Failures of kind ``Retry.LIMITED`` that make a step fatal.
+    """
+
+    def __init__(
+        self,
+        *,
+        hedge_factor: float = 3.0,
+        hedge_budget: float = 0.05,
+        hedge_minimum_s: float = 0.05,
+        hedge_burst: int = 4,
+        max_attempts: int = 4,
+    ) -> None:
+        self._hedge_factor, self._hedge_minimum_s = hedge_factor, hedge_minimum_s
+        self._hedge_budget, self._hedge_burst, self._burst = hedge_budget, hedge_burst, hedge_burst
+        self._max_failures = {Retry.LIMITED: max_attempts, Retry.ONCE: 2, Retry.NEVER: 1}
+        self._hosts: dict[str, Host] = {}
+        self._passes: dict[int, Pass] = {}
+        self._requests: dict[int, Request] = {}  # in flight, oldest first
+        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._median_s = self._interval_s = self._measured_until = 0.0
+        self._num_sent = self._num_hedges = self._num_completed = self._num_duplicates = 0
+
+    def host_up(self, host: str, num_credits: int, now: float) -> None:
+        """Let a host take at most ``num_credits`` requests at a time; the first call with a name adds the host.
+
+        Raises:
+            ValueError: ``num_credits`` is below 1: the host could never be asked.
+        """
+        if num_credits < 1:
+            raise ValueError(f"num_credits of host {host!r} is {num_credits}; it must be at least 1.")
+        known = self._hosts.setdefault(host, Host(host))
+        if known.state is not HostState.UP:
+            if known.state is HostState.DOWN:  # another process, perhaps; one that was only silent keeps its pace
+                known.latency_s = None
+            known.state, known.reason, known.since = HostState.UP, "", now
+            known.num_late = known.num_refusals = 0
+            known.last_sent_at = known.paused_until = -math.inf
+        known.num_credits = num_credits
+        self._judge_hosts()
+
+    def host_suspect(self, host: str, now: float, reason: str = "") -> tuple[Request, ...]:
+        """Ask a silent host nothing until ``host_up``; its requests, returned, are asked elsewhere."""
+        return self._leave(host, HostState.SUSPECT, now, reason)
+
+    def host_down(self, host: str, now: float, reason: str = "") -> tuple[Request, ...]:
+        """Ask an unreachable host nothing until ``host_up``; its requests, returned, are asked elsewhere."""
+        return self._leave(host, HostState.DOWN, now, reason)
+
+    def open_pass(self, pass_id: int, first_step: int, stop_step: int | None, window: int) -> None:
+        """Begin to ask for the steps of a pass, from ``first_step`` to before ``stop_step`` (None: not known yet).
+
+        At most ``window`` steps from the oldest that the consumer has not taken are in flight or ready.
+
+        Raises:
+            ValueError: The pass is open already, or the window is below 1.
+        """
+        if pass_id in self._passes or window < 1:
+            raise ValueError(f"Pass {pass_id} cannot be opened with a window of {window}; open: {list(self._passes)}.")
+        self._passes[pass_id] = Pass(pass_id, first_step, stop_step, window, cursor=first_step)
+        self._passes[pass_id].refill()
+
+    def set_window(self, pass_id: int, window: int) -> None:
+        """Change the window of a pass; requests beyond a smaller one go on. A closed pass is ignored."""
+        if (current := self._passes.get(pass_id)) is not None:
+            current.window = max(window, 1)
+            current.refill()
+
+    def set_stop(self, pass_id: int, stop_step: int) -> tuple[Request, ...]:
+        """End a pass before ``stop_step``; returns requests from there on, to be cancelled. Ignores a closed pass."""
+        if (current := self._passes.get(pass_id)) is None:
+            return ()
+        current.stop_step = stop_step
+        current.refill()
+        current.ready = {step for step in current.ready if step < stop_step}
+        return self._forget([r for r in self._requests.values() if r.pass_id == pass_id and r.step >= stop_step])
+
+    def close_pass(self, pass_id: int) -> tuple[Request, ...]:
+        """Forget a pass; returns its requests, to be cancelled. Ignores a closed pass."""
+        superfluous = self._forget([request for request in self._requests.values() if request.pass_id == pass_id])
+        self._passes.pop(pass_id, None)
+        return superfluous
+
+    def advance(self, pass_id: int, step: int) -> None:
+        """Move the window of a pass: the consumer has taken every step below ``step``. Ignores a closed pass.
+
+        Raises:
+            ValueError: A step below is not ready, and would never be delivered.
+        """
+        if (current := self._passes.get(pass_id)) is None or step <= current.position:
+            return
+        if step > (missing := current.waiting_for):
+            raise ValueError(f"Pass {pass_id} cannot advance to step {step}: step {missing} is not ready.")
+        current.ready.difference_update(range(current.position, step))
+        current.position = step
+        current.refill()
+
+    def next_requests(self, now: float) -> list[Request]:
+        """Decide what to send now; the caller sends all of it.
+
+        First a late step for which a consumer waits is hedged, then free credits take TODO steps, then hosts that
+        found nothing to do hedge other late steps.
+        """
+        requests = self._hedge(now, is_urgent=True)
+        free = [host for host in self._hosts.values() if host.has_credit(now)]
+        queue = [(host.rank, order) for order, host in enumerate(free)]
+        heapq.heapify(queue)
+        while queue:
+            _, order = heapq.heappop(queue)
+            if chosen := self._choose(free[order], now):
+                requests.append(self._send(free[order], *chosen, now, is_hedge=False))
+                heapq.heappush(queue, (free[order].rank, order))
+        return requests + self._hedge(now, is_urgent=False)
+
+    def next_wakeup(self, now: float) -> float | None:
+        """Return when ``next_requests`` may have something new without an event; None: never."""
+        times: list[float] = []
+        has_todo = any(current.todo for current in self._passes.values())
+        for host in self._up():
+            if has_todo or self._requests:
+                times.append(host.paused_until)
+            if has_todo and host.is_lagging and not host.num_in_flight:
+                times.append(host.canary_at)
+        after_s = self._late_after_s()
+        late_at = (request.sent_at + after_s for request in self._alone())
+        times.append(next((time for time in late_at if time > now), math.inf))
+        return min((time for time in times if now < time < math.inf), default=None)
+
+    def completed(self, request_id: int, now: float) -> Completion:
+        """Take an answer; any but the first to a step of an open pass is refused, and never an error."""
+        if (request := self._requests.get(request_id)) is None:
+            self._num_duplicates += 1
+            return Completion(is_accepted=False)
+        self._measure(request, now)
+        current = self._passes[request.pass_id]
+        losers = [other for other in current.flights[request.step] if other is not request]
+        for loser in losers:
+            host, age_s = self._hosts[loser.host], now - loser.sent_at
+            if age_s > (host.latency_s or 0.0):  # less says nothing: it was cancelled
+                host.learn(age_s)
+        current.ready.add(request.step)
+        current.attempts.pop(request.step)
+        current.failures.pop(request.step, None)
+        self._forget([request, *losers])
+        self._judge_hosts()
+        return Completion(is_accepted=True, cancel=tuple(losers))
+
+    def failed(self, request_id: int, now: float, *, retry: Retry, reason: str = "") -> Verdict:
+        """Take a failure, and ask again if ``retry`` allows; that of a request no longer needed is ignored."""
+        if (request := self._requests.get(request_id)) is None:
+            return Verdict(is_fatal=False)
+        current, step = self._passes[request.pass_id], request.step
+        failures = current.failures.setdefault(step, [])
+        if retry is not Retry.ELSEWHERE or not current.failed_on(step, request.host):
+            failures.append((retry, request.host, reason))
+        if retry in (Retry.ELSEWHERE, Retry.LIMITED):
+            self._hosts[request.host].pause(now)
+        if sum(kind is retry for kind, _, _ in failures) >= self._max_failures.get(retry, math.inf):
+            current.fatal.add(step)
+            cancel = self._forget(list(current.flights[step]))
+            texts = tuple(f"{host}: {text}" for kind, host, text in failures if kind is not Retry.ELSEWHERE)
+            return Verdict(is_fatal=True, failures=texts, cancel=tuple(r for r in cancel if r is not request))
+        self._hosts[request.host].num_retries += 1
+        self._forget([request])
+        return Verdict(is_fatal=False)
+
+    def snapshot(self) -> Snapshot:
+        """Return what messages and metrics tell about hosts and passes."""
+        passes: list[PassStatus] = []
+        for current in self._passes.values():
+            asked = tuple(current.flights.get(current.waiting_for, ()))
+            counts = len(current.todo), len(current.flights), len(current.ready)
+            passes.append(PassStatus(current.pass_id, current.waiting_for, asked, *counts))
+        return Snapshot(tuple(map(copy.copy, self._hosts.values())), tuple(passes), self._num_duplicates)
+
+    def _up(self) -> list[Host]:
+        return [host for host in self._hosts.values() if host.state is HostState.UP]
+
+    def _leave(self, name: str, state: HostState, now: float, reason: str) -> tuple[Request, ...]:
+        host = self._hosts.setdefault(name, Host(name))
+        host.state, host.reason, host.since = state, reason, now
+        lost = self._forget([request for request in self._requests.values() if request.host == name])
+        host.num_retries += len(lost)
+        self._judge_hosts()
+        return lost
+
+    def _send(self, host: Host, current: Pass, step: int, now: float, *, is_hedge: bool) -> Request:
+        if not self._requests:
+            self._measured_until = now
+        attempt = current.attempts[step] = current.attempts.get(step, 0) + 1
+        request = Request(self._num_sent, host.host, current.pass_id, step, attempt, is_hedge, now)
+        self._num_sent += 1
+        self._num_hedges += is_hedge
+        host.num_hedges += is_hedge
+        host.num_in_flight += 1
+        host.last_sent_at = now
+        self._requests[request.request_id] = request
+        current.flights.setdefault(step, []).append(request)
+        if not is_hedge:
+            current.todo.remove(step)
+        return request
+
+    def _forget(self, requests: list[Request]) -> tuple[Request, ...]:
+        """End requests; a step that has no other one, and was neither answered nor given up, is TODO again."""
+        for request in requests:
+            del self._requests[request.request_id]
+            self._hosts[request.host].num_in_flight -= 1
+            current, step = self._passes[request.pass_id], request.step
+            current.flights[step].remove(request)
+            if not current.flights[step]:
+                del current.flights[step]
+                if step < current.cursor and step not in current.ready and step not in current.fatal:
+                    insort(current.todo, step)
+        return tuple(requests)
+
+    def _measure(self, request: Request, now: float) -> None:
+        host = self._hosts[request.host]
+        host.learn(now - request.sent_at)
+        host.num_completed += 1
+        host.num_late = host.num_refusals = 0
+        self._recent.append(now - request.sent_at)
+        self._median_s = sorted(self._recent)[len(self._recent) // 2]
+        self._num_completed += 1
+        # Time in which nothing was in flight (a long checkpoint) says nothing about the pace of the hosts.
+        interval_s, self._measured_until = now - self._measured_until, now
+        self._interval_s += max(_INTERVAL_WEIGHT, 1 / self._num_completed) * (interval_s - self._interval_s)
+
+    def _judge_hosts(self) -> None:
+        """Find the hosts that lag: far slower than the fastest, or silent. At least one does not."""
+        up = self._up()
+        # So many that all requests of one host that fell silent can be hedged; fewer, and the window may be stuck.
+        self._burst = self._hedge_burst + max((host.num_credits for host in up), default=0)
+        answering = [host for host in up if host.num_late < _NUM_LATE_TO_LAG] or up
+        fastest_s = min((host.latency_s for host in answering if host.latency_s is not None), default=math.inf)
+        for host in up:
+            is_slow = (host.latency_s or 0.0) > LAG_FACTOR * fastest_s
+            host.is_lagging = is_slow or (answering is not up and host.num_late >= _NUM_LATE_TO_LAG)
+
+    def _choose(self, host: Host, now: float) -> tuple[Pass, int] | None:
+        """Return the step that a host takes, if it has a credit: of the pass whose window is emptiest."""
+        if not host.has_credit(now):
+            return None
+        for current in sorted((c for c in self._passes.values() if c.todo), key=lambda c: c.fullness):
+            for step in self._candidates(host, current, now):
+                if not current.failures or self._may_take(host, current, step):
+                    return current, step
+        return None
+
+    def _candidates(self, host: Host, current: Pass, now: float) -> Iterable[int]:
+        """Return steps in order of preference; a lagging host leaves those alone that are needed before it answers."""
+        if not host.is_lagging:
+            return current.todo
+        steady = [other for other in self._up() if not other.is_lagging]
+        retried = [step for step in sorted(current.failures) if step in current.todo]
+        chosen = [step for step in retried if all(current.failed_on(step, other.host) for other in steady)]
+        if host.num_late < _NUM_LATE_TO_LAG and self._interval_s > 0.0:
+            ahead = math.ceil((host.latency_s or 0.0) / self._interval_s)
+            chosen += current.todo[bisect_left(current.todo, current.position + ahead) :]
+        if not host.num_in_flight and host.canary_at <= now:
+            chosen.append(current.todo[-1])
+        return chosen
+
+    def _may_take(self, host: Host, current: Pass, step: int) -> bool:
+        """Tell whether the step has not failed on this host, or has failed on all."""
+        return not current.failed_on(step, host.host) or all(current.failed_on(step, o.host) for o in self._up())
+
+    def _late_after_s(self) -> float:
+        """Return the age from which a request may be hedged; infinite while hedges are used up or have no measure."""
+        allowed = self._burst + self._hedge_budget * self._num_completed
+        if len(self._recent) < _NUM_SAMPLES_TO_HEDGE or self._num_hedges + 1 > allowed:
+            return math.inf
+        if len(self._up()) > 1:
+            return max(self._hedge_minimum_s, self._hedge_factor * self._median_s)
+        return max(_SAME_HOST_MINIMUM_S, _SAME_HOST_FACTOR * self._median_s)
+
+    def _alone(self) -> Iterator[Request]:
+        """Yield the requests that have no duplicate, oldest first."""
+        for request in self._requests.values():
+            if len(self._passes[request.pass_id].flights[request.step]) == 1:
+                yield request
+
+    def _hedge(self, now: float, *, is_urgent: bool) -> list[Request]:
+        """Duplicate late requests: that for which a consumer waits, or any for which a steady host has the time."""
+        requests: list[Request] = []
+        after_s = self._late_after_s()
+        for late in list(takewhile(lambda request: request.sent_at + after_s <= now, self._alone())):
+            current, owner = self._passes[late.pass_id], self._hosts[late.host]
+            if (is_urgent and late.step != current.position) or math.isinf(self._late_after_s()):
+                continue
+            if (host := self._rescuer(late, current, now)) is not None:
+                requests.append(self._send(host, current, late.step, now, is_hedge=True))
+                owner.num_late += now - late.sent_at > (owner.latency_s or 0.0)
+                self._judge_hosts()
+        return requests
+
+    def _rescuer(self, late: Request, current: Pass, now: float) -> Host | None:
+        """Return the idle host that duplicates a request; a lagging one only where the consumer waits."""
+        others = [host for host in self._up() if host.host != late.host] or self._up()
+        steady = [host for host in others if not host.is_lagging]
+        if not steady and late.step != current.position:
+            return None
+        free = [host for host in steady or others if host.has_credit(now)]
+        return min(free, key=lambda h: (current.failed_on(late.step, h.host), h.latency_s or math.inf), default=None)

@@ -1,0 +1,85 @@
+"""A worker of a data host: runs the user's dataset, transforms and collate function, one batch after the other.
+
+Workers are forked from the data host's main process, which never loads gRPC and has no threads: they share the
+dataset's memory, need no pickling, and one that dies is replaced in milliseconds. This is what ``DataLoader`` does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from lightning_sm.data.child import keep_freed_memory
+from lightning_sm.data.codec import Arena, encode
+from lightning_sm.data.messages import Message, MessageSocket
+from lightning_sm.data.ring import Ring
+from lightning_sm.data.served import SampleError, ServedLoader
+from lightning_sm.data.shards import END
+from lightning_sm.data.spec import BatchSpec
+from lightning_sm.errors import BatchTooLargeError, BatchTypeError
+from lightning_sm.prctl import end_with_parent
+
+
+def run_worker(
+    sock: socket.socket,
+    ring: Ring,
+    openings: Mapping[str, Sequence[ServedLoader]],
+    worker_id: int,
+    num_workers: int,
+) -> None:
+    """Serve requests until the other end of the socket is closed.
+
+    Args:
+        sock: Connection to the network process.
+        ring: Where finished batches are put.
+        openings: The loaders that were opened so far, by the name of the opening.
+        worker_id: Number of the worker on its host.
+        num_workers: Workers on the host.
+    """
+    end_with_parent()
+    # The terminal's Ctrl-C and the launcher's SIGTERM go to the whole group; workers end when their socket closes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    for loaders in openings.values():
+        for loader in loaders:
+            loader.enter_worker(worker_id, num_workers)
+    requests = MessageSocket(sock)
+    requests.send("ready", pid=os.getpid())
+    while (message := requests.receive()) is not None:
+        _serve(requests, message, ring, openings)
+
+
+def _serve(
+    requests: MessageSocket, message: Message, ring: Ring, openings: Mapping[str, Sequence[ServedLoader]]
+) -> None:
+    began = time.perf_counter()
+    slot = message.facts["slot"]
+    spec = BatchSpec.decode(message.payload)
+    arena = Arena(ring.slot(slot))
+    try:
+        batch = openings[spec.opening][spec.loader].batch(spec, arena)
+        if batch is END:
+            requests.send("ended", slot=slot)
+            return
+        header = encode(batch, arena)
+    except SampleError as error:
+        _fail(requests, slot, error.__cause__ or error, f"index {error.key!r}")
+    except (BatchTypeError, BatchTooLargeError) as error:
+        requests.send("failed", slot=slot, error=type(error).__name__, text=str(error))
+    except Exception as error:  # noqa: BLE001  # whatever the user's code raises belongs to the trainer
+        _fail(requests, slot, error, f"step {spec.step}")
+    else:
+        requests.send("done", header, slot=slot, num_bytes=arena.used, produce_s=time.perf_counter() - began)
+
+
+def _fail(requests: MessageSocket, slot: int, error: BaseException, where: str) -> None:
+    text = "".join(traceback.format_exception(error))
+    requests.send("failed", slot=slot, error="RemoteTransformError", text=text, where=where)

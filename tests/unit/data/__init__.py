@@ -1,0 +1,1 @@
+"""Unit tests of the data service: no sockets, no processes."""

@@ -1,0 +1,553 @@
+"""Every sample once, in the same batches, with the same random state, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sm.data.plan import (
+    BatchPlan,
+    SamplePlan,
+    SampleSeeds,
+    ShardPlan,
+    default_num_shards,
+    digest,
+    epoch_order,
+    num_steps,
+    resume_step,
+    shard_steps,
+)
+from lightning_sm.errors import DataSettingsError, ResumeError
+
+WORLD_SIZES = st.integers(1, 9)
+KEYS = st.recursive(
+    st.integers() | st.text(max_size=4),
+    lambda keys: st.lists(keys, max_size=3) | st.lists(keys, max_size=3).map(tuple),
+    max_leaves=6,
+)
+
+
+def sample_batches(order, batch_size, world_size, *, drop_last=False):
+    """The batches of all ranks, ``[step][rank]``, and the plan of rank 0."""
+    plans = [SamplePlan(order, batch_size, drop_last, rank, world_size) for rank in range(world_size)]
+    return table(plans), plans[0]
+
+
+def batch_batches(batches, world_size):
+    """The batches of all ranks, ``[step][rank]``, and the plan of rank 0."""
+    flat = np.array([index for batch in batches for index in batch], dtype=np.int64)
+    offsets = np.cumsum([0, *map(len, batches)])
+    plans = [BatchPlan(flat, offsets, rank, world_size) for rank in range(world_size)]
+    return table(plans), plans[0]
+
+
+def table(plans):
+    """What each rank trains on, ``[step][rank]``; all ranks must have as many steps."""
+    assert len({plan.num_steps for plan in plans}) == 1
+    assert len({plan.num_repeated for plan in plans}) == 1
+    return [[plan.batch(step).tolist() for plan in plans] for step in range(plans[0].num_steps)]
+
+
+def joined(nested):
+    """All samples of ``[step][rank]`` batches, step by step and rank by rank."""
+    return [index for step in nested for batch in step for index in batch]
+
+
+def ordinary_batches(order, batch_size, *, drop_last):
+    """What torch's BatchSampler yields."""
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    return [batch for batch in batches if len(batch) == batch_size or not drop_last]
+
+
+@given(st.integers(0, 300), st.integers(-(2**70), 2**70), st.integers(0, 2**40), st.integers(0, 3), st.text(max_size=5))
+def test_order_is_a_permutation(length, seed, epoch, pass_index, salt):
+    """Every index comes exactly once, as int64, for every seed, epoch, pass and salt."""
+    order = epoch_order(length, seed=seed, epoch=epoch, pass_index=pass_index, salt=salt)
+    assert order.dtype == np.int64
+    assert sorted(order.tolist()) == list(range(length))
+
+
+def test_order_is_pinned():
+    """The order of an epoch never changes between releases, else a resumed run would repeat and lose samples."""
+    assert epoch_order(10, seed=42, epoch=0).tolist() == [9, 5, 0, 4, 7, 8, 1, 6, 2, 3]
+    order = epoch_order(10, seed=42, epoch=3, pass_index=1, salt="val")
+    assert order.tolist() == [3, 1, 5, 7, 0, 4, 6, 8, 2, 9]
+
+
+def test_order_depends_on_everything_that_names_a_pass():
+    """Another seed, epoch, pass or salt gives another order; the same ones give the same order."""
+    base = {"seed": 1, "epoch": 1, "pass_index": 1, "salt": "a"}
+    changes = [{}, {"seed": 2}, {"epoch": 2}, {"pass_index": 2}, {"salt": "b"}, {"seed": 11, "epoch": 0}]
+    orders = {tuple(epoch_order(100, **(base | change)).tolist()) for change in changes}
+    assert len(orders) == len(changes)
+    assert epoch_order(100, **base).tolist() == epoch_order(100, **base).tolist()
+
+
+def test_order_takes_numpy_numbers():
+    """A seed that NumPy made shuffles like the same seed of Python."""
+    order = epoch_order(50, seed=np.int64(3), epoch=np.int32(2))
+    assert order.tolist() == epoch_order(50, seed=3, epoch=2).tolist()
+
+
+@given(st.integers(0, 200), st.integers(1, 12), WORLD_SIZES)
+def test_exact_tail_drops_and_pads_nothing(size, batch_size, world_size):
+    """Step by step and rank by rank, the batches are the order itself; only fewer samples than ranks repeat."""
+    order = epoch_order(size, seed=0, epoch=0)
+    batches, plan = sample_batches(order, batch_size, world_size)
+    assert joined(batches)[:size] == order.tolist()
+    assert len(joined(batches)) == size + plan.num_repeated
+    assert plan.num_repeated == (world_size - size if 0 < size < world_size else 0)
+    assert all(batch for step in batches for batch in step)
+
+
+@given(st.integers(0, 200), st.integers(1, 12), WORLD_SIZES)
+def test_exact_tail_keeps_batches_even(size, batch_size, world_size):
+    """All batches but those of the last step are full, and sizes within the last step differ by at most one."""
+    batches, _ = sample_batches(np.arange(size), batch_size, world_size)
+    assert all(len(batch) == batch_size for step in batches[:-1] for batch in step)
+    last = [len(batch) for batch in batches[-1]] if batches else [0]
+    assert max(last) - min(last) <= 1
+    assert max(last) <= batch_size + 1
+
+
+@given(st.integers(0, 200), st.integers(1, 12), WORLD_SIZES)
+def test_drop_last_leaves_full_batches_only(size, batch_size, world_size):
+    """With drop_last every batch is full, and less than one global batch at the end of the order is left out."""
+    batches, plan = sample_batches(np.arange(size), batch_size, world_size, drop_last=True)
+    assert all(len(batch) == batch_size for step in batches for batch in step)
+    assert joined(batches) == list(range(size))[: len(joined(batches))]
+    assert 0 <= size - len(joined(batches)) < batch_size * world_size
+    assert plan.num_repeated == 0
+
+
+@given(st.integers(0, 200), st.integers(1, 12), WORLD_SIZES, st.booleans())
+def test_steps_are_counted_without_a_plan(size, batch_size, world_size, drop_last):
+    """The length that a loader reports is the number of steps of its plan."""
+    plan = SamplePlan(np.arange(size), batch_size, drop_last, 0, world_size)
+    assert plan.num_steps == num_steps(size, batch_size, drop_last=drop_last, world_size=world_size)
+
+
+@given(st.integers(0, 200), st.integers(1, 12), st.booleans())
+def test_one_rank_gets_ordinary_batches(size, batch_size, drop_last):
+    """A single process trains on the batches of torch's own BatchSampler."""
+    order = epoch_order(size, seed=5, epoch=0).tolist()
+    batches, plan = sample_batches(np.array(order), batch_size, 1, drop_last=drop_last)
+    assert [step[0] for step in batches] == ordinary_batches(order, batch_size, drop_last=drop_last)
+    assert plan.num_repeated == 0
+
+
+@given(st.integers(0, 300), st.integers(1, 3), st.booleans())
+def test_global_batches_do_not_depend_on_the_number_of_ranks(size, factor, drop_last):
+    """With a constant global batch, 1, 2, 3, 4, 6 or 12 ranks train on the same samples in every full step."""
+    order = epoch_order(size, seed=9, epoch=1)
+    global_batch = 12 * factor
+    seen = []
+    for world_size in (1, 2, 3, 4, 6, 12):
+        batches, _ = sample_batches(order, global_batch // world_size, world_size, drop_last=drop_last)
+        steps = [joined([step]) for step in batches]
+        seen.append(steps if drop_last else steps[: max(0, size // global_batch - 1)])
+    assert all(steps == seen[0] for steps in seen)
+
+
+@pytest.mark.parametrize(
+    ("size", "batch_size", "world_size", "drop_last", "expected"),
+    [
+        pytest.param(0, 2, 3, False, [], id="no samples"),
+        pytest.param(0, 2, 3, True, [], id="no samples, drop_last"),
+        pytest.param(2, 4, 3, False, [[[0], [1], [0]]], id="fewer samples than ranks"),
+        pytest.param(2, 4, 5, False, [[[0], [1], [0], [1], [0]]], id="far fewer samples than ranks"),
+        pytest.param(2, 1, 3, True, [], id="fewer samples than ranks, drop_last"),
+        pytest.param(3, 4, 3, False, [[[0], [1], [2]]], id="as many samples as ranks"),
+        pytest.param(4, 4, 3, False, [[[0, 1], [2], [3]]], id="less than one global batch"),
+        pytest.param(4, 2, 2, False, [[[0, 1], [2, 3]]], id="exactly one global batch"),
+        pytest.param(5, 2, 2, False, [[[0, 1, 2], [3, 4]]], id="tail joins the last full step"),
+        pytest.param(6, 2, 2, False, [[[0, 1], [2, 3]], [[4], [5]]], id="tail of one sample per rank"),
+        pytest.param(7, 2, 2, False, [[[0, 1], [2, 3]], [[4, 5], [6]]], id="odd tail"),
+        pytest.param(7, 2, 2, True, [[[0, 1], [2, 3]]], id="odd tail dropped"),
+        pytest.param(3, 1, 2, False, [[[0, 1], [2]]], id="batches of one sample"),
+    ],
+)
+def test_batches_by_example(size, batch_size, world_size, drop_last, expected):
+    """Odd sizes end as the rules say: an even extra step, a slightly larger last step, or repeated samples."""
+    batches, plan = sample_batches(np.arange(size), batch_size, world_size, drop_last=drop_last)
+    assert batches == expected
+    assert plan.num_repeated == len(joined(batches)) - len(set(joined(batches)))
+
+
+def test_samples_before_a_step():
+    """The cursor counts the samples of all ranks."""
+    plan = SamplePlan(np.arange(100), 4, True, 1, 3)
+    assert [plan.samples_before(step) for step in (0, 1, 8)] == [0, 12, 96]
+
+
+def test_plans_take_plain_lists():
+    """A list of indices is as good as an array, an empty one included."""
+    assert SamplePlan([3, 1, 2], 2, False, 0, 1).batch(1).tolist() == [2]
+    assert SamplePlan([], 2, False, 0, 1).num_steps == 0
+
+
+@pytest.mark.parametrize("step", [-1, 2])
+def test_a_step_outside_the_pass_is_an_error(step):
+    """A cursor outside the pass is refused, never served with other samples."""
+    with pytest.raises(IndexError, match=f"Step {step} does not exist: the pass has 2 steps"):
+        SamplePlan(np.arange(8), 2, False, 0, 2).batch(step)
+    with pytest.raises(IndexError, match=f"Step {step} does not exist: the pass has 2 steps"):
+        BatchPlan(np.arange(8), np.array([0, 2, 4, 6, 8]), 0, 2).batch(step)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0)])
+def test_a_rank_outside_the_world_is_an_error(rank, world_size):
+    """Every plan names a rank that does not exist."""
+    plans = [
+        lambda: SamplePlan(np.arange(8), 2, False, rank, world_size),
+        lambda: BatchPlan(np.arange(8), np.array([0, 8]), rank, world_size),
+        lambda: ShardPlan(16, rank, world_size),
+    ]
+    for plan in plans:
+        with pytest.raises(ValueError, match=f"rank={rank} does not exist in world_size={world_size}"):
+            plan()
+
+
+def test_an_order_must_be_a_list_of_integers():
+    """Floats would be cut off silently, and a table has no order."""
+    for order in (np.array([0.5]), np.zeros((2, 2), dtype=np.int64), np.array([True])):
+        with pytest.raises(ValueError, match="Expected a list of integers"):
+            SamplePlan(order, 2, False, 0, 1)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        SamplePlan(np.arange(8), 0, False, 0, 1)
+
+
+def cut(sizes):
+    """Batches of the given sizes over 0, 1, 2, ..."""
+    bounds = np.cumsum([0, *sizes]).tolist()
+    return [list(range(start, end)) for start, end in itertools.pairwise(bounds)]
+
+
+@given(st.lists(st.integers(1, 6), max_size=30), WORLD_SIZES)
+def test_custom_batches_come_exactly_once(sizes, world_size):
+    """Every sample of every batch comes once, no batch is empty, and only fewer samples than ranks repeat."""
+    batches, plan = batch_batches(cut(sizes), world_size)
+    indices = joined(batches)
+    assert sorted(set(indices)) == list(range(sum(sizes)))
+    assert len(indices) == sum(sizes) + plan.num_repeated
+    assert plan.num_repeated == (world_size - sum(sizes) if 0 < sum(sizes) < world_size else 0)
+    assert all(batch for step in batches for batch in step)
+
+
+@given(st.lists(st.integers(1, 6), max_size=30), WORLD_SIZES)
+def test_custom_batches_stay_whole(sizes, world_size):
+    """Batches of full groups are dealt out as they are, except that the last ones may get one sample more."""
+    custom = cut(sizes)
+    batches, _ = batch_batches(custom, world_size)
+    dealt = [batch for step in batches for batch in step]
+    num_full = len(custom) // world_size * world_size
+    assert [batch[: len(whole)] for batch, whole in zip(dealt, custom[:num_full], strict=False)] == custom[:num_full]
+    assert all(len(b) - len(w) <= 1 for b, w in zip(dealt, custom[:num_full], strict=False))
+    tail = [len(batch) for batch in dealt[num_full:]]
+    assert not tail or max(tail) - min(tail) <= 1
+
+
+@given(st.lists(st.integers(1, 6), max_size=30))
+def test_one_rank_gets_the_custom_batches(sizes):
+    """A single process trains on exactly what the batch sampler returned."""
+    batches, _ = batch_batches(cut(sizes), 1)
+    assert [step[0] for step in batches] == cut(sizes)
+
+
+@pytest.mark.parametrize(
+    ("custom", "world_size", "expected", "num_repeated"),
+    [
+        pytest.param([], 2, [], 0, id="no batches"),
+        pytest.param([[5]], 3, [[[5], [5], [5]]], 2, id="one sample for three ranks"),
+        pytest.param([[5, 6, 7]], 2, [[[5, 6], [7]]], 0, id="one batch split"),
+        pytest.param([[1], [2, 3], [4, 5, 6]], 2, [[[1], [2, 3]], [[4, 5], [6]]], 0, id="tail split"),
+        pytest.param([[1], [2], [3, 4]], 2, [[[1], [2]], [[3], [4]]], 0, id="tail of one sample per rank"),
+        pytest.param([[1], [2, 3], [4]], 2, [[[1, 4], [2, 3]]], 0, id="tail joins the last full group"),
+        pytest.param([[1], [2], [3], [4], [5]], 3, [[[1, 4], [2, 5], [3]]], 0, id="two left of three"),
+        pytest.param([[9], [9]], 2, [[[9], [9]]], 0, id="a sampler that repeats by itself"),
+    ],
+)
+def test_custom_batches_by_example(custom, world_size, expected, num_repeated):
+    """A last incomplete group is split, spread over the group before it, or repeated."""
+    batches, plan = batch_batches(custom, world_size)
+    assert (batches, plan.num_repeated) == (expected, num_repeated)
+
+
+def test_samples_before_a_step_of_custom_batches():
+    """The cursor counts samples, not batches, and ends at all of them even if the tail joined the last step."""
+    _, plan = batch_batches([[1], [2, 3], [4, 5], [6], [7]], 2)
+    assert [plan.samples_before(step) for step in range(plan.num_steps + 1)] == [0, 3, 7]
+
+
+def test_an_empty_custom_batch_is_named():
+    """A batch without samples is the user's mistake, and the message says which one it is."""
+    with pytest.raises(DataSettingsError, match="Batch 1 of the batch sampler is empty"):
+        BatchPlan(np.arange(4), np.array([0, 2, 2, 4]), 0, 1)
+
+
+@pytest.mark.parametrize("offsets", [[], [0], [1, 4], [0, 3], [0, 3, 2, 4], [0, 5]])
+def test_offsets_must_cut_the_samples(offsets):
+    """Offsets that lose, invent or reorder samples are refused."""
+    with pytest.raises(ValueError, match=f"The {len(offsets)} offsets do not cut 4 samples"):
+        BatchPlan(np.arange(4), np.array(offsets, dtype=np.int64), 0, 1)
+
+
+def walk(plan, lengths, first=0, *, order=None):
+    """Ask for every ticket as a trainer rank does: what came, and the tickets that were asked for.
+
+    With ``order``, up to four requests are in flight, and their answers come in any order.
+    """
+    came, asked, number, window = [], [], first, []
+    while window or not (plan.exhausted and number > plan.last_ticket()):
+        while len(window) < (4 if order else 1) and not (plan.exhausted and number > plan.last_ticket()):
+            if not plan.is_empty(number):
+                asked.append(number)
+                window.append(number)
+            number += 1
+        if not window:
+            break
+        answer = window.pop(order.randrange(len(window)) if order else 0)
+        shard, offset = plan.ticket(answer)
+        if offset >= lengths[shard]:
+            plan.ended(shard, offset)
+        else:
+            came.append((answer, shard, offset))
+    return came, asked
+
+
+@st.composite
+def shards(draw):
+    """A number of ranks and the lengths of a fitting number of shards."""
+    world_size = draw(st.integers(1, 5))
+    num_shards = world_size * draw(st.integers(1, 4))
+    return world_size, draw(st.lists(st.integers(0, 6), min_size=num_shards, max_size=num_shards))
+
+
+@given(shards())
+def test_shards_come_exactly_once(case):
+    """Over all ranks every batch of every shard comes once, and a rank asks each shard once for its end."""
+    world_size, lengths = case
+    came = []
+    for rank in range(world_size):
+        plan = ShardPlan(len(lengths), rank, world_size)
+        own, asked = walk(plan, lengths)
+        assert len(asked) == len(own) + len(lengths) // world_size
+        assert plan.last_ticket() == max((ticket for ticket, _, _ in own), default=-1)
+        came += [(shard, offset) for _, shard, offset in own]
+    expected = [(shard, offset) for shard, length in enumerate(lengths) for offset in range(length)]
+    assert sorted(came) == expected
+
+
+@given(shards(), st.randoms(use_true_random=False))
+def test_answers_out_of_order_lose_nothing(case, order):
+    """With several requests in flight, an early answer about a late offset hides no batch."""
+    world_size, lengths = case
+    for rank in range(world_size):
+        came, _ = walk(ShardPlan(len(lengths), rank, world_size), lengths, order=order)
+        assert sorted(came) == walk(ShardPlan(len(lengths), rank, world_size), lengths)[0]
+
+
+@given(shards(), st.data())
+def test_shards_resume_where_they_were(case, data):
+    """A plan rebuilt from a checkpoint goes on with the same requests and the same batches."""
+    world_size, lengths = case
+    rank = data.draw(st.integers(0, world_size - 1))
+    whole, asked = walk(ShardPlan(len(lengths), rank, world_size), lengths)
+    start = data.draw(st.integers(0, max(asked) + 1))
+    stopped = ShardPlan(len(lengths), rank, world_size)
+    for number in (number for number in asked if number < start):
+        shard, offset = stopped.ticket(number)
+        if offset >= lengths[shard]:
+            stopped.ended(shard, offset)
+    resumed = ShardPlan.from_state(json.loads(json.dumps(stopped.state())))
+    assert resumed.state() == stopped.state()
+    came, asked_again = walk(resumed, lengths, first=start)
+    assert came == [batch for batch in whole if batch[0] >= start]
+    assert asked_again == [number for number in asked if number >= start]
+
+
+def test_tickets_by_example():
+    """A rank takes one batch of each of its shards in turn."""
+    plan = ShardPlan(6, 1, 2)
+    assert [plan.ticket(number) for number in range(5)] == [(1, 0), (3, 0), (5, 0), (1, 1), (3, 1)]
+
+
+def test_the_smallest_end_wins():
+    """An end that is reported late for a smaller offset counts, one for a larger offset does not."""
+    plan = ShardPlan(1, 0, 1)
+    assert (plan.exhausted, plan.last_ticket()) == (False, None)
+    plan.ended(0, 5)
+    assert (plan.exhausted, plan.last_ticket()) == (True, 4)
+    plan.ended(0, 3)
+    plan.ended(0, 4)
+    assert [plan.is_empty(number) for number in (2, 3, 4)] == [False, True, True]
+    assert plan.last_ticket() == 2
+
+
+@pytest.mark.parametrize(("shard", "offset"), [(0, 0), (4, 0), (5, 0), (-1, 0), (1, -1)])
+def test_ends_of_other_shards_are_refused(shard, offset):
+    """An answer about what this rank never asked for is an error, not a lost shard."""
+    with pytest.raises(ValueError, match=f"no offset {offset} in shard {shard}"):
+        ShardPlan(4, 1, 2).ended(shard, offset)
+
+
+@pytest.mark.parametrize(("num_shards", "world_size", "nearest"), [(16, 3, 18), (0, 4, 4), (-2, 2, 2), (1, 2, 2)])
+def test_uneven_shards_are_refused_with_advice(num_shards, world_size, nearest):
+    """The message has both numbers and one that works."""
+    with pytest.raises(
+        DataSettingsError, match=f"num_shards={num_shards} .* world_size={world_size} .* such as {nearest}"
+    ):
+        ShardPlan(num_shards, 0, world_size)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"num_shards": 4, "rank": 0, "world_size": 2},
+        {"num_shards": 5, "rank": 0, "world_size": 2, "ends": []},
+        {"num_shards": 4, "rank": 0, "world_size": 2, "ends": [[1, 0]]},
+        {"num_shards": 4, "rank": 0, "world_size": 2, "ends": [0]},
+        {"num_shards": "4", "rank": 0, "world_size": 2, "ends": []},
+    ],
+)
+def test_a_broken_state_is_a_resume_error(state):
+    """A checkpoint that this plan did not write is named as such."""
+    with pytest.raises(ResumeError, match="is not the saved state of an iterable dataset"):
+        ShardPlan.from_state(state)
+
+
+def test_default_shards_fit_every_world():
+    """The default divides evenly, and small clusters of usual shapes share it."""
+    assert [default_num_shards(world_size) for world_size in (1, 2, 3, 8, 12, 16, 64)] == [16, 16, 48, 16, 48, 16, 64]
+
+
+@given(shards())
+def test_steps_over_shards_are_those_of_the_shortest_rank(case):
+    """All ranks stop together, and the count of what is left out adds up."""
+    world_size, lengths = case
+    per_rank = [len(walk(ShardPlan(len(lengths), rank, world_size), lengths)[0]) for rank in range(world_size)]
+    steps, num_dropped = shard_steps(lengths, world_size)
+    assert steps == min(per_rank)
+    assert num_dropped == sum(per_rank) - steps * world_size
+
+
+def test_steps_over_uneven_shards_are_refused():
+    """Counts of shards that do not divide evenly over the ranks are an error."""
+    with pytest.raises(DataSettingsError, match="num_shards=3 does not divide evenly over world_size=2"):
+        shard_steps([1, 2, 3], 2)
+
+
+def test_seeds_are_pinned():
+    """The random state of a sample never changes between releases, else a resumed run would augment otherwise."""
+    seeds = SampleSeeds(42, "train", 0, 3, 0)
+    assert [seeds.of(key) for key in (0, 1, -1)] == [8922477289440708145, 13068284058432282504, 16230335104841851029]
+    assert [seeds.of(key) for key in ("1", (1, "a"), 2**80)] == [
+        10124901429963130684,
+        3121504021657911480,
+        8842096682360979679,
+    ]
+    assert seeds.of_batch(0, 1) == 605117354580484091
+
+
+@given(KEYS, KEYS)
+def test_different_samples_have_different_seeds(first, second):
+    """Any two keys of integers, strings and sequences of them share a seed only if they are the same key."""
+    seeds = SampleSeeds(0, "train", 0, 0, 0)
+    as_lists = [json.dumps(key) for key in (first, second)]
+    assert (seeds.of(first) == seeds.of(second)) == (as_lists[0] == as_lists[1])
+    assert 0 <= seeds.of(first) < 2**64
+
+
+def test_keys_that_look_alike_differ():
+    """The kind of a key and the shape of its nesting count, not only its text."""
+    keys = [1, "1", (1,), ("1",), ((1,),), (1, 1), (11,), ("1,1",), "[1]", (), "", ((), ()), True, None, 1.0]
+    seeds = SampleSeeds(0, "train", 0, 0, 0)
+    assert len({seeds.of(key) for key in keys}) == len(keys)
+
+
+@pytest.mark.parametrize("key", [0, 7, -7, 2**63 - 1, -(2**63)])
+def test_numpy_integers_are_integers(key):
+    """A sample keeps its random state when the sampler hands out NumPy's integers, also within tuples."""
+    seeds = SampleSeeds(0, "train", 0, 0, 0)
+    assert seeds.of(np.int64(key)) == seeds.of(key)
+    assert seeds.of((np.int64(key), "a")) == seeds.of([key, "a"])
+
+
+@given(st.integers(-(2**65), 2**65))
+def test_integers_around_the_word_size_differ(key):
+    """Integers beyond 64 bits are keys like all others."""
+    seeds = SampleSeeds(0, "train", 0, 0, 0)
+    assert len({seeds.of(key), seeds.of(key + 1), seeds.of(key + 2**64)}) == 3
+
+
+def test_seeds_depend_on_everything_that_names_a_pass():
+    """Another seed, stage, loader, epoch or pass gives every sample and batch another state."""
+    fields = [
+        (0, "train", 0, 0, 0),
+        (1, "train", 0, 0, 0),
+        (0, "validate", 0, 0, 0),
+        (0, "train", 1, 0, 0),
+        (0, "train", 0, 1, 0),
+        (0, "train", 0, 0, 1),
+        (-1, "train", 0, 0, 0),
+    ]
+    assert len({SampleSeeds(*one).of(5) for one in fields}) == len(fields)
+    assert len({SampleSeeds(*one).of("5") for one in fields}) == len(fields)
+    assert len({SampleSeeds(*one).of_batch(5, 0) for one in fields}) == len(fields)
+
+
+def test_batches_have_states_of_their_own():
+    """No batch shares a random state with another batch, or with a sample that is numbered like it."""
+    seeds = SampleSeeds(0, "train", 0, 0, 0)
+    batches = [seeds.of_batch(step, rank) for step in range(20) for rank in range(20)]
+    samples = [seeds.of(key) for key in range(400)] + [seeds.of((a, b)) for a in range(20) for b in range(20)]
+    assert len({*batches, *samples}) == len(batches) + len(samples)
+
+
+def test_seeds_do_not_depend_on_what_was_asked_before():
+    """A data host that serves one sample gets the state of a host that served all of them."""
+    busy = SampleSeeds(0, "train", 0, 0, 0)
+    states = [busy.of(key) for key in range(50)]
+    assert [SampleSeeds(0, "train", 0, 0, 0).of(key) for key in reversed(range(50))] == states[::-1]
+
+
+def test_keys_that_cannot_be_sent_are_refused():
+    """The message shows the key and what in it is at fault."""
+    with pytest.raises(DataSettingsError, match=r"sample key \(1, b'x'\) cannot be sent .* it holds a bytes"):
+        SampleSeeds(0, "train", 0, 0, 0).of((1, b"x"))
+
+
+@given(st.integers(0, 10**12), st.integers(1, 10**6))
+def test_resume_rounds_down(samples_consumed, global_batch):
+    """No sample is lost, and less than one global batch comes twice."""
+    step, num_repeated = resume_step(samples_consumed, global_batch)
+    assert step * global_batch + num_repeated == samples_consumed
+    assert 0 <= num_repeated < global_batch
+
+
+@pytest.mark.parametrize(("samples_consumed", "global_batch"), [(-1, 4), (4, 0), (4, -1)])
+def test_resume_refuses_impossible_numbers(samples_consumed, global_batch):
+    """A negative cursor or an empty global batch is an error."""
+    with pytest.raises(ValueError, match=f"after {samples_consumed} samples with a global batch of {global_batch}"):
+        resume_step(samples_consumed, global_batch)
+
+
+@given(st.lists(st.integers(0, 100), max_size=20))
+def test_digest_compares_values_only(values):
+    """Integer type, byte order and memory layout do not matter, values and their order do."""
+    array = np.array(values, dtype=np.int64)
+    assert digest(array) == digest(array.astype(np.uint8)) == digest(array.astype(">i4")) == digest(values)
+    assert digest(np.repeat(array, 2)[::2]) == digest(array)
+    assert digest(np.append(array, 0)) != digest(array)
+    assert values == values[::-1] or digest(array[::-1]) != digest(array)
+
+
+def test_digest_is_pinned():
+    """Hosts compare digests of different installations, so that they stay the same."""
+    assert (digest(np.arange(5)), digest([])) == ("5ba0aa5444ab2827", "e4a6a0577479b2b4")
