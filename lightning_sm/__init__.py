@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_sm.cli import SageMakerCLI
+    from lightning_sm.data.batch_types import register_batch_type
+    from lightning_sm.data.host import DataHost
+    from lightning_sm.data.module import RemoteDataModule
+    from lightning_sm.data.settings import DataServiceSettings
     from lightning_sm.environment import SageMakerEnvironment
     from lightning_sm.job import Channel, InstanceGroup, SageMakerJob
     from lightning_sm.topology import Role, Topology
@@ -19,23 +23,31 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Channel",
+    "DataHost",
+    "DataServiceSettings",
     "InstanceGroup",
+    "RemoteDataModule",
     "Role",
     "SageMakerCLI",
     "SageMakerEnvironment",
     "SageMakerJob",
     "Topology",
     "__version__",
+    "register_batch_type",
 ]
 
 _MODULE_OF = {
     "Channel": "lightning_sm.job",
+    "DataHost": "lightning_sm.data.host",
+    "DataServiceSettings": "lightning_sm.data.settings",
     "InstanceGroup": "lightning_sm.job",
+    "RemoteDataModule": "lightning_sm.data.module",
     "Role": "lightning_sm.topology",
     "SageMakerCLI": "lightning_sm.cli",
     "SageMakerEnvironment": "lightning_sm.environment",
     "SageMakerJob": "lightning_sm.job",
     "Topology": "lightning_sm.topology",
+    "register_batch_type": "lightning_sm.data.batch_types",
 }
 
 

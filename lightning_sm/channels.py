@@ -10,7 +10,7 @@ from lightning_sm.errors import ChannelError
 # The names that SageMaker's own examples give to the only or the main channel.
 _MAIN_CHANNELS = ("training", "train")
 # What LightningDataModules and torchvision datasets call the folder of the data.
-_MAIN_PARAMETERS = ("data_dir", "root")
+MAIN_PARAMETERS = ("data_dir", "root")
 # Holds configuration files, not data (see ``hyperparameters.to_argv``).
 CONFIG_CHANNEL = "config"
 
@@ -90,5 +90,5 @@ def _fitting_key(channel: str, channels: Collection[str], parameters: Collection
     if own in parameters:
         return f"data.{own}"
     if channel in _MAIN_CHANNELS or len(channels) == 1:
-        return next((f"data.{name}" for name in _MAIN_PARAMETERS if name in parameters), None)
+        return next((f"data.{name}" for name in MAIN_PARAMETERS if name in parameters), None)
     return None

@@ -19,6 +19,7 @@ from lightning_sm._lightning import (
     ClusterEnvironment,
     LightningArgumentParser,
     LightningCLI,
+    LightningDataModule,
     ProgressBar,
     Trainer,
     check_same_distribution,
@@ -27,13 +28,18 @@ from lightning_sm.arguments import is_toolkit_rendering, job_arguments
 from lightning_sm.callbacks.outputs import JobOutputs
 from lightning_sm.callbacks.progress import LineProgress
 from lightning_sm.console import show_log_lines
+from lightning_sm.data.in_job import remote, serve
+from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.environment import SageMakerEnvironment
-from lightning_sm.errors import OutputDirectoryError, TopologyError
+from lightning_sm.errors import DataSettingsError, OutputDirectoryError, TopologyError
 from lightning_sm.job import SageMakerJob
 from lightning_sm.overlay import JobOverlay
 from lightning_sm.topology import Role, Topology
 
 logger = logging.getLogger(__name__)
+
+# Arguments of the data service, in --help and in configuration files.
+_DATA_SERVICE = "data_service"
 
 
 class SageMakerCLI(LightningCLI):
@@ -48,7 +54,8 @@ class SageMakerCLI(LightningCLI):
     - sends logs to the output data directory (each host to its own folder) and TensorBoard and checkpoints to their
       synchronised folders, if the job has them; a relative folder in the configuration becomes one below these;
     - writes the best model to the model directory;
-    - logs progress as lines.
+    - logs progress as lines;
+    - on the hosts of a data group serves the DataModule's batches, and on the trainers fetches them from there.
 
     What the user sets comes before all of it. A value that contradicts the cluster is an error.
 
@@ -100,6 +107,7 @@ class SageMakerCLI(LightningCLI):
         """Parse the arguments, then fill in what the job knows and the user did not set."""
         if self.job is None:
             super().parse_arguments(parser, args)
+            self._take_data_service_settings()
             return
         if args is None:
             args = self._job_arguments(self.job)
@@ -107,20 +115,24 @@ class SageMakerCLI(LightningCLI):
             self.config = _parse(parser, args)
             # Without defaults and default_config_files, what remains is what the user set.
             explicit = _parse(parser, args, defaults=False)
-        if self.topology.role is Role.TRAINER:
-            self._fit_into_job(self.job, parser, explicit)
+        self._fit_into_job(self.job, parser, explicit)
+        self._take_data_service_settings()
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the settings of the data service."""
+        super().add_default_arguments_to_parser(parser)
+        parser.add_class_arguments(DataServiceSettings, _DATA_SERVICE)
 
     def instantiate_classes(self) -> None:
-        """Instantiate model, DataModule and trainer; a data host has nothing to instantiate and leaves."""
-        if self.job is not None and self.topology.role is Role.DATA:
-            logger.info(
-                "Host %s is in data group %r. This version does not serve batches from data hosts yet: "
-                "the trainer hosts read the data themselves, and this host leaves.",
-                self.job.current_host,
-                self.job.current_group.name,
-            )
+        """Instantiate model, DataModule and trainer; a data host makes its DataModule only, serves it, and leaves."""
+        if self.job is None or not self.topology.data_hosts:
+            super().instantiate_classes()
+            return
+        if self.topology.role is Role.DATA:
+            serve(self._only_datamodule(), self.job, self.topology, self.data_service)
             sys.exit(0)
         super().instantiate_classes()
+        self.datamodule = remote(self._checked(self.datamodule), self.job, self.topology, self.data_service)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Instantiate the trainer; in a job with the cluster environment and the job's callbacks."""
@@ -152,13 +164,52 @@ class SageMakerCLI(LightningCLI):
             self.config[subcommand] if subcommand else self.config,
             explicit[subcommand] if subcommand else explicit,
         )
+        if self.topology.role is Role.TRAINER:
+            self._fit_trainer_into_job(job, overlay, subcommand)
+        overlay.route_channels(job, self._channel_mapping)
+        if self.topology.role is Role.TRAINER and self.topology.data_hosts:
+            overlay.fill_missing_folder(job, _required_arguments(self.datamodule_class))
+        self.config = parser.parse_object({subcommand: overlay.changes} if subcommand else overlay.changes, self.config)
+
+    def _fit_trainer_into_job(self, job: SageMakerJob, overlay: JobOverlay, subcommand: str | None) -> None:
         for folder in filter(None, (job.model_dir, job.host_output_dir, job.checkpoint_dir, job.tensorboard_dir)):
             _check_writable(folder)
         self.environment = SageMakerEnvironment(job, **self._environment_settings)
         overlay.fit_trainer(self.environment)
         overlay.route_outputs(job, self._parser(subcommand).callback_keys)
-        overlay.route_channels(job, self._channel_mapping)
-        self.config = parser.parse_object({subcommand: overlay.changes} if subcommand else overlay.changes, self.config)
+
+    def _take_data_service_settings(self) -> None:
+        """Take the settings out of the configuration, which stays that of ``LightningCLI`` where they are not used."""
+        subcommand = self.config.get("subcommand")
+        config = self.config[subcommand] if subcommand else self.config
+        values = config.pop(_DATA_SERVICE)
+        self.data_service = DataServiceSettings(**vars(values))
+        # The configuration is saved beside the model, where a secret does not belong.
+        values["token"] = None
+        if DataServiceSettings(**vars(values)) != DataServiceSettings():
+            config[_DATA_SERVICE] = values
+
+    def _only_datamodule(self) -> LightningDataModule:
+        """Make the DataModule without trainer, loggers and callbacks, and without the model unless a link needs it."""
+        parser, subcommand = self._parser(self.subcommand), self.subcommand
+        config = self.config[subcommand] if subcommand else self.config
+        links = parser._links_group._group_actions if hasattr(parser, "_links_group") else []
+        needs_model = any(link.apply_on == "instantiate" and link.target[0].startswith("data.") for link in links)
+        sections = ("data", "model") if needs_model else ("data",)
+        wanted = config.clone()
+        for name in set(vars(config)) - set(sections):
+            del wanted[name]
+        return self._checked(parser.instantiate_classes(wanted).get("data"))
+
+    def _checked(self, datamodule: Any) -> LightningDataModule:
+        if datamodule is None:
+            raise DataSettingsError(
+                f"The job has data hosts ({', '.join(self.topology.data_hosts)}), but the script has no "
+                "LightningDataModule for them to serve. Give SageMakerCLI a datamodule_class, or take the data groups "
+                "out of the job (LIGHTNING_SM_DATA_GROUPS= makes all groups train)."
+            )
+        module: LightningDataModule = datamodule
+        return module
 
     def _with_environment(self, plugins: list[Any], strategy: Any) -> list[Any]:
         candidates = [*plugins, getattr(strategy, "cluster_environment", None)]
@@ -220,6 +271,11 @@ def _parse(parser: LightningArgumentParser, args: Any, *, defaults: bool = True)
     parse = parser.parse_object if isinstance(args, (dict, Namespace)) else parser.parse_args
     config: Namespace = parse(args, defaults=defaults, _skip_validation=True)
     return config
+
+
+def _required_arguments(datamodule_class: Any) -> list[str]:
+    parameters = inspect.signature(datamodule_class).parameters if datamodule_class is not None else {}
+    return [f"data.{name}" for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty]
 
 
 def _as_list(value: Any) -> list[Any]:

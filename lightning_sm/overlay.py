@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
 
 from lightning_sm._lightning import DISTRIBUTION, rank_zero_only
-from lightning_sm.channels import route
+from lightning_sm.channels import MAIN_PARAMETERS, route
 from lightning_sm.environment import SageMakerEnvironment
 from lightning_sm.errors import ChannelError
 from lightning_sm.job import SageMakerJob
@@ -69,6 +69,20 @@ class JobOverlay:
                 job.channels[channel].path,
                 channel,
             )
+
+    def fill_missing_folder(self, job: SageMakerJob, required: Collection[str]) -> None:
+        """Give a DataModule on a trainer the folder of a channel that only the data hosts have.
+
+        Args:
+            job: The job.
+            required: Arguments without which the DataModule cannot be made.
+        """
+        for key in (f"data.{parameter}" for parameter in MAIN_PARAMETERS):
+            is_routed = key.removeprefix("data.") in self.changes.get("data", {})
+            if key in required and not is_routed and not _has(self._explicit, key):
+                folder = str(job.base_dir / "input" / "data" / "training")
+                _log_once("%s = %s: this host has no channel for it; the data hosts read the data.", key, folder)
+                self._set(key, folder)
 
     def fit_trainer(self, environment: SageMakerEnvironment) -> None:
         """Set ``num_nodes`` and ``devices``.

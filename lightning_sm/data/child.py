@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
@@ -44,16 +45,8 @@ def ending(status: int) -> str:
     return f"was killed by {name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
 
 
-def run_and_leave(main: Callable[[], None]) -> NoReturn:
-    """Run a process whose threads are nothing without each other, and leave without waiting for any.
-
-    An exception in any thread ends the process: its starter notices that, but never a thread that is missing. At the
-    end, calls of gRPC whose other side is gone may still have threads.
-
-    Args:
-        main: What the main thread does.
-    """
-    code = 1
+def end_with_any_thread() -> None:
+    """Let an exception in any thread end the process: its starter notices that, but never a thread that is missing."""
 
     def leave(failed: Any) -> None:
         if failed.exc_type is not SystemExit:
@@ -61,14 +54,26 @@ def run_and_leave(main: Callable[[], None]) -> NoReturn:
             sys.stderr.flush()
             os._exit(1)
 
-    keep_freed_memory()
     threading.excepthook = leave
+
+
+def run_and_leave(main: Callable[[], None]) -> NoReturn:
+    """Run a process, and leave without waiting for threads or for the interpreter to tidy up.
+
+    Calls of gRPC whose other side is gone may still have threads; freeing all that torch made takes a second.
+
+    Args:
+        main: What the main thread does.
+    """
+    code = 1
+    keep_freed_memory()
     try:
         main()
         code = 0
     except BaseException:  # noqa: BLE001  # it is printed, and the exit code tells
         traceback.print_exc()
     finally:
+        atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)

@@ -22,7 +22,7 @@ import numpy as np
 
 from lightning_sm.console import show_log_lines
 from lightning_sm.data import wire
-from lightning_sm.data.child import run_and_leave
+from lightning_sm.data.child import end_with_any_thread, run_and_leave
 from lightning_sm.data.intake import Intake, StepPlan
 from lightning_sm.data.link import HostLink, failure, fetch
 from lightning_sm.data.messages import Message, MessageSocket
@@ -457,6 +457,7 @@ def main() -> None:
     # batches until it has. This process ends with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_any_thread()
     show_log_lines()
     trainer = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
     message = trainer.receive()

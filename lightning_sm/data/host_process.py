@@ -24,7 +24,7 @@ import cloudpickle
 import numpy as np
 
 from lightning_sm.console import show_log_lines
-from lightning_sm.data.child import ending, with_import_path
+from lightning_sm.data.child import ending, run_and_leave, with_import_path
 from lightning_sm.data.messages import Message, MessageSocket
 from lightning_sm.data.ring import Ring
 from lightning_sm.data.served import ServedLoader, describe_structure
@@ -67,7 +67,9 @@ class HostProcess:
         self._listening = listening
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, _Child] = {}
+        # By id: process id. By number: id of the newest, which is replaced when it dies.
         self._workers: dict[int, int] = {}
+        self._newest: dict[int, int] = {}
         self._changed: set[str] = set()
         self._openings: dict[str, list[ServedLoader]] = {}
         self._replies: dict[str, dict[str, Any]] = {}
@@ -237,12 +239,17 @@ class HostProcess:
         ring = Ring.create(_SLOTS_PER_WORKER, self._settings.max_batch_bytes)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with ours, theirs:
-            pid = self._fork(lambda: run_worker(theirs, ring, self._openings, number, self._settings.workers))
+
+            def serve() -> None:
+                ours.close()  # with its own copy of the other end, a worker would never see that end closed
+                run_worker(theirs, ring, self._openings, number, self._settings.workers)
+
+            pid = self._fork(serve)
             facts = {"worker": worker_id, "number": number, "openings": list(self._openings)}
             sizes = {"num_slots": ring.num_slots, "slot_bytes": ring.slot_bytes}
             self._send("worker", fds=(ours.fileno(), ring.fd), **facts, **sizes, pid=pid)
         ring.close()
-        self._workers[worker_id] = pid
+        self._workers[worker_id], self._newest[number] = pid, worker_id
         self._watch(pid, f"worker {number}", lambda status: self._worker_ended(worker_id, number, status))
 
     def _fork(self, target: Callable[[], None]) -> int:
@@ -267,11 +274,10 @@ class HostProcess:
 
     def _worker_ended(self, worker_id: int, number: int, status: int) -> None:
         del self._workers[worker_id]
-        if status == 0:  # it was let go, because newer loaders were opened
-            return
-        logger.warning("Worker %d %s; starting another one.", number, ending(status))
-        self._send("lost", worker=worker_id, why=ending(status))
-        if self._outcome is None:
+        is_heard = self._send("lost", worker=worker_id, why=ending(status))
+        # Others were let go because newer loaders were opened, or ended with their network process.
+        if self._outcome is None and self._newest[number] == worker_id and is_heard:
+            logger.warning("Worker %d %s; starting another one.", number, ending(status))
             self._fork_worker(number)
 
     def _kill(self, worker_id: int) -> None:
@@ -313,12 +319,15 @@ class HostProcess:
         _, status = os.waitpid(pid, 0)
         child.ended(os.waitstatus_to_exitcode(status))
 
-    def _send(self, kind: str, fds: tuple[int, ...] = (), **facts: Any) -> None:
+    def _send(self, kind: str, fds: tuple[int, ...] = (), **facts: Any) -> bool:
+        if self._network is None:
+            return False
         try:
-            if self._network is not None:
-                self._network.send(kind, fds=fds, **facts)
+            self._network.send(kind, fds=fds, **facts)
         except OSError:
             logger.debug("The network process is gone; it will be started again.")
+            return False
+        return True
 
     def _close(self) -> None:
         """End all children; the network process first, which tells the trainers."""
@@ -365,4 +374,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_leave(main)

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # A host that does not answer two beats is not asked any more; its requests go to others.
 _BEAT_PERIOD_S, _BEAT_TIMEOUT_S = 0.5, 1.0
+# A host on which the user's code failed is asked again, as its disk may be mended; but setup() may cost much.
+_PROBLEM_PERIOD_S = 10.0
 # The server answers "not yet" after 5 s.
 _CALL_TIMEOUT_S = 15.0
 _FINISH_TIMEOUT_S = 3.0
@@ -39,8 +41,8 @@ class Owner(Protocol):
     def link_lost(self, link: HostLink, why: str, *, is_silent: bool) -> None:
         """The host does not answer (silent), or cannot be reached."""
 
-    def link_opened(self, link: HostLink, opening: str, reply: dict[str, Any]) -> None:
-        """The host has opened loaders."""
+    def link_opened(self, link: HostLink, opening: str, reply: dict[str, Any]) -> str:
+        """The host has opened loaders, or failed to; returns why it cannot be used, or nothing."""
 
     def link_refused(self, link: HostLink, problem: Problem) -> None:
         """The host will never do what is asked."""
@@ -69,10 +71,14 @@ class HostLink:
         self._channel = wire.open_channel(address, credentials)
         self._wanted: dict[str, dict[str, Any]] = {}
         self._opened: set[str] = set()
+        self._num_losses = 0
+        self._period_s = _BEAT_PERIOD_S
         self._lock = threading.Lock()
         self._requests: queue.SimpleQueue[bytes | None] | None = None
         self._call: Any = None
         self._is_up = False
+        # Held while the owner is told that the host comes or goes, so that it hears of both in this order.
+        self._turning = threading.RLock()
         self._nudge = threading.Event()
         self._is_closed = False
         self._thread = threading.Thread(target=self._stay_in_touch, name=f"link {address}", daemon=True)
@@ -163,7 +169,7 @@ class HostLink:
                 logger.exception("Data host %s", self.name)
                 self._owner.link_refused(self, Problem("WireError", f"{self.name} answered nonsense: {error!r}"))
                 return
-            self._nudge.wait(max(0.0, began + _BEAT_PERIOD_S - time.monotonic()))
+            self._nudge.wait(max(0.0, began + self._period_s - time.monotonic()))
             self._nudge.clear()
 
     def _failed(self, error: Any) -> None:
@@ -173,10 +179,11 @@ class HostLink:
             self._owner.link_refused(self, Problem("DataHostMismatchError", str(error.details())))
             return
         if not self._is_closed:
-            self._lose(_text(error), is_silent=code is grpc.StatusCode.DEADLINE_EXCEEDED)
+            self.lose(_text(error), is_silent=code is grpc.StatusCode.DEADLINE_EXCEEDED)
 
     def _open_wanted(self) -> None:
         """Open what was asked for and is not open yet; the host can be used when nothing is missing."""
+        num_losses = self._num_losses
         for opening, request in list(self._wanted.items()):
             if opening in self._opened:
                 continue
@@ -185,21 +192,31 @@ class HostLink:
                 self.why = f"{request['loaders'] or 'setup'} is still being opened"
                 self._nudge.set()
                 return
+            self.why = self._owner.link_opened(self, opening, reply)
+            self._period_s = _PROBLEM_PERIOD_S if self.why else _BEAT_PERIOD_S
+            if self.why:
+                return
             with self._lock:
-                self._opened.add(opening)
-            self._owner.link_opened(self, opening, reply)
+                if self._num_losses == num_losses:
+                    self._opened.add(opening)
         if not self._is_up and self._wanted:
-            self._start_stream()
-            self._is_up, self.why = True, ""
-            self._owner.link_up(self)
+            self._rise()
 
-    def _start_stream(self) -> None:
+    def _rise(self) -> None:
+        call = self._start_stream()
+        with self._turning:
+            if call is self._call:  # else it is broken already
+                self._is_up, self.why = True, ""
+                self._owner.link_up(self)
+
+    def _start_stream(self) -> Any:
         requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         method = self._channel.stream_stream(wire.method("Fetch"))
         call = method(iter(requests.get, None), metadata=self._metadata)
         with self._lock:
             self._requests, self._call = requests, call
         threading.Thread(target=self._hear, args=(call,), name=f"stream {self.address}", daemon=True).start()
+        return call
 
     def _hear(self, call: Iterator[bytes]) -> None:
         why = "the data host closed the stream"
@@ -213,20 +230,27 @@ class HostLink:
             if not isinstance(error, WireError):
                 logger.exception("Data host %s", self.name)
             self._owner.link_refused(self, Problem("WireError", f"data host {self.name}: {error}"))
-        with self._lock:
-            is_current = call is self._call
-        if is_current and not self._is_closed:
-            self._lose(why, is_silent=False)
+        with self._turning:
+            if call is self._call and not self._is_closed:
+                self.lose(why, is_silent=False)
 
-    def _lose(self, why: str, *, is_silent: bool) -> None:
-        self._break_stream()
-        with self._lock:
-            was_up, self._is_up, self.why = self._is_up, False, why
-            # Another process may be there next time, which has nothing open.
-            self._opened.clear()
-        if was_up:
-            logger.warning("Data host %s: %s", self.name, why)
-        self._owner.link_lost(self, why, is_silent=is_silent)
+    def lose(self, why: str, *, is_silent: bool) -> None:
+        """Take the host for gone until it has answered again and has opened everything anew.
+
+        Args:
+            why: What happened.
+            is_silent: Whether it did not answer, rather than could not be reached.
+        """
+        with self._turning:
+            self._break_stream()
+            with self._lock:
+                was_up, self._is_up, self.why = self._is_up, False, why
+                # Another process may be there next time, which has nothing open.
+                self._opened.clear()
+                self._num_losses += 1
+            if was_up:
+                logger.warning("Data host %s: %s", self.name, why)
+            self._owner.link_lost(self, why, is_silent=is_silent)
 
     def _break_stream(self) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from lightning_sm.data.client import FeederClient
-from lightning_sm.data.codec import decode
+from lightning_sm.data.decoding import decode
 from lightning_sm.data.plan import num_steps
 from lightning_sm.data.ring import Ring
 from lightning_sm.data.spec import LoaderFacts

@@ -54,7 +54,8 @@ class RemoteDataModule(LightningDataModule):
             if getattr(own, name, None) is not getattr(LightningDataModule, name)
         }
         # Checkpoints hold the state of a DataModule under the name of its class: with and without data hosts alike.
-        names = {"__qualname__": own.__qualname__, "__module__": own.__module__, "__doc__": own.__doc__}
+        # A private module keeps the class out of jsonargparse's search for DataModules by name.
+        names = {"__qualname__": own.__qualname__, "__module__": f"{__name__}._wrapped", "__doc__": own.__doc__}
         return super().__new__(type(own.__name__, (cls,), {**hooks, **names}))
 
     def __init__(

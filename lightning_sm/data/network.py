@@ -19,7 +19,7 @@ import grpc
 
 from lightning_sm.console import show_log_lines
 from lightning_sm.data import wire
-from lightning_sm.data.child import run_and_leave
+from lightning_sm.data.child import end_with_any_thread, run_and_leave
 from lightning_sm.data.leases import Leases
 from lightning_sm.data.messages import Message, MessageSocket
 from lightning_sm.data.pool import Failed, Produced, Task, WorkerPool
@@ -27,6 +27,7 @@ from lightning_sm.data.settings import Credentials, HostSettings
 from lightning_sm.data.spec import BatchSpec
 from lightning_sm.data.wire import CHUNK_BYTES, FrameKind
 from lightning_sm.errors import DataSettingsError, WireError
+from lightning_sm.prctl import end_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ _MAX_THREADS = 2048
 # A call that waits for the user's setup() answers "not yet" after this time, so that a trainer can say what it awaits.
 _PATIENCE_S = 5.0
 
-# Time for trainers to be told that this host leaves.
+# Time for trainers to be told that this host leaves; it is up when they have been.
 _GRACE_S = 1.0
 
 
@@ -86,7 +87,9 @@ class NetworkProcess:
             if message is None:
                 break
             self._hear(message)
-        self._server.stop(_GRACE_S)
+        for stream in list(self._streams):
+            stream.close()
+        self._server.stop(_GRACE_S).wait()
         self._pool.close()
 
     def _hear(self, message: Message) -> None:
@@ -157,6 +160,7 @@ class NetworkProcess:
 
     def _fetch(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         stream = _Stream(self._pool)
+        self._streams.add(stream)
         context.add_callback(stream.close)
         reader = threading.Thread(target=self._read, args=(requests, stream), name="requests", daemon=True)
         reader.start()
@@ -164,6 +168,7 @@ class NetworkProcess:
             yield from stream.messages()
         finally:
             stream.close()
+            self._streams.discard(stream)
 
     def _read(self, requests: Iterator[bytes], stream: _Stream) -> None:
         try:
@@ -311,6 +316,9 @@ def main() -> None:
     # Ctrl-C and SIGTERM go to the whole process group; this process ends with the main process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The end of the connection tells it, too, but not to a process that is stopped.
+    end_with_parent()
+    end_with_any_thread()
     show_log_lines()
     main_process = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
     message = main_process.receive()

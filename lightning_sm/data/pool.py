@@ -83,7 +83,7 @@ class _Worker:
         self.free = list(range(self.ring.num_slots))
         self.task: Task | None = None
         self.started = 0.0
-        self.is_ready = False
+        self.is_ready = self.was_ready = False
         self.is_retired = False
         self.is_heard = True
 
@@ -172,9 +172,11 @@ class WorkerPool:
             worker = self._workers.pop(worker_id, None)
             if worker is None:
                 return
+            # One that died before it was ready would die again and again, unseen: it takes a task with it.
+            task = worker.task or (None if worker.was_ready else self._next_task(worker))
+            worker.task = None
             self._forget(worker)
             self._hanging.pop(worker_id, None)
-            task, worker.task = worker.task, None
             worker.close()
         if task is not None and not task.is_cancelled:
             task.answer(Failed("WorkerLost", f"worker {worker.number} {why}", f"worker {worker.number}"))
@@ -201,6 +203,12 @@ class WorkerPool:
             self._workers.clear()
         self._wake()
         self._thread.join(timeout=5)
+
+    def _next_task(self, worker: _Worker) -> Task | None:
+        for queue in self._queues.values():
+            if queue and queue[0].opening in worker.openings:
+                return queue.popleft()
+        return None
 
     def _dispatch(self) -> None:
         """Give idle workers something to do; called with the lock held, after everything that may change it."""
@@ -282,7 +290,7 @@ class WorkerPool:
 
     def _take(self, worker: _Worker, message: Message) -> Callable[[], None]:
         if message.kind == "ready":
-            worker.is_ready = True
+            worker.is_ready = worker.was_ready = True
             return lambda: None
         task, worker.task = worker.task, None
         self._hanging.pop(worker.id, None)

@@ -19,7 +19,7 @@ from torch.utils.data import (
     Subset,
 )
 
-from lightning_sm.data.codec import Arena
+from lightning_sm.data.arena import Arena
 from lightning_sm.data.collate import collate_into
 from lightning_sm.data.plan import SampleSeeds
 from lightning_sm.data.random_state import seed_all

@@ -11,12 +11,12 @@ import hmac
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 import grpc
 
 from lightning_sm.data.settings import Credentials
+from lightning_sm.data.tls import read_tls
 from lightning_sm.errors import DataSettingsError, WireError
 
 PROTOCOL_VERSION = "1"
@@ -218,15 +218,20 @@ def open_channel(address: str, credentials: Credentials) -> Any:
 
     Args:
         address: ``host:port``, or ``unix:path``.
-        credentials: TLS files, if any.
+        credentials: TLS files, if any. The certificate of the data host must be for the name or address in
+            ``address`` (a SubjectAlternativeName); for ``unix:path`` that is ``localhost``.
+
+    Raises:
+        DataSettingsError: A TLS file is wrong.
     """
-    if credentials.tls_certificate is None and credentials.tls_authority is None:
+    files = read_tls(credentials)
+    if files is None:
         return grpc.insecure_channel(address, options=channel_options())
-    own = credentials.tls_authority is not None and credentials.tls_key is not None
+    is_mutual = files.authority is not None
     tls = grpc.ssl_channel_credentials(
-        root_certificates=_pem(credentials.tls_authority or credentials.tls_certificate),
-        private_key=_pem(credentials.tls_key) if own else None,
-        certificate_chain=_pem(credentials.tls_certificate) if own else None,
+        root_certificates=files.authority or files.certificate,
+        private_key=files.key if is_mutual else None,
+        certificate_chain=files.certificate if is_mutual else None,
     )
     return grpc.secure_channel(address, tls, options=channel_options())
 
@@ -240,18 +245,18 @@ def bind(server: Any, address: str, credentials: Credentials) -> str:
         credentials: TLS files, if any.
 
     Raises:
-        DataSettingsError: The address cannot be listened on.
+        DataSettingsError: The address cannot be listened on, or a TLS file is wrong.
 
     Returns:
         The address with the port that was taken.
     """
+    files = read_tls(credentials)
     try:
-        if credentials.tls_certificate is None:
+        if files is None:
             port = server.add_insecure_port(address)
         else:
-            pair = (_pem(credentials.tls_key), _pem(credentials.tls_certificate))
-            authority = _pem(credentials.tls_authority)
-            tls = grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
+            pairs, is_mutual = [(files.key, files.certificate)], files.authority is not None
+            tls = grpc.ssl_server_credentials(pairs, files.authority, require_client_auth=is_mutual)
             port = server.add_secure_port(address, tls)
     except RuntimeError as error:
         raise DataSettingsError(
@@ -259,17 +264,6 @@ def bind(server: Any, address: str, credentials: Credentials) -> str:
             "data_service.port."
         ) from error
     return address if address.startswith("unix") else f"{address.rpartition(':')[0]}:{port}"
-
-
-def _pem(path: str | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise DataSettingsError(
-            f"{path}, named in the data_service.tls_* settings, cannot be read: {error}."
-        ) from error
 
 
 def join(parts: Sequence[bytes | memoryview | Any]) -> bytes:

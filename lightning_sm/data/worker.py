@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from lightning_sm.data.arena import Arena
 from lightning_sm.data.child import keep_freed_memory
-from lightning_sm.data.codec import Arena, encode
+from lightning_sm.data.encoding import encode
 from lightning_sm.data.messages import Message, MessageSocket
 from lightning_sm.data.ring import Ring
 from lightning_sm.data.served import SampleError, ServedLoader
@@ -48,13 +49,25 @@ def run_worker(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     keep_freed_memory()
     torch.set_num_threads(1)
-    for loaders in openings.values():
-        for loader in loaders:
-            loader.enter_worker(worker_id, num_workers)
     requests = MessageSocket(sock)
+    problem = _enter(openings, worker_id, num_workers)
     requests.send("ready", pid=os.getpid())
     while (message := requests.receive()) is not None:
-        _serve(requests, message, ring, openings)
+        if problem is not None:
+            _fail(requests, message.facts["slot"], problem, "worker_init_fn")
+        else:
+            _serve(requests, message, ring, openings)
+
+
+def _enter(openings: Mapping[str, Sequence[ServedLoader]], worker_id: int, num_workers: int) -> Exception | None:
+    """Run the user's worker_init_fn; what it raises is the answer to every request."""
+    try:
+        for loaders in openings.values():
+            for loader in loaders:
+                loader.enter_worker(worker_id, num_workers)
+    except Exception as error:  # noqa: BLE001  # whatever the user's code raises belongs to the trainer
+        return error
+    return None
 
 
 def _serve(

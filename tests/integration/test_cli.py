@@ -9,7 +9,8 @@ from pytorch_lightning.plugins.environments import LightningEnvironment
 from lightning_sm import SageMakerEnvironment
 from lightning_sm.callbacks.progress import LineProgress
 from lightning_sm.cli import SageMakerCLI
-from lightning_sm.errors import OutputDirectoryError, TopologyError
+from lightning_sm.data.module import RemoteDataModule
+from lightning_sm.errors import DataSettingsError, OutputDirectoryError, TopologyError
 from tests.fakes.small_app import TWO_HOSTS, RootData, SmallData, SmallModel
 
 ROOT_DATA = f"{RootData.__module__}.{RootData.__qualname__}"
@@ -229,12 +230,34 @@ class TestCluster:
         assert (environment.main_port, environment._resolve_timeout_s) == (23456, 1.5)
 
     @pytest.mark.parametrize("run", [True, False])
-    def test_a_data_host_leaves(self, host, run):
-        """It makes no trainer, and its end is a success, even if it lacks a channel that the trainers have."""
+    def test_a_data_host_needs_its_channel(self, host, capsys, run):
+        """A data host that cannot make the DataModule says which argument is missing, and fails."""
         host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-2")
-        plugin = "--trainer.plugins=lightning_sm.SageMakerEnvironment"
-        with pytest.raises(SystemExit, match="0"):
-            host.start(plugin, data=RootData, run=run, channels={"training": "root"})
+        with pytest.raises(SystemExit, match="2"):
+            host.start(data=RootData, run=run, channels={"training": "root"})
+        assert "data.root" in capsys.readouterr().err.splitlines()[-1]
+
+    @pytest.mark.parametrize("name", ["algo-1", "algo-2"])
+    def test_data_hosts_need_a_data_module(self, host, name):
+        """A script without a DataModule has nothing to serve, which is an error on both sides."""
+        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, name)
+        with pytest.raises(DataSettingsError, match=r"has data hosts \(algo-2\), but the script has no LightningData"):
+            host.make(data=None)
+
+    def test_a_trainer_need_not_see_the_data(self, host):
+        """The channel may be one of the data group only, and its argument required."""
+        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")
+        cli = host.make(data=RootData, channels={"training": "root"})
+        assert isinstance(cli.datamodule, RemoteDataModule)
+        assert cli.datamodule.root == str(host.channel("training"))
+
+    def test_the_token_is_not_saved(self, host):
+        """Settings of the data service are kept in the configuration that is saved, the secret is not."""
+        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")
+        cli = host.make("--data_service.token=secret", "--data_service.workers=3")
+        assert (cli.data_service.token, cli.data_service.workers) == ("secret", 3)
+        assert "secret" not in cli._config_text()
+        assert "workers: 3" in cli._config_text()
 
     def test_a_trainer_of_such_a_job_counts_trainers_only(self, host):
         """The data host is no node, and may have channels of its own."""

@@ -21,8 +21,10 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 from lightning_sm.data import batch_types
+from lightning_sm.data.arena import Arena
 from lightning_sm.data.batch_types import register_batch_type
-from lightning_sm.data.codec import Arena, decode, encode
+from lightning_sm.data.decoding import decode
+from lightning_sm.data.encoding import encode
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError, WireError
 
 
@@ -606,7 +608,7 @@ def test_cycles_and_depth_are_errors():
 
 def test_explosion_of_shared_containers_is_an_error(monkeypatch):
     """Containers that are shared many times over end in an error instead of a header without end."""
-    monkeypatch.setattr("lightning_sm.data.codec._MAX_OBJECTS", 10_000)
+    monkeypatch.setattr("lightning_sm.data.encoding._MAX_OBJECTS", 10_000)
     shared: list[Any] = [1]
     for _ in range(40):
         shared = [shared, shared]

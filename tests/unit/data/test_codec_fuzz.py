@@ -19,7 +19,9 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from lightning_sm.data.codec import Arena, decode, encode
+from lightning_sm.data.arena import Arena
+from lightning_sm.data.decoding import decode
+from lightning_sm.data.encoding import encode
 from lightning_sm.errors import BatchTypeError, WireError
 from tests.unit.data.test_codec import (
     ARRAYS,

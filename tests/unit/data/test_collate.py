@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
-from lightning_sm.data.codec import decode, encode
-from lightning_sm.data.collate import Arena, ArenaCollate, collate_into
+from lightning_sm.data.arena import Arena
+from lightning_sm.data.collate import ArenaCollate, collate_into
+from lightning_sm.data.decoding import decode
+from lightning_sm.data.encoding import encode
 from lightning_sm.errors import BatchTooLargeError
 
 Pair = namedtuple("Pair", "left right")

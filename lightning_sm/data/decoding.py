@@ -1,25 +1,17 @@
-"""A batch as a small header and raw bytes in a slot of shared memory.
-
-The header is JSON, ``["lsm-batch", version, bytes used, tree]``. In the tree null, booleans, strings and ordinary
-numbers stand for themselves; everything else is a list whose first item says what it is (see ``_Encoder`` and
-``_Decoder``). Tensors and arrays are a dtype, a shape and an offset into the slot. Nothing is pickled, and decoding
-checks every number before it is used, because a message comes from another host.
-"""
+"""A header and the bytes of a slot become a batch again; nothing in either is trusted. See ``batch_format``."""
 
 from __future__ import annotations
 
 import base64
 import json
 import math
-import re
 import reprlib
 import struct
 import warnings
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable
 from enum import Enum
 from functools import lru_cache
-from itertools import chain
 from typing import Any, NoReturn
 
 import numpy as np
@@ -27,52 +19,21 @@ import numpy.typing as npt
 import torch
 
 from lightning_sm.data import batch_types
-from lightning_sm.data.collate import Arena, Leaf
-from lightning_sm.errors import BatchTooLargeError, BatchTypeError, WireError
+from lightning_sm.data.batch_format import (
+    ARRAY_DTYPE,
+    DTYPES,
+    FORMAT,
+    INT64,
+    MAX_DEPTH,
+    MAX_DIMENSIONS,
+    MAX_DTYPE_LEVELS,
+    VERSION,
+    is_key,
+)
+from lightning_sm.errors import BatchTypeError, WireError
 
-__all__ = ["MAX_DEPTH", "Arena", "decode", "encode"]
-
-MAX_DEPTH = 64
-"""How deep containers may be nested in a batch."""
-
-_FORMAT, _VERSION = "lsm-batch", 1
-_MAX_DIMENSIONS = 64
-_MAX_DTYPE_LEVELS = 8
-_INT64 = 2**63
-# About 10 s of encoding; far more than a batch has when its numbers are in tensors, and where an explosion of shared
-# containers must end.
-_MAX_OBJECTS = 2**22
-# Larger bytes travel beside the header: base64 costs a third more, and every copy of the header costs again.
-_MAX_INLINE_BYTES = 128
 # Headers with lists of file names differ from batch to batch; remembering only small ones bounds the cache to a few MB.
 _MAX_CACHED_HEADER = 16 * 1024
-
-# What torch has depends on its version. Quantized dtypes are missing on purpose: their scale is elsewhere.
-_DTYPE = re.compile(r"bool|bfloat16|b?complex\d+|float\d+(_\w+)?|u?int\d+|bits\w+")
-_DTYPES = {name: x for name, x in vars(torch).items() if isinstance(x, torch.dtype) and _DTYPE.fullmatch(name)}
-_NAMES_OF_DTYPES = {dtype: name for name, dtype in _DTYPES.items()}
-_ARRAY_DTYPE = re.compile(r"[<>|=][biufcSUV]\d{1,9}|[<>|=][mM]8(\[\d{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
-_TO_JSON = json.JSONEncoder(separators=(",", ":"), check_circular=False, allow_nan=False)
-
-
-def encode(batch: Any, arena: Arena) -> bytes:
-    """Put a batch into a slot and return the header from which ``decode`` rebuilds it.
-
-    Tensors and arrays that lie in the slot already stay where they are. Views that share memory share it in the slot as
-    well, unless that took more room than separate copies. Dense strides are kept; others become contiguous.
-
-    Args:
-        batch: What the collate function returned.
-        arena: The slot; the bytes to send with the header are its first ``arena.used``.
-
-    Raises:
-        BatchTypeError: The batch holds something that cannot be sent; the message names its path.
-        BatchTooLargeError: The slot is too small.
-    """
-    encoder = _Encoder()
-    tree = encoder.node(batch)
-    arena.place(encoder.leaves)
-    return _TO_JSON.encode([_FORMAT, _VERSION, arena.used, tree]).encode("ascii")
 
 
 def decode(header: bytes | memoryview, data: npt.NDArray[np.uint8]) -> Any:
@@ -99,186 +60,6 @@ def decode(header: bytes | memoryview, data: npt.NDArray[np.uint8]) -> Any:
         # torch has no read-only tensors; whoever passes read-only memory knows that writing to them is a fault.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return _Decoder(data, used).node(tree, 0)
-
-
-class _Attribute(str):
-    __slots__ = ()
-
-
-class _Encoder:
-    """Turns a batch into nodes and lists the leaves, whose offsets are filled in when all of them are known."""
-
-    def __init__(self) -> None:
-        self._path: list[Any] = []
-        self._containers: list[Any] = []
-        self._indices: dict[int, int] = {}
-        self._remembered: list[Any] = []
-        self.leaves: list[Leaf] = []
-        self._num_objects = 0
-
-    def node(self, obj: Any) -> Any:
-        self._num_objects += 1
-        encode_kind = _ENCODERS.get(type(obj))
-        return self._other(obj) if encode_kind is None else encode_kind(self, obj)
-
-    def _plain(self, obj: Any) -> Any:
-        return obj
-
-    def _int(self, obj: int) -> Any:
-        return obj if -_INT64 <= obj < _INT64 else ["i", hex(obj)]
-
-    def _float(self, obj: float) -> Any:
-        return obj if math.isfinite(obj) else ["f", struct.pack("<d", obj).hex()]
-
-    def _complex(self, obj: complex) -> Any:
-        return ["c", struct.pack("<dd", obj.real, obj.imag).hex()]
-
-    def _str(self, obj: str) -> Any:
-        try:
-            obj.encode()
-        except UnicodeEncodeError:
-            # JSON would join two lone surrogates to one character.
-            return ["s", obj.encode("utf-8", "surrogatepass").hex()]
-        return obj
-
-    def _bytes(self, obj: bytes) -> Any:
-        if len(obj) <= _MAX_INLINE_BYTES:
-            return ["b", base64.b64encode(obj).decode("ascii")]
-        return self._once(obj, self._large_bytes)
-
-    def _large_bytes(self, obj: bytes) -> Any:
-        address = np.frombuffer(obj, np.uint8).ctypes.data
-        return self._leaf(Leaf(["B", 0, len(obj)], obj, address, len(obj), len(obj)))
-
-    def _list(self, obj: Any) -> Any:
-        return [_SEQUENCES[type(obj)], *self._children(obj, enumerate(obj))]
-
-    def _set(self, obj: Any) -> Any:
-        return [_SETS[type(obj)], *self._children(obj, ((item, self._key(item)) for item in obj))]
-
-    def _dict(self, obj: Any) -> Any:
-        # All keys before all values, as in decoding: both number what they remember in this order.
-        keys = self._children(obj, ((key, self._key(key)) for key in obj))
-        values = self._children(obj, obj.items())
-        return ["o" if type(obj) is OrderedDict else "d", *chain.from_iterable(zip(keys, values, strict=True))]
-
-    def _key(self, key: Any) -> Any:
-        if not _is_key(key):
-            self._fail(f"holds the key {reprlib.repr(key)} of type {type(key).__qualname__}, which cannot be sent.")
-        return key
-
-    def _range(self, obj: Any) -> Any:
-        bounds = ((_Attribute(name), getattr(obj, name)) for name in ("start", "stop", "step"))
-        return [type(obj).__name__, *self._children(obj, bounds)]
-
-    def _any_tensor(self, obj: torch.Tensor) -> Any:
-        is_dense = obj.layout == torch.strided and not obj.is_nested
-        return self._once(obj, self._tensor) if is_dense else self._other(obj)
-
-    def _tensor(self, obj: torch.Tensor) -> Any:
-        if obj.device.type != "cpu" or obj.dtype not in _NAMES_OF_DTYPES or obj.dim() > _MAX_DIMENSIONS:
-            kind = f"{obj.dtype} on {obj.device} with {obj.dim()} dimensions"
-            self._fail(f"is a tensor that cannot be sent ({kind}). Dequantize it or move it to the CPU in collate_fn.")
-        flags = (obj.requires_grad and obj.is_leaf) + 2 * isinstance(obj, torch.nn.Parameter)
-        shape, strides, itemsize = list(obj.shape), obj.stride(), obj.element_size()
-        size = span = obj.numel() * itemsize
-        node = ["t", 0, _NAMES_OF_DTYPES[obj.dtype], shape, None, flags]
-        if size and not obj.is_contiguous():
-            node[4] = list(strides)
-            span = itemsize * (1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)))
-        if obj.is_conj() or obj.is_neg():
-            span = 0
-        return self._leaf(Leaf(node, obj, obj.data_ptr(), span, size, min(itemsize, 8)))
-
-    def _array(self, obj: Any) -> Any:
-        return self._once(obj, self._new_array)
-
-    def _new_array(self, obj: npt.NDArray[Any]) -> Any:
-        shape, strides = list(obj.shape), [step if n > 1 else 0 for n, step in zip(obj.shape, obj.strides, strict=True)]
-        node, span = ["a", 0, self._dtype(obj.dtype), shape, None], obj.nbytes
-        if not obj.dtype.itemsize:
-            self._fail(f"is an array of dtype {obj.dtype}, which has no bytes.")
-        if obj.size and not obj.flags.c_contiguous:
-            node[4] = strides
-            span = obj.itemsize + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-            span = span if min(strides) >= 0 else 0
-        return self._leaf(Leaf(node, obj, obj.__array_interface__["data"][0], span, obj.nbytes))
-
-    def _dtype(self, dtype: Any, level: int = 0) -> Any:
-        if dtype.names is not None and level < _MAX_DTYPE_LEVELS:
-            fields = []
-            for name in dtype.names:
-                field, offset = dtype.fields[name][:2]
-                base, shape = field.subdtype or (field, ())
-                fields.append([name, self._dtype(base, level + 1), offset, list(shape)])
-            return [dtype.itemsize, *fields]
-        if dtype.names is None and _ARRAY_DTYPE.fullmatch(dtype.str) and np.dtype(dtype.str) == dtype:
-            return dtype.str
-        return self._fail(f"is a NumPy object of dtype {dtype}, which cannot be sent. Convert it in collate_fn.")
-
-    def _other(self, obj: Any) -> Any:
-        cls = type(obj)
-        if (known := batch_types.type_of_object(obj)) is not None:
-            return self._once(obj, lambda obj: self._registered(known, obj))
-        if isinstance(obj, np.generic):
-            return ["n", self._dtype(obj.dtype), obj.tobytes()[: obj.dtype.itemsize].hex()]
-        name = batch_types.class_name(cls)
-        if isinstance(obj, Enum) and obj.name in cls.__members__:
-            return ["e", name, obj.name]
-        fields = batch_types.field_names(cls)
-        if fields is None or "<locals>" in name:
-            self._fail(f"is a {name.replace(':', '.')}, which cannot be sent. {batch_types.advice(cls)}")
-        values = zip(fields, obj, strict=True) if isinstance(obj, tuple) else ((x, self._field(obj, x)) for x in fields)
-        return ["x", name, fields, self._children(obj, ((_Attribute(field), value) for field, value in values))]
-
-    def _field(self, obj: Any, name: str) -> Any:
-        try:
-            return getattr(obj, name)
-        except AttributeError:
-            return self._fail(f"has no value in its field {name}.")
-
-    def _registered(self, known: batch_types.BatchType, obj: Any) -> Any:
-        try:
-            parts = known.to_parts(obj)
-        except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-            raise BatchTypeError(f"{self._where()} cannot be taken apart as a {known.name}: {message}") from error
-        return ["p", known.name, *self._children(obj, [(_Attribute("parts"), parts)])]
-
-    def _once(self, obj: Any, encode_new: Callable[[Any], Any]) -> Any:
-        if (index := self._indices.get(id(obj))) is not None:
-            return ["r", index]
-        node = encode_new(obj)
-        # Kept: a freed part of a registered type would pass its id on to the next object.
-        self._indices[id(obj)] = len(self._remembered)
-        self._remembered.append(obj)
-        return node
-
-    def _children(self, container: Any, items: Iterable[tuple[Any, Any]]) -> list[Any]:
-        if len(self._containers) >= MAX_DEPTH:
-            contains_itself = any(container is parent for parent in self._containers)
-            self._fail("contains itself." if contains_itself else f"is nested deeper than {MAX_DEPTH} levels.")
-        if self._num_objects > _MAX_OBJECTS:
-            raise BatchTooLargeError(f"A batch has more than {_MAX_OBJECTS} objects. Make tensors of its numbers.")
-        self._containers.append(container)
-        nodes = []
-        for step, value in items:
-            self._path.append(step)
-            nodes.append(self.node(value))
-            self._path.pop()
-        self._containers.pop()
-        return nodes
-
-    def _leaf(self, leaf: Leaf) -> Any:
-        if leaf.size:
-            self.leaves.append(leaf)
-        return leaf.node
-
-    def _where(self) -> str:
-        return "batch" + "".join(map(_step, self._path))
-
-    def _fail(self, what: str) -> NoReturn:
-        raise BatchTypeError(f"{self._where()} {what}")
 
 
 class _Decoder:
@@ -352,7 +133,7 @@ class _Decoder:
 
     def _tensor(self, node: list[Any], depth: int) -> Any:
         _, offset, name, shape, strides, flags = _fields(node, 6)
-        dtype = _DTYPES.get(name) if type(name) is str else None
+        dtype = DTYPES.get(name) if type(name) is str else None
         if dtype is None or type(flags) is not int or flags not in range(4):
             raise WireError(
                 f"A tensor of an impossible kind, or of one that torch {torch.__version__} lacks: {reprlib.repr(name)}."
@@ -459,8 +240,8 @@ def _fields(node: Any, count: int) -> list[Any]:
 
 
 def _lengths(lengths: Any) -> Any:
-    valid = type(lengths) is list and all(type(length) is int and 0 <= length < _INT64 for length in lengths)
-    if not valid or len(lengths) > _MAX_DIMENSIONS:
+    valid = type(lengths) is list and all(type(length) is int and 0 <= length < INT64 for length in lengths)
+    if not valid or len(lengths) > MAX_DIMENSIONS:
         raise WireError(f"A shape or stride is impossible: {reprlib.repr(lengths)}.")
     return lengths
 
@@ -468,7 +249,7 @@ def _lengths(lengths: Any) -> Any:
 def _measure(shape: Any, strides: Any, unit: int, itemsize: int) -> tuple[int, int]:
     """Return how many elements an array has, and its distance from first to last byte in the unit of its strides."""
     count = math.prod(_lengths(shape))
-    if math.prod([length or 1 for length in shape]) * itemsize >= _INT64:
+    if math.prod([length or 1 for length in shape]) * itemsize >= INT64:
         raise WireError(f"A shape has more elements than can be counted: {reprlib.repr(shape)}.")
     if strides is None or not count:
         return count, count * unit
@@ -482,9 +263,9 @@ def _measure(shape: Any, strides: Any, unit: int, itemsize: int) -> tuple[int, i
 
 
 def _array_dtype(description: Any, level: int = 0) -> Any:
-    if type(description) is str and _ARRAY_DTYPE.fullmatch(description):
+    if type(description) is str and ARRAY_DTYPE.fullmatch(description):
         make: Any = description
-    elif type(description) is list and description and level < _MAX_DTYPE_LEVELS:
+    elif type(description) is list and description and level < MAX_DTYPE_LEVELS:
         make = {"names": [], "formats": [], "offsets": [], "itemsize": description[0]}
         for field in description[1:]:
             name, item, offset, shape = _fields(field, 4)
@@ -500,14 +281,8 @@ def _array_dtype(description: Any, level: int = 0) -> Any:
         raise WireError(f"A NumPy dtype is impossible: {reprlib.repr(description)}: {error}.") from error
 
 
-def _is_key(key: Any, level: int = 0) -> bool:
-    if type(key) is tuple:
-        return level < MAX_DEPTH and all(_is_key(item, level + 1) for item in key)
-    return type(key) in _KEYS or isinstance(key, Enum) or (isinstance(key, np.generic) and not isinstance(key, np.void))
-
-
 def _keys(keys: list[Any]) -> list[Any]:
-    if not all(map(_is_key, keys)) or len(set(keys)) < len(keys):
+    if not all(map(is_key, keys)) or len(set(keys)) < len(keys):
         raise WireError("A dictionary or set has a key that is impossible or repeated.")
     return keys
 
@@ -520,12 +295,6 @@ def _imported_class(name: Any) -> type:
             "of the training script, or call register_batch_type()."
         )
     return cls
-
-
-def _step(step: Any) -> str:
-    if isinstance(step, _Attribute):
-        return f".{step}"
-    return f"[{json.dumps(step, ensure_ascii=False)}]" if type(step) is str else f"[{reprlib.repr(step)}]"
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -541,11 +310,11 @@ def _parse(header: bytes) -> tuple[int, Any]:
     except (ValueError, RecursionError) as error:
         raise WireError(f"The header of a batch is not JSON: {reprlib.repr(str(error))}.") from error
     name, version, used, tree = _fields(message, 4)
-    if name != _FORMAT:
+    if name != FORMAT:
         raise WireError("The header of a batch does not say that it is one.")
-    if version != _VERSION or type(used) is not int or not 0 <= used < _INT64:
+    if version != VERSION or type(used) is not int or not 0 <= used < INT64:
         raise WireError(
-            f"The batch has format {reprlib.repr(version)} (this is {_VERSION}), {reprlib.repr(used)} bytes."
+            f"The batch has format {reprlib.repr(version)} (this is {VERSION}), {reprlib.repr(used)} bytes."
         )
     return used, tree
 
@@ -559,29 +328,6 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
     "c": lambda text: complex(*struct.unpack("<dd", bytes.fromhex(text))),
     "s": lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
     "b": lambda text: base64.b64decode(text, validate=True),
-}
-_KEYS = frozenset({str, bytes, int, float, bool, complex, type(None)})
-_SEQUENCES: dict[type, str] = {list: "l", tuple: "u", torch.Size: "size"}
-_SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
-_ENCODERS: dict[type, Callable[[_Encoder, Any], Any]] = {
-    type(None): _Encoder._plain,
-    bool: _Encoder._plain,
-    int: _Encoder._int,
-    float: _Encoder._float,
-    complex: _Encoder._complex,
-    str: _Encoder._str,
-    bytes: _Encoder._bytes,
-    range: _Encoder._range,
-    slice: _Encoder._range,
-    dict: _Encoder._dict,
-    defaultdict: _Encoder._dict,
-    OrderedDict: _Encoder._dict,
-    np.ndarray: _Encoder._array,
-    np.memmap: _Encoder._array,
-    torch.Tensor: _Encoder._any_tensor,
-    torch.nn.Parameter: _Encoder._any_tensor,
-    **dict.fromkeys(_SEQUENCES, _Encoder._list),
-    **dict.fromkeys(_SETS, _Encoder._set),
 }
 _DECODERS: dict[str, Callable[[_Decoder, list[Any], int], Any]] = {
     **dict.fromkeys(_SCALARS, _Decoder._scalar),

@@ -1,0 +1,103 @@
+"""The data service in a SageMaker job: who listens where, and which end this host is."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+import psutil
+
+from lightning_sm._lightning import LightningDataModule
+from lightning_sm.data.host_process import HostProcess
+from lightning_sm.data.module import RemoteDataModule
+from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings, default_workers
+from lightning_sm.job import SageMakerJob
+from lightning_sm.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+# Data hosts listen this far below the main port of the job: apart from it, and from ports that the system hands out.
+_BELOW_MAIN_PORT = 10_000
+
+
+def serve(
+    datamodule: LightningDataModule, job: SageMakerJob, topology: Topology, settings: DataServiceSettings
+) -> None:
+    """Serve a DataModule from this data host until the trainers have finished.
+
+    Args:
+        datamodule: The user's DataModule.
+        job: The job.
+        topology: Its layout.
+        settings: The user's settings.
+
+    Raises:
+        DataServiceError: The host cannot serve: its port is taken, or no trainer ever came.
+    """
+    address = f"{_own_address(job)}:{_port(topology, settings)}"
+    host_settings = HostSettings(
+        address=address,
+        workers=settings.workers or default_workers(),
+        max_batch_bytes=settings.max_batch_bytes,
+        lease_s=settings.lease_s,
+        startup_timeout_s=settings.startup_timeout_s,
+        name=job.current_host,
+        credentials=_credentials(job, settings),
+    )
+    logger.info(
+        "Data host %s: %d workers, up to 2 batches in memory for each, and trainers %s come to %s.",
+        job.current_host,
+        host_settings.workers,
+        ", ".join(topology.trainer_hosts),
+        address,
+    )
+    HostProcess(datamodule, host_settings, lambda _: None).serve()
+
+
+def remote(
+    datamodule: LightningDataModule, job: SageMakerJob, topology: Topology, settings: DataServiceSettings
+) -> RemoteDataModule:
+    """Wrap a DataModule on a trainer of a job that has data hosts.
+
+    Args:
+        datamodule: The user's DataModule.
+        job: The job.
+        topology: Its layout.
+        settings: The user's settings.
+    """
+    port = _port(topology, settings)
+    addresses = [f"{job.addresses.get(host, host)}:{port}" for host in topology.data_hosts]
+    module = RemoteDataModule(datamodule, addresses, settings=settings, job=_identity(job))
+    # A script may fit and then test: only the end of the process is the end of the training.
+    module.closes_on_teardown = False
+    return module
+
+
+def _port(topology: Topology, settings: DataServiceSettings) -> int:
+    return settings.port or max(1024, topology.main_port - _BELOW_MAIN_PORT)
+
+
+def _identity(job: SageMakerJob) -> str:
+    return job.name or "unnamed"
+
+
+def _credentials(job: SageMakerJob, settings: DataServiceSettings) -> Credentials:
+    return Credentials.of(settings, _identity(job))
+
+
+def _own_address(job: SageMakerJob) -> str:
+    """The address of the job's interface: the service must not be open on others."""
+    if job.current_host in job.addresses:
+        return job.addresses[job.current_host]
+    for address in psutil.net_if_addrs().get(job.network_interface or "", []):
+        if address.family == socket.AF_INET:
+            return str(address.address)
+    try:
+        return socket.gethostbyname(job.current_host)
+    except OSError:
+        logger.warning(
+            "Host %s has no interface %s and does not resolve its own name: listening on all interfaces.",
+            job.current_host,
+            job.network_interface,
+        )
+        return "0.0.0.0"  # noqa: S104  # said in the warning
