@@ -32,12 +32,22 @@ def _restored_environment() -> Iterator[None]:
     os.environ.update(before)
 
 
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return list(process.children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
 @pytest.fixture(autouse=True)
 def _no_leftovers() -> Iterator[None]:
     """Fail a test that leaves a process or a thread behind."""
     threads = set(threading.enumerate())
+    # Those of fixtures that live longer than a test, and what they start meanwhile.
+    before = psutil.Process().children()
     yield
-    processes = psutil.Process().children(recursive=True)
+    known = {*before, *(child for process in before if process.is_running() for child in _descendants(process))}
+    processes = [process for process in _descendants(psutil.Process()) if process not in known]
     _, alive = psutil.wait_procs(processes, timeout=5)
     commands = [" ".join(process.cmdline()) for process in alive if process.is_running()]
     for process in alive:

@@ -46,6 +46,8 @@ class FeederClient:
         self._opened: dict[str, dict[str, Any]] = {}
         self._problem: Message | None = None
         self._states: list[dict[str, Any]] = []
+        self._lengths: dict[int, Message] = {}
+        self._num_lengths = 0
         self._num_rings = 0
         self._num_passes = 0
         command = [sys.executable, "-m", "lightning_sm.data.feeder", str(theirs.fileno()), str(releases)]
@@ -113,18 +115,39 @@ class FeederClient:
         self._send("start", pass_id=self._num_passes, **facts)
         return self._num_passes
 
+    def length(self, facts: Mapping[str, Any], timeout_s: float) -> int:
+        """Return the number of steps of a pass whose order a sampler of the user's gives.
+
+        Args:
+            facts: The pass, as for ``start_pass``.
+            timeout_s: Seconds to wait for the data hosts to run the sampler.
+
+        Raises:
+            DataServiceError: The sampler failed, or did not end in time.
+        """
+        number = self._num_lengths = self._num_lengths + 1
+        self._send("measure", number=number, **facts)
+        deadline = time.monotonic() + timeout_s
+        while number not in self._lengths:
+            self._raise_problem(None)
+            if not self._hear(min(_REPORT_PERIOD_S, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                raise errors.DataTimeoutError(
+                    f"No data host has run a sampler to its end within {timeout_s:.0f} s "
+                    f"(data_service.batch_timeout_s).\n{self.describe()}\nDoes the sampler end at all?"
+                )
+        answer = self._lengths.pop(number)
+        if "error" in answer.facts:
+            raise _error(answer)
+        return int(answer.facts["num_steps"])
+
     def close_pass(self, pass_id: int) -> list[Message]:
-        """End a pass, and return the batches that came but were not taken.
+        """End a pass, and return the batches that came but were not taken; may be called from a finalizer.
 
         Args:
             pass_id: The pass.
         """
         inbox = self._inboxes.pop(pass_id, deque())
-        if os.getpid() == self._pid and self._process.returncode is None:
-            try:
-                self._socket.send("close", pass_id=pass_id)
-            except OSError:
-                logger.debug("The feeder is gone already.")
+        self._write(Released.PASS, pass_id, 0)
         return [message for message in inbox if message.kind == "batch"]
 
     def next(self, pass_id: int, timeout_s: float) -> Message:
@@ -166,9 +189,7 @@ class FeederClient:
             ring: Number of the ring.
             slot: The slot.
         """
-        # A forked child inherits the arrays, but what it drops the training process may still use.
-        if os.getpid() == self._pid:
-            self._write(Released.SLOT, ring, slot)
+        self._write(Released.SLOT, ring, slot)
 
     def state(self) -> dict[str, Any]:
         """Return what the feeder knows of hosts and passes."""
@@ -228,7 +249,9 @@ class FeederClient:
             self._raise_ended()
 
     def _write(self, kind: Released, number: int, value: int) -> None:
-        if self._releases < 0:
+        """Tell the feeder something without taking a lock: a finalizer may interrupt whoever holds it."""
+        # A forked child inherits the arrays, but what it drops the training process may still use.
+        if self._releases < 0 or os.getpid() != self._pid:
             return
         try:
             os.write(self._releases, RELEASE.pack(kind, number, value))
@@ -247,17 +270,15 @@ class FeederClient:
             self._opened[message.facts["opening"]] = message.facts
         elif message.kind == "state":
             self._states.append(message.facts)
+        elif message.kind == "length":
+            self._lengths[message.facts["number"]] = message
         elif message.kind == "error" and message.facts["pass_id"] is None:
             self._problem = message
-        elif message.facts["pass_id"] in self._inboxes:
-            self._inboxes[message.facts["pass_id"]].append(message)
-        elif message.kind == "batch":
-            self._unwanted(message)
+        elif (inbox := self._inboxes.get(message.facts["pass_id"])) is not None:
+            inbox.append(message)
+        elif message.kind == "batch":  # of a pass that was closed meanwhile
+            self.release(message.facts["ring"], message.facts["slot"])
         return True
-
-    def _unwanted(self, message: Message) -> None:
-        """A batch of a pass that was closed meanwhile."""
-        self.release(message.facts["ring"], message.facts["slot"])
 
     def _raise_problem(self, pass_id: int | None) -> None:
         problem = self._problem

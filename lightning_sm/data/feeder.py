@@ -5,7 +5,6 @@ It has an interpreter of its own, so that receiving never waits for the training
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import selectors
@@ -14,10 +13,10 @@ import socket
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import grpc
 import numpy as np
 
 from lightning_sm.console import show_log_lines
@@ -25,9 +24,9 @@ from lightning_sm.data import wire
 from lightning_sm.data.child import end_with_any_thread, run_and_leave
 from lightning_sm.data.intake import Intake, StepPlan
 from lightning_sm.data.link import HostLink, failure, fetch
+from lightning_sm.data.listings import Listing, Listings, listing_request, step_plan
 from lightning_sm.data.messages import Message, MessageSocket
 from lightning_sm.data.openings import Openings, Problem
-from lightning_sm.data.plan import BatchPlan, SamplePlan, digest, epoch_order
 from lightning_sm.data.release import RELEASE, Released
 from lightning_sm.data.ring import Ring
 from lightning_sm.data.schedule import HostState, Request, Retry
@@ -35,7 +34,7 @@ from lightning_sm.data.scheduler import Scheduler
 from lightning_sm.data.settings import Credentials
 from lightning_sm.data.spec import BatchSpec
 from lightning_sm.data.wire import FrameKind
-from lightning_sm.errors import BatchTooLargeError, DataHostMismatchError, DataServiceError, WireError
+from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +69,14 @@ class Feeder:
         self._rings: dict[int, tuple[Ring, list[int]]] = {}
         self._intakes: dict[int, Intake] = {}
         self._requests: dict[int, Request] = {}
+        self._ended: set[int] = set()
         self._openings = Openings(len(settings["addresses"]), self._answer_opening)
-        self._calls = ThreadPoolExecutor(4, thread_name_prefix="listing")
         self._is_running = True
         credentials = Credentials(**settings["credentials"])
         self._links = {
             address: HostLink(address, credentials, settings["client"], self) for address in settings["addresses"]
         }
+        self._listings = Listings(self._links, lambda error: self._fail(None, type(error).__name__, str(error)))
 
     def run(self) -> None:
         """Serve the training process until it closes the connection, or is gone."""
@@ -94,7 +94,9 @@ class Feeder:
                 for key, _ in selector.select(wait):
                     key.data()
                 with self._lock:
-                    self._openings.tick(time.monotonic())
+                    problem = self._openings.tick(time.monotonic())
+                if problem is not None:
+                    self._fail(None, problem.error, problem.text)
                 self._ask()
             os.close(parent)
 
@@ -114,8 +116,8 @@ class Feeder:
                 self._rings[message.facts["ring"]] = (ring, list(range(ring.num_slots)))
             elif message.kind == "start":
                 self._start(message)
-            elif message.kind == "close":
-                self._close(message.facts["pass_id"])
+            elif message.kind == "measure":
+                self._measure(message.facts)
             elif message.kind == "state":
                 self._trainer.send("state", **self._state())
             elif message.kind == "finish":
@@ -125,12 +127,13 @@ class Feeder:
         if not self._is_running:
             return
         self._is_running = False
+        self._listings.close()
         with ThreadPoolExecutor(max(1, len(self._links))) as pool:
             list(pool.map(lambda link: link.finish(outcome), self._links.values()))
 
     def _open(self, request: dict[str, Any]) -> None:
         with self._lock:
-            self._openings.ask(request["opening"], time.monotonic())
+            self._openings.ask(request["opening"])
         for link in self._links.values():
             link.want(request["opening"], request)
 
@@ -154,11 +157,42 @@ class Feeder:
             window_bytes=facts["window_bytes"],
         )
         with self._lock:
+            if intake.pass_id in self._ended:
+                self._ended.remove(intake.pass_id)
+                return
             self._intakes[intake.pass_id] = intake
+        self._with_plan(
+            facts,
+            lambda plan: self._planned(intake, plan),
+            lambda error: self._fail(intake.pass_id, type(error).__name__, str(error)),
+        )
+
+    def _with_plan(
+        self, facts: dict[str, Any], planned: Callable[[StepPlan], None], failed: Callable[[Exception], None]
+    ) -> None:
+        """Make the plan of a pass; where a sampler of the user's decides, once the data hosts have run it."""
         if facts["order"] in ("sequential", "shuffled"):
-            self._planned(intake, _sample_plan(facts, template))
-        else:
-            self._calls.submit(self._list, intake, facts)
+            planned(step_plan(facts, None))
+            return
+
+        def listed(listing: Future[Listing]) -> None:
+            if listing.cancelled():
+                return
+            try:
+                plan = step_plan(facts, listing.result())
+            except (DataServiceError, ValueError) as error:
+                failed(error)
+            else:
+                planned(plan)
+
+        self._listings.get(listing_request(facts["template"])).add_done_callback(listed)
+
+    def _measure(self, facts: dict[str, Any]) -> None:
+        self._with_plan(
+            facts,
+            lambda plan: self._tell("length", number=facts["number"], num_steps=plan.num_steps),
+            lambda error: self._tell("length", number=facts["number"], error=type(error).__name__, text=str(error)),
+        )
 
     def _planned(self, intake: Intake, plan: StepPlan) -> None:
         with self._lock:
@@ -174,6 +208,8 @@ class Feeder:
     def _close(self, pass_id: int) -> None:
         with self._lock:
             intake = self._intakes.pop(pass_id, None)
+            if intake is None:  # the end came before the beginning, by another way
+                self._ended.add(pass_id)
             self._cancel(self._scheduler.close_pass(pass_id), intake)
             if intake is not None:
                 intake.free.extend(arrival.slot for arrival in intake.ready.values())
@@ -185,56 +221,10 @@ class Feeder:
             for kind, number, value in RELEASE.iter_unpack(data):
                 if kind == Released.SLOT:
                     self._rings[number][1].append(value)
+                elif kind == Released.PASS:
+                    self._close(number)
                 elif number in self._intakes:
                     self._scheduler.advance(number, value)
-
-    # Lists of samplers
-
-    def _list(self, intake: Intake, facts: dict[str, Any]) -> None:
-        """Let the data hosts run the user's sampler, and compare what they say."""
-        old = intake.template
-        request = {
-            "opening": old.opening,
-            "loader": old.loader,
-            "seed": old.seed,
-            "epoch": old.epoch,
-            "pass_index": old.pass_index,
-        }
-        try:
-            keys, offsets = self._agreed_listing(request)
-        except DataServiceError as error:
-            self._fail(intake.pass_id, type(error).__name__, str(error))
-            return
-        ranks = facts["rank"], facts["world_size"]
-        if offsets is None:
-            size = facts["batch_size"] or 1
-            self._planned(intake, SamplePlan(keys, size, facts["drop_last"], *ranks))
-        else:
-            self._planned(intake, BatchPlan(keys, offsets, *ranks))
-
-    def _agreed_listing(self, request: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
-        listings: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
-        digests: dict[str, str] = {}
-        problems = []
-        for link in self._links.values():
-            if link.why:
-                continue
-            try:
-                listing = _parse_listing(_wait_for_listing(link, request))
-            except grpc.RpcError as error:
-                problems.append(f"{link.name}: {error.code().name}")
-                continue
-            listings[link.name] = listing
-            digests[link.name] = digest(np.concatenate([part for part in listing if part is not None]))
-        if not listings:
-            raise DataServiceError(f"No data host could run the sampler of {request['opening']}: {problems}.")
-        if len(set(digests.values())) > 1:
-            raise DataHostMismatchError(
-                f"The user's sampler gives another order on every data host: {digests}. It must draw from random, "
-                "NumPy's or torch's global generator, or from its own generator attribute, which are seeded alike on "
-                "all hosts; not from the time, the host's name or unordered sets."
-            )
-        return next(iter(listings.values()))
 
     # What links say
 
@@ -253,12 +243,17 @@ class Feeder:
             self._cancel(leave(link.address, time.monotonic(), why), None, tell=False)
         self._ask()
 
-    def link_opened(self, link: HostLink, opening: str, reply: dict[str, Any]) -> None:
+    def link_opened(self, link: HostLink, opening: str, reply: dict[str, Any]) -> str:
         """Compare what the hosts serve, and tell the training process."""
         with self._lock:
             problem = self._openings.opened(opening, link.name, reply, time.monotonic())
         if problem is not None:
             self._fail(None, problem.error, problem.text)
+        if "error" not in reply:
+            return ""
+        # The others go on without it.
+        logger.warning("Data host %s cannot be used: it failed in %s:\n%s", link.name, reply["where"], reply["text"])
+        return f"it failed in {reply['where']}"
 
     def link_refused(self, link: HostLink, problem: Problem) -> None:
         """Give up: the host is not one of this job."""
@@ -330,6 +325,8 @@ class Feeder:
         self._requests.pop(request.request_id, None)
         intake.drop(request.request_id)
         if not verdict.is_fatal:
+            if facts["error"] == "NotOpen":
+                self._links[request.host].reopen()
             logger.warning("Data host %s could not make the batch of step %d: %s", host, request.step, reason)
             self._ask()
             return
@@ -409,40 +406,6 @@ class Feeder:
 
 
 _ERRORS = ("RemoteTransformError", "BatchTypeError", "BatchTooLargeError")
-
-
-def _sample_plan(facts: dict[str, Any], template: BatchSpec) -> SamplePlan:
-    length = facts["num_samples"]
-    if facts["order"] == "shuffled":
-        order = epoch_order(
-            length,
-            seed=template.seed,
-            epoch=template.epoch,
-            pass_index=template.pass_index,
-            salt=f"{facts['stage']} {template.loader}",
-        )
-    else:
-        order = np.arange(length)
-    return SamplePlan(order, facts["batch_size"] or 1, facts["drop_last"], facts["rank"], facts["world_size"])
-
-
-def _wait_for_listing(link: HostLink, request: dict[str, Any]) -> bytes:
-    while True:
-        data = link.listing(request)
-        if not data.startswith(b'{"state"'):
-            return data
-
-
-def _parse_listing(data: bytes) -> tuple[np.ndarray, np.ndarray | None]:
-    head, _, rest = data.partition(b"\n")
-    facts = json.loads(head)
-    if "text" in facts:
-        raise DataServiceError(f"The user's sampler failed on a data host:\n{facts['text']}")
-    num_keys, num_offsets = int(facts["num_keys"]), int(facts["num_offsets"])
-    if min(num_keys, num_offsets) < 0 or len(rest) != 8 * (num_keys + num_offsets):
-        raise WireError(f"A list of {num_keys} keys and {num_offsets} offsets came in {len(rest)} bytes.")
-    values = np.frombuffer(rest, "<i8")
-    return values[:num_keys], values[num_keys:] if num_offsets else None
 
 
 def _shortened(intake: Intake, step: int) -> str:

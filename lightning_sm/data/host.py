@@ -14,6 +14,7 @@ import cloudpickle
 from lightning_sm.data.child import ending, with_import_path
 from lightning_sm.data.messages import MessageSocket
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
+from lightning_sm.data.tls import read_tls
 from lightning_sm.errors import DataServiceError
 
 _START_TIMEOUT_S = 60.0
@@ -67,8 +68,10 @@ class DataHost:
         """Start to listen.
 
         Raises:
+            DataSettingsError: A TLS file is wrong.
             DataServiceError: The address is taken, or the DataModule cannot be copied to another process.
         """
+        read_tls(self._settings.credentials)
         self._socket, theirs = MessageSocket.pair()
         with theirs:
             self._process = subprocess.Popen(

@@ -12,16 +12,17 @@ from typing import Any, Protocol
 
 import grpc
 
-from lightning_sm.data import wire
+from lightning_sm.data import calls, wire
 from lightning_sm.data.openings import Problem
 from lightning_sm.data.settings import Credentials
+from lightning_sm.data.tls import closed_hint, fatal_hint
 from lightning_sm.data.wire import FrameKind
 from lightning_sm.errors import WireError
 
 logger = logging.getLogger(__name__)
 
-# A host that does not answer two beats is not asked any more; its requests go to others.
-_BEAT_PERIOD_S, _BEAT_TIMEOUT_S = 0.5, 1.0
+# A host that does not answer two beats is not asked any more; its requests go to others. One late answer is load.
+_BEAT_PERIOD_S, _BEAT_TIMEOUT_S, _MAX_SILENT = 0.5, 1.0, 2
 # A host on which the user's code failed is asked again, as its disk may be mended; but setup() may cost much.
 _PROBLEM_PERIOD_S = 10.0
 # The server answers "not yet" after 5 s.
@@ -71,7 +72,8 @@ class HostLink:
         self._channel = wire.open_channel(address, credentials)
         self._wanted: dict[str, dict[str, Any]] = {}
         self._opened: set[str] = set()
-        self._num_losses = 0
+        self._is_stale = False
+        self._num_losses = self._num_silent = 0
         self._period_s = _BEAT_PERIOD_S
         self._lock = threading.Lock()
         self._requests: queue.SimpleQueue[bytes | None] | None = None
@@ -114,7 +116,12 @@ class HostLink:
         if requests is not None:
             requests.put(message)
 
-    def call(self, name: str, facts: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    def reopen(self) -> None:
+        """Note that the host lacks what it had opened: another process may have taken its place unnoticed."""
+        self._is_stale = True
+        self._nudge.set()
+
+    def call(self, name: str, facts: Mapping[str, Any], timeout_s: float) -> bytes:
         """Make a short call.
 
         Args:
@@ -126,8 +133,8 @@ class HostLink:
             grpc.RpcError: It failed.
         """
         method = self._channel.unary_unary(wire.method(name))
-        answer = method(json.dumps(facts).encode(), metadata=self._metadata, timeout=timeout_s)
-        return dict(json.loads(answer))
+        answer: bytes = method(json.dumps(facts).encode(), metadata=self._metadata, timeout=timeout_s)
+        return answer
 
     def listing(self, request: Mapping[str, Any]) -> bytes:
         """Fetch the order that a sampler of the user's gives, as JSON line and raw int64.
@@ -161,33 +168,41 @@ class HostLink:
         while not self._is_closed:
             began = time.monotonic()
             try:
-                self.state = self.call("Beat", self._client, _BEAT_TIMEOUT_S)
+                self.state = calls.beat_reply(self.call("Beat", self._client, _BEAT_TIMEOUT_S))
+                self._num_silent = 0
                 self._open_wanted()
             except grpc.RpcError as error:
                 self._failed(error)
             except Exception as error:  # a thread must not die in silence: the training would wait for ever
-                logger.exception("Data host %s", self.name)
-                self._owner.link_refused(self, Problem("WireError", f"{self.name} answered nonsense: {error!r}"))
+                if not isinstance(error, WireError):
+                    logger.exception("Data host %s", self.name)
+                self._owner.link_refused(self, Problem("WireError", f"data host {self.name}: {error}"))
                 return
             self._nudge.wait(max(0.0, began + self._period_s - time.monotonic()))
             self._nudge.clear()
 
     def _failed(self, error: Any) -> None:
-        code = error.code()
-        if code in _FATAL:
+        code, details = error.code(), str(error.details())
+        hint = "" if self.state else fatal_hint(details)
+        if code in _FATAL or hint:
             self._is_closed = True
-            self._owner.link_refused(self, Problem("DataHostMismatchError", str(error.details())))
+            self._owner.link_refused(self, Problem("DataHostMismatchError", f"{details}{hint}"))
             return
-        if not self._is_closed:
-            self.lose(_text(error), is_silent=code is grpc.StatusCode.DEADLINE_EXCEEDED)
+        is_silent = code is grpc.StatusCode.DEADLINE_EXCEEDED
+        self._num_silent += is_silent
+        if not self._is_closed and not (self._is_up and is_silent and self._num_silent < _MAX_SILENT):
+            self.lose(_text(error) + ("" if self.state else closed_hint(details)), is_silent=is_silent)
 
     def _open_wanted(self) -> None:
         """Open what was asked for and is not open yet; the host can be used when nothing is missing."""
+        if self._is_stale:
+            self._is_stale = False
+            self.lose("it does not have the loaders any more", is_silent=False)
         num_losses = self._num_losses
         for opening, request in list(self._wanted.items()):
             if opening in self._opened:
                 continue
-            reply = self.call("Open", request, _CALL_TIMEOUT_S)
+            reply = calls.open_reply(self.call("Open", request, _CALL_TIMEOUT_S))
             if reply.get("state") == "opening":
                 self.why = f"{request['loaders'] or 'setup'} is still being opened"
                 self._nudge.set()
@@ -197,8 +212,9 @@ class HostLink:
             if self.why:
                 return
             with self._lock:
-                if self._num_losses == num_losses:
-                    self._opened.add(opening)
+                if self._num_losses != num_losses:
+                    return
+                self._opened.add(opening)
         if not self._is_up and self._wanted:
             self._rise()
 

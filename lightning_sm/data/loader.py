@@ -101,8 +101,9 @@ class RemoteLoader:
         self._ask_position = position
         self.epoch = 0
         self._ring: tuple[Ring, int] | None = None
-        self._held = 0
+        self._held: set[int] = set()  # slots that a batch aliases; set operations are atomic, also for finalizers
         self._has_warned = False
+        self._length: tuple[int, int] | None = None
         # Lightning looks at both, to warn of shuffled validation data and to announce epochs.
         self.sampler = _Shuffled(self) if facts.order == "shuffled" else _Sequential(self)
         self.batch_sampler = None
@@ -116,11 +117,20 @@ class RemoteLoader:
     def __len__(self) -> int:
         """Return the number of batches in a pass, on every rank."""
         facts = self.facts
+        if facts.order == "batch_sampler" or (facts.order == "sampler" and facts.num_samples is None):
+            return self._listed_length()
         if facts.num_samples is None:
             raise TypeError(f"{facts.name} has no length")
         return num_steps(
             facts.num_samples, facts.batch_size or 1, drop_last=facts.drop_last, world_size=self.place.world_size
         )
+
+    def _listed_length(self) -> int:
+        """The data hosts run the sampler; the pass that follows finds its list ready."""
+        if self._length is None or self._length[0] != self.epoch:
+            facts = self._pass_facts(Position(epoch=max(self.epoch, 0)))
+            self._length = self.epoch, self._client.length(facts, self.place.timeout_s)
+        return self._length[1]
 
     def set_epoch(self, epoch: int) -> None:
         """Take the epoch of the next pass; Lightning calls it through ``sampler``.
@@ -132,41 +142,56 @@ class RemoteLoader:
         if self.on_epoch is not None:
             self.on_epoch(epoch)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing that is needed: the position comes from the Trainer's progress, which is never dropped.
+
+        Lightning warns of loaders that cannot resume; by this method it sees that this one can.
+        """
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` returned.
+
+        Args:
+            state_dict: The state.
+        """
+        self.epoch = state_dict["epoch"]
+
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass; nothing is asked of the data hosts before the first batch is."""
         return _Pass(self)
 
     def _begin(self) -> tuple[int, int]:
         position = self._ask_position(self)
-        place, facts = self.place, self.facts
         _, number = self._shared_ring()
         logger.debug(
-            "%s: epoch %d, steps %d to %s", facts.name, position.epoch, position.first_step, position.stop_step
+            "%s: epoch %d, steps %d to %s", self.facts.name, position.epoch, position.first_step, position.stop_step
         )
-        return number, self._client.start_pass(
-            {
-                "ring": number,
-                "template": {
-                    "opening": place.opening,
-                    "loader": place.index,
-                    "seed": place.seed,
-                    "epoch": position.epoch,
-                    "pass_index": position.pass_index,
-                    "rank": place.rank,
-                },
-                "stage": place.stage,
-                "order": "sequential" if position.is_sequential and facts.order == "shuffled" else facts.order,
-                "num_samples": facts.num_samples,
-                "batch_size": facts.batch_size,
-                "drop_last": facts.drop_last,
+        return number, self._client.start_pass({"ring": number, **self._pass_facts(position)})
+
+    def _pass_facts(self, position: Position) -> dict[str, Any]:
+        place, facts = self.place, self.facts
+        return {
+            "template": {
+                "opening": place.opening,
+                "loader": place.index,
+                "seed": place.seed,
+                "epoch": position.epoch,
+                "pass_index": position.pass_index,
                 "rank": place.rank,
-                "world_size": place.world_size,
-                "first_step": position.first_step,
-                "stop_step": position.stop_step,
-                "window_batches": place.window_batches,
-                "window_bytes": place.window_bytes,
-            }
-        )
+            },
+            "stage": place.stage,
+            "order": "sequential" if position.is_sequential and facts.order == "shuffled" else facts.order,
+            "num_samples": facts.num_samples,
+            "batch_size": facts.batch_size,
+            "drop_last": facts.drop_last,
+            "rank": place.rank,
+            "world_size": place.world_size,
+            "first_step": position.first_step,
+            "stop_step": position.stop_step,
+            "window_batches": place.window_batches,
+            "window_bytes": place.window_bytes,
+        }
 
     def _shared_ring(self) -> tuple[Ring, int]:
         if self._ring is None:
@@ -180,13 +205,13 @@ class RemoteLoader:
         """Map a slot as a batch; when too many batches are kept, copy this one out."""
         ring, number = self._shared_ring()
         array = ring.slot(slot)[:num_bytes]
-        if self._held >= _HELD_SLOTS:
+        if len(self._held) >= _HELD_SLOTS:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
                     "%d batches of %s are kept, more than the %d that may stay in shared memory: from now on batches "
                     "are copied while so many are kept. Keep what you need of a batch, not the batch.",
-                    self._held,
+                    len(self._held),
                     self.facts.name,
                     _HELD_SLOTS,
                 )
@@ -194,12 +219,12 @@ class RemoteLoader:
             self._client.release(number, slot)
             return decode(header, array)
         owner = array.view(_SlotArray)
-        self._held += 1
+        self._held.add(slot)
         weakref.finalize(owner, self._give_back, number, slot).atexit = False
         return decode(header, owner)
 
     def _give_back(self, ring: int, slot: int) -> None:
-        self._held -= 1
+        self._held.discard(slot)
         self._client.release(ring, slot)
 
 

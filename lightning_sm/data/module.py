@@ -14,14 +14,19 @@ from lightning_sm._lightning import CombinedLoader, LightningDataModule
 from lightning_sm.data.client import FeederClient
 from lightning_sm.data.host import LOCAL_JOB
 from lightning_sm.data.loader import LoaderPlace, Position, RemoteLoader
+from lightning_sm.data.resume import LoaderPosition, SavedPosition
 from lightning_sm.data.settings import Credentials, DataServiceSettings
 from lightning_sm.data.spec import LoaderFacts
+from lightning_sm.data.tls import read_tls
 from lightning_sm.data.trainer_facts import TRAINER_FACTS
 from lightning_sm.errors import DataServiceError, DataSettingsError
 
 logger = logging.getLogger(__name__)
 
 _LOADER_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+
+# Beside the user's own entries in the state of the DataModule.
+_POSITION_KEY = "lightning_sm.data"
 
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 4, 256
 
@@ -78,6 +83,7 @@ class RemoteDataModule(LightningDataModule):
         self._num_runs = 0
         self._stage: str | None = None
         self._client: FeederClient | None = None
+        self._saved: SavedPosition | None = None
         self._loaders: dict[str, list[RemoteLoader]] = {}
         # Between two runs of the Trainer in one script, data hosts must not take the first for the end of the job.
         self.closes_on_teardown = True
@@ -170,16 +176,40 @@ class RemoteDataModule(LightningDataModule):
             client.close(outcome)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped DataModule."""
-        return dict(self._datamodule.state_dict())
+        """Return the state of the wrapped DataModule, and the position of the training in the data.
+
+        Lightning drops the state of loaders when ``estimated_stepping_batches`` is read (issue 20550), but never
+        that of a DataModule.
+        """
+        state = dict(self._datamodule.state_dict())
+        loaders = self._loaders.get("train")
+        if loaders and self.trainer is not None:
+            fit_loop = self.trainer.fit_loop
+            position = SavedPosition(
+                seed=loaders[0].place.seed,
+                epoch=fit_loop.epoch_progress.current.processed,
+                batches=fit_loop.epoch_loop.batch_progress.current.ready,
+                loaders=_positions(loaders),
+            )
+            state[_POSITION_KEY] = position.to_json()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of the wrapped DataModule.
+        """Restore the state of the wrapped DataModule, and the position of the training in the data.
 
         Args:
             state_dict: What ``state_dict`` returned.
+
+        Raises:
+            ResumeError: The position was written by a version that this one does not know.
         """
-        self._datamodule.load_state_dict(state_dict)
+        state = dict(state_dict)
+        position = state.pop(_POSITION_KEY, None)
+        self._saved = None if position is None else SavedPosition.from_json(position)
+        if self._saved is not None:
+            # Another seed would make another order of the rest of the epoch.
+            self._seed = self._saved.seed
+        self._datamodule.load_state_dict(state)
 
     @property
     def _feeder(self) -> FeederClient:
@@ -191,6 +221,7 @@ class RemoteDataModule(LightningDataModule):
         rank, world_size = self._ranks()
         client = {"client": f"rank {rank} on {socket.gethostname()}", "world_size": world_size}
         credentials = Credentials.of(self._settings, self._job)
+        read_tls(credentials)
         feeder = FeederClient(self._addresses, credentials, client, self._settings.hedge_factor)
         weakref.finalize(self, feeder.close, "the process ended")
         return feeder
@@ -221,6 +252,8 @@ class RemoteDataModule(LightningDataModule):
         for index, facts in enumerate(reply["loaders"]):
             loader = RemoteLoader(self._feeder, LoaderFacts.from_json(facts), self._place(stage, index), self._position)
             loaders.append(loader)
+        if stage == "train" and loaders:
+            loaders[0].on_epoch = self._fit_progress
         self._loaders[stage] = loaders
         return _assembled(reply["structure"], loaders)
 
@@ -229,19 +262,41 @@ class RemoteDataModule(LightningDataModule):
         rank, world_size = self._ranks()
         if self.trainer is not None and not self.trainer._accelerator_connector.use_distributed_sampler:
             rank, world_size = 0, 1  # the user splits the data: every rank gets all that the sampler yields
-        seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self._seed is None else self._seed
         return LoaderPlace(
             opening=self._opening(stage),
             index=index,
             stage=stage,
             rank=rank,
             world_size=world_size,
-            seed=seed,
+            seed=int(os.environ.get("PL_GLOBAL_SEED", "0")) if self._seed is None else self._seed,
             window_batches=settings.window_batches or self._default_window(),
             window_bytes=settings.window_bytes,
             max_batch_bytes=settings.max_batch_bytes,
             timeout_s=settings.batch_timeout_s,
         )
+
+    def _fit_progress(self, _: int) -> None:
+        """Translate the Trainer's batch count when a run of another shape is resumed in the middle of an epoch.
+
+        Lightning announces each epoch to the loaders right before it looks at its progress.
+        """
+        saved, self._saved = self._saved, None
+        if saved is None or not self.trainer.fit_loop.restarting:
+            return
+        batches, num_repeated = saved.batches_for(_positions(self._loaders["train"]))
+        if batches == saved.batches:
+            return
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        logger.warning(
+            "The checkpoint was saved after batch %d of epoch %d, which is batch %d for %d ranks; %d samples repeat.",
+            saved.batches,
+            saved.epoch,
+            batches,
+            self._ranks()[1],
+            num_repeated,
+        )
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(progress, name, max(0, getattr(progress, name) - saved.batches + batches))
 
     def _default_window(self) -> int:
         """Twice the workers that work for this rank, so that each has a batch ready and one in the making."""
@@ -293,6 +348,10 @@ def _assembled(structure: Any, loaders: Sequence[RemoteLoader]) -> Any:
     kind, parts = next(iter(structure.items()))
     assembled = [_assembled(part, loaders) for part in parts]
     return tuple(assembled) if kind == "tuple" else assembled
+
+
+def _positions(loaders: Sequence[RemoteLoader]) -> tuple[LoaderPosition, ...]:
+    return tuple(LoaderPosition.of(loader.facts, loader.place.world_size) for loader in loaders)
 
 
 def _rebuild(datamodule: LightningDataModule, addresses: list[str], arguments: dict[str, Any]) -> RemoteDataModule:

@@ -18,7 +18,8 @@ from typing import Any
 import grpc
 
 from lightning_sm.console import show_log_lines
-from lightning_sm.data import wire
+from lightning_sm.data import calls, wire
+from lightning_sm.data.calls import Call
 from lightning_sm.data.child import end_with_any_thread, run_and_leave
 from lightning_sm.data.leases import Leases
 from lightning_sm.data.messages import Message, MessageSocket
@@ -36,6 +37,9 @@ _MAX_THREADS = 2048
 
 # A call that waits for the user's setup() answers "not yet" after this time, so that a trainer can say what it awaits.
 _PATIENCE_S = 5.0
+
+# Ranks are at most an epoch apart, and an epoch has a list for each loader; who comes too late has it made again.
+_NUM_LISTINGS = 32
 
 # Time for trainers to be told that this host leaves; it is up when they have been.
 _GRACE_S = 1.0
@@ -57,7 +61,7 @@ class NetworkProcess:
         self._changed = threading.Condition()
         self._opened: dict[str, dict[str, Any]] = {}
         self._asked: set[str] = set()
-        self._listings: dict[str, Message | None] = {}
+        self._listings: dict[str, bytes] = {}  # nothing while the sampler runs
         self._streams: set[_Stream] = set()
         self._started = time.monotonic()
         self._server = grpc.server(
@@ -103,8 +107,19 @@ class NetworkProcess:
                     facts = dict(message.facts)
                     self._opened[facts.pop("opening")] = facts
                 elif message.kind == "listed":
-                    self._listings[message.facts["listing"]] = message
+                    self._listed(message)
                 self._changed.notify_all()
+
+    def _listed(self, message: Message) -> None:
+        with os.fdopen(message.fds[0], "rb") as file:
+            file.seek(0)
+            data = file.read()
+        if message.facts["why"]:
+            data = json.dumps({"lost": message.facts["why"]}).encode()
+        self._listings.pop(message.facts["listing"], None)
+        self._listings[message.facts["listing"]] = data
+        while len(self._listings) > _NUM_LISTINGS:
+            del self._listings[next(iter(self._listings))]
 
     def _tell(self, kind: str, **facts: Any) -> None:
         try:
@@ -123,8 +138,8 @@ class NetworkProcess:
         }
 
     def _open(self, request: bytes, context: Any) -> bytes:
-        facts = _json(request, context)
-        opening = str(facts["opening"])
+        facts = _facts(calls.OPEN, request, context)
+        opening = facts["opening"]
         with self._changed:
             if opening not in self._asked:
                 self._asked.add(opening)
@@ -139,24 +154,18 @@ class NetworkProcess:
 
     def _list(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         request = next(requests)
-        facts = _json(request, context)
+        facts = _facts(calls.LIST, request, context)
         listing = json.dumps(facts, sort_keys=True)
         with self._changed:
             if listing not in self._listings:
-                self._listings[listing] = None
+                self._listings[listing] = b""
                 self._tell("list", listing=listing, **facts)
-            self._changed.wait_for(lambda: self._listings[listing] is not None, _PATIENCE_S)
-            message = self._listings[listing]
-        if message is None:
-            yield json.dumps({"state": "listing"}).encode()
-            return
-        if message.facts.get("why"):
-            yield json.dumps({"text": f"the process that ran the sampler {message.facts['why']}"}).encode()
-            return
-        fd, position = message.fds[0], 0
-        while piece := os.pread(fd, CHUNK_BYTES, position):
-            yield piece
-            position += len(piece)
+            self._changed.wait_for(lambda: self._listings.get(listing), _PATIENCE_S)
+            answer = self._listings.get(listing) or json.dumps({"state": "listing"}).encode()
+            if answer.startswith(b'{"lost"'):  # whoever asks next may be luckier
+                del self._listings[listing]
+        for start in range(0, len(answer), CHUNK_BYTES):
+            yield answer[start : start + CHUNK_BYTES]
 
     def _fetch(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         stream = _Stream(self._pool)
@@ -201,14 +210,14 @@ class NetworkProcess:
         stream.submit(request_id, spec.opening, payload, affinity)
 
     def _beat(self, request: bytes, context: Any) -> bytes:
-        facts = _json(request, context)
-        self._leases.beat(str(facts["client"]), int(facts["world_size"]), time.monotonic())
+        facts = _facts(calls.BEAT, request, context)
+        self._leases.beat(facts["client"], facts["world_size"], time.monotonic())
         state = {"name": self._settings.name, "up_s": time.monotonic() - self._started, **self._pool.state()}
         return json.dumps(state).encode()
 
     def _finish(self, request: bytes, context: Any) -> bytes:
-        facts = _json(request, context)
-        self._leases.finish(str(facts["client"]), str(facts["outcome"]), time.monotonic())
+        facts = _facts(calls.FINISH, request, context)
+        self._leases.finish(facts["client"], facts["outcome"], time.monotonic())
         return b"{}"
 
 
@@ -301,14 +310,12 @@ def _pieces(request_id: int, batch: Produced) -> Iterator[bytes]:
         yield wire.join(parts)
 
 
-def _json(request: bytes, context: Any) -> dict[str, Any]:
+def _facts(call: Call, request: bytes, context: Any) -> dict[str, Any]:
     try:
-        facts = json.loads(request)
-    except ValueError:
-        facts = None
-    if not isinstance(facts, dict):
-        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no JSON object")
-    return facts  # type: ignore[no-any-return]  # abort raises
+        return call.parse(request)
+    except WireError as error:
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        raise  # never reached: abort raises
 
 
 def main() -> None:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# Hosts that open their loaders this much later than the first do not hold up the start; they join later.
+# Hosts that open their loaders this much later than the first do not hold up the start; they join later. Before, hosts
+# that disagree are not told from each other: the third may show which of two is the odd one.
 _PATIENCE_S = 5.0
 
 
@@ -39,18 +40,17 @@ class Openings:
         self._replies: dict[str, dict[str, dict[str, Any]]] = {}
         self._first: dict[str, float] = {}
         self._answered: set[str] = set()
+        self._present: set[str] = set()
 
-    def ask(self, opening: str, now: float) -> None:
+    def ask(self, opening: str) -> None:
         """Note that an answer is wanted.
 
         Args:
             opening: Name of the opening.
-            now: Time.
         """
         if opening in self._answered:
             self._answer(opening, next(iter(self._replies[opening].values())))
         self._replies.setdefault(opening, {})
-        self.tick(now)
 
     def opened(self, opening: str, host: str, reply: dict[str, Any], now: float) -> Problem | None:
         """Take a host's answer.
@@ -65,28 +65,36 @@ class Openings:
             What is wrong, if anything is.
         """
         replies = self._replies.setdefault(opening, {})
+        if "error" in reply and opening in self._answered:
+            return None  # it is left out, and the others go on
         replies[host] = reply
         self._first.setdefault(opening, now)
         if "error" in reply:
             return Problem(reply["error"], f"Data host {host} failed in {reply['where']}:\n{reply['text']}")
-        problem = _disagreement(replies)
-        if problem is None:
-            self.tick(now)
-        return problem
+        return _disagreement(replies) if opening in self._answered else self.tick(now)
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float) -> Problem | None:
         """Answer what need not wait any longer.
 
         Args:
             now: Time.
+
+        Returns:
+            What is wrong, if anything is.
         """
         for opening, first in list(self._first.items()):
             replies = self._replies[opening]
             if opening in self._answered or any("error" in reply for reply in replies.values()):
                 continue
-            if len(replies) == self._num_hosts or now - first >= _PATIENCE_S:
+            # Hosts that were not there for an earlier opening are not waited for again.
+            if len(replies) >= (len(self._present) or self._num_hosts) or now - first >= _PATIENCE_S:
                 self._answered.add(opening)
+                self._present = set(replies)
+                problem = _disagreement(replies)
+                if problem is not None:
+                    return problem
                 self._answer(opening, next(iter(replies.values())))
+        return None
 
 
 def _disagreement(replies: dict[str, dict[str, Any]]) -> Problem | None:
@@ -96,10 +104,13 @@ def _disagreement(replies: dict[str, dict[str, Any]]) -> Problem | None:
         return None
     usual, _ = Counter(texts.values()).most_common(1)[0]
     odd = [host for host, text in texts.items() if text != usual]
+    # Of two that differ, either may be the odd one.
+    is_clear = 2 * len(odd) < len(texts)
+    which = f", {', '.join(odd)} other than most" if is_clear else ""
     described = "\n".join(f"  {host}: {_describe(reply)}" for host, reply in replies.items())
     return Problem(
         "DataHostMismatchError",
-        f"Data host(s) {', '.join(odd)} serve other data than the others:\n{described}\n"
+        f"Data hosts serve different data{which}:\n{described}\n"
         "All data hosts must see the same files and run the same versions: look at the channels of the data groups "
         "(S3DataDistributionType must be FullyReplicated) and at seeds in setup().",
     )

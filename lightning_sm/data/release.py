@@ -14,3 +14,4 @@ class Released(IntEnum):
 
     SLOT = 1  # number: the ring; value: the slot, which nothing aliases any more
     STEP = 2  # number: the pass; value: every step below was taken
+    PASS = 3  # number: the pass, which is over

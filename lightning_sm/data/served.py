@@ -181,21 +181,20 @@ class ServedLoader:
     def _describe(self, name: str) -> LoaderFacts:
         loader, dataset = self._loader, self._dataset
         order, num_samples, batch_size, drop_last = _order_of(loader, name)
-        identity = [
+        data = [
             f"{type(dataset).__module__}.{type(dataset).__qualname__}",
             str(num_samples),
             str(_call_if_defined(dataset, "fingerprint")),
-            torch.__version__,
-            np.__version__,
-            platform.python_version(),
         ]
+        versions = [torch.__version__, np.__version__, platform.python_version()]
         return LoaderFacts(
             name=name,
             order=order,
             num_samples=num_samples,
             batch_size=batch_size,
             drop_last=drop_last,
-            fingerprint=hashlib.blake2b("\n".join(identity).encode(), digest_size=8).hexdigest(),
+            identity=_short_hash(data),
+            fingerprint=_short_hash([*data, *versions]),
             dataset=f"{type(dataset).__qualname__}" + (f" of {num_samples}" if num_samples is not None else ""),
         )
 
@@ -256,6 +255,10 @@ def _has_own_getitems(dataset: Any) -> bool:
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
+
+
+def _short_hash(parts: list[str]) -> str:
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
 
 def _call_if_defined(instance: Any, method: str) -> Any:

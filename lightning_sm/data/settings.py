@@ -32,7 +32,8 @@ class DataServiceSettings:
         virtual_shards: Parts into which iterable datasets are cut. Default: 16, or the next multiple of the ranks.
         port: Port of the data hosts. Default: derived from the job.
         token: Secret that trainers must show. Default: derived from the job's name.
-        tls_certificate: PEM file with the certificate of the data hosts; turns TLS on.
+        tls_certificate: PEM file with the certificate of the data hosts, for the names by which trainers reach them
+            (SubjectAlternativeName, for example algo-1 and algo-2); turns TLS on.
         tls_key: PEM file with the key of the certificate.
         tls_authority: PEM file with the authority that signed it; trainers show the certificate, too (mutual TLS).
     """

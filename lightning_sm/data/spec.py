@@ -30,7 +30,8 @@ class LoaderFacts:
         num_samples: Samples in one pass; None if only the data host's listing tells.
         batch_size: Samples per batch and rank; None: the dataset or the batch sampler makes whole batches.
         drop_last: Whether an incomplete last batch is dropped.
-        fingerprint: Equal on all data hosts that serve the same data.
+        identity: Equal for the same data: dataset class, length, and its ``fingerprint()`` if it has one.
+        fingerprint: The same with the versions of the libraries, which must be equal on all data hosts.
         dataset: Description of the dataset, for messages.
     """
 
@@ -39,6 +40,7 @@ class LoaderFacts:
     num_samples: int | None
     batch_size: int | None
     drop_last: bool
+    identity: str
     fingerprint: str
     dataset: str
 

@@ -10,6 +10,22 @@ from lightning_sm.data.settings import Credentials
 from lightning_sm.errors import DataSettingsError
 
 
+_OTHER_NAME = (
+    "data_service.tls_certificate of the data host is not for the name or address by which this trainer reaches it. "
+    "Add it as a SubjectAlternativeName"
+)
+# How gRPC and BoringSSL name what no further try can mend.
+_FATAL = {
+    "WRONG_VERSION_NUMBER": "this trainer uses TLS, the data host does not. Set data_service.tls_* alike on all hosts",
+    "CERTIFICATE_VERIFY_FAILED": "the data host's certificate is not signed by data_service.tls_authority or, without "
+    "one, is not data_service.tls_certificate",
+    "Hostname Verification Check failed": _OTHER_NAME,
+    "is not in peer certificate": _OTHER_NAME,
+}
+# What a host that refuses the handshake says, but also one that is just leaving.
+_CLOSED = ("Socket closed", "Connection reset", "End of TCP stream")
+
+
 @dataclass(frozen=True)
 class TlsFiles:
     """What TLS needs, in PEM.
@@ -54,13 +70,33 @@ def read_tls(credentials: Credentials) -> TlsFiles | None:
     )
     try:
         # A password at hand keeps OpenSSL from asking the terminal for one.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")  # noqa: S106  # none
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except OSError as error:
         raise DataSettingsError(
             f"{key} (data_service.tls_key) is not the private key, in PEM and without a password, of {certificate} "
             f"(data_service.tls_certificate): {_reason(error)}."
         ) from error
     return files
+
+
+def fatal_hint(details: str) -> str:
+    """Return what is wrong if a first connection can never succeed; else nothing.
+
+    Args:
+        details: What gRPC says.
+    """
+    return next((f": {hint}." for text, hint in _FATAL.items() if text in details), "")
+
+
+def closed_hint(details: str) -> str:
+    """Return what may be wrong if a data host closes the first connection; else nothing.
+
+    Args:
+        details: What gRPC says.
+    """
+    if not any(text in details for text in _CLOSED):
+        return ""
+    return "; it may want TLS, or a certificate signed by its data_service.tls_authority"
 
 
 def _certificates(path: str, setting: str) -> bytes:

@@ -31,7 +31,8 @@ _FRAME = struct.Struct("<IBxxxQII")
 FRAME_BYTES = _FRAME.size
 _BATCH = struct.Struct("<Qdd")
 
-_VERSION_KEY, _JOB_KEY, _TOKEN_KEY = "lightning-sm-protocol", "lightning-sm-job", "lightning-sm-token"
+# Values under names in "-bin" may be any bytes; others must be ASCII, and lose the blanks around them.
+_VERSION_KEY, _JOB_KEY, _TOKEN_KEY = "lightning-sm-protocol", "lightning-sm-job-bin", "lightning-sm-token-bin"
 
 
 class FrameKind(IntEnum):
@@ -118,13 +119,17 @@ def method(name: str) -> str:
     return f"/{SERVICE}/{name}"
 
 
-def metadata(credentials: Credentials) -> list[tuple[str, str]]:
+def metadata(credentials: Credentials) -> list[tuple[str, str | bytes]]:
     """Return what a trainer sends with every call.
 
     Args:
         credentials: Job and token.
     """
-    return [(_VERSION_KEY, PROTOCOL_VERSION), (_JOB_KEY, credentials.job), (_TOKEN_KEY, credentials.token)]
+    return [
+        (_VERSION_KEY, PROTOCOL_VERSION),
+        (_JOB_KEY, credentials.job.encode()),
+        (_TOKEN_KEY, credentials.token.encode()),
+    ]
 
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type information
@@ -144,31 +149,32 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type i
         told = dict(details.invocation_metadata)
         handler = continuation(details)
         refusal = self._refusal(told)
-        if refusal is None or handler is None:
+        if refusal is None:
             return handler
         code, text = refusal
 
         def refuse(_: Any, context: Any) -> Any:
             context.abort(code, text)
 
-        kind = (
-            grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
-        )
+        # Another version may have other methods; those of none are refused, too.
+        is_stream = handler is not None and handler.response_streaming
+        kind = grpc.stream_stream_rpc_method_handler if is_stream else grpc.unary_unary_rpc_method_handler
         return kind(refuse)
 
     def _refusal(self, told: dict[str, Any]) -> tuple[Any, str] | None:
-        version, job, token = told.get(_VERSION_KEY), told.get(_JOB_KEY), str(told.get(_TOKEN_KEY, ""))
+        version, job, token = told.get(_VERSION_KEY), told.get(_JOB_KEY, b""), told.get(_TOKEN_KEY, b"")
         if version != PROTOCOL_VERSION:
             return grpc.StatusCode.FAILED_PRECONDITION, (
                 f"data host {self._host} speaks version {PROTOCOL_VERSION} of the protocol, this trainer {version}. "
                 "Use the same version of lightning_sm on all hosts."
             )
-        if job != self._credentials.job:
+        if job != self._credentials.job.encode():
             return grpc.StatusCode.FAILED_PRECONDITION, (
-                f"data host {self._host} belongs to job {self._credentials.job!r}, this trainer to job {job!r}."
+                f"data host {self._host} belongs to job {self._credentials.job!r}, this trainer to job "
+                f"{job.decode(errors='replace')!r}."
             )
         # Constant time, so that the answer's delay tells nothing about the token.
-        if not hmac.compare_digest(token.encode(), self._credentials.token.encode()):
+        if not hmac.compare_digest(token, self._credentials.token.encode()):
             return grpc.StatusCode.UNAUTHENTICATED, (
                 f"data host {self._host} does not know this trainer's token. Set the same data_service.token on all "
                 "hosts."

@@ -1,0 +1,1 @@
+"""The data service with real processes and sockets."""
