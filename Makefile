@@ -12,7 +12,7 @@ SOURCES := lightning_sm app tests benchmarks
 .PHONY: train test check format clean
 
 train: $(READY)
-	$(BIN)/lightning-sm local --group trainer=2 --base-dir outputs --keep -- \
+	$(BIN)/lightning-sm local --group trainer=2 --group data=2 --base-dir outputs --keep -- \
 		app/train.py fit --config app/configs/digits.yaml
 
 test: $(READY) $(TOOLKIT)

@@ -116,7 +116,7 @@ def _check_loader(facts: Any) -> None:
     if not isinstance(facts, dict):
         raise WireError(f"A data host described a loader as {reprlib.repr(facts)}.")
     loader = LoaderFacts.from_json(facts)
-    texts = (loader.name, loader.fingerprint, loader.dataset)
+    texts = (loader.name, loader.fingerprint, loader.identity, loader.dataset)
     is_typed = all(isinstance(text, str) for text in texts) and isinstance(loader.drop_last, bool)
     sizes = [size for size in (loader.num_samples, loader.batch_size) if size is not None]
     if not is_typed or loader.order not in get_args(Order) or any(not _is_int(size) for size in sizes):

@@ -389,7 +389,7 @@ class Feeder:
                     "retries": status.num_retries if status else 0,
                     "hedges": status.num_hedges if status else 0,
                     "latency_s": status.latency_s if status else None,
-                    **{name: link.state.get(name) for name in ("workers", "busy", "queued")},
+                    **{name: link.state.get(name) for name in ("workers", "busy", "queued", "busy_s", "up_s")},
                 }
             )
         passes = [

@@ -14,6 +14,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from lightning_sm.data.client import FeederClient
 from lightning_sm.data.decoding import decode
+from lightning_sm.data.metrics import LoaderStats
 from lightning_sm.data.plan import num_steps
 from lightning_sm.data.ring import Ring
 from lightning_sm.data.spec import LoaderFacts
@@ -108,6 +109,7 @@ class RemoteLoader:
         self.sampler = _Shuffled(self) if facts.order == "shuffled" else _Sequential(self)
         self.batch_sampler = None
         self.on_epoch: Callable[[int], None] | None = None
+        self.on_batch: Callable[[RemoteLoader], None] | None = None
 
     @property
     def batch_size(self) -> int | None:
@@ -228,32 +230,6 @@ class RemoteLoader:
         self._client.release(ring, slot)
 
 
-class LoaderStats:
-    """What a loader measured since the last reset.
-
-    Attributes:
-        num_batches: Batches taken.
-        num_bytes: Bytes taken.
-        wait_s: Seconds that the training loop waited for batches.
-        busy_s: Seconds between batches, in which the training loop worked.
-        ready: Batches that were waiting when the last one was taken.
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Start anew."""
-        self.num_batches = self.num_bytes = self.ready = 0
-        self.wait_s = self.busy_s = 0.0
-
-    @property
-    def input_bound(self) -> float:
-        """Fraction of the time that the training loop waited for batches; 0 before the second batch."""
-        total = self.wait_s + self.busy_s
-        return self.wait_s / total if self.busy_s else 0.0
-
-
 class _Pass(Iterator[Any]):
     """One pass over a loader. It begins with the first batch: only then the trainer knows where it stands."""
 
@@ -294,14 +270,11 @@ class _Pass(Iterator[Any]):
             self._finalizer()
 
     def _count(self, began: float, facts: dict[str, Any]) -> None:
-        now, stats = time.perf_counter(), self._loader.stats
-        stats.num_batches += 1
-        stats.num_bytes += facts["num_bytes"]
-        stats.ready = facts["ready"]
-        if self._returned is not None:
-            stats.wait_s += now - began
-            stats.busy_s += began - self._returned
-        self._returned = now
+        now, loader = time.perf_counter(), self._loader
+        loader.stats.count(facts, now - began, None if self._returned is None else began - self._returned)
+        if loader.on_batch is not None:
+            loader.on_batch(loader)
+        self._returned = time.perf_counter()
 
 
 def _close(client: FeederClient, pass_id: int) -> None:

@@ -14,6 +14,7 @@ from lightning_sm._lightning import CombinedLoader, LightningDataModule
 from lightning_sm.data.client import FeederClient
 from lightning_sm.data.host import LOCAL_JOB
 from lightning_sm.data.loader import LoaderPlace, Position, RemoteLoader
+from lightning_sm.data.metrics import LoaderStats, host_line, verdict, with_busy_fraction
 from lightning_sm.data.resume import LoaderPosition, SavedPosition
 from lightning_sm.data.settings import Credentials, DataServiceSettings
 from lightning_sm.data.spec import LoaderFacts
@@ -84,6 +85,7 @@ class RemoteDataModule(LightningDataModule):
         self._stage: str | None = None
         self._client: FeederClient | None = None
         self._saved: SavedPosition | None = None
+        self._reported: dict[str, dict[str, Any]] = {}
         self._loaders: dict[str, list[RemoteLoader]] = {}
         # Between two runs of the Trainer in one script, data hosts must not take the first for the end of the job.
         self.closes_on_teardown = True
@@ -254,6 +256,7 @@ class RemoteDataModule(LightningDataModule):
             loaders.append(loader)
         if stage == "train" and loaders:
             loaders[0].on_epoch = self._fit_progress
+            loaders[0].on_batch = self._report
         self._loaders[stage] = loaders
         return _assembled(reply["structure"], loaders)
 
@@ -297,6 +300,37 @@ class RemoteDataModule(LightningDataModule):
         )
         for name in ("ready", "started", "processed", "completed"):
             setattr(progress, name, max(0, getattr(progress, name) - saved.batches + batches))
+
+    def _report(self, loader: RemoteLoader) -> None:
+        """Log metrics now and then, and lines at the end of an epoch; called for every training batch."""
+        trainer = self.trainer
+        if trainer is None:
+            return
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.current.ready + 1 >= trainer.num_training_batches
+        is_due = trainer.loggers and loader.stats.num_batches % trainer.log_every_n_steps == 0
+        if not (is_last or is_due):
+            return
+        state = self._feeder.state()
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        for log in trainer.loggers:
+            log.log_metrics(loader.stats.metrics(state), step=step)
+        if is_last:
+            self._report_epoch(loader.stats, state["hosts"])
+            loader.stats.reset()
+
+    def _report_epoch(self, stats: LoaderStats, hosts: list[dict[str, Any]]) -> None:
+        trainer = self.trainer
+        epoch = trainer.fit_loop.epoch_progress.current.processed
+        if trainer.local_rank == 0:
+            logger.info("%s", stats.line(f"epoch {epoch}, data of rank {trainer.global_rank}"))
+        if trainer.is_global_zero:
+            reports = with_busy_fraction(hosts, self._reported)
+            self._reported = {host["name"]: host for host in hosts}
+            for report in reports:
+                logger.info("%s", host_line(report))
+            advice = verdict(stats.input_bound, reports)
+            if advice is not None:
+                logger.info("%s", advice)
 
     def _default_window(self) -> int:
         """Twice the workers that work for this rank, so that each has a batch ready and one in the making."""

@@ -41,6 +41,9 @@ _PATIENCE_S = 5.0
 # Ranks are at most an epoch apart, and an epoch has a list for each loader; who comes too late has it made again.
 _NUM_LISTINGS = 32
 
+# The end of a traceback, which may show the repr of a dataset, says what happened.
+_MAX_TEXT = 1 << 20
+
 # Time for trainers to be told that this host leaves; it is up when they have been.
 _GRACE_S = 1.0
 
@@ -276,8 +279,12 @@ class _Stream:
     def _message(self, request_id: int, answer: Produced | Failed) -> Iterator[bytes]:
         with self._lock:
             is_wanted = self._tasks.pop(request_id, None) is not None or isinstance(answer, Failed)
+        if isinstance(answer, Produced) and len(answer.header) > wire.MAX_STRUCTURE_BYTES:
+            answer.release()
+            what = f"The strings and lists of a batch have {len(answer.header)} bytes, {wire.MAX_STRUCTURE_BYTES} are"
+            answer = Failed("BatchTooLargeError", f"{what} allowed. Send long texts as bytes or uint8 tensors.")
         if isinstance(answer, Failed):
-            text = json.dumps({"error": answer.error, "text": answer.text, "where": answer.where}).encode()
+            text = json.dumps({"error": answer.error, "text": answer.text[-_MAX_TEXT:], "where": answer.where}).encode()
             yield wire.join((wire.frame(request_id, FrameKind.FAILURE, len(text)), text))
             return
         try:

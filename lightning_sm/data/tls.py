@@ -9,7 +9,6 @@ from pathlib import Path
 from lightning_sm.data.settings import Credentials
 from lightning_sm.errors import DataSettingsError
 
-
 _OTHER_NAME = (
     "data_service.tls_certificate of the data host is not for the name or address by which this trainer reaches it. "
     "Add it as a SubjectAlternativeName"

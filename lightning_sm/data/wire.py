@@ -30,6 +30,7 @@ MAX_HEADER_BYTES = 64 << 20
 _FRAME = struct.Struct("<IBxxxQII")
 FRAME_BYTES = _FRAME.size
 _BATCH = struct.Struct("<Qdd")
+MAX_STRUCTURE_BYTES = MAX_HEADER_BYTES - _BATCH.size
 
 # Values under names in "-bin" may be any bytes; others must be ASCII, and lose the blanks around them.
 _VERSION_KEY, _JOB_KEY, _TOKEN_KEY = "lightning-sm-protocol", "lightning-sm-job-bin", "lightning-sm-token-bin"
@@ -239,7 +240,9 @@ def open_channel(address: str, credentials: Credentials) -> Any:
         private_key=files.key if is_mutual else None,
         certificate_chain=files.certificate if is_mutual else None,
     )
-    return grpc.secure_channel(address, tls, options=channel_options())
+    # gRPC would look for the path of the socket in the certificate.
+    name = [("grpc.ssl_target_name_override", "localhost")] if address.startswith("unix:") else []
+    return grpc.secure_channel(address, tls, options=[*channel_options(), *name])
 
 
 def bind(server: Any, address: str, credentials: Credentials) -> str:

@@ -47,7 +47,7 @@ def job(tmp_path_factory):
 def hosts(job):
     """Folders of the trainers by rank, and last of the data host."""
     texts = {host: (host / "output" / "log.txt").read_text() for host in job.iterdir()}
-    data = [host for host, text in texts.items() if "is in data group" in text]
+    data = [host for host, text in texts.items() if "role data" in text]
     trainers = sorted(host for host in texts if host not in data)
     return [*trainers, *data]
 
@@ -93,12 +93,20 @@ def test_only_rank_0_writes_progress(hosts):
 
 
 def test_only_rank_0_reports_the_channels(hosts):
-    """The channel that fits nothing is reported once in the whole job."""
-    assert [log_of(host).count("'extra' fits no argument") for host in hosts] == [1, 0, 0]
-    assert [log_of(host).count("'training': data.data_dir = ") for host in hosts] == [1, 0, 0]
+    """The channel that fits nothing is reported by one trainer, and by the data host, which reads it."""
+    assert [log_of(host).count("'extra' fits no argument") for host in hosts] == [1, 0, 1]
+    assert [log_of(host).count("'training': data.data_dir = ") for host in hosts] == [1, 0, 1]
 
 
-def test_the_data_host_leaves_without_a_trace(hosts):
-    """It says why, and writes no file."""
-    assert "this host leaves" in log_of(hosts[2])
+def test_the_data_host_serves_and_leaves_without_a_trace(hosts):
+    """It serves both trainers, leaves with them, says so, and writes no file."""
+    log = log_of(hosts[2])
+    assert "Opening train_dataloader()" in log
+    assert "The data host leaves: all 2 trainer ranks are through" in log
     assert not files_in(hosts[2] / "output" / "data")
+
+
+def test_each_epoch_ends_with_a_line_of_every_host(hosts):
+    """Trainers tell how long they waited for data, and rank 0 what each data host did."""
+    assert [len(re.findall(r"epoch \d, data of rank \d: 2 batches", log_of(host))) for host in hosts] == [2, 2, 0]
+    assert len(re.findall(r"data host algo-\d \(.*\): up, \d+ workers.*, 0 retries", log_of(hosts[0]))) == 2

@@ -1,0 +1,103 @@
+"""Data hosts that tests start, stop, freeze and kill."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+
+from lightning_sm.data.host import DataHost
+from lightning_sm.data.module import RemoteDataModule
+from lightning_sm.data.settings import DataServiceSettings
+from tests.integration.data.datasets import Data
+
+
+class Host:
+    """A data host that can be started again at the same address.
+
+    Args:
+        name: What its datasets find in their environment.
+        make: Returns the loaders that it serves.
+        workers: Worker processes.
+        address: Where it listens; port 0 becomes the port that it got.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Any], workers: int = 2, address: str = "127.0.0.1:0") -> None:
+        self.name, self.address = name, address
+        self._make, self._workers = make, workers
+        self._host: DataHost | None = None
+
+    def start(self) -> Host:
+        """Start it, and wait until it listens."""
+        self._host = DataHost(Data(self._make, self.name), self.address, self._workers)
+        self.address = self._host.__enter__().address
+        return self
+
+    @property
+    def main(self) -> psutil.Process:
+        """Its main process."""
+        return psutil.Process(self._host.pid)
+
+    @property
+    def network(self) -> psutil.Process:
+        """Its network process."""
+        return next(child for child in self.main.children() if _is_network(child))
+
+    @property
+    def workers(self) -> list[psutil.Process]:
+        """Its workers."""
+        return [child for child in self.main.children() if not _is_network(child)]
+
+    def processes(self) -> list[psutil.Process]:
+        """All of them, the main process first."""
+        return [self.main, *self.main.children()]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all of its processes."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def kill(self) -> None:
+        """Let it vanish as when the machine is switched off."""
+        self.signal(signal.SIGKILL)
+        self._host.close()
+
+    def close(self) -> None:
+        """Stop it."""
+        if self._host is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.signal(signal.SIGCONT)
+            self._host.close()
+
+
+@contextlib.contextmanager
+def running(*hosts: Host) -> Iterator[list[Host]]:
+    """Start hosts at the same time; close them at the end."""
+    try:
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            list(pool.map(Host.start, hosts))
+        yield list(hosts)
+    finally:
+        for host in hosts:
+            host.close()
+
+
+@contextlib.contextmanager
+def remote(hosts: Sequence[Host | str], **settings: Any) -> Iterator[RemoteDataModule]:
+    """Connect to hosts, as a Trainer does."""
+    addresses = [host if isinstance(host, str) else host.address for host in hosts]
+    module = RemoteDataModule(Data(list), addresses, settings=DataServiceSettings(**settings))
+    try:
+        module.setup("fit")
+        yield module
+    finally:
+        module.teardown("fit")
+
+
+def _is_network(process: psutil.Process) -> bool:
+    return "lightning_sm.data.network" in process.cmdline()

@@ -1,0 +1,130 @@
+"""Datasets whose batches show the random state they were made with, and a hash over a stream of batches."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pytorch_lightning import LightningDataModule
+from torch.utils.data import Dataset, default_collate
+
+from lightning_sm.data.plan import SamplePlan, SampleSeeds, epoch_order
+from lightning_sm.data.random_state import seed_all
+
+# Where datasets find the name of the data host that they are on.
+HOST_VARIABLE = "LIGHTNING_SM_TEST_HOST"
+
+
+class Augmented(Dataset):
+    """Samples with noise of all three generators.
+
+    Args:
+        length: Number of samples.
+        delay_s: Time that a sample takes.
+        flags: Folder in which a file named ``slow-HOST`` makes that host eight times slower.
+    """
+
+    def __init__(self, length: int, delay_s: float = 0.0, flags: Path | None = None) -> None:
+        self.length, self.delay_s, self.flags = length, delay_s, flags
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.delay_s:
+            threading.Event().wait(self.delay_s * (8 if self._is_slow() else 1))
+        return {
+            "index": index,
+            "torch": torch.rand(3) + index,
+            "numpy": np.random.rand(2).astype(np.float32),
+            "random": random.random(),
+            "name": f"sample {index}",
+        }
+
+    def _is_slow(self) -> bool:
+        return self.flags is not None and (self.flags / f"slow-{os.environ[HOST_VARIABLE]}").exists()
+
+
+class Broken(Dataset):
+    """Numbers, one of which does something to the process that reads it.
+
+    Args:
+        breaks: What happens at sample 13.
+        length: Number of samples.
+    """
+
+    def __init__(self, breaks: Callable[[], None], length: int = 40) -> None:
+        self.breaks, self.length = breaks, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        if index == 13:
+            self.breaks()
+        return index
+
+
+class Data(LightningDataModule):
+    """Training data from a function, so that a test says in one place what it is about.
+
+    Args:
+        make: Returns the loaders.
+        name: What the data host is called that serves it.
+    """
+
+    def __init__(self, make: Callable[[], Any], name: str = "") -> None:
+        super().__init__()
+        self.make, self.name = make, name
+
+    def prepare_data(self) -> None:
+        os.environ[HOST_VARIABLE] = self.name
+
+    def train_dataloader(self) -> Any:
+        return self.make()
+
+
+def stream_hash(batches: Iterable[Any], first_step: int = 0) -> str:
+    """Return a hash over steps, structure, types, shapes and bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for step, batch in enumerate(batches, first_step):
+        digest.update(f"step {step}:".encode())
+        for part in _parts(batch):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def reference(dataset: Dataset, length: int, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Any]:
+    """Yield what the data hosts should make of a shuffled loader, computed here."""
+    order = epoch_order(length, seed=seed, epoch=epoch, salt="train 0")
+    plan = SamplePlan(order, batch_size, drop_last=False, rank=0, world_size=1)
+    seeds = SampleSeeds(seed, "train", 0, epoch, 0)
+    for step in range(plan.num_steps):
+        samples = []
+        for index in plan.batch(step).tolist():
+            seed_all(seeds.of(index))
+            samples.append(dataset[index])
+        yield default_collate(samples)
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield f"key {key!r}".encode()
+            yield from _parts(item)
+    elif isinstance(value, (list, tuple)):
+        yield f"{type(value).__name__} of {len(value)}".encode()
+        for item in value:
+            yield from _parts(item)
+    elif isinstance(value, torch.Tensor):
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        yield value.contiguous().numpy().tobytes()
+    else:
+        yield repr(value).encode()

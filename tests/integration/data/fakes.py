@@ -1,0 +1,124 @@
+"""Hand-made ends of the protocol: data hosts that answer what a test wants, and trainers that say what it wants."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from lightning_sm.data import wire
+from lightning_sm.data.host import LOCAL_JOB
+from lightning_sm.data.settings import Credentials, DataServiceSettings
+from lightning_sm.data.spec import LoaderFacts
+
+LOADER = LoaderFacts(
+    name="train_dataloader()",
+    order="sequential",
+    num_samples=8,
+    batch_size=4,
+    drop_last=False,
+    fingerprint="f",
+    identity="i",
+    dataset="Fake of 8",
+)
+
+
+def credentials(job: str = LOCAL_JOB, **settings: Any) -> Credentials:
+    """Return what hosts and trainers with these settings use."""
+    return Credentials.of(DataServiceSettings(**settings), job)
+
+
+class FakeHost:
+    """A data host whose answers are right, unless a test replaces them.
+
+    Attributes:
+        beat: Answer to Beat.
+        opened: Answers to Open: of ``setup``, and of loaders.
+        listed: Answer to List.
+        answer: Makes the messages that answer a request for a batch.
+    """
+
+    def __init__(self, answer: Callable[[int], list[bytes]] | None = None, loader: LoaderFacts = LOADER) -> None:
+        self.beat = json.dumps({"name": "fake", "workers": 2, "busy": 0, "queued": 0}).encode()
+        opened = {"structure": 0, "loaders": [loader.to_json()]}
+        self.opened = {"": b'{"attributes": {}}', "train": json.dumps(opened).encode()}
+        self.listed = b""
+        self.answer = answer
+
+    @contextlib.contextmanager
+    def serving(self, known: Credentials | None = None) -> Iterator[str]:
+        """Serve in this process, and yield the address."""
+        known = known or credentials()
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
+        handlers = {
+            "Beat": unary(lambda *_: self.beat),
+            "Open": unary(lambda request, _: self.opened[json.loads(request)["loaders"]]),
+            "List": stream(lambda *_: iter([self.listed])),
+            "Fetch": stream(self._fetch),
+            "Finish": unary(lambda *_: b"{}"),
+        }
+        with ThreadPoolExecutor(8) as pool:
+            server = grpc.server(
+                pool,
+                handlers=[grpc.method_handlers_generic_handler(wire.SERVICE, handlers)],
+                interceptors=[wire.Guard(known, "fake")],
+                options=wire.server_options(),
+            )
+            address = wire.bind(server, "127.0.0.1:0", known)
+            server.start()
+            try:
+                yield address
+            finally:
+                server.stop(0).wait()
+
+    def _fetch(self, requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
+        for message in requests:
+            for request_id, kind, _, _ in wire.frames(message):
+                if kind == wire.FrameKind.FETCH:
+                    yield from self.answer(request_id)
+
+
+class FakeTrainer:
+    """Calls a data host by hand.
+
+    Args:
+        address: The data host.
+        metadata: What goes with every call; default: what a trainer sends.
+    """
+
+    def __init__(self, address: str, metadata: list[tuple[str, Any]] | None = None) -> None:
+        self._channel = wire.open_channel(address, credentials())
+        self._metadata = wire.metadata(credentials()) if metadata is None else metadata
+
+    def __enter__(self) -> FakeTrainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+
+    def call(self, name: str, request: bytes = b"{}") -> bytes:
+        """Make a call with one request and one answer."""
+        return self._channel.unary_unary(wire.method(name))(request, metadata=self._metadata, timeout=20)
+
+    def stream(self, name: str, *requests: bytes) -> list[bytes]:
+        """Make a call with any number of requests, and wait for all answers."""
+        return list(self._channel.stream_stream(wire.method(name))(iter(requests), metadata=self._metadata, timeout=20))
+
+    def any_call(self, name: str) -> grpc.StatusCode:
+        """Make a call, and return how it ended."""
+        try:
+            if name in ("Fetch", "List"):
+                self.stream(name, b"{}")
+            else:
+                self.call(name)
+        except grpc.RpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    def conversation(self, requests: Iterator[bytes]) -> Any:
+        """Open a Fetch stream, and return the call."""
+        return self._channel.stream_stream(wire.method("Fetch"))(requests, metadata=self._metadata, timeout=60)

@@ -1,0 +1,67 @@
+"""The stream of batches is a function of seed and epoch, and of nothing else."""
+
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.integration.data.cluster import Host, remote, running
+from tests.integration.data.datasets import Augmented, reference, stream_hash
+
+pytestmark = pytest.mark.processes
+
+LENGTH, BATCH_SIZE = 203, 8
+
+
+def make():
+    """Shuffled, augmented samples."""
+    return DataLoader(Augmented(LENGTH), batch_size=BATCH_SIZE, shuffle=True)
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    """Data hosts with 1, 2 and 4 workers."""
+    with running(Host("a", make, 1), Host("b", make, 2), Host("c", make, 4)) as started:
+        yield started
+
+
+def epoch_of(module, epoch):
+    """Take an epoch; Lightning announces it in the same way."""
+    loader = module.train_dataloader()
+    loader.set_epoch(epoch)
+    return list(loader)
+
+
+@pytest.mark.parametrize("names", ["a", "b", "c", "ab", "ac", "bc", "abc"])
+def test_hosts_and_workers_do_not_show(hosts, names):
+    """Any number of hosts and workers gives the stream that one process computes, and every index once."""
+    chosen = [host for host in hosts if host.name in names]
+    with remote(chosen) as module:
+        batches = epoch_of(module, 0)
+        again = epoch_of(module, 1)
+    assert sorted(index for batch in batches for index in batch["index"].tolist()) == list(range(LENGTH))
+    assert stream_hash(batches) == stream_hash(reference(Augmented(LENGTH), LENGTH, BATCH_SIZE))
+    assert stream_hash(again) == stream_hash(reference(Augmented(LENGTH), LENGTH, BATCH_SIZE, epoch=1))
+
+
+def test_a_window_of_one_batch_gives_the_same_stream(hosts):
+    """How far the trainer asks ahead does not show in the batches."""
+    with remote(hosts, window_batches=1) as module:
+        batches = epoch_of(module, 0)
+    assert stream_hash(batches) == stream_hash(reference(Augmented(LENGTH), LENGTH, BATCH_SIZE))
+
+
+def test_a_pass_that_was_left_early_does_not_show_in_the_next(hosts):
+    """Batches that were asked for in vain are dropped, and the next pass starts anew."""
+    with remote(hosts) as module:
+        loader = module.train_dataloader()
+        loader.set_epoch(0)
+        for _, _ in zip(range(5), loader, strict=False):
+            pass
+        assert stream_hash(loader) == stream_hash(reference(Augmented(LENGTH), LENGTH, BATCH_SIZE))
+
+
+def test_two_trainers_share_hosts(hosts):
+    """Two trainers that take turns get the same stream each."""
+    with remote(hosts) as first, remote(hosts) as second:
+        pairs = list(zip(first.train_dataloader(), second.train_dataloader(), strict=True))
+    expected = stream_hash(reference(Augmented(LENGTH), LENGTH, BATCH_SIZE))
+    assert {stream_hash(stream) for stream in zip(*pairs, strict=True)} == {expected}

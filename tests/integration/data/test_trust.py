@@ -1,0 +1,159 @@
+"""Who is let in: token, job, version, TLS."""
+
+from __future__ import annotations
+
+import time
+
+import grpc
+import pytest
+import trustme
+from torch.utils.data import DataLoader
+
+from lightning_sm.data import wire
+from lightning_sm.data.host import DataHost
+from lightning_sm.data.module import RemoteDataModule
+from lightning_sm.data.settings import DataServiceSettings
+from lightning_sm.errors import DataHostMismatchError, DataHostUnreachableError, DataSettingsError
+from tests.integration.data.cluster import remote
+from tests.integration.data.datasets import Augmented, Data
+from tests.integration.data.fakes import FakeHost, FakeTrainer, credentials
+
+pytestmark = pytest.mark.processes
+
+# Far more than an answer takes, far less than a trainer waits for a data host that may still come.
+AT_ONCE_S = 10.0
+
+
+def data():
+    """Return a DataModule with two batches."""
+    return Data(lambda: DataLoader(Augmented(8), batch_size=4))
+
+
+def num_batches(address, **settings):
+    """Return how many batches a trainer gets."""
+    with remote([address], **settings) as module:
+        return sum(1 for _ in module.train_dataloader())
+
+
+def refusal(address, job="local", **settings):
+    """Return the error that tells a trainer at once why it cannot use a data host."""
+    module = RemoteDataModule(data(), [address], settings=DataServiceSettings(**settings), job=job)
+    began = time.monotonic()
+    with pytest.raises(DataHostMismatchError, match="data host") as caught:
+        module.setup("fit")
+    assert time.monotonic() - began < AT_ONCE_S
+    module.teardown("fit")
+    return str(caught.value)
+
+
+class Authority:
+    """A certificate authority, and the files of certificates that it signed."""
+
+    def __init__(self, folder, name):
+        self._ca, self._folder, self._name = trustme.CA(), folder, name
+        self.file = self._written("authority", self._ca.cert_pem)
+
+    def settings(self, *names, is_mutual=False):
+        """Return settings with a certificate for host names, and the authority if trainers show one, too."""
+        issued = self._ca.issue_cert(*names)
+        settings = {
+            "tls_certificate": self._written("certificate", *issued.cert_chain_pems),
+            "tls_key": self._written("key", issued.private_key_pem),
+        }
+        return {**settings, "tls_authority": self.file} if is_mutual else settings
+
+    def _written(self, name, *blobs):
+        path = self._folder / f"{self._name}-{name}.pem"
+        path.write_bytes(b"".join(blob.bytes() for blob in blobs))
+        return str(path)
+
+
+@pytest.fixture
+def ours(tmp_path):
+    """The authority of the job."""
+    return Authority(tmp_path, "ours")
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    """The authority of somebody else."""
+    return Authority(tmp_path, "theirs")
+
+
+def test_only_trainers_of_the_job_with_the_token_are_served():
+    """A wrong token or job is an error at once that names the setting; the right ones, in any script, get batches."""
+    right, wrong = ({"token": token} for token in ("geheim \N{SNOWMAN} ", "guessed"))
+    with DataHost(data(), settings=DataServiceSettings(**right)) as host:
+        assert "Set the same data_service.token on all hosts" in refusal(host.address, **wrong)
+        assert "Set the same data_service.token on all hosts" in refusal(host.address)
+        assert "belongs to job 'local', this trainer to job 'other'" in refusal(host.address, "other", **right)
+        assert num_batches(host.address, **right) == 2
+
+
+def test_calls_without_credentials_are_refused_whatever_they_ask():
+    """Every method, even one that is not there, refuses a caller with no metadata, no token or a wrong one."""
+    right = wire.metadata(credentials())
+    wrong = [*right[:2], ("lightning-sm-token-bin", b"guessed")]
+    unauthenticated, precondition = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION
+    with DataHost(data()) as host:
+        for metadata, code in (([], precondition), (right[:2], unauthenticated), (wrong, unauthenticated)):
+            with FakeTrainer(host.address, metadata) as trainer:
+                codes = {name: trainer.any_call(name) for name in ("Open", "List", "Fetch", "Beat", "Finish", "Stop")}
+            assert set(codes.values()) == {code}, codes
+        assert num_batches(host.address) == 2
+
+
+def test_a_trainer_of_another_version_is_told_both_versions(monkeypatch):
+    """A data host that speaks another version of the protocol is named at once, with both versions."""
+    monkeypatch.setattr(wire, "PROTOCOL_VERSION", "99")
+    with FakeHost().serving() as address:
+        assert "data host fake speaks version 99 of the protocol, this trainer 1." in refusal(address)
+
+
+@pytest.mark.parametrize("is_mutual", [False, True])
+@pytest.mark.parametrize("is_unix", [False, True])
+def test_batches_come_over_tls(ours, tmp_path, is_mutual, is_unix):
+    """Data hosts show their certificate, and with an authority trainers show theirs; over TCP and over Unix sockets."""
+    settings = ours.settings("127.0.0.1", "localhost", is_mutual=is_mutual)
+    address = f"unix:{tmp_path}/socket" if is_unix else "127.0.0.1:0"
+    with DataHost(data(), address, settings=DataServiceSettings(**settings)) as host:
+        assert num_batches(host.address, **settings) == 2
+
+
+def test_a_trainer_with_tls_says_at_once_why_it_does_not_trust_a_data_host(ours, theirs):
+    """A plain data host, another authority and another name end in errors of their own, not in a timeout."""
+    mine = ours.settings("127.0.0.1")
+    with FakeHost().serving() as address:
+        assert "this trainer uses TLS, the data host does not" in refusal(address, **mine)
+    with FakeHost().serving(credentials(**theirs.settings("127.0.0.1"))) as address:
+        assert "is not data_service.tls_certificate" in refusal(address, **mine)
+    with FakeHost().serving(credentials(**theirs.settings("127.0.0.1", is_mutual=True))) as address:
+        assert "is not signed by data_service.tls_authority" in refusal(address, **mine, tls_authority=ours.file)
+    other_name = theirs.settings("algo-7")
+    with FakeHost().serving(credentials(**other_name)) as address:
+        assert "Add it as a SubjectAlternativeName" in refusal(address, **other_name)
+
+
+def test_a_data_host_with_tls_refuses_trainers_without_their_part_of_it(ours, theirs):
+    """Without TLS, without a certificate, or with one of another authority, a trainer learns what may be wrong."""
+    mutual = ours.settings("127.0.0.1", is_mutual=True)
+    alone = {name: mutual[name] for name in ("tls_certificate", "tls_key")}
+    foreign = {**theirs.settings("127.0.0.1"), "tls_authority": ours.file}
+    with FakeHost().serving(credentials(**mutual)) as address:
+        for settings in ({}, alone, foreign):
+            module = RemoteDataModule(data(), [address], settings=DataServiceSettings(startup_timeout_s=2, **settings))
+            with pytest.raises(DataHostUnreachableError, match=r"may want TLS, or a certificate signed by its data_se"):
+                module.setup("fit")
+            module.teardown("fit")
+
+
+def test_a_wrong_tls_file_is_named_before_anything_starts(ours, tmp_path):
+    """Both ends check the files before they start processes, and name file and setting."""
+    broken = tmp_path / "broken.pem"
+    broken.write_text("no certificate")
+    settings = DataServiceSettings(**{**ours.settings("localhost"), "tls_certificate": str(broken)})
+    expected = rf"{broken} \(data_service.tls_certificate\) holds no certificate in PEM"
+    with pytest.raises(DataSettingsError, match=expected), DataHost(data(), settings=settings):
+        pass
+    with pytest.raises(DataSettingsError, match=expected):
+        RemoteDataModule(data(), ["localhost:1"], settings=settings).setup("fit")
