@@ -282,6 +282,8 @@ class Feeder:
             intake.take_header(request.request_id, num_bytes, (queue_s, produce_s), header)
         elif kind == FrameKind.DATA:
             intake.take_data(request.request_id, value, payload)
+        elif kind == FrameKind.COMPRESSED:
+            intake.take_compressed(request.request_id, value, payload)
         else:
             raise WireError(f"a frame of kind {kind}")
         if intake.arrivals[request.request_id].is_complete:
@@ -405,7 +407,7 @@ class Feeder:
         return {"hosts": hosts, "passes": passes, "duplicates": snapshot.num_duplicates}
 
 
-_ERRORS = ("RemoteTransformError", "BatchTypeError", "BatchTooLargeError")
+_ERRORS = ("DataSettingsError", "RemoteTransformError", "BatchTypeError", "BatchTooLargeError")
 
 
 def _shortened(intake: Intake, step: int) -> str:

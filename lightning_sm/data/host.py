@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import subprocess
 import sys
 from dataclasses import asdict
@@ -38,6 +39,7 @@ class DataHost:
         workers: Worker processes.
         settings: Everything else.
         job: Name of the job; trainers must use the same.
+        name: Name of the host in messages. Default: its address.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class DataHost:
         *,
         settings: DataServiceSettings | None = None,
         job: str = LOCAL_JOB,
+        name: str = "",
     ) -> None:
         settings = settings or DataServiceSettings()
         self.address = address
@@ -58,7 +61,7 @@ class DataHost:
             max_batch_bytes=settings.max_batch_bytes,
             lease_s=None,
             startup_timeout_s=None,
-            name="",
+            name=name,
             credentials=Credentials.of(settings, job),
         )
         self._process: subprocess.Popen[bytes] | None = None
@@ -80,7 +83,9 @@ class DataHost:
                 env=with_import_path(),
             )
         try:
-            self._socket.send("serve", cloudpickle.dumps(self._datamodule), settings=asdict(self._settings))
+            self._socket.send(
+                "serve", cloudpickle.dumps(_without_trainer(self._datamodule)), settings=asdict(self._settings)
+            )
             message = self._socket.receive(_START_TIMEOUT_S)
         except BaseException:
             self.close()
@@ -116,3 +121,12 @@ class DataHost:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _without_trainer(datamodule: Any) -> Any:
+    """A copy that does not take the Trainer and the model along."""
+    if getattr(datamodule, "trainer", None) is None:
+        return datamodule
+    detached = copy.copy(datamodule)
+    detached.trainer = None
+    return detached

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import cloudpickle
@@ -131,6 +131,8 @@ class HostProcess:
             return
         for message in network.pending():
             if message.kind == "listening":
+                # Where trainers will look for it, should the network process have to be started again.
+                self._settings = replace(self._settings, address=message.facts["address"])
                 self._listening(message.facts["address"])
             elif message.kind == "open":
                 self._network_starts = 0
@@ -167,7 +169,7 @@ class HostProcess:
         try:
             reply = self._replies.get(opening) or self._opened(request)
         except Exception as error:  # noqa: BLE001  # whatever the user's hooks raise belongs to the trainers
-            where = request["loaders"] or "setup"
+            where = f"{request['loaders']}_dataloader()" if request["loaders"] else f"setup({request['stage']!r})"
             if isinstance(error, DataSettingsError):
                 reply = {"error": "DataSettingsError", "text": str(error), "where": where}
             else:

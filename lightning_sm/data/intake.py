@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lightning_sm.data.compression import codec_of
 from lightning_sm.data.plan import IndexArray
 from lightning_sm.data.ring import Ring
-from lightning_sm.data.spec import BatchSpec
+from lightning_sm.data.spec import CHUNK_BYTES, BatchSpec
 from lightning_sm.errors import BatchTooLargeError, WireError
 
 
@@ -91,7 +92,15 @@ class Intake:
             raise AssertionError("requests are made only once there is a plan")
         old = self.template
         spec = BatchSpec(
-            old.opening, old.loader, old.seed, old.epoch, old.pass_index, step, old.rank, self.plan.batch(step)
+            old.opening,
+            old.loader,
+            old.seed,
+            old.epoch,
+            old.pass_index,
+            step,
+            old.rank,
+            self.plan.batch(step),
+            old.compression,
         )
         return spec.encode()
 
@@ -150,6 +159,23 @@ class Intake:
             raise WireError(f"bytes {offset} to {stop} came after {arrival.received} of {arrival.num_bytes}")
         self.ring.slot(arrival.slot)[offset:stop] = np.frombuffer(payload, np.uint8)
         arrival.received = stop
+
+    def take_compressed(self, request_id: int, offset: int, payload: memoryview) -> None:
+        """Decompress a piece of an answer to its place.
+
+        Args:
+            request_id: Number of the request.
+            offset: Where it belongs.
+            payload: The compressed bytes.
+
+        Raises:
+            WireError: The piece is malformed, lies outside of what was announced, or was not asked for.
+        """
+        if not self.template.compression:
+            raise WireError("a compressed piece came, which was not asked for")
+        size = min(CHUNK_BYTES, self.arrivals[request_id].num_bytes - offset)
+        piece = codec_of(self.template.compression).decompress(payload, max(0, size))
+        self.take_data(request_id, offset, memoryview(piece))
 
     def accept(self, request_id: int) -> None:
         """Keep a complete answer until it is its turn.

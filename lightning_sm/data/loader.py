@@ -7,14 +7,17 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from lightning_sm.data.client import FeederClient
 from lightning_sm.data.decoding import decode
 from lightning_sm.data.metrics import LoaderStats
+from lightning_sm.data.pinning import PinnedSlots
 from lightning_sm.data.plan import num_steps
 from lightning_sm.data.ring import Ring
 from lightning_sm.data.spec import LoaderFacts
@@ -45,6 +48,7 @@ class LoaderPlace:
         window_bytes: The same limit in bytes.
         max_batch_bytes: Capacity of a slot.
         timeout_s: Seconds to wait for a batch.
+        compression: How batches are compressed on their way; empty: not at all.
     """
 
     opening: str
@@ -57,6 +61,7 @@ class LoaderPlace:
     window_bytes: int
     max_batch_bytes: int
     timeout_s: float
+    compression: str = ""
 
 
 @dataclass
@@ -103,6 +108,7 @@ class RemoteLoader:
         self.epoch = 0
         self._ring: tuple[Ring, int] | None = None
         self._held: set[int] = set()  # slots that a batch aliases; set operations are atomic, also for finalizers
+        self._pinned: PinnedSlots | None = None
         self._has_warned = False
         self._length: tuple[int, int] | None = None
         # Lightning looks at both, to warn of shuffled validation data and to announce epochs.
@@ -181,6 +187,7 @@ class RemoteLoader:
                 "epoch": position.epoch,
                 "pass_index": position.pass_index,
                 "rank": place.rank,
+                "compression": place.compression,
             },
             "stage": place.stage,
             "order": "sequential" if position.is_sequential and facts.order == "shuffled" else facts.order,
@@ -198,14 +205,21 @@ class RemoteLoader:
     def _shared_ring(self) -> tuple[Ring, int]:
         if self._ring is None:
             num_slots = self.place.window_batches + _HEDGE_SLOTS + _HELD_SLOTS
+            if torch.cuda.is_available():
+                num_slots += _HELD_SLOTS  # those whose copies to the GPU are still under way
             ring = Ring.create(num_slots, self.place.max_batch_bytes)
-            self._ring = ring, self._client.add_ring(ring)
+            number = self._client.add_ring(ring)
+            self._ring = ring, number
             ring.close()
+            if torch.cuda.is_available():
+                self._pinned = PinnedSlots(partial(self._client.release, number))
         return self._ring
 
     def _batch(self, header: bytes, slot: int, num_bytes: int) -> Any:
         """Map a slot as a batch; when too many batches are kept, copy this one out."""
         ring, number = self._shared_ring()
+        if self._pinned is not None:
+            self._pinned.advance()
         array = ring.slot(slot)[:num_bytes]
         if len(self._held) >= _HELD_SLOTS:
             if not self._has_warned:
@@ -222,12 +236,17 @@ class RemoteLoader:
             return decode(header, array)
         owner = array.view(_SlotArray)
         self._held.add(slot)
+        if self._pinned is not None:
+            self._pinned.lock(slot, array)
         weakref.finalize(owner, self._give_back, number, slot).atexit = False
         return decode(header, owner)
 
     def _give_back(self, ring: int, slot: int) -> None:
         self._held.discard(slot)
-        self._client.release(ring, slot)
+        if self._pinned is None:
+            self._client.release(ring, slot)
+        else:
+            self._pinned.drop(slot)
 
 
 class _Pass(Iterator[Any]):

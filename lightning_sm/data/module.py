@@ -12,7 +12,8 @@ from typing import Any
 
 from lightning_sm._lightning import CombinedLoader, LightningDataModule
 from lightning_sm.data.client import FeederClient
-from lightning_sm.data.host import LOCAL_JOB
+from lightning_sm.data.compression import codec_of
+from lightning_sm.data.host import LOCAL_JOB, DataHost
 from lightning_sm.data.loader import LoaderPlace, Position, RemoteLoader
 from lightning_sm.data.metrics import LoaderStats, host_line, verdict, with_busy_fraction
 from lightning_sm.data.resume import LoaderPosition, SavedPosition
@@ -75,15 +76,19 @@ class RemoteDataModule(LightningDataModule):
     ) -> None:
         if not addresses:
             raise DataSettingsError("RemoteDataModule needs the address of at least one data host: addresses=[...].")
+        settings = settings or DataServiceSettings()
+        if settings.compression is not None:
+            codec_of(settings.compression)  # a missing library must not come out with the first batch
         self._datamodule = datamodule
         super().__init__()
         self._addresses = list(addresses)
-        self._settings = settings or DataServiceSettings()
+        self._settings = settings
         self._seed = seed
         self._job = job
         self._num_runs = 0
         self._stage: str | None = None
         self._client: FeederClient | None = None
+        self._local: DataHost | None = None
         self._saved: SavedPosition | None = None
         self._reported: dict[str, dict[str, Any]] = {}
         self._loaders: dict[str, list[RemoteLoader]] = {}
@@ -174,8 +179,11 @@ class RemoteDataModule(LightningDataModule):
             outcome: How the training ended, for their logs.
         """
         client, self._client = self._client, None
+        local, self._local = self._local, None
         if client is not None:
             client.close(outcome)
+        if local is not None:
+            local.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped DataModule, and the position of the training in the data.
@@ -221,12 +229,35 @@ class RemoteDataModule(LightningDataModule):
 
     def _start_feeder(self) -> FeederClient:
         rank, world_size = self._ranks()
+        addresses = [*self._addresses, *self._local_host()]
         client = {"client": f"rank {rank} on {socket.gethostname()}", "world_size": world_size}
         credentials = Credentials.of(self._settings, self._job)
         read_tls(credentials)
-        feeder = FeederClient(self._addresses, credentials, client, self._settings.hedge_factor)
+        feeder = FeederClient(addresses, credentials, client, self._settings.hedge_factor)
         weakref.finalize(self, feeder.close, "the process ended")
         return feeder
+
+    def _local_host(self) -> list[str]:
+        """Start the workers of this trainer host, in its first rank, and return where all of its ranks reach them."""
+        if not self._settings.local_workers:
+            return []
+        trainer = self.trainer
+        local_rank, node_rank = (0, 0) if trainer is None else (trainer.local_rank, trainer.node_rank)
+        # Abstract, so that no file is left behind; of the same name in all ranks of the host, and in no other job's.
+        own = os.environ.get("MASTER_PORT", "") if self._ranks()[1] > 1 else str(os.getpid())
+        address = f"unix-abstract:lightning_sm/{self._job}/{own}/{node_rank}"
+        if local_rank == 0:
+            host = DataHost(
+                self._datamodule,
+                address,
+                self._settings.local_workers,
+                settings=self._settings,
+                job=self._job,
+                name=f"{socket.gethostname()} (local workers)",
+            )
+            self._local = host.__enter__()
+            weakref.finalize(self, host.close)
+        return [address]
 
     def _open(self, loaders: str) -> dict[str, Any]:
         trainer = self.trainer
@@ -276,6 +307,7 @@ class RemoteDataModule(LightningDataModule):
             window_bytes=settings.window_bytes,
             max_batch_bytes=settings.max_batch_bytes,
             timeout_s=settings.batch_timeout_s,
+            compression=settings.compression or "",
         )
 
     def _fit_progress(self, _: int) -> None:

@@ -25,8 +25,8 @@ from lightning_sm.data.leases import Leases
 from lightning_sm.data.messages import Message, MessageSocket
 from lightning_sm.data.pool import Failed, Produced, Task, WorkerPool
 from lightning_sm.data.settings import Credentials, HostSettings
-from lightning_sm.data.spec import BatchSpec
-from lightning_sm.data.wire import CHUNK_BYTES, FrameKind
+from lightning_sm.data.spec import CHUNK_BYTES, BatchSpec
+from lightning_sm.data.wire import FrameKind
 from lightning_sm.errors import DataSettingsError, WireError
 from lightning_sm.prctl import end_with_parent
 
@@ -305,12 +305,14 @@ class _Stream:
 
 def _pieces(request_id: int, batch: Produced) -> Iterator[bytes]:
     data = batch.data.data
-    head = wire.batch_head(len(data), batch.queue_s, batch.produce_s)
+    head = wire.batch_head(batch.num_bytes, batch.queue_s, batch.produce_s)
     size = len(head) + len(batch.header)
     parts: list[Any] = [wire.frame(request_id, FrameKind.HEADER, size), head, batch.header]
-    for start in range(0, len(data), CHUNK_BYTES):
-        piece = data[start : start + CHUNK_BYTES]
-        parts += [wire.frame(request_id, FrameKind.DATA, len(piece), start), piece]
+    kind = FrameKind.COMPRESSED if batch.pieces else FrameKind.DATA
+    offsets = range(0, batch.num_bytes, CHUNK_BYTES)
+    places = batch.pieces or [(offset, min(CHUNK_BYTES, batch.num_bytes - offset)) for offset in offsets]
+    for offset, (start, size) in zip(offsets, places, strict=True):
+        parts += [wire.frame(request_id, kind, size, offset), data[start : start + size]]
         yield wire.join(parts)
         parts.clear()
     if parts:

@@ -23,7 +23,9 @@ class Produced:
 
     Attributes:
         header: Structure of the batch.
-        data: Its bytes, uint8.
+        data: The bytes of its slot, uint8.
+        num_bytes: How many of them are the batch.
+        pieces: Where its compressed pieces lie in the slot, as (start, size); empty: it is not compressed.
         queue_s: Seconds between the request and a worker's start on it.
         produce_s: Seconds that the worker took.
         release: Gives the slot back; to be called once.
@@ -31,6 +33,8 @@ class Produced:
 
     header: bytes
     data: np.ndarray
+    num_bytes: int
+    pieces: list[tuple[int, int]]
     queue_s: float
     produce_s: float
     release: Callable[[], None]
@@ -316,7 +320,9 @@ class WorkerPool:
 
         produced = Produced(
             message.payload,
-            worker.ring.slot(slot)[:num_bytes],
+            worker.ring.slot(slot),
+            num_bytes,
+            message.facts["pieces"],
             worker.started - task.received,
             message.facts["produce_s"],
             release,

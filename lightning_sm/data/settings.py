@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
-from typing import Literal
 
+from lightning_sm.data.compression import Compression
 from lightning_sm.errors import DataSettingsError
 
 _GIB = 1 << 30
@@ -47,7 +47,7 @@ class DataServiceSettings:
     startup_timeout_s: float = 900.0
     batch_timeout_s: float = 300.0
     lease_s: float = 60.0
-    compression: Literal["zstd", "lz4"] | None = None
+    compression: Compression | None = None
     batches_per_epoch: int | None = None
     virtual_shards: int | None = None
     port: int | None = None

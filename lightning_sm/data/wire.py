@@ -22,8 +22,6 @@ from lightning_sm.errors import DataSettingsError, WireError
 PROTOCOL_VERSION = "1"
 SERVICE = "lightning_sm.DataHost"
 
-CHUNK_BYTES = 1 << 20
-
 # Headers hold the structure of a batch, and its strings.
 MAX_HEADER_BYTES = 64 << 20
 
@@ -44,6 +42,7 @@ class FrameKind(IntEnum):
     HEADER = 3  # total bytes, timings, structure of the batch
     DATA = 4  # bytes of the batch; the value is their offset
     FAILURE = 5  # JSON: why there is no batch
+    COMPRESSED = 6  # the same as DATA, but compressed
 
 
 def frame(request_id: int, kind: FrameKind, size: int = 0, value: int = 0) -> bytes:

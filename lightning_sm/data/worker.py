@@ -13,17 +13,19 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from lightning_sm.data.arena import Arena
 from lightning_sm.data.child import keep_freed_memory
+from lightning_sm.data.compression import codec_of
 from lightning_sm.data.encoding import encode
 from lightning_sm.data.messages import Message, MessageSocket
 from lightning_sm.data.ring import Ring
 from lightning_sm.data.served import SampleError, ServedLoader
 from lightning_sm.data.shards import END
-from lightning_sm.data.spec import BatchSpec
-from lightning_sm.errors import BatchTooLargeError, BatchTypeError
+from lightning_sm.data.spec import CHUNK_BYTES, BatchSpec
+from lightning_sm.errors import BatchTooLargeError, BatchTypeError, DataSettingsError
 from lightning_sm.prctl import end_with_parent
 
 
@@ -83,14 +85,39 @@ def _serve(
             requests.send("ended", slot=slot)
             return
         header = encode(batch, arena)
+        num_bytes = arena.used
+        pieces = _compressed(ring.slot(slot)[:num_bytes], arena, spec.compression)
     except SampleError as error:
         _fail(requests, slot, error.__cause__ or error, f"index {error.key!r}")
-    except (BatchTypeError, BatchTooLargeError) as error:
+    except (BatchTypeError, BatchTooLargeError, DataSettingsError) as error:
         requests.send("failed", slot=slot, error=type(error).__name__, text=str(error))
     except Exception as error:  # noqa: BLE001  # whatever the user's code raises belongs to the trainer
         _fail(requests, slot, error, f"step {spec.step}")
     else:
-        requests.send("done", header, slot=slot, num_bytes=arena.used, produce_s=time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        requests.send("done", header, slot=slot, num_bytes=num_bytes, pieces=pieces, produce_s=seconds)
+
+
+def _compressed(data: np.ndarray, arena: Arena, compression: str) -> list[tuple[int, int]]:
+    """Compress a batch into the rest of its slot, piece by piece, and return where the pieces lie.
+
+    Empty if it is not wanted, does not pay, or finds no room.
+    """
+    if not compression:
+        return []
+    codec, pieces, total = codec_of(compression), [], 0
+    for start in range(0, len(data), CHUNK_BYTES):
+        packed = codec.compress(data[start : start + CHUNK_BYTES].data)
+        total += len(packed)
+        if total >= len(data):
+            return []
+        try:
+            place = arena.allocate(len(packed))
+        except BatchTooLargeError:
+            return []
+        place[:] = np.frombuffer(packed, np.uint8)
+        pieces.append((arena.used - len(packed), len(packed)))
+    return pieces
 
 
 def _fail(requests: MessageSocket, slot: int, error: BaseException, where: str) -> None:

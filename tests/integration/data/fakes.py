@@ -108,13 +108,13 @@ class FakeTrainer:
         """Make a call with any number of requests, and wait for all answers."""
         return list(self._channel.stream_stream(wire.method(name))(iter(requests), metadata=self._metadata, timeout=20))
 
-    def any_call(self, name: str) -> grpc.StatusCode:
+    def any_call(self, name: str, request: bytes = b"{}") -> grpc.StatusCode:
         """Make a call, and return how it ended."""
         try:
             if name in ("Fetch", "List"):
-                self.stream(name, b"{}")
+                self.stream(name, request)
             else:
-                self.call(name)
+                self.call(name, request)
         except grpc.RpcError as error:
             return error.code()
         return grpc.StatusCode.OK

@@ -93,7 +93,7 @@ def test_what_setup_raises_comes_to_the_trainer_with_its_traceback():
     ):
         pass
     text = str(caught.value)
-    assert f"Data host {host.address} failed in setup" in text
+    assert f"Data host {host.address} failed in setup('fit')" in text
     assert "Traceback" in text
     assert "raise error" in text
 
@@ -114,6 +114,9 @@ def test_what_is_no_dataloader_is_named_by_its_place():
 
 def test_a_batch_with_too_much_text_is_refused_on_the_data_host():
     """Texts travel in the header, which has a limit; a batch above it fails instead of breaking every connection."""
-    with DataHost(Data(lambda: DataLoader(["x" * (65 << 20)], batch_size=1))) as host, remote([host.address]) as module:
-        with pytest.raises(BatchTooLargeError, match="Send long texts as bytes or uint8 tensors"):
-            next(iter(module.train_dataloader()))
+    with (
+        DataHost(Data(lambda: DataLoader(["x" * (65 << 20)], batch_size=1))) as host,
+        remote([host.address]) as module,
+        pytest.raises(BatchTooLargeError, match="Send long texts as bytes or uint8 tensors"),
+    ):
+        next(iter(module.train_dataloader()))

@@ -75,7 +75,14 @@ class Chaos:
 
     def crash(self, host, _):
         host.kill()
-        self.starting[host.name] = self.starter.submit(host.start)
+        self.starting[host.name] = self.starter.submit(self.restart, host)
+
+    def restart(self, host):
+        began = time.perf_counter()
+        try:
+            host.start()
+        finally:
+            print(f"RESTART {host.name} {time.perf_counter() - began}")
 
     def freeze(self, host, step):
         host.signal(signal.SIGSTOP)
@@ -113,7 +120,7 @@ def test_no_schedule_of_failures_shows_in_the_stream(flags, expected, seed, reco
     with (
         ThreadPoolExecutor(3) as starter,
         running(Host("a", make, 1), Host("b", make, 2), Host("c", make, 2)) as hosts,
-        remote(hosts) as module,
+        remote(hosts, batch_timeout_s=20.0) as module,
     ):
         chaos = Chaos(seed, hosts, flags, starter)
         stream = iter(module.train_dataloader())

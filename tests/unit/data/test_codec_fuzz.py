@@ -83,7 +83,7 @@ class Mutator:
     """Breaks messages at random, the same way for the same seed."""
 
     def __init__(self, corpus, seed):
-        self.corpus, self.random = corpus, random.Random(seed)  # noqa: S311 - not a secret
+        self.corpus, self.random = corpus, random.Random(seed)
 
     def message(self):
         """Return a header and data, of which at least one is broken."""

@@ -62,7 +62,7 @@ class Cluster:
     def __init__(self, machines, seed=0, *, crossing=0.0, failure=None, **settings):
         self.scheduler = Scheduler(hedge_budget=HEDGE_BUDGET, hedge_burst=HEDGE_BURST, **settings)
         self.machines = {machine.name: machine for machine in machines}
-        self.rng = random.Random(seed)  # noqa: S311 - a simulation
+        self.rng = random.Random(seed)
         self.crossing, self.failure = crossing, failure
         self.now, self.events, self.order = 0.0, [], itertools.count()
         self.consumers, self.live, self.wakeup, self.num_events, self.sent = {}, {}, None, 0, []

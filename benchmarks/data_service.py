@@ -1,0 +1,288 @@
+"""What the benchmarks of the data service share: emulated hosts on cores of their own, fresh processes, medians.
+
+A benchmark runs its variants in turn, each in a fresh process (``in_child``), so that none finds what another left. In
+it, ``service`` starts data hosts on some cores and a RemoteDataModule on others, on loopback. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import logging
+import os
+import platform
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningDataModule
+
+    from lightning_sm.data.host import DataHost
+    from lightning_sm.data.loader import RemoteLoader
+    from lightning_sm.data.module import RemoteDataModule
+    from lightning_sm.data.settings import DataServiceSettings
+
+_CHILD_TIMEOUT_S = 170.0
+_STOP_TIMEOUT_S = 20.0
+Cores = Sequence[int]
+
+
+def core_list(text: str) -> list[int]:
+    """Parse cores, as in ``0,1``."""
+    return [int(core) for core in text.split(",")]
+
+
+def halves() -> tuple[list[int], list[int]]:
+    """Return the cores of this process in two parts, or twice the same if there is one only."""
+    own = sorted(os.sched_getaffinity(0))
+    half = max(1, len(own) // 2)
+    return own[:half], own[half:] or own
+
+
+def parser(description: str, *, rounds: int, seconds: float | None = None) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks have.
+
+    Args:
+        description: What is measured.
+        rounds: Default of ``--rounds``.
+        seconds: Default of ``--seconds``; None: there is no such option.
+    """
+    host_cores, trainer_cores = halves()
+    result = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    result.add_argument("--rounds", type=int, default=rounds, help="how often all variants are run, one after another")
+    result.add_argument("--host-cores", type=core_list, default=host_cores, help="cores of the data hosts")
+    result.add_argument("--trainer-cores", type=core_list, default=trainer_cores, help="cores of the trainer's host")
+    if seconds is not None:
+        result.add_argument("--seconds", type=float, default=seconds, help="length of one run")
+    return result
+
+
+@contextlib.contextmanager
+def pinned(cores: Cores) -> Iterator[None]:
+    """Keep this thread, and the processes that it starts meanwhile, on some cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def in_child(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Run a function of a benchmark in a fresh process, and return what it returns.
+
+    Args:
+        function: At the top level of its module.
+        **arguments: JSON values, as is what it returns.
+
+    Raises:
+        RuntimeError: It failed; its messages are on stderr.
+    """
+    path = Path(sys.modules[function.__module__].__file__ or "").resolve()
+    command = [sys.executable, str(Path(__file__).resolve()), path.stem, function.__name__, json.dumps(arguments)]
+    lifeline, ours = os.pipe()  # the child ends when the other end of its stdin is closed, however that came
+    process = subprocess.Popen(command, stdin=lifeline, stdout=subprocess.PIPE, text=True)
+    os.close(lifeline)
+    try:
+        output, _ = process.communicate(timeout=_CHILD_TIMEOUT_S)
+    except BaseException:
+        process.terminate()  # so that it wakes what it froze
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=_STOP_TIMEOUT_S)
+        process.kill()
+        process.communicate()
+        raise
+    finally:
+        os.close(ours)
+    if process.returncode:
+        raise RuntimeError(f"{function.__name__}({arguments}) ended with code {process.returncode}")
+    return json.loads(output.splitlines()[-1])
+
+
+def in_turn(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
+    """Run variants one after another, several times over, and return the results of each."""
+    results: dict[str, list[Any]] = {name: [] for name in variants}
+    for number in range(rounds):
+        for name, run in variants.items():
+            began = time.perf_counter()
+            results[name].append(run())
+            sys.stderr.write(f"round {number + 1}, {name}: {time.perf_counter() - began:.0f} s\n")
+    return results
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Return the median, and smallest and largest."""
+    median, least, most = statistics.median(values), min(values), max(values)
+    return f"{median:.{digits}f} ({least:.{digits}f}-{most:.{digits}f})"
+
+
+def ratio(values: Sequence[float], others: Sequence[float], digits: int = 2) -> str:
+    """Return the ratio of the medians, and the smallest and largest ratio within a round."""
+    pairs = [value / other for value, other in zip(values, others, strict=True)]
+    median = statistics.median(values) / statistics.median(others)
+    return f"{median:.{digits}f} ({min(pairs):.{digits}f}-{max(pairs):.{digits}f})"
+
+
+def machine() -> str:
+    """Return what a table of results must say about where it comes from."""
+    text = Path("/proc/cpuinfo").read_text()
+    model = re.search(r"model name\s*: (.*)", text)
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "grpcio", "pytorch-lightning", "numpy"))
+    cores = f"{len(os.sched_getaffinity(0))} cores of {model[1] if model else platform.machine()}"
+    return f"{cores}, Linux {platform.release()}, Python {platform.python_version()}, {packages}\n"
+
+
+@dataclass
+class Service:
+    """Data hosts, and the loader of a RemoteDataModule that fetches from them."""
+
+    hosts: list[DataHost]
+    remote: RemoteDataModule
+    loader: RemoteLoader
+
+    @property
+    def feeder_pid(self) -> int:
+        """Process id of the feeder."""
+        return int(self.loader._client.pid)
+
+    def pids(self) -> dict[str, list[int]]:
+        """Return the processes by what they do."""
+        roles: dict[str, list[int]] = {"training": [os.getpid()], "feeder": [self.feeder_pid]}
+        for host in self.hosts:
+            for pid in host_pids(host):
+                command = " ".join(psutil.Process(pid).cmdline())
+                role = "host" if pid == host.pid else "network" if "data.network" in command else "worker"
+                roles.setdefault(role, []).append(pid)
+        return roles
+
+    def server_pids(self) -> list[int]:
+        """Return all processes of the data hosts."""
+        return [pid for host in self.hosts for pid in host_pids(host)]
+
+
+def host_pids(host: DataHost) -> list[int]:
+    """Return all processes of a data host; its main process comes first."""
+    return [host.pid, *(child.pid for child in psutil.Process(host.pid).children(recursive=True))]
+
+
+@contextlib.contextmanager
+def data_hosts(datamodules: Sequence[LightningDataModule], cores: Cores, workers: int) -> Iterator[list[DataHost]]:
+    """Run a data host for each DataModule, all on the same cores."""
+    from lightning_sm.data.host import DataHost
+
+    with contextlib.ExitStack() as stack:
+        with pinned(cores):
+            hosts = [stack.enter_context(DataHost(datamodule, workers=workers)) for datamodule in datamodules]
+        yield hosts
+
+
+@contextlib.contextmanager
+def service(
+    datamodules: Sequence[LightningDataModule],
+    workers: int,
+    host_cores: Cores,
+    trainer_cores: Cores,
+    settings: DataServiceSettings | None = None,
+) -> Iterator[Service]:
+    """Run a data host for each DataModule, and open the training loader of the first on the trainer's cores."""
+    from lightning_sm.data.module import RemoteDataModule
+
+    prepare(trainer_cores)
+    with data_hosts(datamodules, host_cores, workers) as hosts:
+        remote = RemoteDataModule(datamodules[0], [host.address for host in hosts], settings=settings, seed=0)
+        remote.setup("fit")
+        try:
+            yield Service(hosts, remote, remote.train_dataloader())
+        finally:
+            remote.teardown("fit")
+
+
+def prepare(cores: Cores) -> None:
+    """Make the current process a training process: on these cores, with one thread for tensors, and silent."""
+    import torch
+
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def frozen(host: DataHost) -> Iterator[None]:
+    """Stop all processes of a data host for a while; they go on afterwards, so that they can be ended."""
+    pids = host_pids(host)
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def minor_faults(pids: Iterable[int]) -> int:
+    """Return how often these processes were given a page of memory so far."""
+    # The command in parentheses may hold blanks; minflt is the eighth field after it (proc_pid_stat(5), field 10).
+    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(fields[7]) for fields in stats)
+
+
+def sleep_s(seconds: float) -> None:
+    """Take time without taking a core, as a simulated transform or training step does."""
+    time.sleep(seconds)  # noqa: TID251  # the time itself is what is simulated: there is no event to wait for
+
+
+def busy_step(seconds: float) -> None:
+    """Work for a while: half in the interpreter, half in products of matrices."""
+    import torch
+
+    global _matrix  # noqa: PLW0603  # made once per process, after the number of threads is set
+    if _matrix is None:
+        _matrix = torch.rand(128, 128)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        work_unit(_matrix)
+
+
+_matrix: Any = None
+
+
+def work_unit(matrix: Any) -> None:
+    """About 0.1 ms of the interpreter, and 0.1 ms of products of matrices, in which the interpreter is free."""
+    total = 0
+    for number in range(2000):
+        total += number & 7
+    for _ in range(3):
+        matrix @ matrix  # only its time counts
+
+
+def _main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    module, function, arguments = sys.argv[1:]
+    result = getattr(importlib.import_module(module), function)(**json.loads(arguments))
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+def _end_with_parent() -> None:
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    _main()

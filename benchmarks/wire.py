@@ -1,0 +1,129 @@
+"""The wire of the data service against one raw TCP stream and against the seed's way, on loopback.
+
+What is measured is the way of a batch from a data host's memory to a tensor in the training process. The baselines are
+those of ``wire_baselines.py``. The data service's batches cost nothing to make: a collate function returns a tensor
+that lies ready, and the worker copies it into its slot, where torch's collate function would have written it. So each
+batch is copied once more than those of the baselines, and that copy counts. CPU time is that of all processes: workers,
+network process and main process of the data host; feeder and training process of the trainer.
+
+    python benchmarks/wire.py --payload a c --rounds 5
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from data_service import in_child, in_turn, machine, parser, ratio, service, spread
+from pytorch_lightning import LightningDataModule
+from tabulate import tabulate
+from torch.utils.data import DataLoader, Dataset
+from wire_baselines import BASELINES, NUM_SOURCES, PAYLOADS, Payload, consume, measure
+
+OURS = "lightning_sm"
+NUM_BATCHES = 20_000  # of an epoch; more than any run takes
+
+
+class Keys(Dataset[int]):
+    """Its samples are their own indices."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self.length
+
+    def __getitems__(self, keys: list[int]) -> list[int]:
+        """Return the indices."""
+        return keys
+
+
+class Ready(LightningDataModule):
+    """Batches that lie ready in memory, the same as those of the baselines."""
+
+    def __init__(self, payload: Payload) -> None:
+        super().__init__()
+        self.payload = payload
+        self.batches: list[torch.Tensor] = []
+
+    def setup(self, stage: str) -> None:
+        """Make the batches, before the workers are forked."""
+        payload = self.payload
+        arrays = (payload.batch(index).view(payload.dtype).reshape(payload.shape) for index in range(NUM_SOURCES))
+        self.batches = [torch.from_numpy(array.copy()) for array in arrays]
+
+    def collate(self, keys: list[int]) -> torch.Tensor:
+        """Return the batch that these samples stand for."""
+        return self.batches[keys[0] // len(keys) % NUM_SOURCES]
+
+    def train_dataloader(self) -> DataLoader[int]:
+        """Return the loader."""
+        batch_size = self.payload.shape[0]
+        return DataLoader(Keys(batch_size * NUM_BATCHES), batch_size=batch_size, collate_fn=self.collate)
+
+
+def ours(payload: str, workers: int, host_cores: list[int], trainer_cores: list[int], seconds: float) -> dict[str, Any]:
+    """Fetch batches for a while, after those of one round were compared with what they must be."""
+    kind = PAYLOADS[payload]
+    with service([Ready(kind)], workers, host_cores, trainer_cores) as running:
+        batches = iter(running.loader)
+        for index, batch in enumerate(itertools.islice(batches, NUM_SOURCES)):
+            if not np.array_equal(batch.numpy().reshape(-1).view(np.uint8), kind.batch(index)):
+                raise ValueError(f"batch {index} of payload {payload} arrived changed")
+        server_pids = running.server_pids()
+        return asdict(consume(_dropped(batches), kind.size_bytes, server_pids, [running.feeder_pid], seconds=seconds))
+
+
+def _dropped(batches: Iterator[torch.Tensor]) -> Iterator[None]:
+    for _ in batches:
+        yield
+
+
+def baseline(name: str, payload: str, host_cores: list[int], trainer_cores: list[int], seconds: float) -> Any:
+    """Run one of the baselines."""
+    return asdict(measure(name, payload, host_cores, trainer_cores, seconds=seconds))
+
+
+def rows(payload: str, results: dict[str, list[dict[str, float]]]) -> Iterator[list[str]]:
+    """Yield a line of the table for each way."""
+    speeds = {name: [run["gb_per_s"] for run in runs] for name, runs in results.items()}
+    costs = {
+        name: [run["server_cpu_s_per_gb"] + run["client_cpu_s_per_gb"] for run in runs]
+        for name, runs in results.items()
+    }
+    for name in results:
+        line = [payload, name, spread(speeds[name]), ratio(speeds[name], speeds["raw-tcp"])]
+        for seed in ("seed-npsave", "seed"):
+            line += [ratio(speeds[name], speeds[seed], 1)]
+        line += [spread(costs[name])]
+        for seed in ("seed-npsave", "seed"):
+            line += [ratio(costs[name], costs[seed])]
+        yield line
+
+
+def main() -> None:
+    """Run all ways in turn, and print a table."""
+    options = parser("GB/s of payload delivered, and CPU seconds per GB of both ends", rounds=5, seconds=2.0)
+    options.add_argument("--payload", nargs="+", choices=PAYLOADS, default=["a", "c", "d", "e"])
+    options.add_argument("--workers", type=int, default=2, help="workers of the data host")
+    args = options.parse_args()
+    limits = {"host_cores": args.host_cores, "trainer_cores": args.trainer_cores, "seconds": args.seconds}
+    table = []
+    for payload in args.payload:
+        variants = {name: partial(baseline, name, payload, **limits) for name in BASELINES}
+        variants[OURS] = partial(in_child, ours, payload=payload, workers=args.workers, **limits)
+        table += rows(payload, in_turn(variants, args.rounds))
+    headers = ["payload", "way", "GB/s", "x raw TCP", "x seed-npsave", "x seed"]
+    headers += ["CPU s/GB", "x seed-npsave", "x seed"]
+    sys.stdout.write(machine() + tabulate(table, headers=headers, disable_numparse=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Nonsense from either end is an error that says so, soon; the other end neither hangs nor ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import queue
+import time
+
+import grpc
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from lightning_sm.data.host import DataHost
+from lightning_sm.data.spec import BatchSpec
+from lightning_sm.data.wire import FrameKind, batch_head, frame, frames
+from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
+from tests.integration.data.cluster import remote
+from tests.integration.data.datasets import Augmented, Data
+from tests.integration.data.fakes import LOADER, FakeHost, FakeTrainer
+
+pytestmark = pytest.mark.processes
+
+# Far more than it takes, far less than a trainer waits for batches.
+SOON_S = 10.0
+
+
+def framed(request_id, kind, payload, value=0):
+    """Return a whole frame."""
+    return frame(request_id, kind, len(payload), value) + payload
+
+
+def header(request_id, num_bytes, structure=b'["lsm-batch",1,0,null]'):
+    """Return a frame that announces a batch."""
+    return framed(request_id, FrameKind.HEADER, batch_head(num_bytes, 0.0, 0.0) + structure)
+
+
+ANSWERS = {
+    "more bytes than a slot": lambda n: [header(n, 10**15)],
+    "data before the header": lambda n: [framed(n, FrameKind.DATA, b"12345678")],
+    "data after the end": lambda n: [header(n, 4), framed(n, FrameKind.DATA, b"12345678")],
+    "data with a gap": lambda n: [header(n, 100), framed(n, FrameKind.DATA, b"12345678", value=50)],
+    "data at the last address": lambda n: [header(n, 100), framed(n, FrameKind.DATA, b"12345678", value=2**64 - 1)],
+    "two headers": lambda n: [header(n, 100), header(n, 100)],
+    "half a head": lambda n: [header(n, 8)[:10]],
+    "half a payload": lambda n: [header(n, 8)[:-1]],
+    "a frame of an unknown kind": lambda n: [framed(n, 77, b"")],
+    "a request": lambda n: [framed(n, FrameKind.FETCH, b"{}")],
+    "a header without numbers": lambda n: [framed(n, FrameKind.HEADER, b"12")],
+    "a structure that is none": lambda n: [header(n, 0, b"nonsense")],
+    "more than arrived": lambda n: [header(n, 8, b'["lsm-batch",1,16,null]'), framed(n, FrameKind.DATA, b"12345678")],
+    "a failure that is no JSON": lambda n: [framed(n, FrameKind.FAILURE, b'{"error": ')],
+    "a failure that is a list": lambda n: [framed(n, FrameKind.FAILURE, b"[]")],
+    "a failure too deep to parse": lambda n: [framed(n, FrameKind.FAILURE, b"[" * 100_000)],
+    "a failure of an unknown kind": lambda n: [
+        framed(n, FrameKind.FAILURE, b'{"error": "SystemExit", "text": "", "where": ""}')
+    ],
+    "a message above the limit": lambda n: [framed(n, FrameKind.DATA, bytes(66 << 20))],
+}
+
+
+@pytest.mark.parametrize("what", ANSWERS)
+def test_a_broken_answer_is_an_error_of_the_trainer(what):
+    """Whatever a data host sends in place of a batch, the trainer names it within seconds."""
+    host = FakeHost(ANSWERS[what])
+    with host.serving() as address, remote([address], batch_timeout_s=60) as module:
+        loader = module.train_dataloader()
+        began = time.monotonic()
+        with pytest.raises((WireError, BatchTooLargeError, DataServiceError), match=r"\w+") as caught:
+            list(loader)
+        assert time.monotonic() - began < SOON_S
+    kind = BatchTooLargeError if what == "more bytes than a slot" else WireError
+    assert type(caught.value) is (DataServiceError if what == "a failure of an unknown kind" else kind), caught.value
+
+
+REPLIES = {
+    "no JSON": b"\xff\xfe",
+    "a number": b"1",
+    "nothing": b"{}",
+    "too deep": b"[" * 100_000,
+    "an unknown error": b'{"error": "SystemExit", "text": "", "where": ""}',
+    "a field of the feeder": b'{"attributes": {}, "opening": "x"}',
+    "a magic attribute": b'{"attributes": {"__class__": 1}}',
+}
+
+
+@pytest.mark.parametrize("what", REPLIES)
+def test_a_nonsensical_answer_to_a_call_is_an_error_of_the_trainer(what):
+    """Whatever a data host says of itself or of its loaders, the trainer names it within seconds."""
+    for method in ("beat", "opened"):
+        host = FakeHost()
+        setattr(host, method, REPLIES[what] if method == "beat" else {"": REPLIES[what]})
+        began = time.monotonic()
+        with (
+            host.serving() as address,
+            pytest.raises(WireError, match="answer to"),
+            remote([address], startup_timeout_s=60),
+        ):
+            pass
+        assert time.monotonic() - began < SOON_S
+
+
+@pytest.mark.parametrize("listed", [b"nonsense", b"[]\n", b'{"num_keys": "x", "num_offsets": 0}\n', b"{}\n", b""])
+def test_a_nonsensical_listing_is_an_error_of_the_trainer(listed):
+    """A list of keys that is none ends the pass within seconds."""
+    host = FakeHost(lambda _: [], dataclasses.replace(LOADER, order="sampler"))
+    host.listed = listed
+    with host.serving() as address, remote([address], batch_timeout_s=60) as module:
+        began = time.monotonic()
+        with pytest.raises(WireError, match=r"\w+"):
+            next(iter(module.train_dataloader()))
+        assert time.monotonic() - began < SOON_S
+
+
+OPENING = {"opening": "1/fit/train/0", "run": 1, "stage": "fit", "loaders": "train", "trainer": {}}
+REQUESTS = {
+    "Open": [
+        b"[" * 100_000,
+        b"{}",
+        *(json.dumps({**OPENING, name: []}).encode() for name in OPENING),
+        json.dumps({**OPENING, "opening": "2/fit/x/0", "loaders": "teardown"}).encode(),
+        json.dumps({**OPENING, "run": 10**30}).encode(),
+    ],
+    "List": [b"1", b'{"opening": 1}', json.dumps({"opening": "x", "loader": True, "seed": 0}).encode()],
+    "Beat": [b"", b'{"client": 7, "world_size": 1}', b'{"client": "x", "world_size": "y"}'],
+    "Finish": [b"null", b'{"client": "x"}'],
+}
+
+
+def spec(**changed):
+    """Return an encoded request for a batch that is right but for what is changed."""
+    fields = {"opening": "1/fit/train/0", "loader": 0, "seed": 0, "epoch": 0, "pass_index": 0, "step": 0, "rank": 0}
+    return BatchSpec(**{**fields, "keys": np.arange(4), **changed}).encode()
+
+
+# What a data host closes the stream at, and what it answers.
+BROKEN_STREAMS = [
+    b"nonsense",
+    frame(1, FrameKind.FETCH, 100),
+    framed(1, 77, b""),
+    framed(1, FrameKind.HEADER, b""),
+    framed(1, FrameKind.FETCH, b""),
+    framed(1, FrameKind.FETCH, b"[" * 100_000 + b"\n"),
+    framed(1, FrameKind.FETCH, b"[1,2]\n"),
+    framed(1, FrameKind.FETCH, spec()[:-1]),
+    framed(1, FrameKind.FETCH, spec(seed=1.5)),
+    bytes(66 << 20),
+]
+FAILING_SPECS = [
+    spec(loader=-1),
+    spec(loader=99),
+    spec(opening="other"),
+    spec(keys=np.array([-(2**63), 2**63 - 1])),
+    spec(seed=10**300, step=-5, rank=10**300, keys=np.array([100])),
+]
+
+
+def assert_survives(address):
+    """Say everything wrong that there is to a data host whose loaders are open."""
+    with FakeTrainer(address) as trainer:
+        for name, requests in REQUESTS.items():
+            for request in requests:
+                with pytest.raises(grpc.RpcError) as caught:
+                    trainer.stream(name, request) if name == "List" else trainer.call(name, request)
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, (name, request[:80])
+        with pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
+            trainer.call("Beat", bytes(70 << 20))
+        for message in BROKEN_STREAMS:
+            assert trainer.any_call("Fetch", message) in (grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        for request in FAILING_SPECS:
+            requests = queue.SimpleQueue()
+            requests.put(framed(7, FrameKind.CANCEL, b"") + framed(8, FrameKind.FETCH, request))
+            call = trainer.conversation(iter(requests.get, None))
+            request_id, kind, _, _ = next(frames(next(call)))
+            assert (request_id, kind) == (8, FrameKind.FAILURE)
+            requests.put(None)
+            call.cancel()
+
+
+def test_a_data_host_survives_what_trainers_say():
+    """Nonsense is refused, call by call and stream by stream, and others get their batches before and after."""
+    with DataHost(Data(lambda: DataLoader(Augmented(8), batch_size=4))) as host:
+        with remote([host.address]) as module:
+            assert len(list(module.train_dataloader())) == 2
+            pid = host.pid
+            assert_survives(host.address)
+            assert len(list(module.train_dataloader())) == 2
+        assert host.pid == pid
