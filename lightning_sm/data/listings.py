@@ -171,14 +171,17 @@ def _answer(future: Future[bytes], name: str) -> Listing | None:
 
 def _parsed(data: bytes, name: str) -> Listing | None:
     head, _, rest = data.partition(b"\n")
-    facts = json.loads(head)
+    try:
+        facts = dict(json.loads(head))
+        num_keys, num_offsets = int(facts.get("num_keys", 0)), int(facts.get("num_offsets", 0))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise WireError(f"The list of keys that came from {name} is malformed: {error}.") from error
     if "lost" in facts:
         logger.warning("Data host %s: the process that ran a sampler %s.", name, facts["lost"])
         return None
     if "text" in facts:
         raise RemoteTransformError(f"The user's sampler failed on data host {name}:\n{facts['text']}")
-    num_keys, num_offsets = int(facts["num_keys"]), int(facts["num_offsets"])
-    if min(num_keys, num_offsets) < 0 or len(rest) != 8 * (num_keys + num_offsets):
+    if "num_keys" not in facts or min(num_keys, num_offsets) < 0 or len(rest) != 8 * (num_keys + num_offsets):
         raise WireError(f"A list of {num_keys} keys and {num_offsets} offsets came in {len(rest)} bytes from {name}.")
     values = np.frombuffer(rest, "<i8")
     return Listing(values[:num_keys], values[num_keys:] if num_offsets else None)

@@ -122,6 +122,12 @@ class RemoteLoader:
         """Samples per batch and rank; None if the dataset or the batch sampler decides."""
         return self.facts.batch_size
 
+    @property
+    def num_slots(self) -> int:
+        """Batches that this loader can have in memory."""
+        copying = _HELD_SLOTS if torch.cuda.is_available() else 0  # while a GPU reads them
+        return self.place.window_batches + _HEDGE_SLOTS + _HELD_SLOTS + copying
+
     def __len__(self) -> int:
         """Return the number of batches in a pass, on every rank."""
         facts = self.facts
@@ -204,10 +210,7 @@ class RemoteLoader:
 
     def _shared_ring(self) -> tuple[Ring, int]:
         if self._ring is None:
-            num_slots = self.place.window_batches + _HEDGE_SLOTS + _HELD_SLOTS
-            if torch.cuda.is_available():
-                num_slots += _HELD_SLOTS  # those whose copies to the GPU are still under way
-            ring = Ring.create(num_slots, self.place.max_batch_bytes)
+            ring = Ring.create(self.num_slots, self.place.max_batch_bytes)
             number = self._client.add_ring(ring)
             self._ring = ring, number
             ring.close()

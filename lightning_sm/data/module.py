@@ -289,6 +289,16 @@ class RemoteDataModule(LightningDataModule):
             loaders[0].on_epoch = self._fit_progress
             loaders[0].on_batch = self._report
         self._loaders[stage] = loaders
+        if loaders and (self.trainer is None or self.trainer.local_rank == 0):
+            logger.info(
+                "%s_dataloader(): a rank holds at most %d batches for each of %d loader(s), of which %d are a window "
+                "that shrinks to %.0f MB when batches are large.",
+                stage,
+                loaders[0].num_slots,
+                len(loaders),
+                loaders[0].place.window_batches,
+                loaders[0].place.window_bytes / 1e6,
+            )
         return _assembled(reply["structure"], loaders)
 
     def _place(self, stage: str, index: int) -> LoaderPlace:

@@ -6,6 +6,7 @@ dataset's memory, need no pickling, and one that dies is replaced in millisecond
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -53,12 +54,13 @@ def run_worker(
     torch.set_num_threads(1)
     requests = MessageSocket(sock)
     problem = _enter(openings, worker_id, num_workers)
-    requests.send("ready", pid=os.getpid())
-    while (message := requests.receive()) is not None:
-        if problem is not None:
-            _fail(requests, message.facts["slot"], problem, "worker_init_fn")
-        else:
-            _serve(requests, message, ring, openings)
+    with contextlib.suppress(BrokenPipeError):  # the network process died while a batch was in the making
+        requests.send("ready", pid=os.getpid())
+        while (message := requests.receive()) is not None:
+            if problem is not None:
+                _fail(requests, message.facts["slot"], problem, "worker_init_fn")
+            else:
+                _serve(requests, message, ring, openings)
 
 
 def _enter(openings: Mapping[str, Sequence[ServedLoader]], worker_id: int, num_workers: int) -> Exception | None:
