@@ -29,12 +29,12 @@ def _local(*arguments):
     return done.stdout + done.stderr
 
 
-def _losses(base_dir, num_hosts):
+def _losses(base_dir, num_hosts, *groups, augment):
     """Train one epoch in double precision with 64 samples per step over all hosts; the logged losses by name."""
     _local(
-        *("--group", f"trainer={num_hosts}", "--base-dir", base_dir, "--keep", "--"),
+        *("--group", f"trainer={num_hosts}", *groups, "--base-dir", base_dir, "--keep", "--"),
         *("app/train.py", "fit", "--config", "app/configs/digits.yaml"),
-        *("--data.augment=false", f"--data.batch_size={64 // num_hosts}", "--trainer.strategy=ddp"),
+        *(f"--data.augment={augment}", f"--data.batch_size={64 // num_hosts}", "--trainer.strategy=ddp"),
         *("--trainer.precision=64-true", "--trainer.max_epochs=1", "--trainer.enable_model_summary=false"),
         *("--trainer.logger=CSVLogger", "--trainer.logger.save_dir=csv"),
     )
@@ -49,9 +49,9 @@ def _losses(base_dir, num_hosts):
 
 
 def test_make_train_reaches_the_accuracy_and_leaves_one_model(tmp_path):
-    """Two emulated hosts reach 0.95 validation accuracy, and the model is loadable with and without Lightning."""
+    """Two trainers and two data hosts reach 0.95 validation accuracy, and the model is loadable with and without Lightning."""
     output = _local(
-        *("--group", "trainer=2", "--base-dir", tmp_path, "--keep", "--"),
+        *("--group", "trainer=2", "--group", "data=2", "--base-dir", tmp_path, "--keep", "--"),
         *("app/train.py", "fit", "--config", "app/configs/digits.yaml"),
     )
     accuracy = float(re.findall(r"finished: .*val_acc=([0-9.eE+-]+)", output)[-1])
@@ -66,13 +66,16 @@ def test_make_train_reaches_the_accuracy_and_leaves_one_model(tmp_path):
     torch.testing.assert_close(model.eval()(images), plain.eval()(images))
 
 
-def test_two_hosts_and_one_host_give_the_same_losses(tmp_path):
-    """With the same global batch, two hosts and one log the same losses within one part in a billion.
+@pytest.mark.parametrize(
+    ("groups", "augment"), [(((), ()), False), ((("--group", "data=1"), ("--group", "data=2")), True)]
+)
+def test_two_hosts_and_one_host_give_the_same_losses(tmp_path, groups, augment):
+    """With the same global batch, one part in a billion; with random augmentation, too, if data hosts do it.
 
     In double precision: in single precision the rounding of the gradient sum, which no two reduction orders share,
     grows by training to about one part in a hundred within two epochs.
     """
-    one, two = (_losses(tmp_path / str(num_hosts), num_hosts) for num_hosts in (1, 2))
+    one, two = (_losses(tmp_path / str(n), n, *groups[n - 1], augment=augment) for n in (1, 2))
     assert set(one) == {"train_loss", "val_loss", "train_acc", "val_acc"}
     for name, value in one.items():
         assert math.isclose(value, two[name], rel_tol=1e-9), f"{name}: {value} on one host, {two[name]} on two"
