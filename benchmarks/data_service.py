@@ -247,19 +247,13 @@ def sleep_s(seconds: float) -> None:
     time.sleep(seconds)  # noqa: TID251  # the time itself is what is simulated: there is no event to wait for
 
 
-def busy_step(seconds: float) -> None:
-    """Work for a while: half in the interpreter, half in products of matrices."""
+def busy_step(units: int) -> None:
+    """Do a fixed amount of work: half in the interpreter, half in products of matrices."""
     import torch
 
-    global _matrix  # noqa: PLW0603  # made once per process, after the number of threads is set
-    if _matrix is None:
-        _matrix = torch.rand(128, 128)
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        work_unit(_matrix)
-
-
-_matrix: Any = None
+    matrix = torch.rand(128, 128)
+    for _ in range(units):
+        work_unit(matrix)
 
 
 def work_unit(matrix: Any) -> None:

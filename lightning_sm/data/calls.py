@@ -55,7 +55,7 @@ class Call:
 
 
 OPEN = Call("Open", {"opening": str, "run": int, "stage": str, "loaders": str, "trainer": dict})
-LIST = Call("List", {"opening": str, "loader": int, "seed": int, "epoch": int, "pass_index": int})
+LIST = Call("List", {"opening": str, "loader": int, "seed": int, "epoch": int, "pass_index": int, "num_shards": int})
 BEAT = Call("Beat", {"client": str, "world_size": int})
 FINISH = Call("Finish", {"client": str, "outcome": str})
 
@@ -117,7 +117,8 @@ def _check_loader(facts: Any) -> None:
         raise WireError(f"A data host described a loader as {reprlib.repr(facts)}.")
     loader = LoaderFacts.from_json(facts)
     texts = (loader.name, loader.fingerprint, loader.identity, loader.dataset)
-    is_typed = all(isinstance(text, str) for text in texts) and isinstance(loader.drop_last, bool)
+    flags = (loader.drop_last, loader.is_split)
+    is_typed = all(isinstance(text, str) for text in texts) and all(isinstance(flag, bool) for flag in flags)
     sizes = [size for size in (loader.num_samples, loader.batch_size) if size is not None]
     if not is_typed or loader.order not in get_args(Order) or any(not _is_int(size) for size in sizes):
         raise WireError(f"A data host described a loader in a way that makes no sense: {reprlib.repr(facts)}.")
@@ -136,7 +137,7 @@ def _check_structure(part: Any, num_loaders: int, depth: int) -> None:
         elif set(part) in ({"list"}, {"tuple"}):
             parts = next(iter(part.values()))
     if not isinstance(parts, list):
-        raise WireError(f"A data host described the structure of its loaders in a way that makes no sense: {part!r}.")
+        raise WireError(f"A data host arranged its loaders in a way that makes no sense: {reprlib.repr(part)}.")
     for inner in parts:
         _check_structure(inner, num_loaders, depth + 1)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import pickle
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
+
+from lightning_sm.prctl import end_with_parent
 
 # malloc.h: M_MMAP_THRESHOLD, of which glibc takes no more than 32 MiB; M_TRIM_THRESHOLD; M_TOP_PAD.
 _MALLOPT = ((-3, 32 << 20), (-1, 128 << 20), (-2, 16 << 20))
@@ -43,6 +46,42 @@ def ending(status: int) -> str:
         return f"ended with exit code {status}"
     name = signal.Signals(-status).name
     return f"was killed by {name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
+
+
+def in_fork(function: Callable[[], Any]) -> Any:
+    """Return what a function returns, called in a fork of this process: objects that it changes stay as they are here.
+
+    Args:
+        function: What to call; its result is pickled.
+
+    Raises:
+        Exception: What the function raised.
+        ChildProcessError: The fork was killed.
+    """
+    readable, writable = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            end_with_parent()
+            outcome: tuple[Any, Exception | None]
+            try:
+                outcome = function(), None
+            except Exception as error:  # noqa: BLE001  # it is raised in the parent
+                outcome = None, error
+            with os.fdopen(writable, "wb") as pipe:
+                pickle.dump(outcome, pipe)
+        finally:
+            os._exit(0)
+    os.close(writable)
+    with os.fdopen(readable, "rb") as pipe:
+        data = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status or not data:
+        raise ChildProcessError(f"a fork of this process {ending(status)} before it had a result")
+    result, problem = pickle.loads(data)  # noqa: S301  # from a copy of this very process
+    if problem is not None:
+        raise problem
+    return result
 
 
 def end_with_any_thread() -> None:

@@ -115,12 +115,12 @@ class FeederClient:
         self._send("start", pass_id=self._num_passes, **facts)
         return self._num_passes
 
-    def length(self, facts: Mapping[str, Any], timeout_s: float) -> int:
-        """Return the number of steps of a pass whose order a sampler of the user's gives.
+    def length(self, facts: Mapping[str, Any], timeout_s: float) -> tuple[int, int]:
+        """Return the steps of a pass that only the user's code knows, and the batches of all ranks that it leaves out.
 
         Args:
             facts: The pass, as for ``start_pass``.
-            timeout_s: Seconds to wait for the data hosts to run the sampler.
+            timeout_s: Seconds to wait for the data hosts to run the sampler, or to count the batches of a dataset.
 
         Raises:
             DataServiceError: The sampler failed, or did not end in time.
@@ -131,14 +131,17 @@ class FeederClient:
         while number not in self._lengths:
             self._raise_problem(None)
             if not self._hear(min(_REPORT_PERIOD_S, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                is_dataset = facts["order"] == "shards"
+                advice = "set data_service.batches_per_epoch, then nobody counts" if is_dataset else ""
                 raise errors.DataTimeoutError(
-                    f"No data host has run a sampler to its end within {timeout_s:.0f} s "
-                    f"(data_service.batch_timeout_s).\n{self.describe()}\nDoes the sampler end at all?"
+                    f"No data host has run a {'dataset' if is_dataset else 'sampler'} to its end within "
+                    f"{timeout_s:.0f} s (data_service.batch_timeout_s).\n{self.describe()}\n"
+                    f"Does it end at all? {advice or 'Give it an end, or allow more time'}."
                 )
         answer = self._lengths.pop(number)
         if "error" in answer.facts:
             raise _error(answer)
-        return int(answer.facts["num_steps"])
+        return int(answer.facts["num_steps"]), int(answer.facts["num_dropped"])
 
     def close_pass(self, pass_id: int) -> list[Message]:
         """End a pass, and return the batches that came but were not taken; may be called from a finalizer.

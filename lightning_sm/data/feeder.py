@@ -24,7 +24,7 @@ from lightning_sm.data import wire
 from lightning_sm.data.child import end_with_any_thread, run_and_leave
 from lightning_sm.data.intake import Intake, StepPlan
 from lightning_sm.data.link import HostLink, failure, fetch
-from lightning_sm.data.listings import Listing, Listings, listing_request, step_plan
+from lightning_sm.data.listings import Listing, Listings, lengths, listing_request, needs_listing, step_plan
 from lightning_sm.data.messages import Message, MessageSocket
 from lightning_sm.data.openings import Openings, Problem
 from lightning_sm.data.release import RELEASE, Released
@@ -32,6 +32,7 @@ from lightning_sm.data.ring import Ring
 from lightning_sm.data.schedule import HostState, Request, Retry
 from lightning_sm.data.scheduler import Scheduler
 from lightning_sm.data.settings import Credentials
+from lightning_sm.data.shard_steps import ShardSteps
 from lightning_sm.data.spec import BatchSpec
 from lightning_sm.data.wire import FrameKind
 from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
@@ -43,7 +44,12 @@ _EXTRA_CREDITS = 1
 
 _NUM_SHOWN_KEYS = 16
 
-_RETRIES = {"RemoteTransformError": Retry.ONCE, "WorkerLost": Retry.LIMITED, "NotOpen": Retry.ELSEWHERE}
+_RETRIES = {
+    "RemoteTransformError": Retry.ONCE,
+    "WorkerLost": Retry.LIMITED,
+    "NotOpen": Retry.ELSEWHERE,
+    "ShardMoved": Retry.ELSEWHERE,
+}
 
 
 class Feeder:
@@ -161,36 +167,40 @@ class Feeder:
                 self._ended.remove(intake.pass_id)
                 return
             self._intakes[intake.pass_id] = intake
-        self._with_plan(
+        self._with_listing(
             facts,
-            lambda plan: self._planned(intake, plan),
+            needs_listing(facts["order"]),
+            lambda listing: self._planned(intake, step_plan(facts, listing)),
             lambda error: self._fail(intake.pass_id, type(error).__name__, str(error)),
         )
 
-    def _with_plan(
-        self, facts: dict[str, Any], planned: Callable[[StepPlan], None], failed: Callable[[Exception], None]
+    def _with_listing(
+        self,
+        facts: dict[str, Any],
+        is_needed: bool,
+        use: Callable[[Listing | None], None],
+        failed: Callable[[Exception], None],
     ) -> None:
-        """Make the plan of a pass; where a sampler of the user's decides, once the data hosts have run it."""
-        if facts["order"] in ("sequential", "shuffled"):
-            planned(step_plan(facts, None))
-            return
+        """Go on with a pass; where code of the user's decides, once the data hosts have run it."""
 
-        def listed(listing: Future[Listing]) -> None:
-            if listing.cancelled():
+        def listed(listing: Future[Listing] | None) -> None:
+            if listing is not None and listing.cancelled():
                 return
             try:
-                plan = step_plan(facts, listing.result())
+                use(None if listing is None else listing.result())
             except (DataServiceError, ValueError) as error:
                 failed(error)
-            else:
-                planned(plan)
 
-        self._listings.get(listing_request(facts["template"])).add_done_callback(listed)
+        if is_needed:
+            self._listings.get(listing_request(facts)).add_done_callback(listed)
+        else:
+            listed(None)
 
     def _measure(self, facts: dict[str, Any]) -> None:
-        self._with_plan(
+        self._with_listing(
             facts,
-            lambda plan: self._tell("length", number=facts["number"], num_steps=plan.num_steps),
+            facts["order"] == "shards" or needs_listing(facts["order"]),
+            lambda listing: self._tell("length", number=facts["number"], **lengths(facts, listing)),
             lambda error: self._tell("length", number=facts["number"], error=type(error).__name__, text=str(error)),
         )
 
@@ -198,10 +208,9 @@ class Feeder:
         with self._lock:
             if intake.pass_id not in self._intakes:
                 return
-            intake.plan = plan
-            stop = plan.num_steps if intake.stop_step is None else min(plan.num_steps, intake.stop_step)
-            intake.stop_step = max(stop, intake.next_step)
-            self._scheduler.open_pass(intake.pass_id, intake.next_step, intake.stop_step, intake.window)
+            intake.begin_plan(plan)
+            shard_of = plan.shard if isinstance(plan, ShardSteps) else None
+            self._scheduler.open_pass(intake.pass_id, intake.next_step, intake.stop_step, intake.window, shard_of)
             self._end_if_done(intake)
         self._ask()
 
@@ -224,7 +233,7 @@ class Feeder:
                 elif kind == Released.PASS:
                     self._close(number)
                 elif number in self._intakes:
-                    self._scheduler.advance(number, value)
+                    self._scheduler.advance(number, self._intakes[number].take(value))
 
     # What links say
 
@@ -298,6 +307,21 @@ class Feeder:
         intake.accept(request.request_id)
         self._cancel(completion.cancel, intake)
         self._scheduler.set_window(intake.pass_id, intake.window)
+        self._deliver(intake)
+
+    def _pass_over(self, intake: Intake, request: Request, facts: dict[str, str]) -> None:
+        """Go on without a step: its shard has ended before, or was only asked how far it goes."""
+        completion = self._scheduler.completed(request.request_id, time.monotonic())
+        del self._requests[request.request_id]
+        self._cancel(completion.cancel, intake)
+        intake.pass_over(request.request_id, int(facts["text"]) if facts["text"].isdecimal() else None)
+        if intake.stop_step is not None:
+            self._cancel(self._scheduler.set_stop(intake.pass_id, intake.stop_step), intake)
+        self._deliver(intake)
+        self._scheduler.advance(intake.pass_id, intake.take(0))
+        self._ask()
+
+    def _deliver(self, intake: Intake) -> None:
         for arrival in intake.deliverable():
             queue_s, produce_s = arrival.timings
             self._tell(
@@ -317,9 +341,12 @@ class Feeder:
 
     def _end_if_done(self, intake: Intake) -> None:
         if intake.stop_step is not None and intake.next_step >= intake.stop_step:
-            self._tell("end", pass_id=intake.pass_id)
+            self._tell("end", pass_id=intake.pass_id, num_batches=intake.num_batches)
 
     def _take_failure(self, intake: Intake, request: Request, facts: dict[str, str]) -> None:
+        if facts["error"] == "ShardEnded":
+            self._pass_over(intake, request, facts)
+            return
         host = self._links[request.host].name
         retry = _RETRIES.get(facts["error"], Retry.NEVER)
         reason = f"{facts['where']}\n{facts['text']}" if facts["where"] else facts["text"]

@@ -206,7 +206,8 @@ class HostProcess:
         logger.info("setup(%r)", request["stage"])
         before = dict(vars(self._datamodule))
         self._datamodule.setup(request["stage"])
-        self._changed = {name for name, value in vars(self._datamodule).items() if before.get(name) is not value}
+        # Of all runs: a later setup() may set what an earlier one has set already.
+        self._changed |= {name for name, value in vars(self._datamodule).items() if before.get(name) is not value}
         self._run, self._stage = request["run"], request["stage"]
 
     def _leave_run(self) -> None:
@@ -294,7 +295,8 @@ class HostProcess:
             with os.fdopen(os.dup(fd), "wb") as file:
                 try:
                     loader = self._openings[request["opening"]][request["loader"]]
-                    keys, offsets = loader.listing(request["seed"], request["epoch"], request["pass_index"])
+                    names = ("seed", "epoch", "pass_index", "num_shards")
+                    keys, offsets = loader.listing(*(request[name] for name in names))
                 except Exception:  # noqa: BLE001  # whatever the user's sampler raises belongs to the trainers
                     file.write(json.dumps({"text": traceback.format_exc()}).encode() + b"\n")
                     return

@@ -10,6 +10,7 @@ import numpy as np
 from lightning_sm.data.compression import codec_of
 from lightning_sm.data.plan import IndexArray
 from lightning_sm.data.ring import Ring
+from lightning_sm.data.shard_steps import ShardSteps
 from lightning_sm.data.spec import CHUNK_BYTES, BatchSpec
 from lightning_sm.errors import BatchTooLargeError, WireError
 
@@ -18,8 +19,8 @@ class StepPlan(Protocol):
     """What a pass asks of a plan."""
 
     @property
-    def num_steps(self) -> int:
-        """Steps of the pass."""
+    def num_steps(self) -> int | None:
+        """Steps of the pass; None if only their end will tell."""
 
     def batch(self, step: int) -> IndexArray:
         """Keys of this rank at a step."""
@@ -66,6 +67,8 @@ class Intake:
         stop_step: Step after the last; None while it is not known.
         window_batches: Steps that may be under way or ready.
         window_bytes: The same limit in bytes.
+        empty: Steps of shards that have no batch, and are passed over.
+        taken: The consumer has taken every step below.
     """
 
     pass_id: int
@@ -81,6 +84,26 @@ class Intake:
     largest: int = 0
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     ready: dict[int, Arrival] = field(default_factory=dict)
+    empty: set[int] = field(default_factory=set)
+    taken: int = 0
+
+    def begin_plan(self, plan: StepPlan) -> None:
+        """Take the plan, and from it where the pass begins and ends.
+
+        Args:
+            plan: The plan.
+        """
+        self.plan = plan
+        if isinstance(plan, ShardSteps):  # it counts steps from where the pass begins
+            self.next_step, self.stop_step = 0, plan.stop_step
+        elif plan.num_steps is not None:
+            stop = plan.num_steps if self.stop_step is None else min(plan.num_steps, self.stop_step)
+            self.stop_step = max(stop, self.next_step)
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches in the shards of this rank, once all have ended."""
+        return self.plan.num_batches if isinstance(self.plan, ShardSteps) else None
 
     def spec(self, step: int) -> bytes:
         """Return the encoded request for a step.
@@ -187,6 +210,38 @@ class Intake:
         self.ready[arrival.step] = arrival
         self.largest = max(self.largest, arrival.num_bytes)
 
+    def pass_over(self, request_id: int, end: int | None) -> None:
+        """Take the answer that a step of a shard has no batch.
+
+        Args:
+            request_id: Number of the request.
+            end: Number of batches in the shard; None: more than were asked about.
+
+        Raises:
+            WireError: The answer does not fit the question.
+        """
+        step = self.arrivals[request_id].step
+        if not isinstance(self.plan, ShardSteps):
+            raise WireError("only shards have an end")
+        self.plan.pass_over(step, end)
+        self.drop(request_id)
+        self.empty.add(step)
+        self.stop_step = self.plan.stop_step
+
+    def take(self, step: int) -> int:
+        """Note that the consumer has taken every step below one, and return where its window begins.
+
+        Args:
+            step: Number of the step.
+        """
+        self.taken = max(self.taken, step)
+        while self.taken < self.next_step and self.taken in self.empty:
+            self.empty.remove(self.taken)
+            self.taken += 1
+        if isinstance(self.plan, ShardSteps):
+            self.plan.forget(self.taken)
+        return self.taken
+
     def drop(self, request_id: int) -> None:
         """Forget a request; what still comes of it is not written anywhere.
 
@@ -200,8 +255,9 @@ class Intake:
     def deliverable(self) -> list[Arrival]:
         """Return the answers whose turn it is, in order."""
         arrivals = []
-        while (arrival := self.ready.pop(self.next_step, None)) is not None:
-            arrivals.append(arrival)
+        while self.next_step in self.ready or self.next_step in self.empty:
+            if self.next_step in self.ready:
+                arrivals.append(self.ready.pop(self.next_step))
             self.next_step += 1
         return arrivals
 

@@ -242,7 +242,7 @@ class HostLink:
                     self._owner.link_frame(self, request_id, kind, value, payload)
         except grpc.RpcError as error:
             why = _text(error)
-            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # a message above the limit, again and again
+            if "larger than max" in why:  # it would come again and again
                 self._owner.link_refused(self, Problem("WireError", f"data host {self.name}: {why}"))
         except Exception as error:  # a thread must not die in silence: the training would wait for ever
             if not isinstance(error, WireError):

@@ -14,7 +14,8 @@ import grpc
 import numpy as np
 
 from lightning_sm.data.link import HostLink
-from lightning_sm.data.plan import BatchPlan, IndexArray, SamplePlan, digest, epoch_order
+from lightning_sm.data.plan import BatchPlan, IndexArray, SamplePlan, digest, epoch_order, shard_steps
+from lightning_sm.data.shard_steps import ShardSteps
 from lightning_sm.errors import DataHostMismatchError, DataServiceError, RemoteTransformError, WireError
 
 logger = logging.getLogger(__name__)
@@ -123,14 +124,38 @@ class Listings:
                 future.add_done_callback(lambda future, name=name: compare(future, name))  # type: ignore[misc]
 
 
-def step_plan(facts: Mapping[str, Any], listing: Listing | None) -> SamplePlan | BatchPlan:
+def needs_listing(order: str) -> bool:
+    """Tell whether data hosts must be asked before there is a plan.
+
+    Args:
+        order: Who decides on the order.
+    """
+    return order in ("sampler", "batch_sampler")
+
+
+def lengths(facts: Mapping[str, Any], listing: Listing | None) -> dict[str, Any]:
+    """Return the steps of a pass ("num_steps"), and the batches of all ranks that it leaves out ("num_dropped").
+
+    Args:
+        facts: What the training process said of the loader and of the pass.
+        listing: What the sampler gives; for shards, the batches in each.
+    """
+    if facts["order"] == "shards" and listing is not None:
+        steps, num_dropped = shard_steps(listing.keys.tolist(), facts["world_size"])
+        return {"num_steps": steps, "num_dropped": num_dropped}
+    return {"num_steps": step_plan(facts, listing).num_steps or 0, "num_dropped": 0}
+
+
+def step_plan(facts: Mapping[str, Any], listing: Listing | None) -> SamplePlan | BatchPlan | ShardSteps:
     """Return the plan of a pass.
 
     Args:
         facts: What the training process said of the loader and of the pass.
-        listing: What the sampler gives; None if the order is sequential or shuffled.
+        listing: What the sampler gives; None if no sampler of the user's decides.
     """
     ranks = facts["rank"], facts["world_size"]
+    if facts["order"] == "shards":
+        return ShardSteps(facts["num_shards"], *ranks, facts["first_step"], facts["stop_step"])
     if listing is not None and listing.offsets is not None:
         return BatchPlan(listing.keys, listing.offsets, *ranks)
     if listing is not None:
@@ -144,13 +169,14 @@ def step_plan(facts: Mapping[str, Any], listing: Listing | None) -> SamplePlan |
     return SamplePlan(order, facts["batch_size"] or 1, facts["drop_last"], *ranks)
 
 
-def listing_request(template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a data host must know to run a sampler.
+def listing_request(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a data host must know to run a sampler, or to count the batches of an iterable dataset.
 
     Args:
-        template: Request for a batch, but for step and keys.
+        facts: What the training process said of the loader and of the pass.
     """
-    return {name: template[name] for name in ("opening", "loader", "seed", "epoch", "pass_index")}
+    names = ("opening", "loader", "seed", "epoch", "pass_index")
+    return {**{name: facts["template"][name] for name in names}, "num_shards": facts["num_shards"]}
 
 
 def _ask(link: HostLink, request: Mapping[str, Any]) -> bytes:
@@ -180,7 +206,7 @@ def _parsed(data: bytes, name: str) -> Listing | None:
         logger.warning("Data host %s: the process that ran a sampler %s.", name, facts["lost"])
         return None
     if "text" in facts:
-        raise RemoteTransformError(f"The user's sampler failed on data host {name}:\n{facts['text']}")
+        raise RemoteTransformError(f"The user's sampler or dataset failed on data host {name}:\n{facts['text']}")
     if "num_keys" not in facts or min(num_keys, num_offsets) < 0 or len(rest) != 8 * (num_keys + num_offsets):
         raise WireError(f"A list of {num_keys} keys and {num_offsets} offsets came in {len(rest)} bytes from {name}.")
     values = np.frombuffer(rest, "<i8")
@@ -199,6 +225,13 @@ def _compare(answers: Mapping[str, Listing], request: Mapping[str, Any]) -> None
     digests = {
         name: digest(np.concatenate([part for part in answer if part is not None])) for name, answer in answers.items()
     }
+    if len(set(digests.values())) > 1 and request["num_shards"]:
+        counts = {name: int(answer.keys.sum()) for name, answer in answers.items()}
+        raise DataHostMismatchError(
+            f"The iterable dataset of {request['opening']} has other batches on every data host: {counts} in all. All "
+            "must see the same files, and what the dataset draws at random must come from random, NumPy's or torch's "
+            "global generator, which are seeded alike on all hosts."
+        )
     if len(set(digests.values())) > 1:
         raise DataHostMismatchError(
             f"The user's sampler of {request['opening']} gives another order on every data host: {digests}. It must "

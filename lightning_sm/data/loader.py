@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,17 +16,21 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from lightning_sm.data.client import FeederClient
 from lightning_sm.data.decoding import decode
+from lightning_sm.data.messages import Message
 from lightning_sm.data.metrics import LoaderStats
 from lightning_sm.data.pinning import PinnedSlots
-from lightning_sm.data.plan import num_steps
+from lightning_sm.data.plan import ShardPlan, num_steps
 from lightning_sm.data.ring import Ring
 from lightning_sm.data.spec import LoaderFacts
+from lightning_sm.errors import DataServiceError
 
 logger = logging.getLogger(__name__)
 
 # Besides the window: a hedge or two under way, and what the training loop may keep: the batch it works on, the one
 # before until it is garbage, one that Lightning fetched ahead, and one on its way to a GPU.
 _HEDGE_SLOTS, _HELD_SLOTS = 4, 4
+# Keeps apart the passes over a loader and the rounds over its shards within one of them: both count in pass_index.
+_ROUND = 1 << 32
 
 
 class _SlotArray(np.ndarray):
@@ -49,6 +53,8 @@ class LoaderPlace:
         max_batch_bytes: Capacity of a slot.
         timeout_s: Seconds to wait for a batch.
         compression: How batches are compressed on their way; empty: not at all.
+        num_shards: Virtual shards into which an iterable dataset is cut.
+        batches_per_pass: Batches of an iterable dataset in a pass, if the user sets them.
     """
 
     opening: str
@@ -62,6 +68,8 @@ class LoaderPlace:
     max_batch_bytes: int
     timeout_s: float
     compression: str = ""
+    num_shards: int = 1
+    batches_per_pass: int | None = None
 
 
 @dataclass
@@ -109,8 +117,13 @@ class RemoteLoader:
         self._ring: tuple[Ring, int] | None = None
         self._held: set[int] = set()  # slots that a batch aliases; set operations are atomic, also for finalizers
         self._pinned: PinnedSlots | None = None
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_rounds = False
         self._length: tuple[int, int] | None = None
+        self.num_passes = 0
+        # Epoch, passes in it that ended, and their batches.
+        self._ended: tuple[int, int, int] = (-1, 0, 0)
+        if facts.order == "shards":
+            ShardPlan(place.num_shards, place.rank, place.world_size)  # refuses a number that does not divide
         # Lightning looks at both, to warn of shuffled validation data and to announce epochs.
         self.sampler = _Shuffled(self) if facts.order == "shuffled" else _Sequential(self)
         self.batch_sampler = None
@@ -133,8 +146,10 @@ class RemoteLoader:
         facts = self.facts
         if facts.order == "batch_sampler" or (facts.order == "sampler" and facts.num_samples is None):
             return self._listed_length()
+        if facts.order == "shards" and (length := self._shard_length()) is not None:
+            return length
         if facts.num_samples is None:
-            raise TypeError(f"{facts.name} has no length")
+            raise TypeError(f"{facts.name} has no length; data_service.batches_per_epoch gives a training loader one.")
         return num_steps(
             facts.num_samples, facts.batch_size or 1, drop_last=facts.drop_last, world_size=self.place.world_size
         )
@@ -143,7 +158,33 @@ class RemoteLoader:
         """The data hosts run the sampler; the pass that follows finds its list ready."""
         if self._length is None or self._length[0] != self.epoch:
             facts = self._pass_facts(Position(epoch=max(self.epoch, 0)))
-            self._length = self.epoch, self._client.length(facts, self.place.timeout_s)
+            self._length = self.epoch, self._client.length(facts, self.place.timeout_s)[0]
+        return self._length[1]
+
+    def _shard_length(self) -> int | None:
+        """None: a single rank goes on until its shards have ended. Several must agree before."""
+        place = self.place
+        if place.batches_per_pass is not None or place.world_size == 1:
+            return place.batches_per_pass
+        if self._length is None:
+            log = logger.info if place.rank == 0 else logger.debug
+            log(
+                "Counting the batches of %s, as all ranks need equally many: a data host reads all of it once%s.",
+                self.facts.name,
+                "; data_service.batches_per_epoch avoids that" if place.stage == "train" else "",
+            )
+            facts = self._pass_facts(Position(epoch=max(self.epoch, 0)))
+            length, num_dropped = self._client.length(facts, place.timeout_s)
+            self._length = self.epoch, length
+            if num_dropped and place.rank == 0:
+                logger.warning(
+                    "%s: each of %d ranks takes %d batches per pass, and %d of %d batches are left out.",
+                    self.facts.name,
+                    place.world_size,
+                    length,
+                    num_dropped,
+                    length * place.world_size + num_dropped,
+                )
         return self._length[1]
 
     def set_epoch(self, epoch: int) -> None:
@@ -161,22 +202,87 @@ class RemoteLoader:
 
         Lightning warns of loaders that cannot resume; by this method it sees that this one can.
         """
-        return {"epoch": self.epoch}
+        return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` returned.
+        """Take nothing: it is the state of a loader of a run without data hosts, if there is one.
 
         Args:
             state_dict: The state.
         """
-        self.epoch = state_dict["epoch"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process: a copy, in a Trainer for another process, gives no batches."""
+        own = ("_client", "_ask_position", "_ring", "_held", "_pinned", "on_epoch", "on_batch")
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+    def inherit(self, other: RemoteLoader | None) -> None:
+        """Go on with the slots of a loader in whose place this one comes.
+
+        Args:
+            other: The loader, of the same feeder.
+        """
+        if other is not None and (other.num_slots, other.place.max_batch_bytes) == (
+            self.num_slots,
+            self.place.max_batch_bytes,
+        ):
+            self._ring, self._pinned, self._held = other._ring, other._pinned, other._held
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass; nothing is asked of the data hosts before the first batch is."""
         return _Pass(self)
 
-    def _begin(self) -> tuple[int, int]:
+    def _position(self) -> Position:
+        """Where the pass begins; of shards also where it ends, if it has a length."""
         position = self._ask_position(self)
+        self.num_passes += 1
+        if self.facts.order != "shards":
+            return position
+        epoch, num_passes, num_batches = self._ended
+        length, first, stop = self._shard_length(), position.first_step, position.stop_step
+        if length is not None:
+            return replace(position, stop_step=length if stop is None else min(stop, length))
+        if position.epoch != epoch or first < num_batches:
+            return position
+        # In a CombinedLoader that cycles; the Trainer counts all batches of the epoch.
+        stop = None if stop is None else stop - num_batches
+        return replace(position, pass_index=num_passes, first_step=first - num_batches, stop_step=stop)
+
+    def _round_after(self, position: Position, num_batches: int | None) -> Position | None:
+        """Where the pass goes on when the shards of this rank have ended after so many batches; None if it is over."""
+        first, stop = position.first_step, position.stop_step
+        if self.facts.order != "shards" or num_batches is None:
+            return None
+        if self._shard_length() is None:
+            epoch, num_passes, before = self._ended
+            is_same = epoch == position.epoch
+            self._ended = position.epoch, 1 + is_same * num_passes, num_batches + is_same * before
+            return None
+        if stop is None or stop - num_batches <= max(0, first - num_batches):
+            return None
+        if not num_batches:
+            raise DataServiceError(
+                f"{self.facts.name}: the shards of rank {self.place.rank} have no batch at all, and {stop} are needed. "
+                f"Are there samples for each of the {self.place.num_shards} shards (data_service.virtual_shards)?"
+            )
+        if not self._has_warned_of_rounds:
+            self._has_warned_of_rounds = True
+            logger.warning(
+                "%s: the shards of rank %d ended after %d batches, and the pass has %d (data_service.batches_per_epoch, "
+                "or as they were counted): they begin anew within the pass.",
+                self.facts.name,
+                self.place.rank,
+                num_batches,
+                self._shard_length(),
+            )
+        return replace(
+            position,
+            pass_index=position.pass_index + _ROUND,
+            first_step=max(0, first - num_batches),
+            stop_step=stop - num_batches,
+        )
+
+    def _begin(self, position: Position) -> tuple[int, int]:
         _, number = self._shared_ring()
         logger.debug(
             "%s: epoch %d, steps %d to %s", self.facts.name, position.epoch, position.first_step, position.stop_step
@@ -202,6 +308,7 @@ class RemoteLoader:
             "drop_last": facts.drop_last,
             "rank": place.rank,
             "world_size": place.world_size,
+            "num_shards": place.num_shards if facts.order == "shards" else 0,
             "first_step": position.first_step,
             "stop_step": position.stop_step,
             "window_batches": place.window_batches,
@@ -268,22 +375,38 @@ class _Pass(Iterator[Any]):
             raise StopIteration
         began = time.perf_counter()
         if self._pass_id is None:
-            self._ring, self._pass_id = self._loader._begin()
-            self._finalizer = weakref.finalize(self, _close, self._client, self._pass_id)
-            self._finalizer.atexit = False
+            self._begin(self._loader._position())
         try:
-            message = self._client.next(self._pass_id, self._loader.place.timeout_s)
+            message = self._next_message()
         except BaseException:
             self.close()
             raise
-        if message.kind == "end":
+        if message is None:
             self.close()
             raise StopIteration
         facts = message.facts
         batch = self._loader._batch(message.payload, facts["slot"], facts["num_bytes"])
-        self._client.take(self._pass_id, facts["step"] + 1)
+        self._client.take(facts["pass_id"], facts["step"] + 1)
         self._count(began, facts)
         return batch
+
+    def _begin(self, position: Position) -> None:
+        self._at = position
+        self._ring, self._pass_id = self._loader._begin(position)
+        self._finalizer = weakref.finalize(self, _close, self._client, self._pass_id)
+        self._finalizer.atexit = False
+
+    def _next_message(self) -> Message | None:
+        """The next batch; None at the end."""
+        while True:
+            message = self._client.next(self._pass_id or 0, self._loader.place.timeout_s)
+            if message.kind != "end":
+                return message
+            position = self._loader._round_after(self._at, message.facts["num_batches"])
+            if position is None:
+                return None
+            self._finalizer()
+            self._begin(position)
 
     def close(self) -> None:
         """End the pass; batches that are still under way are called off."""

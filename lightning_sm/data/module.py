@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 import socket
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,8 +16,9 @@ from lightning_sm.data.client import FeederClient
 from lightning_sm.data.compression import codec_of
 from lightning_sm.data.host import LOCAL_JOB, DataHost
 from lightning_sm.data.loader import LoaderPlace, Position, RemoteLoader
-from lightning_sm.data.metrics import LoaderStats, host_line, verdict, with_busy_fraction
-from lightning_sm.data.resume import LoaderPosition, SavedPosition
+from lightning_sm.data.plan import default_num_shards
+from lightning_sm.data.progress import Progress, position_of
+from lightning_sm.data.report import Reporter
 from lightning_sm.data.settings import Credentials, DataServiceSettings
 from lightning_sm.data.spec import LoaderFacts
 from lightning_sm.data.tls import read_tls
@@ -27,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 _LOADER_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 
-# Beside the user's own entries in the state of the DataModule.
-_POSITION_KEY = "lightning_sm.data"
-
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 4, 256
+
+# Runs of the Trainer are told apart by a number drawn at random, as data hosts may outlive a training; it fits int64.
+_RUN_BITS = 62
 
 # Hooks of the user that belong to the trainers. Lightning asks whether they are overridden, and finds the user's own.
 _TRAINER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -81,21 +83,27 @@ class RemoteDataModule(LightningDataModule):
             codec_of(settings.compression)  # a missing library must not come out with the first batch
         self._datamodule = datamodule
         super().__init__()
+        # Lightning's own attributes, such as whether hyperparameters are logged, are those of the wrapped DataModule.
+        self.__dict__ = {"_datamodule": datamodule}
         self._addresses = list(addresses)
         self._settings = settings
         self._seed = seed
         self._job = job
-        self._num_runs = 0
+        self._run = 0
         self._stage: str | None = None
         self._client: FeederClient | None = None
         self._local: DataHost | None = None
-        self._saved: SavedPosition | None = None
-        self._reported: dict[str, dict[str, Any]] = {}
         self._loaders: dict[str, list[RemoteLoader]] = {}
+        self._rings: dict[tuple[str, int], RemoteLoader] = {}
+        self._progress = Progress()
+        self._reporter = Reporter(self._state)
         # Between two runs of the Trainer in one script, data hosts must not take the first for the end of the job.
         self.closes_on_teardown = True
+        self._take_hooks()
+
+    def _take_hooks(self) -> None:
         for name in _TRAINER_HOOKS:
-            setattr(self, name, getattr(datamodule, name))
+            setattr(self, name, getattr(self._datamodule, name))
 
     def __getattr__(self, name: str) -> Any:
         """Look for what is not here on the wrapped DataModule."""
@@ -111,9 +119,20 @@ class RemoteDataModule(LightningDataModule):
             ) from error
 
     def __reduce__(self) -> Any:
-        """Pickle the wrapped DataModule: the class of this object is made anew."""
+        """Make the class of this object anew; what belongs to this process stays here."""
+        state = {"_datamodule": self._datamodule, "closes_on_teardown": self.closes_on_teardown}
         arguments = {"settings": self._settings, "seed": self._seed, "job": self._job}
-        return _rebuild, (self._datamodule, self._addresses, arguments)
+        # The DataModule is no argument: it refers to the Trainer, and the Trainer to this object.
+        return _rebuild, (type(self._datamodule), self._addresses, arguments), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the wrapped DataModule, once it exists.
+
+        Args:
+            state: What ``__reduce__`` returned last.
+        """
+        self.__dict__.update(state)
+        self._take_hooks()
 
     @property
     def trainer(self) -> Any:
@@ -143,7 +162,12 @@ class RemoteDataModule(LightningDataModule):
         Raises:
             DataServiceError: The data hosts cannot be reached, disagree, or the user's code failed there.
         """
-        self._num_runs += 1
+        trainer = self.trainer
+        self._run = secrets.randbits(_RUN_BITS)
+        if trainer is not None:
+            self._run = trainer.strategy.broadcast(self._run)
+            if self._progress not in trainer.callbacks:
+                trainer.callbacks.insert(0, self._progress)
         self._stage = stage
         self._loaders.clear()
         if self._client is None:
@@ -157,6 +181,9 @@ class RemoteDataModule(LightningDataModule):
         Args:
             stage: "fit", "validate", "test" or "predict".
         """
+        train = self._loaders.get("train")
+        if train and self._client is not None:
+            self._reporter.end_epoch(train[0], self.trainer)
         self._loaders.clear()
         if self.closes_on_teardown:
             self.close("finished")
@@ -180,52 +207,32 @@ class RemoteDataModule(LightningDataModule):
         """
         client, self._client = self._client, None
         local, self._local = self._local, None
+        self._rings.clear()
         if client is not None:
             client.close(outcome)
         if local is not None:
             local.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped DataModule, and the position of the training in the data.
-
-        Lightning drops the state of loaders when ``estimated_stepping_batches`` is read (issue 20550), but never
-        that of a DataModule.
-        """
-        state = dict(self._datamodule.state_dict())
-        loaders = self._loaders.get("train")
-        if loaders and self.trainer is not None:
-            fit_loop = self.trainer.fit_loop
-            position = SavedPosition(
-                seed=loaders[0].place.seed,
-                epoch=fit_loop.epoch_progress.current.processed,
-                batches=fit_loop.epoch_loop.batch_progress.current.ready,
-                loaders=_positions(loaders),
-            )
-            state[_POSITION_KEY] = position.to_json()
-        return state
+        """Return the state of the wrapped DataModule."""
+        return self._datamodule.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of the wrapped DataModule, and the position of the training in the data.
+        """Restore the state of the wrapped DataModule.
 
         Args:
             state_dict: What ``state_dict`` returned.
-
-        Raises:
-            ResumeError: The position was written by a version that this one does not know.
         """
-        state = dict(state_dict)
-        position = state.pop(_POSITION_KEY, None)
-        self._saved = None if position is None else SavedPosition.from_json(position)
-        if self._saved is not None:
-            # Another seed would make another order of the rest of the epoch.
-            self._seed = self._saved.seed
-        self._datamodule.load_state_dict(state)
+        self._datamodule.load_state_dict(state_dict)
 
     @property
     def _feeder(self) -> FeederClient:
         if self._client is None:
             raise DataServiceError("The loaders are asked for before setup(): a Trainer calls it, or call it yourself.")
         return self._client
+
+    def _state(self) -> dict[str, Any]:
+        return self._feeder.state()
 
     def _start_feeder(self) -> FeederClient:
         rank, world_size = self._ranks()
@@ -263,7 +270,7 @@ class RemoteDataModule(LightningDataModule):
         trainer = self.trainer
         request: dict[str, Any] = {
             "opening": self._opening(loaders),
-            "run": self._num_runs,
+            "run": self._run,
             "stage": self._stage,
             "loaders": loaders,
             "trainer": {name: getattr(trainer, name, None) for name in TRAINER_FACTS},
@@ -274,7 +281,7 @@ class RemoteDataModule(LightningDataModule):
         """Name of an opening: the same on all ranks, another one for every run and every reload."""
         every = getattr(self.trainer, "reload_dataloaders_every_n_epochs", 0)
         epoch = self.trainer.current_epoch if every and loaders in ("train", "val") else 0
-        return f"{self._num_runs}/{self._stage}/{loaders}/{epoch}"
+        return f"{self._run}/{self._stage}/{loaders}/{epoch}"
 
     def _ranks(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
@@ -283,11 +290,11 @@ class RemoteDataModule(LightningDataModule):
         reply = self._open(stage)
         loaders = []
         for index, facts in enumerate(reply["loaders"]):
-            loader = RemoteLoader(self._feeder, LoaderFacts.from_json(facts), self._place(stage, index), self._position)
-            loaders.append(loader)
+            loaders.append(self._remote_loader(stage, index, LoaderFacts.from_json(facts)))
         if stage == "train" and loaders:
-            loaders[0].on_epoch = self._fit_progress
-            loaders[0].on_batch = self._report
+            loaders[0].on_epoch = self._begin_epoch
+            loaders[0].on_batch = lambda loader: self._reporter.batch(loader, self.trainer)
+            self._progress.follow(loaders)
         self._loaders[stage] = loaders
         if loaders and (self.trainer is None or self.trainer.local_rank == 0):
             logger.info(
@@ -301,78 +308,54 @@ class RemoteDataModule(LightningDataModule):
             )
         return _assembled(reply["structure"], loaders)
 
-    def _place(self, stage: str, index: int) -> LoaderPlace:
+    def _remote_loader(self, stage: str, index: int, facts: LoaderFacts) -> RemoteLoader:
+        loader = RemoteLoader(self._feeder, facts, self._place(stage, index, facts), self._position)
+        # Else each reload of the loaders would leave a ring behind.
+        loader.inherit(self._rings.get((stage, index)))
+        self._rings[stage, index] = loader
+        return loader
+
+    def _place(self, stage: str, index: int, facts: LoaderFacts) -> LoaderPlace:
         settings = self._settings
         rank, world_size = self._ranks()
         if self.trainer is not None and not self.trainer._accelerator_connector.use_distributed_sampler:
-            rank, world_size = 0, 1  # the user splits the data: every rank gets all that the sampler yields
+            if not facts.is_split:
+                rank, world_size = 0, 1  # every rank gets all that the sampler yields
+            if not facts.is_split and self.trainer.world_size > 1 and self.trainer.is_global_zero:
+                logger.warning(
+                    "Trainer(use_distributed_sampler=False): all %d ranks get the same batches of %s. A data host "
+                    "serves all ranks, and its self.trainer.global_rank is 0: to split the data over the ranks, use "
+                    "DistributedSampler, or leave use_distributed_sampler on.",
+                    self.trainer.world_size,
+                    facts.name,
+                )
         return LoaderPlace(
             opening=self._opening(stage),
             index=index,
             stage=stage,
             rank=rank,
             world_size=world_size,
-            seed=int(os.environ.get("PL_GLOBAL_SEED", "0")) if self._seed is None else self._seed,
+            seed=self._base_seed(),
             window_batches=settings.window_batches or self._default_window(),
             window_bytes=settings.window_bytes,
             max_batch_bytes=settings.max_batch_bytes,
             timeout_s=settings.batch_timeout_s,
             compression=settings.compression or "",
+            num_shards=settings.virtual_shards or default_num_shards(world_size),
+            # Validation that began anew, or was cut, would give other metrics than its data has.
+            batches_per_pass=settings.batches_per_epoch if stage == "train" else None,
         )
 
-    def _fit_progress(self, _: int) -> None:
-        """Translate the Trainer's batch count when a run of another shape is resumed in the middle of an epoch.
+    def _base_seed(self) -> int:
+        if self._progress.seed is not None:
+            return self._progress.seed
+        return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self._seed is None else self._seed
 
-        Lightning announces each epoch to the loaders right before it looks at its progress.
-        """
-        saved, self._saved = self._saved, None
-        if saved is None or not self.trainer.fit_loop.restarting:
-            return
-        batches, num_repeated = saved.batches_for(_positions(self._loaders["train"]))
-        if batches == saved.batches:
-            return
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        logger.warning(
-            "The checkpoint was saved after batch %d of epoch %d, which is batch %d for %d ranks; %d samples repeat.",
-            saved.batches,
-            saved.epoch,
-            batches,
-            self._ranks()[1],
-            num_repeated,
-        )
-        for name in ("ready", "started", "processed", "completed"):
-            setattr(progress, name, max(0, getattr(progress, name) - saved.batches + batches))
-
-    def _report(self, loader: RemoteLoader) -> None:
-        """Log metrics now and then, and lines at the end of an epoch; called for every training batch."""
-        trainer = self.trainer
-        if trainer is None:
-            return
-        is_last = trainer.fit_loop.epoch_loop.batch_progress.current.ready + 1 >= trainer.num_training_batches
-        is_due = trainer.loggers and loader.stats.num_batches % trainer.log_every_n_steps == 0
-        if not (is_last or is_due):
-            return
-        state = self._feeder.state()
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        for log in trainer.loggers:
-            log.log_metrics(loader.stats.metrics(state), step=step)
-        if is_last:
-            self._report_epoch(loader.stats, state["hosts"])
-            loader.stats.reset()
-
-    def _report_epoch(self, stats: LoaderStats, hosts: list[dict[str, Any]]) -> None:
-        trainer = self.trainer
-        epoch = trainer.fit_loop.epoch_progress.current.processed
-        if trainer.local_rank == 0:
-            logger.info("%s", stats.line(f"epoch {epoch}, data of rank {trainer.global_rank}"))
-        if trainer.is_global_zero:
-            reports = with_busy_fraction(hosts, self._reported)
-            self._reported = {host["name"]: host for host in hosts}
-            for report in reports:
-                logger.info("%s", host_line(report))
-            advice = verdict(stats.input_bound, reports)
-            if advice is not None:
-                logger.info("%s", advice)
+    def _begin_epoch(self, _: int) -> None:
+        """Lightning announces each epoch to the loaders right before it looks at its progress."""
+        loaders = self._loaders["train"]
+        self._reporter.end_epoch(loaders[0], self.trainer)
+        self._progress.resume(self.trainer)
 
     def _default_window(self) -> int:
         """Twice the workers that work for this rank, so that each has a batch ready and one in the making."""
@@ -381,27 +364,7 @@ class RemoteDataModule(LightningDataModule):
         return min(_LARGEST_WINDOW, max(_SMALLEST_WINDOW, math.ceil(2 * workers / self._ranks()[1])))
 
     def _position(self, loader: RemoteLoader) -> Position:
-        """Where the Trainer stands, asked at the first batch of a pass: before, it may not have restored its state."""
-        trainer = self.trainer
-        if trainer is None:
-            return Position(max(loader.epoch, 0))
-        fit_loop, stage = trainer.fit_loop, loader.place.stage
-        epoch = fit_loop.epoch_progress.current.processed
-        is_sequential = trainer.overfit_batches > 0
-        if stage != "train":
-            return Position(epoch, 0, 0, self._evaluation_limit(loader), is_sequential)
-        taken = fit_loop.epoch_loop.batch_progress.current.ready
-        # In a CombinedLoader that cycles, a short loader begins again before the epoch is over.
-        pass_index, first_step = divmod(taken, max(1, len(loader)))
-        limit = trainer.num_training_batches
-        stop_step = None if limit == float("inf") else first_step + int(limit) - taken
-        return Position(epoch, pass_index, first_step, stop_step, is_sequential)
-
-    def _evaluation_limit(self, loader: RemoteLoader) -> int | None:
-        trainer, stage = self.trainer, loader.place.stage
-        limits = getattr(trainer, "num_sanity_val_batches" if trainer.sanity_checking else f"num_{stage}_batches")
-        limit = limits[loader.place.index] if loader.place.index < len(limits) else float("inf")
-        return None if limit == float("inf") else int(limit)
+        return position_of(loader, self.trainer)
 
 
 def _loader_hook(name: str) -> Callable[[RemoteDataModule], Any]:
@@ -426,9 +389,5 @@ def _assembled(structure: Any, loaders: Sequence[RemoteLoader]) -> Any:
     return tuple(assembled) if kind == "tuple" else assembled
 
 
-def _positions(loaders: Sequence[RemoteLoader]) -> tuple[LoaderPosition, ...]:
-    return tuple(LoaderPosition.of(loader.facts, loader.place.world_size) for loader in loaders)
-
-
-def _rebuild(datamodule: LightningDataModule, addresses: list[str], arguments: dict[str, Any]) -> RemoteDataModule:
-    return RemoteDataModule(datamodule, addresses, **arguments)
+def _rebuild(own: type, addresses: list[str], arguments: dict[str, Any]) -> RemoteDataModule:
+    return RemoteDataModule(object.__new__(own), addresses, **arguments)

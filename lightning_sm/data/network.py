@@ -23,7 +23,7 @@ from lightning_sm.data.calls import Call
 from lightning_sm.data.child import end_with_any_thread, run_and_leave
 from lightning_sm.data.leases import Leases
 from lightning_sm.data.messages import Message, MessageSocket
-from lightning_sm.data.pool import Failed, Produced, Task, WorkerPool
+from lightning_sm.data.pool import Affinity, Failed, Produced, Task, WorkerPool
 from lightning_sm.data.settings import Credentials, HostSettings
 from lightning_sm.data.spec import CHUNK_BYTES, BatchSpec
 from lightning_sm.data.wire import FrameKind
@@ -46,6 +46,9 @@ _MAX_TEXT = 1 << 20
 
 # Time for trainers to be told that this host leaves; it is up when they have been.
 _GRACE_S = 1.0
+
+# Number of shards, shard, offset, whether the batch is wanted.
+_NUM_SHARD_KEYS = 4
 
 
 class NetworkProcess:
@@ -209,7 +212,7 @@ class NetworkProcess:
             return
         # A virtual shard stays with the worker that has its iterator.
         is_shard = loaders[spec.loader]["order"] == "shards"
-        affinity = int(spec.keys[1]) % self._settings.workers if is_shard else None
+        affinity = (spec.opening, spec.loader, _shard(spec)) if is_shard else None
         stream.submit(request_id, spec.opening, payload, affinity)
 
     def _beat(self, request: bytes, context: Any) -> bytes:
@@ -234,7 +237,7 @@ class _Stream:
         self._tasks: dict[int, Task] = {}
         self._is_closed = False
 
-    def submit(self, request_id: int, opening: str, payload: bytes, affinity: int | None) -> None:
+    def submit(self, request_id: int, opening: str, payload: bytes, affinity: Affinity | None) -> None:
         task = Task(self, opening, payload, lambda answer: self.put(request_id, answer), affinity)
         with self._lock:
             if self._is_closed:
@@ -301,6 +304,13 @@ class _Stream:
                 return
             if answer is not None and isinstance(answer[1], Produced):
                 answer[1].release()
+
+
+def _shard(spec: BatchSpec) -> int:
+    values = spec.keys.tolist()
+    if len(values) != _NUM_SHARD_KEYS or not 0 <= values[1] < values[0] or values[2] < 0:
+        raise WireError(f"a request for shards with the keys {values[:8]}")
+    return int(values[1])
 
 
 def _pieces(request_id: int, batch: Produced) -> Iterator[bytes]:

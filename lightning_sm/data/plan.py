@@ -8,6 +8,7 @@ hosts for batches by explicit indices; data hosts keep no cursor. ``world_size``
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -210,6 +211,45 @@ class ShardPlan:
         lasts = ((end - 1) * self._num_own + shard // self._world_size for shard, end in self._ends.items())
         return max(-1, *lasts)
 
+    @property
+    def num_batches(self) -> int | None:
+        """Batches in all shards of this rank; None while a shard is open."""
+        return sum(self._ends.values()) if self.exhausted else None
+
+    def end(self, shard: int) -> int | None:
+        """Return the number of batches in a shard; None while it is open."""
+        return self._ends.get(shard)
+
+    def next_ticket(self, number: int) -> int | None:
+        """Return the first ticket from ``number`` on that is not known to be empty; None if all are."""
+        last = self.last_ticket()
+        if last is not None and number > last:
+            return None
+        return next(ticket for ticket in itertools.count(number) if not self.is_empty(ticket))
+
+    def sizes_before(self, number: int) -> dict[int, int]:
+        """Return for each shard of this rank how many batches the tickets below ``number`` stand for."""
+        sizes = {}
+        for position in range(self._num_own):
+            shard = self._rank + position * self._world_size
+            asked = max(0, -(-(number - position) // self._num_own))
+            sizes[shard] = min(asked, self._ends.get(shard, asked))
+        return sizes
+
+    def ticket_of(self, batch: int) -> int | None:
+        """Return the ticket of a batch, counted over all shards of this rank; None if they are known to have less."""
+        if self.num_batches is not None and batch >= self.num_batches:
+            return None
+        # A round of tickets has a batch at least, as long as there is one.
+        low, high = batch, (batch + 1) * self._num_own
+        while low < high:
+            middle = (low + high) // 2
+            if sum(self.sizes_before(middle + 1).values()) > batch:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
     def state(self) -> dict[str, Any]:
         """Return what ``from_state`` needs; it passes through JSON unchanged."""
         ends = [list(end) for end in sorted(self._ends.items())]
@@ -346,5 +386,6 @@ def _check_offsets(offsets: IndexArray, size: int) -> None:
 def _check_shards(num_shards: int, world_size: int) -> None:
     if num_shards < 1 or num_shards % world_size:
         nearest = max(1, math.ceil(num_shards / world_size)) * world_size
-        problem = f"num_shards={num_shards} does not divide evenly over world_size={world_size} trainer ranks."
-        raise DataSettingsError(f"{problem} Set num_shards to a multiple of {world_size}, such as {nearest}.")
+        problem = f"num_shards={num_shards} (data_service.virtual_shards) does not divide evenly over "
+        problem += f"world_size={world_size} trainer ranks."
+        raise DataSettingsError(f"{problem} Set it to a multiple of {world_size}, such as {nearest}.")

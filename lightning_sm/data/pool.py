@@ -6,15 +6,18 @@ import selectors
 import socket
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from lightning_sm.data.messages import Message, MessageSocket
 from lightning_sm.data.ring import Ring
+
+# Opening, loader, shard.
+Affinity: TypeAlias = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Failed:
     """Why there is no batch.
 
     Attributes:
-        error: Name of the error: a class of ``lightning_sm.errors``, or "WorkerLost", "ShardEnded", "NotOpen".
+        error: Name of the error: a class of ``lightning_sm.errors``, or "WorkerLost", "ShardEnded", "ShardMoved",
+            "NotOpen".
         text: What happened: a traceback, or a sentence.
         where: What the user's code was given, and the worker.
     """
@@ -64,14 +68,14 @@ class Task:
         opening: Name of the loaders that a worker must have.
         payload: The encoded ``BatchSpec``.
         answer: Called once with the outcome, from any thread; must not block.
-        affinity: Tasks with the same number go to the same worker if it has time (virtual shards).
+        affinity: Tasks of the same virtual shard go to the same worker, which has its iterator.
     """
 
     client: object
     opening: str
     payload: bytes
     answer: Callable[[Produced | Failed], None]
-    affinity: int | None = None
+    affinity: Affinity | None = None
     received: float = field(default_factory=time.perf_counter)
     is_cancelled: bool = False
 
@@ -112,6 +116,7 @@ class WorkerPool:
         self._workers: dict[int, _Worker] = {}
         self._queues: OrderedDict[object, deque[Task]] = OrderedDict()
         self._hanging: dict[int, float] = {}
+        self._homes: dict[Affinity, int] = {}  # numbers of workers
         self._selector = selectors.DefaultSelector()
         self._waker, self._wakened = socket.socketpair()
         self._selector.register(self._wakened, selectors.EVENT_READ, None)
@@ -162,6 +167,7 @@ class WorkerPool:
                     other.is_retired = True
                     self._let_go(other)
             self._workers[worker.id] = worker
+            self._homes = {shard: number for shard, number in self._homes.items() if shard[0] in worker.openings}
             self._selector.register(worker.socket, selectors.EVENT_READ, worker)
             self._wake()
 
@@ -179,11 +185,14 @@ class WorkerPool:
             # One that died before it was ready would die again and again, unseen: it takes a task with it.
             task = worker.task or (None if worker.was_ready else self._next_task(worker))
             worker.task = None
+            moved = self._take_shards(worker)
             self._forget(worker)
             self._hanging.pop(worker_id, None)
             worker.close()
         if task is not None and not task.is_cancelled:
             task.answer(Failed("WorkerLost", f"worker {worker.number} {why}", f"worker {worker.number}"))
+        for other in moved:
+            other.answer(Failed("ShardMoved", f"worker {worker.number}, which had its shard open, {why}"))
 
     def state(self) -> dict[str, Any]:
         """Return what a data host tells of itself."""
@@ -210,9 +219,37 @@ class WorkerPool:
 
     def _next_task(self, worker: _Worker) -> Task | None:
         for queue in self._queues.values():
-            if queue and queue[0].opening in worker.openings:
-                return queue.popleft()
+            for task in queue:
+                if self._suits(worker, task):
+                    queue.remove(task)
+                    return task
         return None
+
+    def _take_shards(self, worker: _Worker) -> list[Task]:
+        """Take out the tasks that wait for the shards of a lost worker.
+
+        They are asked for anew after the one that was lost with it: else its successor would open a shard for a later
+        batch, and once more for that one.
+        """
+        moved: list[Task] = []
+        for client, queue in self._queues.items():
+            waiting = [task for task in queue if task.affinity and self._homes.get(task.affinity) == worker.number]
+            moved += waiting
+            self._queues[client] = deque(task for task in queue if task not in waiting)
+        return moved
+
+    def _suits(self, worker: _Worker, task: Task) -> bool:
+        """Tell whether a worker has the loaders of a task, and its shard: a new shard is that of who has the fewest."""
+        if task.opening not in worker.openings:
+            return False
+        if task.affinity is None:
+            return True
+        if task.affinity not in self._homes:
+            others = (other.number for other in self._workers.values() if task.opening in other.openings)
+            numbers = {worker.number, *others}
+            loads = Counter(self._homes.values())
+            self._homes[task.affinity] = min(sorted(numbers), key=lambda number: loads[number])
+        return self._homes[task.affinity] == worker.number
 
     def _dispatch(self) -> None:
         """Give idle workers something to do; called with the lock held, after everything that may change it."""
@@ -224,11 +261,12 @@ class WorkerPool:
         while idle and self._queues:
             started = None
             for client, queue in self._queues.items():
-                worker = _suitable(idle, queue[0])
-                if worker is not None:
-                    task = queue.popleft()
-                    self._start(worker, task)
-                    idle.remove(worker)
+                pairs = ((worker, task) for task in queue for worker in idle if self._suits(worker, task))
+                pair = next(pairs, None)
+                if pair is not None:
+                    queue.remove(pair[1])
+                    self._start(*pair)
+                    idle.remove(pair[0])
                     started = client
                     break
             if started is None:
@@ -340,17 +378,9 @@ class WorkerPool:
         self._waker.send(b".")
 
 
-def _suitable(idle: list[_Worker], task: Task) -> _Worker | None:
-    able = [worker for worker in idle if task.opening in worker.openings]
-    if not able:
-        return None
-    if task.affinity is None:
-        return able[0]
-    return next((worker for worker in able if worker.number == task.affinity), able[0])
-
-
 def _failure(worker: _Worker, message: Message) -> Failed:
     if message.kind == "ended":
-        return Failed("ShardEnded", "")
+        end = message.facts["end"]
+        return Failed("ShardEnded", "" if end is None else str(end))
     where = ", ".join(filter(None, (message.facts.get("where"), f"worker {worker.number}")))
     return Failed(message.facts["error"], message.facts["text"], where)

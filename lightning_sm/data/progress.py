@@ -18,18 +18,19 @@ _CHECKPOINT_KEY = "lightning_sm.data"
 class Progress(Callback):
     """Keeps the position in the data in the checkpoints of a Trainer, and finds it from the Trainer's own progress.
 
-    It has an entry of its own in checkpoints. The state of loaders is dropped when ``estimated_stepping_batches`` is
-    read (Lightning issue 20550), and the state of the DataModule is the user's, whose ``load_state_dict`` may be strict.
+    It has an entry of its own in checkpoints: the state of loaders is dropped when ``estimated_stepping_batches`` is
+    read (Lightning issue 20550), and the state of the DataModule is the user's, who may be strict in loading it.
     """
 
     def __init__(self) -> None:
+        # Of the checkpoint that was resumed: another would make another order of the rest of the epoch.
+        self.seed: int | None = None
         self._saved: SavedPosition | None = None
         self._loaders: Sequence[RemoteLoader] = ()
 
-    @property
-    def seed(self) -> int | None:
-        """Seed of the checkpoint that is being resumed: another would make another order of the rest of the epoch."""
-        return None if self._saved is None else self._saved.seed
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the loaders, which belong to this process: strategies that spawn pickle the Trainer."""
+        return {**vars(self), "_loaders": ()}
 
     def follow(self, loaders: Sequence[RemoteLoader]) -> None:
         """Take the training loaders whose position checkpoints hold.
@@ -72,7 +73,9 @@ class Progress(Callback):
             ResumeError: It was written by a version that this one does not know.
         """
         position = checkpoint.get(_CHECKPOINT_KEY)
-        self._saved = None if position is None else SavedPosition.from_json(position)
+        if position is not None:
+            self._saved = SavedPosition.from_json(position)
+            self.seed = self._saved.seed
 
     def resume(self, trainer: Any) -> None:
         """Translate the Trainer's batch count when a run of another shape is resumed in the middle of an epoch.
@@ -114,13 +117,27 @@ def position_of(loader: RemoteLoader, trainer: Any) -> Position:
     fit_loop = trainer.fit_loop
     epoch = fit_loop.epoch_progress.current.processed
     is_sequential = trainer.overfit_batches > 0
+    if is_sequential and loader.facts.order in ("sampler", "batch_sampler"):
+        epoch = 0  # a sampler of the user's would choose others in each epoch
     if loader.place.stage != "train":
         return Position(epoch, 0, 0, _evaluation_limit(loader, trainer), is_sequential)
     taken = batches_taken(trainer)
+    if loader.num_passes == 0 and trainer.num_training_batches == float("inf"):
+        epoch, taken = _before_reset(fit_loop, epoch, taken)
     pass_index, first_step = _place_in_passes(loader, taken, fit_loop._combined_loader)
     limit = trainer.num_training_batches
     stop_step = None if limit == float("inf") else first_step + max(0, int(limit) - taken)
     return Position(epoch, pass_index, first_step, stop_step, is_sequential)
+
+
+def _before_reset(fit_loop: Any, epoch: int, taken: int) -> tuple[int, int]:
+    """Lightning fetches the first batch of a loader without length before it has tidied up a resumed progress."""
+    if not fit_loop.restarting:
+        return epoch, 0
+    if not fit_loop.epoch_loop.batch_progress.is_last_batch:
+        return epoch, taken
+    total = fit_loop.epoch_progress.total
+    return epoch + (total.processed < total.started), 0
 
 
 def batches_taken(trainer: Any) -> int:
@@ -150,4 +167,6 @@ def _evaluation_limit(loader: RemoteLoader, trainer: Any) -> int | None:
 
 
 def _positions(loaders: Sequence[RemoteLoader]) -> tuple[LoaderPosition, ...]:
-    return tuple(LoaderPosition.of(loader.facts, loader.place.world_size) for loader in loaders)
+    return tuple(
+        LoaderPosition.of(loader.facts, loader.place.world_size, loader.place.num_shards) for loader in loaders
+    )

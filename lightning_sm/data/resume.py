@@ -26,22 +26,28 @@ class LoaderPosition:
         dataset: Description of the dataset.
         identity: Equal for the same data.
         global_batch: Samples (of a batch sampler: batches) per step over all ranks.
+        shards: How an iterable dataset is cut; empty for others.
     """
 
     name: str
     dataset: str
     identity: str
     global_batch: int
+    shards: str = ""
 
     @classmethod
-    def of(cls, facts: LoaderFacts, world_size: int) -> LoaderPosition:
+    def of(cls, facts: LoaderFacts, world_size: int, num_shards: int = 0) -> LoaderPosition:
         """Describe a loader.
 
         Args:
             facts: The loader.
             world_size: Ranks over which it is split.
+            num_shards: Virtual shards, if it is an iterable dataset.
         """
-        return cls(facts.name, facts.dataset, facts.identity, (facts.batch_size or 1) * world_size)
+        shards = f"{num_shards} shards, {world_size} ranks, batches of {facts.batch_size}"
+        if facts.order != "shards":
+            shards = ""
+        return cls(facts.name, facts.dataset, facts.identity, (facts.batch_size or 1) * world_size, shards)
 
 
 @dataclass(frozen=True)
@@ -119,4 +125,12 @@ class SavedPosition:
                 f"{old.identity}), and the data hosts now serve {new.dataset} ({new.name}, identity {new.identity}). "
                 "Resume with the same data, or from a checkpoint at the end of an epoch."
             )
+        if old.shards or new.shards:
+            if old.shards != new.shards:
+                raise ResumeError(
+                    f"The checkpoint was saved in the middle of an epoch over an iterable dataset ({old.name}) with "
+                    f"{old.shards or 'no shards'}, and there are {new.shards or 'no shards'} now. Resume with the same "
+                    "(data_service.virtual_shards), or from a checkpoint at the end of an epoch."
+                )
+            return self.batches, 0
         return resume_step(self.batches * old.global_batch, new.global_batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
@@ -159,6 +160,8 @@ class Pass:
     fatal: set[int] = field(default_factory=set)
     attempts: dict[int, int] = field(default_factory=dict)
     failures: dict[int, list[tuple[Retry, str, str]]] = field(default_factory=dict)  # kind, host, reason
+    shard_of: Callable[[int], int] | None = None  # of a step, for datasets that are iterated over
+    homes: dict[int, str] = field(default_factory=dict)  # of shards: the hosts that have their iterators
 
     def refill(self) -> None:
         """Bring the TODO steps in line with the window after it moved, grew or shrank."""
@@ -172,6 +175,31 @@ class Pass:
     def failed_on(self, step: int, host: str) -> bool:
         """Tell whether a step has failed on a host."""
         return any(name == host for _, name, _ in self.failures.get(step, ()))
+
+    def has_raised(self, step: int) -> bool:
+        """Tell whether the user's code failed in a step."""
+        return any(kind is Retry.ONCE for kind, _, _ in self.failures.get(step, ()))
+
+    def home(self, step: int, hosts: Sequence[Host]) -> str:
+        """Return the host that has the shard of a step, or that takes it from now on: one of ``hosts``, all UP."""
+        shard = 0 if self.shard_of is None else self.shard_of(step)
+        if self.homes.get(shard) not in {host.host for host in hosts}:
+            self.homes.pop(shard, None)
+            # Ranks begin with different shards, and so with different hosts.
+            turn = {host.host: (order - shard) % len(hosts) for order, host in enumerate(hosts)}
+            self.homes[shard] = min(hosts, key=lambda h: (self._load(h, 1), turn[h.host])).host
+        return self.homes[shard]
+
+    def share_with(self, newcomer: Host, hosts: Sequence[Host]) -> None:
+        """Give a host that came up its part of the shards, from those that have the most."""
+        while self.homes:
+            giver = max(hosts, key=lambda host: self._load(host, 0))
+            if giver is newcomer or self._load(newcomer, 1) >= self._load(giver, 0):
+                return
+            self.homes[max(shard for shard, home in self.homes.items() if home == giver.host)] = newcomer.host
+
+    def _load(self, host: Host, more: int) -> float:
+        return (sum(home == host.host for home in self.homes.values()) + more) / host.num_credits
 
     @property
     def waiting_for(self) -> int:

@@ -13,7 +13,7 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import takewhile
 
 from lightning_sm.data.schedule import (
@@ -34,6 +34,10 @@ from lightning_sm.data.schedule import (
 _NUM_RECENT, _NUM_SAMPLES_TO_HEDGE = 64, 3
 # Another worker of the same host may answer for a frozen one, but all may as well be busy: wait longer.
 _SAME_HOST_FACTOR, _SAME_HOST_MINIMUM_S = 10.0, 2.0
+# Later than any slow host that still works would take.
+_STUCK_FACTOR, _STUCK_MINIMUM_S = 30.0, 3.0
+# Another host has to read a shard from its beginning, which takes as long as it took this one.
+_MOVE_FACTOR, _MOVE_MINIMUM_S = 30.0, 20.0
 # A new sample's weight in the mean interval: equal workers answer in volleys.
 _INTERVAL_WEIGHT = 1 / 32
 # A lost race is a heavy batch; two without an answer in between are a host that does not answer.
@@ -88,6 +92,9 @@ class Scheduler:
             known.state, known.reason, known.since = HostState.UP, "", now
             known.num_late = known.num_refusals = 0
             known.last_sent_at = known.paused_until = -math.inf
+            known.num_credits = num_credits
+            for current in self._passes.values():
+                current.share_with(known, self._up())
         known.num_credits = num_credits
         self._judge_hosts()
 
@@ -99,17 +106,25 @@ class Scheduler:
         """Ask an unreachable host nothing until ``host_up``; its requests, returned, are asked elsewhere."""
         return self._leave(host, HostState.DOWN, now, reason)
 
-    def open_pass(self, pass_id: int, first_step: int, stop_step: int | None, window: int) -> None:
+    def open_pass(
+        self,
+        pass_id: int,
+        first_step: int,
+        stop_step: int | None,
+        window: int,
+        shard_of: Callable[[int], int] | None = None,
+    ) -> None:
         """Begin to ask for the steps of a pass, from ``first_step`` to before ``stop_step`` (None: not known yet).
 
-        At most ``window`` steps from the oldest that the consumer has not taken are in flight or ready.
+        At most ``window`` steps from the oldest that the consumer has not taken are in flight or ready. Steps of the
+        same shard (``shard_of``) are asked of the same host, in order, as long as it is up and does what it is asked.
 
         Raises:
             ValueError: The pass is open already, or the window is below 1.
         """
         if pass_id in self._passes or window < 1:
             raise ValueError(f"Pass {pass_id} cannot be opened with a window of {window}; open: {list(self._passes)}.")
-        self._passes[pass_id] = Pass(pass_id, first_step, stop_step, window, cursor=first_step)
+        self._passes[pass_id] = Pass(pass_id, first_step, stop_step, window, cursor=first_step, shard_of=shard_of)
         self._passes[pass_id].refill()
 
     def set_window(self, pass_id: int, window: int) -> None:
@@ -176,6 +191,8 @@ class Scheduler:
         after_s = self._late_after_s()
         late_at = (request.sent_at + after_s for request in self._alone())
         times.append(next((time for time in late_at if time > now), math.inf))
+        urgent_s = self._late_after_s(is_urgent=True)
+        times += [r.sent_at + urgent_s for r in self._alone() if r.step == self._passes[r.pass_id].position]
         return min((time for time in times if now < time < math.inf), default=None)
 
     def completed(self, request_id: int, now: float) -> Completion:
@@ -226,7 +243,8 @@ class Scheduler:
         return Snapshot(tuple(map(copy.copy, self._hosts.values())), tuple(passes), self._num_duplicates)
 
     def _up(self) -> list[Host]:
-        return [host for host in self._hosts.values() if host.state is HostState.UP]
+        """In the order of their names, so that what is decided does not depend on who came first."""
+        return [host for _, host in sorted(self._hosts.items()) if host.state is HostState.UP]
 
     def _leave(self, name: str, state: HostState, now: float, reason: str) -> tuple[Request, ...]:
         host = self._hosts.setdefault(name, Host(name))
@@ -294,13 +312,13 @@ class Scheduler:
             return None
         for current in sorted((c for c in self._passes.values() if c.todo), key=lambda c: c.fullness):
             for step in self._candidates(host, current, now):
-                if not current.failures or self._may_take(host, current, step):
+                if (not current.failures and current.shard_of is None) or self._may_take(host, current, step):
                     return current, step
         return None
 
     def _candidates(self, host: Host, current: Pass, now: float) -> Iterable[int]:
         """Return steps in order of preference; a lagging host leaves those alone that are needed before it answers."""
-        if not host.is_lagging:
+        if not host.is_lagging or current.shard_of is not None:
             return current.todo
         steady = [other for other in self._up() if not other.is_lagging]
         retried = [step for step in sorted(current.failures) if step in current.todo]
@@ -313,17 +331,27 @@ class Scheduler:
         return chosen
 
     def _may_take(self, host: Host, current: Pass, step: int) -> bool:
-        """Tell whether the step has not failed on this host, or has failed on all."""
+        """Tell whether the step has not failed on this host, or has failed on all; its shard must be there, too."""
+        if current.shard_of is not None and not current.has_raised(step):
+            return current.home(step, self._up()) == host.host
         return not current.failed_on(step, host.host) or all(current.failed_on(step, o.host) for o in self._up())
 
-    def _late_after_s(self) -> float:
-        """Return the age from which a request may be hedged; infinite while hedges are used up or have no measure."""
-        allowed = self._burst + self._hedge_budget * self._num_completed
-        if len(self._recent) < _NUM_SAMPLES_TO_HEDGE or self._num_hedges + 1 > allowed:
+    def _late_after_s(self, *, is_urgent: bool = False) -> float:
+        """Return the age from which a request may be hedged; infinite while hedges are used up or have no measure.
+
+        They are never used up for the step for which a consumer waits: a worker that is frozen would hold it for ever.
+        """
+        if len(self._recent) < _NUM_SAMPLES_TO_HEDGE or not self._hedge_budget:
             return math.inf
+        if self._num_hedges + 1 > self._burst + self._hedge_budget * self._num_completed:
+            return max(_STUCK_MINIMUM_S, _STUCK_FACTOR * self._median_s) if is_urgent else math.inf
         if len(self._up()) > 1:
             return max(self._hedge_minimum_s, self._hedge_factor * self._median_s)
         return max(_SAME_HOST_MINIMUM_S, _SAME_HOST_FACTOR * self._median_s)
+
+    def _move_after_s(self) -> float:
+        """Return the age from which a shard may be opened on another host, too, and skipped to where it is."""
+        return max(_MOVE_MINIMUM_S, _MOVE_FACTOR * self._median_s)
 
     def _alone(self) -> Iterator[Request]:
         """Yield the requests that have no duplicate, oldest first."""
@@ -334,10 +362,12 @@ class Scheduler:
     def _hedge(self, now: float, *, is_urgent: bool) -> list[Request]:
         """Duplicate late requests: that for which a consumer waits, or any for which a steady host has the time."""
         requests: list[Request] = []
-        after_s = self._late_after_s()
+        after_s = self._late_after_s(is_urgent=is_urgent)
         for late in list(takewhile(lambda request: request.sent_at + after_s <= now, self._alone())):
             current, owner = self._passes[late.pass_id], self._hosts[late.host]
-            if (is_urgent and late.step != current.position) or math.isinf(self._late_after_s()):
+            if (is_urgent and late.step != current.position) or math.isinf(self._late_after_s(is_urgent=is_urgent)):
+                continue
+            if current.shard_of is not None and (len(self._up()) == 1 or late.sent_at + self._move_after_s() > now):
                 continue
             if (host := self._rescuer(late, current, now)) is not None:
                 requests.append(self._send(host, current, late.step, now, is_hedge=True))

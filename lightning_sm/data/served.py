@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from lightning_sm.data.arena import Arena
+from lightning_sm.data.child import in_fork
 from lightning_sm.data.collate import collate_into
 from lightning_sm.data.plan import SampleSeeds
 from lightning_sm.data.random_state import seed_all
@@ -70,8 +71,10 @@ class ServedLoader:
         self.facts = self._describe(name)
         self._is_positional = self.facts.order in ("sampler", "batch_sampler") and not self._yields_indices()
 
-    def listing(self, seed: int, epoch: int, pass_index: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Run the user's sampler for one pass.
+    def listing(
+        self, seed: int, epoch: int, pass_index: int, num_shards: int = 0
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Run the user's sampler for one pass; of an iterable dataset, count the batches.
 
         Call it in a process of its own: samplers keep state, and every data host must get the same list.
 
@@ -79,11 +82,14 @@ class ServedLoader:
             seed: Base of all random states.
             epoch: Epoch of the training, for ``set_epoch``.
             pass_index: Number of the pass within the epoch.
+            num_shards: Virtual shards of an iterable dataset.
 
         Returns:
             Keys, int64 of shape (samples,); for a batch sampler also where each batch starts, int64 of shape
-            (batches + 1,).
+            (batches + 1,). For an iterable dataset the batches in every shard, int64 of shape (num_shards,).
         """
+        if self.facts.order == "shards":
+            return np.array(self._shards.count(num_shards, seed, epoch, pass_index), np.int64), None
         batches = self._run_sampler(seed, epoch, pass_index)
         if self.facts.order == "sampler":
             keys = np.arange(len(batches)) if self._is_positional else np.array(batches, np.int64)
@@ -104,7 +110,7 @@ class ServedLoader:
             SampleError: The user's dataset, transform or collate function failed.
 
         Returns:
-            The collated batch; for shards ``END`` when the shard has no batch at this offset.
+            The collated batch; for shards a ``ShardAnswer`` when the shard has no batch at this offset.
         """
         if self.facts.order == "shards":
             return self._shards.batch(spec)
@@ -123,12 +129,14 @@ class ServedLoader:
             raise SampleError(keys) from error
 
     def enter_worker(self, worker_id: int, num_workers: int) -> None:
-        """Make ``get_worker_info()`` answer, and run the user's ``worker_init_fn``.
+        """Make ``get_worker_info()`` answer, and run the user's ``worker_init_fn``; shards run it when they open.
 
         Args:
             worker_id: Number of the worker on its host.
             num_workers: Workers on the host.
         """
+        if self.facts.order == "shards":
+            return
         show_worker_info(worker_id, num_workers, worker_id, self._dataset)
         if self._loader.worker_init_fn is not None:
             self._loader.worker_init_fn(worker_id)
@@ -153,7 +161,8 @@ class ServedLoader:
         """The keys of a sampler that yields something else than integers, which travel as positions."""
         which = (spec.seed, spec.epoch, spec.pass_index)
         if self._keys is None or self._keys[0] != which:
-            listed = self._run_sampler(*which)
+            # Samplers that keep state must give every worker, and every one that replaces it, the same list.
+            listed = in_fork(lambda: self._run_sampler(*which))
             flat = listed if self.facts.order == "sampler" else [key for batch in listed for key in batch]
             self._keys = (which, flat)
         return self._keys[1]
@@ -196,6 +205,7 @@ class ServedLoader:
             identity=_short_hash(data),
             fingerprint=_short_hash([*data, *versions]),
             dataset=f"{type(dataset).__qualname__}" + (f" of {num_samples}" if num_samples is not None else ""),
+            is_split=type(_sampler_of(loader)) is DistributedSampler,
         )
 
 
@@ -236,7 +246,7 @@ def _order_of(loader: DataLoader[Any], name: str) -> tuple[Order, int | None, in
     batch_sampler: Any = loader.batch_sampler
     if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
         return "batch_sampler", None, None, False
-    sampler: Any = loader.sampler if batch_sampler is None else batch_sampler.sampler
+    sampler = _sampler_of(loader)
     size = None if batch_sampler is None else int(batch_sampler.batch_size)
     drop_last = batch_sampler is not None and bool(batch_sampler.drop_last)
     dataset: Any = loader.dataset
@@ -248,6 +258,12 @@ def _order_of(loader: DataLoader[Any], name: str) -> tuple[Order, int | None, in
         # The user split the data by hand; the plan does the same for any number of ranks, and pads nothing.
         return "shuffled" if sampler.shuffle else "sequential", len(dataset), size, drop_last or sampler.drop_last
     return "sampler", len(sampler) if hasattr(sampler, "__len__") else None, size, drop_last
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """The sampler of single samples, if the loader has one."""
+    batch_sampler: Any = loader.batch_sampler
+    return batch_sampler.sampler if type(batch_sampler) is BatchSampler else loader.sampler
 
 
 def _has_own_getitems(dataset: Any) -> bool:

@@ -28,8 +28,11 @@ class DataServiceSettings:
         batch_timeout_s: Seconds until a batch must have come, also when all data hosts are gone.
         lease_s: Seconds without a sign of life from any trainer after which a data host leaves.
         compression: Compress batches on their way with zstd or lz4; for slow networks and compressible data.
-        batches_per_epoch: Batches per rank in a pass over an iterable dataset. Default: they are counted.
-        virtual_shards: Parts into which iterable datasets are cut. Default: 16, or the next multiple of the ranks.
+        batches_per_epoch: Batches per rank in a training pass over an iterable dataset; shards that end earlier begin
+            anew, what is left is dropped. Default: a single rank goes on to the end, and several ranks need equally
+            many, for which a data host reads all of the dataset once and counts.
+        virtual_shards: Parts into which iterable datasets are cut, a multiple of the ranks. Default: the least common
+            multiple of 16 and the ranks.
         port: Port of the data hosts. Default: derived from the job.
         token: Secret that trainers must show. Default: derived from the job's name.
         tls_certificate: PEM file with the certificate of the data hosts, for the names by which trainers reach them

@@ -36,6 +36,7 @@ class LoaderFacts:
         identity: Equal for the same data: dataset class, length, and its ``fingerprint()`` if it has one.
         fingerprint: The same with the versions of the libraries, which must be equal on all data hosts.
         dataset: Description of the dataset, for messages.
+        is_split: Whether the user splits the data over the ranks by hand, with a ``DistributedSampler``.
     """
 
     name: str
@@ -46,6 +47,7 @@ class LoaderFacts:
     identity: str
     fingerprint: str
     dataset: str
+    is_split: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

@@ -142,7 +142,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type i
 
     def __init__(self, credentials: Credentials, host: str) -> None:
         self._credentials = credentials
-        self._host = host
+        self._host = f"data host {host}" if host else "the data host"
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         """Let a call through, or answer it with the reason why not."""
@@ -165,19 +165,18 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type i
         version, job, token = told.get(_VERSION_KEY), told.get(_JOB_KEY, b""), told.get(_TOKEN_KEY, b"")
         if version != PROTOCOL_VERSION:
             return grpc.StatusCode.FAILED_PRECONDITION, (
-                f"data host {self._host} speaks version {PROTOCOL_VERSION} of the protocol, this trainer {version}. "
+                f"{self._host} speaks version {PROTOCOL_VERSION} of the protocol, this trainer {version}. "
                 "Use the same version of lightning_sm on all hosts."
             )
         if job != self._credentials.job.encode():
             return grpc.StatusCode.FAILED_PRECONDITION, (
-                f"data host {self._host} belongs to job {self._credentials.job!r}, this trainer to job "
+                f"{self._host} belongs to job {self._credentials.job!r}, this trainer to job "
                 f"{job.decode(errors='replace')!r}."
             )
         # Constant time, so that the answer's delay tells nothing about the token.
         if not hmac.compare_digest(token, self._credentials.token.encode()):
             return grpc.StatusCode.UNAUTHENTICATED, (
-                f"data host {self._host} does not know this trainer's token. Set the same data_service.token on all "
-                "hosts."
+                f"{self._host} does not know this trainer's token. Set the same data_service.token on all hosts."
             )
         return None
 

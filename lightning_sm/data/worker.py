@@ -24,7 +24,7 @@ from lightning_sm.data.encoding import encode
 from lightning_sm.data.messages import Message, MessageSocket
 from lightning_sm.data.ring import Ring
 from lightning_sm.data.served import SampleError, ServedLoader
-from lightning_sm.data.shards import END
+from lightning_sm.data.shards import ShardAnswer, ShardError
 from lightning_sm.data.spec import CHUNK_BYTES, BatchSpec
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError, DataSettingsError
 from lightning_sm.prctl import end_with_parent
@@ -83,14 +83,16 @@ def _serve(
     arena = Arena(ring.slot(slot))
     try:
         batch = openings[spec.opening][spec.loader].batch(spec, arena)
-        if batch is END:
-            requests.send("ended", slot=slot)
+        if isinstance(batch, ShardAnswer):
+            requests.send("ended", slot=slot, end=batch.end)
             return
         header = encode(batch, arena)
         num_bytes = arena.used
         pieces = _compressed(ring.slot(slot)[:num_bytes], arena, spec.compression)
     except SampleError as error:
         _fail(requests, slot, error.__cause__ or error, f"index {error.key!r}")
+    except ShardError as error:
+        _fail(requests, slot, error.__cause__ or error, error.where)
     except (BatchTypeError, BatchTooLargeError, DataSettingsError) as error:
         requests.send("failed", slot=slot, error=type(error).__name__, text=str(error))
     except Exception as error:  # noqa: BLE001  # whatever the user's code raises belongs to the trainer

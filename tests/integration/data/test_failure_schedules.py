@@ -19,8 +19,8 @@ pytestmark = pytest.mark.processes
 
 LENGTH, BATCH_SIZE, NUM_STEPS, NUM_ACTIONS = 2400, 8, 300, 14
 
-# A host of the tests starts in 4 s, in twice that on a busy machine; all others may be frozen or gone meanwhile.
-LONGEST_GAP_S = 12.0
+# The only host left may lose its network process, and is reached again after a second or two; more on a busy machine.
+LONGEST_GAP_S = 6.0
 
 NUM_SCHEDULES = int(os.environ.get("LIGHTNING_SM_FAILURE_SCHEDULES", "6"))
 
@@ -75,14 +75,7 @@ class Chaos:
 
     def crash(self, host, _):
         host.kill()
-        self.starting[host.name] = self.starter.submit(self.restart, host)
-
-    def restart(self, host):
-        began = time.perf_counter()
-        try:
-            host.start()
-        finally:
-            print(f"RESTART {host.name} {time.perf_counter() - began}")
+        self.starting[host.name] = self.starter.submit(host.start)
 
     def freeze(self, host, step):
         host.signal(signal.SIGSTOP)

@@ -121,10 +121,11 @@ def whole(hosts, tmp_path_factory):
 
 
 @pytest.mark.parametrize("reads_number_of_steps", [False, True])
-@pytest.mark.parametrize(("before", "after"), [([0], [0]), ([0, 1], [2]), ([1], [0, 1, 2])])
+@pytest.mark.parametrize("shape", [([0], [0]), ([0, 1], [2]), ([1], [0, 1, 2])])
 @pytest.mark.parametrize("step", [1, 7, NUM_STEPS, NUM_STEPS + 4])
-def test_the_rest_is_the_same(hosts, whole, tmp_path, step, before, after, reads_number_of_steps):
+def test_the_rest_is_the_same(hosts, whole, tmp_path, step, shape, reads_number_of_steps):
     """In the middle and at the end of an epoch, on other data hosts, and if a schedule reads the number of steps."""
+    before, after = shape
     first = fit(
         [hosts[number] for number in before],
         tmp_path,

@@ -657,15 +657,27 @@ def test_hedges_are_bounded():
 
 
 def test_small_budget_stops_hedges():
-    """A burst that is used up stops hedges, and there is no wake-up for them, until more answers have come."""
+    """A burst that is used up stops hedges until more answers have come, but for the awaited step, much later."""
     scheduler, now = warm({"a": 1.0, "b": 1.0, "c": 1.0}, hedge_burst=-1, hedge_budget=0.0625)
     scheduler.open_pass(2, 0, 3, 3)
     _, second, third = scheduler.next_requests(now)
-    assert scheduler.next_wakeup(now) is None
+    assert scheduler.next_wakeup(now) == now + 30.0
     scheduler.completed(second.request_id, now + 3.0)
     assert [r.is_hedge for r in scheduler.next_requests(now + 3.0)] == [True]
     scheduler.completed(third.request_id, now + 3.0)
     assert scheduler.next_requests(now + 3.0) == []
+
+
+def test_the_awaited_step_is_hedged_beyond_the_budget():
+    """A frozen worker does not hold the step for which a consumer waits, however many hedges there were."""
+    scheduler, now = warm({"a": 1.0, "b": 1.0}, hedge_burst=-4, hedge_budget=0.0625)
+    scheduler.open_pass(2, 0, 2, 2)
+    first, second = scheduler.next_requests(now)
+    scheduler.completed(second.request_id, now + 1.0)
+    assert scheduler.next_requests(now + 29.0) == []
+    (hedge,) = scheduler.next_requests(now + 30.0)
+    assert (hedge.step, hedge.is_hedge, hedge.host) == (0, True, second.host)
+    assert scheduler.completed(hedge.request_id, now + 31.0).cancel == (first,)
 
 
 def test_slow_host_takes_steps_that_it_can_finish_in_time():

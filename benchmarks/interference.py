@@ -1,0 +1,86 @@
+"""What receiving steals from a training loop: its step rate with and without the data service bringing it 0.5 GB/s.
+
+The loop works half in the interpreter and half in products of matrices, on one thread. Windows in which it takes
+batches (payload (a) of ``wire_baselines.py``, so many per second that it is 0.5 GB/s) take turns with windows in which
+it takes none, so that whatever else the machine does meets both. In the latter the ring is full, the feeder idle.
+
+    python benchmarks/interference.py --windows 20
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from data_service import in_child, machine, parser, ratio, service, spread, work_unit
+from tabulate import tabulate
+from wire import Ready
+from wire_baselines import PAYLOADS
+
+SETTLE_S = 0.3  # the ring fills up, and the feeder comes to rest
+
+
+def loop(seconds: float, batches: Iterator[Any] | None, batches_per_s: float) -> tuple[float, int]:
+    """Work for a while, and take a batch whenever one is due; return steps per second and the batches taken."""
+    matrix = torch.rand(128, 128)
+    steps = taken = 0
+    start = time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds:
+        if batches is not None and taken < elapsed * batches_per_s:
+            next(batches)
+            taken += 1
+        work_unit(matrix)
+        steps += 1
+    return steps / elapsed, taken
+
+
+def windows(
+    *, payload: str, gb_per_s: float, num_windows: int, seconds: float, host_cores: list[int], trainer_cores: list[int]
+) -> dict[str, list[float]]:
+    """Alternate both kinds of windows in one process."""
+    kind = PAYLOADS[payload]
+    rates: dict[str, list[float]] = {"undisturbed": [], "receiving": [], "gb_per_s": []}
+    with service([Ready(kind)], 2, host_cores, trainer_cores) as running:
+        batches = iter(running.loader)
+        loop(2 * SETTLE_S, batches, gb_per_s * 1e9 / kind.size_bytes)
+        for _ in range(num_windows):
+            loop(SETTLE_S, None, 0.0)
+            rates["undisturbed"].append(loop(seconds, None, 0.0)[0])
+            rate, taken = loop(seconds, batches, gb_per_s * 1e9 / kind.size_bytes)
+            rates["receiving"].append(rate)
+            rates["gb_per_s"].append(taken * kind.size_bytes / 1e9 / seconds)
+        del batches
+    return rates
+
+
+def main() -> None:
+    """Run with the trainer's cores, and print a table."""
+    options = parser("step rate of a training loop while it receives batches", rounds=1, seconds=1.5)
+    options.add_argument("--payload", choices=PAYLOADS, default="a")
+    options.add_argument("--gb-per-s", type=float, default=0.5)
+    options.add_argument("--windows", type=int, default=20, help="windows of either kind")
+    args = options.parse_args()
+    table = []
+    for _ in range(args.rounds):
+        rates = in_child(
+            windows,
+            payload=args.payload,
+            gb_per_s=args.gb_per_s,
+            num_windows=args.windows,
+            seconds=args.seconds,
+            host_cores=args.host_cores,
+            trainer_cores=args.trainer_cores,
+        )
+        columns = [
+            spread(rates[name], digits) for name, digits in (("undisturbed", 0), ("receiving", 0), ("gb_per_s", 2))
+        ]
+        table.append([*columns, ratio(rates["receiving"], rates["undisturbed"], 3)])
+    headers = ["steps/s undisturbed", "steps/s receiving", "GB/s", "ratio"]
+    sys.stdout.write(machine() + tabulate(table, headers=headers, disable_numparse=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

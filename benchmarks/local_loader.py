@@ -1,0 +1,165 @@
+"""The data service against the user's own DataLoader, for a training that is not input-bound and for one that is.
+
+    idle    production is faster than the training step. Either loader has the same workers, and the training process
+            the same cores; the workers of the data service have others. This is what it costs to have one.
+    bound   production is slower. The same cores in all: the local loader may use all of them; of the data service, one
+            belongs to the trainer (training process and feeder) and the others to the data host.
+
+Images of 3x224x224 bytes are flipped, and blurred for as long as --blur says; a step works half in the interpreter and
+half in products of matrices. Both run in Lightning's Trainer; the time counts from one batch to the end of the epoch.
+
+    python benchmarks/local_loader.py --experiment idle
+    python benchmarks/local_loader.py --experiment bound
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from data_service import busy_step, data_hosts, in_child, in_turn, machine, parser, prepare, ratio, spread
+from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+from tabulate import tabulate
+from torch.utils.data import DataLoader, Dataset
+
+BATCH_SIZE = 32
+NUM_WARM_UP = 10  # batches before the clock starts
+
+
+class Images(Dataset[torch.Tensor]):
+    """Images in memory that are augmented."""
+
+    def __init__(self, length: int, num_blurs: int) -> None:
+        self.length, self.num_blurs = length, num_blurs
+        self.images = torch.randint(0, 256, (64, 3, 224, 224), dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Return an image, flipped by chance and blurred."""
+        image = self.images[index % len(self.images)]
+        if torch.rand(()) < 0.5:  # noqa: PLR2004  # a fair coin
+            image = image.flip(-1)
+        if self.num_blurs:
+            blurred = image.float()[None]
+            for _ in range(self.num_blurs):
+                blurred = torch.nn.functional.avg_pool2d(blurred, 5, stride=1, padding=2)
+            image = blurred[0].to(torch.uint8)
+        return image
+
+
+class ImagesData(LightningDataModule):
+    """A shuffled loader of such images."""
+
+    def __init__(self, num_batches: int, num_blurs: int, workers: int) -> None:
+        super().__init__()
+        self.num_batches, self.num_blurs, self.workers = num_batches, num_blurs, workers
+
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        """Return the loader."""
+        dataset = Images(self.num_batches * BATCH_SIZE, self.num_blurs)
+        return DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True, num_workers=self.workers)
+
+
+class Work(LightningModule):
+    """A training step of so many units of work, and a clock."""
+
+    def __init__(self, step_units: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.step_units = step_units
+        self.layer = torch.nn.Linear(1, 1)
+        self.began = self.ended = 0.0
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        """Touch the batch, and work."""
+        if batch_idx == NUM_WARM_UP:
+            self.began = time.perf_counter()
+        batch[:, 0, 0, 0].sum()
+        busy_step(self.step_units)
+        self.ended = time.perf_counter()
+
+    def configure_optimizers(self) -> None:
+        """Nothing is trained."""
+
+
+def fit(
+    *,
+    hosts: int,
+    workers: int,
+    step_units: int,
+    num_batches: int,
+    num_blurs: int,
+    host_cores: list[int],
+    trainer_cores: list[int],
+) -> float:
+    """Return the seconds per step, with a data host, or without one."""
+    from lightning_sm.data.module import RemoteDataModule
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    prepare(trainer_cores)
+    data: Any = ImagesData(num_batches, num_blurs, 0 if hosts else workers)
+    with contextlib.ExitStack() as stack:
+        if hosts:
+            running = stack.enter_context(data_hosts([data] * hosts, host_cores, workers))
+            data = RemoteDataModule(data, [host.address for host in running], seed=0)
+        model = Work(step_units)
+        trainer = Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(model, datamodule=data)
+    return (model.ended - model.began) / (num_batches - NUM_WARM_UP)
+
+
+def main() -> None:
+    """Run one experiment, and print its table."""
+    options = parser("the data service against a local DataLoader", rounds=3)
+    options.add_argument("--experiment", choices=["idle", "bound"], default="idle")
+    options.add_argument("--batches", type=int, default=200)
+    options.add_argument("--step-units", type=int, help="of about 0.2 ms each; default: 200 for idle, 25 for bound")
+    options.add_argument("--blur", type=int, help="how often an image is blurred; default: 0 for idle, 4 for bound")
+    options.add_argument("--workers", type=int, default=2, help="for idle; for bound, as many as each has cores")
+    args = options.parse_args()
+    is_idle = args.experiment == "idle"
+    shared = {
+        "num_batches": args.batches,
+        "num_blurs": (0 if is_idle else 4) if args.blur is None else args.blur,
+        "step_units": args.step_units or (200 if is_idle else 25),
+        "host_cores": args.host_cores,
+    }
+    every = args.host_cores + args.trainer_cores
+    if is_idle:
+        local = {"local DataLoader": {"workers": args.workers, "trainer_cores": args.trainer_cores}}
+        ours = {"workers": args.workers, "trainer_cores": args.trainer_cores}
+    else:
+        counts = (len(every) - 1, len(every))
+        local = {f"local DataLoader, {count} workers": {"workers": count, "trainer_cores": every} for count in counts}
+        ours = {"workers": len(every) - 1, "trainer_cores": every[-1:], "host_cores": every[:-1]}
+    cases: dict[str, dict[str, Any]] = {name: {"hosts": 0, **case} for name, case in local.items()}
+    cases["lightning_sm"] = {"hosts": 1, **ours}
+    variants = {name: partial(in_child, fit, **{**shared, **case}) for name, case in cases.items()}
+    results = in_turn(variants, args.rounds)
+    best = min((name for name in results if name in local), key=lambda name: statistics.median(results[name]))
+    table = [
+        [name, spread([1e3 * value for value in times], 1), ratio(times, results[best], 3)]
+        for name, times in results.items()
+    ]
+    headers = ["loader", "ms per step", f"x {best}"]
+    sys.stdout.write(machine() + tabulate(table, headers=headers, disable_numparse=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

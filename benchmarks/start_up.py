@@ -1,0 +1,96 @@
+"""How long it takes until the first batch: of a data host that is up, and of a pass that begins late in a long epoch.
+
+The data host listens, and has loaded nothing of the user's but the DataModule: its setup() and its forks count. The
+dataset has 1,280,000 samples and is shuffled; a batch costs next to nothing. The workers are up before the pass that
+begins late.
+
+    python benchmarks/start_up.py --rounds 5
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import numpy as np
+import torch
+from data_service import data_hosts, in_child, in_turn, machine, parser, prepare, spread
+from pytorch_lightning import LightningDataModule
+from tabulate import tabulate
+from torch.utils.data import DataLoader, Dataset
+
+NUM_SAMPLES, BATCH_SIZE = 1_280_000, 256
+PARTS = {
+    "up": "host: process started to listening",
+    "setup": "RemoteDataModule.setup()",
+    "open": "train_dataloader()",
+    "first": "first batch of the epoch",
+    "all": "host listening to first batch",
+    "late": "first batch at 95 % of the epoch",
+}
+
+
+class Indices(Dataset[torch.Tensor]):
+    """Samples that are their own indices."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Return a sample."""
+        return torch.tensor(index)
+
+
+class IndicesData(LightningDataModule):
+    """A loader of such samples, shuffled."""
+
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        """Return the loader."""
+        return DataLoader(Indices(), batch_size=BATCH_SIZE, shuffle=True)
+
+
+def start(workers: int, host_cores: list[int], trainer_cores: list[int]) -> dict[str, float]:
+    """Return the seconds of each part."""
+    from lightning_sm.data.loader import Position, RemoteLoader
+    from lightning_sm.data.module import RemoteDataModule
+    from lightning_sm.data.plan import epoch_order
+
+    prepare(trainer_cores)
+    began = time.perf_counter()
+    with data_hosts([IndicesData()], host_cores, workers) as hosts:
+        up = time.perf_counter()
+        remote = RemoteDataModule(IndicesData(), [hosts[0].address], seed=0)
+        remote.setup("fit")
+        set_up = time.perf_counter()
+        loader = remote.train_dataloader()
+        opened = time.perf_counter()
+        next(iter(loader))
+        first = time.perf_counter()
+        step = int(0.95 * len(loader))
+        resumed = RemoteLoader(loader._client, loader.facts, loader.place, lambda _: Position(first_step=step))
+        asked = time.perf_counter()
+        batch = next(iter(resumed))
+        late = time.perf_counter()
+        order = epoch_order(NUM_SAMPLES, seed=0, epoch=0, salt="train 0")
+        if not np.array_equal(batch.numpy(), order[step * BATCH_SIZE :][:BATCH_SIZE]):
+            raise ValueError("the pass did not begin where it should")
+        del batch
+        remote.teardown("fit")
+    times = [up - began, set_up - up, opened - set_up, first - opened, first - up, late - asked]
+    return dict(zip(PARTS, times, strict=True))
+
+
+def main() -> None:
+    """Run some rounds, and print a table."""
+    options = parser("seconds until the first batch", rounds=5)
+    options.add_argument("--workers", type=int, default=2, help="workers of the data host")
+    args = options.parse_args()
+    cores = {"host_cores": args.host_cores, "trainer_cores": args.trainer_cores}
+    results = in_turn({"start": lambda: in_child(start, workers=args.workers, **cores)}, args.rounds)["start"]
+    table = [[text, spread([run[part] for run in results], 3)] for part, text in PARTS.items()]
+    sys.stdout.write(machine() + tabulate(table, headers=["part", "seconds"], disable_numparse=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Batches lie in shared memory, and stay what they were for as long as anyone looks at them."""
+
+import gc
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from tests.integration.data.cluster import Host, remote, running
+from tests.integration.data.datasets import Augmented, reference, stream_hash
+
+pytestmark = pytest.mark.processes
+
+LENGTH, BATCH_SIZE = 403, 4
+BLOCK, NUM_LARGE = 1 << 20, 60
+
+
+class Large(Dataset):
+    """Samples of 1 MiB that hold their index."""
+
+    def __len__(self):
+        return NUM_LARGE
+
+    def __getitem__(self, index):
+        return torch.full((BLOCK,), index, dtype=torch.uint8)
+
+
+def make():
+    """Small and large samples."""
+    return {
+        "small": DataLoader(Augmented(LENGTH), batch_size=BATCH_SIZE, shuffle=True),
+        "large": DataLoader(Large(), batch_size=1),
+    }
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    """Two data hosts."""
+    with running(Host("a", make), Host("b", make)) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The stream of small samples without data hosts."""
+    return stream_hash(reference(Augmented(LENGTH), LENGTH, BATCH_SIZE))
+
+
+def test_kept_batches_stay_unchanged(hosts, expected, caplog):
+    """Batches can be kept for an epoch, more than there are slots; one warning tells that this costs copies."""
+    with remote(hosts, window_batches=4) as module, caplog.at_level(logging.WARNING):
+        batches = list(module.train_dataloader()["small"])
+        assert stream_hash(batches) == expected
+    assert stream_hash(batches) == expected  # also when the feeder is gone
+    warnings = [record.message for record in caplog.records if "are kept" in record.message]
+    assert len(warnings) == 1
+    assert "Keep what you need of a batch, not the batch" in warnings[0]
+
+
+def test_kept_views_stay_unchanged(hosts):
+    """A slice, a detached tensor, a NumPy view or a storage keeps the slot as a whole batch does."""
+    views = []
+    ways = (
+        lambda batch: batch[0, 10:20],
+        lambda batch: batch.detach().view(-1)[::7],
+        lambda batch: batch.numpy()[:, 5:],
+        lambda batch: torch.tensor([], dtype=torch.uint8).set_(batch.untyped_storage()),
+    )
+    with remote(hosts, window_batches=4) as module:
+        for index, batch in enumerate(module.train_dataloader()["large"]):
+            views.append(ways[index % len(ways)](batch))
+            del batch
+        for index, view in enumerate(views):
+            assert (view == index).all(), index
+
+
+def test_a_batch_in_a_reference_cycle_gives_its_slot_back(hosts, expected):
+    """Batches that only the garbage collector frees do not stop the stream, nor change under the user's hands."""
+    gc.disable()
+    try:
+        with remote(hosts, window_batches=4) as module:
+            batches = []
+            for batch in module.train_dataloader()["small"]:
+                cycle = [batch]
+                cycle.append(cycle)
+                batches.append(
+                    {name: value.clone() if torch.is_tensor(value) else value for name, value in batch.items()}
+                )
+                if len(batches) % 16 == 0:
+                    gc.collect()
+            assert stream_hash(batches) == expected
+    finally:
+        gc.enable()
+
+
+def test_a_forked_child_frees_nothing(hosts):
+    """What a child drops of the batches that it inherited, the parent may still use."""
+    with remote(hosts, window_batches=4) as module:
+        stream = iter(module.train_dataloader()["large"])
+        batches = [next(stream) for _ in range(3)]
+        child = os.fork()
+        if child == 0:
+            batches.clear()
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        rest = [int(batch.amax()) for batch in stream]
+        assert rest == list(range(3, NUM_LARGE))
+        for index, batch in enumerate(batches):
+            assert (batch == index).all()
+
+
+def settled(module, loader):
+    """Take a few batches, wait until nothing is under way any more; return the stream and the batches ahead."""
+    stream = iter(loader)
+    for _ in range(10):
+        next(stream)
+    deadline, pause = time.monotonic() + 10.0, threading.Event()
+    while True:
+        (known,) = module._feeder.state()["passes"]
+        if not known["in_flight"]:
+            return stream, known["ready"]
+        assert time.monotonic() < deadline
+        pause.wait(0.02)
+
+
+def ring_bytes(module):
+    """Return the memory that the slots of all loaders take."""
+    folder = Path(f"/proc/{module._client.pid}/fd")
+    rings = {
+        file.stat().st_ino: file.stat() for file in folder.iterdir() if "memfd:lightning_sm" in str(file.readlink())
+    }
+    return sum(ring.st_blocks * 512 for ring in rings.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "window"),
+    [
+        ({"window_batches": 6}, 6),
+        ({"window_batches": 3}, 3),
+        ({"window_batches": 30, "window_bytes": 5 * BLOCK}, 5),
+        ({"window_batches": 30, "window_bytes": BLOCK // 2}, 2),
+    ],
+)
+def test_a_slow_consumer_is_not_flooded(hosts, settings, window):
+    """However fast the hosts are, the window bounds the batches ahead, in number and in bytes, and so the memory."""
+    with remote(hosts, **settings) as module:
+        stream, num_ready = settled(module, module.train_dataloader()["large"])
+        taken = ring_bytes(module)
+        assert num_ready == window
+        assert len(list(stream)) == NUM_LARGE - 10
+    # Before the first answer nobody knows the size of a batch; two hosts with two workers take six requests.
+    assert window * BLOCK <= taken <= (max(window, 6) + 2) * BLOCK, taken / BLOCK

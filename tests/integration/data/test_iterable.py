@@ -1,0 +1,284 @@
+"""Iterable datasets: the stream depends on seed, epoch, shards and ranks, and on nothing else of the cluster."""
+
+import contextlib
+import random
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_sm.errors import DataSettingsError, DataTimeoutError, RemoteTransformError
+from tests.integration.data.cluster import Host, remote, running
+from tests.integration.data.datasets import stream_hash
+
+pytestmark = pytest.mark.processes
+
+LENGTH, BATCH_SIZE, NUM_SHARDS = 403, 4, 16
+
+
+class Numbers(IterableDataset):
+    """Numbers with noise of all generators, split by worker, first shards longer than the last."""
+
+    def __init__(self, length=LENGTH, breaks_at=None, delay_s=0.0):
+        self.length, self.breaks_at, self.delay_s = length, breaks_at, delay_s
+
+    def __iter__(self):
+        info = get_worker_info()
+        self.next, self.step = info.id, info.num_workers
+        return self
+
+    def __next__(self):
+        index, self.next = self.next, self.next + self.step * (2 if self.next % self.step > self.step // 2 else 1)
+        if index >= self.length:
+            raise StopIteration
+        if index == self.breaks_at:
+            raise ValueError("cannot read 37")
+        if self.delay_s:
+            threading.Event().wait(self.delay_s)
+        return {
+            "index": index,
+            "torch": torch.rand(2) + index,
+            "numpy": np.random.rand(2),
+            "random": random.random(),
+        }
+
+
+def noisy_collate(samples):
+    """Collate with noise, as random crops of a whole batch would."""
+    batch = torch.utils.data.default_collate(samples)
+    return {**batch, "collated": torch.rand(1)}
+
+
+def make():
+    """Shards of unequal length."""
+    return DataLoader(Numbers(), batch_size=BATCH_SIZE, collate_fn=noisy_collate)
+
+
+def make_slow():
+    """The same, with time for failures."""
+    return DataLoader(Numbers(delay_s=0.002), batch_size=BATCH_SIZE, collate_fn=noisy_collate)
+
+
+def shard_indices(number, length=LENGTH, num_shards=NUM_SHARDS):
+    """What shard ``number`` holds."""
+    return list(range(number, length, num_shards * (2 if number > num_shards // 2 else 1)))
+
+
+def expected_indices(rank=0, world_size=1, first=0):
+    """Batches in the order in which they should come: one of each shard in turn."""
+    shards = [shard_indices(number) for number in range(rank, NUM_SHARDS, world_size)]
+    batches = [
+        shard[start : start + BATCH_SIZE]
+        for start in range(0, LENGTH, BATCH_SIZE)
+        for shard in shards
+        if shard[start : start + BATCH_SIZE]
+    ]
+    return batches[first:]
+
+
+def indices(batches):
+    return [batch["index"].tolist() for batch in batches]
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    """Data hosts with 1, 2 and 4 workers."""
+    with running(Host("a", make, 1), Host("b", make, 2), Host("c", make, 4)) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def whole(hosts):
+    """The stream of one worker."""
+    with remote(hosts[:1]) as module:
+        return list(module.train_dataloader())
+
+
+@contextlib.contextmanager
+def one_of(world_size, rank, hosts, **settings):
+    """Connect as one of several ranks."""
+    with remote(hosts, **settings) as module:
+        module._ranks = lambda: (rank, world_size)
+        yield module
+
+
+def loader_at(module, first_step, stop_step=None):
+    """A loader whose Trainer has resumed in the middle of an epoch."""
+    loader = module.train_dataloader()
+    loader._ask_position = lambda _: SimpleNamespacePosition(first_step, stop_step)
+    return loader
+
+
+def SimpleNamespacePosition(first_step, stop_step):  # noqa: N802
+    from lightning_sm.data.loader import Position
+
+    return Position(0, 0, first_step, stop_step)
+
+
+def test_every_sample_comes_once_in_the_order_of_the_shards(whole):
+    """One batch of each shard in turn; shards that have ended are left out."""
+    assert indices(whole) == expected_indices()
+
+
+@pytest.mark.parametrize("names", ["b", "c", "ab", "abc"])
+def test_hosts_and_workers_do_not_show(hosts, whole, names):
+    """Any number of hosts and workers gives the same stream, bit for bit, and another one in the next epoch."""
+    with remote([host for host in hosts if host.name in names]) as module:
+        loader = module.train_dataloader()
+        assert stream_hash(loader) == stream_hash(whole)
+        assert stream_hash(loader) == stream_hash(whole)
+        loader.set_epoch(1)
+        assert stream_hash(loader) != stream_hash(whole)
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 40])
+def test_the_window_does_not_show(hosts, whole, window):
+    """How far the trainer asks ahead does not show, though whole windows are empty when most shards have ended."""
+    with remote(hosts, window_batches=window) as module:
+        assert stream_hash(module.train_dataloader()) == stream_hash(whole)
+
+
+@pytest.mark.parametrize("first", [1, 16, 37, 70, 80, 90, 10_000])
+def test_the_rest_of_a_pass_is_the_same(hosts, whole, first):
+    """A pass that begins in the middle goes on with the batch that came next, also after some shards have ended."""
+    with remote(hosts, window_batches=3) as module:
+        rest = list(loader_at(module, first))
+    assert stream_hash(rest) == stream_hash(whole[first:])
+
+
+def test_a_limit_ends_the_pass(hosts, whole):
+    """Exactly as many batches come as the Trainer wants, although empty steps lie between."""
+    with remote(hosts) as module:
+        assert stream_hash(loader_at(module, 3, 83)) == stream_hash(whole[3:83])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_share_the_shards(hosts, world_size):
+    """Every rank takes equally many batches of its own shards, and what is left out is counted."""
+    streams = []
+    for rank in range(world_size):
+        with one_of(world_size, rank, hosts) as module:
+            loader = module.train_dataloader()
+            streams.append(indices(loader))
+            assert len(streams[-1]) == len(loader)
+    length = min(len(expected_indices(rank, world_size)) for rank in range(world_size))
+    assert streams == [expected_indices(rank, world_size)[:length] for rank in range(world_size)]
+
+
+def test_dropped_batches_are_told(hosts, caplog):
+    """The warning says how many batches all ranks leave out."""
+    with one_of(2, 0, hosts) as module:
+        length = len(module.train_dataloader())
+    total = len(expected_indices())
+    assert f"{total - 2 * length} of {total} batches are left out" in caplog.text
+
+
+def test_shards_begin_anew_where_the_pass_is_longer(hosts, caplog):
+    """With batches_per_epoch, a pass has exactly so many batches; the next round has random states of its own."""
+    with remote(hosts, batches_per_epoch=230) as module:
+        loader = module.train_dataloader()
+        assert len(loader) == 230
+        batches = list(loader)
+        rest = list(loader_at(module, 150))
+    expected = expected_indices()
+    assert indices(batches) == (expected * 3)[:230]
+    assert stream_hash(batches[: len(expected)]) != stream_hash(batches[len(expected) : 2 * len(expected)])
+    assert stream_hash(rest) == stream_hash(batches[150:])
+    assert caplog.text.count("begin anew") == 2  # once for each loader
+
+
+def test_shards_that_have_more_are_cut(hosts, whole):
+    """With batches_per_epoch, what is left is dropped."""
+    with remote(hosts, batches_per_epoch=50) as module:
+        assert stream_hash(module.train_dataloader()) == stream_hash(whole[:50])
+
+
+def test_a_single_rank_has_no_length(hosts):
+    """Counting would cost a pass over the data; the message names the setting."""
+    with remote(hosts) as module, pytest.raises(TypeError, match="data_service.batches_per_epoch"):
+        len(module.train_dataloader())
+
+
+def test_shards_must_divide(hosts):
+    """The error names both numbers, and the setting."""
+    with (
+        one_of(3, 0, hosts, virtual_shards=10) as module,
+        pytest.raises(DataSettingsError, match=r"num_shards=10 \(data_service.virtual_shards\) .* world_size=3"),
+    ):
+        module.train_dataloader()
+
+
+def test_errors_name_shard_and_batch():
+    """An exception in the iterator is raised in the trainer, with the shard and its batch."""
+
+    def broken():
+        return DataLoader(Numbers(breaks_at=37), batch_size=BATCH_SIZE)
+
+    with running(Host("a", broken, 2), Host("b", broken, 2)) as hosts, remote(hosts) as module:
+        with pytest.raises(RemoteTransformError, match=r"(?s)batch 0 of shard 5 of 16.*ValueError: cannot read 37"):
+            list(module.train_dataloader())
+
+
+@pytest.mark.parametrize("victim", ["worker", "host", "network"])
+def test_what_is_killed_does_not_show(whole, victim):
+    """The shards of a killed worker or host go on elsewhere, where they are opened anew and skipped."""
+    with running(Host("a", make_slow, 2), Host("b", make_slow, 2)) as hosts, remote(hosts) as module:
+        stream = iter(module.train_dataloader())
+        batches = [next(stream) for _ in range(20)]
+        if victim == "host":
+            hosts[0].kill()
+        elif victim == "network":
+            hosts[0].network.kill()
+        else:
+            for worker in hosts[0].workers:
+                worker.kill()
+        batches += list(stream)
+    assert stream_hash(batches) == stream_hash(whole)
+
+
+def test_worker_init_fn_splits_a_dataset():
+    """It is called for each shard, and what it sets on the dataset is that shard's."""
+
+    class Range(IterableDataset):
+        start, stop = 0, 96
+
+        def __iter__(self):
+            return iter(range(self.start, self.stop))
+
+    def split(worker_id):
+        info = get_worker_info()
+        assert worker_id == info.id
+        size = 96 // info.num_workers
+        info.dataset.start, info.dataset.stop = info.id * size, (info.id + 1) * size
+
+    def loader():
+        return DataLoader(Range(), batch_size=3, worker_init_fn=split)
+
+    with running(Host("a", loader, 3)) as hosts, remote(hosts) as module:
+        seen = [index for batch in module.train_dataloader() for index in batch.tolist()]
+    assert sorted(seen) == list(range(96))
+
+
+def test_a_dataset_without_end_cannot_be_counted():
+    """Several ranks get an error after a while, which names the setting that makes counting needless."""
+
+    class Endless(IterableDataset):
+        def __iter__(self):
+            number = get_worker_info().id
+            while True:
+                yield number
+
+    def loader():
+        return DataLoader(Endless(), batch_size=2)
+
+    with running(Host("a", loader, 1)) as hosts:
+        with one_of(2, 0, hosts, batch_timeout_s=2.0) as module:
+            with pytest.raises(DataTimeoutError, match="set data_service.batches_per_epoch"):
+                len(module.train_dataloader())
+        with one_of(2, 1, hosts, batches_per_epoch=9) as module:
+            assert [batch.tolist() for batch in module.train_dataloader()] == [
+                [number] * 2 for number in [1, 3, 5, 7, 9, 11, 13, 15, 1]
+            ]

@@ -1,0 +1,281 @@
+"""Whatever decides on the order of the user's loader, it goes on deciding."""
+
+import collections
+import os
+import random
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    Subset,
+    WeightedRandomSampler,
+    get_worker_info,
+    random_split,
+)
+
+from lightning_sm.errors import DataHostMismatchError, RemoteTransformError
+from tests.integration.data.cluster import Host, remote, running
+from tests.integration.data.datasets import stream_hash
+
+pytestmark = pytest.mark.processes
+
+LENGTH = 50
+
+
+class Numbers(Dataset):
+    """A number and noise."""
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        return {"index": index, "noise": torch.rand(2)}
+
+
+class Lists(Numbers):
+    """A dataset that fetches a whole list at a time."""
+
+    def __getitems__(self, indices):
+        return [{"index": index, "noise": torch.rand(2)} for index in indices]
+
+
+class Words(Numbers):
+    """A dataset that is indexed with strings."""
+
+    def __getitem__(self, key):
+        return {"index": int(key.removeprefix("number ")), "noise": torch.rand(2)}
+
+
+class Workers(Numbers):
+    """A dataset that tells of the worker that reads it."""
+
+    def __getitem__(self, index):
+        return {"index": index, "worker": get_worker_info().id, "prepared": self.prepared}
+
+
+def prepare(worker_id):
+    """Prepare the dataset of a worker."""
+    get_worker_info().dataset.prepared = worker_id + 100
+
+
+def fail(worker_id):
+    """Fail to prepare."""
+    raise OSError(f"no cache for worker {worker_id}")
+
+
+class Backwards(Sampler):
+    """The samples from the last to the first."""
+
+    def __iter__(self):
+        return iter(range(LENGTH - 1, -1, -1))
+
+    def __len__(self):
+        return LENGTH
+
+
+class Drawn(Backwards):
+    """An order that is drawn from ``random``."""
+
+    def __iter__(self):
+        return iter(random.sample(range(LENGTH), LENGTH))
+
+
+class Counting(Backwards):
+    """Strings, in an order that depends on how often the sampler was asked."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __iter__(self):
+        self.count += 1
+        numbers = list(range(LENGTH))
+        random.Random(self.count).shuffle(numbers)
+        return iter([f"number {number}" for number in numbers])
+
+
+class Growing(Sampler):
+    """Batches of 1, 2, 3, ... samples, in another order every epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        size = 1 + self.epoch
+        while order:
+            yield order[:size]
+            order, size = order[size:], size + 1
+
+
+class Dishonest(Backwards):
+    """Another order on every host."""
+
+    def __iter__(self):
+        numbers = list(range(LENGTH))
+        random.Random(os.urandom(8)).shuffle(numbers)
+        return iter(numbers)
+
+
+class Faulty(Backwards):
+    """A sampler with an error."""
+
+    def __iter__(self):
+        yield 0
+        raise ZeroDivisionError("no samples per class")
+
+
+def first_and_last(samples):
+    """Collate in a way of the user's own."""
+    return [samples[0]["index"], samples[-1]["index"], torch.rand(1)]
+
+
+def make():
+    """A loader for every way to choose samples."""
+    numbers = Numbers()
+    parts = random_split(numbers, [30, 20], generator=torch.Generator().manual_seed(3))
+    return {
+        "backwards": DataLoader(numbers, batch_size=8, sampler=Backwards()),
+        "drawn": DataLoader(numbers, batch_size=8, sampler=Drawn(), drop_last=True),
+        "weighted": DataLoader(numbers, batch_size=8, sampler=WeightedRandomSampler([0.0, 1.0] * 25, 40)),
+        "replacement": DataLoader(numbers, batch_size=8, sampler=RandomSampler(numbers, replacement=True)),
+        "growing": DataLoader(numbers, batch_sampler=Growing()),
+        "batches": DataLoader(numbers, batch_sampler=BatchSampler(Drawn(), 8, drop_last=False)),
+        "words": DataLoader(Words(), batch_size=8, sampler=[f"number {number}" for number in range(LENGTH)]),
+        "counting": DataLoader(Words(), batch_size=8, sampler=Counting()),
+        "unbatched": DataLoader(numbers, batch_size=None),
+        "distributed": DataLoader(numbers, batch_size=8, sampler=DistributedSampler(numbers, 4, 2, shuffle=True)),
+        "subset": DataLoader(Subset(numbers, range(10, 20)), batch_size=4, shuffle=True),
+        "split": DataLoader(parts[1], batch_size=4),
+        "lists": DataLoader(Lists(), batch_size=8, shuffle=True),
+        "collated": DataLoader(numbers, batch_size=8, collate_fn=first_and_last),
+        "prepared": DataLoader(Workers(), batch_size=8, worker_init_fn=prepare),
+        "nested": [DataLoader(numbers, batch_size=10), (DataLoader(numbers, batch_size=25),)],
+        "dishonest": DataLoader(numbers, batch_size=8, sampler=Dishonest()),
+        "faulty": DataLoader(numbers, batch_size=8, sampler=Faulty()),
+    }
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    """Two data hosts with 1 and 3 workers."""
+    with running(Host("a", make, 1), Host("b", make, 3)) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def loaders(hosts):
+    """The loaders as a trainer sees them."""
+    with remote(hosts) as module:
+        yield module.train_dataloader()
+
+
+def taken(loader, epoch=0):
+    """Return the batches of an epoch."""
+    loader.set_epoch(epoch)
+    return list(loader)
+
+
+def indices(batches):
+    """Return the samples in the order in which they came."""
+    return [index for batch in batches for index in batch["index"].tolist()]
+
+
+SEED_ONLY = ["drawn", "weighted", "replacement", "growing", "batches", "counting", "subset", "lists", "distributed"]
+
+
+@pytest.mark.parametrize("name", ["backwards", "words", "split", "collated", "unbatched", *SEED_ONLY])
+def test_one_host_gives_the_same_stream_as_two(hosts, loaders, name):
+    """The order is the same on every host, whoever asks, as often as it is asked for."""
+    both = [stream_hash(taken(loaders[name], epoch)) for epoch in (0, 1, 0)]
+    with remote(hosts[1:]) as module:
+        one = [stream_hash(taken(module.train_dataloader()[name], epoch)) for epoch in (0, 1, 0)]
+    assert one == both
+    assert both[0] == both[2]
+    assert both[0] != both[1], "noise or order must differ between epochs"
+
+
+@pytest.mark.parametrize("name", ["backwards", "growing", "batches", "words", "counting", "distributed", "lists"])
+def test_every_sample_comes_once(loaders, name):
+    """Custom orders leave nothing out and repeat nothing; the padding of DistributedSampler is not needed."""
+    assert collections.Counter(indices(taken(loaders[name]))) == collections.Counter(range(LENGTH))
+
+
+@pytest.mark.parametrize("name", ["backwards", "drawn", "weighted", "growing", "batches", "words", "subset", "split"])
+@pytest.mark.parametrize("epoch", [2, 3])
+def test_the_length_is_the_number_of_batches(loaders, name, epoch):
+    """``len`` tells what a pass will give, also where only the sampler knows, and it differs between epochs."""
+    loaders[name].set_epoch(epoch)
+    announced = len(loaders[name])
+    assert len(taken(loaders[name], epoch)) == announced
+
+
+def test_orders_are_those_of_the_samplers(loaders):
+    """Samplers see the epoch, and their batches come as they made them."""
+    assert indices(taken(loaders["backwards"])) == list(range(LENGTH - 1, -1, -1))
+    assert [len(batch["index"]) for batch in taken(loaders["growing"], 4)] == [5, 6, 7, 8, 9, 10, 5]
+    assert indices(taken(loaders["growing"], 4)) == [index for batch in expected_growing(4) for index in batch]
+    assert set(indices(taken(loaders["weighted"]))) <= set(range(1, LENGTH, 2))
+    assert len(indices(taken(loaders["drawn"]))) == 48
+    assert sorted(indices(taken(loaders["subset"]))) == list(range(10, 20))
+    assert len(set(indices(taken(loaders["split"])))) == 20
+    assert [batch["index"] for batch in taken(loaders["unbatched"])] == list(range(LENGTH))
+    assert [batch[:2] for batch in taken(loaders["collated"])] == [
+        [start, min(start + 7, 49)] for start in range(0, 50, 8)
+    ]
+
+
+def expected_growing(epoch):
+    """Run the sampler here."""
+    sampler = Growing()
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+def test_worker_init_fn_runs_in_every_worker(loaders):
+    """The user's function finds the dataset through ``get_worker_info``, as in a DataLoader."""
+    batches = taken(loaders["prepared"])
+    assert indices(batches) == list(range(LENGTH))
+    for batch in batches:
+        assert (batch["prepared"] == batch["worker"] + 100).all()
+
+
+def test_nested_loaders_keep_their_structure(loaders):
+    """Lists and tuples of loaders stay what they are."""
+    first, (second,) = loaders["nested"]
+    assert isinstance(loaders["nested"][1], tuple)
+    assert [len(batch["index"]) for batch in first] == [10] * 5
+    assert [len(batch["index"]) for batch in second] == [25] * 2
+
+
+def test_a_sampler_that_differs_between_hosts_is_an_error(loaders):
+    """Without agreement on the order, samples would be lost and repeated: the error says what to draw from."""
+    with pytest.raises(DataHostMismatchError, match="gives another order on every data host"):
+        list(loaders["dishonest"])
+
+
+def test_an_exception_in_a_sampler_comes_with_its_traceback(loaders):
+    """The user's sampler fails in the trainer as it did on the data host."""
+    with pytest.raises(RemoteTransformError, match="no samples per class"):
+        list(loaders["faulty"])
+
+
+def test_an_exception_in_worker_init_fn_comes_with_its_traceback():
+    """Workers that cannot be prepared are no endless loop of new workers."""
+
+    def make_failing():
+        return DataLoader(Numbers(), batch_size=8, worker_init_fn=fail)
+
+    with (
+        running(Host("a", make_failing, 1)) as started,
+        remote(started) as module,
+        pytest.raises(RemoteTransformError, match="no cache for worker 0"),
+    ):
+        list(module.train_dataloader())

@@ -1,0 +1,45 @@
+"""Settings that cannot work are refused when they are made."""
+
+import pytest
+
+from lightning_sm.data.settings import Credentials, DataServiceSettings, default_workers
+from lightning_sm.errors import DataSettingsError
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"workers": 0}, r"data_service.workers=0 must be at least 1, or left out"),
+        ({"window_batches": -1}, r"window_batches=-1 must be at least 1"),
+        ({"batches_per_epoch": 0}, r"batches_per_epoch=0 must be at least 1"),
+        ({"virtual_shards": 0}, r"virtual_shards=0 must be at least 1"),
+        ({"window_bytes": 0}, r"window_bytes=0 must be positive"),
+        ({"max_batch_bytes": -5}, r"max_batch_bytes=-5 must be positive"),
+        ({"batch_timeout_s": 0.0}, r"batch_timeout_s=0.0 must be positive"),
+        ({"local_workers": -1}, r"local_workers=-1 must not be negative"),
+        ({"hedge_factor": 0.5}, r"hedge_factor=0.5 must be at least 1, or 0 to turn hedging off"),
+        ({"tls_key": "key.pem"}, r"tls_certificate=None and data_service.tls_key=key.pem go together"),
+    ],
+)
+def test_wrong_settings_are_named(wrong, message):
+    """The error names setting and value, and what would be right."""
+    with pytest.raises(DataSettingsError, match=message):
+        DataServiceSettings(**wrong)
+
+
+def test_hedging_can_be_turned_off():
+    """Zero is a value, not a mistake."""
+    assert DataServiceSettings(hedge_factor=0.0).hedge_factor == 0.0
+
+
+def test_jobs_without_a_token_are_apart():
+    """Without a token of the user's each job has its own; the user's own goes before."""
+    settings = DataServiceSettings()
+    assert Credentials.of(settings, "a") == Credentials.of(settings, "a")
+    assert Credentials.of(settings, "a").token != Credentials.of(settings, "b").token
+    assert Credentials.of(DataServiceSettings(token="mine"), "a").token == "mine"  # noqa: S105, S106  # a test's own
+
+
+def test_there_is_a_worker_on_any_machine():
+    """One CPU is left to the network process, where there is more than one."""
+    assert default_workers() >= 1
