@@ -45,6 +45,13 @@ _MAX_NETWORK_STARTS = 5
 _STOP_TIMEOUT_S = 5.0
 
 
+_TERMINATED = Message("finished", {"reason": "it was terminated (SIGTERM)"})
+
+
+class _Terminated(BaseException):
+    """Ends a hook of the user; no ``except Exception`` of the user's keeps it."""
+
+
 @dataclass
 class _Child:
     what: str
@@ -80,9 +87,10 @@ class HostProcess:
         self._network_starts = 0
         self._network: MessageSocket | None = None
         self._outcome: Message | None = None
+        self._is_in_hook = False
 
     def serve(self, until: MessageSocket | None = None) -> None:
-        """Serve until the trainers have finished, or until the other end of a socket is closed.
+        """Serve until the trainers have finished, until SIGTERM, or until the other end of a socket is closed.
 
         Args:
             until: The socket, if any.
@@ -93,10 +101,22 @@ class HostProcess:
         if until is not None:
             self._selector.register(until, selectors.EVENT_READ, self._stop)
         self._start_network()
+        before = signal.signal(signal.SIGTERM, self._on_sigterm)
+        wakened, waker = socket.socketpair()
+        waker.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno())
+        # The handler says what to do; the byte only ends the wait.
+        self._selector.register(wakened, selectors.EVENT_READ, lambda: wakened.recv(4096))
         try:
             outcome = self._await_outcome()
+        except _Terminated:
+            outcome = _TERMINATED
         finally:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, before)
             self._close()
+            wakened.close()
+            waker.close()
         if "error" in outcome.facts:
             raise DataServiceError(outcome.facts["error"])
         logger.info("The data host leaves: %s", outcome.facts["reason"])
@@ -110,6 +130,12 @@ class HostProcess:
 
     def _stop(self) -> None:
         self._outcome = Message("finished", {"reason": "it was closed"})
+
+    def _on_sigterm(self, *_: object) -> None:
+        """Leave at the next chance; a hook of the user, which may download for hours, is interrupted."""
+        self._outcome = _TERMINATED
+        if self._is_in_hook:
+            raise _Terminated
 
     # The network process
 
@@ -166,6 +192,7 @@ class HostProcess:
 
     def _open(self, request: dict[str, Any]) -> None:
         opening = request["opening"]
+        self._is_in_hook = True
         try:
             reply = self._replies.get(opening) or self._opened(request)
         except Exception as error:  # noqa: BLE001  # whatever the user's hooks raise belongs to the trainers
@@ -175,6 +202,8 @@ class HostProcess:
             else:
                 text = "".join(traceback.format_exception(error))
                 reply = {"error": "RemoteTransformError", "text": text, "where": where}
+        finally:
+            self._is_in_hook = False
         self._send("opened", opening=opening, **reply)
 
     def _opened(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -264,6 +293,7 @@ class HostProcess:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if self._network is not None:
                 self._network.close()
             target()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +15,12 @@ from lightning_sm.data.ring import Ring
 from lightning_sm.data.shard_steps import ShardSteps
 from lightning_sm.data.spec import CHUNK_BYTES, BatchSpec
 from lightning_sm.errors import BatchTooLargeError, WireError
+
+
+logger = logging.getLogger(__name__)
+
+# Enough of a batch to tell it from another one.
+_NUM_COMPARED = 1 << 16
 
 
 class StepPlan(Protocol):
@@ -208,7 +216,22 @@ class Intake:
         """
         arrival = self.arrivals.pop(request_id)
         self.ready[arrival.step] = arrival
+        if isinstance(self.plan, ShardSteps):
+            self._warn_of_twins(arrival, self.plan)
         self.largest = max(self.largest, arrival.num_bytes)
+
+    def _warn_of_twins(self, arrival: Arrival, plan: ShardSteps) -> None:
+        data = self.ring.slot(arrival.slot)[: min(arrival.num_bytes, _NUM_COMPARED)]
+        twins = plan.twin(arrival.step, hashlib.blake2b(data, key=arrival.header[:64]).digest())
+        if twins is not None:
+            logger.warning(
+                "Shards %d and %d of loader %d of %s begin with the same batch. Does the iterable dataset yield "
+                "everything in every shard? It must leave out what is not its part by "
+                "torch.utils.data.get_worker_info(), as with several workers of a DataLoader.",
+                *twins,
+                self.template.loader,
+                self.template.opening,
+            )
 
     def pass_over(self, request_id: int, end: int | None) -> None:
         """Take the answer that a step of a shard has no batch.
@@ -240,7 +263,8 @@ class Intake:
             self.taken += 1
         if isinstance(self.plan, ShardSteps):
             self.plan.forget(self.taken)
-        return self.taken
+        # Empty steps behind the end were passed over, too, and are none of the pass.
+        return self.taken if self.stop_step is None else min(self.taken, self.stop_step)
 
     def drop(self, request_id: int) -> None:
         """Forget a request; what still comes of it is not written anywhere.

@@ -6,7 +6,6 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,77 +17,21 @@ from lightning_sm.data.client import FeederClient
 from lightning_sm.data.decoding import decode
 from lightning_sm.data.messages import Message
 from lightning_sm.data.metrics import LoaderStats
+from lightning_sm.data.passes import LoaderPlace, Position, ShardPasses
 from lightning_sm.data.pinning import PinnedSlots
-from lightning_sm.data.plan import ShardPlan, num_steps
+from lightning_sm.data.plan import num_steps
 from lightning_sm.data.ring import Ring
 from lightning_sm.data.spec import LoaderFacts
-from lightning_sm.errors import DataServiceError
 
 logger = logging.getLogger(__name__)
 
 # Besides the window: a hedge or two under way, and what the training loop may keep: the batch it works on, the one
 # before until it is garbage, one that Lightning fetched ahead, and one on its way to a GPU.
 _HEDGE_SLOTS, _HELD_SLOTS = 4, 4
-# Keeps apart the passes over a loader and the rounds over its shards within one of them: both count in pass_index.
-_ROUND = 1 << 32
 
 
 class _SlotArray(np.ndarray):
     """Bytes of a slot. A subclass, so that views keep this very object alive and its end can be noticed."""
-
-
-@dataclass(frozen=True)
-class LoaderPlace:
-    """Where a loader belongs.
-
-    Attributes:
-        opening: The loaders that the data hosts opened together.
-        index: Position among them.
-        stage: "train", "val", "test" or "predict".
-        rank: This rank, as far as the data is split; 0 if every rank gets all of it.
-        world_size: Ranks over which the data is split.
-        seed: Base of all random states.
-        window_batches: Batches that may be under way or ready.
-        window_bytes: The same limit in bytes.
-        max_batch_bytes: Capacity of a slot.
-        timeout_s: Seconds to wait for a batch.
-        compression: How batches are compressed on their way; empty: not at all.
-        num_shards: Virtual shards into which an iterable dataset is cut.
-        batches_per_pass: Batches of an iterable dataset in a pass, if the user sets them.
-    """
-
-    opening: str
-    index: int
-    stage: str
-    rank: int
-    world_size: int
-    seed: int
-    window_batches: int
-    window_bytes: int
-    max_batch_bytes: int
-    timeout_s: float
-    compression: str = ""
-    num_shards: int = 1
-    batches_per_pass: int | None = None
-
-
-@dataclass
-class Position:
-    """Where a pass begins and ends, and in which order it goes.
-
-    Attributes:
-        epoch: Epoch of the training.
-        pass_index: Number of the pass within the epoch.
-        first_step: First batch of the pass.
-        stop_step: Batch after the last; None: all.
-        is_sequential: Whether shuffling is off for this pass (``overfit_batches``).
-    """
-
-    epoch: int = 0
-    pass_index: int = 0
-    first_step: int = 0
-    stop_step: int | None = None
-    is_sequential: bool = False
 
 
 class RemoteLoader:
@@ -117,13 +60,10 @@ class RemoteLoader:
         self._ring: tuple[Ring, int] | None = None
         self._held: set[int] = set()  # slots that a batch aliases; set operations are atomic, also for finalizers
         self._pinned: PinnedSlots | None = None
-        self._has_warned = self._has_warned_of_rounds = False
+        self._has_warned = False
         self._length: tuple[int, int] | None = None
         self.num_passes = 0
-        # Epoch, passes in it that ended, and their batches.
-        self._ended: tuple[int, int, int] = (-1, 0, 0)
-        if facts.order == "shards":
-            ShardPlan(place.num_shards, place.rank, place.world_size)  # refuses a number that does not divide
+        self._shards = ShardPasses(facts.name, place, self._counted) if facts.order == "shards" else None
         # Lightning looks at both, to warn of shuffled validation data and to announce epochs.
         self.sampler = _Shuffled(self) if facts.order == "shuffled" else _Sequential(self)
         self.batch_sampler = None
@@ -146,7 +86,7 @@ class RemoteLoader:
         facts = self.facts
         if facts.order == "batch_sampler" or (facts.order == "sampler" and facts.num_samples is None):
             return self._listed_length()
-        if facts.order == "shards" and (length := self._shard_length()) is not None:
+        if self._shards is not None and (length := self._shards.length) is not None:
             return length
         if facts.num_samples is None:
             raise TypeError(f"{facts.name} has no length; data_service.batches_per_epoch gives a training loader one.")
@@ -161,31 +101,8 @@ class RemoteLoader:
             self._length = self.epoch, self._client.length(facts, self.place.timeout_s)[0]
         return self._length[1]
 
-    def _shard_length(self) -> int | None:
-        """None: a single rank goes on until its shards have ended. Several must agree before."""
-        place = self.place
-        if place.batches_per_pass is not None or place.world_size == 1:
-            return place.batches_per_pass
-        if self._length is None:
-            log = logger.info if place.rank == 0 else logger.debug
-            log(
-                "Counting the batches of %s, as all ranks need equally many: a data host reads all of it once%s.",
-                self.facts.name,
-                "; data_service.batches_per_epoch avoids that" if place.stage == "train" else "",
-            )
-            facts = self._pass_facts(Position(epoch=max(self.epoch, 0)))
-            length, num_dropped = self._client.length(facts, place.timeout_s)
-            self._length = self.epoch, length
-            if num_dropped and place.rank == 0:
-                logger.warning(
-                    "%s: each of %d ranks takes %d batches per pass, and %d of %d batches are left out.",
-                    self.facts.name,
-                    place.world_size,
-                    length,
-                    num_dropped,
-                    length * place.world_size + num_dropped,
-                )
-        return self._length[1]
+    def _counted(self) -> tuple[int, int]:
+        return self._client.length(self._pass_facts(Position(epoch=max(self.epoch, 0))), self.place.timeout_s)
 
     def set_epoch(self, epoch: int) -> None:
         """Take the epoch of the next pass; Lightning calls it through ``sampler``.
@@ -233,54 +150,16 @@ class RemoteLoader:
         return _Pass(self)
 
     def _position(self) -> Position:
-        """Where the pass begins; of shards also where it ends, if it has a length."""
+        """Where the pass begins."""
         position = self._ask_position(self)
         self.num_passes += 1
-        if self.facts.order != "shards":
-            return position
-        epoch, num_passes, num_batches = self._ended
-        length, first, stop = self._shard_length(), position.first_step, position.stop_step
-        if length is not None:
-            return replace(position, stop_step=length if stop is None else min(stop, length))
-        if position.epoch != epoch or first < num_batches:
-            return position
-        # In a CombinedLoader that cycles; the Trainer counts all batches of the epoch.
-        stop = None if stop is None else stop - num_batches
-        return replace(position, pass_index=num_passes, first_step=first - num_batches, stop_step=stop)
+        return position if self._shards is None else self._shards.begin(position)
 
-    def _round_after(self, position: Position, num_batches: int | None) -> Position | None:
-        """Where the pass goes on when the shards of this rank have ended after so many batches; None if it is over."""
-        first, stop = position.first_step, position.stop_step
-        if self.facts.order != "shards" or num_batches is None:
+    def _after(self, position: Position, num_batches: int | None) -> Position | None:
+        """Where the pass goes on after an end; None if it is over."""
+        if self._shards is None or num_batches is None:
             return None
-        if self._shard_length() is None:
-            epoch, num_passes, before = self._ended
-            is_same = epoch == position.epoch
-            self._ended = position.epoch, 1 + is_same * num_passes, num_batches + is_same * before
-            return None
-        if stop is None or stop - num_batches <= max(0, first - num_batches):
-            return None
-        if not num_batches:
-            raise DataServiceError(
-                f"{self.facts.name}: the shards of rank {self.place.rank} have no batch at all, and {stop} are needed. "
-                f"Are there samples for each of the {self.place.num_shards} shards (data_service.virtual_shards)?"
-            )
-        if not self._has_warned_of_rounds:
-            self._has_warned_of_rounds = True
-            logger.warning(
-                "%s: the shards of rank %d ended after %d batches, and the pass has %d (data_service.batches_per_epoch, "
-                "or as they were counted): they begin anew within the pass.",
-                self.facts.name,
-                self.place.rank,
-                num_batches,
-                self._shard_length(),
-            )
-        return replace(
-            position,
-            pass_index=position.pass_index + _ROUND,
-            first_step=max(0, first - num_batches),
-            stop_step=stop - num_batches,
-        )
+        return self._shards.after(position, num_batches)
 
     def _begin(self, position: Position) -> tuple[int, int]:
         _, number = self._shared_ring()
@@ -348,15 +227,10 @@ class RemoteLoader:
         self._held.add(slot)
         if self._pinned is not None:
             self._pinned.lock(slot, array)
-        weakref.finalize(owner, self._give_back, number, slot).atexit = False
+        # No method: the loader would live as long as the batch, and the batch as long as what the loader refers to.
+        give_back = partial(self._client.release, number) if self._pinned is None else self._pinned.drop
+        weakref.finalize(owner, _give_back, self._held, give_back, slot).atexit = False
         return decode(header, owner)
-
-    def _give_back(self, ring: int, slot: int) -> None:
-        self._held.discard(slot)
-        if self._pinned is None:
-            self._client.release(ring, slot)
-        else:
-            self._pinned.drop(slot)
 
 
 class _Pass(Iterator[Any]):
@@ -402,7 +276,7 @@ class _Pass(Iterator[Any]):
             message = self._client.next(self._pass_id or 0, self._loader.place.timeout_s)
             if message.kind != "end":
                 return message
-            position = self._loader._round_after(self._at, message.facts["num_batches"])
+            position = self._loader._after(self._at, message.facts["num_batches"])
             if position is None:
                 return None
             self._finalizer()
@@ -420,6 +294,11 @@ class _Pass(Iterator[Any]):
         if loader.on_batch is not None:
             loader.on_batch(loader)
         self._returned = time.perf_counter()
+
+
+def _give_back(held: set[int], give_back: Callable[[int], None], slot: int) -> None:
+    held.discard(slot)
+    give_back(slot)
 
 
 def _close(client: FeederClient, pass_id: int) -> None:

@@ -15,7 +15,8 @@ from lightning_sm._lightning import CombinedLoader, LightningDataModule
 from lightning_sm.data.client import FeederClient
 from lightning_sm.data.compression import codec_of
 from lightning_sm.data.host import LOCAL_JOB, DataHost
-from lightning_sm.data.loader import LoaderPlace, Position, RemoteLoader
+from lightning_sm.data.loader import RemoteLoader
+from lightning_sm.data.passes import LoaderPlace, Position
 from lightning_sm.data.plan import default_num_shards
 from lightning_sm.data.progress import Progress, position_of
 from lightning_sm.data.report import Reporter

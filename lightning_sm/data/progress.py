@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_sm._lightning import Callback
-from lightning_sm.data.loader import Position, RemoteLoader
+from lightning_sm.data.loader import RemoteLoader
+from lightning_sm.data.passes import Position
 from lightning_sm.data.resume import LoaderPosition, SavedPosition
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ class Progress(Callback):
             pl_module: The model.
             checkpoint: What is saved.
         """
-        if not self._loaders:
+        # A Trainer may go on with another DataModule.
+        if not self._loaders or getattr(trainer.datamodule, "_progress", None) is not self:
             return
         fit_loop = trainer.fit_loop
         position = SavedPosition(

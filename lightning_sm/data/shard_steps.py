@@ -39,6 +39,8 @@ class ShardSteps:
         self._num_asked = self._num_empty = 0
         self._sizes: dict[int, int] = {}  # batches that a shard has at least
         self._unanswered: set[int] = set()
+        self._beginnings: dict[bytes, int] = {}
+        self._has_twins = False
         self._is_located = False
         self._ticket: int | None = None
         self._locate()
@@ -83,6 +85,20 @@ class ShardSteps:
             self._move_to(self._ticket)
         elif not self._unanswered:
             self._locate()
+
+    def twin(self, step: int, content: bytes) -> tuple[int, int] | None:
+        """Return two shards that begin with the same batch, the first time that there are such.
+
+        Args:
+            step: Number of a step that came.
+            content: A hash of its batch.
+        """
+        shard, offset, _ = self._get(step)
+        if offset or self._has_twins:
+            return None
+        other = self._beginnings.setdefault(content, shard)
+        self._has_twins = other != shard
+        return (other, shard) if self._has_twins else None
 
     @property
     def stop_step(self) -> int:

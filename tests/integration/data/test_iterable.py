@@ -3,13 +3,13 @@
 import contextlib
 import random
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lightning_sm.data.passes import Position
 from lightning_sm.errors import DataSettingsError, DataTimeoutError, RemoteTransformError
 from tests.integration.data.cluster import Host, remote, running
 from tests.integration.data.datasets import stream_hash
@@ -80,6 +80,7 @@ def expected_indices(rank=0, world_size=1, first=0):
 
 
 def indices(batches):
+    """What a stream holds."""
     return [batch["index"].tolist() for batch in batches]
 
 
@@ -108,14 +109,8 @@ def one_of(world_size, rank, hosts, **settings):
 def loader_at(module, first_step, stop_step=None):
     """A loader whose Trainer has resumed in the middle of an epoch."""
     loader = module.train_dataloader()
-    loader._ask_position = lambda _: SimpleNamespacePosition(first_step, stop_step)
+    loader._ask_position = lambda _: Position(0, 0, first_step, stop_step)
     return loader
-
-
-def SimpleNamespacePosition(first_step, stop_step):  # noqa: N802
-    from lightning_sm.data.loader import Position
-
-    return Position(0, 0, first_step, stop_step)
 
 
 def test_every_sample_comes_once_in_the_order_of_the_shards(whole):
@@ -198,7 +193,7 @@ def test_shards_that_have_more_are_cut(hosts, whole):
 
 def test_a_single_rank_has_no_length(hosts):
     """Counting would cost a pass over the data; the message names the setting."""
-    with remote(hosts) as module, pytest.raises(TypeError, match="data_service.batches_per_epoch"):
+    with remote(hosts) as module, pytest.raises(TypeError, match=r"data_service\.batches_per_epoch"):
         len(module.train_dataloader())
 
 
@@ -217,9 +212,13 @@ def test_errors_name_shard_and_batch():
     def broken():
         return DataLoader(Numbers(breaks_at=37), batch_size=BATCH_SIZE)
 
-    with running(Host("a", broken, 2), Host("b", broken, 2)) as hosts, remote(hosts) as module:
-        with pytest.raises(RemoteTransformError, match=r"(?s)batch 0 of shard 5 of 16.*ValueError: cannot read 37"):
-            list(module.train_dataloader())
+    match = r"(?s)batch 0 of shard 5 of 16.*ValueError: cannot read 37"
+    with (
+        running(Host("a", broken, 2), Host("b", broken, 2)) as hosts,
+        remote(hosts) as module,
+        pytest.raises(RemoteTransformError, match=match),
+    ):
+        list(module.train_dataloader())
 
 
 @pytest.mark.parametrize("victim", ["worker", "host", "network"])
@@ -262,6 +261,21 @@ def test_worker_init_fn_splits_a_dataset():
     assert sorted(seen) == list(range(96))
 
 
+def test_a_dataset_that_does_not_split_itself_is_told(capfd):
+    """Every shard has everything, as in the workers of a DataLoader; a warning says what to do."""
+
+    class Everything(IterableDataset):
+        def __iter__(self):
+            return iter(range(8))
+
+    def loader():
+        return DataLoader(Everything(), batch_size=4)
+
+    with running(Host("a", loader, 1)) as hosts, remote(hosts, virtual_shards=3) as module:
+        assert len(list(module.train_dataloader())) == 6
+    assert capfd.readouterr().err.count("Shards 0 and 1 of loader 0") == 1
+
+
 def test_a_dataset_without_end_cannot_be_counted():
     """Several ranks get an error after a while, which names the setting that makes counting needless."""
 
@@ -275,9 +289,11 @@ def test_a_dataset_without_end_cannot_be_counted():
         return DataLoader(Endless(), batch_size=2)
 
     with running(Host("a", loader, 1)) as hosts:
-        with one_of(2, 0, hosts, batch_timeout_s=2.0) as module:
-            with pytest.raises(DataTimeoutError, match="set data_service.batches_per_epoch"):
-                len(module.train_dataloader())
+        with (
+            one_of(2, 0, hosts, batch_timeout_s=2.0) as module,
+            pytest.raises(DataTimeoutError, match=r"set data_service\.batches_per_epoch"),
+        ):
+            len(module.train_dataloader())
         with one_of(2, 1, hosts, batches_per_epoch=9) as module:
             assert [batch.tolist() for batch in module.train_dataloader()] == [
                 [number] * 2 for number in [1, 3, 5, 7, 9, 11, 13, 15, 1]

@@ -118,7 +118,9 @@ def test_hyperparameters_are_logged(cluster):
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["deep", "pickle"]
+    "copied",
+    [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))],  # noqa: S301  # pickled right here
+    ids=["deep", "pickle"],
 )
 def test_copies_work(cluster, copied):
     """Also of a module that a Trainer holds, as strategies that spawn need it."""

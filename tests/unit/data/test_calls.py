@@ -100,5 +100,5 @@ def test_any_bytes_are_taken_or_refused(parse, data):
 
 def test_a_request_loses_what_was_not_asked_for():
     """Names that mean something between the processes of a data host do not get there from outside."""
-    request = {"opening": "o", "loader": 0, "seed": 1, "epoch": 2, "pass_index": 3}
+    request = {"opening": "o", "loader": 0, "seed": 1, "epoch": 2, "pass_index": 3, "num_shards": 0}
     assert calls.LIST.parse(encoded({**request, "fds": [0], "listing": "x", "kind": "kill"})) == request

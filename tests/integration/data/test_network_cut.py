@@ -1,0 +1,119 @@
+"""Trainer and data hosts with a network each, whose wires are cut and mended."""
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.integration.hosts import REPOSITORY, SCRIPTS
+
+_IP = shutil.which("ip")
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make network namespaces"),
+    pytest.mark.skipif(_IP is None, reason="needs ip (Debian package iproute2)"),
+]
+
+# A host that answers nothing is given up after two beats of a second each, half a second apart.
+LONGEST_GAP_S = 3.0
+# TCP tries again in growing steps.
+LONGEST_ADOPTION_S = 20.0
+
+
+def ip(*arguments):
+    """Configure the network."""
+    subprocess.run([_IP, *arguments], check=True, capture_output=True, timeout=30)
+
+
+class Network:
+    """Namespaces with an ``eth0`` each, joined by a bridge in another one.
+
+    Args:
+        size: How many.
+    """
+
+    def __init__(self, size):
+        self._prefix = f"lsm-{secrets.token_hex(3)}"
+        self._switch = f"{self._prefix}-switch"
+        self.addresses = [f"10.78.0.{number + 1}:7000" for number in range(size)]
+        self._made = []
+
+    def __enter__(self):
+        spaces = [self._space(number) for number in range(len(self.addresses))]
+        for space in (self._switch, *spaces):
+            ip("netns", "add", space)
+            self._made.append(space)
+            ip("-n", space, "link", "set", "lo", "up")
+        ip("-n", self._switch, "link", "add", "bridge0", "type", "bridge")
+        ip("-n", self._switch, "link", "set", "bridge0", "up")
+        for number, space in enumerate(spaces):
+            port = ("name", f"port{number}", "netns", self._switch)
+            ip("-n", space, "link", "add", "eth0", "type", "veth", "peer", *port)
+            ip("-n", space, "address", "add", f"10.78.0.{number + 1}/24", "dev", "eth0")
+            ip("-n", space, "link", "set", "eth0", "up")
+            ip("-n", self._switch, "link", "set", f"port{number}", "master", "bridge0", "up")
+        return self
+
+    def __exit__(self, *_):
+        for space in self._made:
+            ip("netns", "delete", space)
+
+    def _space(self, number):
+        return f"{self._prefix}-{number}"
+
+    def wire(self, number, state):
+        """Cut the wire of a namespace ("down"), without a word to either end of a connection, or mend it ("up")."""
+        ip("-n", self._switch, "link", "set", f"port{number}", state)
+
+    @contextlib.contextmanager
+    def process(self, number, *arguments):
+        """Run one end of the data service in a namespace."""
+        command = [_IP, "netns", "exec", self._space(number), sys.executable, str(SCRIPTS / "across_the_network.py")]
+        env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen([*command, *arguments], env=env, **pipes) as process:
+            try:
+                yield process
+            finally:
+                process.stdin.close()
+                process.wait(timeout=60)
+
+
+def test_a_cut_network_is_survived_and_healed():
+    """One of two hosts cut off: the epoch goes on, bit for bit; it is used again when mended; all cut: both named."""
+    with Network(3) as network, contextlib.ExitStack() as stack:
+        trainer_number, data_numbers = 0, (1, 2)
+        addresses = [network.addresses[number] for number in data_numbers]
+        hosts = [
+            stack.enter_context(network.process(number, "serve", network.addresses[number])) for number in data_numbers
+        ]
+        assert [host.stdout.readline() for host in hosts] == ["listening\n"] * 2
+        trainer = stack.enter_context(network.process(trainer_number, "train", *addresses))
+
+        def obey(wanted, state, *numbers):
+            assert trainer.stdout.readline() == f"{wanted}\n"
+            for number in numbers:
+                network.wire(number, state)
+            trainer.stdin.write("\n")
+            trainer.stdin.flush()
+
+        obey("cut one", "down", 2)
+        obey("heal", "up", 2)
+        assert trainer.stdout.readline() == "same True steps 200\n"
+        numbers = re.match(r"longest ([\d.]+) adopted in ([\d.]+) taken (\d+)", trainer.stdout.readline()).groups()
+        longest, adoption, taken = map(float, numbers)
+        assert longest < LONGEST_GAP_S
+        assert adoption < LONGEST_ADOPTION_S
+        assert taken > 0
+        obey("cut all", "down", 1, 2)
+        name, seconds, text = re.match(r"(\w+) after ([\d.]+): (.*)", trainer.stdout.readline()).groups()
+        assert name == "DataHostUnreachableError"
+        assert 6 <= float(seconds) < 12
+        assert all(address in text for address in addresses)

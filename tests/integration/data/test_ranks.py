@@ -1,0 +1,71 @@
+"""Two trainer ranks share each epoch exactly, and train on what one rank with twice the batch size would."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lightning_sm import DataHost
+from tests.integration.hosts import REPOSITORY, SCRIPTS
+from tests.integration.scripts.train_ranks import NUM_TEST, NUM_TRAIN, Data
+
+pytestmark = pytest.mark.processes
+
+STAGES = {"train 0": NUM_TRAIN, "train 1": NUM_TRAIN, "val 0": NUM_TEST, "val 1": NUM_TEST, "test 2": NUM_TEST}
+TIMEOUT_S = 90
+
+
+def run(command, folder, **variables):
+    """Run a command to its end; what each rank saw."""
+    folder.mkdir()
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "SEEN": str(folder), **variables}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, env=env)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
+
+
+def job(folder, trainers, data_hosts, batch_size):
+    """What the ranks of an emulated job saw."""
+    groups = ["--group", f"trainer={trainers}", "--group", f"data={data_hosts}"]
+    places = ["--base-dir", str(folder / "jobs"), "--env", f"PYTHONPATH={REPOSITORY}", "--env", "OMP_NUM_THREADS=1"]
+    folder.mkdir()
+    (folder / "hyperparameters.json").write_text(json.dumps({"data.batch_size": str(batch_size)}))
+    own = ["--env", f"SEEN={folder / 'seen'}", "--hyperparameters", str(folder / "hyperparameters.json")]
+    command = [sys.executable, "-m", "lightning_sm", "local", *groups, *places, *own, "--"]
+    return run([*command, str(SCRIPTS / "train_ranks.py")], folder / "seen")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one trainer on one data host saw, with twice the batch size."""
+    (seen,) = job(tmp_path_factory.mktemp("alone") / "job", 1, 1, 10)
+    return seen
+
+
+def assert_shared(ranks, alone):
+    """Each sample once over both ranks, as many steps on either, and the global batches of one rank."""
+    assert len(ranks) == 2
+    for stage, num_samples in STAGES.items():
+        steps = [rank[stage] for rank in ranks]
+        assert len(steps[0]) == len(steps[1]) == len(alone[stage])
+        seen = [index for rank in steps for batch in rank for index, _ in batch]
+        assert sorted(seen) == list(range(num_samples))
+        assert [first + second for first, second in zip(*steps, strict=True)] == alone[stage]
+
+
+def test_two_trainers_on_two_data_hosts(alone, tmp_path):
+    """In an emulated job: training, validation, and a test after it; exact tails, no padding, nothing dropped."""
+    assert_shared(job(tmp_path / "job", 2, 2, 5), alone)
+
+
+def test_a_data_host_that_is_killed_is_not_missed(alone, tmp_path):
+    """SIGKILL in the middle of the first epoch, and data that the user splits over the ranks: the same, bit for bit."""
+    deadly = tmp_path / "killed"
+    script = [sys.executable, str(SCRIPTS / "train_ranks.py")]
+    data = Data(deadly=deadly, is_split=True)
+    with DataHost(data, workers=1) as first, DataHost(data, workers=1) as second:
+        ranks = run(script, tmp_path / "seen", ADDRESSES=f"{first.address} {second.address}")
+    assert deadly.exists()
+    assert_shared(ranks, alone)

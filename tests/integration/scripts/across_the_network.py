@@ -1,0 +1,84 @@
+"""One end of the data service, obeying lines on stdin: ``serve ADDRESS``, or ``train ADDRESS ADDRESS``."""
+
+import sys
+import time
+
+from torch.utils.data import DataLoader
+
+from lightning_sm import DataHost, RemoteDataModule
+from lightning_sm.data.settings import DataServiceSettings
+from lightning_sm.errors import DataServiceError
+from tests.integration.data.datasets import Augmented, Data, reference, stream_hash
+
+NUM_SAMPLES, BATCH_SIZE, BATCH_TIMEOUT_S = 800, 4, 6.0
+CUT, HEAL, END = 20, 100, 200
+
+
+def serve(address):
+    with DataHost(Data(make), address, workers=1):
+        say("listening")
+        sys.stdin.read()
+
+
+def make():
+    return DataLoader(Augmented(NUM_SAMPLES), batch_size=BATCH_SIZE, shuffle=True)
+
+
+def train(addresses):
+    settings = DataServiceSettings(batch_timeout_s=BATCH_TIMEOUT_S, window_batches=8)
+    module = RemoteDataModule(Data(make), addresses, settings=settings)
+    module.setup("fit")
+    wait_for(module, "up")
+    loader, kept, longest, began = module.train_dataloader(), [], 0.0, time.monotonic()
+    for step, batch in enumerate(loader):
+        longest = max(longest, time.monotonic() - began)
+        kept.append({name: value.clone() if hasattr(value, "clone") else value for name, value in batch.items()})
+        if step == CUT:
+            ask("cut one")
+        elif step == HEAL:
+            wait_for(module, "suspect", "down")
+            ask("heal")
+            mended = time.monotonic()
+            wait_for(module, "up")
+            adoption = time.monotonic() - mended
+            before = last_host(module)["batches"]
+        began = time.monotonic()
+    wanted = stream_hash(reference(Augmented(NUM_SAMPLES), NUM_SAMPLES, BATCH_SIZE))
+    say(f"same {stream_hash(kept) == wanted} steps {len(kept)}")
+    say(f"longest {longest:.2f} adopted in {adoption:.2f} taken {last_host(module)['batches'] - before}")
+    loader.set_epoch(1)
+    batches = iter(loader)
+    next(batches)
+    ask("cut all")
+    began = time.monotonic()
+    try:
+        list(batches)
+    except DataServiceError as error:
+        say(f"{type(error).__name__} after {time.monotonic() - began:.1f}: {' '.join(str(error).split())}")
+    module.close()
+
+
+def last_host(module):
+    return module._state()["hosts"][-1]
+
+
+def wait_for(module, *states):
+    """Until the last host is in one of the states; each question to the feeder is answered at its own pace."""
+    while last_host(module)["state"] not in states:
+        pass
+
+
+def say(text):
+    print(text, flush=True)
+
+
+def ask(text):
+    say(text)
+    sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve(sys.argv[2])
+    else:
+        train(sys.argv[2:])
