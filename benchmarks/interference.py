@@ -2,7 +2,8 @@
 
 The loop works half in the interpreter and half in products of matrices, on one thread. Windows in which it takes
 batches (payload (a) of ``wire_baselines.py``, so many per second that it is 0.5 GB/s) take turns with windows in which
-it takes none, so that whatever else the machine does meets both. In the latter the ring is full, the feeder idle.
+it takes none, so that whatever else the machine does meets both. In the latter the ring is full, the feeder idle. The
+ratio per CPU second of the loop's thread leaves out the time in which other processes had its core.
 
     python benchmarks/interference.py --windows 20
 """
@@ -23,18 +24,22 @@ from wire_baselines import PAYLOADS
 SETTLE_S = 0.3  # the ring fills up, and the feeder comes to rest
 
 
-def loop(seconds: float, batches: Iterator[Any] | None, batches_per_s: float) -> tuple[float, int]:
-    """Work for a while, and take a batch whenever one is due; return steps per second and the batches taken."""
+def loop(seconds: float, batches: Iterator[Any] | None, batches_per_s: float) -> tuple[float, float, int]:
+    """Work for a while, and take a batch whenever one is due.
+
+    Returns:
+        Steps per second, steps per second of CPU time of this thread, and the batches taken.
+    """
     matrix = torch.rand(128, 128)
     steps = taken = 0
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.thread_time()
     while (elapsed := time.perf_counter() - start) < seconds:
         if batches is not None and taken < elapsed * batches_per_s:
             next(batches)
             taken += 1
         work_unit(matrix)
         steps += 1
-    return steps / elapsed, taken
+    return steps / elapsed, steps / (time.thread_time() - cpu), taken
 
 
 def windows(
@@ -43,14 +48,18 @@ def windows(
     """Alternate both kinds of windows in one process."""
     kind = PAYLOADS[payload]
     rates: dict[str, list[float]] = {"undisturbed": [], "receiving": [], "gb_per_s": []}
+    rates |= {"undisturbed_cpu": [], "receiving_cpu": []}
     with service([Ready(kind)], 2, host_cores, trainer_cores) as running:
         batches = iter(running.loader)
         loop(2 * SETTLE_S, batches, gb_per_s * 1e9 / kind.size_bytes)
         for _ in range(num_windows):
             loop(SETTLE_S, None, 0.0)
-            rates["undisturbed"].append(loop(seconds, None, 0.0)[0])
-            rate, taken = loop(seconds, batches, gb_per_s * 1e9 / kind.size_bytes)
+            rate, cpu_rate, _ = loop(seconds, None, 0.0)
+            rates["undisturbed"].append(rate)
+            rates["undisturbed_cpu"].append(cpu_rate)
+            rate, cpu_rate, taken = loop(seconds, batches, gb_per_s * 1e9 / kind.size_bytes)
             rates["receiving"].append(rate)
+            rates["receiving_cpu"].append(cpu_rate)
             rates["gb_per_s"].append(taken * kind.size_bytes / 1e9 / seconds)
         del batches
     return rates
@@ -77,8 +86,9 @@ def main() -> None:
         columns = [
             spread(rates[name], digits) for name, digits in (("undisturbed", 0), ("receiving", 0), ("gb_per_s", 2))
         ]
-        table.append([*columns, ratio(rates["receiving"], rates["undisturbed"], 3)])
-    headers = ["steps/s undisturbed", "steps/s receiving", "GB/s", "ratio"]
+        columns.append(ratio(rates["receiving"], rates["undisturbed"], 3))
+        table.append([*columns, ratio(rates["receiving_cpu"], rates["undisturbed_cpu"], 3)])
+    headers = ["steps/s undisturbed", "steps/s receiving", "GB/s", "ratio", "ratio per CPU second"]
     sys.stdout.write(machine() + tabulate(table, headers=headers, disable_numparse=True) + "\n")
 
 

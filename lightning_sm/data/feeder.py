@@ -372,15 +372,19 @@ class Feeder:
     # What is asked for
 
     def _ask(self) -> None:
+        fetches: dict[str, list[bytes]] = {}
         with self._lock:
             for request in self._scheduler.next_requests(time.monotonic()):
                 intake = self._intakes[request.pass_id]
                 self._requests[request.request_id] = request
                 if intake.begin(request.request_id, request.step):
-                    self._links[request.host].send(fetch(request.request_id, intake.spec(request.step)))
+                    message = fetch(request.request_id, intake.spec(request.step))
+                    fetches.setdefault(request.host, []).append(message)
                 else:  # only a hedge can find all slots taken
                     del self._requests[request.request_id]
                     self._scheduler.failed(request.request_id, time.monotonic(), retry=Retry.ELSEWHERE)
+            for host, messages in fetches.items():
+                self._links[host].send(b"".join(messages))
 
     def _cancel(self, requests: tuple[Request, ...], intake: Intake | None, *, tell: bool = True) -> None:
         for request in requests:

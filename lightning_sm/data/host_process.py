@@ -81,6 +81,7 @@ class HostProcess:
         self._openings: dict[str, list[ServedLoader]] = {}
         self._replies: dict[str, dict[str, Any]] = {}
         self._run: int | None = None
+        self._left_runs: set[int] = set()
         self._stage: str | None = None
         self._is_prepared = False
         self._num_forks = 0
@@ -227,6 +228,11 @@ class HostProcess:
         self._datamodule.trainer = TrainerFacts(request["trainer"])
         if request["run"] == self._run:
             return
+        if request["run"] in self._left_runs:
+            raise DataSettingsError(
+                "Another training has taken over this data host, which serves one at a time. Start data hosts of its "
+                "own for each training."
+            )
         if not self._is_prepared:
             logger.info("prepare_data()")
             self._datamodule.prepare_data()
@@ -244,6 +250,7 @@ class HostProcess:
             return
         self._openings.clear()
         self._replies.clear()
+        self._left_runs.add(self._run)
         self._run = None
         self._datamodule.teardown(self._stage)
 

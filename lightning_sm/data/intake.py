@@ -16,7 +16,6 @@ from lightning_sm.data.shard_steps import ShardSteps
 from lightning_sm.data.spec import CHUNK_BYTES, BatchSpec
 from lightning_sm.errors import BatchTooLargeError, WireError
 
-
 logger = logging.getLogger(__name__)
 
 # Enough of a batch to tell it from another one.
@@ -221,7 +220,7 @@ class Intake:
         self.largest = max(self.largest, arrival.num_bytes)
 
     def _warn_of_twins(self, arrival: Arrival, plan: ShardSteps) -> None:
-        data = self.ring.slot(arrival.slot)[: min(arrival.num_bytes, _NUM_COMPARED)]
+        data = self.ring.slot(arrival.slot)[: min(arrival.num_bytes, _NUM_COMPARED)].tobytes()
         twins = plan.twin(arrival.step, hashlib.blake2b(data, key=arrival.header[:64]).digest())
         if twins is not None:
             logger.warning(

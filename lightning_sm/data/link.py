@@ -164,6 +164,9 @@ class HostLink:
         self._break_stream()
         self._channel.close()
 
+    def _has_closed(self) -> bool:
+        return self._is_closed
+
     def _stay_in_touch(self) -> None:
         while not self._is_closed:
             began = time.monotonic()
@@ -174,6 +177,8 @@ class HostLink:
             except grpc.RpcError as error:
                 self._failed(error)
             except Exception as error:  # a thread must not die in silence: the training would wait for ever
+                if self._has_closed():  # gRPC refuses calls on a channel that was closed meanwhile
+                    return
                 if not isinstance(error, WireError):
                     logger.exception("Data host %s", self.name)
                 self._owner.link_refused(self, Problem("WireError", f"data host {self.name}: {error}"))

@@ -44,6 +44,9 @@ _NUM_LISTINGS = 32
 # The end of a traceback, which may show the repr of a dataset, says what happened.
 _MAX_TEXT = 1 << 20
 
+# Answers that are ready at the same time go in one message up to this size: a message costs more than a small batch.
+_TOGETHER_BYTES = 256 << 10
+
 # Time for trainers to be told that this host leaves; it is up when they have been.
 _GRACE_S = 1.0
 
@@ -111,7 +114,9 @@ class NetworkProcess:
             with self._changed:
                 if message.kind == "opened":
                     facts = dict(message.facts)
-                    self._opened[facts.pop("opening")] = facts
+                    opening = facts.pop("opening")
+                    self._forget_other_runs(opening)
+                    self._opened[opening] = facts
                 elif message.kind == "listed":
                     self._listed(message)
                 self._changed.notify_all()
@@ -126,6 +131,12 @@ class NetworkProcess:
         self._listings[message.facts["listing"]] = data
         while len(self._listings) > _NUM_LISTINGS:
             del self._listings[next(iter(self._listings))]
+
+    def _forget_other_runs(self, opening: str) -> None:
+        """Ask the main process again for loaders of a run that is over; it knows what became of them."""
+        run = opening.partition("/")[0]
+        self._opened = {name: facts for name, facts in self._opened.items() if name.partition("/")[0] == run}
+        self._asked = {name for name in self._asked if name in self._opened or name.partition("/")[0] == run}
 
     def _tell(self, kind: str, **facts: Any) -> None:
         try:
@@ -218,13 +229,22 @@ class NetworkProcess:
     def _beat(self, request: bytes, context: Any) -> bytes:
         facts = _facts(calls.BEAT, request, context)
         self._leases.beat(facts["client"], facts["world_size"], time.monotonic())
-        state = {"name": self._settings.name, "up_s": time.monotonic() - self._started, **self._pool.state()}
+        state = {
+            "name": self._settings.name,
+            "up_s": time.monotonic() - self._started,
+            **self._pool.state(),
+            # Those that are meant to be there: the first beat comes before any is forked, and decides on credits.
+            "workers": self._settings.workers,
+        }
         return json.dumps(state).encode()
 
     def _finish(self, request: bytes, context: Any) -> bytes:
         facts = _facts(calls.FINISH, request, context)
         self._leases.finish(facts["client"], facts["outcome"], time.monotonic())
         return b"{}"
+
+
+_NOTHING_YET: tuple[int, Produced | Failed] = (-1, Failed("", ""))
 
 
 class _Stream:
@@ -273,11 +293,25 @@ class _Stream:
 
     def messages(self) -> Iterator[bytes]:
         """Yield answers as they are finished; small ones together, large ones in pieces."""
+        waiting: list[bytes] = []
         try:
-            while (answer := self._answers.get()) is not None:
-                yield from self._message(*answer)
+            while (answer := self._next(wait=not waiting)) is not None:
+                for message in () if answer is _NOTHING_YET else self._message(*answer):
+                    waiting.append(message)
+                    if sum(map(len, waiting)) >= _TOGETHER_BYTES:
+                        yield b"".join(waiting)
+                        waiting.clear()
+                if waiting and answer is _NOTHING_YET:
+                    yield b"".join(waiting)
+                    waiting.clear()
         finally:
             self._drain()
+
+    def _next(self, *, wait: bool) -> tuple[int, Produced | Failed] | None:
+        try:
+            return self._answers.get(wait)
+        except queue.Empty:
+            return _NOTHING_YET
 
     def _message(self, request_id: int, answer: Produced | Failed) -> Iterator[bytes]:
         with self._lock:

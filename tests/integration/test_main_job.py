@@ -49,7 +49,7 @@ def _losses(base_dir, num_hosts, *groups, augment):
 
 
 def test_make_train_reaches_the_accuracy_and_leaves_one_model(tmp_path):
-    """Two trainers and two data hosts reach 0.95 validation accuracy, and the model is loadable with and without Lightning."""
+    """Two trainers and two data hosts reach 0.95 accuracy, and the model is loadable with and without Lightning."""
     output = _local(
         *("--group", "trainer=2", "--group", "data=2", "--base-dir", tmp_path, "--keep", "--"),
         *("app/train.py", "fit", "--config", "app/configs/digits.yaml"),

@@ -439,7 +439,7 @@ def test_steps_over_shards_are_those_of_the_shortest_rank(case):
 
 def test_steps_over_uneven_shards_are_refused():
     """Counts of shards that do not divide evenly over the ranks are an error."""
-    with pytest.raises(DataSettingsError, match="num_shards=3 .* does not divide evenly over world_size=2"):
+    with pytest.raises(DataSettingsError, match=r"num_shards=3 .* does not divide evenly over world_size=2"):
         shard_steps([1, 2, 3], 2)
 
 
