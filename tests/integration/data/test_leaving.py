@@ -8,8 +8,9 @@ import sys
 import psutil
 import pytest
 
-from lightning_sm import DataServiceSettings, RemoteDataModule, SageMakerJob, Topology
+from lightning_sm import DataHost, DataServiceSettings, RemoteDataModule, SageMakerJob, Topology
 from lightning_sm.data.in_job import remote
+from lightning_sm.errors import DataSettingsError
 from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.small_app import SmallData
 from tests.integration.hosts import REPOSITORY, free_port
@@ -166,3 +167,18 @@ def test_sigterm_ends_it(job, stage):
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
     module.close()
+
+
+def test_a_second_training_ends_the_first_with_an_error():
+    """A data host serves one training at a time; the one that was displaced says so at once, and does not hang."""
+    with DataHost(SmallData(), workers=1) as host:
+        first, second = (RemoteDataModule(SmallData(), [host.address]) for _ in range(2))
+        first.setup("fit")
+        batches = iter(first.train_dataloader())
+        next(batches)
+        second.setup("fit")
+        assert len(list(second.train_dataloader())) == 2
+        with pytest.raises(DataSettingsError, match="Another training has taken over this data host"):
+            list(first.train_dataloader())
+        first.close()
+        second.close()
