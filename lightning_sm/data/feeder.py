@@ -28,8 +28,9 @@ from lightning_sm.data.listings import Listing, Listings, lengths, listing_reque
 from lightning_sm.data.messages import Message, MessageSocket
 from lightning_sm.data.openings import Openings, Problem
 from lightning_sm.data.release import RELEASE, Released
+from lightning_sm.data.reports import RETRIES, explain, host_state, pass_state
 from lightning_sm.data.ring import Ring
-from lightning_sm.data.schedule import HostState, Request, Retry
+from lightning_sm.data.schedule import Request, Retry
 from lightning_sm.data.scheduler import Scheduler
 from lightning_sm.data.settings import Credentials
 from lightning_sm.data.shard_steps import ShardSteps
@@ -41,15 +42,6 @@ logger = logging.getLogger(__name__)
 
 # One batch more than its workers keeps a host busy while an answer travels.
 _EXTRA_CREDITS = 1
-
-_NUM_SHOWN_KEYS = 16
-
-_RETRIES = {
-    "RemoteTransformError": Retry.ONCE,
-    "WorkerLost": Retry.LIMITED,
-    "NotOpen": Retry.ELSEWHERE,
-    "ShardMoved": Retry.ELSEWHERE,
-}
 
 
 class Feeder:
@@ -323,19 +315,7 @@ class Feeder:
 
     def _deliver(self, intake: Intake) -> None:
         for arrival in intake.deliverable():
-            queue_s, produce_s = arrival.timings
-            self._tell(
-                "batch",
-                arrival.header,
-                pass_id=intake.pass_id,
-                ring=intake.ring_number,
-                step=arrival.step,
-                slot=arrival.slot,
-                num_bytes=arrival.num_bytes,
-                ready=len(intake.ready),
-                queue_s=queue_s,
-                produce_s=produce_s,
-            )
+            self._tell("batch", arrival.header, ready=len(intake.ready), **intake.facts(arrival))
         self._end_if_done(intake)
         self._ask()
 
@@ -348,7 +328,7 @@ class Feeder:
             self._pass_over(intake, request, facts)
             return
         host = self._links[request.host].name
-        retry = _RETRIES.get(facts["error"], Retry.NEVER)
+        retry = RETRIES.get(facts["error"], Retry.NEVER)
         reason = f"{facts['where']}\n{facts['text']}" if facts["where"] else facts["text"]
         verdict = self._scheduler.failed(request.request_id, time.monotonic(), retry=retry, reason=reason)
         self._requests.pop(request.request_id, None)
@@ -360,14 +340,7 @@ class Feeder:
             self._ask()
             return
         self._cancel(verdict.cancel, intake)
-        if facts["error"] == "WorkerLost":
-            text = (
-                f"Step {request.step} kills the workers of data hosts: {'; '.join(verdict.failures)}. Look for samples "
-                f"that crash native code or take too much memory; indices {_shortened(intake, request.step)}."
-            )
-        else:
-            text = f"The batch of step {request.step} failed on {verdict.failures[-1]}"
-        self._fail(intake.pass_id, facts["error"] if facts["error"] in _ERRORS else "DataServiceError", text)
+        self._fail(intake.pass_id, *explain(facts["error"], request.step, verdict, intake.keys(request.step)))
 
     # What is asked for
 
@@ -407,44 +380,11 @@ class Feeder:
     def _state(self) -> dict[str, Any]:
         with self._lock:
             snapshot = self._scheduler.snapshot()
-            now = time.monotonic()
-            known = {status.host: status for status in snapshot.hosts}
-        hosts = []
-        for address, link in self._links.items():
-            status = known.get(address)
-            hosts.append(
-                {
-                    "name": link.name,
-                    "state": HostState.DOWN.value if status is None else status.state.value,
-                    "why": link.why,
-                    "in_flight": status.num_in_flight if status else 0,
-                    "batches": status.num_completed if status else 0,
-                    "retries": status.num_retries if status else 0,
-                    "hedges": status.num_hedges if status else 0,
-                    "latency_s": status.latency_s if status else None,
-                    **{name: link.state.get(name) for name in ("workers", "busy", "queued", "busy_s", "up_s")},
-                }
-            )
-        passes = [
-            {
-                "pass_id": status.pass_id,
-                "waiting_for": status.waiting_for,
-                "asked": [{"host": r.host, "for_s": now - r.sent_at} for r in status.asked],
-                "ready": status.num_ready,
-                "in_flight": status.num_in_flight,
-            }
-            for status in snapshot.passes
-        ]
+        now = time.monotonic()
+        known = {status.host: status for status in snapshot.hosts}
+        hosts = [host_state(link, known.get(address)) for address, link in self._links.items()]
+        passes = [pass_state(status, now) for status in snapshot.passes]
         return {"hosts": hosts, "passes": passes, "duplicates": snapshot.num_duplicates}
-
-
-_ERRORS = ("DataSettingsError", "RemoteTransformError", "BatchTypeError", "BatchTooLargeError")
-
-
-def _shortened(intake: Intake, step: int) -> str:
-    keys = [] if intake.plan is None else intake.plan.batch(step).tolist()
-    more = len(keys) - _NUM_SHOWN_KEYS
-    return f"{keys[:_NUM_SHOWN_KEYS]}" + (f" and {more} more" if more > 0 else "")
 
 
 def main() -> None:

@@ -27,11 +27,10 @@ from lightning_sm.console import show_log_lines
 from lightning_sm.data.child import ending, run_and_leave, with_import_path
 from lightning_sm.data.messages import Message, MessageSocket
 from lightning_sm.data.ring import Ring
-from lightning_sm.data.served import ServedLoader, describe_structure
+from lightning_sm.data.served_module import ServedModule
 from lightning_sm.data.settings import Credentials, HostSettings
-from lightning_sm.data.trainer_facts import TrainerFacts
 from lightning_sm.data.worker import run_worker
-from lightning_sm.errors import DataServiceError, DataSettingsError
+from lightning_sm.errors import DataServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class HostProcess:
     """
 
     def __init__(self, datamodule: Any, settings: HostSettings, listening: Callable[[str], None]) -> None:
-        self._datamodule = datamodule
+        self._module = ServedModule(datamodule)
         self._settings = settings
         self._listening = listening
         self._selector = selectors.DefaultSelector()
@@ -77,13 +76,6 @@ class HostProcess:
         # By id: process id. By number: id of the newest, which is replaced when it dies.
         self._workers: dict[int, int] = {}
         self._newest: dict[int, int] = {}
-        self._changed: set[str] = set()
-        self._openings: dict[str, list[ServedLoader]] = {}
-        self._replies: dict[str, dict[str, Any]] = {}
-        self._run: int | None = None
-        self._left_runs: set[int] = set()
-        self._stage: str | None = None
-        self._is_prepared = False
         self._num_forks = 0
         self._network_starts = 0
         self._network: MessageSocket | None = None
@@ -148,7 +140,7 @@ class HostProcess:
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=with_import_path())
         self._watch(process.pid, "network process", lambda status: self._network_ended(process, status))
         self._network.send("serve", settings=asdict(self._settings))
-        for opening, reply in self._replies.items():
+        for opening, reply in self._module.replies.items():
             self._network.send("opened", opening=opening, **reply)
         self._selector.register(self._network, selectors.EVENT_READ, self._hear_network)
 
@@ -189,87 +181,21 @@ class HostProcess:
         self._start_network()
         self._fork_workers()
 
-    # The user's DataModule
-
     def _open(self, request: dict[str, Any]) -> None:
-        opening = request["opening"]
+        before = set(self._module.loaders)
         self._is_in_hook = True
         try:
-            reply = self._replies.get(opening) or self._opened(request)
-        except Exception as error:  # noqa: BLE001  # whatever the user's hooks raise belongs to the trainers
-            where = f"{request['loaders']}_dataloader()" if request["loaders"] else f"setup({request['stage']!r})"
-            if isinstance(error, DataSettingsError):
-                reply = {"error": "DataSettingsError", "text": str(error), "where": where}
-            else:
-                text = "".join(traceback.format_exception(error))
-                reply = {"error": "RemoteTransformError", "text": text, "where": where}
+            reply = self._module.open(request)
         finally:
             self._is_in_hook = False
-        self._send("opened", opening=opening, **reply)
-
-    def _opened(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._enter_run(request)
-        if not request["loaders"]:
-            return self._remember(request["opening"], {"attributes": self._attributes()})
-        hook = f"{request['loaders']}_dataloader"
-        logger.info("Opening %s()", hook)
-        structure, loaders = describe_structure(getattr(self._datamodule, hook)(), hook, request["loaders"])
-        self._openings[request["opening"]] = loaders
-        self._fork_workers()
-        facts = [loader.facts.to_json() for loader in loaders]
-        return self._remember(request["opening"], {"structure": structure, "loaders": facts})
-
-    def _remember(self, opening: str, reply: dict[str, Any]) -> dict[str, Any]:
-        self._replies[opening] = reply
-        return reply
-
-    def _enter_run(self, request: dict[str, Any]) -> None:
-        """Run the hooks of a new ``fit``, ``validate``, ``test`` or ``predict``; the trainers count them."""
-        self._datamodule.trainer = TrainerFacts(request["trainer"])
-        if request["run"] == self._run:
-            return
-        if request["run"] in self._left_runs:
-            raise DataSettingsError(
-                "Another training has taken over this data host, which serves one at a time. Start data hosts of its "
-                "own for each training."
-            )
-        if not self._is_prepared:
-            logger.info("prepare_data()")
-            self._datamodule.prepare_data()
-            self._is_prepared = True
-        self._leave_run()
-        logger.info("setup(%r)", request["stage"])
-        before = dict(vars(self._datamodule))
-        self._datamodule.setup(request["stage"])
-        # Of all runs: a later setup() may set what an earlier one has set already.
-        self._changed |= {name for name, value in vars(self._datamodule).items() if before.get(name) is not value}
-        self._run, self._stage = request["run"], request["stage"]
-
-    def _leave_run(self) -> None:
-        if self._run is None:
-            return
-        self._openings.clear()
-        self._replies.clear()
-        self._left_runs.add(self._run)
-        self._run = None
-        self._datamodule.teardown(self._stage)
-
-    def _attributes(self) -> dict[str, Any]:
-        """Plain values that ``setup`` left on the DataModule, such as the number of classes."""
-        attributes = {}
-        for name in sorted(self._changed):
-            value = getattr(self._datamodule, name)
-            try:
-                if json.loads(text := json.dumps(value)) == value and len(text) < 1 << 16:
-                    attributes[name] = value
-            except (TypeError, ValueError):
-                continue
-        return attributes
+        if set(self._module.loaders) != before:
+            self._fork_workers()
+        self._send("opened", opening=request["opening"], **reply)
 
     # Children
 
     def _fork_workers(self) -> None:
-        for number in range(self._settings.workers if self._openings else 0):
+        for number in range(self._settings.workers if self._module.loaders else 0):
             self._fork_worker(number)
 
     def _fork_worker(self, number: int) -> None:
@@ -281,10 +207,10 @@ class HostProcess:
 
             def serve() -> None:
                 ours.close()  # with its own copy of the other end, a worker would never see that end closed
-                run_worker(theirs, ring, self._openings, number, self._settings.workers)
+                run_worker(theirs, ring, self._module.loaders, number, self._settings.workers)
 
             pid = self._fork(serve)
-            facts = {"worker": worker_id, "number": number, "openings": list(self._openings)}
+            facts = {"worker": worker_id, "number": number, "openings": list(self._module.loaders)}
             sizes = {"num_slots": ring.num_slots, "slot_bytes": ring.slot_bytes}
             self._send("worker", fds=(ours.fileno(), ring.fd), **facts, **sizes, pid=pid)
         ring.close()
@@ -331,7 +257,7 @@ class HostProcess:
         def listing() -> None:
             with os.fdopen(os.dup(fd), "wb") as file:
                 try:
-                    loader = self._openings[request["opening"]][request["loader"]]
+                    loader = self._module.loaders[request["opening"]][request["loader"]]
                     names = ("seed", "epoch", "pass_index", "num_shards")
                     keys, offsets = loader.listing(*(request[name] for name in names))
                 except Exception:  # noqa: BLE001  # whatever the user's sampler raises belongs to the trainers
@@ -383,7 +309,7 @@ class HostProcess:
             os.close(child.pidfd)
         self._children.clear()
         self._selector.close()
-        self._leave_run()
+        self._module.leave()
 
 
 def _wait(pidfd: int, timeout_s: float) -> bool:

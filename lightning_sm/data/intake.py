@@ -134,6 +134,31 @@ class Intake:
         )
         return spec.encode()
 
+    def keys(self, step: int) -> list[int]:
+        """Return the keys of a step, for messages.
+
+        Args:
+            step: Number of the batch.
+        """
+        return [] if self.plan is None else self.plan.batch(step).tolist()
+
+    def facts(self, arrival: Arrival) -> dict[str, Any]:
+        """Return what the training process is told of a batch.
+
+        Args:
+            arrival: The batch.
+        """
+        queue_s, produce_s = arrival.timings
+        return {
+            "pass_id": self.pass_id,
+            "ring": self.ring_number,
+            "step": arrival.step,
+            "slot": arrival.slot,
+            "num_bytes": arrival.num_bytes,
+            "queue_s": queue_s,
+            "produce_s": produce_s,
+        }
+
     def begin(self, request_id: int, step: int) -> bool:
         """Reserve a slot for an answer.
 
