@@ -7,9 +7,10 @@
     tf.data service   a dispatcher and 3 worker processes, ShardingPolicy.DYNAMIC, that is each sample at most once. As
                       documented, and with a way round its lack of Python transforms (see rivals_tf.py).
 
-A sample is 3x32x32 uint8, made from its index; the transform is about 1 ms of NumPy in one thread; order does not count.
-Each run is a fresh process: an epoch for the times, and one with a SIGKILL to a worker after a quarter. A sample carries
-its index and the worker that made it, so that lost and repeated ones can be counted. Settings are the rivals' defaults.
+A sample is 3x32x32 uint8, made from its index; the transform is about 1 ms of NumPy in one thread. The order of samples
+does not count. Each run is a fresh process: an epoch for the times, and one with a SIGKILL to a worker after a quarter.
+A sample carries its index and the worker that made it, so that lost and repeated ones can be counted. Settings are the
+rivals' defaults.
 
 Ray and TensorFlow need environments of their own; what is not given is left out.
 
@@ -135,10 +136,10 @@ class Tally:
         counts = collections.Counter(self.indices)
         return {"lost": self.num_samples - len(counts), "repeated": len(self.indices) - len(counts)}
 
-    def longest_wait_s(self, since: float) -> float:
-        """Return the longest time between two batches after a time."""
-        times = [since, *(when for when, _ in self.arrivals if when > since)]
-        return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
+    def longest_wait_s(self, since: float, until: float) -> float:
+        """Return the longest time without a batch between two times."""
+        times = [since, *(when for when, _ in self.arrivals if when > since), until]
+        return max(after - before for before, after in itertools.pairwise(times))
 
 
 class Report:
@@ -186,8 +187,9 @@ def _watch_stdin(report: Report, closed: threading.Event) -> None:
 
 
 def _text(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1] if lines else ''}"
+    details = getattr(error, "details", None)  # of gRPC
+    text = details() if callable(details) else str(error)
+    return f"{type(error).__name__}: {text.strip()}"
 
 
 def _measure(epoch: Epoch, job: dict[str, Any], report: Report) -> None:
@@ -206,8 +208,9 @@ def _kill_one(epoch: Epoch, job: dict[str, Any], report: Report) -> None:
     tally, killed = Tally(job["num_samples"]), 0.0
 
     def result(outcome: str) -> dict[str, Any]:
-        after_s = time.monotonic() - killed
-        return {"outcome": outcome, "after_s": after_s, "wait_s": tally.longest_wait_s(killed), **tally.faults()}
+        now = time.monotonic()
+        wait_s = tally.longest_wait_s(killed, now)
+        return {"outcome": outcome, "after_s": now - killed, "wait_s": wait_s, **tally.faults()}
 
     deadline = threading.Timer(KILL_TIMEOUT_S, lambda: report.write(**result("hangs")))
     deadline.daemon = True
@@ -230,7 +233,11 @@ def run(name: str, python: str, num_samples: int) -> dict[str, Any]:
     import psutil
 
     ours, theirs = os.pipe()
-    with tempfile.TemporaryDirectory(prefix="rivals") as folder, tempfile.TemporaryFile("w+") as log, open(ours) as pipe:
+    with (
+        tempfile.TemporaryDirectory(prefix="rivals") as folder,
+        tempfile.TemporaryFile("w+") as log,
+        open(ours) as pipe,
+    ):
         job = {"rival": name, "num_samples": num_samples, "descriptor": theirs, "launched": time.monotonic()}
         process = subprocess.Popen(
             [python, str(Path(__file__).resolve()), "--child", json.dumps(job)],
@@ -324,7 +331,8 @@ def _each(runs: list[dict[str, Any]], key: str, digits: int = 0) -> str:
 
 
 def _short(outcome: str, length: int = 60) -> str:
-    return outcome if len(outcome) <= length else outcome[: length - 3] + "..."
+    line = outcome.splitlines()[0]
+    return line if len(line) <= length else line[: length - 3] + "..."
 
 
 def main() -> None:

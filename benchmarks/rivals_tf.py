@@ -1,9 +1,9 @@
 """tf.data service for rivals.py, in an environment with tensorflow-cpu.
 
-The dispatcher runs in the consuming process. Workers get a graph, in which a Python function is only a number in a table
-of the process that made it: the service documents that it has no ``py_function``, and ``stock`` shows what comes of it.
-``registered`` goes round it: each worker makes the same graph first, so that its own table has the function at the same
-number. Nothing documents that this works.
+The dispatcher runs in the consuming process. A worker gets a graph, in which a Python function is only a number in a
+table of the process that made the graph; ``stock`` shows what comes of it. ``registered`` goes round it: each worker
+makes the same graph first, so that its own table has the function at the same number. Nothing documents that this
+works. An element of the source is a whole batch: the dispatcher is asked for every element.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from rivals import BATCH_SIZE, NUM_WORKERS, SHAPE, Batch, Epoch, children, end_w
 _service = tf.data.experimental.service
 
 
-def _make(index: int) -> tuple[np.ndarray, np.int64]:
-    sample, pid = made(int(index))
-    return sample, np.int64(pid)
+def _make(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    samples, pids = zip(*(made(int(index)) for index in indices), strict=True)
+    return np.array(pids, np.int64), np.stack(samples)
 
 
 def pipeline(num_samples: int) -> Any:
     """Return the dataset that the workers run."""
 
-    def one(index: Any) -> Any:
-        sample, pid = tf.numpy_function(_make, [index], [tf.float32, tf.int64])
-        return index, tf.ensure_shape(pid, ()), tf.ensure_shape(sample, SHAPE)
+    def batch(first: Any) -> Any:
+        indices = tf.range(first, tf.minimum(first + BATCH_SIZE, num_samples))
+        pids, samples = tf.numpy_function(_make, [indices], [tf.int64, tf.float32])
+        return indices, tf.ensure_shape(pids, (None,)), tf.ensure_shape(samples, (None, *SHAPE))
 
-    return tf.data.Dataset.range(num_samples).map(one).batch(BATCH_SIZE)
+    return tf.data.Dataset.range(0, num_samples, BATCH_SIZE).map(batch)
 
 
 @contextlib.contextmanager

@@ -315,7 +315,3 @@ class Intake:
         if not self.largest:
             return self.window_batches
         return max(2, min(self.window_batches, self.window_bytes // self.largest))
-
-    def facts(self) -> dict[str, Any]:
-        """Return numbers for messages."""
-        return {"ready": len(self.ready), "under_way": len(self.arrivals)}
