@@ -50,7 +50,7 @@ NUM_FILTERS = 9  # so that the transform takes about 1 ms
 STEADY_FROM, STEADY_TO = 0.15, 0.85  # the part of the batches of an epoch that counts for samples/s
 KILL_AT = 0.25  # of an epoch
 KILL_TIMEOUT_S = 30.0  # an epoch that does not end by then counts as hanging
-RUN_TIMEOUT_S = 150.0
+RUN_TIMEOUT_S = 150.0  # without that
 STOP_TIMEOUT_S = 20.0
 
 # The indices of a batch, the workers that made its samples, and the samples.
@@ -212,7 +212,7 @@ def _kill_one(epoch: Epoch, job: dict[str, Any], report: Report) -> None:
         wait_s = tally.longest_wait_s(killed, now)
         return {"outcome": outcome, "after_s": now - killed, "wait_s": wait_s, **tally.faults()}
 
-    deadline = threading.Timer(KILL_TIMEOUT_S, lambda: report.write(**result("hangs")))
+    deadline = threading.Timer(job["kill_timeout_s"], lambda: report.write(**result("hangs")))
     deadline.daemon = True
     try:
         for batch in epoch():
@@ -228,7 +228,7 @@ def _kill_one(epoch: Epoch, job: dict[str, Any], report: Report) -> None:
     report.write(**result(outcome))
 
 
-def run(name: str, python: str, num_samples: int) -> dict[str, Any]:
+def run(name: str, python: str, num_samples: int, kill_timeout_s: float) -> dict[str, Any]:
     """Measure a rival in a fresh process, and leave no process of it."""
     import psutil
 
@@ -238,19 +238,20 @@ def run(name: str, python: str, num_samples: int) -> dict[str, Any]:
         tempfile.TemporaryFile("w+") as log,
         open(ours) as pipe,
     ):
-        job = {"rival": name, "num_samples": num_samples, "descriptor": theirs, "launched": time.monotonic()}
+        job = {"rival": name, "num_samples": num_samples, "kill_timeout_s": kill_timeout_s, "descriptor": theirs}
+        job["launched"] = time.monotonic()
         process = subprocess.Popen(
             [python, str(Path(__file__).resolve()), "--child", json.dumps(job)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             pass_fds=[theirs],
-            env={**os.environ, "TMPDIR": folder, "RAY_TMPDIR": folder, **_ONE_THREAD},
+            env={**os.environ, "TMPDIR": folder, "RAY_TMPDIR": folder, **_ONE_THREAD, **_NO_TELEMETRY},
         )
         os.close(theirs)
         tree: list[psutil.Process] = []
         try:
-            line = pipe.readline() if select.select([ours], [], [], RUN_TIMEOUT_S)[0] else ""
+            line = pipe.readline() if select.select([ours], [], [], RUN_TIMEOUT_S + kill_timeout_s)[0] else ""
             with contextlib.suppress(psutil.NoSuchProcess):
                 tree = psutil.Process(process.pid).children(recursive=True)
             if line and json.loads(line)["outcome"] != "hangs":
@@ -269,6 +270,7 @@ def run(name: str, python: str, num_samples: int) -> dict[str, Any]:
 
 # Three workers use three cores: no library may start threads for the arithmetic.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+_NO_TELEMETRY = {"RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:
@@ -322,17 +324,12 @@ def rows(results: dict[str, list[dict[str, Any]]]) -> Iterator[list[str]]:
             ),
             *(_each(runs, key) for key in ("lost", "repeated")),
             *(_each(runs, key, 2) for key in ("wait_s", "after_s")),
-            "; ".join(sorted({_short(result["outcome"]) for result in runs})),
+            ", ".join(sorted({result["outcome"].partition(":")[0] for result in runs})),
         ]
 
 
 def _each(runs: list[dict[str, Any]], key: str, digits: int = 0) -> str:
     return ", ".join(f"{result[key]:.{digits}f}" if key in result else "-" for result in runs)
-
-
-def _short(outcome: str, length: int = 60) -> str:
-    line = outcome.splitlines()[0]
-    return line if len(line) <= length else line[: length - 3] + "..."
 
 
 def main() -> None:
@@ -343,6 +340,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often all rivals are run, one after another")
     parser.add_argument("--samples", type=int, default=12_000, help="samples per epoch")
     parser.add_argument("--only", nargs="+", choices=RIVALS, default=list(RIVALS), help="rivals")
+    parser.add_argument("--kill-timeout", type=float, default=KILL_TIMEOUT_S, help="after so many seconds it hangs")
     parser.add_argument("--ray-python", help="interpreter of an environment with ray[data]")
     parser.add_argument("--tf-python", help="interpreter of an environment with tensorflow-cpu")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
@@ -362,7 +360,7 @@ def _compare(rivals: dict[str, Rival], args: argparse.Namespace) -> None:
     for name, rival in rivals.items():
         python = getattr(args, rival.interpreter) if rival.interpreter else sys.executable
         if python:
-            variants[name] = lambda name=name, python=python: run(name, python, args.samples)
+            variants[name] = lambda name=name, python=python: run(name, python, args.samples, args.kill_timeout)
         else:
             sys.stderr.write(f"left out: {name}, as --{rival.interpreter.replace('_', '-')} is not given\n")
     began = time.perf_counter()

@@ -74,7 +74,9 @@ def _data_hosts(num_samples: int, workers: list[int]) -> Iterator[Epoch]:
     warnings.simplefilter("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     with contextlib.ExitStack() as stack:
-        hosts = [stack.enter_context(DataHost(SamplesData(), workers=count)) for count in workers]
+        starters = stack.enter_context(ThreadPoolExecutor(len(workers)))  # at a time, as in a cluster
+        hosts = [DataHost(SamplesData(), workers=count) for count in workers]
+        hosts = list(starters.map(stack.enter_context, hosts))
         remote = RemoteDataModule(SamplesData(), [host.address for host in hosts], seed=0)
         remote.setup("fit")
         try:
