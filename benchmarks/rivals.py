@@ -104,7 +104,7 @@ def transformed(sample: np.ndarray) -> np.ndarray:
     for width in range(1, NUM_FILTERS + 1):
         kernel = np.exp(-(rows**2 + columns**2) / width)
         values = np.fft.irfft2(np.fft.rfft2(values) * np.fft.rfft2(kernel / kernel.sum()), SHAPE[1:])
-    return ((values - values.mean()) / values.std()).astype(np.float32)
+    return np.asarray((values - values.mean()) / values.std(), np.float32)
 
 
 def made(index: int) -> tuple[np.ndarray, int]:

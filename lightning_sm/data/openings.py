@@ -65,7 +65,8 @@ class Openings:
             What is wrong, if anything is.
         """
         replies = self._replies.setdefault(opening, {})
-        if "error" in reply and opening in self._answered:
+        is_of_the_host = reply.get("error") == "RemoteTransformError"  # a full disk, perhaps
+        if is_of_the_host and opening in self._answered:
             return None  # it is left out, and the others go on
         replies[host] = reply
         self._first.setdefault(opening, now)
