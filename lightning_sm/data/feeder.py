@@ -58,12 +58,7 @@ class Feeder:
         self._releases = releases
         self._num_ranks = int(settings["client"]["world_size"])
         self._lock = threading.RLock()
-        hedge_factor = settings["hedge_factor"]
-        self._scheduler = Scheduler(
-            hedge_factor=hedge_factor or 3.0,
-            hedge_budget=0.05 if hedge_factor else 0.0,
-            hedge_burst=4 if hedge_factor else 0,
-        )
+        self._scheduler = Scheduler(hedge_factor=settings["hedge_factor"])
         self._rings: dict[int, tuple[Ring, list[int]]] = {}
         self._intakes: dict[int, Intake] = {}
         self._requests: dict[int, Request] = {}

@@ -51,7 +51,7 @@ class Scheduler:
     an event it calls ``next_requests`` again at ``next_wakeup``. A cancelled request frees its credit at once.
 
     Args:
-        hedge_factor: A request is late after this many times the median latency.
+        hedge_factor: A request is late after this many times the median latency; 0: never.
         hedge_budget: Hedges allowed, as a fraction of the answers so far.
         hedge_minimum_s: No request is late before.
         hedge_burst: Hedges allowed beyond that fraction, besides as many as the largest host has credits.
@@ -341,7 +341,7 @@ class Scheduler:
 
         They are never used up for the step for which a consumer waits: a worker that is frozen would hold it for ever.
         """
-        if len(self._recent) < _NUM_SAMPLES_TO_HEDGE or not self._hedge_budget:
+        if len(self._recent) < _NUM_SAMPLES_TO_HEDGE or not self._hedge_budget * self._hedge_factor:
             return math.inf
         if self._num_hedges + 1 > self._burst + self._hedge_budget * self._num_completed:
             return max(_STUCK_MINIMUM_S, _STUCK_FACTOR * self._median_s) if is_urgent else math.inf
