@@ -2,7 +2,9 @@
 
     DataLoader        torch's own, with 3 workers.
     lightning_sm      one data host with 3 workers, or two with 2 and 1.
-    seed              a server with such a DataLoader; it streams protobuf batches over gRPC as in the AWS sample.
+    seed              a server with such a DataLoader; it streams protobuf batches over gRPC as in the AWS sample. It
+                      forks workers from a process that runs gRPC, which often kills them (grpc issue 32992); hence
+                      once more with the start method forkserver.
     Ray Data          range, map, streaming_split(1, equal=True), with 3 CPUs.
     tf.data service   a dispatcher and 3 worker processes, ShardingPolicy.DYNAMIC, that is each sample at most once. As
                       documented, and with a way round its lack of Python transforms (see rivals_tf.py).
@@ -38,6 +40,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
@@ -86,6 +89,7 @@ RIVALS = {
         "", "rivals_torch:two_hosts", ("lightning_sm.data.module",), ("pytorch-lightning", "grpcio")
     ),
     "seed": Rival("", "rivals_torch:seed", ("torch", "grpc", "google.protobuf"), ("torch", "grpcio", "protobuf")),
+    "seed, forkserver": Rival("", "rivals_torch:seed_forkserver", ("torch", "grpc", "google.protobuf"), ("protobuf",)),
     "Ray Data": Rival("ray_python", "rivals_ray:ray_data", ("ray.data",), ("ray", "pyarrow")),
     "tf.data service": Rival("tf_python", "rivals_tf:stock", ("tensorflow",), ("tensorflow-cpu",)),
     "tf.data service, way round": Rival("tf_python", "rivals_tf:registered", ("tensorflow",), ("tensorflow-cpu",)),
@@ -208,6 +212,8 @@ def _kill_one(epoch: Epoch, job: dict[str, Any], report: Report) -> None:
     tally, killed = Tally(job["num_samples"]), 0.0
 
     def result(outcome: str) -> dict[str, Any]:
+        if not killed:
+            return {"outcome": f"before the kill {outcome}"}
         now = time.monotonic()
         wait_s = tally.longest_wait_s(killed, now)
         return {"outcome": outcome, "after_s": now - killed, "wait_s": wait_s, **tally.faults()}
@@ -308,24 +314,26 @@ def end_with_parent() -> None:
 
 def rows(results: dict[str, list[dict[str, Any]]]) -> Iterator[list[str]]:
     """Yield the rows of the table: medians and spreads, and what the kills led to."""
-    from data_service import spread
-
     for name, runs in results.items():
+        measured = [result for result in runs if "rate" in result]
         yield [
             name,
-            *(
-                spread([part(result) for result in runs], digits) if all("rate" in result for result in runs) else "-"
-                for part, digits in (
-                    (lambda result: result["first_s"], 2),
-                    (lambda result: result["first_s"] - result["import_s"], 2),
-                    (lambda result: result["first_s"] - result["service_s"], 2),
-                    (lambda result: result["rate"], 0),
-                )
-            ),
+            f"{len(measured)} of {len(runs)}",
+            *(_spread([result["first_s"] - result.get(since, 0.0) for result in measured]) for since in _SINCE),
+            _spread([result["rate"] for result in measured], 0),
             *(_each(runs, key) for key in ("lost", "repeated")),
             *(_each(runs, key, 2) for key in ("wait_s", "after_s")),
             ", ".join(sorted({result["outcome"].partition(":")[0] for result in runs})),
         ]
+
+
+_SINCE = ("launch", "import_s", "service_s")  # the first is zero
+
+
+def _spread(values: list[float], digits: int = 2) -> str:
+    from data_service import spread
+
+    return spread(values, digits) if values else "-"
 
 
 def _each(runs: list[dict[str, Any]], key: str, digits: int = 0) -> str:
@@ -349,6 +357,7 @@ def main() -> None:
         # By its own name, not as __main__: other processes import what is pickled by reference from there.
         importlib.import_module("rivals").run_child(args.child)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without stopping what runs
     _compare({name: RIVALS[name] for name in args.only}, args)
 
 
@@ -360,7 +369,7 @@ def _compare(rivals: dict[str, Rival], args: argparse.Namespace) -> None:
     for name, rival in rivals.items():
         python = getattr(args, rival.interpreter) if rival.interpreter else sys.executable
         if python:
-            variants[name] = lambda name=name, python=python: run(name, python, args.samples, args.kill_timeout)
+            variants[name] = partial(run, name, python, args.samples, args.kill_timeout)
         else:
             sys.stderr.write(f"left out: {name}, as --{rival.interpreter.replace('_', '-')} is not given\n")
     began = time.perf_counter()
@@ -374,7 +383,7 @@ def _compare(rivals: dict[str, Rival], args: argparse.Namespace) -> None:
                 sys.stderr.write(f"{name}, undisturbed epoch: {result['undisturbed']}\n")
             if result["outcome"] != "goes on":
                 sys.stderr.write(f"{name}: {result['outcome']}\n")
-    headers = ["rival", "first batch s", "after imports", "after servers' start", "samples/s"]
+    headers = ["rival", "whole epochs", "first batch s", "after imports", "after servers' start", "samples/s"]
     headers += ["lost", "repeated", "longest wait s", "end after s", "outcome"]
     versions = sorted({text for runs in results.values() for result in runs for text in result.get("versions", [])})
     facts = f"{len(os.sched_getaffinity(0))} cores, Linux {platform.release()}, Python {platform.python_version()}"

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -40,9 +41,11 @@ def arrays(batches: Iterable[list[torch.Tensor]]) -> Iterator[Batch]:
 
 
 @contextlib.contextmanager
-def local(num_samples: int) -> Iterator[Epoch]:
-    """Run a DataLoader in this process."""
-    loader = DataLoader(Samples(num_samples), batch_size=BATCH_SIZE, num_workers=NUM_WORKERS)
+def local(num_samples: int, method: str = "fork") -> Iterator[Epoch]:
+    """Run a DataLoader in this process; ``method`` is how its workers are started."""
+    loader = DataLoader(
+        Samples(num_samples), batch_size=BATCH_SIZE, num_workers=NUM_WORKERS, multiprocessing_context=method
+    )
     yield lambda: arrays(loader)
 
 
@@ -87,14 +90,14 @@ def _data_hosts(num_samples: int, workers: list[int]) -> Iterator[Epoch]:
 
 
 @contextlib.contextmanager
-def seed(num_samples: int) -> Iterator[Epoch]:
+def seed(num_samples: int, method: str = "fork") -> Iterator[Epoch]:
     """Run a server that streams the batches of a DataLoader, and receive them as the AWS sample does."""
     import grpc
     from wire_baselines import LOOPBACK, METHOD, SERVICE, example_class
 
     options = [("grpc.max_receive_message_length", 200 * 1024 * 1024)]
     with contextlib.ExitStack() as stack:
-        [port] = stack.enter_context(children([[sys.executable, __file__, str(num_samples)]]))
+        [port] = stack.enter_context(children([[sys.executable, __file__, str(num_samples), method]]))
         channel = stack.enter_context(grpc.insecure_channel(f"{LOOPBACK}:{port}", options=options))
         feed = channel.unary_stream(f"/{SERVICE}/{METHOD}", response_deserializer=example_class().FromString)
 
@@ -107,7 +110,12 @@ def seed(num_samples: int) -> Iterator[Epoch]:
         yield epoch
 
 
-def serve_seed(num_samples: int) -> None:
+def seed_forkserver(num_samples: int) -> AbstractContextManager[Epoch]:
+    """Run such a server that does not fork."""
+    return seed(num_samples, "forkserver")
+
+
+def serve_seed(num_samples: int, method: str) -> None:
     """Stream an epoch to each caller."""
     import grpc
     from wire_baselines import LOOPBACK, METHOD, SERVICE, example_class
@@ -116,7 +124,7 @@ def serve_seed(num_samples: int) -> None:
     example = example_class()
 
     def get_examples(_request: bytes, _context: Any) -> Iterator[Any]:
-        with local(num_samples) as epoch:
+        with local(num_samples, method) as epoch:
             for indices, pids, samples in epoch():
                 yield example(image=samples.tobytes(), label=np.stack([indices, pids]).tobytes())
 
@@ -130,4 +138,4 @@ def serve_seed(num_samples: int) -> None:
 
 
 if __name__ == "__main__":
-    serve_seed(int(sys.argv[1]))
+    serve_seed(int(sys.argv[1]), sys.argv[2])
