@@ -46,8 +46,10 @@ def _no_leftovers() -> Iterator[None]:
     # Those of fixtures that live longer than a test, and what they start meanwhile.
     before = psutil.Process().children()
     yield
+    running = _descendants(psutil.Process())
+    # Looked up last: a data host of a fixture may replace a worker meanwhile.
     known = {*before, *(child for process in before if process.is_running() for child in _descendants(process))}
-    processes = [process for process in _descendants(psutil.Process()) if process not in known]
+    processes = [process for process in running if process not in known]
     _, alive = psutil.wait_procs(processes, timeout=5)
     commands = [" ".join(process.cmdline()) for process in alive if process.is_running()]
     for process in alive:

@@ -115,15 +115,16 @@ def test_a_forked_child_frees_nothing(hosts):
             assert (batch == index).all()
 
 
-def settled(module, loader):
-    """Take a few batches, wait until nothing is under way any more; return the stream and the batches ahead."""
+def settled(module, loader, window):
+    """Take a few batches, wait until the window is full and nothing is under way; return stream and batches ahead."""
     stream = iter(loader)
     for _ in range(10):
         next(stream)
     deadline, pause = time.monotonic() + 10.0, threading.Event()
     while True:
         (known,) = module._feeder.state()["passes"]
-        if not known["in_flight"]:
+        # Right after a batch was taken, the next is not asked for yet.
+        if not known["in_flight"] and known["ready"] >= window:
             return stream, known["ready"]
         assert time.monotonic() < deadline
         pause.wait(0.02)
@@ -150,7 +151,7 @@ def ring_bytes(module):
 def test_a_slow_consumer_is_not_flooded(hosts, settings, window):
     """However fast the hosts are, the window bounds the batches ahead, in number and in bytes, and so the memory."""
     with remote(hosts, **settings) as module:
-        stream, num_ready = settled(module, module.train_dataloader()["large"])
+        stream, num_ready = settled(module, module.train_dataloader()["large"], window)
         taken = ring_bytes(module)
         assert num_ready == window
         assert len(list(stream)) == NUM_LARGE - 10
