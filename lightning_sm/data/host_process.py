@@ -28,7 +28,7 @@ from lightning_sm.data.child import ending, run_and_leave, with_import_path
 from lightning_sm.data.messages import Message, MessageSocket
 from lightning_sm.data.ring import Ring
 from lightning_sm.data.served_module import ServedModule
-from lightning_sm.data.settings import Credentials, HostSettings
+from lightning_sm.data.settings import HostSettings
 from lightning_sm.data.worker import run_worker
 from lightning_sm.errors import DataServiceError
 
@@ -325,13 +325,11 @@ def main() -> None:
     message = owner.receive()
     if message is None:
         return
-    settings = message.facts["settings"]
-    credentials = Credentials(**settings.pop("credentials"))
     try:
         datamodule = cloudpickle.loads(message.payload)
         host = HostProcess(
             datamodule,
-            HostSettings(**settings, credentials=credentials),
+            HostSettings.from_json(message.facts["settings"]),
             lambda address: owner.send("listening", address=address),
         )
         host.serve(until=owner)

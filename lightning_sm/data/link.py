@@ -82,7 +82,7 @@ class HostLink:
         # Held while the owner is told that the host comes or goes, so that it hears of both in this order.
         self._turning = threading.RLock()
         self._nudge = threading.Event()
-        self._is_closed = False
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._stay_in_touch, name=f"link {address}", daemon=True)
         self._thread.start()
 
@@ -155,7 +155,7 @@ class HostLink:
         Args:
             outcome: How the training ended.
         """
-        self._is_closed = True
+        self._closed.set()
         self._nudge.set()
         try:
             self.call("Finish", {**self._client, "outcome": outcome}, _FINISH_TIMEOUT_S)
@@ -164,11 +164,8 @@ class HostLink:
         self._break_stream()
         self._channel.close()
 
-    def _has_closed(self) -> bool:
-        return self._is_closed
-
     def _stay_in_touch(self) -> None:
-        while not self._is_closed:
+        while not self._closed.is_set():
             began = time.monotonic()
             try:
                 self.state = calls.beat_reply(self.call("Beat", self._client, _BEAT_TIMEOUT_S))
@@ -177,7 +174,7 @@ class HostLink:
             except grpc.RpcError as error:
                 self._failed(error)
             except Exception as error:  # a thread must not die in silence: the training would wait for ever
-                if self._has_closed():  # gRPC refuses calls on a channel that was closed meanwhile
+                if self._closed.is_set():  # gRPC refuses calls on a channel that was closed meanwhile
                     return
                 if not isinstance(error, WireError):
                     logger.exception("Data host %s", self.name)
@@ -190,12 +187,12 @@ class HostLink:
         code, details = error.code(), str(error.details())
         hint = "" if self.state else fatal_hint(details)
         if code in _FATAL or hint:
-            self._is_closed = True
+            self._closed.set()
             self._owner.link_refused(self, Problem("DataHostMismatchError", f"{details}{hint}"))
             return
         is_silent = code is grpc.StatusCode.DEADLINE_EXCEEDED
         self._num_silent += is_silent
-        if not self._is_closed and not (self._is_up and is_silent and self._num_silent < _MAX_SILENT):
+        if not self._closed.is_set() and not (self._is_up and is_silent and self._num_silent < _MAX_SILENT):
             self.lose(_text(error) + ("" if self.state else closed_hint(details)), is_silent=is_silent)
 
     def _open_wanted(self) -> None:
@@ -254,7 +251,7 @@ class HostLink:
                 logger.exception("Data host %s", self.name)
             self._owner.link_refused(self, Problem("WireError", f"data host {self.name}: {error}"))
         with self._turning:
-            if call is self._call and not self._is_closed:
+            if call is self._call and not self._closed.is_set():
                 self.lose(why, is_silent=False)
 
     def lose(self, why: str, *, is_silent: bool) -> None:

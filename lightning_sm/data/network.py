@@ -24,7 +24,7 @@ from lightning_sm.data.child import end_with_any_thread, run_and_leave
 from lightning_sm.data.leases import Leases
 from lightning_sm.data.messages import Message, MessageSocket
 from lightning_sm.data.pool import Affinity, Failed, Produced, Task, WorkerPool
-from lightning_sm.data.settings import Credentials, HostSettings
+from lightning_sm.data.settings import HostSettings
 from lightning_sm.data.spec import CHUNK_BYTES, BatchSpec
 from lightning_sm.data.wire import FrameKind
 from lightning_sm.errors import DataSettingsError, WireError
@@ -322,7 +322,7 @@ class _Stream:
             answer = Failed("BatchTooLargeError", f"{what} allowed. Send long texts as bytes or uint8 tensors.")
         if isinstance(answer, Failed):
             text = json.dumps({"error": answer.error, "text": answer.text[-_MAX_TEXT:], "where": answer.where}).encode()
-            yield wire.join((wire.frame(request_id, FrameKind.FAILURE, len(text)), text))
+            yield b"".join((wire.frame(request_id, FrameKind.FAILURE, len(text)), text))
             return
         try:
             if is_wanted:
@@ -357,10 +357,10 @@ def _pieces(request_id: int, batch: Produced) -> Iterator[bytes]:
     places = batch.pieces or [(offset, min(CHUNK_BYTES, batch.num_bytes - offset)) for offset in offsets]
     for offset, (start, size) in zip(offsets, places, strict=True):
         parts += [wire.frame(request_id, kind, size, offset), data[start : start + size]]
-        yield wire.join(parts)
+        yield b"".join(parts)
         parts.clear()
     if parts:
-        yield wire.join(parts)
+        yield b"".join(parts)
 
 
 def _facts(call: Call, request: bytes, context: Any) -> dict[str, Any]:
@@ -384,9 +384,7 @@ def main() -> None:
     message = main_process.receive()
     if message is None:
         return
-    settings = message.facts["settings"]
-    credentials = Credentials(**settings.pop("credentials"))
-    NetworkProcess(main_process, HostSettings(**settings, credentials=credentials)).run()
+    NetworkProcess(main_process, HostSettings.from_json(message.facts["settings"])).run()
 
 
 if __name__ == "__main__":

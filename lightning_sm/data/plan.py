@@ -11,13 +11,13 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_sm.errors import DataSettingsError, ResumeError
+from lightning_sm.errors import DataSettingsError
 
 IndexArray: TypeAlias = npt.NDArray[np.int64]
 
@@ -249,22 +249,6 @@ class ShardPlan:
             else:
                 low = middle + 1
         return low
-
-    def state(self) -> dict[str, Any]:
-        """Return what ``from_state`` needs; it passes through JSON unchanged."""
-        ends = [list(end) for end in sorted(self._ends.items())]
-        return {"num_shards": self._num_shards, "rank": self._rank, "world_size": self._world_size, "ends": ends}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> ShardPlan:
-        """Rebuild a plan with the ends that it knew; what ``state`` did not return is a ``ResumeError``."""
-        try:
-            plan = cls(state["num_shards"], state["rank"], state["world_size"])
-            for shard, offset in state["ends"]:
-                plan.ended(shard, offset)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ResumeError(f"{dict(state)!r} is not the saved state of an iterable dataset: {error!r}") from error
-        return plan
 
 
 def default_num_shards(world_size: int) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_sm.data.compression import Compression
 from lightning_sm.errors import DataSettingsError
@@ -133,6 +135,15 @@ class HostSettings:
     startup_timeout_s: float | None
     name: str
     credentials: Credentials
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> HostSettings:
+        """Rebuild from JSON values.
+
+        Args:
+            facts: What ``dataclasses.asdict`` returned.
+        """
+        return cls(**{**facts, "credentials": Credentials(**facts["credentials"])})
 
 
 def default_workers() -> int:

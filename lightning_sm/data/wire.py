@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hmac
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any
 
@@ -271,12 +271,3 @@ def bind(server: Any, address: str, credentials: Credentials) -> str:
             "data_service.port."
         ) from error
     return address if address.startswith("unix") else f"{address.rpartition(':')[0]}:{port}"
-
-
-def join(parts: Sequence[bytes | memoryview | Any]) -> bytes:
-    """Return one message.
-
-    Args:
-        parts: Heads and payloads of frames, in order.
-    """
-    return b"".join(parts)

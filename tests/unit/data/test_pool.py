@@ -121,11 +121,14 @@ def test_a_worker_has_one_batch_in_the_making_and_one_on_its_way(pool, worker):
     assert produced[1].data[0] == 1
 
 
-def test_clients_take_turns(pool, worker):
+def test_clients_take_turns(pool, workers):
     """A rank that asks for much does not starve another."""
+    worker = FakeWorker(pool, 1, is_ready=False)
+    workers.append(worker)
     for name in (b"a1", b"a2", b"a3"):
         submit(pool, name, "a")
     submit(pool, b"b1", "b")
+    worker.socket.send("ready", pid=0)
     order = []
     for _ in range(4):
         payload, slot = worker.asked()

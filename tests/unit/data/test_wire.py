@@ -15,7 +15,7 @@ FRAMES = st.lists(
 
 def message_of(frames):
     """Join frames as they are sent."""
-    return wire.join([part for i, k, v, data in frames for part in (wire.frame(i, k, len(data), v), data)])
+    return b"".join([part for i, k, v, data in frames for part in (wire.frame(i, k, len(data), v), data)])
 
 
 @given(FRAMES)
