@@ -10,8 +10,9 @@ import numpy as np
 
 from lightning_sm.errors import WireError
 
-# Batches travel, and are compressed, in pieces of this size: the fastest that was measured.
-CHUNK_BYTES = 1 << 20
+# Batches travel, and are compressed, in pieces of this size. Of 0.5 to 4 MiB it was the fastest (benchmarks/wire.py):
+# smaller ones cost more switches between threads, larger ones leave the caches.
+CHUNK_BYTES = 2 << 20
 
 # A header is two lengths and a few numbers; the keys follow as raw int64.
 _MAX_HEAD_BYTES = 1 << 20
