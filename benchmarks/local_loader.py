@@ -95,6 +95,7 @@ def fit(
     *,
     hosts: int,
     workers: int,
+    local_workers: int = 0,
     step_units: int,
     num_batches: int,
     num_blurs: int,
@@ -103,6 +104,7 @@ def fit(
 ) -> float:
     """Return the seconds per step, with a data host, or without one."""
     from lightning_sm.data.module import RemoteDataModule
+    from lightning_sm.data.settings import DataServiceSettings
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     prepare(trainer_cores)
@@ -110,7 +112,8 @@ def fit(
     with contextlib.ExitStack() as stack:
         if hosts:
             running = stack.enter_context(data_hosts([data] * hosts, host_cores, workers))
-            data = RemoteDataModule(data, [host.address for host in running], seed=0)
+            settings = DataServiceSettings(local_workers=local_workers)
+            data = RemoteDataModule(data, [host.address for host in running], settings=settings, seed=0)
         model = Work(step_units)
         trainer = Trainer(
             accelerator="cpu",
@@ -150,6 +153,8 @@ def main() -> None:
         ours = {"workers": len(every) - 1, "trainer_cores": every[-1:], "host_cores": every[:-1]}
     cases: dict[str, dict[str, Any]] = {name: {"hosts": 0, **case} for name, case in local.items()}
     cases["lightning_sm"] = {"hosts": 1, **ours}
+    if not is_idle:
+        cases["lightning_sm, local_workers=1"] = {"hosts": 1, "local_workers": 1, **ours}
     variants = {name: partial(in_child, fit, **{**shared, **case}) for name, case in cases.items()}
     results = in_turn(variants, args.rounds)
     best = min((name for name in results if name in local), key=lambda name: statistics.median(results[name]))
