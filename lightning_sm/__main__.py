@@ -1,4 +1,4 @@
-"""The ``lightning-sm`` command: ``train`` on a SageMaker host, ``local`` on any machine."""
+"""The ``lightning-sm`` command: ``train`` on a SageMaker host, ``local`` and ``doctor`` on any machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from lightning_sm import launcher
 from lightning_sm.console import show_log_lines
+from lightning_sm.doctor import options as doctor
 from lightning_sm.errors import LightningSMError
 from lightning_sm.local import options as local
 
@@ -40,8 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.subcommand == "train":
         script, *args = options.command or [None]
         return launcher.train(script, args)
-    options.command += given[at:] if options.command else given[at + 1 :]
     try:
+        if options.subcommand == "doctor":
+            return doctor.main(options)
+        options.command += given[at:] if options.command else given[at + 1 :]
         return local.main(options)
     except LightningSMError as error:
         _LOG.error("lightning-sm: error: %s", error)
@@ -55,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="lightning-sm", description="Run PyTorch Lightning on Amazon SageMaker clusters."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
-    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="{train,local}")
+    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="{train,local,doctor}")
     train = commands.add_parser(
         "train",
         help="run the training script of this SageMaker host (the container's entry point)",
@@ -79,6 +82,15 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     local.add_arguments(emulate)
+    check = commands.add_parser(
+        "doctor",
+        help="check this host: job, network, GPUs, disks, limits, packages",
+        description="Check this host: what the job is, whether the others can be reached, and what it would fail on.",
+        epilog=doctor.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    doctor.add_arguments(check)
     return parser
 
 

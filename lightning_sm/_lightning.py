@@ -34,8 +34,9 @@ DISTRIBUTION = _choose()
 if TYPE_CHECKING:
     from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
-    from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar
+    from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
+    from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
     from pytorch_lightning.utilities import CombinedLoader, rank_zero_only
 else:
     _root = importlib.import_module(DISTRIBUTION)
@@ -48,12 +49,14 @@ else:
     LightningDataModule = _root.LightningDataModule
     LightningModule = _root.LightningModule
     Trainer = _root.Trainer
+    Checkpoint = _callbacks.Checkpoint
     ModelCheckpoint = _callbacks.ModelCheckpoint
     ProgressBar = _callbacks.ProgressBar
     ArgsType = _cli.ArgsType
     LightningArgumentParser = _cli.LightningArgumentParser
     LightningCLI = _cli.LightningCLI
     ClusterEnvironment = _environments.ClusterEnvironment
+    WrappingCheckpointIO = importlib.import_module(f"{DISTRIBUTION}.plugins.io.wrapper")._WrappingCheckpointIO
     CombinedLoader = _utilities.CombinedLoader
     rank_zero_only = _utilities.rank_zero_only
 
@@ -61,6 +64,7 @@ __all__ = [
     "DISTRIBUTION",
     "ArgsType",
     "Callback",
+    "Checkpoint",
     "ClusterEnvironment",
     "CombinedLoader",
     "LightningArgumentParser",
@@ -70,6 +74,7 @@ __all__ = [
     "ModelCheckpoint",
     "ProgressBar",
     "Trainer",
+    "WrappingCheckpointIO",
     "check_same_distribution",
     "rank_zero_only",
 ]

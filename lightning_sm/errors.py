@@ -11,6 +11,7 @@ The tree::
     |- HostResolutionError(TimeoutError) a host name never resolved
     |- PortInUseError(OSError)           the main port is taken
     |- OutputDirectoryError(OSError)     an output directory cannot be written
+    |- CheckpointError(OSError)          a checkpoint could not be written
     |- MixedLightningError(ImportError)  pytorch_lightning and lightning.pytorch classes were mixed
     `- DataServiceError                  the data service cannot go on
        |- DataSettingsError(ValueError)       a setting, or a DataModule that cannot be served
@@ -63,6 +64,10 @@ class PortInUseError(LightningSMError, OSError):
 
 class OutputDirectoryError(LightningSMError, OSError):
     """A directory that the job must write to cannot be written."""
+
+
+class CheckpointError(LightningSMError, OSError):
+    """A checkpoint could not be written; the one of that name that was there before is intact."""
 
 
 class MixedLightningError(LightningSMError, ImportError):

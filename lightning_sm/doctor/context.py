@@ -1,0 +1,147 @@
+"""What the checks look at: one host, through its variables, its files and its kernel, and how long they may take."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from lightning_sm.errors import LightningSMError
+from lightning_sm.job import SageMakerJob, base_directory
+from lightning_sm.topology import Topology
+
+# To tell of what did not end in time: a tenth of the time there is, and never more than this.
+_MOST_MARGIN_S = 1.0
+# A killed program frees its pipe at once, unless the kernel holds it.
+_KILLED_S = 1.0
+
+
+@dataclass(frozen=True)
+class Context:
+    """One host.
+
+    Attributes:
+        env: Its environment variables.
+        base_dir: The folder that SageMaker calls ``/opt/ml``.
+        ends_at: When all checks must have ended, on the clock of ``time.monotonic``.
+        margin_s: Seconds before that in which a check still reports what did not end.
+        proc: Where the kernel describes processes.
+        sys: Where the kernel describes devices.
+        dev: Folder of the device files.
+    """
+
+    env: Mapping[str, str]
+    base_dir: Path
+    ends_at: float
+    margin_s: float = _MOST_MARGIN_S
+    proc: Path = Path("/proc")
+    sys: Path = Path("/sys")
+    dev: Path = Path("/dev")
+
+    @classmethod
+    def of(cls, env: Mapping[str, str], timeout_s: float) -> Context:
+        """Look at this host.
+
+        Args:
+            env: Environment variables.
+            timeout_s: Seconds for all checks together.
+        """
+        margin_s = min(_MOST_MARGIN_S, timeout_s / 10)
+        return cls(env, base_directory(env), time.monotonic() + timeout_s, margin_s)
+
+    def seconds(self, most: float) -> float:
+        """How long one call may take.
+
+        Args:
+            most: Seconds that it gets if so much is left.
+        """
+        # Never 0, which sockets take as "do not wait at all" and answer with another error.
+        return max(0.01, min(most, self.ends_at - self.margin_s - time.monotonic()))
+
+    @property
+    def job(self) -> SageMakerJob | None:
+        """The job of this host; None off SageMaker and where its files are malformed."""
+        return self._facts[0]
+
+    @property
+    def topology(self) -> Topology | None:
+        """The layout of the job; None where there is no job, or its groups contradict each other."""
+        return self._facts[1]
+
+    @property
+    def error(self) -> LightningSMError | None:
+        """Why the job or its layout is unknown."""
+        return self._facts[2]
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether the hosts of the job share this machine, as those of ``lightning-sm local`` do."""
+        if self.job is None:
+            return False
+        try:
+            return ipaddress.ip_address(self.job.addresses.get(self.job.current_host, "")).is_loopback
+        except ValueError:
+            return False
+
+    # Read by the checks that ask, in their threads: what hangs there hangs them, and ends with their deadline.
+    @cached_property
+    def _facts(self) -> tuple[SageMakerJob | None, Topology | None, LightningSMError | None]:
+        job = None
+        try:
+            job = SageMakerJob.from_environment(self.env, self.base_dir)
+            return job, Topology.from_job(job) if job is not None else None, None
+        except LightningSMError as error:
+            return job, None, error
+
+    def gpu_files(self) -> int:
+        """Count the device files of NVIDIA GPUs."""
+        return sum(1 for path in self.dev.glob("nvidia[0-9]*") if path.name[6:].isdecimal())
+
+
+def text_of(path: Path) -> str | None:
+    """Read a small file; None where there is none, or it may not be read.
+
+    Args:
+        path: The file.
+    """
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def run(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a program and return what it wrote; whatever it started is killed when the time is over.
+
+    Args:
+        command: Program and arguments.
+        env: Its environment.
+        timeout_s: Seconds that it may take.
+
+    Raises:
+        OSError: It cannot be started.
+        subprocess.TimeoutExpired: It did not end in time.
+    """
+    process = subprocess.Popen(
+        list(command),
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # so that its children can be killed with it
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=_KILLED_S)
+        raise
+    return subprocess.CompletedProcess(list(command), process.returncode, stdout, stderr)

@@ -1,0 +1,64 @@
+"""Calls that may hang, side by side, with one deadline for all: a dead resolver or a dead file system ends nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+_Item = TypeVar("_Item")
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[_Value]):
+    """How one call ended.
+
+    Attributes:
+        value: What it returned, if it returned.
+        error: What it raised, if it raised.
+        seconds: How long it took; None if it did not end in time.
+    """
+
+    value: _Value | None = None
+    error: Exception | None = None
+    seconds: float | None = None
+
+
+def in_parallel(function: Callable[[_Item], _Value], items: Sequence[_Item], timeout_s: float) -> list[Outcome[_Value]]:
+    """Call a function for each item, each in a thread of its own.
+
+    Threads that do not end in time are left behind: neither ``getaddrinfo`` nor ``statvfs`` can be interrupted. As
+    daemons they do not keep the process alive.
+
+    Args:
+        function: What to call.
+        items: Its arguments.
+        timeout_s: Seconds to wait for all of them.
+    """
+    outcomes: list[Outcome[_Value]] = [Outcome() for _ in items]
+
+    def call(index: int, item: _Item) -> None:
+        started = time.monotonic()
+        try:
+            value = function(item)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what the caller reports
+            outcomes[index] = Outcome(error=error, seconds=time.monotonic() - started)
+        else:
+            outcomes[index] = Outcome(value, seconds=time.monotonic() - started)
+
+    deadline = time.monotonic() + timeout_s
+    threads = []
+    for index, item in enumerate(items):
+        thread = threading.Thread(target=call, args=(index, item), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the limit of processes is reached
+            outcomes[index] = Outcome(error=error, seconds=0.0)
+        else:
+            threads.append(thread)
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return list(outcomes)

@@ -1,0 +1,162 @@
+"""What the checks found: as a table for people, as JSON and an exit code for scripts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+from tabulate import tabulate
+
+# Narrower tables break every path, wider ones nobody reads.
+_LEAST_WIDTH, _MOST_WIDTH = 80, 200
+_NAME_WIDTH, _STATUS_WIDTH, _GAPS = 16, 7, 6
+# What was found is longer than what to do, which is often nothing.
+_FOUND_SHARE = 0.58
+
+
+class Status(str, Enum):
+    """How bad a result is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the report.
+
+    Attributes:
+        name: What was checked.
+        status: How bad it is.
+        found: What was found.
+        advice: What to do; empty where nothing has to be done.
+    """
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+def ok(name: str, found: str) -> Result:
+    """Make a result that asks for nothing.
+
+    Args:
+        name: What was checked.
+        found: What was found.
+    """
+    return Result(name, Status.OK, found)
+
+
+def warning(name: str, found: str, advice: str) -> Result:
+    """Make a result that hurts some jobs only, or only slows them down.
+
+    Args:
+        name: What was checked.
+        found: What was found.
+        advice: What to do.
+    """
+    return Result(name, Status.WARNING, found, advice)
+
+
+def problem(name: str, found: str, advice: str) -> Result:
+    """Make a result that a training job would fail on.
+
+    Args:
+        name: What was checked.
+        found: What was found.
+        advice: What to do.
+    """
+    return Result(name, Status.PROBLEM, found, advice)
+
+
+def exit_code(results: Sequence[Result], *, strict: bool = False) -> int:
+    """Return 1 if a training job would fail here, else 0.
+
+    Args:
+        results: The results.
+        strict: Whether warnings count, too.
+    """
+    statuses = {result.status for result in results}
+    return int(Status.PROBLEM in statuses or (strict and Status.WARNING in statuses))
+
+
+def table(results: Sequence[Result], width: int) -> str:
+    """Draw the results, one row each.
+
+    Args:
+        results: The results.
+        width: Width of the terminal, in characters.
+    """
+    room = min(max(width, _LEAST_WIDTH), _MOST_WIDTH) - _NAME_WIDTH - _STATUS_WIDTH - _GAPS
+    found_width = int(room * _FOUND_SHARE)
+    rows = [
+        [_printable(result.name), result.status.value, _printable(result.found), _printable(result.advice)]
+        for result in results
+    ]
+    return tabulate(
+        rows,
+        headers=["check", "status", "found", "what to do"],
+        disable_numparse=True,
+        maxcolwidths=[_NAME_WIDTH, None, found_width, room - found_width],
+    )
+
+
+def summary(results: Sequence[Result], seconds: float) -> str:
+    """Say in one line how many results are how bad, and name those that are.
+
+    Args:
+        results: The results.
+        seconds: How long the checks took.
+    """
+    parts = [
+        _counted(results, Status.PROBLEM, "problem"),
+        _counted(results, Status.WARNING, "warning"),
+        f"{sum(result.status is Status.OK for result in results)} ok",
+    ]
+    return f"{', '.join(parts)}; {seconds:.1f} s."
+
+
+def as_json(results: Sequence[Result], seconds: float, code: int) -> str:
+    """Write everything as one JSON object.
+
+    Args:
+        results: The results.
+        seconds: How long the checks took.
+        code: Exit code of the command.
+    """
+    counts = {status.value: sum(result.status is status for result in results) for status in Status}
+    facts = {
+        "exit_code": code,
+        "seconds": round(seconds, 3),
+        "counts": counts,
+        "results": [asdict(result) for result in results],
+    }
+    return json.dumps(facts, indent=2)
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Join names with commas; of many, only the first.
+
+    Args:
+        names: The names.
+        most: How many to show.
+    """
+    rest = f", ... ({len(names)} in all)" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+def _counted(results: Sequence[Result], status: Status, noun: str) -> str:
+    names = [_printable(result.name) for result in results if result.status is status]
+    which = f" ({', '.join(dict.fromkeys(names))})" if names else ""
+    return f"{len(names)} {noun}{'' if len(names) == 1 else 's'}{which}"
+
+
+def _printable(text: str) -> str:
+    """Escape what a terminal would obey or could not show: the files and variables shown are anybody's."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode("ascii") for char in text
+    )
