@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -9,22 +10,72 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from lightning_sm.errors import ScriptError
+import psutil
+
+from lightning_sm.errors import JobConfigError, ScriptError
 from lightning_sm.prctl import adopt_orphans
 
 # Enough for the tracebacks of 8 local ranks with deep stacks; the service shows 1024 characters of it.
 _TAIL_BYTES = 64 * 1024
+# Asks a training to save a checkpoint and leave. Not SIGTERM, on which Lightning makes a collective call that deadlocks
+# unless all ranks get the signal at the same moment (Lightning issue 20806).
+GENTLE_SIGNAL = signal.SIGUSR2
 # Local ranks end within moments of rank 0 when all is well: they met at the same last barrier.
 _LEFTOVERS_GRACE_S = 10.0
-# After SIGTERM. Only for what outlives its parent; a training script that saves a checkpoint is not hurried.
+# After SIGTERM, for what outlives its parent.
 _KILL_GRACE_S = 5
+# Between SIGTERM and SIGKILL for a script of a job that has failed on another host: it may log what it knows.
+_END_GRACE_S = 15.0
 # To read what a pipe still holds (64 KiB on Linux).
 _DRAIN_S = 2.0
 _POLL_S = 0.05
+_SCHEDULE_VARIABLE = "LIGHTNING_SM_STOP_SCHEDULE"
+# A stage that is no signal.
+_KILL_IF_ORPHANED = 0
+
+
+@dataclass(frozen=True)
+class StopSchedule:
+    """What follows when the job is stopped, in seconds since the SIGTERM of the service.
+
+    The gentle signal comes at once, to the processes that handle it. Where none does, SIGTERM comes at once.
+
+    Attributes:
+        term_s: SIGTERM for what is still there. The service sends SIGKILL to everything after 120 s.
+        kill_s: SIGKILL.
+    """
+
+    term_s: float = 95.0
+    kill_s: float = 110.0
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str]) -> StopSchedule:
+        """Read ``LIGHTNING_SM_STOP_SCHEDULE``, two numbers of seconds such as ``95,110``.
+
+        Args:
+            env: Environment variables.
+
+        Raises:
+            JobConfigError: It is something else.
+        """
+        text = env.get(_SCHEDULE_VARIABLE, "")
+        if not text:
+            return cls()
+        try:
+            term_s, kill_s = map(float, text.split(","))
+        except ValueError:
+            term_s, kill_s = 1.0, 0.0
+        if not 0 <= term_s <= kill_s < float("inf"):
+            raise JobConfigError(
+                f"{_SCHEDULE_VARIABLE}={text!r}: expected the seconds from the stop signal to SIGTERM and to SIGKILL, "
+                "the latter not smaller, such as 95,110."
+            )
+        return cls(term_s, kill_s)
 
 
 class ChildProcess:
@@ -33,19 +84,32 @@ class ChildProcess:
     Args:
         command: Program and arguments; no shell is involved.
         directory: Folder to start it in.
-        env: Its environment.
+        env: Its environment; also names the ``StopSchedule``.
         parent: Process id of the emulator, with which the script ends; None on SageMaker.
+
+    Attributes:
+        stopped_by: The signal by which this process was told to stop; None if it was not.
+        is_ended: Whether ``end`` was called while the script ran.
+        late_signal: Called when a signal comes after the script has ended.
+
+    Raises:
+        JobConfigError: The stop schedule is malformed.
     """
 
     def __init__(
         self, command: Sequence[str], directory: Path, env: Mapping[str, str], parent: str | None = None
     ) -> None:
+        self.stopped_by: int | None = None
+        self.is_ended = False
+        self.late_signal: Callable[[], None] = lambda: None
+        self._has_ended = self._is_ending = self._is_handling = False
+        self._schedule = StopSchedule.from_environment(env)
+        self._stages: list[tuple[float, int]] = []
         self._command = list(command)
         self._directory = directory
         self._env = dict(env)
         self._parent = parent
         self._process: subprocess.Popen[bytes] | None = None
-        self._early_signals: list[int] = []
         self._tail = bytearray()
 
     @property
@@ -68,10 +132,18 @@ class ChildProcess:
         copier = threading.Thread(target=self._copy_stderr, args=(process,), daemon=True)
         copier.start()
         exit_code = process.wait()
+        self._has_ended = True
         self._end_leftovers(process.pid, _LEFTOVERS_GRACE_S if exit_code == 0 else 0.0)
         self._process = None  # its number may soon belong to another process
         copier.join(timeout=_DRAIN_S)  # a process that left the group may keep the pipe open
         return 128 - exit_code if exit_code < 0 else exit_code
+
+    def end(self) -> None:
+        """Let the main thread end the script: SIGTERM, and some time later SIGKILL. May be called from any thread."""
+        if not self._has_ended:
+            self.is_ended = True
+            if self._is_handling:  # else the signal would end this process
+                os.kill(os.getpid(), signal.SIGALRM)
 
     def _handle_signals(self) -> None:
         # Before the child starts: a signal that comes meanwhile must reach it, not end the launcher. And for good:
@@ -79,7 +151,8 @@ class ChildProcess:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._forward)
             signal.signal(signal.SIGINT, self._forward)
-            signal.signal(signal.SIGALRM, self._kill_if_orphaned)
+            signal.signal(signal.SIGALRM, self._next_stage)
+            self._is_handling = True
 
     def _start(self) -> subprocess.Popen[bytes]:
         try:
@@ -93,23 +166,64 @@ class ChildProcess:
             )
         except OSError as error:
             raise ScriptError(f"{shlex.join(self._command)} cannot be started: {error}.") from error
-        for signum in self._early_signals:
-            self._send(signum)
+        if self.stopped_by is not None:  # meanwhile
+            self._send(self.stopped_by)
+        if self.is_ended and self._is_handling:
+            os.kill(os.getpid(), signal.SIGALRM)
         return self._process
 
     def _forward(self, signum: int, _frame: FrameType | None) -> None:
+        if self._has_ended:
+            self.late_signal()
+        is_repeated, self.stopped_by = self.stopped_by == signum, signum
+        now = time.monotonic()
         if self._parent is not None:
-            signal.alarm(_KILL_GRACE_S)
-        if self._process is None:
-            self._early_signals.append(signum)
-        else:
+            self._stages.append((now + _KILL_GRACE_S, _KILL_IF_ORPHANED))
+        if signum != signal.SIGTERM:
             self._send(signum)
+        elif not is_repeated:  # timeout(1), and whoever passes on what a terminal sent to all, sends it twice
+            self._stop_gently(now)
+        self._set_alarm()
 
-    def _kill_if_orphaned(self, _signum: int, _frame: FrameType | None) -> None:
-        # Only now, not when the signal came: the kernel sends it while threads of a killed emulator still end, and
-        # until they have, it is still the parent. One that lives sends SIGKILL itself.
-        if self._parent != str(os.getppid()):
-            self._send(signal.SIGKILL)
+    def _stop_gently(self, now: float) -> None:
+        self._stages.append((now + self._schedule.kill_s, signal.SIGKILL))
+        handling = list(self._handling(GENTLE_SIGNAL))
+        if not handling:
+            self._send(signal.SIGTERM)
+            return
+        self._stages.append((now + self._schedule.term_s, signal.SIGTERM))
+        for process in handling:
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                process.send_signal(GENTLE_SIGNAL)
+
+    def _set_alarm(self) -> None:
+        self._stages.sort(reverse=True)
+        if self._stages:
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, self._stages[-1][0] - time.monotonic()))
+
+    def _next_stage(self, _signum: int, _frame: FrameType | None) -> None:
+        if self.is_ended and self._process is not None and not self._is_ending:
+            self._is_ending = True
+            self._stages += [(time.monotonic(), signal.SIGTERM), (time.monotonic() + _END_GRACE_S, signal.SIGKILL)]
+            self._stages.sort(reverse=True)
+        while self._stages and self._stages[-1][0] <= time.monotonic():
+            _, signum = self._stages.pop()
+            if signum != _KILL_IF_ORPHANED:
+                self._send(signum)
+            # Only now, not when the signal came: the kernel sends it while threads of a killed emulator still end, and
+            # until they have, it is still the parent. One that lives sends SIGKILL itself.
+            elif self._parent != str(os.getppid()):
+                self._send(signal.SIGKILL)
+        self._set_alarm()
+
+    def _handling(self, signum: int) -> Iterator[psutil.Process]:
+        """The processes below this one that handle a signal; it would end all others."""
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(OSError):  # it is gone
+                fields = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+                caught = next((line.split()[1] for line in fields if line.startswith("SigCgt:")), "0")
+                if int(caught, 16) >> (signum - 1) & 1:
+                    yield process
 
     def _send(self, signum: int) -> None:
         if self._process is not None:

@@ -25,8 +25,13 @@ from lightning_sm._lightning import (
     check_same_distribution,
 )
 from lightning_sm.arguments import is_toolkit_rendering, job_arguments
+from lightning_sm.callbacks.local_position import LocalPosition
 from lightning_sm.callbacks.outputs import JobOutputs
 from lightning_sm.callbacks.progress import LineProgress
+from lightning_sm.callbacks.spot import SpotCheckpoint
+from lightning_sm.callbacks.step_report import step_reports
+from lightning_sm.checkpoint_io import make_durable
+from lightning_sm.checkpoints import job_facts
 from lightning_sm.console import show_log_lines
 from lightning_sm.data.in_job import remote, serve
 from lightning_sm.data.settings import DataServiceSettings
@@ -53,6 +58,8 @@ class SageMakerCLI(LightningCLI):
       ``data_dir`` or ``root``;
     - sends logs to the output data directory (each host to its own folder) and TensorBoard and checkpoints to their
       synchronised folders, if the job has them; a relative folder in the configuration becomes one below these;
+    - goes on from the newest sound checkpoint in the checkpoint directory, if ``ckpt_path`` is not set, and saves one
+      there when it is interrupted;
     - writes the best model to the model directory;
     - logs progress as lines;
     - on the hosts of a data group serves the DataModule's batches, and on the trainers fetches them from there.
@@ -141,11 +148,23 @@ class SageMakerCLI(LightningCLI):
         settings = {**self._get(self.config_init, "trainer", default={}), **kwargs}
         kwargs["plugins"] = self._with_environment(_as_list(settings.get("plugins")), settings.get("strategy"))
         outputs = JobOutputs(self.job.model_dir, self.job.checkpoint_dir, self._config_text())
-        kwargs["callbacks"] = [*_as_list(settings.get("callbacks")), *self._progress(settings), outputs]
+        own = [*self._progress(settings), LocalPosition(), *step_reports(), outputs]
+        kwargs["callbacks"] = [*_as_list(settings.get("callbacks")), *own]
         trainer = super().instantiate_trainer(**kwargs)
         outputs.route_checkpoints(trainer)
+        self._survive_interruptions(trainer, self.job)
         self.environment.announce(trainer.num_devices)
         return trainer
+
+    @staticmethod
+    def _survive_interruptions(trainer: Any, job: SageMakerJob) -> None:
+        """Put in what saves a checkpoint when the job is interrupted, and what lets no half of one be uploaded."""
+        if job.checkpoint_dir is not None:
+            make_durable(trainer, job.checkpoint_dir)
+        # Not by the arguments of the Trainer, which makes no ModelCheckpoint of its own beside another Checkpoint.
+        if not any(isinstance(callback, SpotCheckpoint) for callback in trainer.callbacks):
+            folder = job.checkpoint_dir or job.host_output_dir / "checkpoints"
+            trainer.callbacks.append(SpotCheckpoint(folder, job_facts=job_facts(job)))
 
     def _job_arguments(self, job: SageMakerJob) -> list[str]:
         arguments = sys.argv[1:]
@@ -177,6 +196,8 @@ class SageMakerCLI(LightningCLI):
         self.environment = SageMakerEnvironment(job, **self._environment_settings)
         overlay.fit_trainer(self.environment)
         overlay.route_outputs(job, self._parser(subcommand).callback_keys)
+        if subcommand == "fit" and job.checkpoint_dir is not None:
+            overlay.resume(job.checkpoint_dir, job)
 
     def _take_data_service_settings(self) -> None:
         """Take the settings out of the configuration, which stays that of ``LightningCLI`` where they are not used."""

@@ -14,7 +14,7 @@ import platform
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lightning_sm.arguments import job_arguments
@@ -23,12 +23,18 @@ from lightning_sm.errors import HyperparameterError, JobConfigError, LightningSM
 from lightning_sm.failure import failure_reason
 from lightning_sm.hyperparameters import unquoted
 from lightning_sm.job import SageMakerJob, base_directory
+from lightning_sm.peers.endings import Outcome, Verdict
+from lightning_sm.peers.links import Timings
+from lightning_sm.peers.star import Peers, peers_port
 from lightning_sm.prctl import EMULATOR_VARIABLE, end_with_emulator
+from lightning_sm.rendezvous import own_address
 from lightning_sm.topology import Role, Topology
 
 _LOG = logging.getLogger(__name__)
 
 _USAGE_EXIT_CODE = 2
+# Seconds to wait, after the script, for hosts that were never heard of.
+_FAREWELL_VARIABLE = "LIGHTNING_SM_FAREWELL_S"
 
 
 def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
@@ -54,22 +60,86 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
                 "To run a cluster on this machine: lightning-sm local --group trainer=2 -- app/train.py fit"
             )
         output_dir = job.output_dir
-        topology = Topology.from_job(job)
+        ending = _run(job, Topology.from_job(job), script, args, env)
+    except LightningSMError as error:
+        _LOG.error("lightning-sm: error: %s", error)
+        ending = Outcome(_USAGE_EXIT_CODE, f"{type(error).__name__}: {error}")
+    if ending.exit_code != 0:
+        if output_dir is not None:
+            _write_failure(output_dir, ending.reason)
+        _LOG.error("lightning-sm: this host failed with exit code %d.", ending.exit_code)
+    return ending.exit_code
+
+
+def _run(
+    job: SageMakerJob, topology: Topology, script: str | None, args: Sequence[str], env: Mapping[str, str]
+) -> Outcome:
+    """Run the script, and agree with the launchers of the other hosts on how the job ended."""
+    child: ChildProcess | None = None
+    try:
         path, directory = find_script(script, job, env)
         argv = command_line(args, job, directory)
         _LOG.info("%s", _banner(job, topology, path, argv))
         command = [sys.executable, "-u", str(path), *argv]
         child = ChildProcess(command, directory, _child_environment(env, directory), env.get(EMULATOR_VARIABLE))
-        exit_code = child.run()
     except LightningSMError as error:
-        _LOG.error("lightning-sm: error: %s", error)
-        if output_dir is not None:
-            _write_failure(output_dir, f"{type(error).__name__}: {error}")
-        return _USAGE_EXIT_CODE
-    if exit_code != 0:
-        _write_failure(job.output_dir, failure_reason(child.stderr_tail, exit_code))
-        _LOG.error("lightning-sm: the script on %s failed with exit code %d.", job.current_host, exit_code)
-    return exit_code
+        with _peers(job, topology, env, lambda _: None) as peers:
+            peers.report(Outcome(_USAGE_EXIT_CODE, f"{type(error).__name__}: {error}"))
+            peers.farewell()
+        raise
+    script_of_host = child
+
+    def heed(verdict: Verdict) -> None:
+        # A data host has nothing left to do, whatever became of the training.
+        if verdict.host != job.current_host and (verdict.is_failure or topology.role is Role.DATA):
+            script_of_host.end()
+
+    with _peers(job, topology, env, heed) as peers:
+        child.late_signal = peers.leave
+        exit_code = child.run()
+        if child.is_ended and topology.role is Role.DATA:
+            exit_code = 0
+        own = Outcome(exit_code, _reason(child, exit_code) if exit_code else "")
+        peers.report(own)
+        verdict = peers.farewell()
+    return _ending(job, topology, child, own, verdict)
+
+
+def _ending(
+    job: SageMakerJob, topology: Topology, child: ChildProcess, own: Outcome, verdict: Verdict | None
+) -> Outcome:
+    """How the host ends: a trainer's host never looks successful when another one failed."""
+    is_elsewhere = verdict is not None and verdict.is_failure and verdict.host != job.current_host
+    if verdict is None or not is_elsewhere or topology.role is Role.DATA:
+        return own
+    if child.stopped_by is not None and own.exit_code:
+        return own  # all hosts were stopped; it does not matter who was the first
+    return Outcome(
+        own.exit_code or 1,
+        f"Host {verdict.host} was the first to fail, with exit code {verdict.exit_code}: {verdict.reason}",
+    )
+
+
+def _peers(
+    job: SageMakerJob, topology: Topology, env: Mapping[str, str], on_verdict: Callable[[Verdict], None]
+) -> Peers:
+    text = env.get(_FAREWELL_VARIABLE, "10")
+    try:
+        timings = Timings(farewell_s=float(text))
+    except ValueError as error:
+        raise JobConfigError(f"{_FAREWELL_VARIABLE}={text!r} is no number of seconds.") from error
+    return Peers(
+        job_identity=job.name or "unnamed",
+        own=job.current_host,
+        trainers=topology.trainer_hosts,
+        data_hosts=topology.data_hosts,
+        main_host=topology.main_host,
+        addresses=job.addresses,
+        port=peers_port(topology.main_port),
+        bind=own_address(job),
+        on_verdict=on_verdict,
+        timings=timings,
+    )
 
 
 def find_script(script: str | None, job: SageMakerJob, env: Mapping[str, str]) -> tuple[Path, Path]:
@@ -129,6 +199,13 @@ def command_line(args: Sequence[str], job: SageMakerJob, directory: Path) -> lis
             f"The hyperparameter subcommand is {subcommand!r}, but the command line says {args[0]!r}. Remove one."
         )
     return [*args, *options]
+
+
+def _reason(child: ChildProcess, exit_code: int) -> str:
+    reason = failure_reason(child.stderr_tail, exit_code)
+    if child.stopped_by is None:
+        return reason
+    return f"The job was stopped or interrupted ({signal.Signals(child.stopped_by).name}). {reason}"
 
 
 def _child_environment(env: Mapping[str, str], directory: Path) -> dict[str, str]:

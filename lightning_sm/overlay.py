@@ -12,6 +12,7 @@ from jsonargparse import Namespace
 
 from lightning_sm._lightning import DISTRIBUTION, rank_zero_only
 from lightning_sm.channels import MAIN_PARAMETERS, route
+from lightning_sm.checkpoints import newest_checkpoint
 from lightning_sm.environment import SageMakerEnvironment
 from lightning_sm.errors import ChannelError
 from lightning_sm.job import SageMakerJob
@@ -132,6 +133,20 @@ class JobOverlay:
             _rebase(item, "dirpath", job.checkpoint_dir or job.host_output_dir)
         for item in _class_entries(self._config.get("trainer.profiler")):
             _rebase(item, "dirpath", job.host_output_dir)
+
+    def resume(self, folder: Path, job: SageMakerJob) -> None:
+        """Let ``fit`` go on from the newest checkpoint, unless the user said from which.
+
+        Args:
+            folder: The job's checkpoint folder.
+            job: The job, whose checkpoints count.
+        """
+        if _has(self._explicit, "ckpt_path"):
+            return
+        newest = newest_checkpoint(folder, job)
+        if newest is not None:
+            self._set("ckpt_path", str(newest))
+            _log_once("ckpt_path = %s: the newest checkpoint of the job.", newest)
 
     def _stated(self, key: str) -> Any:
         return self._explicit.get(key) if _has(self._explicit, key) else None

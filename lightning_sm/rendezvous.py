@@ -10,7 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+import psutil
+
 from lightning_sm.errors import HostResolutionError, PortInUseError
+from lightning_sm.job import SageMakerJob
 from lightning_sm.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -98,3 +101,25 @@ def check_port_is_free(port: int, host: str) -> None:
                 f"Port {port}, on which rank 0 must listen on host {host!r}, cannot be used "
                 f"({os.strerror(error.errno)}). Set LIGHTNING_SM_MAIN_PORT to a free port, the same on every host."
             ) from error
+
+
+def own_address(job: SageMakerJob) -> str:
+    """The address of the job's interface: what serves the other hosts must not be open on others.
+
+    Args:
+        job: The job.
+    """
+    if job.current_host in job.addresses:
+        return job.addresses[job.current_host]
+    for address in psutil.net_if_addrs().get(job.network_interface or "", []):
+        if address.family == socket.AF_INET:
+            return str(address.address)
+    try:
+        return socket.gethostbyname(job.current_host)
+    except OSError:
+        logger.warning(
+            "Host %s has no interface %s and does not resolve its own name: listening on all interfaces.",
+            job.current_host,
+            job.network_interface,
+        )
+        return "0.0.0.0"  # noqa: S104  # said in the warning

@@ -81,6 +81,7 @@ class HostProcess:
         self._network: MessageSocket | None = None
         self._outcome: Message | None = None
         self._is_in_hook = False
+        self._is_job_ending = False
 
     def serve(self, until: MessageSocket | None = None) -> None:
         """Serve until the trainers have finished, until SIGTERM, or until the other end of a socket is closed.
@@ -95,11 +96,11 @@ class HostProcess:
             self._selector.register(until, selectors.EVENT_READ, self._stop)
         self._start_network()
         before = signal.signal(signal.SIGTERM, self._on_sigterm)
+        before_gentle = signal.signal(signal.SIGUSR2, self._on_gentle_signal)
         wakened, waker = socket.socketpair()
         waker.setblocking(False)
         signal.set_wakeup_fd(waker.fileno())
-        # The handler says what to do; the byte only ends the wait.
-        self._selector.register(wakened, selectors.EVENT_READ, lambda: wakened.recv(4096))
+        self._selector.register(wakened, selectors.EVENT_READ, lambda: self._wakened(wakened))
         try:
             outcome = self._await_outcome()
         except _Terminated:
@@ -107,6 +108,7 @@ class HostProcess:
         finally:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGUSR2, before_gentle)
             self._close()
             wakened.close()
             waker.close()
@@ -129,6 +131,18 @@ class HostProcess:
         self._outcome = _TERMINATED
         if self._is_in_hook:
             raise _Terminated
+
+    def _on_gentle_signal(self, *_: object) -> None:
+        """The job ends, but trainers need batches until all of them have come to save a checkpoint."""
+        self._is_job_ending = True
+        if self._is_in_hook and not self._module.loaders:
+            raise _Terminated
+
+    def _wakened(self, wakened: socket.socket) -> None:
+        """Do what a signal asked for that only took a note and ended the wait."""
+        wakened.recv(4096)
+        if self._is_job_ending:
+            self._send("job_ends")
 
     # The network process
 
@@ -226,7 +240,8 @@ class HostProcess:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for signum in (signal.SIGTERM, signal.SIGUSR2):
+                signal.signal(signum, signal.SIG_DFL)
             if self._network is not None:
                 self._network.close()
             target()

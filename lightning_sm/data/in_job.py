@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import socket
-
-import psutil
 
 from lightning_sm._lightning import LightningDataModule
 from lightning_sm.data.host_process import HostProcess
 from lightning_sm.data.module import RemoteDataModule
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings, default_workers
 from lightning_sm.job import SageMakerJob
+from lightning_sm.rendezvous import own_address
 from lightning_sm.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -34,7 +32,7 @@ def serve(
     Raises:
         DataServiceError: The host cannot serve: its port is taken, or no trainer ever came.
     """
-    address = f"{_own_address(job)}:{_port(topology, settings)}"
+    address = f"{own_address(job)}:{_port(topology, settings)}"
     host_settings = HostSettings(
         address=address,
         workers=settings.workers or default_workers(),
@@ -83,21 +81,3 @@ def _identity(job: SageMakerJob) -> str:
 
 def _credentials(job: SageMakerJob, settings: DataServiceSettings) -> Credentials:
     return Credentials.of(settings, _identity(job))
-
-
-def _own_address(job: SageMakerJob) -> str:
-    """The address of the job's interface: the service must not be open on others."""
-    if job.current_host in job.addresses:
-        return job.addresses[job.current_host]
-    for address in psutil.net_if_addrs().get(job.network_interface or "", []):
-        if address.family == socket.AF_INET:
-            return str(address.address)
-    try:
-        return socket.gethostbyname(job.current_host)
-    except OSError:
-        logger.warning(
-            "Host %s has no interface %s and does not resolve its own name: listening on all interfaces.",
-            job.current_host,
-            job.network_interface,
-        )
-        return "0.0.0.0"  # noqa: S104  # said in the warning

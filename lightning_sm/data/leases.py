@@ -22,6 +22,7 @@ class Leases:
         self._seen: dict[str, float] = {}
         self._finished: dict[str, str] = {}
         self._expected = 1
+        self._is_job_ending = False
         self._last_event = now
 
     def beat(self, client: str, world_size: int, now: float) -> None:
@@ -34,7 +35,8 @@ class Leases:
         """
         self._seen[client] = self._last_event = now
         self._finished.pop(client, None)
-        self._expected = max(self._expected, world_size)
+        if not self._is_job_ending:
+            self._expected = max(self._expected, world_size)
 
     def finish(self, client: str, outcome: str, now: float) -> None:
         """Note that a trainer needs this host no longer.
@@ -48,6 +50,11 @@ class Leases:
         self._finished[client] = outcome
         self._last_event = now
 
+    def expect_no_more(self) -> None:
+        """Note that the job ends: this host serves those that have come, and waits for nobody else."""
+        self._is_job_ending = True
+        self._expected = 0
+
     def outcome(self, now: float) -> dict[str, Any] | None:
         """Tell whether the host may leave.
 
@@ -58,10 +65,7 @@ class Leases:
             None, or "reason", or "error" if no trainer ever came.
         """
         if not self._seen:
-            limit = self._startup_timeout_s
-            if limit is None or now - self._started < limit:
-                return None
-            return {"error": f"No trainer came within {limit:.0f} s. Their logs say what they waited for."}
+            return self._outcome_without_trainers(now)
         if self._lease_s is None:
             return None
         gone = [client for client, seen in self._seen.items() if now - seen >= self._lease_s]
@@ -73,3 +77,11 @@ class Leases:
             return None
         outcomes = ", ".join(sorted({self._finished.get(client, "no sign of life") for client in left}))
         return {"reason": f"all {len(left)} trainer ranks are through ({outcomes})"}
+
+    def _outcome_without_trainers(self, now: float) -> dict[str, Any] | None:
+        if self._is_job_ending:
+            return {"reason": "the job was stopped before a trainer came"}
+        limit = self._startup_timeout_s
+        if limit is None or now - self._started < limit:
+            return None
+        return {"error": f"No trainer came within {limit:.0f} s. Their logs say what they waited for."}

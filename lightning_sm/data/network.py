@@ -108,6 +108,8 @@ class NetworkProcess:
     def _hear(self, message: Message) -> None:
         if message.kind == "worker":
             self._pool.add(message)
+        elif message.kind == "job_ends":
+            self._leases.expect_no_more()
         elif message.kind == "lost":
             self._pool.lose(message.facts["worker"], message.facts["why"])
         else:

@@ -43,7 +43,7 @@ def work(tmp_path):
 def _env(base, **variables):
     foreign = ("SM_", "SAGEMAKER_", "LIGHTNING_SM_", "TRAINING_JOB_")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return {**inherited, "SAGEMAKER_BASE_DIR": str(base), **variables}
+    return {**inherited, "SAGEMAKER_BASE_DIR": str(base), "LIGHTNING_SM_FAREWELL_S": "0", **variables}
 
 
 def _train(base, work, *args, **variables):

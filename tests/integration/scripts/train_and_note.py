@@ -1,0 +1,91 @@
+# A script whose run can be compared number by number: a line through points, in double precision, with a loss for every
+# sample, which rank 0 .. n append to NOTES/<rank>.txt: "epoch batch_idx loss" and "val epoch loss".
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch
+from pytorch_lightning import LightningDataModule, LightningModule
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sm import SageMakerCLI
+
+NUM_SAMPLES, BATCH_SIZE = 480, 8
+
+
+def points(length, seed):
+    x = torch.randn(length, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+class Points(LightningDataModule):
+    def __init__(self, workers: int = 0) -> None:
+        super().__init__()
+        self.workers = workers
+
+    def train_dataloader(self):
+        return DataLoader(points(NUM_SAMPLES, 1), batch_size=BATCH_SIZE, shuffle=True, num_workers=self.workers)
+
+    def val_dataloader(self):
+        return DataLoader(points(NUM_SAMPLES // 4, 2), batch_size=BATCH_SIZE)
+
+
+class Line(LightningModule):
+    """Args: step_s: least seconds of a step; fails_at: the global step at which FAILS happens on rank FAILS_ON."""
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        super().__init__()
+        self.step_s = step_s
+        self.line = torch.nn.Linear(2, 1, dtype=torch.float64)
+
+    def note(self, *words):
+        folder = Path(os.environ["NOTES"])
+        folder.mkdir(exist_ok=True)
+        with open(folder / f"{self.global_rank}.txt", "a") as file:
+            file.write(" ".join(map(str, words)) + "\n")
+
+    def training_step(self, batch, batch_idx):
+        began = time.monotonic()
+        if (os.environ.get("FAILS"), os.environ.get("FAILS_ON")) != (None, None):
+            fail(self.global_rank, self.global_step)
+        x, y = batch
+        loss = torch.nn.functional.mse_loss(self.line(x), y)
+        self.note("train", self.current_epoch, batch_idx, repr(loss.item()))
+        threading.Event().wait(max(0.0, began + self.step_s - time.monotonic()))
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        loss = torch.nn.functional.mse_loss(self.line(x), y)
+        if not self.trainer.sanity_checking:
+            self.note("val", self.current_epoch, batch_idx, repr(loss.item()))
+        self.log("val_loss", loss, sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+def fail(rank, step):
+    kind, at = os.environ["FAILS"].split("@")
+    if str(rank) != os.environ["FAILS_ON"] or step != int(at):
+        return
+    if kind == "exception":
+        raise ArithmeticError(f"rank {rank} fails at step {step}")
+    if kind == "exit":
+        os._exit(7)
+    if kind == "sys.exit":
+        raise SystemExit(9)
+    if kind == "kill":
+        os.kill(os.getpid(), 9)
+
+
+if __name__ == "__main__":
+    if os.environ.get("FAILS") == "import":
+        raise ImportError("the script fails before it has begun")
+    SageMakerCLI(
+        Line,
+        Points,
+        seed_everything_default=1,
+        trainer_defaults={"enable_model_summary": False, "log_every_n_steps": 1, "logger": False},
+    )

@@ -1,0 +1,108 @@
+"""Jobs of several hosts that are interrupted: all ranks save the same step, and the next attempt goes on there."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.integration.hosts import REPOSITORY, SCRIPTS
+
+pytestmark = pytest.mark.processes
+
+TIMEOUT_S = 150
+NUM_STEPS = 2 * 30  # two epochs of 480 samples in batches of 8 over two ranks
+
+
+def run_job(folder, *options, arguments=(), env=()):
+    """Run two trainer hosts, and what the options add; returns exit code and output."""
+    command = [
+        *(sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2", "--seed", "3"),
+        *("--base-dir", str(folder / "jobs"), "--checkpoints", str(folder / "checkpoints")),
+        *("--env", f"NOTES={folder / 'notes'}", "--env", "OMP_NUM_THREADS=1", "--env", f"PYTHONPATH={REPOSITORY}"),
+        *(word for pair in env for word in ("--env", pair)),
+        *options,
+        *("--", str(SCRIPTS / "train_and_note.py"), "fit", "--trainer.max_epochs", "2", *arguments),
+    ]
+    folder.mkdir(exist_ok=True)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def notes(folder):
+    """What each rank noted: losses of training steps and of validation batches, the last of each place."""
+    ranks = []
+    for path in sorted((folder / "notes").glob("*.txt")):
+        lines = [line.split() for line in path.read_text().splitlines()]
+        ranks.append((lines, {tuple(line[:3]): float(line[3]) for line in lines}))
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """The notes of uninterrupted runs, without and with a data host."""
+    made = {}
+
+    def reference(*groups):
+        if groups not in made:
+            folder = tmp_path_factory.mktemp("reference")
+            code, output = run_job(folder, *groups)
+            assert code == 0, output
+            made[groups] = notes(folder)
+        return made[groups]
+
+    return reference
+
+
+def exit_codes(output):
+    """Exit codes by attempt and role, from the table."""
+    rows = re.findall(r"^ *(\d)? *algo-\d+ +\S+ +(trainer|data) +(\d+) ", output, re.MULTILINE)
+    return sorted((int(attempt or 1), role, int(code)) for attempt, role, code in rows)
+
+
+@pytest.mark.parametrize("skew", [0, 0.05, 1.0])
+@pytest.mark.parametrize("groups", [(), ("--group", "data=1")], ids=["own data", "data host"])
+def test_an_interrupted_job_goes_on_exactly_where_it_was(tmp_path, references, groups, skew):
+    """However far apart the hosts get the signal: no step is lost or repeated, and every loss is the same."""
+    expected = references(*groups)
+    code, output = run_job(
+        tmp_path, *groups, "--fault", f"interrupt@step=20,skew={skew}", arguments=("--model.step_s", "0.05")
+    )
+    assert code == 0, output
+    trainers = [(1, "trainer", 143)] * 2 + [(2, "trainer", 0)] * 2
+    data = [(1, "data", 0), (2, "data", 0)] if groups else []
+    assert exit_codes(output) == sorted(trainers + data), output
+    for (_, wanted), (lines, found) in zip(expected, notes(tmp_path), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-12)
+        assert sum(line[0] == "train" for line in lines) == NUM_STEPS
+
+
+def test_a_signal_to_one_host_stops_all(tmp_path):
+    """The host that was told to stop does not leave the other one in a collective call."""
+    code, output = run_job(tmp_path, "--fault", "interrupt:trainer-2@step=5", arguments=("--model.step_s", "0.05"))
+    assert code == 0, output
+    assert exit_codes(output) == [(1, "trainer", 143)] * 2 + [(2, "trainer", 0)] * 2
+
+
+def test_a_stopped_job_leaves_a_checkpoint_and_says_so(tmp_path):
+    """StopTrainingJob: 143 on every trainer, a reason that names the signal, a checkpoint, and no second attempt."""
+    code, output = run_job(tmp_path, "--fault", "stop@step=5,skew=0.2", arguments=("--model.step_s", "0.05"))
+    assert code == 143, output
+    assert exit_codes(output) == [(1, "trainer", 143)] * 2
+    reasons = [path.read_text() for path in tmp_path.glob("jobs/*/algo-*/output/failure")]
+    assert len(reasons) == 2
+    assert all(reason.startswith("The job was stopped or interrupted (SIGTERM)") for reason in reasons)
+    assert len(list((tmp_path / "checkpoints").glob("interrupted-*.ckpt"))) == 1
+
+
+def test_a_hardware_failure_goes_on_from_the_last_periodic_checkpoint(tmp_path, references):
+    """All hosts are killed at once; the next attempt repeats the steps since the last checkpoint, on the same data."""
+    expected = references()
+    code, output = run_job(
+        tmp_path,
+        *("--fault", "restart@step=40"),
+        arguments=("--model.step_s", "0.05"),
+    )
+    assert code == 0, output
+    for (_, wanted), (_, found) in zip(expected, notes(tmp_path), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-12)
