@@ -14,7 +14,8 @@ import platform
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning_sm.arguments import job_arguments
@@ -35,6 +36,8 @@ _LOG = logging.getLogger(__name__)
 _USAGE_EXIT_CODE = 2
 # Seconds to wait, after the script, for hosts that were never heard of.
 _FAREWELL_VARIABLE = "LIGHTNING_SM_FAREWELL_S"
+# An interpreter needs some tens of milliseconds to leave.
+_AFTER_THE_FIRST_S = 1.0
 
 
 def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
@@ -60,7 +63,7 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
                 "To run a cluster on this machine: lightning-sm local --group trainer=2 -- app/train.py fit"
             )
         output_dir = job.output_dir
-        ending = _run(job, Topology.from_job(job), script, args, env)
+        ending = _Host(job, env).run(script, args)
     except LightningSMError as error:
         _LOG.error("lightning-sm: error: %s", error)
         ending = Outcome(_USAGE_EXIT_CODE, f"{type(error).__name__}: {error}")
@@ -71,75 +74,105 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
     return ending.exit_code
 
 
-def _run(
-    job: SageMakerJob, topology: Topology, script: str | None, args: Sequence[str], env: Mapping[str, str]
-) -> Outcome:
-    """Run the script, and agree with the launchers of the other hosts on how the job ended."""
-    child: ChildProcess | None = None
-    try:
-        path, directory = find_script(script, job, env)
-        argv = command_line(args, job, directory)
-        _LOG.info("%s", _banner(job, topology, path, argv))
+class _Host:
+    """The launcher of one host among those of the others: runs the script, and agrees with them on how the job ends."""
+
+    def __init__(self, job: SageMakerJob, env: Mapping[str, str]) -> None:
+        self._job = job
+        self._topology = Topology.from_job(job)
+        self._env = env
+        self._farewell_s = _seconds(env, _FAREWELL_VARIABLE, 10.0)
+        self._known = threading.Event()
+        self._child: ChildProcess | None = None
+
+    def run(self, script: str | None, args: Sequence[str]) -> Outcome:
+        """Run the script to its end, and return how this host ends.
+
+        Raises:
+            LightningSMError: The script cannot be started; the other hosts were told.
+        """
+        with self._peers() as peers:
+            try:
+                child = self._child = self._make_child(script, args)
+                child.late_signal = peers.leave
+                if peers.verdict is not None:  # it came before there was anything to end
+                    self._heed(peers.verdict)
+                exit_code = child.run()
+            except LightningSMError as error:
+                self._report(peers, Outcome(_USAGE_EXIT_CODE, f"{type(error).__name__}: {error}"))
+                raise
+            if child.is_ended and self._is_data_host:
+                exit_code = 0
+            own = Outcome(exit_code, _reason(child, exit_code) if exit_code else "")
+            return self._ending(own, self._report(peers, own))
+
+    @property
+    def _is_data_host(self) -> bool:
+        return self._topology.role is Role.DATA
+
+    @property
+    def _was_stopped(self) -> bool:
+        return self._child is not None and self._child.stopped_by is not None
+
+    def _make_child(self, script: str | None, args: Sequence[str]) -> ChildProcess:
+        path, directory = find_script(script, self._job, self._env)
+        argv = command_line(args, self._job, directory)
+        _LOG.info("%s", _banner(self._job, self._topology, path, argv))
         command = [sys.executable, "-u", str(path), *argv]
-        child = ChildProcess(command, directory, _child_environment(env, directory), env.get(EMULATOR_VARIABLE))
-    except LightningSMError as error:
-        with _peers(job, topology, env, lambda _: None) as peers:
-            peers.report(Outcome(_USAGE_EXIT_CODE, f"{type(error).__name__}: {error}"))
-            peers.farewell()
-        raise
-    script_of_host = child
+        env = _child_environment(self._env, directory)
+        return ChildProcess(command, directory, env, self._env.get(EMULATOR_VARIABLE))
 
-    def heed(verdict: Verdict) -> None:
-        # A data host has nothing left to do, whatever became of the training.
-        if verdict.host != job.current_host and (verdict.is_failure or topology.role is Role.DATA):
-            script_of_host.end()
+    def _peers(self) -> Peers:
+        return Peers(
+            job_identity=self._job.name or "unnamed",
+            own=self._job.current_host,
+            trainers=self._topology.trainer_hosts,
+            data_hosts=self._topology.data_hosts,
+            main_host=self._topology.main_host,
+            addresses=self._job.addresses,
+            port=peers_port(self._topology.main_port),
+            bind=own_address(self._job),
+            on_verdict=self._heed,
+            timings=Timings(farewell_s=self._farewell_s),
+        )
 
-    with _peers(job, topology, env, heed) as peers:
-        child.late_signal = peers.leave
-        exit_code = child.run()
-        if child.is_ended and topology.role is Role.DATA:
-            exit_code = 0
-        own = Outcome(exit_code, _reason(child, exit_code) if exit_code else "")
+    def _heed(self, verdict: Verdict) -> None:
+        """End the script, if there is nothing left to do for it; called from a thread of the peers."""
+        self._known.set()
+        # A data host is done whatever became of the training.
+        is_over = verdict.host != self._job.current_host and (verdict.is_failure or self._is_data_host)
+        if is_over and self._child is not None:
+            self._child.end()
+
+    def _report(self, peers: Peers, own: Outcome) -> Verdict | None:
+        """Tell the others how the script ended, and return how the job does."""
         peers.report(own)
-        verdict = peers.farewell()
-    return _ending(job, topology, child, own, verdict)
+        if own.exit_code == 0:
+            return peers.farewell()
+        # Whoever failed leaves as soon as the others know, so that the reason of the job is its own and not theirs. The
+        # failure of a data host decides nothing, so that nobody answers; where all are stopped, nobody needs to.
+        if not self._is_data_host and not self._was_stopped:
+            self._known.wait(self._farewell_s)
+        return peers.verdict
+
+    def _ending(self, own: Outcome, verdict: Verdict | None) -> Outcome:
+        """How this host ends: a trainer's host never looks successful when another one failed."""
+        is_elsewhere = verdict is not None and verdict.is_failure and verdict.host != self._job.current_host
+        is_stop = self._was_stopped and own.exit_code != 0  # of all hosts: it does not matter which one ended first
+        if verdict is None or not is_elsewhere or is_stop or self._is_data_host:
+            return own
+        # The host that failed leaves first: its exit code and its reason are those of the job.
+        threading.Event().wait(_AFTER_THE_FIRST_S)
+        said = f"Host {verdict.host} was the first to fail, with exit code {verdict.exit_code}: {verdict.reason}"
+        return Outcome(own.exit_code or 1, said)
 
 
-def _ending(
-    job: SageMakerJob, topology: Topology, child: ChildProcess, own: Outcome, verdict: Verdict | None
-) -> Outcome:
-    """How the host ends: a trainer's host never looks successful when another one failed."""
-    is_elsewhere = verdict is not None and verdict.is_failure and verdict.host != job.current_host
-    if verdict is None or not is_elsewhere or topology.role is Role.DATA:
-        return own
-    if child.stopped_by is not None and own.exit_code:
-        return own  # all hosts were stopped; it does not matter who was the first
-    return Outcome(
-        own.exit_code or 1,
-        f"Host {verdict.host} was the first to fail, with exit code {verdict.exit_code}: {verdict.reason}",
-    )
-
-
-def _peers(
-    job: SageMakerJob, topology: Topology, env: Mapping[str, str], on_verdict: Callable[[Verdict], None]
-) -> Peers:
-    text = env.get(_FAREWELL_VARIABLE, "10")
+def _seconds(env: Mapping[str, str], variable: str, default: float) -> float:
+    text = env.get(variable, str(default))
     try:
-        timings = Timings(farewell_s=float(text))
+        return float(text)
     except ValueError as error:
-        raise JobConfigError(f"{_FAREWELL_VARIABLE}={text!r} is no number of seconds.") from error
-    return Peers(
-        job_identity=job.name or "unnamed",
-        own=job.current_host,
-        trainers=topology.trainer_hosts,
-        data_hosts=topology.data_hosts,
-        main_host=topology.main_host,
-        addresses=job.addresses,
-        port=peers_port(topology.main_port),
-        bind=own_address(job),
-        on_verdict=on_verdict,
-        timings=timings,
-    )
+        raise JobConfigError(f"{variable}={text!r} is no number of seconds.") from error
 
 
 def find_script(script: str | None, job: SageMakerJob, env: Mapping[str, str]) -> tuple[Path, Path]:

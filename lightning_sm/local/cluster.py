@@ -79,6 +79,8 @@ class ClusterSpec:
         hyperparameters: Values as a user would give them to the Estimator.
         channels: Folder of each input channel.
         checkpoint_dir: Folder that all hosts share as their checkpoint folder, or None for a job without one.
+        keeps_checkpoints: Whether the job has a checkpoint folder in any case: one inside its own folder, if
+            ``checkpoint_dir`` is None.
         environment: Variables as a user would give them to ``Estimator(environment=...)``.
         seed: Decides which host lands in which group; None for another draw each time, as the service does.
     """
@@ -88,6 +90,7 @@ class ClusterSpec:
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     channels: Mapping[str, Path] = field(default_factory=dict)
     checkpoint_dir: Path | None = None
+    keeps_checkpoints: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     seed: int | None = None
 
@@ -122,6 +125,8 @@ class LocalCluster:
     Attributes:
         name: Name of the job.
         job_dir: Folder of the job, with one folder for each host.
+        checkpoint_dir: Folder that all hosts share as their checkpoint folder, or None.
+        attempt: Which attempt the hosts are of, counted from 1.
         hosts: The hosts, in the order of their numbers.
         keep: Whether to leave the folders on exit.
 
@@ -136,20 +141,22 @@ class LocalCluster:
     def __init__(self, spec: ClusterSpec, base_dir: Path, env: Mapping[str, str] = os.environ) -> None:
         _check(spec)
         self.keep = False
+        self.attempt = 1
         self._spec = spec
-        self._groups = _shuffled_groups(spec)
-        names = [f"algo-{number}" for number in range(1, sum(group.num_hosts for group in spec.groups) + 1)]
-        encoded = encode(spec.hyperparameters)
-        shared = _shared_environment(spec, names, env)
-        self.name, topology = _name_with_free_port(self._groups, shared)
+        self._hyperparameters = encode(spec.hyperparameters)
+        self._shared = _shared_environment(spec, _host_names(spec), env)
+        groups = _dealt_groups(spec, random.Random(spec.seed))  # noqa: S311 - not a secret; a seed must repeat the draw
+        self.name, topology = _name_with_free_port(groups, self._shared)
         base_dir = base_dir.expanduser().absolute()
         self.job_dir = base_dir / self.name
+        own_checkpoint_dir = self.job_dir / "checkpoints" if spec.keeps_checkpoints else None
+        self.checkpoint_dir = spec.checkpoint_dir.absolute() if spec.checkpoint_dir else own_checkpoint_dir
         self._made_base_dir = not base_dir.exists()
         try:
-            if spec.checkpoint_dir is not None:
-                spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
             self.job_dir.mkdir(parents=True)
-            self.hosts = tuple(self._make_host(name, topology, shared, encoded) for name in names)
+            if self.checkpoint_dir is not None:
+                self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+            self.hosts = self._make_hosts(groups, topology)
         except OSError as error:
             self.remove()
             raise OutputDirectoryError(
@@ -174,25 +181,56 @@ class LocalCluster:
             except OSError:
                 return  # another job is in it
 
-    def _make_host(
-        self, name: str, topology: Topology, shared: Mapping[str, str], hyperparameters: Mapping[str, str]
-    ) -> LocalHost:
+    def next_attempt(self) -> None:
+        """Deal the hosts out anew, into empty folders in the same places; only the checkpoint folder stays.
+
+        The folders of the last attempt are put aside: a path that a checkpoint remembers from there must lead to
+        nothing, as on the service.
+
+        Raises:
+            OutputDirectoryError: A folder cannot be made.
+        """
+        aside = self.job_dir / f"attempt-{self.attempt}"
+        self.attempt += 1
+        groups = _dealt_groups(self._spec, self.draw("groups"))
+        try:
+            aside.mkdir()
+            for host in self.hosts:
+                host.base_dir.rename(aside / host.name)
+            self.hosts = self._make_hosts(groups, _topology(groups, self._shared, self.name))
+        except OSError as error:
+            raise OutputDirectoryError(f"{error.filename}: cannot be written ({error.strerror}).") from error
+
+    def draw(self, purpose: str) -> random.Random:
+        """Random numbers of this attempt that repeat with the seed.
+
+        Args:
+            purpose: What they are for; another purpose has others.
+        """
+        seed = self._spec.seed
+        # A text as the seed: whole numbers that are close to each other have similar first draws.
+        return random.Random(None if seed is None else f"{seed} {self.attempt} {purpose}")  # noqa: S311 - no secret
+
+    def _make_hosts(self, groups: list[dict[str, Any]], topology: Topology) -> tuple[LocalHost, ...]:
+        return tuple(self._make_host(name, groups, topology) for name in _host_names(self._spec))
+
+    def _make_host(self, name: str, groups: list[dict[str, Any]], topology: Topology) -> LocalHost:
         base_dir = self.job_dir / name
         config_dir, data_dir = base_dir / "input" / "config", base_dir / "input" / "data"
         for folder in (config_dir, data_dir, base_dir / "model", base_dir / "output" / "data"):
             folder.mkdir(parents=True)
-        resources = _resource_config(self._groups, name)
+        resources = _resource_config(groups, name)
         _write_json(config_dir / "resourceconfig.json", resources)
-        _write_json(config_dir / "hyperparameters.json", hyperparameters)
+        _write_json(config_dir / "hyperparameters.json", self._hyperparameters)
         _write_json(
             config_dir / "inputdataconfig.json", {channel: _channel_config() for channel in self._spec.channels}
         )
         for channel, folder in self._spec.channels.items():
             (data_dir / channel).symlink_to(folder.absolute(), target_is_directory=True)
-        if self._spec.checkpoint_dir is not None:
-            path = self._spec.checkpoint_dir.absolute()
-            _write_json(config_dir / "checkpointconfig.json", {"LocalPath": str(path), "S3Uri": path.as_uri()})
-        env = {**shared, "SAGEMAKER_BASE_DIR": str(base_dir), "TRAINING_JOB_NAME": self.name}
+        if self.checkpoint_dir is not None:
+            paths = {"LocalPath": str(self.checkpoint_dir), "S3Uri": self.checkpoint_dir.as_uri()}
+            _write_json(config_dir / "checkpointconfig.json", paths)
+        env = {**self._shared, "SAGEMAKER_BASE_DIR": str(base_dir), "TRAINING_JOB_NAME": self.name}
         return LocalHost(name, resources["current_group_name"], topology.role_of(name), base_dir, env)
 
 
@@ -214,10 +252,14 @@ def _check(spec: ClusterSpec) -> None:
             raise JobConfigError(f"Channel {name!r}: the folder {str(folder)!r} does not exist.")
 
 
-def _shuffled_groups(spec: ClusterSpec) -> list[dict[str, Any]]:
+def _host_names(spec: ClusterSpec) -> list[str]:
+    return [f"algo-{number}" for number in range(1, sum(group.num_hosts for group in spec.groups) + 1)]
+
+
+def _dealt_groups(spec: ClusterSpec, draw: random.Random) -> list[dict[str, Any]]:
     """Deal the hosts out at random: on the service, too, any host may land in any group, in any order."""
-    names = [f"algo-{number}" for number in range(1, sum(group.num_hosts for group in spec.groups) + 1)]
-    random.Random(spec.seed).shuffle(names)  # noqa: S311 - not a secret; a seed must repeat the draw
+    names = _host_names(spec)
+    draw.shuffle(names)
     groups = []
     for group in spec.groups:
         hosts, names = names[: group.num_hosts], names[group.num_hosts :]
@@ -266,21 +308,25 @@ def _shared_environment(spec: ClusterSpec, hosts: Sequence[str], env: Mapping[st
 
 def _name_with_free_port(groups: list[dict[str, Any]], shared: Mapping[str, str]) -> tuple[str, Topology]:
     """Choose a job name whose main port no process listens on: the port follows from the name."""
-    resources = json.dumps(_resource_config(groups, groups[0]["hosts"][0]))
     for _ in range(_NAME_ATTEMPTS):
         name = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        env = {**shared, "SM_RESOURCE_CONFIG": resources, "TRAINING_JOB_NAME": name}
-        # The folder does not exist yet, so that the job is read from the variable.
-        job = SageMakerJob.from_environment(env, base_dir=name)
-        if job is None:
-            break
-        topology = Topology.from_job(job)
-        if job.main_port is not None:  # another name would not change it
-            check_port_is_free(job.main_port, topology.main_host)
+        topology = _topology(groups, shared, name)
+        if shared.get("LIGHTNING_SM_MAIN_PORT"):  # another name would not change it
+            check_port_is_free(topology.main_port, topology.main_host)
         elif not _has_free_port(topology):
             continue
         return name, topology
     raise PortInUseError(f"No free port for rank 0 was found in {_NAME_ATTEMPTS} attempts.")
+
+
+def _topology(groups: list[dict[str, Any]], shared: Mapping[str, str], name: str) -> Topology:
+    resources = json.dumps(_resource_config(groups, groups[0]["hosts"][0]))
+    env = {**shared, "SM_RESOURCE_CONFIG": resources, "TRAINING_JOB_NAME": name}
+    # No such folder: the job is read from the variable.
+    job = SageMakerJob.from_environment(env, base_dir=name)
+    if job is None:
+        raise JobConfigError(f"The job {name} has no hosts.")
+    return Topology.from_job(job)
 
 
 def _has_free_port(topology: Topology) -> bool:

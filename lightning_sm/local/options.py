@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sm.errors import HyperparameterError, JobConfigError, ScriptError
+from lightning_sm.local import faults
 from lightning_sm.local.cluster import DEFAULT_INSTANCE_TYPE, ClusterSpec, GroupSpec, LocalCluster
 from lightning_sm.local.runner import run
 
-EXAMPLES = """\
+EXAMPLES = f"""\
 examples:
   two trainer hosts, one process each:
     lightning-sm local --group trainer=2 -- app/train.py fit --config app/configs/digits.yaml
@@ -24,7 +25,10 @@ examples:
     lightning-sm local --group trainer=2 --group data=1 --channel training=./data -- app/train.py fit
   arguments as SageMaker passes them, in a file:
     lightning-sm local --hyperparameters hyperparameters.yaml -- app/train.py
-"""
+  a spot interruption after 20 steps, and the attempt that goes on from the checkpoint:
+    lightning-sm local --group trainer=2 --fault interrupt@step=20,skew=0.5 -- app/train.py fit --ckpt_path last
+
+{faults.HELP}"""
 
 _GROUP = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)=(?P<count>\d{1,4})(?::(?P<type>ml\.[a-z0-9.-]+))?")
 
@@ -56,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--env", action="append", default=[], metavar="NAME=VALUE", help="variable for all hosts, repeatable"
     )
     parser.add_argument("--checkpoints", metavar="DIR", help="checkpoint folder of all hosts, kept (default: none)")
+    _add_fault_arguments(parser)
     parser.add_argument(
         "--base-dir", metavar="DIR", help="where the folders of the hosts are made (default: a temporary folder)"
     )
@@ -63,6 +68,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", action="store_true", help="keep the folders of the hosts after success, too")
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="-- SCRIPT [ARGS]", help="training script and its arguments"
+    )
+
+
+def _add_fault_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--fault", action="append", default=[], help="bring a fault about, repeatable; see below")
+    parser.add_argument(
+        "--grace-s",
+        type=float,
+        default=faults.SERVICE_GRACE_S,
+        metavar="SECONDS",
+        help=f"between SIGTERM and SIGKILL of an interruption (default: {faults.SERVICE_GRACE_S:g}, as the service)",
+    )
+    parser.add_argument(
+        "--max-attempts",
+        type=int,
+        metavar="N",
+        help="how often the job starts at most (default: once more than it is interrupted or restarted)",
     )
 
 
@@ -80,17 +102,21 @@ def main(options: argparse.Namespace) -> int:
     script, *args = options.command or [""]
     _check_script(script)
     base_dir = Path(options.base_dir or Path(tempfile.gettempdir()) / f"lightning-sm-{os.getuid()}")
-    with LocalCluster(_spec(options), base_dir) as cluster:
-        return run(cluster, [script, *args], keep=options.keep)
+    settings = faults.FaultSettings(tuple(map(faults.parse, options.fault)), options.grace_s, options.max_attempts)
+    spec = _spec(options, settings)
+    faults.check(settings, {group.name: group.num_hosts for group in spec.groups}, spec.devices)
+    with LocalCluster(spec, base_dir) as cluster:
+        return run(cluster, [script, *args], keep=options.keep, settings=settings)
 
 
-def _spec(options: argparse.Namespace) -> ClusterSpec:
+def _spec(options: argparse.Namespace, settings: faults.FaultSettings) -> ClusterSpec:
     return ClusterSpec(
         groups=[_group(text) for text in options.group] or [GroupSpec("trainer", 1)],
         devices=options.devices,
         hyperparameters=_read_hyperparameters(Path(options.hyperparameters)) if options.hyperparameters else {},
         channels={name: Path(folder) for name, folder in _pairs("--channel", "NAME=DIR", options.channel).items()},
         checkpoint_dir=Path(options.checkpoints) if options.checkpoints else None,
+        keeps_checkpoints=settings.needs_checkpoints,
         environment=_pairs("--env", "NAME=VALUE", options.env),
         seed=options.seed,
     )

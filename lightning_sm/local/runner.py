@@ -1,11 +1,8 @@
-"""The processes of an emulated job: start every host, show what they write, and leave nothing behind."""
+"""An emulated job from its first attempt to the table at the end."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -14,180 +11,100 @@ from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import BinaryIO
 
-import psutil
 from tabulate import tabulate
 
+from lightning_sm.local.attempt import Attempt, Outcome
 from lightning_sm.local.cluster import LocalCluster, LocalHost
+from lightning_sm.local.faults import FaultSettings, Plan
+from lightning_sm.local.host_process import HostProcess
 from lightning_sm.local.output import Output
-from lightning_sm.prctl import EMULATOR_VARIABLE, adopt_orphans
 
-# Between SIGTERM and SIGKILL. The service leaves 120 s; who waits at a terminal has decided already.
-_GRACE_S = 5.0
-# timeout(1) sends its signal twice, and so do wrappers that pass on what the terminal sent to all.
-_ONE_SIGNAL_S = 0.5
-_POLL_S = 0.1
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run(cluster: LocalCluster, command: Sequence[str], *, keep: bool = False, stream: BinaryIO | None = None) -> int:
+def run(
+    cluster: LocalCluster,
+    command: Sequence[str],
+    *,
+    keep: bool = False,
+    settings: FaultSettings | None = None,
+    stream: BinaryIO | None = None,
+) -> int:
     """Run a training script on every host of an emulated job and wait for all of them.
 
-    When a host fails, the others are stopped, as the service does. When this process is stopped, so are the hosts.
+    When a host fails, the others are stopped, as the service does; when this process is stopped, so are the hosts.
+    After an interruption the job goes on with another attempt.
 
     Args:
         cluster: The hosts. Their folders are kept after a failure.
         command: Training script and its arguments.
         keep: Whether to keep the folders after success, too.
+        settings: The faults to bring about. Default: none.
         stream: Where the output of the hosts goes. Default: stdout.
 
     Returns:
-        0 if all hosts succeeded; else the exit code of the host that failed first; 128 + n if signal n stopped it.
+        Of the last attempt: 0 if all hosts succeeded; else the exit code of the first that failed; 128 + n if signal n
+        stopped it.
+
+    Raises:
+        OutputDirectoryError: The folders of another attempt cannot be made.
     """
-    output = Output(stream if stream is not None else sys.stdout.buffer, [host.name for host in cluster.hosts])
-    job = _Job(cluster, command, output)
+    output = Output(stream or sys.stdout.buffer, [host.name for host in cluster.hosts])
+    job = _Job(cluster, command, output, settings or FaultSettings())
     restore = job.handle_signals()  # until the last line: a late Ctrl-C must not remove what is to be kept
     try:
-        exit_code = job.run()
-        cluster.keep = keep or exit_code != 0
+        outcome = job.run()
+        cluster.keep = keep or outcome.exit_code != 0
         output.say(job.table())
-        if job.first_failed is not None:
-            output.say(_reason(job.first_failed))
-        for line in _whereabouts(cluster, exit_code):
-            output.say(line)
+        if outcome.failed is not None:
+            output.say(_reason(outcome.failed))
+        output.say("\n".join(_whereabouts(cluster, outcome.exit_code)))
     finally:
         restore()
-    return exit_code
-
-
-class _HostProcess:
-    """One running host: its launcher and the threads that read what it writes and wait for its end."""
-
-    def __init__(self, host: LocalHost, command: Sequence[str], output: Output, changed: threading.Event) -> None:
-        self.host = host
-        self.ended_at: float | None = None
-        self._changed = changed
-        self._started_at = time.monotonic()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "lightning_sm", "train", *command],
-            env={**host.env, EMULATOR_VARIABLE: str(os.getpid())},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches the emulator only, which decides the order
-        )
-        self.reader = threading.Thread(target=output.copy, args=(host, self.process.stdout), daemon=True)
-        self.reader.start()
-        self.waiter = threading.Thread(target=self._wait, daemon=True)
-        self.waiter.start()
-
-    @property
-    def exit_code(self) -> int | None:
-        """128 + n if signal n killed it; None while the host runs."""
-        code = self.process.returncode if self.ended_at is not None else None
-        return 128 - code if code is not None and code < 0 else code
-
-    @property
-    def seconds(self) -> float:
-        """How long the host ran."""
-        return (self.ended_at or time.monotonic()) - self._started_at
-
-    def _wait(self) -> None:
-        # One thread per host: when several fail at nearly the same time, the first one has the reason.
-        self.process.wait()
-        self.ended_at = time.monotonic()
-        self._changed.set()
+    return outcome.exit_code
 
 
 class _Job:
-    def __init__(self, cluster: LocalCluster, command: Sequence[str], output: Output) -> None:
+    """All attempts of a job."""
+
+    def __init__(self, cluster: LocalCluster, command: Sequence[str], output: Output, settings: FaultSettings) -> None:
         self._cluster = cluster
         self._command = command
         self._output = output
-        self._hosts: list[_HostProcess] = []
-        self._changed = threading.Event()
+        self._settings = settings
         self._signals: list[tuple[int, float]] = []
-        self.first_failed: LocalHost | None = None
+        self._attempts: list[Attempt] = []
 
-    def run(self) -> int:
-        """Start all hosts and wait for them; whatever happens, no process is left."""
-        spared = {process.pid for process in psutil.Process().children(recursive=True)}
-        adopt_orphans(True)
-        try:
-            for host in self._cluster.hosts:
-                self._hosts.append(_HostProcess(host, self._command, self._output, self._changed))
-            return self._wait()
-        finally:
-            self._kill_descendants(spared)
-            for running in self._hosts:
-                running.waiter.join(timeout=_GRACE_S)
-                running.reader.join(timeout=_GRACE_S)
-            adopt_orphans(False)
+    def run(self) -> Outcome:
+        """Run one attempt after the other, until one ends by itself or none is left."""
+        num_attempts, plan = self._settings.num_attempts, Plan(self._settings)
+        if self._settings.needs_checkpoints:
+            self._output.say(f"Checkpoint folder of all attempts: {self._cluster.checkpoint_dir}")
+        while True:
+            if num_attempts > 1:
+                self._output.say(f"Attempt {len(self._attempts) + 1} of {num_attempts}")
+            attempt = Attempt(self._cluster, self._command, self._output, self._signals, plan)
+            self._attempts.append(attempt)
+            outcome = attempt.run()
+            if not outcome.goes_on or len(self._attempts) == num_attempts:
+                break
+            self._cluster.next_attempt()
+        for fault in plan.pending:
+            self._output.say(f"Fault {fault.text} did not happen.")
+        return outcome
 
     def table(self) -> str:
-        """One line for each host: what it was and how it ended."""
-        rows = [
-            [
-                running.host.name,
-                running.host.group,
-                running.host.role.value,
-                running.exit_code,
-                f"{running.seconds:.1f}",
-            ]
-            for running in self._hosts
-        ]
-        headers = ["host", "group", "role", "exit code", "seconds"]
-        return tabulate(
-            rows, headers=headers, disable_numparse=True, colalign=("left", "left", "left", "right", "right")
-        )
-
-    def _wait(self) -> int:
-        """Wait until every host ended, or one failed, or this process is told to stop."""
-        while True:
-            signum = self._signals[0][0] if self._signals else self._output.broken_by
-            if signum:
-                self._output.say(f"Stopping all hosts: {signal.Signals(signum).name}.")
-                self._stop()
-                return 128 + signum
-            codes = {running: running.exit_code for running in self._hosts}
-            failed = [running for running, code in codes.items() if code]
-            if failed:
-                first = min(failed, key=lambda running: running.ended_at or 0.0)
-                self.first_failed, code = first.host, codes[first] or 0
-                self._output.say(f"Host {first.host.name} (group {first.host.group}) failed with exit code {code}.")
-                self._stop()
-                return code
-            if all(code == 0 for code in codes.values()):
-                return 0
-            self._pause()
-
-    def _pause(self) -> None:
-        self._changed.wait(_POLL_S)
-        self._changed.clear()
-
-    def _stop(self) -> None:
-        """SIGTERM and a few seconds to end, fewer if asked a second time; what is left is killed by ``run``."""
-        running = [host for host in self._hosts if host.exit_code is None]
-        for host in running:
-            host.process.terminate()
-        asked_at = time.monotonic()
-        while any(host.exit_code is None for host in running) and time.monotonic() < asked_at + _GRACE_S:
-            if any(at > asked_at + _ONE_SIGNAL_S for _, at in self._signals):
-                return
-            self._pause()
-
-    def _kill_descendants(self, spared: set[int]) -> None:
-        """Kill every process that the hosts left, also those that daemonised, until none is left."""
-        launchers = {running.process.pid for running in self._hosts}  # their own threads reap them
-        deadline = time.monotonic() + _GRACE_S
-        while time.monotonic() < deadline:
-            left = [process for process in psutil.Process().children(recursive=True) if process.pid not in spared]
-            if not left:
-                return
-            for process in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs([process for process in left if process.pid not in launchers], timeout=_POLL_S)
-            self._pause()
+        """One line for each host and attempt: what it was and how it ended."""
+        attempts = [(number, running) for number, attempt in enumerate(self._attempts, 1) for running in attempt.hosts]
+        columns: dict[str, list[str]] = {"attempt": [str(number) for number, _ in attempts]}
+        columns |= _columns([running for _, running in attempts])
+        if len(self._attempts) == 1:
+            del columns["attempt"]
+        if not any(columns[_TO_EXIT]):
+            del columns[_TO_EXIT]
+        numbers = {"attempt", "exit code", "seconds", _TO_EXIT}
+        alignment = ["right" if name in numbers else "left" for name in columns]
+        return tabulate(columns, headers="keys", disable_numparse=True, colalign=alignment)
 
     def handle_signals(self) -> Callable[[], None]:
         """Note every signal that asks to stop; the result puts the old handlers back."""
@@ -207,6 +124,21 @@ class _Job:
         return restore
 
 
+_TO_EXIT = "signal to exit s"
+
+
+def _columns(hosts: Sequence[HostProcess]) -> dict[str, list[str]]:
+    to_exit = [running.seconds_to_exit for running in hosts]
+    return {
+        "host": [running.host.name for running in hosts],
+        "group": [running.host.group for running in hosts],
+        "role": [running.host.role.value for running in hosts],
+        "exit code": ["" if running.exit_code is None else str(running.exit_code) for running in hosts],
+        "seconds": [f"{running.seconds:.1f}" for running in hosts],
+        _TO_EXIT: ["" if seconds is None else f"{seconds:.2f}" for seconds in to_exit],
+    }
+
+
 def _reason(host: LocalHost) -> str:
     """What SageMaker would show as the reason of the failure."""
     try:
@@ -221,6 +153,8 @@ def _whereabouts(cluster: LocalCluster, exit_code: int) -> Iterable[str]:
     if not cluster.keep:
         yield "The folders of the hosts, the model included, are removed; --keep keeps them."
         return
+    if cluster.attempt > 1:
+        yield f"The folders of the attempts before are kept in {cluster.job_dir / 'attempt-*'}."
     if exit_code != 0:
         yield f"The folders of all hosts are kept in {cluster.job_dir} (each with its output/log.txt)."
         return

@@ -113,6 +113,8 @@ class Hub:
 
     def close(self) -> None:
         """Release the port and all connections."""
+        for link in self._links:
+            link.finish()
         for sock in (self._server, *(link.sock for link in self._links)):
             self._selector.unregister(sock)
             sock.close()

@@ -6,6 +6,7 @@ jobs and versions apart that meet on one network, and keeps no attacker out.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -156,6 +157,14 @@ class Link:
         """
         self._unsent += sealed(self._key, message)
         self._flush()
+
+    def finish(self) -> None:
+        """Say that nothing more comes. With bytes unread, closing would be a reset, and what was sent might be lost."""
+        with contextlib.suppress(OSError):
+            self._flush()
+            self.sock.shutdown(socket.SHUT_WR)
+            while self.sock.recv(MAX_LINE_BYTES):
+                pass
 
     def keep(self, now: float, timings: Timings, ping: Message) -> None:
         """Give a sign of life, and expect one. To be called again and again.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import time
 
 import pytest
 
 from lightning_sm.errors import HostResolutionError
-from lightning_sm.rendezvous import resolves, wait_for_host
+from lightning_sm.rendezvous import SLOW_NAMES_VARIABLE, resolves, wait_for_host
 from lightning_sm.topology import Topology
 from tests.fakes.job_folder import make_job
 
@@ -81,3 +83,9 @@ def test_stated_address_stands_for_the_name():
 def test_addresses_resolve_as_they_are():
     """An IP address needs no resolver."""
     assert resolves("127.0.0.2")
+
+
+def test_the_emulator_makes_names_slow(monkeypatch):
+    """An address that the emulator holds back does not resolve before its time has come."""
+    monkeypatch.setenv(SLOW_NAMES_VARIABLE, json.dumps({"127.0.0.9": time.monotonic() + 60, "127.0.0.8": 0.0}))
+    assert [resolves(f"127.0.0.{number}") for number in (7, 8, 9)] == [True, True, False]

@@ -1,0 +1,278 @@
+"""Faults on request: what ``--fault`` asks for, checked, and which faults are due. Nothing here touches a process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from lightning_sm.errors import JobConfigError
+
+# What the service leaves between SIGTERM and SIGKILL: "Using Your Own Training Algorithms" (docker stop -t 120).
+SERVICE_GRACE_S = 120.0
+
+HELP = """\
+faults (--fault, repeatable; each happens once, in the first attempt that comes to it):
+  kill:HOST@WHEN                      SIGKILL to all processes of the host at once
+  kill-rank:HOST[/LOCAL_RANK]@WHEN    SIGKILL to one training process (default: local rank 0)
+  kill-launcher:HOST@WHEN             SIGKILL to the launcher alone
+  hang:HOST[,for=SECONDS]@WHEN        SIGSTOP to all processes of the host, SIGCONT after the time if one is given
+  interrupt[:HOST]@WHEN[,skew=SECONDS]
+                                      a spot interruption: SIGTERM to the launcher of every host (or of one), in
+                                      random order and SECONDS apart, after --grace-s SIGKILL to all that is left;
+                                      then the next attempt
+  stop@WHEN[,skew=SECONDS]            StopTrainingJob: the same, and no other attempt
+  restart@WHEN                        SIGKILL to everything, then the next attempt, as after a hardware failure
+  slow-dns:HOST=SECONDS               the name of the host does not resolve before SECONDS have passed
+  late:HOST=SECONDS                   the host starts that much later
+  HOST is a name (algo-2) or a place in a group (data-1: the first host of group data by number).
+  WHEN is step=N (N global steps are done), epoch=N (the first step of epoch N, counted from 1 as in the progress
+  lines, is done), after=SECONDS (since the attempt began) or start (as soon as the process runs; for SIGTERM: as
+  soon as the launchers listen). Steps are those that SageMakerCLI reports; another script may write
+  "STEP EPOCH" to the file that LIGHTNING_SM_STEP_FILE names.
+  The next attempt has the job's name, hyperparameters and checkpoint folder (one in the job's folder if
+  --checkpoints names none); all other folders are empty, and hosts land in groups anew.
+"""
+
+
+class Kind(Enum):
+    """What a fault does; the value is its name on the command line."""
+
+    KILL = "kill"
+    KILL_RANK = "kill-rank"
+    KILL_LAUNCHER = "kill-launcher"
+    HANG = "hang"
+    INTERRUPT = "interrupt"
+    STOP = "stop"
+    RESTART = "restart"
+    SLOW_DNS = "slow-dns"
+    LATE = "late"
+
+
+# Those that end the attempt, and among them those after which the job goes on with another.
+ENDING = frozenset({Kind.INTERRUPT, Kind.STOP, Kind.RESTART})
+RESUMED = frozenset({Kind.INTERRUPT, Kind.RESTART})
+
+_SECONDS = r"\d{1,6}(?:\.\d{1,6})?"
+_HOST = r":(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)"
+_WHEN = rf"@(?:(?P<start>start)|(?P<unit>step|epoch)=(?P<count>[1-9]\d{{0,8}})|after=(?P<after>{_SECONDS}))"
+_SKEW = rf"(?:,skew=(?P<seconds>{_SECONDS}))?"
+_FORMS = {
+    Kind.KILL: ("kill:HOST@WHEN", _HOST + _WHEN),
+    Kind.KILL_RANK: ("kill-rank:HOST[/LOCAL_RANK]@WHEN", rf"{_HOST}(?:/(?P<rank>\d{{1,4}}))?{_WHEN}"),
+    Kind.KILL_LAUNCHER: ("kill-launcher:HOST@WHEN", _HOST + _WHEN),
+    Kind.HANG: ("hang:HOST[,for=SECONDS]@WHEN", rf"{_HOST}(?:,for=(?P<seconds>{_SECONDS}))?{_WHEN}"),
+    Kind.INTERRUPT: ("interrupt[:HOST]@WHEN[,skew=SECONDS]", rf"(?:{_HOST})?{_WHEN}{_SKEW}"),
+    Kind.STOP: ("stop@WHEN[,skew=SECONDS]", _WHEN + _SKEW),
+    Kind.RESTART: ("restart@WHEN", _WHEN),
+    Kind.SLOW_DNS: ("slow-dns:HOST=SECONDS", rf"{_HOST}=(?P<seconds>{_SECONDS})"),
+    Kind.LATE: ("late:HOST=SECONDS", rf"{_HOST}=(?P<seconds>{_SECONDS})"),
+}
+_PATTERNS = {kind: re.compile(pattern) for kind, (_, pattern) in _FORMS.items()}
+_WHENS = "WHEN is start, step=N, epoch=N (N from 1) or after=SECONDS"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """How far an attempt is.
+
+    Attributes:
+        seconds: Seconds since the attempt began.
+        step: Global steps that are done, 0 before the first report.
+        epoch: Epoch of the last step, counted from 1; 0 before the first report.
+    """
+
+    seconds: float = 0.0
+    step: int = 0
+    epoch: int = 0
+
+    def __str__(self) -> str:
+        position = f"step {self.step}, epoch {self.epoch}, " if self.step else ""
+        return f"{position}{self.seconds:.1f} s"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        text: As the user wrote it.
+        kind: What it does.
+        host: Name of a host, or its place in a group; None for all hosts.
+        local_rank: Which training process of the host.
+        not_before: It is due when none of these is ahead any more.
+        at_start: Whether it waits for nothing but its target.
+        seconds: ``for``, ``skew``, or the delay; None if not given.
+    """
+
+    text: str
+    kind: Kind
+    host: str | None = None
+    local_rank: int = 0
+    not_before: Moment = Moment()
+    at_start: bool = False
+    seconds: float | None = None
+
+    def is_due(self, moment: Moment) -> bool:
+        """Whether the time of the fault has come.
+
+        Args:
+            moment: How far the attempt is.
+        """
+        return (
+            moment.seconds >= self.not_before.seconds
+            and moment.step >= self.not_before.step
+            and moment.epoch >= self.not_before.epoch
+        )
+
+
+@dataclass(frozen=True)
+class FaultSettings:
+    """What the user asked for.
+
+    Attributes:
+        faults: All faults.
+        grace_s: Seconds between SIGTERM and SIGKILL of an interruption.
+        max_attempts: How often the job starts at most; None for once more than it is interrupted or restarted.
+    """
+
+    faults: tuple[Fault, ...] = ()
+    grace_s: float = SERVICE_GRACE_S
+    max_attempts: int | None = None
+
+    @property
+    def num_attempts(self) -> int:
+        """How often the job starts at most."""
+        return self.max_attempts or 1 + sum(fault.kind in RESUMED for fault in self.faults)
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        """Whether an attempt may have to go on from where another ended."""
+        return any(fault.kind in RESUMED for fault in self.faults)
+
+
+def parse(text: str) -> Fault:
+    """Read one fault.
+
+    Args:
+        text: What follows ``--fault``.
+
+    Raises:
+        JobConfigError: The kind is unknown, or the rest does not have the form of that kind.
+    """
+    name = re.split("[:@]", text, maxsplit=1)[0]
+    kind = next((kind for kind in Kind if kind.value == name), None)
+    if kind is None:
+        raise JobConfigError(
+            f"--fault {text!r}: there is no fault {name!r}; expected one of\n"
+            + "\n".join(f"  {form}" for form, _ in _FORMS.values())
+        )
+    form = _FORMS[kind][0]
+    match = _PATTERNS[kind].fullmatch(text, len(name))
+    if match is None:
+        explanation = f", where {_WHENS}" if "WHEN" in form else ""
+        raise JobConfigError(f"--fault {text!r}: expected {form}{explanation}.")
+    found = match.groupdict()
+    count = int(found.get("count") or 0)
+    return Fault(
+        text,
+        kind,
+        host=found.get("host"),
+        local_rank=int(found.get("rank") or 0),
+        not_before=Moment(
+            seconds=float(found.get("after") or 0.0),
+            step=count if found.get("unit") == "step" else 0,
+            epoch=count if found.get("unit") == "epoch" else 0,
+        ),
+        at_start=found.get("start") is not None,
+        seconds=float(found["seconds"]) if found.get("seconds") else None,
+    )
+
+
+def check(settings: FaultSettings, sizes: Mapping[str, int], devices: int) -> None:
+    """Refuse what this cluster has no target for.
+
+    Args:
+        settings: The faults.
+        sizes: Number of hosts by group.
+        devices: Processes on each trainer host.
+
+    Raises:
+        JobConfigError: A host or local rank does not exist, or a number makes no sense.
+    """
+    if not 0 <= settings.grace_s < float("inf"):
+        raise JobConfigError(f"--grace-s {settings.grace_s:g}: expected a number of seconds from 0.")
+    if settings.max_attempts is not None and settings.max_attempts < 1:
+        raise JobConfigError(f"--max-attempts {settings.max_attempts}: expected a number from 1.")
+    names = [f"algo-{number}" for number in range(1, sum(sizes.values()) + 1)]
+    places = [f"{group}-{number}" for group, size in sizes.items() for number in range(1, size + 1)]
+    for fault in settings.faults:
+        if fault.host is not None and fault.host not in {*names, *places}:
+            raise JobConfigError(
+                f"--fault {fault.text!r}: there is no host {fault.host!r}; the hosts are {', '.join(names)}, "
+                f"or by their place in a group {', '.join(places)}."
+            )
+        if fault.local_rank >= devices:
+            raise JobConfigError(
+                f"--fault {fault.text!r}: there is no local rank {fault.local_rank}; --devices is {devices}."
+            )
+
+
+def host_name(host: str, members: Mapping[str, Sequence[str]]) -> str:
+    """The name of a host.
+
+    Args:
+        host: Its name, or its place in a group. A name wins over a place in a group called ``algo``.
+        members: Names of hosts by group, in any order.
+    """
+    if any(host in names for names in members.values()):
+        return host
+    group, _, place = host.rpartition("-")
+    # By number: as text, algo-10 would come before algo-2.
+    return sorted(members[group], key=lambda name: int(name.rpartition("-")[2]))[int(place) - 1]
+
+
+class Plan:
+    """The faults that did not happen yet.
+
+    Args:
+        settings: What the user asked for.
+
+    Attributes:
+        settings: What the user asked for.
+        pending: Those that did not happen yet, in the order in which they were given.
+    """
+
+    def __init__(self, settings: FaultSettings) -> None:
+        self.settings = settings
+        self.pending = list(settings.faults)
+
+    def due(self, moment: Moment) -> list[Fault]:
+        """The faults whose time has come; they stay until they are ``done``, as their target may not be there yet.
+
+        Args:
+            moment: How far the attempt is.
+        """
+        # Those that decide how a host starts are taken when it does.
+        waiting = [fault for fault in self.pending if fault.kind not in (Kind.LATE, Kind.SLOW_DNS)]
+        return [fault for fault in waiting if fault.is_due(moment)]
+
+    def done(self, fault: Fault) -> None:
+        """Note that a fault happened.
+
+        Args:
+            fault: The fault.
+        """
+        # By identity: the same fault may have been given twice, to happen in two attempts.
+        self.pending = [other for other in self.pending if other is not fault]
+
+    def take(self, kind: Kind) -> list[Fault]:
+        """All pending faults of a kind, which count as done.
+
+        Args:
+            kind: The kind.
+        """
+        taken = [fault for fault in self.pending if fault.kind is kind]
+        self.pending = [fault for fault in self.pending if fault.kind is not kind]
+        return taken
