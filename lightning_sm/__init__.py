@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_sm.callbacks.local_position import LocalPosition
+    from lightning_sm.callbacks.spot import SpotCheckpoint
     from lightning_sm.cli import SageMakerCLI
     from lightning_sm.data.batch_types import register_batch_type
     from lightning_sm.data.host import DataHost
@@ -26,11 +28,13 @@ __all__ = [
     "DataHost",
     "DataServiceSettings",
     "InstanceGroup",
+    "LocalPosition",
     "RemoteDataModule",
     "Role",
     "SageMakerCLI",
     "SageMakerEnvironment",
     "SageMakerJob",
+    "SpotCheckpoint",
     "Topology",
     "__version__",
     "register_batch_type",
@@ -41,11 +45,13 @@ _MODULE_OF = {
     "DataHost": "lightning_sm.data.host",
     "DataServiceSettings": "lightning_sm.data.settings",
     "InstanceGroup": "lightning_sm.job",
+    "LocalPosition": "lightning_sm.callbacks.local_position",
     "RemoteDataModule": "lightning_sm.data.module",
     "Role": "lightning_sm.topology",
     "SageMakerCLI": "lightning_sm.cli",
     "SageMakerEnvironment": "lightning_sm.environment",
     "SageMakerJob": "lightning_sm.job",
+    "SpotCheckpoint": "lightning_sm.callbacks.spot",
     "Topology": "lightning_sm.topology",
     "register_batch_type": "lightning_sm.data.batch_types",
 }

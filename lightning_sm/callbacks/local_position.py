@@ -36,6 +36,7 @@ class LocalPosition(Callback):
         self._epoch_state: _State | None = None
         self._step_state: _State | None = None
         self._loaded: dict[str, Any] | None = None
+        self._loads_here = True
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the random states; checkpoints of other programs have none."""
@@ -45,6 +46,8 @@ class LocalPosition(Callback):
         """Save the random states of all ranks, each of which calls this."""
         if self._epoch_state is None or self._step_state is None:
             return
+        if not (self._loads_here or trainer.validating):
+            self._step_state = _State.now()
         own = {"epoch": self._epoch_state.saved(), "step": self._step_state.saved()}
         states: list[Any] = [own]
         if trainer.world_size > 1:
@@ -56,6 +59,7 @@ class LocalPosition(Callback):
         """Put the loaders of a resumed run where it stands, and note where a new one begins."""
         loaded, self._loaded = self._loaded, None
         loaders = _local_loaders(trainer)
+        self._loads_here = any(loader.num_workers == 0 for loader in loaders)
         done = int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
         is_within_epoch = trainer.fit_loop.restarted_mid_epoch and 0 < done < trainer.num_training_batches
         states = None if loaded is None else loaded["ranks"][trainer.global_rank % len(loaded["ranks"])]
@@ -78,10 +82,15 @@ class LocalPosition(Callback):
             self._epoch_state = _State.now()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note the random state after a step: the next batch may be fetched before a checkpoint is saved."""
-        self._step_state = _State.now()
+        """Note the random state after a step, if something draws from it before it can be saved.
+
+        That is the next batch, if it is made in this process, or a validation, which is repeated if it is interrupted
+        (and which draws before any of its hooks is called).
+        """
+        if self._loads_here or trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
+            self._step_state = _State.now()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the random state after a validation, which a resumed run does not repeat."""
@@ -94,10 +103,7 @@ class LocalPosition(Callback):
 
 
 class _State:
-    """All random numbers of this process.
-
-    Taken after every step, so that nothing is converted before a checkpoint is saved.
-    """
+    """All random numbers of this process. Often taken and rarely saved: nothing is converted before that."""
 
     def __init__(
         self, torch_state: torch.Tensor, numpy_state: Any, python_state: Any, cuda: torch.Tensor | None

@@ -204,9 +204,10 @@ class SpotCheckpoint(Checkpoint):
         trainer.save_checkpoint(path)
         # AsyncCheckpointIO writes in a thread, which this waits for; it raises what went wrong there, too.
         trainer.strategy.checkpoint_io.teardown()
-        if trainer.is_global_zero:
+        if trainer.is_global_zero or self._noted is not None:
             took = f", {time.monotonic() - self._noted_at:.1f} s after the signal" if self._noted is not None else ""
             logger.info("Interrupted: step %d is saved in %s%s.", trainer.global_step, path, took)
+        if trainer.is_global_zero:
             self._remove_older()
         raise TrainingInterrupted(self._exit_code)
 
