@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +69,8 @@ class LocalPosition(Callback):
                 _State.of(states["epoch"]).restore()
             self._epoch_state = _State.now()
             _begin_anew(trainer, loaders, done)
+            # Lightning's warning that the loaders cannot be told where to go on; they were.
+            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
         elif loaded is None and any(map(_draws_order, loaders)):
             self._epoch_state = _State.now()  # the loaders have drawn from another one, which nobody knows
             _begin_anew(trainer, loaders, 0)

@@ -24,7 +24,8 @@ class JobOutputs(Callback):
 
     Rank 0 writes three files to the model directory: ``model.ckpt`` (the full checkpoint, for
     ``load_from_checkpoint`` and resuming), ``state_dict.pt`` (the plain weights, for ``load_state_dict`` without
-    Lightning) and ``config.yaml`` (the resolved configuration). All ranks wait for it, because SageMaker's local mode
+    Lightning) and ``config.yaml`` (the resolved configuration). Of a sharded checkpoint, which is a folder, each host
+    writes the shards of its own ranks. All ranks wait for it, because SageMaker's local mode
     stops all hosts as soon as the first one exits.
 
     Args:
@@ -54,8 +55,11 @@ class JobOutputs(Callback):
         if self._checkpoint_dir is None:
             return
         for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                callback.dirpath = str(self._checkpoint_dir)
+            if isinstance(callback, ModelCheckpoint):
+                callback.dirpath = callback.dirpath or str(self._checkpoint_dir)
+                if callback.save_last == "link":
+                    logger.info("save_last: a copy, because the service does not upload links.")
+                    callback.save_last = True
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Export the best model."""
@@ -67,6 +71,8 @@ class JobOutputs(Callback):
             trainer.save_checkpoint(best)
         if trainer.is_global_zero:
             self._export(best)
+        elif trainer.local_rank == 0:
+            self._export_shards(best, trainer)
         trainer.strategy.barrier("lightning_sm.export")
 
     def _best_checkpoint(self, trainer: Trainer) -> str | None:
@@ -110,6 +116,18 @@ class JobOutputs(Callback):
         self._incoming(MODEL_CONFIG).write_text(self._config, encoding="utf-8")
         os.replace(self._incoming(MODEL_CONFIG), self._model_dir / MODEL_CONFIG)
         logger.info("model: %s (from %s)", target, os.path.basename(checkpoint))
+
+    def _export_shards(self, checkpoint: str, trainer: Trainer) -> None:
+        """Add this host's part of a sharded checkpoint: the service puts all hosts' model directories together."""
+        if not os.path.isdir(checkpoint) or self._model_dir in Path(checkpoint).parents:
+            return
+        first = trainer.global_rank
+        ranks = range(first, first + trainer.num_devices)
+        shards = [path for rank in ranks for path in Path(checkpoint).glob(f"__{rank}_*.distcp")]
+        folder = self._model_dir / MODEL_CHECKPOINT
+        folder.mkdir(parents=True, exist_ok=True)
+        for shard in shards:
+            shutil.copyfile(shard, folder / shard.name)
 
     def _incoming(self, name: str) -> Path:
         """Where a file is written before it takes its name, so that a killed job leaves no half of a model."""

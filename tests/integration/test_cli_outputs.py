@@ -262,6 +262,14 @@ class TestFolders:
             None: str(base / "kept"),
         }
 
+    def test_the_last_checkpoint_is_no_link(self, host):
+        """The service does not upload links: save_last=link becomes a copy."""
+        host.configure(checkpoint={"LocalPath": str(host.base_dir / "ck")})
+        fit(host, "--trainer.callbacks=[{class_path: ModelCheckpoint, init_args: {save_last: link}}]", epochs=1)
+        last = host.base_dir / "ck" / "last.ckpt"
+        assert last.is_file()
+        assert not last.is_symlink()
+
     def test_the_folder_of_a_profiler(self, host):
         """A relative dirpath of a profiler is below the host's folder."""
         profiler = "{class_path: SimpleProfiler, init_args: {dirpath: profile, filename: times}}"
