@@ -143,7 +143,11 @@ class ChildProcess:
         if not self._has_ended:
             self.is_ended = True
             if self._is_handling:  # else the signal would end this process
-                os.kill(os.getpid(), signal.SIGALRM)
+                # To the thread, not to the process: after SIGCONT the kernel may hand it to another thread, and the
+                # main thread would wait for the script for ever.
+                main_thread = threading.main_thread().ident
+                if main_thread is not None:
+                    signal.pthread_kill(main_thread, signal.SIGALRM)
 
     def _handle_signals(self) -> None:
         # Before the child starts: a signal that comes meanwhile must reach it, not end the launcher. And for good:
@@ -152,7 +156,16 @@ class ChildProcess:
             signal.signal(signal.SIGTERM, self._forward)
             signal.signal(signal.SIGINT, self._forward)
             signal.signal(signal.SIGALRM, self._next_stage)
+            # signal.signal(signal.SIGCHLD, self._reap_orphans)
             self._is_handling = True
+
+    def _reap_orphans(self, _signum: int, _frame: FrameType | None) -> None:
+        """Reap what the script left to its own end: without it, PID 1 collects a zombie for each until the job ends."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if self._process is None or ended.si_pid == self._process.pid:
+                    return  # ``run`` waits for the script itself
+                os.waitpid(ended.si_pid, 0)
 
     def _start(self) -> subprocess.Popen[bytes]:
         try:

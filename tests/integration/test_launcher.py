@@ -408,3 +408,27 @@ def test_torch_and_lightning_are_not_imported(module):
     code = f"import sys, {module}\nprint({{'torch', 'pytorch_lightning', 'lightning'}} & set(sys.modules))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
     assert ended.stdout == "set()\n"
+
+
+def test_orphans_are_reaped_while_the_script_runs(base, work):
+    """Processes that the script leaves to their own end become no zombies, however long the script goes on."""
+    (work / "train.py").write_text(
+        "import os, psutil, threading, time\n"
+        "launcher = os.getppid()\n"
+        "for _ in range(20):\n"
+        "    if os.fork() == 0:\n"
+        "        if os.fork() == 0:\n"
+        "            os._exit(0)\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
+        "def zombies():\n"
+        "    found = psutil.process_iter(['ppid', 'status'])\n"
+        "    return [one for one in found if one.info == {'ppid': launcher, 'status': psutil.STATUS_ZOMBIE}]\n"
+        "deadline = time.monotonic() + 10\n"
+        "while zombies() and time.monotonic() < deadline:\n"
+        "    threading.Event().wait(0.02)\n"
+        "print('zombies:', len(zombies()))\n"
+    )
+    ended = _train(base, work, "train.py")
+    assert ended.returncode == 0, ended.stderr
+    assert "zombies: 0" in ended.stdout
