@@ -156,7 +156,7 @@ class ChildProcess:
             signal.signal(signal.SIGTERM, self._forward)
             signal.signal(signal.SIGINT, self._forward)
             signal.signal(signal.SIGALRM, self._next_stage)
-            # signal.signal(signal.SIGCHLD, self._reap_orphans)
+            signal.signal(signal.SIGCHLD, self._reap_orphans)
             self._is_handling = True
 
     def _reap_orphans(self, _signum: int, _frame: FrameType | None) -> None:
