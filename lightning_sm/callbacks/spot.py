@@ -45,7 +45,7 @@ class _Moment(Enum):
 class SpotCheckpoint(Checkpoint):
     """Save a checkpoint and leave when the job is interrupted or stopped: SIGUSR2 or SIGTERM to any rank.
 
-    The signal handler only takes a note. Every few seconds the ranks add up their notes (a SUM, which every backend
+    The signal handler only takes a note. About every second the ranks add up their notes (a SUM, which every backend
     has), so that all save at the same step and leave together, with exit code 143. A collective inside the handler, as
     in Lightning itself, deadlocks whenever the ranks get the signal at different moments (Lightning issue 20806).
 
@@ -53,7 +53,7 @@ class SpotCheckpoint(Checkpoint):
     beginning, on the weights that it was interrupted with. Within an accumulation of gradients nothing is saved, as the
     gradients would be lost; it goes on to the next step.
 
-    ``SageMakerCLI`` puts it in when the job has a checkpoint directory.
+    ``SageMakerCLI`` puts it into every job; without a checkpoint directory, the checkpoint goes beside the logs.
 
     Args:
         dirpath: Folder for the checkpoint.
@@ -143,6 +143,8 @@ class SpotCheckpoint(Checkpoint):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find out whether all ranks have the same number of batches, so that they can meet within the validation."""
+        if self._leaves_at_once:
+            return
         self._paces.pop(_Moment.VALIDATION, None)
         num_batches = sum(trainer.num_val_batches)
         self._is_even_validation = not self._sum(trainer, float(num_batches != trainer.strategy.broadcast(num_batches)))
@@ -159,9 +161,11 @@ class SpotCheckpoint(Checkpoint):
         """Leave within a validation, which the resumed run repeats."""
         if not self._is_even_validation or self._leaves_at_once:
             return
-        is_between_steps = trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches
-        is_finished = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
-        if trainer.sanity_checking or (not is_finished and (is_between_steps == 0 or trainer.is_last_batch)):
+        num_accumulated = trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches
+        is_step_done = num_accumulated == 0 or trainer.is_last_batch
+        # With max_steps, a run that goes on from the last step ends at once, without the rest of the validation.
+        is_last_step = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+        if trainer.sanity_checking or (is_step_done and not is_last_step):
             self._tick(trainer, _Moment.VALIDATION)
 
     # The exchange of notes
