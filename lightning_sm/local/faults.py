@@ -56,18 +56,18 @@ RESUMED = frozenset({Kind.INTERRUPT, Kind.RESTART})
 
 _SECONDS = r"\d{1,6}(?:\.\d{1,6})?"
 _HOST = r":(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)"
-_WHEN = rf"@(?:(?P<start>start)|(?P<unit>step|epoch)=(?P<count>[1-9]\d{{0,8}})|after=(?P<after>{_SECONDS}))"
-_SKEW = rf"(?:,skew=(?P<seconds>{_SECONDS}))?"
+_WHEN = rf"@(?:(?P<start>start)|(?P<unit>step|epoch)=(?P<count>[1-9]\d{{0,8}})|after=(?P<after>{_SECONDS})s?)"
+_SKEW = rf"(?:,skew=(?P<seconds>{_SECONDS})s?)?"
 _FORMS = {
     Kind.KILL: ("kill:HOST@WHEN", _HOST + _WHEN),
     Kind.KILL_RANK: ("kill-rank:HOST[/LOCAL_RANK]@WHEN", rf"{_HOST}(?:/(?P<rank>\d{{1,4}}))?{_WHEN}"),
     Kind.KILL_LAUNCHER: ("kill-launcher:HOST@WHEN", _HOST + _WHEN),
-    Kind.HANG: ("hang:HOST[,for=SECONDS]@WHEN", rf"{_HOST}(?:,for=(?P<seconds>{_SECONDS}))?{_WHEN}"),
+    Kind.HANG: ("hang:HOST[,for=SECONDS]@WHEN", rf"{_HOST}(?:,for=(?P<seconds>{_SECONDS})s?)?{_WHEN}"),
     Kind.INTERRUPT: ("interrupt[:HOST]@WHEN[,skew=SECONDS]", rf"(?:{_HOST})?{_WHEN}{_SKEW}"),
     Kind.STOP: ("stop@WHEN[,skew=SECONDS]", _WHEN + _SKEW),
     Kind.RESTART: ("restart@WHEN", _WHEN),
-    Kind.SLOW_DNS: ("slow-dns:HOST=SECONDS", rf"{_HOST}=(?P<seconds>{_SECONDS})"),
-    Kind.LATE: ("late:HOST=SECONDS", rf"{_HOST}=(?P<seconds>{_SECONDS})"),
+    Kind.SLOW_DNS: ("slow-dns:HOST=SECONDS", rf"{_HOST}=(?P<seconds>{_SECONDS})s?"),
+    Kind.LATE: ("late:HOST=SECONDS", rf"{_HOST}=(?P<seconds>{_SECONDS})s?"),
 }
 _PATTERNS = {kind: re.compile(pattern) for kind, (_, pattern) in _FORMS.items()}
 _WHENS = "WHEN is start, step=N, epoch=N (N from 1) or after=SECONDS"

@@ -54,6 +54,9 @@ def test_interruptions_are_read(host, when, skew):
     [
         ("kill-rank:trainer-1/3@step=7", {"kind": Kind.KILL_RANK, "host": "trainer-1", "local_rank": 3}),
         ("hang:algo-1,for=2.5@epoch=2", {"kind": Kind.HANG, "host": "algo-1", "seconds": 2.5}),
+        ("hang:algo-1,for=2s@step=2", {"kind": Kind.HANG, "host": "algo-1", "seconds": 2.0}),
+        ("interrupt@step=30,skew=1s", {"kind": Kind.INTERRUPT, "host": None, "seconds": 1.0}),
+        ("late:data-2=0.5s", {"kind": Kind.LATE, "host": "data-2", "seconds": 0.5}),
         ("stop@after=3,skew=1", {"kind": Kind.STOP, "host": None, "seconds": 1.0}),
         ("restart@start", {"kind": Kind.RESTART, "at_start": True}),
         ("slow-dns:algo-1=20", {"kind": Kind.SLOW_DNS, "host": "algo-1", "seconds": 20.0}),
