@@ -67,8 +67,7 @@ def failure_reason(stderr_tail: str, exit_code: int) -> str:
         stderr_tail: The end of what the script and its local ranks wrote to stderr.
         exit_code: Exit code of the script, 128 + n if signal n killed it.
     """
-    text = _ANSI.sub("", stderr_tail).replace("\r\n", "\n").replace("\r", "\n")
-    lines = [line.rstrip() for line in text.split("\n")]
+    lines = _lines(stderr_tail)
     ending = _ending(exit_code)
     usage_error = next((index for index, line in enumerate(lines) if _USAGE_ERROR.match(line)), None)
     if exit_code == _USAGE_EXIT_CODE and usage_error is not None:
@@ -81,6 +80,21 @@ def failure_reason(stderr_tail: str, exit_code: int) -> str:
     if not said:
         return f"The training script ended without a word on stderr: {ending}."
     return _with_end_of(said, ending)
+
+
+def is_consequence(stderr_tail: str) -> bool:
+    """Tell whether a script failed only because a process on another host had ended.
+
+    Args:
+        stderr_tail: The end of what the script and its local ranks wrote to stderr.
+    """
+    tracebacks = list(_tracebacks(_lines(stderr_tail)))
+    return bool(tracebacks) and all(traceback.is_consequence for traceback in tracebacks)
+
+
+def _lines(stderr_tail: str) -> list[str]:
+    text = _ANSI.sub("", stderr_tail).replace("\r\n", "\n").replace("\r", "\n")
+    return [line.rstrip() for line in text.split("\n")]
 
 
 def _ending(exit_code: int) -> str:

@@ -15,13 +15,14 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning_sm.arguments import job_arguments
 from lightning_sm.child_process import ChildProcess
 from lightning_sm.errors import HyperparameterError, JobConfigError, LightningSMError, ScriptError
-from lightning_sm.failure import failure_reason
+from lightning_sm.failure import failure_reason, is_consequence
 from lightning_sm.hyperparameters import unquoted
 from lightning_sm.job import SageMakerJob, base_directory
 from lightning_sm.peers.endings import Outcome, Verdict
@@ -38,6 +39,16 @@ _USAGE_EXIT_CODE = 2
 _FAREWELL_VARIABLE = "LIGHTNING_SM_FAREWELL_S"
 # An interpreter needs some tens of milliseconds to leave.
 _AFTER_THE_FIRST_S = 1.0
+# A rank may close its connections, at which those of other hosts fail, seconds before its process has ended.
+_CONSEQUENCE_S = 3.0
+# Before a data host's script is started again: memory may be short for a moment. Training goes on meanwhile, and what
+# was killed four times will be killed a fifth time.
+_RESTART_PAUSES_S = (1.0, 2.0, 4.0)
+_POLL_S = 0.05
+# Exit codes of a script that was killed, other than by who asks it to end.
+_KILLED = frozenset(128 + number for number in signal.valid_signals() - {signal.SIGTERM, signal.SIGINT})
+# What ``ChildProcess.end`` sends.
+_ENDED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
 
 
 def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
@@ -83,7 +94,9 @@ class _Host:
         self._env = env
         self._farewell_s = _seconds(env, _FAREWELL_VARIABLE, 10.0)
         self._known = threading.Event()
+        self._was_stopped_before = False
         self._child: ChildProcess | None = None
+        self._num_restarts = 0
 
     def run(self, script: str | None, args: Sequence[str]) -> Outcome:
         """Run the script to its end, and return how this host ends.
@@ -93,17 +106,27 @@ class _Host:
         """
         with self._peers() as peers:
             try:
-                child = self._child = self._make_child(script, args)
-                child.late_signal = peers.leave
-                if peers.verdict is not None:  # it came before there was anything to end
-                    self._heed(peers.verdict)
+                child = self._next_child(peers, script, args)
                 exit_code = child.run()
+                while (pause_s := self._restart_pause_s(child, exit_code)) is not None:
+                    _LOG.warning(
+                        "lightning-sm: the data host's script was killed (exit code %d); starting it again in %.0f s.",
+                        *(exit_code, pause_s),
+                    )
+                    self._num_restarts += 1
+                    before, child = child, self._next_child(peers, script, args)
+                    exit_code = child.run() if self._is_needed_after(pause_s, before, child) else 0
             except LightningSMError as error:
                 self._report(peers, Outcome(_USAGE_EXIT_CODE, f"{type(error).__name__}: {error}"))
                 raise
-            if child.is_ended and self._is_data_host:
+            # A data host that fails before it is killed is broken itself; one that is stopped before it handles signals
+            # is not.
+            is_stopped = child.stopped_by is not None and exit_code == 128 + child.stopped_by
+            if self._is_data_host and (is_stopped or (child.is_ended and exit_code in _ENDED)):
                 exit_code = 0
-            own = Outcome(exit_code, _reason(child, exit_code) if exit_code else "")
+            if exit_code and is_consequence(child.stderr_tail):
+                self._known.wait(_CONSEQUENCE_S)
+            own = Outcome(exit_code, _reason(child, exit_code, self._num_restarts) if exit_code else "")
             return self._ending(own, self._report(peers, own))
 
     @property
@@ -113,6 +136,35 @@ class _Host:
     @property
     def _was_stopped(self) -> bool:
         return self._child is not None and self._child.stopped_by is not None
+
+    def _next_child(self, peers: Peers, script: str | None, args: Sequence[str]) -> ChildProcess:
+        child = self._make_child(script, args)
+        child.late_signal = peers.leave
+        self._child = child
+        if peers.verdict is not None:  # it came before there was anything to end
+            self._heed(peers.verdict)
+        return child
+
+    def _restart_pause_s(self, child: ChildProcess, exit_code: int) -> float | None:
+        is_left_alone = child.stopped_by is None and not child.is_ended
+        return restart_pause_s(exit_code, self._num_restarts) if self._is_data_host and is_left_alone else None
+
+    def _is_needed_after(self, pause_s: float, before: ChildProcess, child: ChildProcess) -> bool:
+        """Wait before a restart, and tell whether the job goes on."""
+
+        def stop() -> None:
+            child.stopped_by = signal.SIGTERM
+            leave()
+
+        # Signals come to the child before until this one runs.
+        leave, before.late_signal = before.late_signal, stop
+        child.stopped_by = child.stopped_by or before.stopped_by
+        until = time.monotonic() + pause_s
+        while child.stopped_by is None and not child.is_ended:
+            if time.monotonic() >= until:
+                return True
+            threading.Event().wait(_POLL_S)
+        return False
 
     def _make_child(self, script: str | None, args: Sequence[str]) -> ChildProcess:
         path, directory = find_script(script, self._job, self._env)
@@ -138,6 +190,8 @@ class _Host:
 
     def _heed(self, verdict: Verdict) -> None:
         """End the script, if there is nothing left to do for it; called from a thread of the peers."""
+        # A SIGTERM that comes after the failure of another host is the service's answer to it, and no reason.
+        self._was_stopped_before = self._was_stopped or verdict.exit_code == 128 + signal.SIGTERM
         self._known.set()
         # A data host is done whatever became of the training.
         is_over = verdict.host != self._job.current_host and (verdict.is_failure or self._is_data_host)
@@ -147,7 +201,8 @@ class _Host:
     def _report(self, peers: Peers, own: Outcome) -> Verdict | None:
         """Tell the others how the script ended, and return how the job does."""
         peers.report(own)
-        if own.exit_code == 0:
+        # A data host that was told to stop has served all who came; it need not wait for a main host that may be dead.
+        if own.exit_code == 0 and not (self._is_data_host and self._was_stopped):
             return peers.farewell()
         # Whoever failed leaves as soon as the others know, so that the reason of the job is its own and not theirs. The
         # failure of a data host decides nothing, so that nobody answers; where all are stopped, nobody needs to.
@@ -158,13 +213,30 @@ class _Host:
     def _ending(self, own: Outcome, verdict: Verdict | None) -> Outcome:
         """How this host ends: a trainer's host never looks successful when another one failed."""
         is_elsewhere = verdict is not None and verdict.is_failure and verdict.host != self._job.current_host
-        is_stop = self._was_stopped and own.exit_code != 0  # of all hosts: it does not matter which one ended first
+        # Of all hosts: it does not matter which one ended first.
+        is_stop = self._was_stopped and self._was_stopped_before and own.exit_code != 0
         if verdict is None or not is_elsewhere or is_stop or self._is_data_host:
             return own
         # The host that failed leaves first: its exit code and its reason are those of the job.
         threading.Event().wait(_AFTER_THE_FIRST_S)
         said = f"Host {verdict.host} was the first to fail, with exit code {verdict.exit_code}: {verdict.reason}"
         return Outcome(own.exit_code or 1, said)
+
+
+def restart_pause_s(exit_code: int, num_restarts: int) -> float | None:
+    """Tell when to start the script of a data host again.
+
+    What killed it may not happen again; an error that it ended with by itself would.
+
+    Args:
+        exit_code: How it ended; 128 + n if signal n killed it.
+        num_restarts: How often it was started again before.
+
+    Returns:
+        Seconds to wait; None if it is not to be started again.
+    """
+    is_worth_it = exit_code in _KILLED and num_restarts < len(_RESTART_PAUSES_S)
+    return _RESTART_PAUSES_S[num_restarts] if is_worth_it else None
 
 
 def _seconds(env: Mapping[str, str], variable: str, default: float) -> float:
@@ -234,8 +306,10 @@ def command_line(args: Sequence[str], job: SageMakerJob, directory: Path) -> lis
     return [*args, *options]
 
 
-def _reason(child: ChildProcess, exit_code: int) -> str:
+def _reason(child: ChildProcess, exit_code: int, num_restarts: int) -> str:
     reason = failure_reason(child.stderr_tail, exit_code)
+    if num_restarts:
+        reason = f"The data host's script was killed, and started again {num_restarts} times. {reason}"
     if child.stopped_by is None:
         return reason
     return f"The job was stopped or interrupted ({signal.Signals(child.stopped_by).name}). {reason}"

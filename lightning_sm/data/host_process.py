@@ -43,8 +43,8 @@ _MAX_NETWORK_STARTS = 5
 # The network process hands out what it has begun to send, and a last word to the trainers.
 _STOP_TIMEOUT_S = 5.0
 
-
 _TERMINATED = Message("finished", {"reason": "it was terminated (SIGTERM)"})
+_NOT_NEEDED = Message("finished", {"reason": "the job was stopped before anything was served"})
 
 
 class _Terminated(BaseException):
@@ -60,6 +60,9 @@ class _Child:
 
 class HostProcess:
     """Serves a DataModule from the current process until the trainers have finished.
+
+    It has failed if the user's hooks did so when it was last asked to open loaders, and then the training: it could not
+    do without.
 
     Args:
         datamodule: The user's DataModule.
@@ -82,6 +85,9 @@ class HostProcess:
         self._outcome: Message | None = None
         self._is_in_hook = False
         self._is_job_ending = False
+        # Why the last opening failed; trainers go no further while one does.
+        self._problem: dict[str, str] | None = None
+        self._has_training_succeeded = False
 
     def serve(self, until: MessageSocket | None = None) -> None:
         """Serve until the trainers have finished, until SIGTERM, or until the other end of a socket is closed.
@@ -90,31 +96,47 @@ class HostProcess:
             until: The socket, if any.
 
         Raises:
-            DataServiceError: The host cannot serve: its address is taken, or no trainer ever came.
+            DataServiceError: The host cannot serve: its address is taken, no trainer ever came, or the user's hooks
+                failed.
         """
         if until is not None:
             self._selector.register(until, selectors.EVENT_READ, self._stop)
         self._start_network()
-        before = signal.signal(signal.SIGTERM, self._on_sigterm)
-        before_gentle = signal.signal(signal.SIGUSR2, self._on_gentle_signal)
         wakened, waker = socket.socketpair()
         waker.setblocking(False)
-        signal.set_wakeup_fd(waker.fileno())
         self._selector.register(wakened, selectors.EVENT_READ, lambda: self._wakened(wakened))
+        # First: a signal that is only noted would not end the wait.
+        signal.set_wakeup_fd(waker.fileno())
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.signal(signal.SIGUSR2, self._on_gentle_signal)
         try:
             outcome = self._await_outcome()
         except _Terminated:
-            outcome = _TERMINATED
+            outcome = self._outcome or _NOT_NEEDED
         finally:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, before)
-            signal.signal(signal.SIGUSR2, before_gentle)
+            self._hear_finished_trainers()
             self._close()
+            # For good: the interpreter takes a second to leave, for which it restores what is not ignored, and a signal
+            # that comes then, as the job is over, must not replace the exit code.
+            for signum in (signal.SIGTERM, signal.SIGUSR2):
+                signal.signal(signum, signal.SIG_IGN)
+            signal.set_wakeup_fd(-1)
             wakened.close()
             waker.close()
         if "error" in outcome.facts:
             raise DataServiceError(outcome.facts["error"])
+        # Whoever closes a host by hand has seen the error on the other end.
+        if until is None and self._problem is not None and not self._has_training_succeeded:
+            raise self._failure(self._problem)
         logger.info("The data host leaves: %s", outcome.facts["reason"])
+
+    def _failure(self, problem: dict[str, str]) -> DataServiceError:
+        # The launcher looks for the first traceback: the user's own error is the reason of the failure.
+        logger.error("Data host %s failed in %s:\n%s", self._settings.name, problem["where"], problem["text"])
+        return DataServiceError(
+            f"Data host {self._settings.name} could not open what was asked for, and the training failed: "
+            f"{problem['where']} raised {_last_line(problem['text'])}"
+        )
 
     def _await_outcome(self) -> Message:
         while True:
@@ -156,13 +178,17 @@ class HostProcess:
         self._network.send("serve", settings=asdict(self._settings))
         for opening, reply in self._module.replies.items():
             self._network.send("opened", opening=opening, **reply)
+        if self._is_job_ending:
+            self._network.send("job_ends")
         self._selector.register(self._network, selectors.EVENT_READ, self._hear_network)
 
     def _hear_network(self) -> None:
         network = self._network
         if network is None:
             return
-        for message in network.pending():
+        messages = network.pending()
+        self._note_finished_trainers(messages)
+        for message in messages:
             if message.kind == "listening":
                 # Where trainers will look for it, should the network process have to be started again.
                 self._settings = replace(self._settings, address=message.facts["address"])
@@ -178,6 +204,16 @@ class HostProcess:
                 self._outcome = message
         if network.is_at_end:
             self._selector.unregister(network)
+
+    def _hear_finished_trainers(self) -> None:
+        """Hear what came before or together with SIGTERM, which follows when the trainers have left."""
+        if self._network is not None and select.select([self._network], [], [], 0.0)[0]:
+            self._note_finished_trainers(self._network.pending())
+
+    def _note_finished_trainers(self, messages: list[Message]) -> None:
+        # Before anything else that came: a hook, which the other messages may call, is interrupted.
+        finished = [message for message in messages if message.kind == "trainer_finished"]
+        self._has_training_succeeded |= any(message.facts["is_success"] for message in finished)
 
     def _network_ended(self, process: subprocess.Popen[bytes], status: int) -> None:
         process.returncode = status
@@ -204,6 +240,9 @@ class HostProcess:
             self._is_in_hook = False
         if set(self._module.loaders) != before:
             self._fork_workers()
+        self._problem = reply if "error" in reply else None
+        if "error" in reply:
+            logger.warning("%s failed, as trainers are told: %s", reply["where"], _last_line(reply["text"]))
         self._send("opened", opening=request["opening"], **reply)
 
     # Children
@@ -325,6 +364,10 @@ class HostProcess:
         self._children.clear()
         self._selector.close()
         self._module.leave()
+
+
+def _last_line(text: str) -> str:
+    return next(reversed(text.strip().splitlines()), "")
 
 
 def _wait(pidfd: int, timeout_s: float) -> bool:

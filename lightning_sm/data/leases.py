@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+# What a ``RemoteDataModule`` says that is closed after its training, or at the regular end of its process.
+_SUCCESSES = ("finished", "the process ended")
+
+
+def is_success(outcome: str) -> bool:
+    """Tell whether a training that ended like this did without what it did not get from a data host.
+
+    Args:
+        outcome: What a trainer said when it finished.
+    """
+    return outcome in _SUCCESSES
+
 
 class Leases:
     """Who needs this data host.

@@ -21,7 +21,7 @@ from lightning_sm.console import show_log_lines
 from lightning_sm.data import calls, wire
 from lightning_sm.data.calls import Call
 from lightning_sm.data.child import end_with_any_thread, run_and_leave
-from lightning_sm.data.leases import Leases
+from lightning_sm.data.leases import Leases, is_success
 from lightning_sm.data.messages import Message, MessageSocket
 from lightning_sm.data.pool import Affinity, Failed, Produced, Task, WorkerPool
 from lightning_sm.data.settings import HostSettings
@@ -242,6 +242,8 @@ class NetworkProcess:
 
     def _finish(self, request: bytes, context: Any) -> bytes:
         facts = _facts(calls.FINISH, request, context)
+        # Before the answer, after which the trainer may leave, and SIGTERM may come to this host.
+        self._tell("trainer_finished", is_success=is_success(facts["outcome"]))
         self._leases.finish(facts["client"], facts["outcome"], time.monotonic())
         return b"{}"
 

@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 
-from lightning_sm.failure import failure_reason
+from lightning_sm.failure import failure_reason, is_consequence
 
 _VALUE_ERROR = """\
 Traceback (most recent call last):
@@ -175,3 +175,18 @@ def test_reason_is_never_longer_than_the_service_keeps(tail):
 def test_cut_off_output_is_survived(tail):
     """A tail that begins or ends in the middle of a traceback still gives a reason."""
     assert "exit code 1" in failure_reason(tail, 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_one"),
+    [
+        ("", False),
+        ("no traceback at all\n", False),
+        (_VALUE_ERROR, False),
+        (_PEER, True),
+        (_PEER + _VALUE_ERROR, False),
+    ],
+)
+def test_what_follows_from_another_host(said, is_one):
+    """A script that says nothing but that connections were closed is not what failed first."""
+    assert is_consequence(said) is is_one

@@ -10,6 +10,8 @@ from pytorch_lightning import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sm import SageMakerCLI
+from lightning_sm.job import SageMakerJob
+from lightning_sm.topology import Role, Topology
 
 NUM_SAMPLES, BATCH_SIZE = 480, 8
 
@@ -32,7 +34,7 @@ class Points(LightningDataModule):
 
 
 class Line(LightningModule):
-    """Args: step_s: least seconds of a step; fails_at: the global step at which FAILS happens on rank FAILS_ON."""
+    """Args: step_s: least seconds of a step."""
 
     def __init__(self, step_s: float = 0.0) -> None:
         super().__init__()
@@ -47,8 +49,7 @@ class Line(LightningModule):
 
     def training_step(self, batch, batch_idx):
         began = time.monotonic()
-        if (os.environ.get("FAILS"), os.environ.get("FAILS_ON")) != (None, None):
-            fail(self.global_rank, self.global_step)
+        fail(self.global_rank, self.global_step)
         x, y = batch
         loss = torch.nn.functional.mse_loss(self.line(x), y)
         self.note("train", self.current_epoch, batch_idx, repr(loss.item()))
@@ -59,6 +60,7 @@ class Line(LightningModule):
         x, y = batch
         loss = torch.nn.functional.mse_loss(self.line(x), y)
         if not self.trainer.sanity_checking:
+            fail(self.global_rank, "val")
             self.note("val", self.current_epoch, batch_idx, repr(loss.item()))
         self.log("val_loss", loss, sync_dist=True)
 
@@ -66,12 +68,13 @@ class Line(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
-def fail(rank, step):
-    kind, at = os.environ["FAILS"].split("@")
-    if str(rank) != os.environ["FAILS_ON"] or step != int(at):
+def fail(rank, moment):
+    """Fail as FAILS says, a way of dying "@" a global step or "val", on rank FAILS_ON."""
+    kind, _, at = os.environ.get("FAILS", "").partition("@")
+    if str(rank) != os.environ.get("FAILS_ON") or str(moment) != at:
         return
     if kind == "exception":
-        raise ArithmeticError(f"rank {rank} fails at step {step}")
+        raise ArithmeticError(f"rank {rank} fails at step {moment}")
     if kind == "exit":
         os._exit(7)
     if kind == "sys.exit":
@@ -80,8 +83,14 @@ def fail(rank, step):
         os.kill(os.getpid(), 9)
 
 
+def place():
+    """What FAILS_ON may name before there are ranks: the rank of the host among the trainers, or "data"."""
+    topology = Topology.from_job(SageMakerJob.from_environment())
+    return str(topology.node_rank) if topology.role is Role.TRAINER else "data"
+
+
 if __name__ == "__main__":
-    if os.environ.get("FAILS") == "import":
+    if os.environ.get("FAILS") == "import" and os.environ.get("FAILS_ON", "all") in {"all", place()}:
         raise ImportError("the script fails before it has begun")
     SageMakerCLI(
         Line,

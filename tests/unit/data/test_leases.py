@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_sm.data.leases import Leases
+from lightning_sm.data.leases import Leases, is_success
 
 
 def test_nobody_ever_came():
@@ -57,3 +57,47 @@ def test_a_host_that_was_started_by_hand_stays():
     leases.beat("rank 0", 1, now=1.0)
     leases.finish("rank 0", "finished", now=2.0)
     assert leases.outcome(1e9) is None
+
+
+def test_the_end_of_the_job_waits_for_nobody_who_has_not_come():
+    """One rank of two came; the other one will not, and a rank that still beats does not bring it back."""
+    leases = Leases(60.0, 900.0, now=0.0)
+    leases.beat("rank 0", 2, now=1.0)
+    leases.expect_no_more()
+    leases.beat("rank 0", 2, now=2.0)
+    assert leases.outcome(3.0) is None
+    leases.finish("rank 0", "stopped", now=4.0)
+    assert leases.outcome(5.0) == {"reason": "all 1 trainer ranks are through (stopped)"}
+
+
+def test_the_end_of_the_job_ends_no_lease():
+    """Those that have come are served until they have finished, or are gone."""
+    leases = Leases(60.0, 900.0, now=0.0)
+    for rank in range(2):
+        leases.beat(f"rank {rank}", 2, now=1.0)
+    leases.expect_no_more()
+    leases.finish("rank 0", "stopped", now=2.0)
+    assert leases.outcome(60.0) is None
+    assert leases.outcome(61.0) == {"reason": "all 2 trainer ranks are through (no sign of life, stopped)"}
+
+
+def test_the_end_of_the_job_before_anybody_came():
+    """The host leaves at once, and has not failed; also one without a lease."""
+    for lease_s in (60.0, None):
+        leases = Leases(lease_s, 900.0, now=0.0)
+        leases.expect_no_more()
+        assert leases.outcome(0.0) == {"reason": "the job was stopped before a trainer came"}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_well"),
+    [
+        ("finished", True),
+        ("the process ended", True),
+        ("KeyError: 'finished'", False),
+        ("the training process is gone", False),
+    ],
+)
+def test_a_success_is_told_from_a_failure(outcome, is_well):
+    """Only what a module says that was closed regularly is one."""
+    assert is_success(outcome) == is_well
