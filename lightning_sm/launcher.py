@@ -40,7 +40,7 @@ _FAREWELL_VARIABLE = "LIGHTNING_SM_FAREWELL_S"
 # An interpreter needs some tens of milliseconds to leave.
 _AFTER_THE_FIRST_S = 1.0
 # A rank may close its connections, at which those of other hosts fail, seconds before its process has ended.
-_CONSEQUENCE_S = 3.0
+_CONSEQUENCE_S = 10.0
 # Before a data host's script is started again: memory may be short for a moment. Training goes on meanwhile, and what
 # was killed four times will be killed a fifth time.
 _RESTART_PAUSES_S = (1.0, 2.0, 4.0)
