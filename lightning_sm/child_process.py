@@ -89,7 +89,7 @@ class ChildProcess:
 
     Attributes:
         stopped_by: The signal by which this process was told to stop; None if it was not.
-        is_ended: Whether ``end`` was called while the script ran.
+        is_ended: Whether ``end`` was called.
         late_signal: Called when a signal comes after the script has ended.
 
     Raises:
@@ -113,12 +113,19 @@ class ChildProcess:
         self._tail = bytearray()
 
     @property
+    def is_over(self) -> bool:
+        """Whether this process was told to stop, or ``end`` was called: the script is not to be started again."""
+        return self.stopped_by is not None or self.is_ended
+
+    @property
     def stderr_tail(self) -> str:
         """The last 64 KiB that the processes of the group wrote to stderr."""
         return bytes(self._tail).decode("utf-8", errors="replace")
 
     def run(self) -> int:
         """Start the script, pass SIGTERM and SIGINT on to its group, and wait until the whole group is gone.
+
+        When it has ended, it may be run again.
 
         Returns:
             The script's exit code, 128 + n if signal n killed it.
@@ -127,6 +134,7 @@ class ChildProcess:
             ScriptError: The operating system refused to start it.
         """
         adopt_orphans(True)  # local ranks that outlive the script become ours, to wait for and to reap
+        self._has_ended = False
         self._handle_signals()
         process = self._start()
         copier = threading.Thread(target=self._copy_stderr, args=(process,), daemon=True)
@@ -140,14 +148,13 @@ class ChildProcess:
 
     def end(self) -> None:
         """Let the main thread end the script: SIGTERM, and some time later SIGKILL. May be called from any thread."""
-        if not self._has_ended:
-            self.is_ended = True
-            if self._is_handling:  # else the signal would end this process
-                # To the thread, not to the process: after SIGCONT the kernel may hand it to another thread, and the
-                # main thread would wait for the script for ever.
-                main_thread = threading.main_thread().ident
-                if main_thread is not None:
-                    signal.pthread_kill(main_thread, signal.SIGALRM)
+        self.is_ended = True
+        main_thread = threading.main_thread().ident
+        # Without a handler the signal would end this process.
+        if self._is_handling and not self._has_ended and main_thread is not None:
+            # To the thread, not to the process: a thread that was stopped and goes on may be handed it instead, and the
+            # main thread would wait for the script for ever.
+            signal.pthread_kill(main_thread, signal.SIGALRM)
 
     def _handle_signals(self) -> None:
         # Before the child starts: a signal that comes meanwhile must reach it, not end the launcher. And for good:

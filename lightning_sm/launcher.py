@@ -106,16 +106,11 @@ class _Host:
         """
         with self._peers() as peers:
             try:
-                child = self._next_child(peers, script, args)
-                exit_code = child.run()
-                while (pause_s := self._restart_pause_s(child, exit_code)) is not None:
-                    _LOG.warning(
-                        "lightning-sm: the data host's script was killed (exit code %d); starting it again in %.0f s.",
-                        *(exit_code, pause_s),
-                    )
-                    self._num_restarts += 1
-                    before, child = child, self._next_child(peers, script, args)
-                    exit_code = child.run() if self._is_needed_after(pause_s, before, child) else 0
+                child = self._child = self._make_child(script, args)
+                child.late_signal = peers.leave
+                if peers.verdict is not None:  # it came before there was anything to end
+                    self._heed(peers.verdict)
+                exit_code = self._run(child)
             except LightningSMError as error:
                 self._report(peers, Outcome(_USAGE_EXIT_CODE, f"{type(error).__name__}: {error}"))
                 raise
@@ -137,34 +132,23 @@ class _Host:
     def _was_stopped(self) -> bool:
         return self._child is not None and self._child.stopped_by is not None
 
-    def _next_child(self, peers: Peers, script: str | None, args: Sequence[str]) -> ChildProcess:
-        child = self._make_child(script, args)
-        child.late_signal = peers.leave
-        self._child = child
-        if peers.verdict is not None:  # it came before there was anything to end
-            self._heed(peers.verdict)
-        return child
-
-    def _restart_pause_s(self, child: ChildProcess, exit_code: int) -> float | None:
-        is_left_alone = child.stopped_by is None and not child.is_ended
-        return restart_pause_s(exit_code, self._num_restarts) if self._is_data_host and is_left_alone else None
-
-    def _is_needed_after(self, pause_s: float, before: ChildProcess, child: ChildProcess) -> bool:
-        """Wait before a restart, and tell whether the job goes on."""
-
-        def stop() -> None:
-            child.stopped_by = signal.SIGTERM
-            leave()
-
-        # Signals come to the child before until this one runs.
-        leave, before.late_signal = before.late_signal, stop
-        child.stopped_by = child.stopped_by or before.stopped_by
-        until = time.monotonic() + pause_s
-        while child.stopped_by is None and not child.is_ended:
-            if time.monotonic() >= until:
-                return True
-            threading.Event().wait(_POLL_S)
-        return False
+    def _run(self, child: ChildProcess) -> int:
+        """Run the script; on a data host again, when it was killed and the job still needs it."""
+        exit_code = child.run()
+        while self._is_data_host and not child.is_over:
+            pause_s = restart_pause_s(exit_code, self._num_restarts)
+            if pause_s is None:
+                break
+            _LOG.warning(
+                "lightning-sm: the data host's script was killed (exit code %d); starting it again in %.0f s.",
+                *(exit_code, pause_s),
+            )
+            self._num_restarts += 1
+            until = time.monotonic() + pause_s
+            while time.monotonic() < until and not child.is_over:
+                threading.Event().wait(_POLL_S)
+            exit_code = 0 if child.is_over else child.run()
+        return exit_code
 
     def _make_child(self, script: str | None, args: Sequence[str]) -> ChildProcess:
         path, directory = find_script(script, self._job, self._env)
