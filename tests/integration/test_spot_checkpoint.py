@@ -185,13 +185,26 @@ MOMENTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Models that were trained without interruption, by their class, scheduler and settings."""
+    trained = {}
+
+    def model(cls=Model, scheduler="step", name="plain"):
+        if (cls, scheduler, name) not in trained:
+            trained[cls, scheduler, name] = cls(scheduler)
+            fit(tmp_path_factory.mktemp("reference"), trained[cls, scheduler, name], **SETTINGS[name])
+        return trained[cls, scheduler, name]
+
+    return model
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_an_interrupted_run_and_its_continuation_make_a_whole_one(tmp_path, name, moment):
+def test_an_interrupted_run_and_its_continuation_make_a_whole_one(tmp_path, uninterrupted, name, moment):
     """Losses, learning rates, validations and epoch ends are those of an uninterrupted run, in the same order."""
     settings = SETTINGS[name]
-    reference, model = Model(), Model()
-    fit(tmp_path / "reference", reference, **settings)
+    reference, model = uninterrupted(name=name), Model()
     if is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]), **settings):
         (saved,) = (tmp_path / "run").glob("interrupted-*.ckpt")
         model = continued(model)
@@ -209,10 +222,9 @@ def continued(model):
 
 @pytest.mark.parametrize("scheduler", ["epoch", "plateau"])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_schedulers_go_on(tmp_path, scheduler, moment):
+def test_schedulers_go_on(tmp_path, uninterrupted, scheduler, moment):
     """Schedulers that step by epoch, with or without a metric, have the same learning rates as without interruption."""
-    reference, model = Model(scheduler), Model(scheduler)
-    fit(tmp_path / "reference", reference)
+    reference, model = uninterrupted(scheduler=scheduler), Model(scheduler)
     if is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment])):
         model = continued(model)
         fit(tmp_path / "run", model, ckpt_path=newest_checkpoint(tmp_path / "run"))
@@ -250,10 +262,9 @@ def noisy(samples):
 @pytest.mark.parametrize(
     "moment", ["a later step", "the last step of an epoch", "within a validation", "end of an epoch"]
 )
-def test_random_numbers_go_on(tmp_path, cls, moment):
+def test_random_numbers_go_on(tmp_path, uninterrupted, cls, moment):
     """Order, dropout and noise of the resumed run are those of the uninterrupted one: no sample twice or left out."""
-    reference, model = cls(), cls()
-    fit(tmp_path / "reference", reference)
+    reference, model = uninterrupted(cls), cls()
     assert is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]))
     successor = cls()
     successor.events = model.events
