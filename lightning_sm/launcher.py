@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from lightning_sm.arguments import job_arguments
@@ -107,7 +108,7 @@ class _Host:
         with self._peers() as peers:
             try:
                 child = self._child = self._make_child(script, args)
-                child.late_signal = peers.leave
+                child.late_signal = partial(self._hurry, peers)
                 if peers.verdict is not None:  # it came before there was anything to end
                     self._heed(peers.verdict)
                 exit_code = self._run(child)
@@ -119,7 +120,7 @@ class _Host:
             is_stopped = child.stopped_by is not None and exit_code == 128 + child.stopped_by
             if self._is_data_host and (is_stopped or (child.is_ended and exit_code in _ENDED)):
                 exit_code = 0
-            if exit_code and is_consequence(child.stderr_tail):
+            if exit_code and not self._was_stopped and is_consequence(child.stderr_tail):
                 self._known.wait(_CONSEQUENCE_S)
             own = Outcome(exit_code, _reason(child, exit_code, self._num_restarts) if exit_code else "")
             return self._ending(own, self._report(peers, own))
@@ -171,6 +172,11 @@ class _Host:
             on_verdict=self._heed,
             timings=Timings(farewell_s=self._farewell_s),
         )
+
+    def _hurry(self, peers: Peers) -> None:
+        """Wait for nobody any more: the service, too, ends this host."""
+        self._known.set()
+        peers.leave()
 
     def _heed(self, verdict: Verdict) -> None:
         """End the script, if there is nothing left to do for it; called from a thread of the peers."""
