@@ -107,13 +107,6 @@ MATRIX = [
         fails=("exit@59", "0"),
     ),
     Cell(
-        *("sys.exit(9)", "other trainer", "mid-epoch", EITHER, (9,)),
-        job=9,
-        first="other",
-        reason="exit code 9; the last lines of stderr",
-        fails=("sys.exit@10", "1"),
-    ),
-    Cell(
         *("SIGKILL of a rank", "main trainer", "mid-epoch", (137,), EITHER),
         job=137,
         first="main",
