@@ -18,13 +18,14 @@ import torch
 from lightning_sm._lightning import Checkpoint, LightningModule, Trainer
 from lightning_sm.callbacks.pace import Pace
 from lightning_sm.checkpoints import JOB_KEY
+from lightning_sm.child_process import GENTLE_SIGNAL
 from lightning_sm.errors import CheckpointError
 from lightning_sm.launch import Launch, Launcher
 
 logger = logging.getLogger(__name__)
 
 # The launcher's gentle signal first; SIGTERM where there is none (torchrun, mpirun, the stock toolkit).
-STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
+STOP_SIGNALS = (GENTLE_SIGNAL, signal.SIGTERM)
 # 128 + SIGTERM: what was interrupted did not succeed, and Lightning's own 0 would make the job "Completed".
 INTERRUPTED_EXIT_CODE = 143
 _PATTERN = "interrupted-epoch=*-step=[0-9]*.ckpt"

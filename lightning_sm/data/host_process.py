@@ -23,6 +23,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from lightning_sm.child_process import GENTLE_SIGNAL
 from lightning_sm.console import show_log_lines
 from lightning_sm.data.child import ending, run_and_leave, with_import_path
 from lightning_sm.data.messages import Message, MessageSocket
@@ -43,6 +44,7 @@ _MAX_NETWORK_STARTS = 5
 # The network process hands out what it has begun to send, and a last word to the trainers.
 _STOP_TIMEOUT_S = 5.0
 
+_LISTING_FACTS = ("seed", "epoch", "pass_index", "num_shards")
 _TERMINATED = Message("finished", {"reason": "it was terminated (SIGTERM)"})
 _NOT_NEEDED = Message("finished", {"reason": "the job was stopped before anything was served"})
 
@@ -53,7 +55,6 @@ class _Terminated(BaseException):
 
 @dataclass
 class _Child:
-    what: str
     pidfd: int
     ended: Callable[[int], None]
 
@@ -108,7 +109,7 @@ class HostProcess:
         # First: a signal that is only noted would not end the wait.
         signal.set_wakeup_fd(waker.fileno())
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        signal.signal(signal.SIGUSR2, self._on_gentle_signal)
+        signal.signal(GENTLE_SIGNAL, self._on_gentle_signal)
         try:
             outcome = self._await_outcome()
         except _Terminated:
@@ -118,7 +119,7 @@ class HostProcess:
             self._close()
             # For good: the interpreter takes a second to leave, for which it restores what is not ignored, and a signal
             # that comes then, as the job is over, must not replace the exit code.
-            for signum in (signal.SIGTERM, signal.SIGUSR2):
+            for signum in (signal.SIGTERM, GENTLE_SIGNAL):
                 signal.signal(signum, signal.SIG_IGN)
             signal.set_wakeup_fd(-1)
             wakened.close()
@@ -174,7 +175,7 @@ class HostProcess:
         with theirs:
             command = [sys.executable, "-m", "lightning_sm.data.network", str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=with_import_path())
-        self._watch(process.pid, "network process", lambda status: self._network_ended(process, status))
+        self._watch(process.pid, lambda status: self._network_ended(process, status))
         self._network.send("serve", settings=asdict(self._settings))
         for opening, reply in self._module.replies.items():
             self._network.send("opened", opening=opening, **reply)
@@ -186,9 +187,7 @@ class HostProcess:
         network = self._network
         if network is None:
             return
-        messages = network.pending()
-        self._note_finished_trainers(messages)
-        for message in messages:
+        for message in self._pending(network):
             if message.kind == "listening":
                 # Where trainers will look for it, should the network process have to be started again.
                 self._settings = replace(self._settings, address=message.facts["address"])
@@ -207,13 +206,15 @@ class HostProcess:
 
     def _hear_finished_trainers(self) -> None:
         """Hear what came before or together with SIGTERM, which follows when the trainers have left."""
-        if self._network is not None and select.select([self._network], [], [], 0.0)[0]:
-            self._note_finished_trainers(self._network.pending())
+        if self._network is not None and _wait(self._network.fileno(), 0.0):
+            self._pending(self._network)
 
-    def _note_finished_trainers(self, messages: list[Message]) -> None:
+    def _pending(self, network: MessageSocket) -> list[Message]:
+        messages = network.pending()
         # Before anything else that came: a hook, which the other messages may call, is interrupted.
-        finished = [message for message in messages if message.kind == "trainer_finished"]
-        self._has_training_succeeded |= any(message.facts["is_success"] for message in finished)
+        successes = (message.facts["is_success"] for message in messages if message.kind == "trainer_finished")
+        self._has_training_succeeded |= any(successes)
+        return messages
 
     def _network_ended(self, process: subprocess.Popen[bytes], status: int) -> None:
         process.returncode = status
@@ -268,7 +269,7 @@ class HostProcess:
             self._send("worker", fds=(ours.fileno(), ring.fd), **facts, **sizes, pid=pid)
         ring.close()
         self._workers[worker_id], self._newest[number] = pid, worker_id
-        self._watch(pid, f"worker {number}", lambda status: self._worker_ended(worker_id, number, status))
+        self._watch(pid, lambda status: self._worker_ended(worker_id, number, status))
 
     def _fork(self, target: Callable[[], None]) -> int:
         for stream in (sys.stdout, sys.stderr):
@@ -279,7 +280,7 @@ class HostProcess:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
-            for signum in (signal.SIGTERM, signal.SIGUSR2):
+            for signum in (signal.SIGTERM, GENTLE_SIGNAL):
                 signal.signal(signum, signal.SIG_DFL)
             if self._network is not None:
                 self._network.close()
@@ -312,8 +313,7 @@ class HostProcess:
             with os.fdopen(os.dup(fd), "wb") as file:
                 try:
                     loader = self._module.loaders[request["opening"]][request["loader"]]
-                    names = ("seed", "epoch", "pass_index", "num_shards")
-                    keys, offsets = loader.listing(*(request[name] for name in names))
+                    keys, offsets = loader.listing(*(request[name] for name in _LISTING_FACTS))
                 except Exception:  # noqa: BLE001  # whatever the user's sampler raises belongs to the trainers
                     file.write(json.dumps({"text": traceback.format_exc()}).encode() + b"\n")
                     return
@@ -326,10 +326,10 @@ class HostProcess:
             self._send("listed", fds=(fd,), listing=request["listing"], why=ending(status) if status else None)
             os.close(fd)
 
-        self._watch(self._fork(listing), "sampler", ended)
+        self._watch(self._fork(listing), ended)
 
-    def _watch(self, pid: int, what: str, ended: Callable[[int], None]) -> None:
-        child = _Child(what, os.pidfd_open(pid), ended)
+    def _watch(self, pid: int, ended: Callable[[int], None]) -> None:
+        child = _Child(os.pidfd_open(pid), ended)
         self._children[pid] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._reap(pid))
 
@@ -370,8 +370,8 @@ def _last_line(text: str) -> str:
     return next(reversed(text.strip().splitlines()), "")
 
 
-def _wait(pidfd: int, timeout_s: float) -> bool:
-    return bool(select.select([pidfd], [], [], timeout_s)[0])
+def _wait(fd: int, timeout_s: float) -> bool:
+    return bool(select.select([fd], [], [], timeout_s)[0])
 
 
 def main() -> None:

@@ -13,13 +13,13 @@ import threading
 import time
 from contextlib import contextmanager
 
-import psutil
 import pytest
 
 from lightning_sm.errors import PortInUseError, TopologyError
 from lightning_sm.job import SageMakerJob
 from lightning_sm.local.cluster import ClusterSpec, GroupSpec, LocalCluster
 from lightning_sm.topology import Role, Topology
+from tests.integration.emulators import processes_of, until
 
 _TIMEOUT_S = 30
 _PAUSE = threading.Event()
@@ -60,25 +60,6 @@ def _local(jobs, work, *args, **variables):
     )
 
 
-def _of(base):
-    """All processes that belong to jobs in a folder."""
-    return [process for process in psutil.process_iter() if _base_dir(process).startswith(str(base))]
-
-
-def _base_dir(process):
-    try:
-        return process.environ().get("SAGEMAKER_BASE_DIR", "")
-    except (psutil.NoSuchProcess, psutil.AccessDenied):  # ended meanwhile
-        return ""
-
-
-def _until(condition, what):
-    deadline = time.monotonic() + _TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {_TIMEOUT_S} s: {what}"
-        _PAUSE.wait(0.02)
-
-
 @contextmanager
 def _started(jobs, work, *args, num_hosts):
     """An emulator in the background whose scripts all run."""
@@ -86,11 +67,11 @@ def _started(jobs, work, *args, num_hosts):
         _command(jobs, args), cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
-        _until(lambda: len(list(jobs.glob("*/*/ready"))) == num_hosts, "all scripts run")
+        until(lambda: len(list(jobs.glob("*/*/ready"))) == num_hosts, "all scripts run", _TIMEOUT_S)
         yield process
     finally:
         process.kill()
-        for left in _of(jobs):
+        for left in processes_of(jobs):
             left.kill()
         process.communicate(timeout=_TIMEOUT_S)
 
@@ -163,7 +144,7 @@ def test_failing_host_ends_the_others(jobs, work):
     assert "  no more data" in ended.stdout
     assert re.search(r"^algo-1 +trainer +trainer +143 ", ended.stdout, re.MULTILINE)
     assert f"kept in {_job_dir(jobs)}" in ended.stdout
-    assert not _of(jobs)
+    assert not processes_of(jobs)
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -175,7 +156,7 @@ def test_stopping_the_emulator_stops_all_hosts(jobs, work, signum, code):
         emulator.send_signal(signum)
         assert emulator.wait(_TIMEOUT_S) == code
         assert time.monotonic() - asked < 5
-        assert not _of(jobs)
+        assert not processes_of(jobs)
         assert re.search(r"^algo-1 +trainer +trainer +143 ", emulator.stdout.read(), re.MULTILINE)
 
 
@@ -185,7 +166,7 @@ def test_hosts_that_ignore_sigterm_are_killed(jobs, work):
     with _started(jobs, work, "--group", "trainer=2", "--", "train.py", num_hosts=2) as emulator:
         emulator.send_signal(signal.SIGINT)
         assert emulator.wait(_TIMEOUT_S) == 130
-        assert not _of(jobs)
+        assert not processes_of(jobs)
 
 
 def test_second_signal_kills_at_once(jobs, work):
@@ -200,7 +181,7 @@ def test_second_signal_kills_at_once(jobs, work):
         emulator.send_signal(signal.SIGINT)
         assert emulator.wait(_TIMEOUT_S) == 130
         assert time.monotonic() - asked < 4
-        assert not _of(jobs)
+        assert not processes_of(jobs)
 
 
 @pytest.mark.parametrize("script", [_WAIT, _STUBBORN])
@@ -208,9 +189,9 @@ def test_killing_the_emulator_leaves_no_process(jobs, work, script):
     """Even after SIGKILL of the emulator every host ends, also one that ignores SIGTERM."""
     (work / "train.py").write_text(script)
     with _started(jobs, work, "--group", "trainer=2", "--", "train.py", num_hosts=2) as emulator:
-        assert _of(jobs)
+        assert processes_of(jobs)
         emulator.kill()
-        _until(lambda: not _of(jobs), "no process is left")
+        until(lambda: not processes_of(jobs), "no process is left", _TIMEOUT_S)
 
 
 def test_processes_that_left_their_group_are_found(jobs, work):
@@ -221,7 +202,7 @@ def test_processes_that_left_their_group_are_found(jobs, work):
     )
     ended = _local(jobs, work, "--", "train.py")
     assert ended.returncode == 0
-    assert not _of(jobs)
+    assert not processes_of(jobs)
 
 
 def test_output_that_is_not_text_passes(jobs, work):
@@ -242,7 +223,7 @@ def test_reader_that_goes_away_ends_the_job(jobs, work):
         emulator.stdout.readline()
         emulator.stdout.close()
         assert emulator.wait(_TIMEOUT_S) == 141
-    assert not _of(jobs)
+    assert not processes_of(jobs)
 
 
 def test_stray_variables_do_not_reach_the_hosts(jobs, work):

@@ -8,20 +8,18 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager
 
-import psutil
 import pytest
 
 from lightning_sm.job import SageMakerJob
 from lightning_sm.local.cluster import ClusterSpec, GroupSpec, LocalCluster
 from lightning_sm.rendezvous import SLOW_NAMES_VARIABLE
 from lightning_sm.topology import Topology
+from tests.integration.emulators import processes_of, until
 
 _TIMEOUT_S = 40
-_PAUSE = threading.Event()
 
 # Without MODE it counts steps as a training would: all hosts meet first, rank 0 reports the steps and saves at the end
 # and on SIGTERM, and all go on from what was saved. MODE names another function to run.
@@ -252,25 +250,6 @@ def _said(output, word):
     return re.findall(rf"^(algo-\d) \| {word} (.*)$", output, re.MULTILINE)
 
 
-def _of(base):
-    """All processes that belong to jobs in a folder."""
-    return [process for process in psutil.process_iter() if _base_dir(process).startswith(str(base))]
-
-
-def _base_dir(process):
-    try:
-        return process.environ().get("SAGEMAKER_BASE_DIR", "")
-    except psutil.Error:  # ended meanwhile
-        return ""
-
-
-def _until(condition, what):
-    deadline = time.monotonic() + _TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {_TIMEOUT_S} s: {what}"
-        _PAUSE.wait(0.02)
-
-
 @contextmanager
 def _started(jobs, work, *options, mode):
     process = subprocess.Popen(
@@ -280,7 +259,7 @@ def _started(jobs, work, *options, mode):
         yield process
     finally:
         process.kill()
-        for left in _of(jobs):
+        for left in processes_of(jobs):
             left.kill()
         process.communicate(timeout=_TIMEOUT_S)
 
@@ -326,7 +305,7 @@ def test_killed_launcher_leaves_its_script(jobs, work):
     assert ended.returncode == 137
     assert "algo-2 left no reason" in ended.stdout
     assert int(dict(_said(ended.stdout, "left of algo-2:"))["algo-1"]) >= 1
-    assert not _of(jobs)
+    assert not processes_of(jobs)
 
 
 def test_hanging_host_goes_on_after_its_time(jobs, work):
@@ -343,9 +322,9 @@ def test_frozen_host_ends_with_a_killed_emulator(jobs, work):
     """A frozen process could not act on any other signal than SIGKILL: it gets that."""
     with _started(jobs, work, "--fault", "hang:algo-1@after=0", mode="ready_and_wait") as emulator:
         _line(emulator, "Fault hang")
-        assert _of(jobs)
+        assert processes_of(jobs)
         emulator.kill()
-        _until(lambda: not _of(jobs), "no process is left")
+        until(lambda: not processes_of(jobs), "no process is left", _TIMEOUT_S)
 
 
 def test_frozen_host_ends_with_the_job(jobs, work):
@@ -355,7 +334,7 @@ def test_frozen_host_ends_with_the_job(jobs, work):
     assert ended.returncode == 3
     assert ended.stderr == ""
     assert _row(ended.stdout, "algo-2")[2] == "137"
-    assert not _of(jobs)
+    assert not processes_of(jobs)
 
 
 def test_frozen_host_ends_with_ctrl_c(jobs, work):
@@ -364,7 +343,7 @@ def test_frozen_host_ends_with_ctrl_c(jobs, work):
         _line(emulator, "Fault hang")
         emulator.send_signal(signal.SIGINT)
         assert emulator.wait(_TIMEOUT_S) == 130
-        assert not _of(jobs)
+        assert not processes_of(jobs)
 
 
 def test_interrupted_job_goes_on_from_its_checkpoint(jobs, work):
@@ -526,7 +505,7 @@ def test_ctrl_c_during_an_interruption_ends_the_job(jobs, work):
         emulator.send_signal(signal.SIGINT)
         assert emulator.wait(_TIMEOUT_S) == 130
         assert time.monotonic() - asked < 15
-        assert not _of(jobs)
+        assert not processes_of(jobs)
         assert "Attempt 2" not in emulator.stdout.read()
 
 
