@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLKIT := $(VENV)/.toolkit
+SDK3 := .venv-sdk3
 SOURCES := lightning_sm app tests benchmarks
 
 .PHONY: train test check format clean
@@ -15,7 +16,7 @@ train: $(READY)
 	$(BIN)/lightning-sm local --group trainer=2 --group data=2 --base-dir outputs --keep -- \
 		app/train.py fit --config app/configs/digits.yaml
 
-test: $(READY) $(TOOLKIT)
+test: $(READY) $(TOOLKIT) $(SDK3)/.ready
 	$(BIN)/python -m pytest tests/unit tests/integration
 
 check: $(READY)
@@ -30,7 +31,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix $(SOURCES)
 
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf $(VENV) $(SDK3) outputs
 
 # One resolve for everything: a second one could change torch. lightning-bolts comes without its dependencies, because
 # it asks for pytorch-lightning<2 (see app/bolts_compat.py).
@@ -45,6 +46,13 @@ $(READY): pyproject.toml constraints.txt Makefile
 
 # The stock toolkit, against which some tests run, compiles a C extension. Without a compiler those tests are skipped.
 $(TOOLKIT): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[vision,dev,container]' || \
-		echo "make: sagemaker-training was not installed (it needs gcc and Python's headers); its tests will be skipped"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e '.[vision,dev,launch,container]' || \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[vision,dev,launch]'
+	@touch $@
+
+# Versions 2 and 3 of the SageMaker SDK share a distribution name. sagemaker-train is the part of version 3 that trains.
+$(SDK3)/.ready: Makefile
+	@test -x $(SDK3)/bin/pip || $(PYTHON) -m venv $(SDK3)
+	$(SDK3)/bin/python -m pip install --quiet --disable-pip-version-check 'sagemaker-train>=1.27,<2'
 	@touch $@

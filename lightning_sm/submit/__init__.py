@@ -1,0 +1,1 @@
+"""Start jobs: from one small YAML file to the SageMaker SDK, checked before anything is sent."""
