@@ -17,13 +17,14 @@ train: $(READY)
 		app/train.py fit --config app/configs/digits.yaml
 
 test: $(READY) $(TOOLKIT) $(SDK3)/.ready
-	$(BIN)/python -m pytest tests/unit tests/integration
+	$(BIN)/python -m pytest tests/unit tests/integration tests/containers
 
 check: $(READY)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint docker/Dockerfile tests/containers/stand_in/Dockerfile
 	$(BIN)/python -m pytest -q tests/unit
 
 format: $(READY)

@@ -1,0 +1,1 @@
+"""Tests that build our image and run it, by hand and through the SageMaker SDKs."""

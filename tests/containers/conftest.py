@@ -1,0 +1,30 @@
+"""Fixtures of the tests that run containers: an engine, and our image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.containers import engine as engines
+from tests.containers import images
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A Docker engine that answers: the one that runs, else one that lives as long as the tests."""
+    if engines.is_running():
+        yield
+        return
+    if missing := engines.what_is_missing():
+        pytest.skip(f"no Docker engine runs, and one of the tests' own needs {', '.join(missing)}")
+    with engines.own_engine(tmp_path_factory.mktemp("engine")):
+        yield
+
+
+@pytest.fixture(scope="session")
+def image(engine: None) -> str:
+    """The name of the image that docker/Dockerfile makes."""
+    if missing := images.what_is_missing():
+        pytest.skip(f"the image cannot be built without {', '.join(missing)}")
+    return images.build_image()

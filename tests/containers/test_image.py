@@ -1,0 +1,128 @@
+"""The image by itself: what is in it, and what its entry point does."""
+
+import json
+import secrets
+import subprocess
+
+import pytest
+
+from tests.containers.engine import docker
+from tests.fakes.job_folder import resource_config, write_job
+
+pytestmark = pytest.mark.docker
+
+# Says that it runs, and waits for the signal, which ends it.
+WAITING_SCRIPT = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+print("script runs", flush=True)
+raise SystemExit(128 + signal.sigwait({signal.SIGTERM}))
+"""
+DEADLINE_S = 120
+
+
+@pytest.fixture
+def facts(image):
+    """What the engine knows about the image."""
+    return json.loads(docker("image", "inspect", image).stdout)[0]["Config"]
+
+
+@pytest.fixture
+def container_name():
+    """A name for one container, which is removed after the test."""
+    name = f"lightning-sm-test-{secrets.token_hex(4)}"
+    yield name
+    docker("rm", "--force", name, check=False)
+
+
+def inside(image, script):
+    """The output of a shell script in a container of the image."""
+    return docker("run", "--rm", "--network", "none", "--entrypoint", "bash", image, "-euc", script).stdout
+
+
+def test_doctor_finds_the_image_sound(image):
+    """The smoke command of the image finds no problem, and prints the versions."""
+    ended = docker("run", "--rm", image, "doctor", "--json")
+    checks = {check["name"]: check for check in json.loads(ended.stdout)["results"]}
+    assert "sagemaker-training" in checks["versions"]["found"]
+    assert checks["requirements"]["status"] == "ok"
+    assert checks["signals"]["status"] == "ok"
+
+
+def test_the_entry_point_is_process_1(facts):
+    """No shell stands between the service's signals and the launcher."""
+    assert facts["Entrypoint"] == ["lightning-sm"]
+
+
+def test_the_package_lies_where_the_service_hides_nothing(image):
+    """lightning_sm is in site-packages, outside /opt/ml; the app is where the toolkit keeps code."""
+    paths = inside(
+        image, "cd /; python -c 'import lightning_sm; print(lightning_sm.__file__)'; ls /opt/ml/code/app/train.py"
+    )
+    package, app = paths.split()
+    assert package.endswith("/site-packages/lightning_sm/__init__.py")
+    assert app == "/opt/ml/code/app/train.py"
+
+
+def test_there_is_no_compiler(image):
+    """The stage with the compiler stays behind; the toolkit, which needed it, is there."""
+    output = inside(image, "command -v train; ! command -v gcc; ! command -v cc; ls /tmp/toolkit/*.whl")
+    assert output.startswith("/opt/conda/bin/train\n")
+
+
+def test_pytorch_is_for_gpus(image):
+    """PyTorch knows CUDA, though no GPU is here."""
+    assert inside(image, "python -c 'import torch; print(torch.version.cuda)'").strip() != "None"
+
+
+def test_no_secret_is_in_the_settings(facts):
+    """Neither variables nor labels hold what looks like a secret or an address of a package index."""
+    settings = [*facts["Env"], *map(str, (facts["Labels"] or {}).items())]
+    assert not [
+        line for line in settings if any(word in line.upper() for word in ("TOKEN", "SECRET", "PASSWORD", "://"))
+    ]
+
+
+def test_off_sagemaker_train_says_so(image):
+    """Started without a job, the container ends with 2 and says what is missing, and what to do on a laptop."""
+    ended = docker("run", "--rm", image, "train", check=False)
+    assert ended.returncode == 2
+    assert "This is not a SageMaker host" in ended.stdout
+    assert "lightning-sm local" in ended.stdout
+
+
+def test_stopping_reaches_the_script(image, container_name, tmp_path):
+    """``docker stop`` is heard by the script, whose exit code is the container's, and the reason is left."""
+    ml = write_job(tmp_path / "ml", resource_config({"homogeneousCluster": ["algo-1"]}, "algo-1"))
+    (ml / "output").mkdir()
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "wait.py").write_text(WAITING_SCRIPT, encoding="utf-8")
+    mounts = [f"--volume={ml / name}:/opt/ml/{name}" for name in ("input", "output")]
+    options = [*mounts, f"--volume={tmp_path / 'code'}:/opt/ml/code", "--env=SAGEMAKER_PROGRAM=wait.py"]
+    command = ["docker", "run", f"--name={container_name}", "--hostname=algo-1", *options, image, "train"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as container:
+        said = next((line for line in container.stdout if "script runs" in line), None)
+        assert said is not None
+        docker("stop", "--time", str(DEADLINE_S), container_name, timeout_s=2 * DEADLINE_S)
+        container.communicate(timeout=DEADLINE_S)
+    assert container.returncode == 143
+    assert (
+        (ml / "output" / "failure")
+        .read_text(encoding="utf-8")
+        .startswith("The job was stopped or interrupted (SIGTERM)")
+    )
+
+
+def test_the_baked_app_trains(image, container_name, tmp_path):
+    """Without anything but the service's files, the app in the image trains and leaves its model."""
+    hyperparameters = {"config": "app/configs/smoke.yaml"}
+    resources = resource_config({"homogeneousCluster": ["algo-1"]}, "algo-1")
+    ml = write_job(tmp_path / "ml", resources, hyperparameters=hyperparameters)
+    mounts = []
+    for name in ("input", "output", "model"):
+        (ml / name).mkdir(exist_ok=True)
+        mounts.append(f"--volume={ml / name}:/opt/ml/{name}")
+    options = [f"--name={container_name}", "--hostname=algo-1", "--env=OMP_NUM_THREADS=1", *mounts]
+    docker("run", *options, image, "train", timeout_s=DEADLINE_S)
+    assert {path.name for path in (ml / "model").iterdir()} >= {"model.ckpt", "state_dict.pt", "config.yaml"}
+    assert not (ml / "output" / "failure").exists()

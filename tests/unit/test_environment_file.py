@@ -1,0 +1,84 @@
+"""environment.yml and the Dockerfile ask for what pyproject.toml asks for."""
+
+import re
+from pathlib import Path
+
+import pytest
+import rattler
+import yaml
+from packaging.requirements import Requirement
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.11 or newer reads pyproject.toml")
+REPOSITORY = Path(__file__).parents[2]
+CONDA_NAMES = {"torch": "pytorch"}
+# Of conda only: the interpreter, and what installs the pip part.
+CONDA_ONLY = {"python", "pip"}
+# Extras that belong into the image.
+EXTRAS = ("container", "vision", "compression")
+
+
+@pytest.fixture(scope="module")
+def project():
+    """Table ``project`` of pyproject.toml."""
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+@pytest.fixture(scope="module")
+def environment():
+    """The content of environment.yml."""
+    return yaml.safe_load((REPOSITORY / "environment.yml").read_text(encoding="utf-8"))
+
+
+def conda_specs(environment):
+    """What conda installs."""
+    return [item for item in environment["dependencies"] if isinstance(item, str)]
+
+
+def pip_specs(environment):
+    """What pip installs."""
+    return [spec for item in environment["dependencies"] if isinstance(item, dict) for spec in item["pip"]]
+
+
+def split(spec):
+    """Name and version of a spec, the version's parts sorted."""
+    name, version = re.fullmatch(r"([A-Za-z0-9_-]+)(.*)", spec).groups()
+    return name.lower(), sorted(filter(None, version.split(",")))
+
+
+def test_each_dependency_has_the_same_version_in_both_files(project, environment):
+    """What the image installs is what the package and its extras for the image ask for, version by version."""
+    wanted = [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
+    requirements = {item.name: item for item in map(Requirement, wanted)}
+    expected = {
+        CONDA_NAMES.get(name, name).lower(): sorted(map(str, requirement.specifier))
+        for name, requirement in requirements.items()
+    }
+    found = dict(map(split, [*conda_specs(environment), *pip_specs(environment)]))
+    assert {name: version for name, version in found.items() if name not in CONDA_ONLY} == expected
+
+
+def test_every_conda_spec_parses(environment):
+    """Conda's own parser reads each spec, and finds the name that is meant."""
+    for spec in conda_specs(environment):
+        assert rattler.MatchSpec(spec).name.normalized == split(spec)[0]
+
+
+def test_python_is_one_that_the_package_allows(project, environment):
+    """The image's Python is within requires-python."""
+    (python,) = (spec for spec in conda_specs(environment) if spec.startswith("python="))
+    assert python.removeprefix("python=") in Requirement(f"python{project['requires-python']}").specifier
+
+
+def test_channels_are_conda_forge_alone(environment):
+    """Packages of Anaconda's own channels, which companies pay for, are never taken."""
+    assert environment["channels"] == ["conda-forge", "nodefaults"]
+
+
+def test_bolts_is_the_same_everywhere():
+    """The Dockerfile and the Makefile install the same lightning-bolts, both without its dependencies."""
+    pattern = re.compile(r"--no-deps '?(lightning-bolts==[0-9.]+)")
+    found = [
+        pattern.findall((REPOSITORY / name).read_text(encoding="utf-8")) for name in ("docker/Dockerfile", "Makefile")
+    ]
+    assert found[0] == found[1]
+    assert len(found[0]) == 1
