@@ -38,8 +38,8 @@ class Verdict:
     """How the job ends, alike on all hosts.
 
     Attributes:
-        kind: ``finished`` when all trainer hosts that were heard of succeeded, ``failed`` when the script of one
-            failed, ``lost`` when one vanished.
+        kind: ``finished`` when all trainer hosts that were heard of succeeded, ``failed`` when the script of one, or
+            those of all data hosts, failed, ``lost`` when a trainer host vanished.
         host: The host that failed or vanished first; empty if none did.
         exit_code: Exit code of its script; 1 for a lost host, 0 if none failed. 143 is SIGTERM: the host was
             interrupted, as all others may be at this moment.
@@ -53,7 +53,7 @@ class Verdict:
 
     @property
     def is_failure(self) -> bool:
-        """Whether a trainer host failed or vanished, so that the others cannot succeed either."""
+        """Whether a trainer host, or every data host, failed or vanished, so that the others cannot succeed either."""
         return self.kind != "finished"
 
     @classmethod
@@ -98,6 +98,7 @@ class _Host:
     state: _State = _State.ABSENT
     since: float = 0.0
     why: str = ""
+    has_failed: bool = False
 
 
 class Endings:
@@ -105,7 +106,7 @@ class Endings:
 
     Args:
         trainers: Hosts whose success or failure is the job's.
-        data_hosts: Hosts that training goes on without.
+        data_hosts: Hosts that training goes on without, as long as one is left.
         return_s: How long a host whose connection ended may take to come back.
         absent_s: How long hosts that were never heard of are waited for when all others have ended.
         ending_s: How long hosts that still run are waited for after a failure.
@@ -179,7 +180,9 @@ class Endings:
         if self.has_ended(name):
             return
         self._change(name, _State.ENDED, now)
-        if outcome.exit_code != 0 and name in self._trainers:
+        self._host(name).has_failed = outcome.exit_code != 0
+        can_go_on = name in self._data_hosts and not all(host.has_failed for host in self._data_hosts.values())
+        if outcome.exit_code != 0 and not can_go_on:
             self._judge(Verdict("failed", name, outcome.exit_code, outcome.reason), now)
 
     def settle(self, now: float) -> None:

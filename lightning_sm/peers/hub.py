@@ -173,14 +173,15 @@ class Hub:
             self._tell(link, self._told)
 
     def _note_report(self, host: str, outcome: Outcome, now: float) -> None:
-        if host in self._data_hosts and outcome.exit_code != 0 and not self._endings.has_ended(host):
+        is_news = not self._endings.has_ended(host)
+        self._endings.reported(host, outcome, now)
+        if host in self._data_hosts and outcome.exit_code != 0 and is_news and self.verdict is None:
             _LOG.warning(
                 "The script on data host %s ended with exit code %d; the training goes on without it. %s",
                 host,
                 outcome.exit_code,
                 outcome.reason,
             )
-        self._endings.reported(host, outcome, now)
 
     def _tell_all(self, now: float) -> None:
         if self.verdict is None:

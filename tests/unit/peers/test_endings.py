@@ -43,6 +43,26 @@ def test_unknown_kind_of_verdict_is_refused():
         Verdict.from_message({"kind": "won", "host": "", "exit_code": 0, "reason": ""})
 
 
+def test_training_goes_on_until_all_data_hosts_have_failed():
+    """One of two data hosts that fails ends nothing; when the other one fails, too, nobody can succeed."""
+    endings = Endings(["a"], ["d", "e"], return_s=1, absent_s=10, ending_s=100)
+    for host in "ade":
+        endings.joined(host, 0)
+    endings.reported("d", BROKEN, 1)
+    assert endings.verdict is None
+    endings.reported("e", Outcome(9, "out of memory"), 2)
+    assert endings.verdict == Verdict("failed", "e", 9, "out of memory")
+
+
+def test_data_hosts_that_succeed_are_no_failure():
+    """A data host that has left without an error does not make the next one's failure that of the job."""
+    endings = Endings(["a"], ["d", "e"], return_s=1, absent_s=10, ending_s=100)
+    endings.joined("a", 0)
+    endings.reported("d", Outcome(0), 1)
+    endings.reported("e", BROKEN, 2)
+    assert endings.verdict is None
+
+
 def test_lost_data_host_is_no_verdict():
     """A data host that vanishes ends nothing; a trainer host that does, does."""
     endings = _endings()
