@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.util
 import json
+import os
 import re
 import resource
 import shutil
@@ -140,6 +142,18 @@ def fabric(context: Context) -> Iterator[Result]:
             f"ulimit -l is {soft // 1024} KiB; EFA needs page-locked memory.",
             "docker run --ulimit memlock=-1",
         )
+    if devices and not _has_network_plugin(context):
+        yield warning(
+            "EFA and NCCL",
+            "There is an EFA device, but no plugin of NCCL for it (libnccl-net*.so): NCCL uses TCP.",
+            "Add the EFA installer of AWS to the image, or LD_LIBRARY_PATH to the job.",
+        )
+
+
+def _has_network_plugin(context: Context) -> bool:
+    folders = [Path(folder) for folder in context.env.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
+    is_on_path = any(path for folder in folders for path in folder.glob("libnccl-net*.so*"))
+    return is_on_path or ctypes.util.find_library("nccl-net") is not None
 
 
 def _expected(context: Context) -> str:

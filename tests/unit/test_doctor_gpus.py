@@ -185,6 +185,16 @@ def test_disabled_rdma_on_efa_is_a_warning(make):
     assert "FI_PROVIDER=efa, but" not in "".join(result.found for result in results)
 
 
+@pytest.mark.parametrize("has_plugin", [False, True])
+def test_efa_without_a_plugin_for_nccl_is_a_warning(make, tmp_path, has_plugin):
+    """NCCL finds its plugin for EFA as libnccl-net*.so, on the loader's path, or uses TCP without a word."""
+    context = make(LD_LIBRARY_PATH=str(tmp_path))
+    _efa(context)
+    if has_plugin:
+        (tmp_path / "libnccl-net-ofi.so").touch()
+    assert any("no plugin of NCCL" in result.found for result in gpus.fabric(context)) is not has_plugin
+
+
 @pytest.mark.parametrize(("count", "results"), [(1, 1), (2, 2)])
 def test_disabled_peer_access_is_a_warning_on_several_gpus(make, count, results):
     """NCCL_P2P_DISABLE=1 costs nothing with one GPU."""
