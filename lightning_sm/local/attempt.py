@@ -21,8 +21,9 @@ from lightning_sm.local.output import Output
 from lightning_sm.prctl import adopt_orphans
 from lightning_sm.rendezvous import SLOW_NAMES_VARIABLE
 
-# Between SIGTERM and SIGKILL after a failure or Ctrl-C: who waits at a terminal has decided already.
-_GRACE_S = 5.0
+# Between SIGTERM and SIGKILL. After a failure: several interpreters that leave a busy machine at once need seconds, and
+# what a host says of the reason counts. After Ctrl-C: who waits at a terminal has decided already.
+_FAILURE_GRACE_S, _GRACE_S = 15.0, 5.0
 # timeout(1) sends its signal twice, and so do wrappers that pass on what the terminal sent to all.
 _ONE_SIGNAL_S = 0.5
 _POLL_S = 0.1
@@ -274,7 +275,8 @@ class Attempt:
         for host in running:
             host.process.terminate()
         asked_at = time.monotonic()
-        while any(host.exit_code is None for host in running) and time.monotonic() < asked_at + _GRACE_S:
+        until = asked_at + (_GRACE_S if self._signals else _FAILURE_GRACE_S)
+        while any(host.exit_code is None for host in running) and time.monotonic() < until:
             if any(at > asked_at + _ONE_SIGNAL_S for _, at in self._signals):
                 return
             self._pause()
