@@ -24,7 +24,7 @@ check: $(READY)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/hadolint docker/Dockerfile tests/containers/stand_in/Dockerfile
+	$(BIN)/hadolint docker/Dockerfile tests/containers/stand_in/Dockerfile tests/containers/routes/Dockerfile
 	$(BIN)/python -m pytest -q tests/unit
 
 format: $(READY)
@@ -52,8 +52,10 @@ $(TOOLKIT): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[vision,dev,launch]'
 	@touch $@
 
-# Versions 2 and 3 of the SageMaker SDK share a distribution name. sagemaker-train is the part of version 3 that trains.
+# Versions 2 and 3 of the SageMaker SDK share a distribution name. sagemaker-train is the part of version 3 that trains;
+# the rest is what lightning-sm submit imports (the package itself comes by PYTHONPATH, without torch).
 $(SDK3)/.ready: Makefile
 	@test -x $(SDK3)/bin/pip || $(PYTHON) -m venv $(SDK3)
-	$(SDK3)/bin/python -m pip install --quiet --disable-pip-version-check 'sagemaker-train>=1.27,<2'
+	$(SDK3)/bin/python -m pip install --quiet --disable-pip-version-check 'sagemaker-train>=1.27,<2' \
+		'jsonargparse[signatures]>=4.39,<5' 'psutil>=5.9,<8' 'tabulate>=0.9,<1'
 	@touch $@

@@ -1,4 +1,4 @@
-"""The ``lightning-sm`` command: ``train`` on a SageMaker host, ``local`` and ``doctor`` on any machine."""
+"""The ``lightning-sm`` command: ``train`` on a SageMaker host, ``local``, ``doctor`` and ``submit`` on any machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from lightning_sm import launcher
 from lightning_sm.console import show_log_lines
@@ -35,13 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     show_log_lines()
-    # argparse drops or keeps "--" depending on its version; what follows it is the script's alone.
-    at = given.index("--") if "--" in given and given[0] == "local" else len(given)
-    options = _parser().parse_args(given[:at])
-    if options.subcommand == "train":
-        script, *args = options.command or [None]
-        return launcher.train(script, args)
     try:
+        if given[:1] == ["submit"]:  # its options are those of a job file, which argparse knows nothing of
+            return _submit(given[1:])
+        # argparse drops or keeps "--" depending on its version; what follows it is the script's alone.
+        at = given.index("--") if "--" in given and given[0] == "local" else len(given)
+        options = _parser().parse_args(given[:at])
+        if options.subcommand == "train":
+            script, *args = options.command or [None]
+            return launcher.train(script, args)
         if options.subcommand == "doctor":
             return doctor.main(options)
         options.command += given[at:] if options.command else given[at + 1 :]
@@ -53,44 +56,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
+def _submit(argv: Sequence[str]) -> int:
+    from lightning_sm.submit import options as submit  # noqa: PLC0415 - loads jsonargparse and boto3
+
+    return submit.main(argv)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-sm", description="Run PyTorch Lightning on Amazon SageMaker clusters."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
-    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="{train,local,doctor}")
-    train = commands.add_parser(
+    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="{train,local,doctor,submit}")
+    add_parser = partial(commands.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    train = add_parser(
         "train",
         help="run the training script of this SageMaker host (the container's entry point)",
         description="Run the training script of this SageMaker host, with arguments from hyperparameters.json.",
         epilog=_TRAIN_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     train.add_argument(
         "command",
         nargs=argparse.REMAINDER,
         metavar="SCRIPT [ARGS]",
-        help="training script and its arguments (default: SAGEMAKER_PROGRAM or hyperparameter sagemaker_program)",
+        help="training script and its arguments (default: hyperparameter sagemaker_program or SAGEMAKER_PROGRAM)",
     )
-    emulate = commands.add_parser(
+    emulate = add_parser(
         "local",
         help="run a training script on an emulated cluster on this machine",
         description="Run a training script on an emulated SageMaker cluster: one process group per host, no AWS.",
         epilog=local.EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     local.add_arguments(emulate)
-    check = commands.add_parser(
+    check = add_parser(
         "doctor",
         help="check this host: job, network, GPUs, disks, limits, packages",
         description="Check this host: what the job is, whether the others can be reached, and what it would fail on.",
         epilog=doctor.EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     doctor.add_arguments(check)
+    add_parser("submit", help="check a job file and submit it: dry run, SDK local mode, or cloud")
     return parser
 
 

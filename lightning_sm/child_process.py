@@ -1,4 +1,4 @@
-"""One training script in a process group of its own: start it, pass signals on, and leave nothing of it behind."""
+"""The commands of a host, each in a process group of its own: start, pass signals on, leave nothing behind."""
 
 from __future__ import annotations
 
@@ -79,65 +79,72 @@ class StopSchedule:
 
 
 class ChildProcess:
-    """One script in a process group of its own, with the end of its stderr at hand.
+    """One command after the other, each in a process group of its own, with the end of its stderr at hand.
 
     Args:
-        command: Program and arguments; no shell is involved.
-        directory: Folder to start it in.
-        env: Its environment; also names the ``StopSchedule``.
-        parent: Process id of the emulator, with which the script ends; None on SageMaker.
+        schedule: What follows when this process is told to stop.
+        parent: Process id of the emulator, with which the command ends; None on SageMaker.
 
     Attributes:
         stopped_by: The signal by which this process was told to stop; None if it was not.
         is_ended: Whether ``end`` was called.
-        late_signal: Called when a signal comes after the script has ended.
-
-    Raises:
-        JobConfigError: The stop schedule is malformed.
+        late_signal: Called when a signal comes after a command has ended.
     """
 
-    def __init__(
-        self, command: Sequence[str], directory: Path, env: Mapping[str, str], parent: str | None = None
-    ) -> None:
+    def __init__(self, schedule: StopSchedule, parent: str | None = None) -> None:
         self.stopped_by: int | None = None
         self.is_ended = False
         self.late_signal: Callable[[], None] = lambda: None
         self._has_ended = self._is_ending = self._is_handling = False
-        self._schedule = StopSchedule.from_environment(env)
+        self._schedule = schedule
         self._stages: list[tuple[float, int]] = []
-        self._command = list(command)
-        self._directory = directory
-        self._env = dict(env)
         self._parent = parent
         self._process: subprocess.Popen[bytes] | None = None
         self._tail = bytearray()
 
     @property
     def is_over(self) -> bool:
-        """Whether this process was told to stop, or ``end`` was called: the script is not to be started again."""
+        """Whether this process was told to stop, or ``end`` was called: nothing is to be started any more."""
         return self.stopped_by is not None or self.is_ended
 
     @property
     def stderr_tail(self) -> str:
-        """The last 64 KiB that the processes of the group wrote to stderr."""
+        """The last 64 KiB that the processes of the group of the last command wrote to stderr."""
         return bytes(self._tail).decode("utf-8", errors="replace")
 
-    def run(self) -> int:
-        """Start the script, pass SIGTERM and SIGINT on to its group, and wait until the whole group is gone.
+    def listen(self) -> None:
+        """Take note of signals from now on, and pass them on to what runs: SIGTERM by the schedule, SIGINT at once."""
+        # Before a command starts: a signal that comes meanwhile must reach it, not end the launcher. And for good:
+        # one that comes after its end must not replace its exit code, nor prevent the failure file.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._forward)
+            signal.signal(signal.SIGINT, self._forward)
+            signal.signal(signal.SIGALRM, self._next_stage)
+            signal.signal(signal.SIGCHLD, self._reap_orphans)
+            self._is_handling = True
 
-        When it has ended, it may be run again.
+    def run(self, command: Sequence[str], directory: Path, env: Mapping[str, str]) -> int:
+        """Start a command, pass signals on to its group, and wait until the whole group is gone.
+
+        When it has ended, another one may be run.
+
+        Args:
+            command: Program and arguments; no shell is involved.
+            directory: Folder to start it in.
+            env: Its environment.
 
         Returns:
-            The script's exit code, 128 + n if signal n killed it.
+            Its exit code, 128 + n if signal n killed it.
 
         Raises:
             ScriptError: The operating system refused to start it.
         """
         adopt_orphans(True)  # local ranks that outlive the script become ours, to wait for and to reap
         self._has_ended = False
-        self._handle_signals()
-        process = self._start()
-        copier = threading.Thread(target=self._copy_stderr, args=(process,), daemon=True)
+        self._tail = tail = bytearray()  # a new one: what the last command left behind may still write to the old one
+        self.listen()
+        process = self._start(command, directory, env)
+        copier = threading.Thread(target=_copy_stderr, args=(process, tail), daemon=True)
         copier.start()
         exit_code = process.wait()
         self._has_ended = True
@@ -147,7 +154,7 @@ class ChildProcess:
         return 128 - exit_code if exit_code < 0 else exit_code
 
     def end(self) -> None:
-        """Let the main thread end the script: SIGTERM, and some time later SIGKILL. May be called from any thread."""
+        """Let the main thread end the command: SIGTERM, and some time later SIGKILL. May be called from any thread."""
         self.is_ended = True
         main_thread = threading.main_thread().ident
         # Without a handler the signal would end this process.
@@ -155,16 +162,6 @@ class ChildProcess:
             # To the thread, not to the process: a thread that was stopped and goes on may be handed it instead, and the
             # main thread would wait for the script for ever.
             signal.pthread_kill(main_thread, signal.SIGALRM)
-
-    def _handle_signals(self) -> None:
-        # Before the child starts: a signal that comes meanwhile must reach it, not end the launcher. And for good:
-        # one that comes after its end must not replace its exit code, nor prevent the failure file.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._forward)
-            signal.signal(signal.SIGINT, self._forward)
-            signal.signal(signal.SIGALRM, self._next_stage)
-            signal.signal(signal.SIGCHLD, self._reap_orphans)
-            self._is_handling = True
 
     def _reap_orphans(self, _signum: int, _frame: FrameType | None) -> None:
         """Reap what the script left to its own end: without it, PID 1 collects a zombie for each until the job ends."""
@@ -174,18 +171,18 @@ class ChildProcess:
                     return  # ``run`` waits for the script itself
                 os.waitpid(ended.si_pid, 0)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self, command: Sequence[str], directory: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         try:
             self._process = subprocess.Popen(
-                self._command,
-                cwd=self._directory,
-                env=self._env,
+                list(command),
+                cwd=directory,
+                env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
         except OSError as error:
-            raise ScriptError(f"{shlex.join(self._command)} cannot be started: {error}.") from error
+            raise ScriptError(f"{shlex.join(command)} cannot be started: {error}.") from error
         if self.stopped_by is not None:  # meanwhile
             self._send(self.stopped_by)
         if self.is_ended and self._is_handling:
@@ -249,17 +246,6 @@ class ChildProcess:
         if self._process is not None:
             _signal_group(self._process.pid, signum)
 
-    def _copy_stderr(self, process: subprocess.Popen[bytes]) -> None:
-        if process.stderr is None:
-            return
-        target: int | None = sys.__stderr__.fileno() if sys.__stderr__ is not None else None
-        with process.stderr as pipe:
-            while chunk := os.read(pipe.fileno(), _TAIL_BYTES):
-                self._tail += chunk
-                del self._tail[:-_TAIL_BYTES]
-                if target is not None and not _write_all(target, chunk):
-                    target = None  # nobody reads any more; go on, else the script would block
-
     def _end_leftovers(self, group: int, grace_s: float) -> None:
         """Wait for what is left of the process group, then end it."""
         if _group_ended(group, grace_s):
@@ -268,6 +254,18 @@ class ChildProcess:
         if not _group_ended(group, _KILL_GRACE_S):
             _signal_group(group, signal.SIGKILL)
             _group_ended(group, _KILL_GRACE_S)
+
+
+def _copy_stderr(process: subprocess.Popen[bytes], tail: bytearray) -> None:
+    if process.stderr is None:
+        return
+    target: int | None = sys.__stderr__.fileno() if sys.__stderr__ is not None else None
+    with process.stderr as pipe:
+        while chunk := os.read(pipe.fileno(), _TAIL_BYTES):
+            tail += chunk
+            del tail[:-_TAIL_BYTES]
+            if target is not None and not _write_all(target, chunk):
+                target = None  # nobody reads any more; go on, else the script would block
 
 
 def _write_all(target: int, data: bytes) -> bool:

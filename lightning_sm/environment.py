@@ -246,7 +246,26 @@ class SageMakerEnvironment(ClusterEnvironment):
                 f"has {self.num_nodes} trainer host(s), which makes {devices * self.num_nodes} "
                 f"({self._topology.source}).\n{self._topology.table(devices)}\n"
                 f"Start {self._launch.launcher.value} over all trainer hosts with the same number of processes on each."
+                f"{self._advice_on_groups(world_size // devices)}"
             )
+
+    def _advice_on_groups(self, num_hosts: int) -> str:
+        """What to do where sagemaker-training started a torchrun in each group of trainers.
+
+        Source:
+            sagemaker 2.257.7, ``pytorch/estimator.py``, ``_pytorch_distribution_configuration``: with
+            ``torch_distributed``, the names of the groups are not sent; with ``mpi`` they are.
+        """
+        training = [group.name for group in self._job.groups if set(group.hosts) & set(self._topology.trainer_hosts)]
+        is_per_group = self._launch.launcher is Launcher.TORCHRUN and num_hosts == len(self._job.current_group.hosts)
+        if len(training) == 1 or not is_per_group:
+            return ""
+        names = ", ".join(f'"{name}"' for name in training)
+        return (
+            " Each instance group seems to have a torchrun of its own, because the SDK does not send distribution's "
+            "instance_groups with torch_distributed. Send them by "
+            f'hyperparameters={{"sagemaker_distribution_instance_groups": [{names}]}}.'
+        )
 
     def _check_world_size(self, size: int) -> None:
         """Refuse what would hang. Lightning asks no other question before ddp_spawn, and before FSDP with torchrun."""
@@ -299,7 +318,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         interface = self._job.network_interface
         if interface is None:
             return
-        exists = interface in {name for _, name in socket.if_nameindex()}
+        exists = _is_here(interface)
         for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
             if exists:
                 os.environ.setdefault(variable, interface)
@@ -318,6 +337,9 @@ class SageMakerEnvironment(ClusterEnvironment):
             )
         if self.global_rank() != 0:
             return
+        interface = self._job.network_interface
+        if interface is not None and not _is_here(interface):
+            interface += " (not on this host)"
         versions = {
             "lightning_sm": lightning_sm.__version__,
             DISTRIBUTION: sys.modules[DISTRIBUTION].__version__,
@@ -331,9 +353,13 @@ class SageMakerEnvironment(ClusterEnvironment):
             launcher,
             self._launch.main_address or self._main_host,
             self._main_port,
-            self._job.network_interface or "(none)",
+            interface or "(none)",
             ", ".join(f"{name} {number}" for name, number in versions.items()),
         )
+
+
+def _is_here(interface: str) -> bool:
+    return interface in {name for _, name in socket.if_nameindex()}
 
 
 def _set_logging_rank(rank: int) -> None:

@@ -12,7 +12,9 @@ The tree::
     |- PortInUseError(OSError)           the main port is taken
     |- OutputDirectoryError(OSError)     an output directory cannot be written
     |- CheckpointError(OSError)          a checkpoint could not be written
+    |- SubmitError(ValueError)           a job cannot be submitted as described, or from here
     |- MixedLightningError(ImportError)  pytorch_lightning and lightning.pytorch classes were mixed
+    |- SDKError(ImportError)             the SageMaker SDK is missing, or not one that this can work with
     `- DataServiceError                  the data service cannot go on
        |- DataSettingsError(ValueError)       a setting, or a DataModule that cannot be served
        |- DataHostUnreachableError(ConnectionError)  no data host can be reached (any more)
@@ -70,8 +72,16 @@ class CheckpointError(LightningSMError, OSError):
     """A checkpoint could not be written; the one of that name that was there before is intact."""
 
 
+class SubmitError(LightningSMError, ValueError):
+    """A job cannot be submitted: its description is wrong, or something is missing on this machine."""
+
+
 class MixedLightningError(LightningSMError, ImportError):
     """Classes of pytorch_lightning and of lightning.pytorch were mixed in one script."""
+
+
+class SDKError(LightningSMError, ImportError):
+    """The SageMaker SDK is not installed, or is a version that lightning_sm cannot work with."""
 
 
 class DataServiceError(LightningSMError):

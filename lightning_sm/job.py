@@ -20,6 +20,8 @@ from lightning_sm.errors import JobConfigError
 _SINGLE_GROUP = "homogeneousCluster"
 # SDK v3 ships the user's code and its own drivers as input channels of these names.
 _SDK_V3_DRIVERS_CHANNEL, _SDK_V3_CODE_CHANNEL = "sm_drivers", "code"
+# ``lightning-sm submit`` does so with this name, for both SDKs.
+CODE_CHANNEL = "lightning_sm_code"
 
 
 @dataclass(frozen=True)
@@ -330,6 +332,7 @@ def _channels(env: Mapping[str, str], base: Path, config_dir: Path) -> dict[str,
     if _SDK_V3_DRIVERS_CHANNEL in channels:
         for name in (_SDK_V3_DRIVERS_CHANNEL, _SDK_V3_CODE_CHANNEL):
             channels.pop(name, None)
+    channels.pop(CODE_CHANNEL, None)
     return channels
 
 

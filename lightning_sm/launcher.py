@@ -1,8 +1,9 @@
 """The container's entry point, ``lightning-sm train``: one training script on this host, from start to exit code.
 
-SageMaker runs ``docker run <image> train`` on every host. The launcher turns ``hyperparameters.json`` into a command
-line, starts the script in a process group of its own, passes signals on, and leaves the reason of a failure where
-the service looks for it. It does the same on trainer and data hosts: the script itself knows the role of its host.
+SageMaker runs ``docker run <image> train`` on every host. The launcher fetches the code of the job if there is any,
+turns ``hyperparameters.json`` into a command line, starts the script in a process group of its own, passes signals on,
+and leaves the reason of a failure where the service looks for it. It does the same on trainer and data hosts: the
+script itself knows the role of its host.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import os
 import platform
 import shlex
 import signal
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -21,17 +21,20 @@ from functools import partial
 from pathlib import Path
 
 from lightning_sm.arguments import job_arguments
-from lightning_sm.child_process import ChildProcess
-from lightning_sm.errors import HyperparameterError, JobConfigError, LightningSMError, ScriptError
+from lightning_sm.child_process import ChildProcess, StopSchedule
+from lightning_sm.errors import HyperparameterError, JobConfigError, LightningSMError
 from lightning_sm.failure import failure_reason, is_consequence
-from lightning_sm.hyperparameters import unquoted
 from lightning_sm.job import SageMakerJob, base_directory
 from lightning_sm.peers.endings import Outcome, Verdict
 from lightning_sm.peers.links import Timings
 from lightning_sm.peers.star import Peers, peers_port
 from lightning_sm.prctl import EMULATOR_VARIABLE, end_with_emulator
 from lightning_sm.rendezvous import own_address
+from lightning_sm.toolkit_distribution import processes_per_host
+from lightning_sm.toolkit_variables import toolkit_variables
 from lightning_sm.topology import Role, Topology
+from lightning_sm.user_code.script import Program, Script, find_program, find_script, find_submission
+from lightning_sm.user_code.steps import Steps, Stopped
 
 _LOG = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
     """Run the training script of this host and return the exit code for the container.
 
     Args:
-        script: Path of the script. Default: ``SAGEMAKER_PROGRAM``, else the hyperparameter ``sagemaker_program``.
+        script: Path of the script. Default: the hyperparameter ``sagemaker_program``, else ``SAGEMAKER_PROGRAM``.
         args: Arguments for the script; those made from the hyperparameters follow, and win.
         env: Environment variables.
 
@@ -96,7 +99,8 @@ class _Host:
         self._farewell_s = _seconds(env, _FAREWELL_VARIABLE, 10.0)
         self._known = threading.Event()
         self._was_stopped_before = False
-        self._child: ChildProcess | None = None
+        self._child = ChildProcess(StopSchedule.from_environment(env), env.get(EMULATOR_VARIABLE))
+        self._steps = Steps(self._child, env)
         self._num_restarts = 0
 
     def run(self, script: str | None, args: Sequence[str]) -> Outcome:
@@ -105,13 +109,15 @@ class _Host:
         Raises:
             LightningSMError: The script cannot be started; the other hosts were told.
         """
+        child = self._child
+        child.listen()
         with self._peers() as peers:
+            child.late_signal = partial(self._hurry, peers)
+            reason = ""
             try:
-                child = self._child = self._make_child(script, args)
-                child.late_signal = partial(self._hurry, peers)
-                if peers.verdict is not None:  # it came before there was anything to end
-                    self._heed(peers.verdict)
-                exit_code = self._run(child)
+                exit_code = self._run(*self._prepare(script, args))
+            except Stopped as stopped:
+                exit_code, reason = stopped.exit_code, str(stopped)
             except LightningSMError as error:
                 self._report(peers, Outcome(_USAGE_EXIT_CODE, f"{type(error).__name__}: {error}"))
                 raise
@@ -122,7 +128,8 @@ class _Host:
                 exit_code = 0
             if exit_code and not self._was_stopped and is_consequence(child.stderr_tail):
                 self._known.wait(_CONSEQUENCE_S)
-            own = Outcome(exit_code, _reason(child, exit_code, self._num_restarts) if exit_code else "")
+            reason = reason or _reason(child, exit_code, self._num_restarts)
+            own = Outcome(exit_code, reason if exit_code else "")
             return self._ending(own, self._report(peers, own))
 
     @property
@@ -131,11 +138,12 @@ class _Host:
 
     @property
     def _was_stopped(self) -> bool:
-        return self._child is not None and self._child.stopped_by is not None
+        return self._child.stopped_by is not None
 
-    def _run(self, child: ChildProcess) -> int:
+    def _run(self, script: Script, args: Sequence[str], env: Mapping[str, str]) -> int:
         """Run the script; on a data host again, when it was killed and the job still needs it."""
-        exit_code = child.run()
+        child, run = self._child, partial(self._child.run, [*script.command, *args], script.directory, env)
+        exit_code = run()
         while self._is_data_host and not child.is_over:
             pause_s = restart_pause_s(exit_code, self._num_restarts)
             if pause_s is None:
@@ -148,16 +156,48 @@ class _Host:
             until = time.monotonic() + pause_s
             while time.monotonic() < until and not child.is_over:
                 threading.Event().wait(_POLL_S)
-            exit_code = 0 if child.is_over else child.run()
+            exit_code = 0 if child.is_over else run()
         return exit_code
 
-    def _make_child(self, script: str | None, args: Sequence[str]) -> ChildProcess:
-        path, directory = find_script(script, self._job, self._env)
-        argv = command_line(args, self._job, directory)
-        _LOG.info("%s", _banner(self._job, self._topology, path, argv))
-        command = [sys.executable, "-u", str(path), *argv]
-        env = _child_environment(self._env, directory)
-        return ChildProcess(command, directory, env, self._env.get(EMULATOR_VARIABLE))
+    def _prepare(self, name: str | None, args: Sequence[str]) -> tuple[Script, list[str], dict[str, str]]:
+        """Do what comes before the script, and return it with its arguments and its environment."""
+        job, banner = self._job, _banner(self._job, self._topology)
+        program, submission = find_program(name, job, self._env), find_submission(job, self._env)
+        folder = devices = None
+        if submission is not None:
+            devices = self._introduce(banner, program)  # first: nothing else tells that this host has started
+            folder = self._steps.fetch(submission, job)
+        script = find_script(program, job, self._env, folder)
+        argv = command_line(args, job, script.directory)
+        shown = shlex.join([*script.shown, *argv])
+        if submission is None:
+            devices = self._introduce(f"{banner} | {shown}", program)
+        else:
+            _LOG.info("lightning-sm: starting %s in %s", shown, script.directory)
+        self._steps.install(script)
+        self._steps.check_not_stopped("starting the script")
+        return script, argv, self._environment(program, script, argv, devices)
+
+    def _introduce(self, banner: str, program: Program) -> int | None:
+        """Log who this host is, and return how many processes the job's ``distribution`` wants here."""
+        _LOG.info("%s", banner)
+        for other in program.overruled:
+            _LOG.info(
+                "lightning-sm: %s names the script %s; %s, which names %s, is not used.",
+                *(program.origin, program.name, other.origin, other.name),
+            )
+        return processes_per_host(self._job, self._topology)
+
+    def _environment(
+        self, program: Program, script: Script, argv: Sequence[str], devices: int | None
+    ) -> dict[str, str]:
+        # Python puts the script's own folder on sys.path; "from app.model import X" needs the one above app as well.
+        paths = [*script.module_dirs, *filter(None, [self._env.get("PYTHONPATH")])]
+        env = {name: value for name, value in self._env.items() if name != EMULATOR_VARIABLE}
+        if devices is not None:
+            env["LIGHTNING_SM_DEVICES"] = str(devices)
+        env |= toolkit_variables(self._job, program.name, argv, self._env)
+        return {**env, "PYTHONPATH": os.pathsep.join(paths)}
 
     def _peers(self) -> Peers:
         return Peers(
@@ -185,7 +225,7 @@ class _Host:
         self._known.set()
         # A data host is done whatever became of the training.
         is_over = verdict.host != self._job.current_host and (verdict.is_failure or self._is_data_host)
-        if is_over and self._child is not None:
+        if is_over:
             self._child.end()
 
     def _report(self, peers: Peers, own: Outcome) -> Verdict | None:
@@ -237,40 +277,6 @@ def _seconds(env: Mapping[str, str], variable: str, default: float) -> float:
         raise JobConfigError(f"{variable}={text!r} is no number of seconds.") from error
 
 
-def find_script(script: str | None, job: SageMakerJob, env: Mapping[str, str]) -> tuple[Path, Path]:
-    """Find the training script and the directory to start it in.
-
-    Args:
-        script: Path from the command line, or None to look where SageMaker names it.
-        job: The facts.
-        env: Environment variables.
-
-    Returns:
-        The absolute path of the script, and the folder that its relative path starts from.
-
-    Raises:
-        ScriptError: No script was named, it is not where it could be, or it is no Python file.
-    """
-    name = script or env.get("SAGEMAKER_PROGRAM") or unquoted(job.hyperparameters.get("sagemaker_program"))
-    if not name:
-        raise ScriptError(
-            "No training script is named. Name it on the command line (lightning-sm train app/train.py), in "
-            "SAGEMAKER_PROGRAM, or in the hyperparameter sagemaker_program."
-        )
-    if not name.endswith(".py"):
-        raise ScriptError(f"The training script {name!r} is no Python file (*.py); only those can be started.")
-    submit_dir = env.get("SAGEMAKER_SUBMIT_DIRECTORY")
-    folders = [Path.cwd()]
-    if submit_dir and "://" not in submit_dir:  # else the address of an archive in S3
-        folders.append(Path(submit_dir).absolute())
-    folders.append(job.code_dir.absolute())
-    for folder in folders:
-        if (folder / name).is_file():
-            return folder / name, folder
-    tried = list(dict.fromkeys(str(folder / name) for folder in folders))
-    raise ScriptError(f"The training script {name!r} does not exist. Tried: {', '.join(tried)}.")
-
-
 def command_line(args: Sequence[str], job: SageMakerJob, directory: Path) -> list[str]:
     """Build the arguments of the training script.
 
@@ -305,20 +311,13 @@ def _reason(child: ChildProcess, exit_code: int, num_restarts: int) -> str:
     return f"The job was stopped or interrupted ({signal.Signals(child.stopped_by).name}). {reason}"
 
 
-def _child_environment(env: Mapping[str, str], directory: Path) -> dict[str, str]:
-    # Python puts the script's own folder on sys.path; "from app.model import X" needs the one above app as well.
-    paths = [str(directory), *filter(None, [env.get("PYTHONPATH")])]
-    kept = {name: value for name, value in env.items() if name != EMULATOR_VARIABLE}
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def _banner(job: SageMakerJob, topology: Topology, script: Path, argv: Sequence[str]) -> str:
+def _banner(job: SageMakerJob, topology: Topology) -> str:
     role = topology.role
     rank = f", node rank {topology.node_rank} of {topology.num_nodes}" if role is Role.TRAINER else ""
     found = filter(None, map(_version, ("lightning-sm", "torch", "pytorch-lightning", "lightning")))
     versions = [*found, f"Python {platform.python_version()}"]
     place = f"host {job.current_host}, group {job.current_group.name}, role {role.value}{rank}"
-    return f"{', '.join(versions)} | {place} | {shlex.join([str(script), *argv])}"
+    return f"{', '.join(versions)} | {place}"
 
 
 def _version(distribution: str) -> str | None:

@@ -17,11 +17,10 @@ from typing import Any
 
 from lightning_sm.errors import JobConfigError, OutputDirectoryError, PortInUseError
 from lightning_sm.hyperparameters import encode
-from lightning_sm.job import SageMakerJob
+from lightning_sm.instance_groups import GroupSpec, deal_hosts, resource_config_of
+from lightning_sm.job import InstanceGroup, SageMakerJob
 from lightning_sm.rendezvous import check_port_is_free
 from lightning_sm.topology import Role, Topology
-
-DEFAULT_INSTANCE_TYPE = "ml.m5.xlarge"
 
 # What a launcher, a toolkit or another job left in this shell would be believed by the hosts.
 _LEAKING_PREFIXES = (
@@ -52,21 +51,6 @@ _MAX_HOSTS = 253
 # The range of ports has 10000; so many taken in a row means that something else is wrong.
 _NAME_ATTEMPTS = 50
 _CHANNEL_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # API_Channel
-
-
-@dataclass(frozen=True)
-class GroupSpec:
-    """One instance group to emulate.
-
-    Attributes:
-        name: Name of the group; a name that starts with "data" makes its hosts serve data.
-        num_hosts: Number of hosts.
-        instance_type: What ``resourceconfig.json`` claims; it decides roles, not speed.
-    """
-
-    name: str
-    num_hosts: int
-    instance_type: str = DEFAULT_INSTANCE_TYPE
 
 
 @dataclass(frozen=True)
@@ -145,7 +129,8 @@ class LocalCluster:
         self._spec = spec
         self._hyperparameters = encode(spec.hyperparameters)
         self._shared = _shared_environment(spec, _host_names(spec), env)
-        groups = _dealt_groups(spec, random.Random(spec.seed))  # noqa: S311 - not a secret; a seed must repeat the draw
+        draw = random.Random(spec.seed)  # noqa: S311 - not a secret; a seed must repeat the draw
+        groups = deal_hosts(spec.groups, _host_names(spec), draw)
         self.name, topology = _name_with_free_port(groups, self._shared)
         base_dir = base_dir.expanduser().absolute()
         self.job_dir = base_dir / self.name
@@ -192,7 +177,7 @@ class LocalCluster:
         """
         aside = self.job_dir / f"attempt-{self.attempt}"
         self.attempt += 1
-        groups = _dealt_groups(self._spec, self.draw("groups"))
+        groups = deal_hosts(self._spec.groups, _host_names(self._spec), self.draw("groups"))
         try:
             aside.mkdir()
             for host in self.hosts:
@@ -211,15 +196,15 @@ class LocalCluster:
         # A text as the seed: whole numbers that are close to each other have similar first draws.
         return random.Random(None if seed is None else f"{seed} {self.attempt} {purpose}")  # noqa: S311 - no secret
 
-    def _make_hosts(self, groups: list[dict[str, Any]], topology: Topology) -> tuple[LocalHost, ...]:
+    def _make_hosts(self, groups: Sequence[InstanceGroup], topology: Topology) -> tuple[LocalHost, ...]:
         return tuple(self._make_host(name, groups, topology) for name in _host_names(self._spec))
 
-    def _make_host(self, name: str, groups: list[dict[str, Any]], topology: Topology) -> LocalHost:
+    def _make_host(self, name: str, groups: Sequence[InstanceGroup], topology: Topology) -> LocalHost:
         base_dir = self.job_dir / name
         config_dir, data_dir = base_dir / "input" / "config", base_dir / "input" / "data"
         for folder in (config_dir, data_dir, base_dir / "model", base_dir / "output" / "data"):
             folder.mkdir(parents=True)
-        resources = _resource_config(groups, name)
+        resources = {**resource_config_of(groups, name), "network_interface_name": "lo"}
         _write_json(config_dir / "resourceconfig.json", resources)
         _write_json(config_dir / "hyperparameters.json", self._hyperparameters)
         _write_json(
@@ -256,30 +241,6 @@ def _host_names(spec: ClusterSpec) -> list[str]:
     return [f"algo-{number}" for number in range(1, sum(group.num_hosts for group in spec.groups) + 1)]
 
 
-def _dealt_groups(spec: ClusterSpec, draw: random.Random) -> list[dict[str, Any]]:
-    """Deal the hosts out at random: on the service, too, any host may land in any group, in any order."""
-    names = _host_names(spec)
-    draw.shuffle(names)
-    groups = []
-    for group in spec.groups:
-        hosts, names = names[: group.num_hosts], names[group.num_hosts :]
-        groups.append({"instance_group_name": group.name, "instance_type": group.instance_type, "hosts": hosts})
-    return groups
-
-
-def _resource_config(groups: list[dict[str, Any]], current_host: str) -> dict[str, Any]:
-    """What the service writes, key for key."""
-    current = next(group for group in groups if current_host in group["hosts"])
-    return {
-        "current_group_name": current["instance_group_name"],
-        "current_host": current_host,
-        "current_instance_type": current["instance_type"],
-        "hosts": sorted(host for group in groups for host in group["hosts"]),  # as text: algo-10 before algo-2
-        "instance_groups": groups,
-        "network_interface_name": "lo",
-    }
-
-
 def _channel_config() -> dict[str, str]:
     return {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
 
@@ -306,7 +267,7 @@ def _shared_environment(spec: ClusterSpec, hosts: Sequence[str], env: Mapping[st
     }
 
 
-def _name_with_free_port(groups: list[dict[str, Any]], shared: Mapping[str, str]) -> tuple[str, Topology]:
+def _name_with_free_port(groups: Sequence[InstanceGroup], shared: Mapping[str, str]) -> tuple[str, Topology]:
     """Choose a job name whose main port no process listens on: the port follows from the name."""
     for _ in range(_NAME_ATTEMPTS):
         name = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
@@ -319,8 +280,8 @@ def _name_with_free_port(groups: list[dict[str, Any]], shared: Mapping[str, str]
     raise PortInUseError(f"No free port for rank 0 was found in {_NAME_ATTEMPTS} attempts.")
 
 
-def _topology(groups: list[dict[str, Any]], shared: Mapping[str, str], name: str) -> Topology:
-    resources = json.dumps(_resource_config(groups, groups[0]["hosts"][0]))
+def _topology(groups: Sequence[InstanceGroup], shared: Mapping[str, str], name: str) -> Topology:
+    resources = json.dumps(resource_config_of(groups, groups[0].hosts[0]))
     env = {**shared, "SM_RESOURCE_CONFIG": resources, "TRAINING_JOB_NAME": name}
     # No such folder: the job is read from the variable.
     job = SageMakerJob.from_environment(env, base_dir=name)

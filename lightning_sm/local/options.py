@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sm.errors import HyperparameterError, JobConfigError, ScriptError
+from lightning_sm.instance_groups import DEFAULT_INSTANCE_TYPE, GroupSpec
 from lightning_sm.local import faults
-from lightning_sm.local.cluster import DEFAULT_INSTANCE_TYPE, ClusterSpec, GroupSpec, LocalCluster
+from lightning_sm.local.cluster import ClusterSpec, LocalCluster
 from lightning_sm.local.runner import run
 
 EXAMPLES = f"""\
@@ -168,10 +169,12 @@ def _check_script(script: str) -> None:
     if not script:
         raise ScriptError("No training script is named: lightning-sm local --group trainer=2 -- app/train.py fit")
     path = Path(script)
-    if path.suffix != ".py":
-        raise ScriptError(f"The training script {script!r} is no Python file (*.py).")
+    if path.suffix not in {".py", ".sh"}:
+        raise ScriptError(f"The training script {script!r} is neither a Python file (*.py) nor a shell script (*.sh).")
     try:
-        compile(path.read_bytes(), script, "exec", dont_inherit=True)
+        content = path.read_bytes()
+        if path.suffix == ".py":
+            compile(content, script, "exec", dont_inherit=True)
     except OSError as error:
         raise ScriptError(f"The training script {script!r} cannot be read: {error.strerror}.") from error
     except SyntaxError as error:

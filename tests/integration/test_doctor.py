@@ -12,7 +12,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from lightning_sm.local.cluster import ClusterSpec, GroupSpec, LocalCluster
+from lightning_sm.instance_groups import GroupSpec
+from lightning_sm.local.cluster import ClusterSpec, LocalCluster
 from tests.fakes.job_folder import resource_config, write_job
 
 _TIMEOUT_S = 60

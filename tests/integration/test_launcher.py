@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
-import time
-from contextlib import contextmanager
 
 import psutil
 import pytest
 
 from tests.fakes.job_folder import resource_config, write_job
+from tests.integration.launching import TIMEOUT_S, started, train
 
-_TIMEOUT_S = 30
 _ECHO = "import json, os, sys; print(json.dumps([sys.argv[1:], os.getcwd(), sys.path]))"
 # Says when it is ready for signals, and waits for one without ever ending by itself in a passing test.
-_WAIT = f"print('ready', flush=True)\nimport signal, threading\nthreading.Event().wait({_TIMEOUT_S})\n"
+_WAIT = f"print('ready', flush=True)\nimport signal, threading\nthreading.Event().wait({TIMEOUT_S})\n"
 
 
 @pytest.fixture
@@ -40,66 +35,6 @@ def work(tmp_path):
     return folder
 
 
-def _env(base, **variables):
-    foreign = ("SM_", "SAGEMAKER_", "LIGHTNING_SM_", "TRAINING_JOB_")
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return {**inherited, "SAGEMAKER_BASE_DIR": str(base), "LIGHTNING_SM_FAREWELL_S": "0", **variables}
-
-
-def _train(base, work, *args, **variables):
-    return subprocess.run(
-        [sys.executable, "-m", "lightning_sm", "train", *args],
-        cwd=work,
-        env=_env(base, **variables),
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-        timeout=_TIMEOUT_S,
-    )
-
-
-class _Started:
-    """A launcher in the background, with its lines as they come."""
-
-    def __init__(self, base, work, *args, **variables):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "lightning_sm", "train", *args],
-            cwd=work,
-            env=_env(base, **variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.lines = queue.Queue()
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-
-    def _read(self):
-        with self.process.stdout as pipe:
-            for line in pipe:
-                self.lines.put(line.strip())
-
-    def wait_for(self, wanted):
-        deadline = time.monotonic() + _TIMEOUT_S
-        while (line := self.lines.get(timeout=max(0.01, deadline - time.monotonic()))) != wanted:
-            pass
-        return line
-
-
-@contextmanager
-def _started(base, work, *args, **variables):
-    started = _Started(base, work, *args, **variables)
-    try:
-        yield started
-    finally:
-        if started.process.poll() is None:
-            for process in [*psutil.Process(started.process.pid).children(recursive=True), started.process]:
-                process.kill()
-        started.process.wait(_TIMEOUT_S)
-        started.reader.join(_TIMEOUT_S)
-
-
 def _failure(base):
     return (base / "output" / "failure").read_text()
 
@@ -111,7 +46,7 @@ def _alive(pid):
 def test_success_leaves_no_failure_file(base, work):
     """A script that succeeds gives exit code 0 and no failure file."""
     (work / "train.py").write_text("print('done')")
-    ended = _train(base, work, "train.py")
+    ended = train(base, work, "train.py")
     assert (ended.returncode, ended.stdout) == (0, "done\n")
     assert not (base / "output" / "failure").exists()
 
@@ -119,7 +54,7 @@ def test_success_leaves_no_failure_file(base, work):
 def test_banner_says_who_and_what(base, work):
     """The first line names host, group, role, rank, versions, script and arguments."""
     (work / "train.py").write_text("")
-    banner = _train(base, work, "train.py", "fit", "--a=b c").stderr.splitlines()[0]
+    banner = train(base, work, "train.py", "fit", "--a=b c").stderr.splitlines()[0]
     for part in ("host algo-2", "group trainer", "role trainer", "node rank 1 of 2", "Python 3.", "lightning-sm 0."):
         assert part in banner
     assert banner.endswith(f"{work}/train.py fit '--a=b c'")
@@ -130,7 +65,7 @@ def test_data_hosts_start_the_same_script(base, work):
     groups = {"trainer": ["algo-1"], "data": ["algo-3"]}
     write_job(base, resource_config(groups, "algo-3", instance_types=dict.fromkeys(groups, "ml.m5.large")))
     (work / "train.py").write_text("print('served')")
-    ended = _train(base, work, "train.py")
+    ended = train(base, work, "train.py")
     assert (ended.returncode, ended.stdout) == (0, "served\n")
     assert "role data |" in ended.stderr
 
@@ -157,7 +92,7 @@ def test_data_hosts_start_the_same_script(base, work):
 def test_exit_code_and_reason_of_a_failing_script(base, work, script, code, reason):
     """The exit code is the script's own, and the failure file begins with what went wrong."""
     (work / "train.py").write_text(script)
-    assert _train(base, work, "train.py").returncode == code
+    assert train(base, work, "train.py").returncode == code
     assert _failure(base).startswith(reason)
     assert len(_failure(base)) <= 1024
 
@@ -168,7 +103,7 @@ def test_failure_file_of_the_script_is_kept(base, work):
         "import os\nopen(os.environ['SAGEMAKER_BASE_DIR'] + '/output/failure', 'w').write('my own words')\n1 / 0"
     )
     (base / "output").mkdir()
-    assert _train(base, work, "train.py").returncode == 1
+    assert train(base, work, "train.py").returncode == 1
     assert _failure(base) == "my own words"
 
 
@@ -176,7 +111,7 @@ def test_unwritable_failure_file_does_not_mask_the_error(base, work):
     """Where no failure file can be written, the exit code is still the script's and the reason is logged."""
     (base / "output").write_text("a file where a folder should be")
     (work / "train.py").write_text("raise SystemExit(5)")
-    ended = _train(base, work, "train.py")
+    ended = train(base, work, "train.py")
     assert ended.returncode == 5
     assert "failure cannot be written" in ended.stderr
 
@@ -184,7 +119,7 @@ def test_unwritable_failure_file_does_not_mask_the_error(base, work):
 def test_output_that_is_not_text_passes(base, work):
     """Bytes that are no UTF-8 reach stderr unchanged and do not break the failure file."""
     (work / "train.py").write_text("import os\nos.write(2, b'\\xff\\xfe oops\\n')\nraise SystemExit(3)")
-    ended = _train(base, work, "train.py")
+    ended = train(base, work, "train.py")
     assert ended.returncode == 3
     assert "\ufffd\ufffd oops" in ended.stderr
     assert "\ufffd\ufffd oops" in _failure(base)
@@ -195,7 +130,7 @@ def test_much_output_reaches_stderr_in_full(base, work):
     (work / "train.py").write_text(
         "import sys\nfor i in range(100000): print(i, file=sys.stderr)\nraise KeyError('end')"
     )
-    ended = _train(base, work, "train.py")
+    ended = train(base, work, "train.py")
     assert "\n0\n1\n" in ended.stderr
     assert "\n99999\n" in ended.stderr
     assert _failure(base).startswith("KeyError: 'end'")
@@ -205,7 +140,7 @@ def test_hyperparameters_become_arguments(base, work):
     """Arguments of the command line come first, then the sorted hyperparameters, without those for the toolkit."""
     write_job(base, hyperparameters={"trainer.max_epochs": "3", "data.size": "8", "sagemaker_region": "eu"})
     (work / "train.py").write_text(_ECHO)
-    ended = _train(base, work, "train.py", "fit", "--seed=1")
+    ended = train(base, work, "train.py", "fit", "--seed=1")
     argv, directory, path = json.loads(ended.stdout)
     assert argv == ["fit", "--seed=1", "--data.size=8", "--trainer.max_epochs=3"]
     assert directory == str(work)
@@ -218,21 +153,40 @@ def test_subcommand_is_passed_once(base, work, value, args):
     """The hyperparameter ``subcommand`` comes first, and once if the command line says the same."""
     write_job(base, hyperparameters={"subcommand": value, "a": "1"})
     (work / "train.py").write_text(_ECHO)
-    assert json.loads(_train(base, work, "train.py", *args).stdout)[0] == ["fit", "--a=1"]
+    assert json.loads(train(base, work, "train.py", *args).stdout)[0] == ["fit", "--a=1"]
 
 
 def test_subcommand_comes_before_options_of_the_command_line(base, work):
     """LightningCLI takes options of a subcommand only behind it."""
     write_job(base, hyperparameters={"subcommand": "fit", "a": "1"})
     (work / "train.py").write_text(_ECHO)
-    assert json.loads(_train(base, work, "train.py", "--b=2").stdout)[0] == ["fit", "--b=2", "--a=1"]
+    assert json.loads(train(base, work, "train.py", "--b=2").stdout)[0] == ["fit", "--b=2", "--a=1"]
+
+
+def test_a_distribution_of_the_sdk_sets_the_devices(base, work):
+    """The number of processes that distribution={"mpi": ...} asks for reaches the script, and one line says so."""
+    asked = {"sagemaker_mpi_enabled": "true", "sagemaker_mpi_num_of_processes_per_host": "2"}
+    write_job(base, hyperparameters=asked)
+    (work / "train.py").write_text("import os\nprint(os.environ['LIGHTNING_SM_DEVICES'])")
+    ended = train(base, work, "train.py")
+    assert ended.stdout == "2\n"
+    assert ended.stderr.count("this launcher starts the same ranks by itself") == 1
+
+
+def test_a_distribution_on_a_data_group_is_refused(base, work):
+    """A contradiction to the roles of the groups names both, before the script starts."""
+    write_job(base, hyperparameters={"sagemaker_distribution_instance_groups": '["data"]'})
+    (work / "train.py").write_text("print('started')")
+    ended = train(base, work, "train.py")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert _failure(base).startswith("TopologyError: distribution={...} names the instance groups ['data']")
 
 
 def test_two_different_subcommands_are_refused(base, work):
     """A contradiction between the command line and the hyperparameters names both."""
     write_job(base, hyperparameters={"subcommand": "fit"})
     (work / "train.py").write_text(_ECHO)
-    ended = _train(base, work, "train.py", "validate")
+    ended = train(base, work, "train.py", "validate")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "'fit'" in ended.stderr
     assert "'validate'" in ended.stderr
@@ -254,7 +208,7 @@ def test_files_of_the_config_channel_become_config_options(base, work, config_ch
     """All config files of the channel are passed, sorted, before the other options."""
     write_job(base, hyperparameters={"subcommand": "fit", "x": "1"})
     (work / "train.py").write_text(_ECHO)
-    argv = json.loads(_train(base, work, "train.py").stdout)[0]
+    argv = json.loads(train(base, work, "train.py").stdout)[0]
     assert argv == ["fit", f"--config={config_channel}/a.json", f"--config={config_channel}/b.yaml", "--x=1"]
 
 
@@ -263,7 +217,7 @@ def test_config_hyperparameter_chooses_a_file_of_the_channel(base, work, config_
     """A config that is found in the channel only is taken from there, and the channel's other files are not passed."""
     write_job(base, hyperparameters={"config": value, "x": "1"})
     (work / "train.py").write_text(_ECHO)
-    assert json.loads(_train(base, work, "train.py").stdout)[0] == [f"--config={config_channel}/b.yaml", "--x=1"]
+    assert json.loads(train(base, work, "train.py").stdout)[0] == [f"--config={config_channel}/b.yaml", "--x=1"]
 
 
 def test_config_hyperparameter_prefers_the_working_directory(base, work, config_channel):
@@ -271,7 +225,7 @@ def test_config_hyperparameter_prefers_the_working_directory(base, work, config_
     write_job(base, hyperparameters={"config": "b.yaml"})
     (work / "b.yaml").write_text("{}")
     (work / "train.py").write_text(_ECHO)
-    argv = json.loads(_train(base, work, "train.py").stdout)[0]
+    argv = json.loads(train(base, work, "train.py").stdout)[0]
     assert argv[-1] == "--config=b.yaml"
     assert len(argv) == 3
 
@@ -283,7 +237,7 @@ def test_script_can_be_named_as_sagemaker_does(base, work, source):
     variables = {"SAGEMAKER_PROGRAM": "train.py"} if source == "variable" else {}
     if source != "variable":
         write_job(base, hyperparameters={"sagemaker_program": '"train.py"' if "quoted" in source else "train.py"})
-    assert _train(base, work, **variables).stdout == "found\n"
+    assert train(base, work, **variables).stdout == "found\n"
 
 
 @pytest.mark.parametrize("place", ["working directory", "submit directory", "code directory"])
@@ -295,12 +249,12 @@ def test_script_in_a_package_imports_its_package(base, work, tmp_path, place):
     (folder / "project" / "model.py").write_text("X = 42")
     (folder / "project" / "train.py").write_text("import os\nfrom project.model import X\nprint(X, os.getcwd())")
     variables = {"SAGEMAKER_SUBMIT_DIRECTORY": str(folder)} if place == "submit directory" else {}
-    assert _train(base, work, "project/train.py", **variables).stdout == f"42 {folder}\n"
+    assert train(base, work, "project/train.py", **variables).stdout == f"42 {folder}\n"
 
 
 def test_missing_script_names_everything_tried(base, work, tmp_path):
     """A script that is nowhere gives exit code 2 and all places."""
-    ended = _train(base, work, "nix/train.py", SAGEMAKER_SUBMIT_DIRECTORY=str(tmp_path / "src"))
+    ended = train(base, work, "nix/train.py", SAGEMAKER_SUBMIT_DIRECTORY=str(tmp_path / "src"))
     assert ended.returncode == 2
     for folder in (work, tmp_path / "src", base / "code"):
         assert f"{folder}/nix/train.py" in ended.stderr
@@ -308,17 +262,20 @@ def test_missing_script_names_everything_tried(base, work, tmp_path):
     assert _failure(base).startswith("ScriptError: The training script 'nix/train.py' does not exist.")
 
 
-@pytest.mark.parametrize(("args", "message"), [(["run.sh"], "no Python file"), ([], "No training script is named")])
+@pytest.mark.parametrize(
+    ("args", "message"), [(["notes.txt"], "neither a Python file"), ([], "No training script is named")]
+)
 def test_unusable_script_is_refused(base, work, args, message):
-    """Shell scripts and no script at all are errors that say what is expected."""
-    ended = _train(base, work, *args)
+    """A file that nothing can run, and no script at all, are errors that say what is expected."""
+    (work / "notes.txt").write_text("to do")
+    ended = train(base, work, *args)
     assert ended.returncode == 2
     assert message in ended.stderr
 
 
 def test_outside_of_sagemaker_the_emulator_is_named(tmp_path, work):
     """Off SageMaker the error says so, names the emulator and writes nothing."""
-    ended = _train(tmp_path / "ml", work, "train.py")
+    ended = train(tmp_path / "ml", work, "train.py")
     assert ended.returncode == 2
     assert "not a SageMaker host" in ended.stderr
     assert "lightning-sm local" in ended.stderr
@@ -328,7 +285,7 @@ def test_outside_of_sagemaker_the_emulator_is_named(tmp_path, work):
 def test_malformed_files_of_the_service_are_reported(base, work):
     """A broken resourceconfig.json is named on stderr and in the failure file, which ends up in the usual place."""
     write_job(base, resources="{not json")
-    ended = _train(base, work, "train.py")
+    ended = train(base, work, "train.py")
     assert ended.returncode == 2
     assert _failure(base).startswith("JobConfigError: ")
     assert "resourceconfig.json" in _failure(base)
@@ -340,19 +297,19 @@ def test_signals_reach_the_script(base, work, signum):
     (work / "train.py").write_text(
         f"import signal, sys\nsignal.signal({int(signum)}, lambda *_: sys.exit(42))\n" + _WAIT
     )
-    with _started(base, work, "train.py") as started:
-        started.wait_for("ready")
-        started.process.send_signal(signum)
-        assert started.process.wait(_TIMEOUT_S) == 42
+    with started(base, work, "train.py") as running:
+        running.wait_for("ready")
+        running.process.send_signal(signum)
+        assert running.process.wait(TIMEOUT_S) == 42
 
 
 def test_signal_that_kills_the_script_is_its_exit_code(base, work):
     """A script without a handler ends by the signal: 128 + 15."""
     (work / "train.py").write_text(_WAIT)
-    with _started(base, work, "train.py") as started:
-        started.wait_for("ready")
-        started.process.send_signal(signal.SIGTERM)
-        assert started.process.wait(_TIMEOUT_S) == 143
+    with started(base, work, "train.py") as running:
+        running.wait_for("ready")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(TIMEOUT_S) == 143
     assert "killed by SIGTERM" in _failure(base)
 
 
@@ -366,11 +323,11 @@ def test_signals_reach_the_whole_group(base, work):
         "import signal, subprocess, sys\nsignal.signal(15, lambda *_: None)\n"
         f"sys.exit(subprocess.Popen([sys.executable, '-c', {rank!r}]).wait())"
     )
-    with _started(base, work, "train.py") as started:
-        started.wait_for("ready")
-        started.process.send_signal(signal.SIGTERM)
-        started.wait_for("rank stops")
-        assert started.process.wait(_TIMEOUT_S) == 0
+    with started(base, work, "train.py") as running:
+        running.wait_for("ready")
+        running.process.send_signal(signal.SIGTERM)
+        running.wait_for("rank stops")
+        assert running.process.wait(TIMEOUT_S) == 0
 
 
 def test_local_ranks_do_not_outlive_a_failed_script(base, work):
@@ -379,7 +336,7 @@ def test_local_ranks_do_not_outlive_a_failed_script(base, work):
         f"import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', {_WAIT!r}], stdout=subprocess.PIPE)\n"
         "child.stdout.readline()\nprint(child.pid, flush=True)\nsys.exit(4)"
     )
-    ended = _train(base, work, "train.py")
+    ended = train(base, work, "train.py")
     assert ended.returncode == 4
     assert not _alive(int(ended.stdout))
 
@@ -391,14 +348,14 @@ def test_local_ranks_may_finish_after_a_successful_script(base, work):
         "import os, subprocess, sys\n"
         f"child = subprocess.Popen([sys.executable, '-c', {rank!r}], stdin=subprocess.PIPE)\nos._exit(0)"
     )
-    ended = _train(base, work, "train.py")
+    ended = train(base, work, "train.py")
     assert (ended.returncode, ended.stdout) == (0, "rank done\n")
 
 
 def test_launcher_ends_when_its_emulator_is_gone(base, work):
     """A launcher whose parent is not the announced one starts nothing."""
     (work / "train.py").write_text("print('started')")
-    ended = _train(base, work, "train.py", LIGHTNING_SM_PARENT_PID="0")
+    ended = train(base, work, "train.py", LIGHTNING_SM_PARENT_PID="0")
     assert (ended.returncode, ended.stdout) == (143, "")
 
 
@@ -406,7 +363,7 @@ def test_launcher_ends_when_its_emulator_is_gone(base, work):
 def test_torch_and_lightning_are_not_imported(module):
     """Launcher and emulator start without torch and Lightning, which take seconds to import."""
     code = f"import sys, {module}\nprint({{'torch', 'pytorch_lightning', 'lightning'}} & set(sys.modules))"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
     assert ended.stdout == "set()\n"
 
 
@@ -429,6 +386,6 @@ def test_orphans_are_reaped_while_the_script_runs(base, work):
         "    threading.Event().wait(0.02)\n"
         "print('zombies:', len(zombies()))\n"
     )
-    ended = _train(base, work, "train.py")
+    ended = train(base, work, "train.py")
     assert ended.returncode == 0, ended.stderr
     assert "zombies: 0" in ended.stdout

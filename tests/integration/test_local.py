@@ -16,8 +16,9 @@ from contextlib import contextmanager
 import pytest
 
 from lightning_sm.errors import PortInUseError, TopologyError
+from lightning_sm.instance_groups import GroupSpec
 from lightning_sm.job import SageMakerJob
-from lightning_sm.local.cluster import ClusterSpec, GroupSpec, LocalCluster
+from lightning_sm.local.cluster import ClusterSpec, LocalCluster
 from lightning_sm.topology import Role, Topology
 from tests.integration.emulators import processes_of, until
 
@@ -229,7 +230,13 @@ def test_reader_that_goes_away_ends_the_job(jobs, work):
 def test_stray_variables_do_not_reach_the_hosts(jobs, work):
     """What other launchers and jobs left in the shell is gone; the user's own variables and --env are there."""
     (work / "train.py").write_text("import json, os\nprint('env', json.dumps(dict(os.environ)))")
-    stray = {"SM_HOSTS": "[]", "NODE_RANK": "3", "MASTER_ADDR": "x", "OMPI_COMM_WORLD_RANK": "1", "PL_GLOBAL_SEED": "7"}
+    stray = {
+        "SM_MASTER_ADDR": "x",
+        "NODE_RANK": "3",
+        "MASTER_ADDR": "x",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "PL_GLOBAL_SEED": "7",
+    }
     others = {"LIGHTNING_SM_MAIN_PORT": "1", "WORLD_SIZE": "9", "TRAINING_JOB_ARN": "arn", "SLURM_NTASKS": "2"}
     ended = _local(
         jobs,
@@ -242,6 +249,7 @@ def test_stray_variables_do_not_reach_the_hosts(jobs, work):
         "train.py",
         **stray,
         **others,
+        SM_HOSTS="[]",
         MINE="1",
         OMP_NUM_THREADS="5",
     )
@@ -250,6 +258,7 @@ def test_stray_variables_do_not_reach_the_hosts(jobs, work):
     assert not env.keys() & (stray.keys() | others.keys())
     assert (env["MINE"], env["MODE"], env["LIGHTNING_SM_DEVICES"], env["OMP_NUM_THREADS"]) == ("1", "fast", "2", "5")
     assert env["CUDA_VISIBLE_DEVICES"] == ""
+    assert env["SM_HOSTS"] == '["algo-1"]'
     assert env["TRAINING_JOB_NAME"].startswith("local-")
     assert env["AWS_REGION"]
 
@@ -324,7 +333,7 @@ def test_bad_options_start_nothing(jobs, work, args, message):
     [
         ([], "No training script is named"),
         (["nix.py"], "'nix.py' cannot be read"),
-        (["run.sh"], "no Python file"),
+        (["notes.txt"], "neither a Python file"),
         (["broken.py"], "broken.py:2: "),
         (["null.py"], "null.py"),
     ],

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from lightning_sm.instance_groups import GroupSpec
 from lightning_sm.job import SageMakerJob
-from lightning_sm.local.cluster import ClusterSpec, GroupSpec, LocalCluster
+from lightning_sm.local.cluster import ClusterSpec, LocalCluster
 from lightning_sm.rendezvous import SLOW_NAMES_VARIABLE
 from lightning_sm.topology import Topology
 from tests.integration.emulators import processes_of, until

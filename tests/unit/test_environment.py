@@ -248,6 +248,17 @@ def test_launcher_that_does_not_span_the_cluster_is_refused(host, variables, sta
         _environment(host, variables=variables)
 
 
+def test_torchrun_in_each_of_two_training_groups_is_refused_with_the_hyperparameter_that_joins_them():
+    """Where the toolkit started a torchrun in each group, the error says how to tell it that both train together."""
+    groups = {"one": ("algo-1",), "two": ("algo-3", "algo-2")}
+    advice = r'hyperparameters=\{"sagemaker_distribution_instance_groups": \["one", "two"\]\}'
+    with pytest.raises(TopologyError, match=rf"(?s)started 4 .* has 3 trainer host.*algo-2\*.*{advice}"):
+        _environment("algo-2", groups, variables=_torchrun(0))
+    with pytest.raises(TopologyError) as error:  # two of three hosts, of both groups: something else went wrong
+        _environment("algo-1", groups, variables=_torchrun(0))
+    assert "sagemaker_distribution_instance_groups" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("host", "rank", "size"),
     [
@@ -315,12 +326,15 @@ def test_existing_interface_is_exported():
 
 
 def test_interface_that_does_not_exist_is_neither_exported_nor_kept(caplog):
-    """An interface that this host has not is dropped with a warning; the user's own is kept."""
+    """An interface that this host has not is dropped with a warning, and reported so; the user's own is kept."""
+    caplog.set_level(logging.INFO, logger="lightning_sm")
     os.environ.update({"NCCL_SOCKET_IFNAME": "ethwe", "GLOO_SOCKET_IFNAME": "mine"})
     _environment(network_interface="ethwe").set_world_size(2)
     assert "NCCL_SOCKET_IFNAME" not in os.environ
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
-    assert caplog.messages == ["Ignoring NCCL_SOCKET_IFNAME=ethwe: this host has no such interface."]
+    warning, report = caplog.messages
+    assert warning == "Ignoring NCCL_SOCKET_IFNAME=ethwe: this host has no such interface."
+    assert "interface ethwe (not on this host)" in report
 
 
 def test_job_without_an_interface_exports_none(monkeypatch):

@@ -1,0 +1,33 @@
+"""Submit jobs from Python: the digits, once for each learning rate.
+
+python app/submit.py 1e-3 2e-3 5e-3
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from lightning_sm.submit.spec import read_job
+from lightning_sm.submit.submission import send
+
+_LOG = logging.getLogger(__name__)
+_JOB = Path(__file__).parent / "job.yaml"
+
+
+def main(learning_rates: list[str]) -> None:
+    """Send a job for each learning rate, and wait for none of them.
+
+    Args:
+        learning_rates: Numbers, as text.
+    """
+    for learning_rate in learning_rates:
+        job = read_job(_JOB, [f"--hyperparameters.model.learning_rate={learning_rate}"])
+        description = send(job, waits=False)
+        _LOG.info("learning rate %s: %s", learning_rate, description["TrainingJobName"])
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    main(sys.argv[1:])

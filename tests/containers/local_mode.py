@@ -1,0 +1,238 @@
+"""Jobs in the local mode of SDK v2, judged by every container's exit code.
+
+``fit`` is not to be believed: it returns as if nothing had happened when another container than the first one to end
+failed, and its telemetry swallows KeyboardInterrupt and pytest's own time limits. So it runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.containers.engine import docker
+
+ROOT = Path(__file__).resolve().parents[2]
+ROLE = "arn:aws:iam::111111111111:role/unused"
+HETEROGENEOUS = "lightning_sm.submit.local_session.HeterogeneousLocalSession"
+_FIT = Path(__file__).parent / "scripts" / "fit.py"
+# Starts a command in a network namespace of its own, where there is only loopback.
+OFFLINE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+_NETWORK = "sagemaker-local"  # the SDK's, of all its local jobs
+
+
+@dataclass(frozen=True)
+class LocalJob:
+    """A job that has ended.
+
+    Attributes:
+        returncode: Exit code of the process in which ``fit`` ran; None if it ran past the time limit. It is 0 for
+            some jobs that failed.
+        output: What that process printed, the containers' output included.
+        exit_codes: Host (``algo-1``) to exit code of its container; None for one that was still running.
+        logs: Host to output of its container.
+        output_dir: Folder that ``output_path`` named.
+    """
+
+    returncode: int | None
+    output: str
+    exit_codes: Mapping[str, int | None]
+    logs: Mapping[str, str]
+    output_dir: Path
+
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether ``fit`` returned and every container ended with 0."""
+        return self.returncode == 0 and bool(self.exit_codes) and set(self.exit_codes.values()) == {0}
+
+    @property
+    def model(self) -> dict[str, bytes]:
+        """Path to content of the files in ``model.tar.gz``."""
+        return _archive(self.output_dir / "model.tar.gz")
+
+    @property
+    def artifacts(self) -> dict[str, bytes]:
+        """Path to content of the files in ``output.tar.gz``: ``failure``, ``success`` and those below ``data/``."""
+        return _archive(self.output_dir / "output.tar.gz")
+
+    def json(self, name: str) -> Any:
+        """The value in a JSON file of ``output.tar.gz``.
+
+        Args:
+            name: Its path there.
+        """
+        return json.loads(self.artifacts[name])
+
+    def __str__(self) -> str:
+        return f"fit: {self.returncode}, containers: {dict(self.exit_codes)}\n{self.output}"
+
+
+def fit(
+    folder: Path,
+    estimator_arguments: Mapping[str, Any],
+    inputs: Mapping[str, str | Mapping[str, Any]] | None = None,
+    *,
+    session: str = "sagemaker.local.LocalSession",
+    session_arguments: Mapping[str, Any] | None = None,
+    estimator: str = "sagemaker.estimator.Estimator",
+    container_config: Mapping[str, Any] | None = None,
+    label: str | None = None,
+    is_offline: bool = False,
+    timeout_s: float = 180.0,
+) -> LocalJob:
+    """Run a job to its end and remove its containers, whatever happened.
+
+    Args:
+        folder: Empty folder for everything that the job leaves behind.
+        estimator_arguments: Arguments of the estimator, as JSON; ``instance_groups`` as lists of name, type and count.
+            ``role`` and ``output_path`` are filled in.
+        inputs: Channel name to ``file://`` address, or to the arguments of a ``TrainingInput``.
+        session: Class of the session.
+        session_arguments: Its arguments.
+        estimator: Class of the estimator.
+        container_config: Further settings of all containers, as in a Compose file.
+        label: Label of the job's containers, by which others may find them. Default: a new one.
+        is_offline: Whether the SDK sees no network but loopback; needs root, and an engine behind a Unix socket.
+        timeout_s: Seconds for the job. When they are over, its containers are killed.
+    """
+    label = label or new_label()
+    output_dir, root = folder / "output", folder / "sdk"
+    root.mkdir(parents=True)
+    settings = {
+        "session": session,
+        "session_arguments": session_arguments or {},
+        "estimator": estimator,
+        "estimator_arguments": {"role": ROLE, "output_path": output_dir.as_uri(), **estimator_arguments},
+        "inputs": inputs or {},
+        "local": {
+            "local_code": True,
+            "container_root": str(root),
+            "container_config": {**(container_config or {}), "labels": [label]},
+        },
+    }
+    (folder / "settings.json").write_text(json.dumps(settings))
+    command = [*(OFFLINE if is_offline else ()), sys.executable, str(_FIT), str(folder / "settings.json")]
+    return run_job(command, sdk_environment(folder), label, output_dir, timeout_s)
+
+
+def new_label() -> str:
+    """A label that no other job has."""
+    return f"lightning-sm-test={secrets.token_hex(8)}"
+
+
+def run_job(
+    command: Sequence[str], env: Mapping[str, str], label: str, output_dir: Path, timeout_s: float = 180.0
+) -> LocalJob:
+    """Run the process that runs a job, and remove the job's containers, whatever happened.
+
+    Args:
+        command: Its program and arguments.
+        env: Its variables.
+        label: Label of the job's containers.
+        output_dir: Folder where the SDK leaves ``model.tar.gz`` and ``output.tar.gz``.
+        timeout_s: Seconds for the job. When they are over, its containers are killed.
+    """
+    with _removed_containers(label):
+        returncode, output = _run(command, env, timeout_s)
+        containers = _containers(label)
+        logs = {host: docker("logs", identity).stdout for host, (identity, _) in containers.items()}
+    exit_codes = {host: exit_code for host, (_, exit_code) in containers.items()}
+    return LocalJob(returncode, output, exit_codes, logs, output_dir)
+
+
+def sdk_environment(folder: Path) -> dict[str, str]:
+    """Variables with which the SDK asks for no network and finds no account.
+
+    Args:
+        folder: Where its settings and temporary files are put.
+    """
+    settings, temporary = folder / "sagemaker.yaml", folder / "tmp"
+    temporary.mkdir(exist_ok=True)
+    # The default one is a telemetry request in each job.
+    settings.write_text('SchemaVersion: "1.0"\nSageMaker: {PythonSDK: {Modules: {TelemetryOptOut: true}}}\n')
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "SAGEMAKER_"))}
+    return {
+        **inherited,
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONUNBUFFERED": "1",
+        "SAGEMAKER_SUPPRESS_V2_WARNING": "1",
+        "SAGEMAKER_USER_CONFIG_OVERRIDE": str(settings),
+        "TMPDIR": str(temporary),
+    }
+
+
+def _run(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> tuple[int | None, str]:
+    process = subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        returncode = None
+    else:
+        return process.returncode, output
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # docker-compose, too
+    output, _ = process.communicate()
+    return returncode, output
+
+
+@cache
+def _had_network() -> bool:
+    """Whether somebody else had made the network when the first of our jobs was about to start."""
+    return _NETWORK in docker("network", "ls", "--format", "{{.Name}}").stdout.splitlines()
+
+
+@contextmanager
+def _removed_containers(label: str) -> Iterator[None]:
+    had_network = _had_network()
+    try:
+        yield
+    finally:
+        for identity, _ in _containers(label).values():
+            docker("rm", "--force", "--volumes", identity)
+        if not had_network:
+            # Fails while another job uses it, which is as it should be.
+            docker("network", "rm", _NETWORK, check=False)
+
+
+def _containers(label: str) -> dict[str, tuple[str, int | None]]:
+    """Host to id and exit code of its container."""
+    found: dict[str, tuple[str, int | None]] = {}
+    for identity in docker("ps", "--all", "--quiet", "--filter", f"label={label}").stdout.split():
+        facts = docker("inspect", "--format", "{{.State.Status}} {{.State.ExitCode}} {{.Name}}", identity).stdout
+        state, exit_code, name = facts.split()
+        # The SDK's names: <random>-algo-1-<suffix of the job>.
+        match = re.search(r"algo-\d+", name)
+        assert match, f"container {name!r} is none of the SDK's"
+        found[match.group()] = identity, int(exit_code) if state in {"exited", "dead"} else None
+    return dict(sorted(found.items()))
+
+
+def _archive(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as archive:
+        files = ((member.name, archive.extractfile(member)) for member in archive.getmembers() if member.isfile())
+        return {name: file.read() for name, file in files if file is not None}

@@ -1,0 +1,112 @@
+"""The user's own code of the tests: a script with a module and a package beside it, and what its ranks saw."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from tests.containers.engine import docker
+from tests.containers.local_mode import LocalJob
+
+ENTRY_POINT = "train.py"
+_CODE = Path(__file__).parent / "scripts" / "own_code"
+# Arguments of the model: every kind of value that a hyperparameter can have.
+ARGUMENTS = {
+    "flag": True,
+    "off": False,
+    "nothing": None,
+    "numbers": [1, 2],
+    "table": {"warm": 1.5, "cool": None},
+    "phrase": "a b",
+    "rate": 1e-05,
+    "code": "007",
+}
+_IN_THE_MIDDLE = "is in the middle"
+# Containers share the machine's cores: more threads would wait for each other.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+
+
+def source_dir(folder: Path) -> str:
+    """A copy of the code, as local mode mounts it writable.
+
+    Args:
+        folder: Where to make it.
+    """
+    copy = folder / "code"
+    shutil.copytree(_CODE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    return str(copy)
+
+
+def points(folder: Path) -> Path:
+    """The data: a folder for a channel.
+
+    Args:
+        folder: Where to make it.
+    """
+    data = folder / "points"
+    data.mkdir(parents=True)
+    (data / "points.txt").write_text("1 2 3 4 5 6 7 8")
+    return data
+
+
+def short(host: str) -> str:
+    """The name of a host without the random end that SDK v2 gives it: ``algo-1``.
+
+    Args:
+        host: Its name.
+    """
+    match = re.match(r"algo-\d+", host)
+    assert match, f"{host!r} is no host of the SDK's"
+    return match.group()
+
+
+def seen(job: LocalJob) -> list[dict[str, Any]]:
+    """What the ranks of a job saw, in their order.
+
+    Args:
+        job: A job that ran this code.
+    """
+    facts = [json.loads(content) for name, content in job.artifacts.items() if re.search(r"/rank-\d+\.json$", name)]
+    return sorted(({**one, "host": short(one["host"])} for one in facts), key=lambda one: one["rank"])
+
+
+def places(job: LocalJob) -> list[tuple[int, str, int, int, int]]:
+    """Rank, host, node rank, local rank and world size of each rank of a job, as Lightning saw them.
+
+    Args:
+        job: A job that ran this code.
+    """
+    names = ("rank", "host", "node_rank", "local_rank", "world_size")
+    return [tuple(one[name] for name in names) for one in seen(job)]
+
+
+def stop_in_the_middle(label: str, num_hosts: int, running: Future[LocalJob]) -> None:
+    """Stop all containers of a job as soon as every one has trained a step, as the service stops a job.
+
+    Args:
+        label: Label of the containers.
+        num_hosts: Their number.
+        running: The job.
+    """
+    containers: list[str] = []
+    while len(containers) < num_hosts:
+        assert not running.done(), f"the job ended too early: {running.result()}"
+        threading.Event().wait(0.1)
+        containers = docker("ps", "--quiet", "--filter", f"label={label}").stdout.split()
+    for container in containers:
+        lines = []
+        with subprocess.Popen(["docker", "logs", "--follow", container], stdout=subprocess.PIPE, text=True) as log:
+            assert log.stdout is not None
+            for line in log.stdout:
+                lines.append(line)
+                if _IN_THE_MIDDLE in line:
+                    break
+            log.kill()
+        assert _IN_THE_MIDDLE in "".join(lines[-1:]), f"container {container} never trained:\n{''.join(lines)}"
+    docker("stop", "--time", "60", *containers)

@@ -1,0 +1,35 @@
+"""Run one training job in the local mode of SDK v2: fit.py SETTINGS, the JSON file that local_mode.py makes."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+from sagemaker.inputs import TrainingInput
+from sagemaker.instance_group import InstanceGroup
+
+
+def find(name):
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def channel(value):
+    return TrainingInput(**value) if isinstance(value, dict) else value
+
+
+if __name__ == "__main__":
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    session = find(settings["session"])(**settings["session_arguments"])
+    session.config = {"local": settings["local"]}
+    arguments = settings["estimator_arguments"]
+    if "instance_groups" in arguments:
+        groups = arguments["instance_groups"] = [InstanceGroup(*group) for group in arguments["instance_groups"]]
+        distribution = arguments.get("distribution", {})
+        if "instance_groups" in distribution:
+            names = distribution["instance_groups"]
+            distribution["instance_groups"] = [group for group in groups if group.instance_group_name in names]
+    estimator = find(settings["estimator"])(sagemaker_session=session, **arguments)
+    inputs = {name: channel(value) for name, value in settings["inputs"].items()}
+    estimator.fit(inputs or None)
+    print("fit() returned; the model:", estimator.model_data)

@@ -1,0 +1,65 @@
+"""Jobs in the local mode of SDK v3, judged by every container's exit code.
+
+Versions 2 and 3 have one distribution name, so that version 3 lives in a virtual environment of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.containers.local_mode import OFFLINE, ROLE, ROOT, LocalJob, run_job, sdk_environment
+
+PYTHON = ROOT / ".venv-sdk3" / "bin" / "python"
+_TRAIN = Path(__file__).parent / "scripts" / "model_trainer.py"
+
+
+def train(
+    folder: Path,
+    arguments: Mapping[str, Any],
+    inputs: Mapping[str, Path] | None = None,
+    *,
+    num_hosts: int = 1,
+    project: str | None = None,
+    timeout_s: float = 180.0,
+) -> LocalJob:
+    """Run ``ModelTrainer.train`` to its end, without network, and remove the containers.
+
+    Args:
+        folder: Empty folder for everything that the job leaves behind.
+        arguments: Arguments of ``ModelTrainer``, as JSON; ``source_code`` and ``distributed`` as those of
+            ``SourceCode`` and ``Torchrun``.
+        inputs: Channel name to folder.
+        num_hosts: Number of containers.
+        project: Name of the Compose project. Default: a new one.
+        timeout_s: Seconds for the job. When they are over, its containers are killed.
+    """
+    # Compose names the project after the folder (train/local/local_container.py leaves it to it).
+    root = folder / (project or new_project())
+    root.mkdir(parents=True)
+    settings = {
+        "arguments": {"role": ROLE, **arguments},
+        "inputs": {name: str(path) for name, path in (inputs or {}).items()},
+        "num_hosts": num_hosts,
+        "root": str(root),
+    }
+    (folder / "settings.json").write_text(json.dumps(settings))
+    command = [*OFFLINE, str(PYTHON), str(_TRAIN), str(folder / "settings.json")]
+    return run_job(command, sdk_environment(folder), label(root.name), root / "compressed_artifacts", timeout_s)
+
+
+def new_project() -> str:
+    """A name that no other Compose project has; it allows letters and digits only."""
+    return f"lightningsm{secrets.token_hex(8)}"
+
+
+def label(project: str) -> str:
+    """The label of the containers of a Compose project.
+
+    Args:
+        project: Its name.
+    """
+    return f"com.docker.compose.project={project}"

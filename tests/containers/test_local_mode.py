@@ -1,0 +1,128 @@
+"""Jobs in our image through the unmodified local mode of SDK v2, without an AWS account and without a network."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import yaml
+
+from app.digits import write_digits
+from tests.containers import own_code
+from tests.containers.local_mode import fit, new_label
+
+pytestmark = [pytest.mark.docker, pytest.mark.sdk2]
+
+_MODEL_FILES = {"model.ckpt", "state_dict.pt", "config.yaml"}
+# The generic Estimator sends str(value) of each (sagemaker 2.257.7, estimator.py, EstimatorBase.set_hyperparameters).
+# Without the optimizer's state there is a third to compress, which takes the SDK longer than the training.
+_CHECKPOINTS = {"monitor": None, "save_weights_only": True, "filename": "a b"}
+_HYPERPARAMETERS = {
+    "config": "app/configs/smoke.yaml",
+    "data.init_args.batch_size": "8",
+    "model.learning_rate": 1e-05,
+    "model.norm": "group",
+    "trainer.callbacks": [{"class_path": "ModelCheckpoint", "init_args": _CHECKPOINTS}],
+    "trainer.default_root_dir": "all runs",
+    "trainer.enable_model_summary": False,
+    "trainer.limit_train_batches": 2,
+    "trainer.logger": {"class_path": "CSVLogger", "init_args": {"save_dir": ".", "name": "c d", "version": 3}},
+    "trainer.max_time": None,
+}
+
+
+@pytest.fixture(autouse=True)
+def _sdk():
+    pytest.importorskip("sagemaker.local", reason="needs sagemaker[local] 2 (extra launch)", exc_type=ImportError)
+
+
+def _estimator(image, num_hosts, **arguments):
+    return {
+        "image_uri": image,
+        "instance_type": "local",
+        "instance_count": num_hosts,
+        "environment": own_code.ENVIRONMENT,
+        **arguments,
+    }
+
+
+def _own_code(folder, image, num_hosts, **hyperparameters):
+    """Arguments of ``fit`` for a job of the user's own script."""
+    estimator = _estimator(
+        image,
+        num_hosts,
+        entry_point=own_code.ENTRY_POINT,
+        source_dir=own_code.source_dir(folder),
+        hyperparameters={"trainer.max_epochs": 1, **hyperparameters},
+    )
+    return folder / "job", estimator, {"training": own_code.points(folder).as_uri()}
+
+
+def test_the_app_of_the_image_trains(image, tmp_path):
+    """Without an entry point the image's own script runs, with the types of all hyperparameters restored."""
+    data = tmp_path / "digits"
+    write_digits(data)
+    estimator = _estimator(image, 2, hyperparameters=_HYPERPARAMETERS)
+    job = fit(tmp_path / "job", estimator, {"training": data.as_uri()}, is_offline=True)
+    assert job.has_succeeded, job
+    assert len(job.exit_codes) == 2
+    assert set(job.model) == _MODEL_FILES
+    assert "failure" not in job.artifacts
+    config = yaml.safe_load(job.model["config.yaml"])
+    trainer, init = config["trainer"], config["data"]["init_args"]
+    assert (init["batch_size"], init["data_dir"]) == (8, "/opt/ml/input/data/training")
+    assert (config["model"]["learning_rate"], config["model"]["norm"]) == (1e-05, "group")
+    assert (trainer["num_nodes"], trainer["limit_train_batches"], trainer["max_time"]) == (2, 2, None)
+    assert trainer["enable_model_summary"] is False
+    callback, logger = trainer["callbacks"][0]["init_args"], trainer["logger"]["init_args"]
+    assert {name: callback[name] for name in _CHECKPOINTS} == _CHECKPOINTS
+    assert (logger["name"], logger["version"]) == ("c d", 3)
+    assert [name for name in job.artifacts if name.endswith("c d/version_3/metrics.csv")]
+
+
+def test_own_code_runs_instead_of_the_app(image, tmp_path):
+    """An entry point's script runs with its modules beside it, and every rank sees the same typed hyperparameters."""
+    hyperparameters = {f"model.{name}": value for name, value in own_code.ARGUMENTS.items()}
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [
+            pool.submit(
+                fit, *_own_code(tmp_path / str(num_hosts), image, num_hosts, **hyperparameters), is_offline=True
+            )
+            for num_hosts in (1, 2)
+        ]
+    for num_hosts, job in enumerate((future.result() for future in jobs), start=1):
+        assert job.has_succeeded, job
+        assert set(job.model) == _MODEL_FILES
+        assert "failure" not in job.artifacts
+        hosts = ["algo-1", "algo-2"][:num_hosts]
+        assert own_code.places(job) == [(rank, host, rank, 0, num_hosts) for rank, host in enumerate(hosts)]
+        for one in own_code.seen(job):
+            assert one["met"] == list(range(num_hosts))
+            assert one["arguments"] == {**own_code.ARGUMENTS, "fails_on": None}
+            assert (one["max_epochs"], one["interface"]) == (1, "eth0")
+
+
+def test_failure_of_one_host_fails_all(image, tmp_path):
+    """When one rank fails no container ends with 0, so that ``fit`` raises, and the reason is the first rank's."""
+    job = fit(*_own_code(tmp_path, image, 2, **{"model.fails_on": 1}), is_offline=True)
+    assert len(job.exit_codes) == 2, job
+    assert 0 not in job.exit_codes.values(), job
+    assert job.returncode == 1
+    assert "ArithmeticError: the loss is no number on rank 1" in job.artifacts["failure"].decode()
+    assert "success" not in job.artifacts
+    assert job.model == {}
+
+
+def test_stopped_job_saves_a_checkpoint(image, tmp_path):
+    """``docker stop`` in the middle: a checkpoint of all ranks, exit code 143 on all hosts, and the reason."""
+    label = new_label()
+    endless = {"trainer.max_epochs": -1, "trainer.enable_progress_bar": False}
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(fit, *_own_code(tmp_path, image, 2, **endless), label=label, is_offline=True)
+        own_code.stop_in_the_middle(label, 2, running)
+        job = running.result()
+    assert set(job.exit_codes.values()) == {143}, job
+    assert "The job was stopped or interrupted (SIGTERM)" in job.artifacts["failure"].decode()
+    checkpoints = [name for name in job.artifacts if "/checkpoints/" in name and "lightning_logs" not in name]
+    assert [own_code.short(name.removeprefix("data/")) for name in checkpoints] == ["algo-1"]
+    assert job.model == {}

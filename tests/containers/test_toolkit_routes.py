@@ -1,0 +1,124 @@
+"""The mpirun and torchrun of AWS's own images start the same ranks as our launcher, which needs neither of them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.containers import own_code
+from tests.containers.images import build
+from tests.containers.local_mode import HETEROGENEOUS, fit
+
+pytestmark = [pytest.mark.docker, pytest.mark.sdk2]
+
+_ROUTES = Path(__file__).parent / "routes"
+_TORCHRUN = {"torch_distributed": {"enabled": True}}
+_MPI = {"mpi": {"enabled": True, "processes_per_host": 2}}
+_TWO_HOSTS = [(0, "algo-1", 0, 0, 2), (1, "algo-2", 1, 0, 2)]
+_TWO_HOSTS_OF_TWO = [(0, "algo-1", 0, 0, 4), (1, "algo-1", 0, 1, 4), (2, "algo-2", 1, 0, 4), (3, "algo-2", 1, 1, 4)]
+_TABLE = own_code.ARGUMENTS["table"]
+# Deals the hosts to the groups: data algo-2, trainer algo-3 and algo-1; of two hosts, one algo-2 and two algo-1.
+_SEED = 1
+
+
+@pytest.fixture(autouse=True)
+def _sdk():
+    pytest.importorskip("sagemaker.local", reason="needs sagemaker[local] 2 (extra launch)", exc_type=ImportError)
+
+
+@pytest.fixture(scope="module")
+def toolkit_image(image):
+    """Our image with the entry point of AWS's own PyTorch images."""
+    return build(_ROUTES / "Dockerfile", "lightning-sm-test/routes", _ROUTES, IMAGE=image)
+
+
+def _fit(folder, image, distribution, hyperparameters=None, **settings):
+    """Train the user's own code with a ``PyTorch`` estimator."""
+    folder.mkdir()
+    arguments = {
+        "image_uri": image,
+        "environment": own_code.ENVIRONMENT,
+        "entry_point": own_code.ENTRY_POINT,
+        "source_dir": own_code.source_dir(folder),
+        "distribution": distribution,
+        "hyperparameters": {"trainer.max_epochs": 1, "model.table": _TABLE, **(hyperparameters or {})},
+        **settings.pop("hosts", {"instance_type": "local", "instance_count": 2}),
+    }
+    inputs = {"training": own_code.points(folder).as_uri()}
+    return fit(folder / "job", arguments, inputs, estimator="sagemaker.pytorch.PyTorch", is_offline=True, **settings)
+
+
+def _fit_groups(folder, image, groups, **hyperparameters):
+    """The same in instance groups, for the last of which torchrun is asked for."""
+    return _fit(
+        folder,
+        image,
+        {**_TORCHRUN, "instance_groups": [groups[-1][0]]},
+        hyperparameters,
+        hosts={"instance_groups": groups},
+        session=HETEROGENEOUS,
+        session_arguments={"seed": _SEED},
+    )
+
+
+def _check(job, places, started_by):
+    assert job.has_succeeded, job
+    assert own_code.places(job) == places
+    for one in own_code.seen(job):
+        assert one["met"] == list(range(len(places)))
+        assert one["started_by"] == started_by
+        assert one["arguments"]["table"] == _TABLE
+    assert set(job.model) == {"model.ckpt", "state_dict.pt", "config.yaml"}
+
+
+def test_torch_distributed_means_the_same_ranks_with_torchrun_and_without(image, toolkit_image, tmp_path):
+    """``torch_distributed``: the toolkit starts torchrun, our launcher the ranks themselves, which are the same."""
+    with ThreadPoolExecutor(2) as pool:
+        torchrun = pool.submit(_fit, tmp_path / "torchrun", toolkit_image, _TORCHRUN)
+        ours = pool.submit(_fit, tmp_path / "ours", image, _TORCHRUN)
+    _check(torchrun.result(), _TWO_HOSTS, ["torchrun"])
+    _check(ours.result(), _TWO_HOSTS, [])
+
+
+def test_mpi_means_the_same_ranks_with_mpirun_and_without(image, toolkit_image, tmp_path):
+    """``mpi``: the toolkit starts mpirun over ssh, our launcher the ranks themselves, which are the same."""
+    with ThreadPoolExecutor(2) as pool:
+        # Ends with 30 s in which it does nothing (sagemaker_training/mpi.py, WorkerRunner.run).
+        mpirun = pool.submit(_fit, tmp_path / "mpirun", toolkit_image, _MPI)
+        ours = pool.submit(_fit, tmp_path / "ours", image, _MPI)
+    _check(mpirun.result(), _TWO_HOSTS_OF_TWO, ["mpirun"])
+    _check(ours.result(), _TWO_HOSTS_OF_TWO, [])
+
+
+# With torch_distributed the SDK drops the names of the groups (sagemaker 2.257.7, pytorch/estimator.py,
+# _pytorch_distribution_configuration), and the toolkit starts a torchrun in every group, for its hosts alone.
+
+
+def test_torchrun_in_a_data_group_does_no_harm(toolkit_image, tmp_path):
+    """A data host serves under a torchrun that the SDK did not mean to start; the trainers have one of their own."""
+    groups = [["data", "ml.c5.xlarge", 1], ["trainer", "ml.c5.xlarge", 2]]
+    job = _fit_groups(tmp_path / "job", toolkit_image, groups)
+    # The toolkit counts the hosts of a group in the order of the service, which is random.
+    _check(job, [(0, "algo-3", 0, 0, 2), (1, "algo-1", 1, 0, 2)], ["torchrun"])
+    served = [name for name in job.artifacts if name.endswith("/made-batches.json")]
+    assert [(own_code.short(name.split("/")[1]), job.json(name)["started_by"]) for name in served] == [
+        ("algo-2", ["torchrun"])
+    ]
+
+
+def test_torchrun_in_each_of_two_training_groups_is_refused_with_advice_that_helps(toolkit_image, tmp_path):
+    """Two training groups with a torchrun each fail instead of training two models; the advice joins the groups."""
+    groups = [["one", "ml.c5.xlarge", 1], ["two", "ml.c5.xlarge", 1]]
+    names = {"sagemaker_distribution_instance_groups": ["one", "two"]}
+    with ThreadPoolExecutor(2) as pool:
+        apart = pool.submit(_fit_groups, tmp_path / "apart", toolkit_image, groups)
+        joined = pool.submit(_fit_groups, tmp_path / "joined", toolkit_image, groups, **names)
+    job = apart.result()
+    assert set(job.exit_codes.values()) == {1}, job
+    assert own_code.seen(job) == []
+    for log in job.logs.values():
+        assert "torchrun started 1 processes, 1 on this host, but the job has 2 trainer host(s)" in log
+        assert 'hyperparameters={"sagemaker_distribution_instance_groups": ["one", "two"]}' in log
+    _check(joined.result(), [(0, "algo-2", 0, 0, 2), (1, "algo-1", 1, 0, 2)], ["torchrun"])

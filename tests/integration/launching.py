@@ -1,0 +1,104 @@
+"""``lightning-sm train`` in a process, at once or in the background."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+TIMEOUT_S = 30
+_FOREIGN = ("SM_", "SAGEMAKER_", "LIGHTNING_SM_", "TRAINING_JOB_", "AWS_", "PIP_", "CA_REPOSITORY_")
+
+
+def variables_of(base: Path, **variables: str) -> dict[str, str]:
+    """The environment of a host that waits for no other: nothing of this shell's jobs, clouds and package indexes.
+
+    Args:
+        base: The folder that it sees as ``/opt/ml``.
+        variables: Other variables.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    return {**inherited, "SAGEMAKER_BASE_DIR": str(base), "LIGHTNING_SM_FAREWELL_S": "0", **variables}
+
+
+def train(
+    base: Path, work: Path, *args: str, python: str = sys.executable, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the launcher of a host to its end.
+
+    Args:
+        base: The folder that it sees as ``/opt/ml``.
+        work: The folder that it is started in.
+        args: What follows ``train``.
+        python: The interpreter.
+        variables: Environment variables.
+    """
+    return subprocess.run(
+        [python, "-m", "lightning_sm", "train", *args],
+        cwd=work,
+        env=variables_of(base, **variables),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+
+
+class Running:
+    """A launcher in the background, with its lines as they come."""
+
+    def __init__(self, base: Path, work: Path, *args: str, python: str = sys.executable, **variables: str) -> None:
+        self.process = subprocess.Popen(
+            [python, "-m", "lightning_sm", "train", *args],
+            cwd=work,
+            env=variables_of(base, **variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: queue.Queue[str] = queue.Queue()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as pipe:
+            for line in pipe:
+                self.lines.put(line.strip())
+
+    def wait_for(self, wanted: str) -> str:
+        """Wait until a line is this text, or has it in it."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while wanted not in (line := self.lines.get(timeout=max(0.01, deadline - time.monotonic()))):
+            pass
+        return line
+
+
+@contextmanager
+def started(base: Path, work: Path, *args: str, **variables: str) -> Iterator[Running]:
+    """Start the launcher of a host, and end what is left of it.
+
+    Args:
+        base: The folder that it sees as ``/opt/ml``.
+        work: The folder that it is started in.
+        args: What follows ``train``.
+        variables: Environment variables, and ``python``.
+    """
+    running = Running(base, work, *args, **variables)
+    try:
+        yield running
+    finally:
+        if running.process.poll() is None:
+            for process in [*psutil.Process(running.process.pid).children(recursive=True), running.process]:
+                process.kill()
+        running.process.wait(TIMEOUT_S)
+        running.reader.join(TIMEOUT_S)

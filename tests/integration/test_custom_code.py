@@ -1,0 +1,370 @@
+"""The user's own code under our entry point: which script runs, from where, and how it gets there."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.job_folder import resource_config, write_job
+from tests.fakes.s3 import fake_s3
+from tests.integration.launching import TIMEOUT_S, started, train
+
+_ADDRESS = "s3://bucket/job/sourcedir.tar.gz"
+_PATH = "/bucket/job/sourcedir.tar.gz"
+# As SDK v2 sends them: JSON.
+_SUBMITTED = {"sagemaker_program": '"train.py"', "sagemaker_submit_directory": f'"{_ADDRESS}"'}
+_WHO = "import os\nprint({who!r}, os.getcwd())"
+
+
+@pytest.fixture
+def base(tmp_path):
+    """The only host of a job."""
+    return write_job(tmp_path / "ml", resource_config({"homogeneousCluster": ["algo-1"]}, "algo-1"))
+
+
+@pytest.fixture
+def work(tmp_path):
+    """The working directory of the container, and beside it the folder for temporary files."""
+    (tmp_path / "tmp").mkdir()
+    folder = tmp_path / "work"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def s3():
+    """A server that stands for S3."""
+    with fake_s3() as store:
+        yield store
+
+
+def _archive(files):
+    """A sourcedir.tar.gz, as SDK v2 uploads it."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, content in files.items():
+            member = content if isinstance(content, tarfile.TarInfo) else tarfile.TarInfo(name)
+            data = b"" if isinstance(content, tarfile.TarInfo) else content.encode()
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def _submit(base, s3, files, **hyperparameters):
+    s3.objects[_PATH] = _archive(files)
+    write_job(base, hyperparameters={**_SUBMITTED, **hyperparameters})
+
+
+def _run(base, work, s3, *args, **variables):
+    return train(base, work, *args, **s3.variables, TMPDIR=str(work.parent / "tmp"), **variables)
+
+
+def _failure(base):
+    return (base / "output" / "failure").read_text()
+
+
+def test_code_in_s3_is_unpacked_and_run(base, work, s3):
+    """A script of the job's source_dir runs in /opt/ml/code with the packages beside it."""
+    files = {"train.py": "import os\nfrom nets.model import X\nprint(X, os.getcwd())", "nets/model.py": "X = 42"}
+    _submit(base, s3, files)
+    ended = _run(base, work, s3)
+    assert (ended.returncode, ended.stdout) == (0, f"42 {base}/code\n"), ended.stderr
+    assert f"{_ADDRESS} (hyperparameter sagemaker_submit_directory), is unpacked into {base}/code." in ended.stderr
+
+
+def test_a_script_in_a_subfolder_of_the_source_dir(base, work, s3):
+    """entry_point="jobs/train.py" runs from the top of the source_dir."""
+    _submit(base, s3, {"jobs/train.py": _WHO.format(who="jobs")}, sagemaker_program='"jobs/train.py"')
+    assert _run(base, work, s3).stdout == f"jobs {base}/code\n"
+
+
+def test_the_address_may_come_from_a_variable(base, work, s3):
+    """SAGEMAKER_SUBMIT_DIRECTORY names the archive, and SAGEMAKER_PROGRAM the script in it."""
+    s3.objects[_PATH] = _archive({"train.py": _WHO.format(who="variable")})
+    ended = _run(base, work, s3, SAGEMAKER_PROGRAM="train.py", SAGEMAKER_SUBMIT_DIRECTORY=_ADDRESS)
+    assert ended.stdout == f"variable {base}/code\n"
+
+
+def test_an_archive_on_this_machine(base, work, tmp_path, s3):
+    """sagemaker_submit_directory may be the path of an archive."""
+    path = tmp_path / "code.tar.gz"
+    path.write_bytes(_archive({"train.py": _WHO.format(who="path")}))
+    write_job(base, hyperparameters={**_SUBMITTED, "sagemaker_submit_directory": json.dumps(str(path))})
+    assert _run(base, work, s3).stdout == f"path {base}/code\n"
+
+
+def test_the_jobs_code_comes_before_that_of_the_image(base, work, s3):
+    """Neither a script in /opt/ml/code nor SAGEMAKER_PROGRAM of the image replaces what the job brought."""
+    (base / "code").mkdir()
+    (base / "code" / "train.py").write_text(_WHO.format(who="image"))
+    (work / "train.py").write_text(_WHO.format(who="work"))
+    _submit(base, s3, {"train.py": _WHO.format(who="job")})
+    ended = _run(base, work, s3, SAGEMAKER_PROGRAM="app/train.py")
+    who, folder = ended.stdout.split()
+    assert who == "job"
+    assert Path(folder).parent == work.parent / "tmp"
+    assert f"is unpacked into {folder}." in ended.stderr
+    overruled = (
+        "hyperparameter sagemaker_program names the script train.py; SAGEMAKER_PROGRAM, which names app/train.py,"
+    )
+    assert ended.stderr.count(overruled) == 1
+
+
+def test_a_script_of_the_same_name_in_the_image_is_no_substitute(base, work, s3):
+    """An entry point that the job's code lacks is an error, not the script of the image."""
+    (work / "train.py").write_text(_WHO.format(who="image"))
+    _submit(base, s3, {"other.py": ""})
+    ended = _run(base, work, s3)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert f"Tried: {base}/code/train.py." in _failure(base)
+
+
+def test_the_command_line_comes_first(base, work, s3):
+    """A script named after train runs from the job's code, whatever the hyperparameter says."""
+    _submit(base, s3, {"train.py": _WHO.format(who="hyperparameter"), "other.py": _WHO.format(who="line")})
+    ended = _run(base, work, s3, "other.py")
+    assert ended.stdout == f"line {base}/code\n"
+    assert "the command line names the script other.py; hyperparameter sagemaker_program" in ended.stderr
+
+
+def test_the_script_of_the_image_may_use_code_of_the_job(base, work, s3):
+    """Without an entry_point of the job, the image's script runs, and finds the job's modules before the image's."""
+    (work / "train.py").write_text("import nets\nprint(nets.WHO)")
+    (work / "app").mkdir()
+    (work / "app" / "train.py").write_text("import os, nets\nprint(nets.WHO, os.getcwd())")
+    (work / "nets.py").write_text("WHO = 'image'")
+    _submit(base, s3, {"nets.py": "WHO = 'job'"})
+    write_job(base, hyperparameters={"sagemaker_submit_directory": _SUBMITTED["sagemaker_submit_directory"]})
+    assert _run(base, work, s3, SAGEMAKER_PROGRAM="app/train.py").stdout == f"job {work}\n"
+
+
+def test_another_start_in_the_same_container_runs_the_code_of_its_job(base, work, s3):
+    """What an earlier start unpacked is left alone and not run."""
+    _submit(base, s3, {"train.py": "print('first')", "old.py": ""})
+    assert _run(base, work, s3).stdout == "first\n"
+    _submit(base, s3, {"train.py": "import os\nprint('second', os.path.exists('old.py'))"})
+    assert _run(base, work, s3).stdout == "second False\n"
+    assert _run(base, work, s3).stdout == "second False\n"
+
+
+def test_local_code_is_run_where_it_is_mounted(base, work, s3):
+    """SDK v2's local_code mode names /opt/ml/code itself; nothing is fetched."""
+    (base / "code").mkdir()
+    (base / "code" / "train.py").write_text(_WHO.format(who="mounted"))
+    (work / "train.py").write_text(_WHO.format(who="image"))
+    write_job(base, hyperparameters={**_SUBMITTED, "sagemaker_submit_directory": '"/opt/ml/code"'})
+    assert _run(base, work, s3).stdout == f"mounted {base}/code\n"
+    assert s3.requests == []
+
+
+def test_code_that_is_nowhere_is_an_error(base, work, s3):
+    """A submit directory that does not exist is named with its origin."""
+    write_job(base, hyperparameters={**_SUBMITTED, "sagemaker_submit_directory": '"/nowhere"'})
+    assert _run(base, work, s3).returncode == 2
+    assert "hyperparameter sagemaker_submit_directory says that the code is at '/nowhere'" in _failure(base)
+
+
+def test_errors_of_the_server_are_survived(base, work, s3):
+    """A request that fails is sent again."""
+    _submit(base, s3, {"train.py": "print('here')"})
+    s3.failures = 2
+    assert _run(base, work, s3).stdout == "here\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "address", "reason"),
+    [
+        (None, _ADDRESS, "404"),
+        (b"no archive", _ADDRESS, "cannot be unpacked"),
+        (_archive({"train.py": "print('cut off')" * 999})[:100], _ADDRESS, "cannot be unpacked"),
+        (_archive({"../evil.py": ""}), _ADDRESS, "outside the destination"),
+        (b"", "s3://bucket", "expected s3://bucket/key"),
+        (b"", "https://example.com/code.tar.gz", "expected s3://bucket/key"),
+    ],
+)
+def test_code_that_cannot_be_had_fails_the_host(base, work, s3, content, address, reason):
+    """The failure file names the address and what is wrong with it, and no script is started."""
+    if content is not None:
+        s3.objects[_PATH] = content
+    write_job(base, hyperparameters={**_SUBMITTED, "sagemaker_submit_directory": json.dumps(address)})
+    ended = _run(base, work, s3)
+    assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
+    assert _failure(base).startswith("ScriptError: ")
+    assert address in _failure(base)
+    assert reason in _failure(base)
+    assert not (base / "evil.py").exists()
+
+
+def test_without_boto3_the_error_says_what_to_install(base, work, tmp_path, s3):
+    """An image without boto3 cannot fetch code, and says so."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "boto3.py").write_text("raise ImportError('no boto3 here')")
+    _submit(base, s3, {"train.py": ""})
+    assert _run(base, work, s3, PYTHONPATH=str(tmp_path / "site")).returncode == 2
+    assert "boto3 is not installed in the image (no boto3 here)" in _failure(base)
+
+
+def test_the_launcher_says_who_it_is_before_it_fetches_code(base, work, s3):
+    """The banner is there while S3 does not answer, and a stop ends the host at once, with 143 and a reason."""
+    _submit(base, s3, {"train.py": ""})
+    s3.objects[_PATH] = None
+    with started(base, work, **s3.variables) as running:
+        assert "host algo-1, group homogeneousCluster" in running.wait_for("lightning-sm 0.")
+        assert s3.asked.wait(TIMEOUT_S)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(TIMEOUT_S) == 143
+    assert _failure(base) == f"The job was stopped or interrupted (SIGTERM) while this host was fetching {_ADDRESS}."
+
+
+def test_a_data_host_that_is_stopped_before_its_script_is_not_broken(tmp_path, work, s3):
+    """It leaves with 0, as it does when its script has started."""
+    groups = {"trainer": ["algo-1"], "data": ["algo-2"]}
+    base = write_job(tmp_path / "ml", resource_config(groups, "algo-2", interface="lo"))
+    _submit(base, s3, {"train.py": ""})
+    s3.objects[_PATH] = None
+    addresses = json.dumps({"algo-1": "127.0.0.2", "algo-2": "127.0.0.3"})
+    with started(base, work, **s3.variables, LIGHTNING_SM_HOST_ADDRESSES=addresses) as running:
+        assert s3.asked.wait(TIMEOUT_S)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(TIMEOUT_S) == 0
+    assert not (base / "output" / "failure").exists()
+
+
+def test_fetching_has_a_time_limit(base, work, s3):
+    """After LIGHTNING_SM_PREPARE_S the host fails, and says what it waited for."""
+    _submit(base, s3, {"train.py": ""})
+    s3.objects[_PATH] = None
+    assert _run(base, work, s3, LIGHTNING_SM_PREPARE_S="2").returncode == 2
+    assert f"After 2 s (LIGHTNING_SM_PREPARE_S), fetching {_ADDRESS} had not ended." in _failure(base)
+
+
+_SHELL = 'printf "%s|" "$0" "$@"; echo "$SM_HP_NAME|$(pwd)"; exit 7\n'
+
+
+@pytest.mark.parametrize("first_line", ["", "#!/bin/sh\n", "#!/usr/bin/env bash\n", "#! /bin/bash -e\n"])
+def test_shell_scripts_run_with_arguments_and_exit_code(base, work, first_line):
+    """A shell script without the right to be executed gets its arguments unchanged, and its exit code is the host's."""
+    (work / "run.sh").write_text(first_line + _SHELL)
+    write_job(base, hyperparameters={"name": "a b $HOME 'c'"})
+    ended = train(base, work, "run.sh", "fit")
+    assert ended.returncode == 7
+    assert ended.stdout == f"{work}/run.sh|fit|--name=a b $HOME 'c'|a b $HOME 'c'|{work}\n"
+
+
+def test_a_first_line_names_any_interpreter(base, work):
+    """A script without a suffix runs by what its first line says, a program by itself."""
+    (work / "job").write_text(f"#!{sys.executable}\nprint('python')")
+    (work / "true").write_bytes(Path("/bin/true").read_bytes())
+    (work / "true").chmod(stat.S_IRWXU)
+    assert train(base, work, "job").stdout == "python\n"
+    assert train(base, work, "true").returncode == 0
+
+
+def test_a_shell_script_passes_arguments_on_to_python(base, work):
+    """A line python train.py "$@" gets what the script itself would get."""
+    (work / "train.py").write_text("import json, sys\nprint(json.dumps(sys.argv[1:]))")
+    (work / "run.sh").write_text(f'exec {sys.executable} train.py "$@"')
+    write_job(base, hyperparameters={"subcommand": "fit", "data.path": "a b", "list": "[1, 2]"})
+    assert json.loads(train(base, work, "run.sh").stdout) == ["fit", "--data.path=a b", "--list=[1, 2]"]
+
+
+def test_the_emulator_runs_shell_scripts(tmp_path, work):
+    """``lightning-sm local -- run.sh`` starts it on every host."""
+    (work / "run.sh").write_text('echo "$SM_CURRENT_HOST got $1"')
+    command = ["local", "--group", "trainer=2", "--base-dir", str(tmp_path / "jobs"), "--", "run.sh", "fit"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "lightning_sm", *command],
+        cwd=work,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+    assert ended.returncode == 0, ended.stdout
+    for host in ("algo-1", "algo-2"):
+        assert f"{host} | {host} got fit" in ended.stdout
+
+
+def test_signals_reach_what_a_shell_script_started(base, work):
+    """SIGTERM reaches the Python process below the shell, which ends as it wants to."""
+    (work / "train.py").write_text(
+        "import signal, sys, threading\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('leaves', flush=True)))\n"
+        f"print('ready', flush=True)\nthreading.Event().wait({TIMEOUT_S})"
+    )
+    (work / "run.sh").write_text(f"trap 'wait; exit 9' TERM\n{sys.executable} train.py &\nwait\n")
+    with started(base, work, "run.sh") as running:
+        running.wait_for("ready")
+        running.process.send_signal(signal.SIGTERM)
+        running.wait_for("leaves")
+        assert running.process.wait(TIMEOUT_S) == 9
+
+
+def test_a_package_is_started_as_a_module(base, work):
+    """Beside a setup.py, an entry point that is no file is a module, as for the toolkit."""
+    (work / "setup.py").write_text("")
+    (work / "nets").mkdir()
+    (work / "nets" / "train.py").write_text("print(__name__, __package__)")
+    ended = train(base, work, "nets.train")
+    assert ended.stdout == "__main__ nets\n"
+    assert "| -m nets.train" in ended.stderr
+
+
+def test_code_where_sdk_v3_puts_it_is_found(base, work):
+    """SourceCode(command="lightning-sm train train.py") finds the script in the channel of the code."""
+    folder = base / "input" / "data" / "code"
+    folder.mkdir(parents=True)
+    (folder / "train.py").write_text(_WHO.format(who="v3"))
+    assert train(base, work, "train.py").stdout == f"v3 {folder}\n"
+
+
+_VARIABLES = "import json, os\nprint(json.dumps(dict(os.environ)))"
+
+
+def test_more_than_an_environment_holds_is_left_out(tmp_path):
+    """With 100 hyperparameters of 2500 characters the script starts (the toolkit's does not)."""
+    base = write_job(
+        tmp_path / "ml",
+        resource_config({"homogeneousCluster": ["algo-1"]}, "algo-1"),
+        channels={},
+        hyperparameters={f"long{n}": "x" * 2500 for n in range(100)},
+    )
+    (base / "train.py").write_text(_VARIABLES)
+    ended = train(base, base, "train.py")
+    assert ended.returncode == 0, ended.stderr
+    variables = json.loads(ended.stdout)
+    assert len([name for name in variables if name.startswith("SM_HP_LONG")]) == 100
+    assert not {"SM_HPS", "SM_TRAINING_ENV", "SM_USER_ARGS"} & set(variables)
+    assert "SM_HPS is not set for the script" in ended.stderr
+
+
+def test_variables_of_another_launcher_are_left_alone(tmp_path):
+    """Where hosts come from SM_HOSTS, and no file of the service exists, whoever set it has set the others, too."""
+    (tmp_path / "train.py").write_text(_VARIABLES)
+    variables = {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1", "SM_HP_X": "1"}
+    ended = train(tmp_path / "ml", tmp_path, "train.py", **variables)
+    assert ended.returncode == 0, ended.stderr
+    assert {name for name in json.loads(ended.stdout) if name.startswith("SM_")} == set(variables)
+
+
+def test_nothing_else_is_loaded_to_start_a_script(base, work):
+    """Without code in S3 the launcher loads neither boto3 nor the toolkit."""
+    (work / "train.py").write_text("")
+    code = (
+        "import sys\nfrom lightning_sm.__main__ import main\nassert main(['train', 'train.py']) == 0\n"
+        "print({'boto3', 'sagemaker_training', 'pip'} & set(sys.modules))"
+    )
+    env = {**os.environ, "SAGEMAKER_BASE_DIR": str(base)}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=work, env=env, capture_output=True, text=True, check=True, timeout=TIMEOUT_S
+    )
+    assert ended.stdout == "set()\n"

@@ -1,0 +1,273 @@
+"""What pip installs before the script starts: into a virtual environment of its own, from a folder of tiny packages."""
+
+from __future__ import annotations
+
+import base64
+import importlib.metadata
+import json
+import signal
+import site
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.job_folder import resource_config, write_job
+from tests.fakes.s3 import fake_s3
+from tests.integration.hosts import REPOSITORY
+from tests.integration.launching import TIMEOUT_S, started, train
+
+_IMPORT = "import tiny\nprint('tiny', tiny.VERSION)"
+
+
+@pytest.fixture
+def base(tmp_path):
+    """The only host of a job whose code was mounted, as in SDK v2's local_code mode."""
+    folder = write_job(
+        tmp_path / "ml",
+        resource_config({"homogeneousCluster": ["algo-1"]}, "algo-1"),
+        hyperparameters={"sagemaker_program": '"train.py"', "sagemaker_submit_directory": '"/opt/ml/code"'},
+    )
+    (folder / "code").mkdir()
+    return folder
+
+
+@pytest.fixture
+def python(tmp_path):
+    """An interpreter that sees all packages of this one, and installs into a place of its own."""
+    venv.create(tmp_path / "venv", symlinks=True, with_pip=False)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = tmp_path / "venv" / "lib" / version / "site-packages"
+    (packages / "outer.pth").write_text("\n".join([str(REPOSITORY), *site.getsitepackages()]))
+    return tmp_path / "venv" / "bin" / "python"
+
+
+@pytest.fixture
+def index(tmp_path):
+    """The folder that pip finds packages in, instead of an index."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    _wheel(folder, "tiny", "1.0")
+    return folder
+
+
+def _wheel(folder, name, version, requires=()):
+    """Write a wheel with one module, by hand: no build tool is needed, and no network."""
+    info = f"{name}-{version}.dist-info"
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {r}" for r in requires),
+    ]
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", f"VERSION = {version!r}\n")
+        wheel.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def _source(base, requirements=None, script=_IMPORT):
+    (base / "code" / "train.py").write_text(script)
+    if requirements is not None:
+        (base / "code" / "requirements.txt").write_text(requirements)
+
+
+def _variables(index, **variables):
+    return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PIP_NO_CACHE_DIR": "1", **variables}
+
+
+def _run(base, python, index, *args, **variables):
+    return train(base, base, *args, python=str(python), **_variables(index, **variables))
+
+
+def _failure(base):
+    return (base / "output" / "failure").read_text()
+
+
+def test_requirements_of_the_job_are_installed_first(base, python, index):
+    """The script imports what its requirements.txt asks for, and the log has what pip said."""
+    _source(base, "tiny\n")
+    ended = _run(base, python, index)
+    assert (ended.returncode, ended.stdout) == (0, "tiny 1.0\n"), ended.stderr
+    assert "lightning-sm: pip install -r requirements.txt in " in ended.stderr
+    assert "Successfully installed tiny-1.0" in ended.stderr
+
+
+def test_relative_paths_in_requirements_start_from_the_code(base, python, index):
+    """A wheel that came with the code is named by its path in it; modules of the code do not get in pip's way."""
+    _source(base, "./wheels/tiny-2.0-py3-none-any.whl\n")
+    (base / "code" / "wheels").mkdir()
+    _wheel(base / "code" / "wheels", "tiny", "2.0")
+    (base / "code" / "types.py").write_text("raise RuntimeError('not for pip')")
+    (base / "code" / "train.py").write_text("import sys\nsys.path.remove(sys.path[0])\n" + _IMPORT)
+    ended = _run(base, python, index)
+    assert "Successfully installed tiny-2.0" in ended.stderr, ended.stderr
+
+
+def test_a_requirement_that_does_not_exist_fails_the_host(base, python, index):
+    """The failure file begins with pip's error, the exit code is 2, and the script is not started."""
+    _source(base, "tiny==9.9\n")
+    ended = _run(base, python, index)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    said = _failure(base).splitlines()
+    assert said[0].startswith("ScriptError: pip could not install what ")
+    assert "No matching distribution found for tiny==9.9" in _failure(base)
+    assert "PIP_INDEX_URL" in said[-1]
+
+
+@pytest.mark.parametrize("how", ["directly", "by another package"])
+def test_requirements_that_would_replace_torch_are_refused(base, python, index, how):
+    """A requirements.txt for another torch is an error with both versions, however it asks for it."""
+    _wheel(index, "torch", "0.0.1")
+    _wheel(index, "needy", "1.0", requires=["torch==0.0.1"])
+    _source(base, "torch==0.0.1\n" if how == "directly" else "needy\n", "print('started')")
+    ended = _run(base, python, index)
+    assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
+    assert "torch==0.0.1" in _failure(base)
+    assert f"(constraint) torch=={importlib.metadata.version('torch')}" in _failure(base)
+    assert _failure(base).endswith("(LIGHTNING_SM_INSTALL_REQUIREMENTS=unprotected lets pip replace them).")
+
+
+def test_torch_is_replaced_if_that_is_wanted(base, python, index):
+    """With the protection off, the user gets what the requirements.txt says."""
+    _wheel(index, "torch", "0.0.1")
+    _source(base, "torch==0.0.1\n", "import torch\nprint(torch.VERSION)")
+    ended = _run(base, python, index, LIGHTNING_SM_INSTALL_REQUIREMENTS="unprotected", PIP_NO_DEPS="1")
+    assert (ended.returncode, ended.stdout) == (0, "0.0.1\n"), ended.stderr
+
+
+def test_requirements_that_the_image_has_change_nothing(base, python, index):
+    """An unpinned torch, pytorch-lightning and numpy are there already."""
+    _source(base, "torch\npytorch-lightning\nnumpy\n", "print('started')")
+    ended = _run(base, python, index)
+    assert ended.stdout == "started\n", ended.stderr
+    assert "Successfully installed" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_installed"), [(None, False), ("0", False), ("1", True)], ids=["default", "never", "always"]
+)
+def test_requirements_of_the_image_are_installed_on_demand_only(base, python, index, setting, is_installed):
+    """A requirements.txt beside a script of the image is installed only if the job's environment says so."""
+    write_job(base, hyperparameters={})
+    _source(base, "tiny\n", "import importlib.util\nprint(importlib.util.find_spec('tiny') is not None)")
+    variables = {} if setting is None else {"LIGHTNING_SM_INSTALL_REQUIREMENTS": setting}
+    ended = _run(base, python, index, SAGEMAKER_PROGRAM="train.py", **variables)
+    assert ended.stdout == f"{is_installed}\n", ended.stderr
+    assert ("which did not come with the job (LIGHTNING_SM_INSTALL_REQUIREMENTS=1" in ended.stderr) == (setting is None)
+
+
+def test_nothing_is_installed_if_the_job_says_so(base, python, index):
+    """LIGHTNING_SM_INSTALL_REQUIREMENTS=0 leaves even the job's own requirements.txt alone."""
+    _source(base, "tiny==9.9\n", "print('started')")
+    assert _run(base, python, index, LIGHTNING_SM_INSTALL_REQUIREMENTS="0").stdout == "started\n"
+
+
+def test_a_setting_that_means_nothing_is_an_error(base, python, index):
+    """Only 0, 1 and unprotected are understood."""
+    _source(base, "tiny\n")
+    assert _run(base, python, index, LIGHTNING_SM_INSTALL_REQUIREMENTS="yes").returncode == 2
+    assert _failure(base).startswith("JobConfigError: LIGHTNING_SM_INSTALL_REQUIREMENTS='yes': expected 0 ")
+
+
+def test_a_package_is_installed_and_started_as_a_module(base, python, index):
+    """A source_dir with a setup.py is installed with its dependencies, as the toolkit does."""
+    pytest.importorskip("setuptools")
+    (base / "code" / "src" / "nets").mkdir(parents=True)
+    (base / "code" / "src" / "nets" / "train.py").write_text(_IMPORT)
+    (base / "code" / "setup.py").write_text(
+        "from setuptools import setup\n"
+        "setup(name='nets', version='1', package_dir={'': 'src'}, packages=['nets'], install_requires=['tiny'])"
+    )
+    write_job(
+        base, hyperparameters={"sagemaker_program": '"nets.train"', "sagemaker_submit_directory": '"/opt/ml/code"'}
+    )
+    ended = _run(base, python, index, PIP_NO_BUILD_ISOLATION="0")
+    assert (ended.returncode, ended.stdout) == (0, "tiny 1.0\n"), ended.stderr
+
+
+def test_a_repository_of_codeartifact_is_used(base, python, index):
+    """CA_REPOSITORY_ARN makes pip install from there, and its token gets into no log."""
+    _source(base, "tiny\n")
+    wheel = "tiny-1.0-py3-none-any.whl"
+    with fake_s3() as server:
+        server.objects = {
+            "/v1/authorization-token": b'{"authorizationToken": "seldom"}',
+            "/v1/repository/endpoint": json.dumps({"repositoryEndpoint": f"{server.url}/pypi/own/"}).encode(),
+            "/pypi/own/simple/tiny/": f'<a href="/{wheel}">{wheel}</a>'.encode(),
+            f"/{wheel}": (index / wheel).read_bytes(),
+        }
+        arn = "arn:aws:codeartifact:eu-west-1:111111111111:repository/domain/own"
+        variables = {**server.variables, "CA_REPOSITORY_ARN": arn, "PIP_NO_CACHE_DIR": "1"}
+        ended = train(base, base, python=str(python), **variables)
+    assert ended.stdout == "tiny 1.0\n", ended.stderr
+    assert "Basic " + base64.b64encode(b"aws:seldom").decode() in server.authorizations
+    assert "seldom" not in ended.stderr
+
+
+def test_a_stop_ends_pip_at_once(base, python, index):
+    """SIGTERM while pip waits for an index ends the host with 143 and a reason, and no script is started."""
+    _source(base, "tiny\n", "print('started')")
+    with fake_s3() as server:
+        server.objects["/simple/tiny/"] = None
+        variables = {"PIP_NO_CACHE_DIR": "1", "PIP_INDEX_URL": f"{server.url}/simple/", "python": str(python)}
+        with started(base, base, **variables) as running:
+            running.wait_for("host algo-1")
+            assert server.asked.wait(TIMEOUT_S)
+            running.process.send_signal(signal.SIGTERM)
+            assert running.process.wait(TIMEOUT_S) == 143
+    doing = f"installing the requirements of {base}/code"
+    assert _failure(base) == f"The job was stopped or interrupted (SIGTERM) while this host was {doing}."
+
+
+def test_the_failure_of_another_host_ends_pip(tmp_path, python):
+    """A host whose pip waits for an index leaves when another host of the job has failed."""
+    groups = {"homogeneousCluster": ["algo-1", "algo-2"]}
+    hyperparameters = {"sagemaker_program": '"train.py"', "sagemaker_submit_directory": '"/opt/ml/code"'}
+    addresses = json.dumps({"algo-1": "127.0.0.2", "algo-2": "127.0.0.3"})
+    bases = {}
+    for host in ("algo-1", "algo-2"):
+        bases[host] = write_job(
+            tmp_path / host, resource_config(groups, host, interface="lo"), hyperparameters=hyperparameters
+        )
+        (bases[host] / "code").mkdir()
+    _source(bases["algo-1"], "tiny\n", "print('started')")
+    _source(bases["algo-2"], None, "raise SystemExit('no such data')")
+    with fake_s3() as server:
+        server.objects["/simple/tiny/"] = None
+        variables = {
+            "PIP_NO_CACHE_DIR": "1",
+            "PIP_INDEX_URL": f"{server.url}/simple/",
+            "LIGHTNING_SM_HOST_ADDRESSES": addresses,
+            "LIGHTNING_SM_FAREWELL_S": "20",
+            "TRAINING_JOB_NAME": tmp_path.name,
+            "python": str(python),
+        }
+        with started(bases["algo-1"], bases["algo-1"], **variables) as first:
+            assert server.asked.wait(TIMEOUT_S)
+            with started(bases["algo-2"], bases["algo-2"], **variables) as second:
+                assert second.process.wait(TIMEOUT_S) == 1
+            assert first.process.wait(TIMEOUT_S) == 143
+    assert _failure(bases["algo-1"]).startswith("Host algo-2 was the first to fail, with exit code 1: ")
+    assert "no such data" in _failure(bases["algo-1"])
+
+
+def test_the_emulator_installs_nothing(tmp_path):
+    """``lightning-sm local`` leaves the user's packages alone, and says so."""
+    (tmp_path / "train.py").write_text("print('started')")
+    (tmp_path / "requirements.txt").write_text("no-such-package-as-this\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "lightning_sm", "local", "--base-dir", str(tmp_path / "jobs"), "--", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+    assert ended.returncode == 0, ended.stdout
+    assert "the emulator changes no packages" in ended.stdout
+    assert not Path(tmp_path / "jobs").exists()

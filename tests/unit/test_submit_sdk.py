@@ -1,0 +1,64 @@
+"""Which SDK is installed."""
+
+import importlib.metadata
+import re
+
+import pytest
+
+from lightning_sm.errors import SDKError
+from lightning_sm.submit import sdk
+from lightning_sm.submit.spec import Group, Job
+
+JOB = Job(image="x", groups={"a": Group("ml.g5.xlarge")}, name="digits")
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [
+        ({"sagemaker": "2.257.7"}, 2),
+        ({"sagemaker": "3.27.0", "sagemaker-train": "1.27.0"}, 3),
+        ({"sagemaker-train": "1.27.0"}, 3),
+    ],
+)
+def test_the_version_is_that_of_the_distribution(monkeypatch, installed, expected):
+    """Version 3 is several distributions, one of which has the name of version 2."""
+
+    def version(name):
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(sdk, "version", version)
+    assert sdk.sdk_version() == expected
+
+
+def test_without_an_sdk_the_message_says_what_to_install(monkeypatch):
+    """Both versions, and what works without."""
+
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(sdk, "version", version)
+    with pytest.raises(SDKError, match=r"(?s)lightning-sm\[launch\].*sagemaker-train.*lightning-sm local"):
+        sdk.sdk_version()
+
+
+def test_telemetry_is_off_and_the_rest_of_the_configuration_stays():
+    """The user's defaults are the SDK's business; the dictionary that was passed is not changed."""
+    given = {"SchemaVersion": "1.0", "SageMaker": {"PythonSDK": {"Modules": {"X": 1}}, "TrainingJob": {"Y": 2}}}
+    changed = sdk.without_telemetry(given)
+    assert changed["SageMaker"] == {
+        "PythonSDK": {"Modules": {"X": 1, "TelemetryOptOut": True}},
+        "TrainingJob": {"Y": 2},
+    }
+    assert "TelemetryOptOut" not in given["SageMaker"]["PythonSDK"]["Modules"]
+    assert sdk.without_telemetry({})["SchemaVersion"] == "1.0"
+
+
+def test_code_goes_below_the_output():
+    """Into the same bucket; into the SDK's own if there is no output."""
+    stamp = r"digits/code/\d{4}(-\d\d){5}"
+    assert re.fullmatch(stamp, sdk.code_location(JOB)["key_prefix"])
+    where = sdk.code_location(Job(image="x", groups={}, name="digits", output="s3://bucket/a/b/"))
+    assert where["bucket"] == "bucket"
+    assert re.fullmatch(f"a/b/{stamp}", where["key_prefix"])
