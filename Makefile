@@ -10,7 +10,7 @@ TOOLKIT := $(VENV)/.toolkit
 SDK3 := .venv-sdk3
 SOURCES := lightning_sm app tests benchmarks
 
-.PHONY: train test check format clean
+.PHONY: train test lint check format clean
 
 train: $(READY)
 	$(BIN)/lightning-sm local --group trainer=2 --group data=2 --base-dir outputs --keep -- \
@@ -19,12 +19,14 @@ train: $(READY)
 test: $(READY) $(TOOLKIT) $(SDK3)/.ready
 	$(BIN)/python -m pytest tests/unit tests/integration tests/containers
 
-check: $(READY)
+lint: $(READY)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint docker/Dockerfile tests/containers/stand_in/Dockerfile tests/containers/routes/Dockerfile
+
+check: lint
 	$(BIN)/python -m pytest -q tests/unit
 
 format: $(READY)

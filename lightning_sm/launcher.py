@@ -234,9 +234,17 @@ class _Host:
         # A data host that was told to stop has served all who came; it need not wait for a main host that may be dead.
         if own.exit_code == 0 and not (self._is_data_host and self._was_stopped):
             return peers.farewell()
-        # Whoever failed leaves as soon as the others know, so that the reason of the job is its own and not theirs. The
-        # failure of a data host decides nothing, so that nobody answers; where all are stopped, nobody needs to.
-        if not self._is_data_host and not self._was_stopped:
+        if self._is_data_host and len(self._topology.data_hosts) > 1 and not self._was_stopped:
+            # The service ends a job as soon as one of its hosts leaves with an error.
+            _LOG.warning(
+                "lightning-sm: this data host is out of order. It stays until the training has ended, which goes on "
+                "with the others. %s",
+                own.reason,
+            )
+            return peers.farewell()
+        # Whoever failed leaves as soon as the others know, so that the reason of the job is its own and not theirs.
+        # Where all are stopped, nobody needs to know.
+        if not self._was_stopped:
             self._known.wait(self._farewell_s)
         return peers.verdict
 
@@ -245,6 +253,9 @@ class _Host:
         is_elsewhere = verdict is not None and verdict.is_failure and verdict.host != self._job.current_host
         # Of all hosts: it does not matter which one ended first.
         is_stop = self._was_stopped and self._was_stopped_before and own.exit_code != 0
+        if self._is_data_host and verdict is not None and not verdict.is_failure and own.exit_code != 0:
+            _LOG.warning("lightning-sm: the training succeeded without this host, which therefore ends with 0.")
+            return Outcome(0)
         if verdict is None or not is_elsewhere or is_stop or self._is_data_host:
             return own
         # The host that failed leaves first: its exit code and its reason are those of the job.

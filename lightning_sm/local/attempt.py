@@ -21,9 +21,9 @@ from lightning_sm.local.output import Output
 from lightning_sm.prctl import adopt_orphans
 from lightning_sm.rendezvous import SLOW_NAMES_VARIABLE
 
-# Between SIGTERM and SIGKILL. After a failure: several interpreters that leave a busy machine at once need seconds, and
-# what a host says of the reason counts. After Ctrl-C: who waits at a terminal has decided already.
-_FAILURE_GRACE_S, _GRACE_S = 15.0, 5.0
+# Between SIGTERM and SIGKILL. After a failure: the launchers of the other hosts give their scripts 15 s, and what they
+# say of the reason counts. After Ctrl-C: who waits at a terminal has decided already.
+_FAILURE_GRACE_S, _GRACE_S = 20.0, 5.0
 # timeout(1) sends its signal twice, and so do wrappers that pass on what the terminal sent to all.
 _ONE_SIGNAL_S = 0.5
 _POLL_S = 0.1

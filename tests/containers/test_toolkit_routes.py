@@ -73,23 +73,18 @@ def _check(job, places, started_by):
     assert set(job.model) == {"model.ckpt", "state_dict.pt", "config.yaml"}
 
 
-def test_torch_distributed_means_the_same_ranks_with_torchrun_and_without(image, toolkit_image, tmp_path):
-    """``torch_distributed``: the toolkit starts torchrun, our launcher the ranks themselves, which are the same."""
+def test_mpirun_torchrun_and_our_launcher_start_the_same_ranks(image, toolkit_image, tmp_path):
+    """What ``distribution={...}`` makes the toolkit start has the ranks that our entry point gives without it."""
     with ThreadPoolExecutor(2) as pool:
-        torchrun = pool.submit(_fit, tmp_path / "torchrun", toolkit_image, _TORCHRUN)
-        ours = pool.submit(_fit, tmp_path / "ours", image, _TORCHRUN)
-    _check(torchrun.result(), _TWO_HOSTS, ["torchrun"])
-    _check(ours.result(), _TWO_HOSTS, [])
-
-
-def test_mpi_means_the_same_ranks_with_mpirun_and_without(image, toolkit_image, tmp_path):
-    """``mpi``: the toolkit starts mpirun over ssh, our launcher the ranks themselves, which are the same."""
-    with ThreadPoolExecutor(2) as pool:
-        # Ends with 30 s in which it does nothing (sagemaker_training/mpi.py, WorkerRunner.run).
+        # Ends with 30 s in which it does nothing (sagemaker_training/mpi.py, WorkerRunner.run): time for the others.
         mpirun = pool.submit(_fit, tmp_path / "mpirun", toolkit_image, _MPI)
-        ours = pool.submit(_fit, tmp_path / "ours", image, _MPI)
+        torchrun = pool.submit(_fit, tmp_path / "torchrun", toolkit_image, _TORCHRUN)
+        in_place_of_mpirun = pool.submit(_fit, tmp_path / "no-mpirun", image, _MPI)
+        in_place_of_torchrun = pool.submit(_fit, tmp_path / "no-torchrun", image, _TORCHRUN)
     _check(mpirun.result(), _TWO_HOSTS_OF_TWO, ["mpirun"])
-    _check(ours.result(), _TWO_HOSTS_OF_TWO, [])
+    _check(in_place_of_mpirun.result(), _TWO_HOSTS_OF_TWO, [])
+    _check(torchrun.result(), _TWO_HOSTS, ["torchrun"])
+    _check(in_place_of_torchrun.result(), _TWO_HOSTS, [])
 
 
 # With torch_distributed the SDK drops the names of the groups (sagemaker 2.257.7, pytorch/estimator.py,

@@ -27,6 +27,8 @@ class Points(LightningDataModule):
         self.workers = workers
 
     def train_dataloader(self):
+        if os.environ.get("FAILS", "").endswith("@open"):
+            fail(place(), "open")
         return DataLoader(points(NUM_SAMPLES, 1), batch_size=BATCH_SIZE, shuffle=True, num_workers=self.workers)
 
     def val_dataloader(self):
@@ -69,7 +71,7 @@ class Line(LightningModule):
 
 
 def fail(rank, moment):
-    """Fail as FAILS says, a way of dying "@" a global step or "val", on rank FAILS_ON."""
+    """Fail as FAILS says, a way of dying "@" a global step, "val" or "open", on the rank or place FAILS_ON."""
     kind, _, at = os.environ.get("FAILS", "").partition("@")
     if str(rank) != os.environ.get("FAILS_ON") or str(moment) != at:
         return
@@ -84,9 +86,11 @@ def fail(rank, moment):
 
 
 def place():
-    """What FAILS_ON may name before there are ranks: the rank of the host among the trainers, or "data"."""
-    topology = Topology.from_job(SageMakerJob.from_environment())
-    return str(topology.node_rank) if topology.role is Role.TRAINER else "data"
+    """What FAILS_ON may name where there are no ranks: the host's rank among the trainers, "data-0", "data-1"."""
+    job = SageMakerJob.from_environment()
+    topology = Topology.from_job(job)
+    is_trainer = topology.role is Role.TRAINER
+    return str(topology.node_rank) if is_trainer else f"data-{topology.data_hosts.index(job.current_host)}"
 
 
 if __name__ == "__main__":
