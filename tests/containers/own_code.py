@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.containers.engine import docker
 from tests.containers.local_mode import LocalJob
+from tests.fakes.wheel import write_wheel
 
 ENTRY_POINT = "train.py"
 _CODE = Path(__file__).parent / "scripts" / "own_code"
@@ -33,13 +34,14 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 
 def source_dir(folder: Path) -> str:
-    """A copy of the code, as local mode mounts it writable.
+    """A copy of the code, as local mode mounts it writable, with a requirements.txt.
 
     Args:
         folder: Where to make it.
     """
     copy = folder / "code"
     shutil.copytree(_CODE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "requirements.txt").write_text(f"./{write_wheel(copy, 'wanted', '1.0')}\n")
     return str(copy)
 
 

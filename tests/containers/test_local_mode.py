@@ -99,7 +99,7 @@ def test_own_code_runs_instead_of_the_app(image, tmp_path):
         for one in own_code.seen(job):
             assert one["met"] == list(range(num_hosts))
             assert one["arguments"] == {**own_code.ARGUMENTS, "fails_on": None}
-            assert (one["max_epochs"], one["interface"]) == (1, "eth0")
+            assert (one["max_epochs"], one["interface"], one["has_requirements"]) == (1, "eth0", True)
 
 
 def test_failure_of_one_host_fails_all(image, tmp_path):

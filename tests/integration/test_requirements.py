@@ -10,13 +10,13 @@ import site
 import subprocess
 import sys
 import venv
-import zipfile
 from pathlib import Path
 
 import pytest
 
 from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.s3 import fake_s3
+from tests.fakes.wheel import write_wheel
 from tests.integration.hosts import REPOSITORY
 from tests.integration.launching import TIMEOUT_S, started, train
 
@@ -50,24 +50,8 @@ def index(tmp_path):
     """The folder that pip finds packages in, instead of an index."""
     folder = tmp_path / "index"
     folder.mkdir()
-    _wheel(folder, "tiny", "1.0")
+    write_wheel(folder, "tiny", "1.0")
     return folder
-
-
-def _wheel(folder, name, version, requires=()):
-    """Write a wheel with one module, by hand: no build tool is needed, and no network."""
-    info = f"{name}-{version}.dist-info"
-    lines = [
-        "Metadata-Version: 2.1",
-        f"Name: {name}",
-        f"Version: {version}",
-        *(f"Requires-Dist: {r}" for r in requires),
-    ]
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{name}.py", f"VERSION = {version!r}\n")
-        wheel.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
 
 
 def _source(base, requirements=None, script=_IMPORT):
@@ -101,7 +85,7 @@ def test_relative_paths_in_requirements_start_from_the_code(base, python, index)
     """A wheel that came with the code is named by its path in it; modules of the code do not get in pip's way."""
     _source(base, "./wheels/tiny-2.0-py3-none-any.whl\n")
     (base / "code" / "wheels").mkdir()
-    _wheel(base / "code" / "wheels", "tiny", "2.0")
+    write_wheel(base / "code" / "wheels", "tiny", "2.0")
     (base / "code" / "types.py").write_text("raise RuntimeError('not for pip')")
     (base / "code" / "train.py").write_text("import sys\nsys.path.remove(sys.path[0])\n" + _IMPORT)
     ended = _run(base, python, index)
@@ -122,8 +106,8 @@ def test_a_requirement_that_does_not_exist_fails_the_host(base, python, index):
 @pytest.mark.parametrize("how", ["directly", "by another package"])
 def test_requirements_that_would_replace_torch_are_refused(base, python, index, how):
     """A requirements.txt for another torch is an error with both versions, however it asks for it."""
-    _wheel(index, "torch", "0.0.1")
-    _wheel(index, "needy", "1.0", requires=["torch==0.0.1"])
+    write_wheel(index, "torch", "0.0.1")
+    write_wheel(index, "needy", "1.0", requires=["torch==0.0.1"])
     _source(base, "torch==0.0.1\n" if how == "directly" else "needy\n", "print('started')")
     ended = _run(base, python, index)
     assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
@@ -134,7 +118,7 @@ def test_requirements_that_would_replace_torch_are_refused(base, python, index, 
 
 def test_torch_is_replaced_if_that_is_wanted(base, python, index):
     """With the protection off, the user gets what the requirements.txt says."""
-    _wheel(index, "torch", "0.0.1")
+    write_wheel(index, "torch", "0.0.1")
     _source(base, "torch==0.0.1\n", "import torch\nprint(torch.VERSION)")
     ended = _run(base, python, index, LIGHTNING_SM_INSTALL_REQUIREMENTS="unprotected", PIP_NO_DEPS="1")
     assert (ended.returncode, ended.stdout) == (0, "0.0.1\n"), ended.stderr

@@ -1,4 +1,5 @@
 # A user's own code: model and data in one file, with a module and a package beside it. Every rank leaves what it saw.
+import importlib.util
 from pathlib import Path
 
 import line
@@ -48,6 +49,7 @@ class Line(LightningModule):
             "world_size": trainer.world_size,
             "met": sorted(self.all_gather(torch.tensor(trainer.global_rank)).flatten().tolist()),
             "max_epochs": trainer.max_epochs,
+            "has_requirements": importlib.util.find_spec("wanted") is not None,
             "arguments": {name: value for name, value in self.hparams.items() if not name.startswith("_")},
         }
         leave(f"rank-{trainer.global_rank}", seen)
