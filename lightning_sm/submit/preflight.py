@@ -171,7 +171,7 @@ def _addresses(job: Job) -> Iterator[str]:
     if not _ECR.fullmatch(job.image):
         yield (
             f"image is {job.image!r}; the service takes images from Amazon ECR: "
-            "<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>. How to push one there: docs/submit.md."
+            "<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>. How to push one there: README.md."
         )
     uris = {f"channels.{name}.uri": channel.uri for name, channel in job.channels.items()}
     uris |= {name: uri for name in ("output", "checkpoints", "tensorboard") if (uri := getattr(job, name)) is not None}
