@@ -119,7 +119,7 @@ class Steps:
         if self._child.is_over:
             signum = signal.Signals(self._child.stopped_by or signal.SIGTERM)
             how = f"stopped or interrupted ({signum.name})" if self._child.stopped_by else "over"
-            raise Stopped(f"The job was {how} while this host was {doing}.", 128 + signum)
+            raise Stopped(f"The job was {how}. This host was {doing}.", 128 + signum)
 
     def _run(self, command: Sequence[str], doing: str) -> int:
         self.check_not_stopped(doing)

@@ -222,7 +222,7 @@ def test_the_launcher_says_who_it_is_before_it_fetches_code(base, work, s3):
         assert s3.asked.wait(TIMEOUT_S)
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(TIMEOUT_S) == 143
-    assert _failure(base) == f"The job was stopped or interrupted (SIGTERM) while this host was fetching {_ADDRESS}."
+    assert _failure(base) == f"The job was stopped or interrupted (SIGTERM). This host was fetching {_ADDRESS}."
 
 
 def test_a_data_host_that_is_stopped_before_its_script_is_not_broken(tmp_path, work, s3):

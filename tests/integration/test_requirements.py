@@ -205,7 +205,7 @@ def test_a_stop_ends_pip_at_once(base, python, index):
             running.process.send_signal(signal.SIGTERM)
             assert running.process.wait(TIMEOUT_S) == 143
     doing = f"installing the requirements of {base}/code"
-    assert _failure(base) == f"The job was stopped or interrupted (SIGTERM) while this host was {doing}."
+    assert _failure(base) == f"The job was stopped or interrupted (SIGTERM). This host was {doing}."
 
 
 def test_the_failure_of_another_host_ends_pip(tmp_path, python):
