@@ -8,17 +8,19 @@ import pytest
 
 from tests.containers import engine as engines
 from tests.containers import images
+from tests.containers.local_mode import removed_network
 
 
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A Docker engine that answers: the one that runs, else one that lives as long as the tests."""
     if engines.is_running():
-        yield
+        with removed_network():
+            yield
         return
     if missing := engines.what_is_missing():
         pytest.skip(f"no Docker engine runs, and one of the tests' own needs {', '.join(missing)}")
-    with engines.own_engine(tmp_path_factory.mktemp("engine")):
+    with engines.own_engine(tmp_path_factory.mktemp("engine")), removed_network():
         yield
 
 

@@ -17,7 +17,6 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -200,23 +199,28 @@ def _run(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> tu
     return returncode, output
 
 
-@cache
-def _had_network() -> bool:
-    """Whether somebody else had made the network when the first of our jobs was about to start."""
-    return _NETWORK in docker("network", "ls", "--format", "{{.Name}}").stdout.splitlines()
+@contextmanager
+def removed_network() -> Iterator[None]:
+    """Remove the network of the SDK's local jobs, unless it was there before.
+
+    For all jobs together: Docker would remove it from under the containers of a job that has made them, and is about to
+    start them.
+    """
+    had_network = _NETWORK in docker("network", "ls", "--format", "{{.Name}}").stdout.splitlines()
+    try:
+        yield
+    finally:
+        if not had_network:
+            docker("network", "rm", _NETWORK, check=False)  # fails if no job has made it
 
 
 @contextmanager
 def _removed_containers(label: str) -> Iterator[None]:
-    had_network = _had_network()
     try:
         yield
     finally:
         for identity, _ in _containers(label).values():
             docker("rm", "--force", "--volumes", identity)
-        if not had_network:
-            # Fails while another job uses it, which is as it should be.
-            docker("network", "rm", _NETWORK, check=False)
 
 
 def _containers(label: str) -> dict[str, tuple[str, int | None]]:
