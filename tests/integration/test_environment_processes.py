@@ -240,6 +240,7 @@ def test_name_that_resolves_later_is_waited_for(hosts, tmp_path):
         assert process.wait() == 0
     finally:
         timer.cancel()
+        timer.join()
         process.kill()
         process.communicate()
     assert lines[0].startswith("Waiting for the names of hosts algo-1, algo-2 to resolve (main host: algo-1;")

@@ -67,6 +67,8 @@ def _mpirun(hosts, order, *, processes=1, options=(), python_options=(), python_
     command = [
         *("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"),
         *("--mca", "plm_rsh_agent", str(agent)),
+        # As the toolkit does. Where a machine has several networks (Docker's), MPI's first message hangs without it.
+        *("--mca", "btl_tcp_if_include", "lo", "--mca", "oob_tcp_if_include", "lo"),
         *("--host", ",".join(f"{host}:{processes}" for host in order), "-np", str(processes * len(order))),
         *options,
         sys.executable,
