@@ -17,7 +17,7 @@ train: $(READY)
 		app/train.py fit --config app/configs/digits.yaml
 
 test: $(READY) $(TOOLKIT) $(SDK3)/.ready
-	$(BIN)/python -m pytest tests/unit tests/integration tests/containers
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder tests/unit tests/integration tests/containers
 
 lint: $(READY)
 	$(BIN)/ruff format --check $(SOURCES)

@@ -5,11 +5,21 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
+_TESTS = Path(__file__).parent
 _NO_SKIPS = "LIGHTNING_SM_TEST_NO_SKIPS"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep what shares a resource in one worker of pytest-xdist: the Docker engine, and the ports of emulated jobs."""
+    for item in items:
+        folder = item.path.relative_to(_TESTS).parts[0]
+        if folder != "unit":
+            item.add_marker(pytest.mark.xdist_group(folder))
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -190,6 +190,7 @@ def test_errors_of_the_server_are_survived(base, work, s3):
         (b"", "s3://bucket", "expected s3://bucket/key"),
         (b"", "https://example.com/code.tar.gz", "expected s3://bucket/key"),
     ],
+    ids=["missing", "not an archive", "cut off", "outside", "no key", "not S3"],
 )
 def test_code_that_cannot_be_had_fails_the_host(base, work, s3, content, address, reason):
     """The failure file names the address and what is wrong with it, and no script is started."""
