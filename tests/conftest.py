@@ -14,6 +14,8 @@ _TESTS = Path(__file__).parent
 _NO_SKIPS = "LIGHTNING_SM_TEST_NO_SKIPS"
 
 
+# First, as xdist reads the groups in the same hook.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep what shares a resource in one worker of pytest-xdist: the Docker engine, and the ports of emulated jobs."""
     for item in items:
