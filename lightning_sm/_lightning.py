@@ -34,7 +34,7 @@ DISTRIBUTION = _choose()
 if TYPE_CHECKING:
     from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
-    from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
+    from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint, ProgressBar, WeightAveraging
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
     from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
     from pytorch_lightning.utilities import CombinedLoader, rank_zero_only
@@ -52,6 +52,8 @@ else:
     Checkpoint = _callbacks.Checkpoint
     ModelCheckpoint = _callbacks.ModelCheckpoint
     ProgressBar = _callbacks.ProgressBar
+    # Since Lightning 2.6.
+    WeightAveraging = getattr(_callbacks, "WeightAveraging", None)
     ArgsType = _cli.ArgsType
     LightningArgumentParser = _cli.LightningArgumentParser
     LightningCLI = _cli.LightningCLI
@@ -74,6 +76,7 @@ __all__ = [
     "ModelCheckpoint",
     "ProgressBar",
     "Trainer",
+    "WeightAveraging",
     "WrappingCheckpointIO",
     "check_same_distribution",
     "rank_zero_only",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lightning_sm._lightning import Checkpoint, LightningModule, Trainer
+from lightning_sm._lightning import Checkpoint, LightningModule, Trainer, WeightAveraging
 from lightning_sm.callbacks.pace import Pace
 from lightning_sm.checkpoints import JOB_KEY
 from lightning_sm.child_process import GENTLE_SIGNAL
@@ -205,6 +205,8 @@ class SpotCheckpoint(Checkpoint):
         if trainer.sanity_checking:
             logger.info("Interrupted before the first step: there is nothing new to save.")
             raise TrainingInterrupted(self._exit_code)
+        if self._moment is _Moment.VALIDATION:
+            _swap_averaged_weights_back(trainer)
         path = self._dirpath / f"interrupted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
         # AsyncCheckpointIO writes in a thread, which this waits for; it raises what went wrong there, too.
@@ -237,6 +239,13 @@ class SpotCheckpoint(Checkpoint):
         """Whether nothing is left to do but to export the model."""
         is_last = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= trainer.max_epochs
         return is_last or trainer.should_stop
+
+
+def _swap_averaged_weights_back(trainer: Trainer) -> None:
+    """Undo what WeightAveraging does for the time of a validation; it would save either weights as the other."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if WeightAveraging is not None and isinstance(callback, WeightAveraging):
+            callback.on_validation_epoch_end(trainer, trainer.lightning_module)
 
 
 def _step_of(path: Path) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from pytorch_lightning import seed_everything
+from pytorch_lightning.callbacks import EMAWeightAveraging
 from pytorch_lightning.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -128,10 +129,10 @@ def fit(folder, model, *callbacks, ckpt_path=None, **settings):
     return trainer
 
 
-def is_interrupted(folder, model, interrupt, **settings):
+def is_interrupted(folder, model, *callbacks, **settings):
     """Train; returns whether the run left early, with the exit code that says so. Its workers are gone then."""
     try:
-        fit(folder, model, interrupt, **settings)
+        fit(folder, model, *callbacks, **settings)
     except TrainingInterrupted as ended:
         code = ended.code
     else:
@@ -270,6 +271,25 @@ def test_random_numbers_go_on(tmp_path, uninterrupted, cls, moment):
     successor.events = model.events
     fit(tmp_path / "run", successor, ckpt_path=newest_checkpoint(tmp_path / "run"))
     assert whole(successor.events) == reference.events
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory):
+    """A model that was trained without interruption, with an average of its weights, on which it is validated."""
+    model = Model()
+    fit(tmp_path_factory.mktemp("averaged"), model, EMAWeightAveraging(decay=0.5))
+    return model
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_averaged_weights_go_on(tmp_path, averaged, moment):
+    """The average of the weights, and the weights beside it, are those of an uninterrupted run."""
+    model = Model()
+    if is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]), EMAWeightAveraging(decay=0.5)):
+        model = continued(model)
+        fit(tmp_path / "run", model, EMAWeightAveraging(decay=0.5), ckpt_path=newest_checkpoint(tmp_path / "run"))
+    assert whole(model.events) == averaged.events
+    assert torch.equal(model.line.weight, averaged.line.weight)
 
 
 @pytest.mark.parametrize("signum", STOP_SIGNALS)
