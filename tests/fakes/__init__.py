@@ -1,1 +1,1 @@
-"""Stand-ins for what SageMaker provides to a training job."""
+"""Stand-ins for SageMaker, for hosts and for users, and the material that several test files share."""

@@ -9,6 +9,25 @@ from typing import Any
 
 from lightning_sm.job import InstanceGroup, SageMakerJob
 
+# Verbatim from SageMaker SDK v2 (2.257) local mode, two hosts: no groups, and host names with a suffix.
+SDK_V2_LOCAL = (
+    '{"current_host": "algo-2-d0zia", "hosts": ["algo-1-d0zia", "algo-2-d0zia"], '
+    '"network_interface_name": "eth0", "current_instance_type": "local"}'
+)
+# Verbatim from SageMaker SDK v3 (3.27) local mode: an interface that no container has.
+SDK_V3_LOCAL = (
+    '{"current_host": "algo-1", "hosts": ["algo-1", "algo-2"], '
+    '"network_interface_name": "ethwe", "current_instance_type": "local_cpu"}'
+)
+# Verbatim from a job on the service (ultralytics/yolov5 issue 12811): hosts sorted, those of the group not.
+SERVICE = (
+    '{"current_host":"algo-1","current_instance_type":"ml.g4dn.xlarge","current_group_name":"homogeneousCluster",'
+    '"hosts":["algo-1","algo-2","algo-3","algo-4"],"instance_groups":[{"instance_group_name":"homogeneousCluster",'
+    '"instance_type":"ml.g4dn.xlarge","hosts":["algo-3","algo-1","algo-4","algo-2"]}],"network_interface_name":"eth0"}'
+)
+TWO_GROUPS = {"data_group": ["algo-3"], "gpu_group": ["algo-2", "algo-1"]}
+TYPES = {"data_group": "ml.c5.xlarge", "gpu_group": "ml.g5.xlarge"}
+
 
 def write_job(
     base_dir: Path,
@@ -112,3 +131,10 @@ def make_job(
         source="resourceconfig.json",
         **facts,
     )
+
+
+def read(base_dir: Path, **env: str) -> SageMakerJob:
+    """The job that a process with these variables reads."""
+    job = SageMakerJob.from_environment(env, base_dir)
+    assert job is not None
+    return job

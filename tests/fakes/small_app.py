@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning import LightningDataModule, LightningModule
+from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sm import SageMakerCLI
@@ -89,6 +89,12 @@ class RootData(SmallData):
     def __init__(self, root: str, size: int = 1) -> None:
         super().__init__(root)
         self.root, self.size = root, size
+
+
+def make_trainer(**arguments: Any) -> Trainer:
+    """A Trainer that says nothing."""
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    return Trainer(**quiet, **arguments)
 
 
 class LinkedCLI(SageMakerCLI):

@@ -9,12 +9,11 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
 from lightning_sm.checkpoints import JOB_KEY, job_facts, newest_checkpoint
 from lightning_sm.job import InstanceGroup, SageMakerJob
-from tests.fakes.small_app import SmallData, SmallModel
+from tests.fakes.small_app import SmallData, SmallModel, make_trainer
 
 _BEGINNING = "training starts from the beginning"
 
@@ -30,12 +29,6 @@ def train(folder, max_epochs=2, **arguments):
     """Train with real checkpoints after each step; an epoch has two."""
     saver = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=1, **arguments)
     make_trainer(callbacks=[saver], max_epochs=max_epochs).fit(SmallModel(), SmallData())
-
-
-def make_trainer(**arguments):
-    """A Trainer that says nothing."""
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
-    return Trainer(**quiet, **arguments)
 
 
 def a_checkpoint(step, *, epoch=0, batches=None, facts=None):

@@ -1,45 +1,23 @@
-"""The facts of a job are read from every source that exists, and malformed sources are named."""
+"""The facts of a job are read from every source that exists."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from lightning_sm.errors import JobConfigError
 from lightning_sm.job import Channel, InstanceGroup, SageMakerJob
-from tests.fakes.job_folder import resource_config, write_job
-
-# Verbatim from SageMaker SDK v2 (2.257) local mode, two hosts: no groups, and host names with a suffix.
-SDK_V2_LOCAL = (
-    '{"current_host": "algo-2-d0zia", "hosts": ["algo-1-d0zia", "algo-2-d0zia"], '
-    '"network_interface_name": "eth0", "current_instance_type": "local"}'
+from tests.fakes.job_folder import (
+    SDK_V2_LOCAL,
+    SDK_V3_LOCAL,
+    SERVICE,
+    TWO_GROUPS,
+    TYPES,
+    read,
+    resource_config,
+    write_job,
 )
-# Verbatim from SageMaker SDK v3 (3.27) local mode: an interface that no container has.
-SDK_V3_LOCAL = (
-    '{"current_host": "algo-1", "hosts": ["algo-1", "algo-2"], '
-    '"network_interface_name": "ethwe", "current_instance_type": "local_cpu"}'
-)
-# Verbatim from a job on the service (ultralytics/yolov5 issue 12811): hosts sorted, those of the group not.
-SERVICE = (
-    '{"current_host":"algo-1","current_instance_type":"ml.g4dn.xlarge","current_group_name":"homogeneousCluster",'
-    '"hosts":["algo-1","algo-2","algo-3","algo-4"],"instance_groups":[{"instance_group_name":"homogeneousCluster",'
-    '"instance_type":"ml.g4dn.xlarge","hosts":["algo-3","algo-1","algo-4","algo-2"]}],"network_interface_name":"eth0"}'
-)
-TWO_GROUPS = {"data_group": ["algo-3"], "gpu_group": ["algo-2", "algo-1"]}
-TYPES = {"data_group": "ml.c5.xlarge", "gpu_group": "ml.g5.xlarge"}
-
-
-def read(base_dir: Path, **env: str) -> SageMakerJob:
-    """The job that a process with these variables reads."""
-    job = SageMakerJob.from_environment(env, base_dir)
-    assert job is not None
-    return job
-
 
 # ---- sources and their order
 
@@ -267,216 +245,3 @@ def test_settings_are_read_from_variables(tmp_path):
 def test_empty_data_groups_mean_none_and_not_unset(tmp_path):
     """An empty LIGHTNING_SM_DATA_GROUPS switches the rules off."""
     assert read(write_job(tmp_path, SERVICE), LIGHTNING_SM_DATA_GROUPS="").data_groups == ()
-
-
-@pytest.mark.parametrize("text", ["0", "65536", "-1", "1.5", "many", " 80", "\u0663", "9" * 5000])
-def test_port_out_of_range_is_an_error(tmp_path, text):
-    """What is no port is named with its variable and value."""
-    with pytest.raises(JobConfigError, match=f"LIGHTNING_SM_MAIN_PORT is '{text}'; expected a whole number from 1 to"):
-        read(write_job(tmp_path, SERVICE), LIGHTNING_SM_MAIN_PORT=text)
-
-
-@pytest.mark.parametrize(
-    ("variable", "text", "message"),
-    [
-        ("LIGHTNING_SM_DEVICES", "0", r"LIGHTNING_SM_DEVICES is '0'"),
-        ("LIGHTNING_SM_DEVICES", "auto", r"LIGHTNING_SM_DEVICES is 'auto'"),
-        ("SM_NUM_GPUS", "x", r"SM_NUM_GPUS is 'x'"),
-        ("LIGHTNING_SM_HOST_ADDRESSES", "10.0.0.1", r"LIGHTNING_SM_HOST_ADDRESSES: not valid JSON.*'10\.0\.0\.1'"),
-        ("LIGHTNING_SM_HOST_ADDRESSES", '["a"]', r"LIGHTNING_SM_HOST_ADDRESSES: expected a JSON object, got \['a'\]"),
-        ("LIGHTNING_SM_HOST_ADDRESSES", '{"a": 1}', r"LIGHTNING_SM_HOST_ADDRESSES: field 'a' is 1 \(int\)"),
-    ],
-)
-def test_malformed_setting_is_an_error(tmp_path, variable, text, message):
-    """A setting is never silently ignored."""
-    with pytest.raises(JobConfigError, match=message):
-        read(write_job(tmp_path, SERVICE), **{variable: text})
-
-
-# ---- malformed sources
-
-
-def broken(**changes: object) -> dict[str, object]:
-    """The file of a heterogeneous job with some fields changed."""
-    return {**resource_config(TWO_GROUPS, "algo-1", instance_types=TYPES), **changes}
-
-
-def group(name: object, hosts: object, **others: object) -> dict[str, object]:
-    """One entry of instance_groups."""
-    return {"instance_group_name": name, "hosts": hosts, **others}
-
-
-@pytest.mark.parametrize(
-    ("resources", "message"),
-    [
-        (
-            broken(current_host="algo-9"),
-            r"field 'current_host' is 'algo-9' \(str\); expected one of the hosts \['algo-1'",
-        ),
-        (broken(current_host=None), r"field 'current_host' is missing; expected a non-empty string"),
-        (broken(current_host=1), r"field 'current_host' is 1 \(int\)"),
-        (broken(current_host=""), r"field 'current_host' is '' \(str\)"),
-        (broken(hosts=None), r"field 'hosts' is missing; expected a non-empty list of names"),
-        (broken(hosts=[]), r"field 'hosts' is \[\] \(list\)"),
-        (broken(hosts="algo-1"), r"field 'hosts' is 'algo-1' \(str\)"),
-        (broken(hosts=["algo-1", 2]), r"field 'hosts' is \['algo-1', 2\]"),
-        (broken(hosts=["algo-1", ""]), r"field 'hosts' is \['algo-1', ''\]"),
-        (
-            broken(hosts=["algo-1", "algo-1"]),
-            r"field 'hosts' is \['algo-1', 'algo-1'\] \(list\); expected every name once",
-        ),
-        (broken(network_interface_name=7), r"field 'network_interface_name' is 7 \(int\)"),
-        (broken(current_group_name=["x"]), r"field 'current_group_name' is \['x'\] \(list\)"),
-        (
-            broken(current_group_name="data_group"),
-            r"'current_group_name' is 'data_group' .*'gpu_group', the group whose",
-        ),
-        (broken(instance_groups={}), r"field 'instance_groups' is \{\} \(dict\); expected a list of objects"),
-        (broken(instance_groups=""), r"field 'instance_groups' is '' \(str\)"),
-        (broken(instance_groups=[["x"]]), r"field 'instance_groups' is \[\['x'\]\]"),
-        (
-            broken(instance_groups=[group(None, ["algo-1"])]),
-            r"instance_groups\[0\]: field 'instance_group_name' is missing",
-        ),
-        (
-            broken(instance_groups=[group("a", ["algo-1"]), group("a", ["algo-2"])]),
-            r"instance_groups\[1\]: field 'instance_group_name' is 'a' \(str\); expected a name that no other",
-        ),
-        (
-            broken(instance_groups=[group("a", ["algo-1"]), group("b", [])]),
-            r"instance_groups\[1\]: field 'hosts' is \[\] \(list\); expected at least one host in group 'b'",
-        ),
-        (broken(instance_groups=[group("a", None)]), r"instance_groups\[0\]: field 'hosts' is missing"),
-        (
-            broken(instance_groups=[group("a", ["algo-1", "algo-9"])]),
-            r"instance_groups\[0\]: field 'hosts' is \['algo-1', 'algo-9'\] .*expected hosts of the job",
-        ),
-        (
-            broken(instance_groups=[group("a", ["algo-1", "algo-2"]), group("b", ["algo-3", "algo-2"])]),
-            r"instance_groups\[1\]: field 'hosts' .*expected no host of group 'a' \('algo-2' is\)",
-        ),
-        (
-            broken(instance_groups=[group("a", ["algo-1", "algo-2"])]),
-            r"field 'instance_groups' .*expected a group for each host; none has \['algo-3'\]",
-        ),
-        (
-            broken(instance_groups=[group("a", ["algo-1"], instance_type=5)]),
-            r"instance_groups\[0\]: field 'instance_type' is 5 \(int\)",
-        ),
-        ([1], r"expected a JSON object, got \[1\] \(list\)"),
-        ("{not json", r"not valid JSON \(.*it begins with '\{not json'"),
-        ("", r"not valid JSON \(.*it begins with ''"),
-        (b"\xff\xfe", r"cannot be read"),
-        ("9" * 5000, r"not valid JSON"),
-        ("[" * 200_000, r"not valid JSON"),
-    ],
-)
-def test_malformed_resource_file_is_an_error_with_file_field_and_value(tmp_path, resources, message):
-    """A present but malformed file never yields a default: the message says where to look."""
-    file = re.escape(str(tmp_path / "input/config/resourceconfig.json"))
-    with pytest.raises(JobConfigError, match=f"(?s)^{file}.*{message}"):
-        read(write_job(tmp_path, resources))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "resourceconfig.json",
-        "inputdataconfig.json",
-        "hyperparameters.json",
-        "checkpointconfig.json",
-        "tensorboardoutputconfig.json",
-    ],
-)
-def test_file_that_cannot_be_read_is_an_error(tmp_path, name):
-    """A folder in the place of a file is not the same as no file."""
-    write_job(tmp_path, None if name == "resourceconfig.json" else SERVICE)
-    (tmp_path / "input/config" / name).mkdir()
-    with pytest.raises(JobConfigError, match=f"{re.escape(name)}: cannot be read"):
-        read(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({"channels": {"train": "File"}}, r"inputdataconfig\.json: field 'train' is 'File' \(str\)"),
-        ({"channels": {"train": {"TrainingInputMode": 1}}}, r"channel 'train': field 'TrainingInputMode' is 1 \(int\)"),
-        ({"channels": []}, r"inputdataconfig\.json: expected a JSON object"),
-        ({"hyperparameters": "[]"}, r"hyperparameters\.json: expected a JSON object"),
-        ({"hyperparameters": "{"}, r"hyperparameters\.json: not valid JSON"),
-        ({"checkpoint": {"LocalPath": 1}}, r"checkpointconfig\.json: field 'LocalPath' is 1 \(int\)"),
-        ({"checkpoint": {"S3Uri": []}}, r"checkpointconfig\.json: field 'S3Uri' is \[\] \(list\)"),
-        ({"tensorboard": {"LocalPath": {}}}, r"tensorboardoutputconfig\.json: field 'LocalPath' is \{\} \(dict\)"),
-    ],
-)
-def test_other_malformed_files_are_errors(tmp_path, files, message):
-    """Each file is checked as strictly as the list of hosts."""
-    with pytest.raises(JobConfigError, match=message):
-        read(write_job(tmp_path, SERVICE, **files))
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"SM_RESOURCE_CONFIG": "{"}, r"^SM_RESOURCE_CONFIG: not valid JSON"),
-        ({"SM_RESOURCE_CONFIG": "{}"}, r"^SM_RESOURCE_CONFIG: field 'hosts' is missing"),
-        ({"SM_HOSTS": "algo-1"}, r"^SM_HOSTS is 'algo-1': not valid JSON"),
-        ({"SM_HOSTS": '{"a": 1}'}, r"^SM_HOSTS/SM_CURRENT_HOST: field 'hosts' is \{'a': 1\} \(dict\)"),
-        ({"SM_HOSTS": '["a"]'}, r"^SM_HOSTS/SM_CURRENT_HOST: field 'current_host' is missing"),
-        ({"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "b"}, r"field 'current_host' is 'b' .*\['a'\]"),
-        (
-            {"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "a", "SM_INSTANCE_GROUPS_DICT": "[]"},
-            r"^SM_INSTANCE_GROUPS_DICT: expected a JSON object",
-        ),
-        (
-            {"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "a", "SM_INSTANCE_GROUPS_DICT": '{"g": 1}'},
-            r"^SM_HOSTS/SM_CURRENT_HOST: field 'instance_groups' is \[1\]",
-        ),
-        ({"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "a", "SM_HPS": "x"}, r"^SM_HPS: not valid JSON"),
-        (
-            {"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "a", "SM_INPUT_DATA_CONFIG": "1"},
-            r"^SM_INPUT_DATA_CONFIG: expected",
-        ),
-    ],
-)
-def test_malformed_variables_are_errors_with_their_names(tmp_path, variables, message):
-    """What the toolkit passes on is checked like the files."""
-    with pytest.raises(JobConfigError, match=message):
-        read(tmp_path, **variables)
-
-
-# ---- arbitrary content
-
-host_names = st.sampled_from(["algo-1", "algo-2", "algo-3", "", "\u00e9"])
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | host_names | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-host_lists = st.lists(host_names, max_size=3) | json_values
-entries = st.fixed_dictionaries(
-    {}, optional={"instance_group_name": host_names, "hosts": host_lists, "instance_type": json_values}
-)
-almost_resources = st.fixed_dictionaries(
-    {"current_host": host_names | json_values, "hosts": host_lists},
-    optional={
-        "current_group_name": json_values | host_names,
-        "instance_groups": st.lists(entries, max_size=3) | json_values,
-        "network_interface_name": json_values,
-        "current_instance_type": json_values,
-    },
-)
-
-
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(content=(almost_resources | json_values).map(json.dumps) | st.binary(max_size=20))
-def test_any_resource_file_gives_a_job_or_the_named_error(tmp_path, content):
-    """Whatever the file holds, the groups of a job are a partition of its hosts, or the error is JobConfigError."""
-    write_job(tmp_path, content)
-    try:
-        job = read(tmp_path)
-    except JobConfigError:
-        return
-    assert job.current_host in job.hosts
-    assert sorted(host for group in job.groups for host in group.hosts) == sorted(job.hosts)
-    assert job.current_host in job.current_group.hosts

@@ -23,17 +23,7 @@ from lightning_sm.data.arena import Arena
 from lightning_sm.data.decoding import decode
 from lightning_sm.data.encoding import encode
 from lightning_sm.errors import BatchTypeError, WireError
-from tests.unit.data.test_codec import (
-    ARRAYS,
-    CONTAINERS,
-    SCALARS,
-    Box,
-    Colour,
-    Point,
-    every_dtype,
-    quietly,
-    sparse_and_nested,
-)
+from tests.fakes.batches import ARRAYS, CONTAINERS, SCALARS, Box, Colour, Point, every_dtype, quietly, sparse_and_nested
 
 NUM_MUTATIONS = int(os.environ.get("LIGHTNING_SM_FUZZ_MUTATIONS", "30000"))
 SEED = int(os.environ.get("LIGHTNING_SM_FUZZ_SEED", "0"))

@@ -1,35 +1,18 @@
-"""Every sample once, in the same batches, with the same random state, whatever the number of ranks."""
+"""The order of an epoch: every sample once, in the same batches, whatever the number of ranks."""
 
 from __future__ import annotations
 
 import itertools
-import json
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sm.data.plan import (
-    BatchPlan,
-    SamplePlan,
-    SampleSeeds,
-    ShardPlan,
-    default_num_shards,
-    digest,
-    epoch_order,
-    num_steps,
-    resume_step,
-    shard_steps,
-)
+from lightning_sm.data.plan import BatchPlan, SamplePlan, ShardPlan, digest, epoch_order, num_steps, resume_step
 from lightning_sm.errors import DataSettingsError
 
 WORLD_SIZES = st.integers(1, 9)
-KEYS = st.recursive(
-    st.integers() | st.text(max_size=4),
-    lambda keys: st.lists(keys, max_size=3) | st.lists(keys, max_size=3).map(tuple),
-    max_leaves=6,
-)
 
 
 def sample_batches(order, batch_size, world_size, *, drop_last=False):
@@ -295,213 +278,6 @@ def test_offsets_must_cut_the_samples(offsets):
     """Offsets that lose, invent or reorder samples are refused."""
     with pytest.raises(ValueError, match=f"The {len(offsets)} offsets do not cut 4 samples"):
         BatchPlan(np.arange(4), np.array(offsets, dtype=np.int64), 0, 1)
-
-
-def walk(plan, lengths, first=0, *, order=None):
-    """Ask for every ticket as a trainer rank does: what came, and the tickets that were asked for.
-
-    With ``order``, up to four requests are in flight, and their answers come in any order.
-    """
-    came, asked, number, window = [], [], first, []
-    while window or not (plan.exhausted and number > plan.last_ticket()):
-        while len(window) < (4 if order else 1) and not (plan.exhausted and number > plan.last_ticket()):
-            if not plan.is_empty(number):
-                asked.append(number)
-                window.append(number)
-            number += 1
-        if not window:
-            break
-        answer = window.pop(order.randrange(len(window)) if order else 0)
-        shard, offset = plan.ticket(answer)
-        if offset >= lengths[shard]:
-            plan.ended(shard, offset)
-        else:
-            came.append((answer, shard, offset))
-    return came, asked
-
-
-@st.composite
-def shards(draw):
-    """A number of ranks and the lengths of a fitting number of shards."""
-    world_size = draw(st.integers(1, 5))
-    num_shards = world_size * draw(st.integers(1, 4))
-    return world_size, draw(st.lists(st.integers(0, 6), min_size=num_shards, max_size=num_shards))
-
-
-@given(shards())
-def test_shards_come_exactly_once(case):
-    """Over all ranks every batch of every shard comes once, and a rank asks each shard once for its end."""
-    world_size, lengths = case
-    came = []
-    for rank in range(world_size):
-        plan = ShardPlan(len(lengths), rank, world_size)
-        own, asked = walk(plan, lengths)
-        assert len(asked) == len(own) + len(lengths) // world_size
-        assert plan.last_ticket() == max((ticket for ticket, _, _ in own), default=-1)
-        came += [(shard, offset) for _, shard, offset in own]
-    expected = [(shard, offset) for shard, length in enumerate(lengths) for offset in range(length)]
-    assert sorted(came) == expected
-
-
-@given(shards(), st.randoms(use_true_random=False))
-def test_answers_out_of_order_lose_nothing(case, order):
-    """With several requests in flight, an early answer about a late offset hides no batch."""
-    world_size, lengths = case
-    for rank in range(world_size):
-        came, _ = walk(ShardPlan(len(lengths), rank, world_size), lengths, order=order)
-        assert sorted(came) == walk(ShardPlan(len(lengths), rank, world_size), lengths)[0]
-
-
-@given(shards(), st.data())
-def test_shards_resume_where_they_were(case, data):
-    """A plan that knows the ends before a ticket goes on from there with the same requests and the same batches."""
-    world_size, lengths = case
-    rank = data.draw(st.integers(0, world_size - 1))
-    whole, asked = walk(ShardPlan(len(lengths), rank, world_size), lengths)
-    start = data.draw(st.integers(0, max(asked) + 1))
-    stopped = ShardPlan(len(lengths), rank, world_size)
-    for number in (number for number in asked if number < start):
-        shard, offset = stopped.ticket(number)
-        if offset >= lengths[shard]:
-            stopped.ended(shard, offset)
-    came, asked_again = walk(stopped, lengths, first=start)
-    assert came == [batch for batch in whole if batch[0] >= start]
-    assert asked_again == [number for number in asked if number >= start]
-
-
-def test_tickets_by_example():
-    """A rank takes one batch of each of its shards in turn."""
-    plan = ShardPlan(6, 1, 2)
-    assert [plan.ticket(number) for number in range(5)] == [(1, 0), (3, 0), (5, 0), (1, 1), (3, 1)]
-
-
-def test_the_smallest_end_wins():
-    """An end that is reported late for a smaller offset counts, one for a larger offset does not."""
-    plan = ShardPlan(1, 0, 1)
-    assert (plan.exhausted, plan.last_ticket()) == (False, None)
-    plan.ended(0, 5)
-    assert (plan.exhausted, plan.last_ticket()) == (True, 4)
-    plan.ended(0, 3)
-    plan.ended(0, 4)
-    assert [plan.is_empty(number) for number in (2, 3, 4)] == [False, True, True]
-    assert plan.last_ticket() == 2
-
-
-@pytest.mark.parametrize(("shard", "offset"), [(0, 0), (4, 0), (5, 0), (-1, 0), (1, -1)])
-def test_ends_of_other_shards_are_refused(shard, offset):
-    """An answer about what this rank never asked for is an error, not a lost shard."""
-    with pytest.raises(ValueError, match=f"no offset {offset} in shard {shard}"):
-        ShardPlan(4, 1, 2).ended(shard, offset)
-
-
-@pytest.mark.parametrize(("num_shards", "world_size", "nearest"), [(16, 3, 18), (0, 4, 4), (-2, 2, 2), (1, 2, 2)])
-def test_uneven_shards_are_refused_with_advice(num_shards, world_size, nearest):
-    """The message has both numbers and one that works."""
-    with pytest.raises(
-        DataSettingsError, match=f"num_shards={num_shards} .* world_size={world_size} .* such as {nearest}"
-    ):
-        ShardPlan(num_shards, 0, world_size)
-
-
-def test_default_shards_fit_every_world():
-    """The default divides evenly, and small clusters of usual shapes share it."""
-    assert [default_num_shards(world_size) for world_size in (1, 2, 3, 8, 12, 16, 64)] == [16, 16, 48, 16, 48, 16, 64]
-
-
-@given(shards())
-def test_steps_over_shards_are_those_of_the_shortest_rank(case):
-    """All ranks stop together, and the count of what is left out adds up."""
-    world_size, lengths = case
-    per_rank = [len(walk(ShardPlan(len(lengths), rank, world_size), lengths)[0]) for rank in range(world_size)]
-    steps, num_dropped = shard_steps(lengths, world_size)
-    assert steps == min(per_rank)
-    assert num_dropped == sum(per_rank) - steps * world_size
-
-
-def test_steps_over_uneven_shards_are_refused():
-    """Counts of shards that do not divide evenly over the ranks are an error."""
-    with pytest.raises(DataSettingsError, match=r"num_shards=3 .* does not divide evenly over world_size=2"):
-        shard_steps([1, 2, 3], 2)
-
-
-def test_seeds_are_pinned():
-    """The random state of a sample never changes between releases, else a resumed run would augment otherwise."""
-    seeds = SampleSeeds(42, "train", 0, 3, 0)
-    assert [seeds.of(key) for key in (0, 1, -1)] == [8922477289440708145, 13068284058432282504, 16230335104841851029]
-    assert [seeds.of(key) for key in ("1", (1, "a"), 2**80)] == [
-        10124901429963130684,
-        3121504021657911480,
-        8842096682360979679,
-    ]
-    assert seeds.of_batch(0, 1) == 605117354580484091
-
-
-@given(KEYS, KEYS)
-def test_different_samples_have_different_seeds(first, second):
-    """Any two keys of integers, strings and sequences of them share a seed only if they are the same key."""
-    seeds = SampleSeeds(0, "train", 0, 0, 0)
-    as_lists = [json.dumps(key) for key in (first, second)]
-    assert (seeds.of(first) == seeds.of(second)) == (as_lists[0] == as_lists[1])
-    assert 0 <= seeds.of(first) < 2**64
-
-
-def test_keys_that_look_alike_differ():
-    """The kind of a key and the shape of its nesting count, not only its text."""
-    keys = [1, "1", (1,), ("1",), ((1,),), (1, 1), (11,), ("1,1",), "[1]", (), "", ((), ()), True, None, 1.0]
-    seeds = SampleSeeds(0, "train", 0, 0, 0)
-    assert len({seeds.of(key) for key in keys}) == len(keys)
-
-
-@pytest.mark.parametrize("key", [0, 7, -7, 2**63 - 1, -(2**63)])
-def test_numpy_integers_are_integers(key):
-    """A sample keeps its random state when the sampler hands out NumPy's integers, also within tuples."""
-    seeds = SampleSeeds(0, "train", 0, 0, 0)
-    assert seeds.of(np.int64(key)) == seeds.of(key)
-    assert seeds.of((np.int64(key), "a")) == seeds.of([key, "a"])
-
-
-@given(st.integers(-(2**65), 2**65))
-def test_integers_around_the_word_size_differ(key):
-    """Integers beyond 64 bits are keys like all others."""
-    seeds = SampleSeeds(0, "train", 0, 0, 0)
-    assert len({seeds.of(key), seeds.of(key + 1), seeds.of(key + 2**64)}) == 3
-
-
-def test_seeds_depend_on_everything_that_names_a_pass():
-    """Another seed, stage, loader, epoch or pass gives every sample and batch another state."""
-    fields = [
-        (0, "train", 0, 0, 0),
-        (1, "train", 0, 0, 0),
-        (0, "validate", 0, 0, 0),
-        (0, "train", 1, 0, 0),
-        (0, "train", 0, 1, 0),
-        (0, "train", 0, 0, 1),
-        (-1, "train", 0, 0, 0),
-    ]
-    assert len({SampleSeeds(*one).of(5) for one in fields}) == len(fields)
-    assert len({SampleSeeds(*one).of("5") for one in fields}) == len(fields)
-    assert len({SampleSeeds(*one).of_batch(5, 0) for one in fields}) == len(fields)
-
-
-def test_batches_have_states_of_their_own():
-    """No batch shares a random state with another batch, or with a sample that is numbered like it."""
-    seeds = SampleSeeds(0, "train", 0, 0, 0)
-    batches = [seeds.of_batch(step, rank) for step in range(20) for rank in range(20)]
-    samples = [seeds.of(key) for key in range(400)] + [seeds.of((a, b)) for a in range(20) for b in range(20)]
-    assert len({*batches, *samples}) == len(batches) + len(samples)
-
-
-def test_seeds_do_not_depend_on_what_was_asked_before():
-    """A data host that serves one sample gets the state of a host that served all of them."""
-    busy = SampleSeeds(0, "train", 0, 0, 0)
-    states = [busy.of(key) for key in range(50)]
-    assert [SampleSeeds(0, "train", 0, 0, 0).of(key) for key in reversed(range(50))] == states[::-1]
-
-
-def test_keys_that_cannot_be_sent_are_refused():
-    """The message shows the key and what in it is at fault."""
-    with pytest.raises(DataSettingsError, match=r"sample key \(1, b'x'\) cannot be sent .* it holds a bytes"):
-        SampleSeeds(0, "train", 0, 0, 0).of((1, b"x"))
 
 
 @given(st.integers(0, 10**12), st.integers(1, 10**6))

@@ -1,0 +1,197 @@
+"""Batches of every kind that the data service sends, and their way through a header and a slot."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import warnings
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lightning_sm.data.arena import Arena
+from lightning_sm.data.decoding import decode
+from lightning_sm.data.encoding import encode
+
+
+class Slot(np.ndarray):
+    """What a ring hands out: an array whose end of life is watched."""
+
+
+class Point(NamedTuple):
+    """A named tuple that the trainer has imported."""
+
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """A dataclass whose __init__ must not run on the trainer."""
+
+    corners: Any
+    label: Any = "cat"
+
+    def __post_init__(self):
+        if self.label == "from the wire":
+            raise AssertionError("__init__ ran")
+
+
+@dataclasses.dataclass
+class Slotted:
+    """A dataclass without a dictionary."""
+
+    __slots__ = ("x",)
+    x: Any
+
+
+class Colour(enum.Enum):
+    """An enumeration that the trainer has imported."""
+
+    RED = 1
+
+
+class Opaque:
+    """A class that nobody registered."""
+
+
+def make_slot(nbytes=1 << 20):
+    """Return page-aligned memory as an object whose end can be watched."""
+    memory = np.zeros(nbytes + 4096, np.uint8)
+    start = -memory.ctypes.data % 4096
+    return memory[start : start + nbytes].view(Slot)
+
+
+def send(batch, nbytes=1 << 20):
+    """Return what arrives: the batch, decoded from a copy of the slot's used bytes."""
+    arena = Arena(make_slot(nbytes))
+    header = encode(batch, arena)
+    received = make_slot(arena.used)
+    received[:] = np.frombuffer(arena._memory, np.uint8)[: arena.used]
+    return decode(header, received)
+
+
+def header(tree, used=0, version=1):
+    """Return a hand-written header."""
+    return json.dumps(["lsm-batch", version, used, tree]).encode()
+
+
+def quietly(make):
+    """Return what ``make`` returns, without torch's advice about prototypes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make()
+
+
+SCALARS = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    2**63,
+    -(2**64),
+    10**4000,
+    0.1,
+    -0.0,
+    5e-324,
+    math.inf,
+    -math.inf,
+    "",
+    "a\x00ü😀",
+    "\ud800",
+    "\ud83d\ude00",
+    b"",
+    b"\x00\xff",
+    b"x" * 1000,
+    1 + 2j,
+    complex(-0.0, math.inf),
+    range(3, 9, 2),
+    slice(None, 4, None),
+    Colour.RED,
+    torch.Size([2, 3]),
+    np.float32(0.1),
+    np.int8(-3),
+    np.bool_(True),
+    np.str_(""),
+    np.str_("ü"),
+    np.bytes_(b"ab"),
+    np.datetime64("2024-02-29T01:02:03", "ms"),
+    np.timedelta64(5, "D"),
+    np.complex64(1j),
+]
+
+
+CONTAINERS = [
+    [],
+    (),
+    {},
+    set(),
+    [[1], (2, [3])],
+    {"b": 1, "a": 2},
+    {1: "int", 2.5: "float", None: "none", b"x": "bytes", (1, ("a", None)): "tuple", Colour.RED: "enum", "s": "str"},
+    {True: 1, "True": 2},
+    {np.int64(3): 1},
+    OrderedDict([("z", 1), ("a", [2])]),
+    {1, "a", (2, 3)},
+    frozenset({b"x", None}),
+    Point([1], Point(2, 3)),
+    Box([1, 2], label="dog"),
+    {"l": ["l", 1], "t": ["t", 0, "float32", [10], None, 0]},
+]
+
+
+def every_dtype():
+    """Yield every dtype of torch that the codec knows, with some tensor of it."""
+    names = sorted(name for name in vars(torch) if isinstance(getattr(torch, name), torch.dtype))
+    for name in dict.fromkeys(str(getattr(torch, name)).removeprefix("torch.") for name in names):
+        if not name.startswith("q"):
+            dtype = getattr(torch, name)
+            raw = torch.arange(12 * dtype.itemsize, dtype=torch.uint8) % (2 if dtype == torch.bool else 251)
+            yield name, raw.view(dtype).view(3, 4)
+
+
+def sparse_and_nested():
+    """Return tensors of every sparse and nested layout."""
+    dense = torch.arange(16.0).view(4, 4) * torch.eye(4)
+    uncoalesced = torch.sparse_coo_tensor(torch.tensor([[0, 0], [1, 1]]), torch.ones(2), (2, 3))
+    hybrid = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2, 5), (4, 5))
+    components = [torch.rand(2, 3), torch.rand(4, 3)]
+    return {
+        "coo": dense.to_sparse(),
+        "uncoalesced": uncoalesced,
+        "hybrid": hybrid,
+        "csr": dense.to_sparse_csr(),
+        "csc": dense.to_sparse_csc(),
+        "bsr": dense.to_sparse_bsr((2, 2)),
+        "bsc": dense.to_sparse_bsc((2, 2)),
+        "nested": torch.nested.nested_tensor(components),
+        "nested of scalars": torch.nested.nested_tensor([torch.tensor(1.0), torch.tensor(2.0)]),
+        "nested of nothing": torch.nested.nested_tensor([]),
+        "jagged": torch.nested.nested_tensor(components, layout=torch.jagged),
+        "grad": dense.to_sparse().requires_grad_(),
+    }
+
+
+STRUCTURED = np.dtype({"names": ["a", "b"], "formats": ["<i4", (">f8", (2,))], "offsets": [4, 16], "itemsize": 40})
+ARRAYS = [
+    np.array(3.5),
+    np.zeros((0, 3), np.int16),
+    np.arange(6, dtype=">i4").reshape(2, 3),
+    np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    np.array([True, False]),
+    np.array(["a", "üx"]),
+    np.array([b"a", b"xyz"]),
+    np.array(["2024-01-01", "NaT"], "datetime64[25m]"),
+    np.array([1, 2], "timedelta64"),
+    np.array([1j], np.complex64),
+    np.arange(3, dtype=np.float16),
+    np.arange(2, dtype=np.longdouble),
+    np.ones(3, STRUCTURED),
+    np.zeros(2, [("x", "i4"), ("y", [("z", "U3")])]),
+    np.zeros(2, "V5"),
+]

@@ -1,0 +1,39 @@
+"""Schedulers of the feeder in a known state, and what is read from them."""
+
+from __future__ import annotations
+
+from lightning_sm.data.scheduler import Scheduler
+
+
+def make(*hosts, num_credits=1, window=4, stop=100, **options):
+    """Return a scheduler with hosts up and pass 1 open."""
+    scheduler = Scheduler(**options)
+    for host in hosts:
+        scheduler.host_up(host, num_credits, 0.0)
+    scheduler.open_pass(1, 0, stop, window)
+    return scheduler
+
+
+def warm(latencies, *, num_credits=1, **options):
+    """Return a scheduler that knows the latencies of its hosts, with no pass open, and the time."""
+    scheduler, now = make(*latencies, window=len(latencies), stop=None, **options), 0.0
+    for _ in range(5):
+        requests = sorted(scheduler.next_requests(now), key=lambda request: latencies[request.host])
+        for request in requests:
+            assert scheduler.completed(request.request_id, now + latencies[request.host]).is_accepted
+        now += latencies[requests[-1].host]
+        scheduler.advance(1, scheduler.snapshot().passes[0].waiting_for)
+    scheduler.close_pass(1)
+    for host in latencies:
+        scheduler.host_up(host, num_credits, now)
+    return scheduler, now
+
+
+def asked(requests):
+    """Return what requests ask of whom."""
+    return [(request.host, request.step) for request in requests]
+
+
+def host_status(scheduler, name):
+    """Return the status of one host."""
+    return next(host for host in scheduler.snapshot().hosts if host.host == name)
