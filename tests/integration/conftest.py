@@ -1,4 +1,4 @@
-"""Fixtures of the tests that run a training script's CLI in this process."""
+"""Fixtures of the tests that run a training script's CLI in this process, or ``lightning-sm local``."""
 
 from __future__ import annotations
 
@@ -33,3 +33,17 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     (tmp_path / "code").mkdir()
     monkeypatch.chdir(tmp_path / "code")
     return Host(tmp_path / "ml", monkeypatch).configure()
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """The user's working directory."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Path:
+    """The folder for ``--base-dir``; it must not exist before."""
+    return tmp_path / "jobs"

@@ -1,15 +1,62 @@
-"""What tests of ``lightning-sm local`` look for while it runs, and what they remove when it is over."""
+"""``lightning-sm local`` in a process, at once or in the background, and the processes of its jobs."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
+TIMEOUT_S = 30
+# First lines of scripts that look at their host.
+SCRIPT_START = "import os\nbase = os.environ['SAGEMAKER_BASE_DIR']\nhost = os.path.basename(base)\n"
 _PAUSE = threading.Event()
+
+
+def command(jobs: Path, args: Sequence[str]) -> list[str]:
+    """The command of an emulator whose jobs lie in a folder."""
+    return [sys.executable, "-m", "lightning_sm", "local", "--base-dir", str(jobs), *args]
+
+
+def local(jobs: Path, work: Path, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run an emulator to its end."""
+    return subprocess.run(
+        command(jobs, args),
+        cwd=work,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+
+
+@contextmanager
+def in_background(jobs: Path, work: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
+    """Start an emulator, and end what is left of it and of its jobs."""
+    process = subprocess.Popen(
+        command(jobs, args), cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        for left in processes_of(jobs):
+            left.kill()
+        process.communicate(timeout=TIMEOUT_S)
+
+
+def job_dir(jobs: Path) -> Path:
+    """The folder of the only job."""
+    (found,) = jobs.iterdir()
+    return found
 
 
 def processes_of(jobs: Path) -> list[psutil.Process]:

@@ -1,0 +1,244 @@
+"""Emulated jobs with faults on request: their training script, which needs no torch, and what their output says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.integration.emulators import command, in_background
+
+TIMEOUT_S = 40
+
+# Without MODE it counts steps as a training would: all hosts meet first, rank 0 reports the steps and saves at the end
+# and on SIGTERM, and all go on from what was saved. MODE names another function to run.
+_TRAIN = """
+import json, os, signal, sys, threading, time
+from pathlib import Path
+
+import psutil
+
+from lightning_sm.job import SageMakerJob
+from lightning_sm.topology import Topology
+
+job = SageMakerJob.from_environment()
+topology = Topology.from_job(job)
+base = Path(os.environ["SAGEMAKER_BASE_DIR"])
+mode = os.environ.get("MODE", "")
+told = []
+
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+
+def hear(*_):
+    if not told:  # launchers may repeat it
+        told.append(time.monotonic())
+        say("told", told[0])
+
+
+signal.signal(signal.SIGTERM, hear)
+
+
+def until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.005)
+
+
+def report(step):
+    if topology.role.value == "trainer" and topology.node_rank == 0:
+        with open(os.environ["LIGHTNING_SM_STEP_FILE"], "w") as file:
+            file.write(f"{step} {1 + step // 10}")
+
+
+def meet():
+    (base / "left").touch()
+    until(lambda: all((base.parent / host / "left").exists() for host in job.hosts))
+
+
+def train(last=20):
+    saved = job.checkpoint_dir / "step" if job.checkpoint_dir else None
+    step = int(saved.read_text()) if saved and saved.exists() else 0
+    say("starts", step, job.name, topology.main_port, sorted(str(p.relative_to(base)) for p in base.rglob("left")))
+    meet()
+    while step < last and not told:
+        threading.Event().wait(0.005)
+        step += 1
+        report(step)
+    if saved and topology.role.value == "trainer" and topology.node_rank == 0:
+        saved.write_text(str(step))
+    if step < last:
+        sys.exit(143)
+
+
+def processes(host):
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("SAGEMAKER_BASE_DIR") == str(base.parent / host):
+                found.append(process.status())
+        except psutil.Error:
+            pass
+    return found
+
+
+def wait_for_sigterm():
+    until(lambda: told)
+    sys.exit(143)
+
+
+def endless():
+    train(10**9)
+
+
+def deaf():
+    meet()
+    report(5)
+    threading.Event().wait(60)
+
+
+def stubborn():
+    tried = job.checkpoint_dir / "tried"
+    if not tried.exists():
+        tried.touch()
+        report(1)
+        threading.Event().wait(60)
+
+
+def with_daemon():
+    # Outside its group and session, its parent gone, deaf to SIGTERM, and never at rest: it starts others.
+    import subprocess
+    code = "import os, signal, subprocess, sys, threading\\nsignal.signal(15, signal.SIG_IGN)\\n"
+    code += "if not os.fork():\\n    while True: subprocess.run(['sleep', '0.01'])"
+    subprocess.run([sys.executable, "-c", code], start_new_session=True)
+    (base / "ready").touch()
+    wait_for_sigterm()
+
+
+def watch_kill():
+    # What the failing host left when SIGTERM comes: nothing, if it vanished as a whole.
+    if job.current_host == "algo-2":
+        with_daemon()
+    until((base.parent / "algo-2" / "ready").exists)
+    report(5)
+    until(lambda: told)
+    say("left of algo-2:", processes("algo-2"))
+    sys.exit(143)
+
+
+def watch_launcher():
+    if job.current_host == "algo-2":
+        ready_and_wait()
+    until((base.parent / "algo-2" / "ready").exists)
+    report(10)
+    until(lambda: told)
+    say("left of algo-2:", len(processes("algo-2")))
+    sys.exit(143)
+
+
+def watch_hang():
+    if job.current_host == "algo-2":
+        (base / "ready").touch()
+        until((base.parent / "thawed").exists)
+        return
+    until((base.parent / "algo-2" / "ready").exists)
+    report(1)
+    until(lambda: set(processes("algo-2")) == {"stopped"})
+    say("all stopped")
+    until(lambda: "stopped" not in processes("algo-2"))
+    say("none stopped")
+    (base.parent / "thawed").touch()
+
+
+def fail_beside_frozen():
+    if job.current_host == "algo-2":
+        ready_and_wait()
+    until((base.parent / "algo-2" / "ready").exists)
+    report(1)
+    until(lambda: set(processes("algo-2")) == {"stopped"})
+    sys.exit(3)
+
+
+def ready_and_wait():
+    (base / "ready").touch()
+    wait_for_sigterm()
+
+
+def local_ranks():
+    import subprocess
+    rank = os.environ.get("LOCAL_RANK", "0")
+    if rank != "0":
+        # A worker of the rank: it inherits the variable.
+        worker = subprocess.Popen(["sleep", "60"])
+        (base / "ready").touch()
+        worker.wait()
+        return
+    child = subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "LOCAL_RANK": "1"})
+    until((base / "ready").exists)
+    report(1)
+    say("local rank 1 ended with", child.wait())
+    sys.exit(7)
+
+
+def started():
+    say("started", psutil.Process(os.getppid()).create_time())
+
+
+def names():
+    say("names", os.environ.get("LIGHTNING_SM_SLOW_NAMES"), time.monotonic())
+
+
+globals()[mode or "train"]()
+"""
+
+
+def run_faulty(jobs: Path, work: Path, *options: str, mode: str = "") -> subprocess.CompletedProcess[str]:
+    """Run ``lightning-sm local`` with these options and the training script to its end."""
+    ended = subprocess.run(
+        command(jobs, _arguments(work, options, mode)),
+        cwd=work,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+    assert "Traceback" not in ended.stdout + ended.stderr, ended.stdout + ended.stderr
+    return ended
+
+
+@contextmanager
+def started_faulty(jobs: Path, work: Path, *options: str, mode: str) -> Iterator[subprocess.Popen[str]]:
+    """Start ``lightning-sm local`` with these options and the training script, and end what is left of it."""
+    with in_background(jobs, work, *_arguments(work, options, mode)) as process:
+        yield process
+
+
+def row(output: str, host: str, attempt: int | None = None) -> list[str]:
+    """What the table says of a host: group, role, exit code and seconds, and seconds from signal to exit."""
+    prefix = rf"{attempt} +" if attempt else ""
+    (found,) = re.findall(rf"^ *{prefix}{host} +(\S+ +(?:trainer|data) +\d+ .*)$", output, re.MULTILINE)
+    return found.split()
+
+
+def said_after(output: str, word: str) -> list[tuple[str, str]]:
+    """What each host said after a word."""
+    return re.findall(rf"^(algo-\d) \| {word} (.*)$", output, re.MULTILINE)
+
+
+def read_to_line(emulator: subprocess.Popen[str], start: str) -> str:
+    """Read up to a line of the emulator."""
+    while not (line := emulator.stdout.readline()).startswith(start):
+        assert line, f"the output ended before {start!r}"
+    return line
+
+
+def _arguments(work: Path, options: Sequence[str], mode: str) -> list[str]:
+    (work / "train.py").write_text(_TRAIN)
+    # Launchers wait for those of hosts that vanished; here in vain.
+    variables = ["--env", f"MODE={mode}", "--env", "LIGHTNING_SM_FAREWELL_S=0.5"]
+    return ["--seed", "1", *variables, *options, "--", "train.py"]

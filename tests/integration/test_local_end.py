@@ -1,0 +1,124 @@
+"""How an emulated job ends: by a host that fails, by a signal, or with the emulator; no process outlives it."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from tests.integration.emulators import (
+    SCRIPT_START,
+    TIMEOUT_S,
+    command,
+    in_background,
+    job_dir,
+    local,
+    processes_of,
+    until,
+)
+
+_PAUSE = threading.Event()
+# Says on the disk that it runs, and waits for a signal without ever ending by itself in a passing test.
+_WAIT = f"{SCRIPT_START}open(base + '/ready', 'w').close()\nimport threading\nthreading.Event().wait({2 * TIMEOUT_S})\n"
+_STUBBORN = "import signal\nsignal.signal(15, signal.SIG_IGN)\n" + _WAIT
+
+
+@contextmanager
+def _started(jobs, work, *args, num_hosts):
+    """An emulator in the background whose scripts all run."""
+    with in_background(jobs, work, *args) as process:
+        until(lambda: len(list(jobs.glob("*/*/ready"))) == num_hosts, "all scripts run", TIMEOUT_S)
+        yield process
+
+
+def test_failing_host_ends_the_others(jobs, work):
+    """When one host fails, the others are stopped at once, and its exit code and reason are those of the job."""
+    (work / "train.py").write_text(
+        "import os, sys, threading, time\nfrom pathlib import Path\n"
+        "base = Path(os.environ['SAGEMAKER_BASE_DIR'])\n(base / 'ready').touch()\n"
+        f"deadline = time.monotonic() + {TIMEOUT_S}\n"
+        "while len(list(base.parent.glob('*/ready'))) < 3 and time.monotonic() < deadline:\n"
+        "    threading.Event().wait(0.01)\n"
+        "if base.name == 'algo-2':\n    print('no more data', file=sys.stderr)\n    sys.exit(9)\n"
+        f"threading.Event().wait({2 * TIMEOUT_S})\n"
+    )
+    ended = local(jobs, work, "--group", "trainer=3", "--", "train.py")
+    assert ended.returncode == 9
+    assert "Host algo-2 (group trainer) failed with exit code 9." in ended.stdout
+    assert "  no more data" in ended.stdout
+    assert re.search(r"^algo-1 +trainer +trainer +143 ", ended.stdout, re.MULTILINE)
+    assert f"kept in {job_dir(jobs)}" in ended.stdout
+    assert not processes_of(jobs)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_stopping_the_emulator_stops_all_hosts(jobs, work, signum, code):
+    """Ctrl-C and its kin end every process within seconds."""
+    (work / "train.py").write_text(_WAIT)
+    with _started(jobs, work, "--group", "trainer=2", "--", "train.py", num_hosts=2) as emulator:
+        asked = time.monotonic()
+        emulator.send_signal(signum)
+        assert emulator.wait(TIMEOUT_S) == code
+        assert time.monotonic() - asked < 5
+        assert not processes_of(jobs)
+        assert re.search(r"^algo-1 +trainer +trainer +143 ", emulator.stdout.read(), re.MULTILINE)
+
+
+def test_hosts_that_ignore_sigterm_are_killed(jobs, work):
+    """Scripts that do not react to SIGTERM are killed after 5 s."""
+    (work / "train.py").write_text(_STUBBORN)
+    with _started(jobs, work, "--group", "trainer=2", "--", "train.py", num_hosts=2) as emulator:
+        emulator.send_signal(signal.SIGINT)
+        assert emulator.wait(TIMEOUT_S) == 130
+        assert not processes_of(jobs)
+
+
+def test_second_signal_kills_at_once(jobs, work):
+    """Who presses Ctrl-C twice does not wait for the grace period."""
+    (work / "train.py").write_text(_STUBBORN)
+    with _started(jobs, work, "--", "train.py", num_hosts=1) as emulator:
+        emulator.send_signal(signal.SIGINT)
+        while not (line := emulator.stdout.readline()).startswith("Stopping all hosts"):
+            assert line
+        asked = time.monotonic()
+        _PAUSE.wait(0.7)  # signals that come at nearly the same time count as one
+        emulator.send_signal(signal.SIGINT)
+        assert emulator.wait(TIMEOUT_S) == 130
+        assert time.monotonic() - asked < 4
+        assert not processes_of(jobs)
+
+
+@pytest.mark.parametrize("script", [_WAIT, _STUBBORN])
+def test_killing_the_emulator_leaves_no_process(jobs, work, script):
+    """Even after SIGKILL of the emulator every host ends, also one that ignores SIGTERM."""
+    (work / "train.py").write_text(script)
+    with _started(jobs, work, "--group", "trainer=2", "--", "train.py", num_hosts=2) as emulator:
+        assert processes_of(jobs)
+        emulator.kill()
+        until(lambda: not processes_of(jobs), "no process is left", TIMEOUT_S)
+
+
+def test_processes_that_left_their_group_are_found(jobs, work):
+    """A daemon that a script started in a session of its own does not outlive the job."""
+    (work / "train.py").write_text(
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {_WAIT!r}], start_new_session=True)\nprint(child.pid)"
+    )
+    ended = local(jobs, work, "--", "train.py")
+    assert ended.returncode == 0
+    assert not processes_of(jobs)
+
+
+def test_reader_that_goes_away_ends_the_job(jobs, work):
+    """As with other commands, ``| head`` ends the emulator instead of leaving it to run unseen."""
+    (work / "train.py").write_text("while True: print('line')")
+    with subprocess.Popen(command(jobs, ["--", "train.py"]), cwd=work, stdout=subprocess.PIPE) as emulator:
+        emulator.stdout.readline()
+        emulator.stdout.close()
+        assert emulator.wait(TIMEOUT_S) == 141
+    assert not processes_of(jobs)

@@ -1,0 +1,148 @@
+"""Interruptions, restarts and stops of an emulated job on request, and the attempts that follow them."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+
+import pytest
+
+from tests.integration.emulators import processes_of
+from tests.integration.faulty_jobs import TIMEOUT_S, read_to_line, row, run_faulty, said_after, started_faulty
+
+
+def test_interrupted_job_goes_on_from_its_checkpoint(jobs, work):
+    """The second attempt has the job's name, port and checkpoints, and nothing else of the first."""
+    options = ["--group", "trainer=2", "--group", "data=1", "--keep", "--fault", "interrupt@step=8"]
+    ended = run_faulty(jobs, work, *options)
+    assert ended.returncode == 0, ended.stdout
+    first, second = ended.stdout.split("Attempt 2 of 2\n")
+    starts = [[text.split(maxsplit=3) for _, text in said_after(output, "starts")] for output in (first, second)]
+    assert [len(hosts) for hosts in starts] == [3, 3]
+    assert {hosts[0] for hosts in starts[0]} == {"0"}
+    assert all(8 <= int(hosts[0]) < 20 for hosts in starts[1])
+    ((name, _port),) = {(hosts[1], hosts[2]) for hosts in starts[0] + starts[1]}
+    assert {hosts[3] for hosts in starts[0] + starts[1]} == {"[]"}
+    assert first.startswith(f"Checkpoint folder of all attempts: {jobs / name / 'checkpoints'}\nAttempt 1 of 2\n")
+    assert (jobs / name / "checkpoints" / "step").read_text() == "20"
+    assert (jobs / name / "attempt-1" / "algo-1" / "left").exists()
+    assert "told" not in second
+    for host in ("algo-1", "algo-2", "algo-3"):
+        # A data host may have learnt that the training is over before it was told to end.
+        assert (
+            row(ended.stdout, host, 1)[2] in {"trainer": ["143"], "data": ["143", "0"]}[row(ended.stdout, host, 1)[1]]
+        )
+        assert 0 < float(row(ended.stdout, host, 1)[4]) < 10
+        assert row(ended.stdout, host, 2)[2] == "0"
+        assert len(row(ended.stdout, host, 2)) == 4
+
+
+def test_folders_of_all_attempts_are_removed(jobs, work):
+    """After success nothing is left, checkpoints in the job's folder included; a named checkpoint folder stays."""
+    options = ["--fault", "restart@step=8"]
+    assert run_faulty(jobs, work, *options).returncode == 0
+    assert not jobs.exists()
+    assert run_faulty(jobs, work, *options, "--checkpoints", "kept").returncode == 0
+    assert not jobs.exists()
+    assert (work / "kept" / "step").read_text() == "20"
+
+
+def test_restart_kills_all_without_a_word(jobs, work):
+    """After a hardware failure the hosts were not told, and the next attempt begins."""
+    ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "restart@epoch=2")
+    assert ended.returncode == 0
+    assert "told" not in ended.stdout
+    assert [row(ended.stdout, f"algo-{host}", 1)[2] for host in (1, 2)] == ["137", "137"]
+    assert [text.split()[0] for _, text in said_after(ended.stdout, "starts")] == ["0"] * 4
+    assert re.search(r"^Fault restart@epoch=2: algo-1, algo-2 at step 1\d, epoch 2, ", ended.stdout, re.M)
+
+
+def test_interruption_of_one_host(jobs, work):
+    """Only that host is told; the others are killed when the time is over."""
+    options = ["--group", "trainer=2", "--fault", "interrupt:algo-2@step=5", "--grace-s", "0.5", "--max-attempts", "1"]
+    ended = run_faulty(jobs, work, *options, mode="deaf")
+    assert ended.returncode == 137
+    assert [host for host, _ in said_after(ended.stdout, "told")] == ["algo-2"]
+    for host, num_columns in (("algo-1", 4), ("algo-2", 5)):
+        assert f"Host {host} is killed: 0.5 s are over." in ended.stdout
+        assert len(row(ended.stdout, host)) == num_columns
+    assert "Attempt" not in ended.stdout
+
+
+def test_stubborn_hosts_are_killed_when_the_time_is_over(jobs, work):
+    """Who ignores SIGTERM gets SIGKILL after --grace-s, and the next attempt begins all the same."""
+    ended = run_faulty(jobs, work, "--fault", "interrupt@step=1", "--grace-s", "0.5", mode="stubborn")
+    assert ended.returncode == 0
+    assert ended.stdout.index("Host algo-1 is killed: 0.5 s are over.") < ended.stdout.index("Attempt 2 of 2")
+    assert row(ended.stdout, "algo-1", 1)[2] == "137"
+    assert 0.5 <= float(row(ended.stdout, "algo-1", 1)[4]) < 10
+
+
+def test_signal_before_the_launcher_listens_is_lost(jobs, work):
+    """Process 1 of a container gets no signal that it did not ask for, and dies of none; nor does a launcher here."""
+    options = ["--fault", "hang:algo-1@start", "--fault", "interrupt@after=0", "--grace-s", "0.2"]
+    ended = run_faulty(jobs, work, *options)
+    assert ended.returncode == 0
+    assert "Host algo-1 does not listen to SIGTERM (yet): it is lost." in ended.stdout
+    assert row(ended.stdout, "algo-1", 1)[2] == "137"
+    assert "algo-1 | starts 0" in ended.stdout
+
+
+@pytest.mark.parametrize("kind", ["interrupt", "stop"])
+def test_skewed_signals(jobs, work, kind):
+    """SIGTERM reaches the hosts the given seconds apart, in an order that repeats with the seed."""
+    options = ["--group", "trainer=3", "--fault", f"{kind}@step=5,skew=0.4", "--grace-s", "1", "--max-attempts", "1"]
+    orders = []
+    for _ in range(2):
+        ended = run_faulty(jobs, work, *options, mode="deaf")
+        told = sorted((float(at), host) for host, at in said_after(ended.stdout, "told"))
+        assert len(told) == 3
+        assert told[2][0] - told[0][0] > 0.6
+        orders.append([host for _, host in told])
+    assert orders[0] == orders[1]
+
+
+def test_stopped_job_has_no_other_attempt(jobs, work):
+    """After StopTrainingJob the exit code is what the hosts made of SIGTERM."""
+    ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "stop@step=5", "--max-attempts", "2")
+    assert ended.returncode == 143
+    assert "Attempt 2" not in ended.stdout
+    assert "Host algo" not in ended.stdout
+    assert len(row(ended.stdout, "algo-1")) == 5
+
+
+def test_interruption_without_another_attempt(jobs, work):
+    """With --max-attempts 1 the job ends with the interruption."""
+    ended = run_faulty(jobs, work, "--fault", "interrupt@step=5", "--max-attempts", "1")
+    assert ended.returncode == 143
+    assert "Attempt" not in ended.stdout
+
+
+def test_each_fault_happens_in_one_attempt(jobs, work):
+    """Two interruptions at the same step are one in each of two attempts; the third attempt succeeds."""
+    fault = ["--fault", "interrupt@step=5"]
+    ended = run_faulty(jobs, work, *fault, *fault)
+    assert ended.returncode == 0
+    assert ended.stdout.count("Fault interrupt@step=5: algo-1 at ") == 2
+    assert [row(ended.stdout, "algo-1", attempt)[2] for attempt in (1, 2, 3)] == ["143", "143", "0"]
+
+
+def test_fault_that_was_not_reached_is_said(jobs, work):
+    """A run that ended before a fault was due says so, lest it pass for a run that survived it."""
+    ended = run_faulty(jobs, work, "--fault", "interrupt@step=1000")
+    assert ended.returncode == 0
+    assert "Fault interrupt@step=1000 did not happen." in ended.stdout
+    assert "Attempt 2" not in ended.stdout
+
+
+def test_ctrl_c_during_an_interruption_ends_the_job(jobs, work):
+    """Who does not want to wait for the 120 s does not have to, and no other attempt begins."""
+    with started_faulty(jobs, work, "--fault", "interrupt@step=1", mode="stubborn") as emulator:
+        read_to_line(emulator, "Fault interrupt")
+        asked = time.monotonic()
+        emulator.send_signal(signal.SIGINT)
+        assert emulator.wait(TIMEOUT_S) == 130
+        assert time.monotonic() - asked < 15
+        assert not processes_of(jobs)
+        assert "Attempt 2" not in emulator.stdout.read()

@@ -1,0 +1,127 @@
+"""What an emulated job gives to its hosts, shows of them and keeps: scripts that need no torch and succeed."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.integration.emulators import SCRIPT_START, job_dir, local
+
+
+def test_every_host_runs_the_script_and_lines_carry_its_name(jobs, work):
+    """All hosts of all groups run the same script with the same arguments, each line shows which host wrote it."""
+    (work / "train.py").write_text(SCRIPT_START + "import sys\nprint('argv', sys.argv[1:])")
+    ended = local(jobs, work, "--group", "trainer=2", "--group", "data=1", "--", "train.py", "fit", "--x=1")
+    assert ended.returncode == 0
+    for host in ("algo-1", "algo-2", "algo-3"):
+        assert f"{host} | argv ['fit', '--x=1']" in ended.stdout.splitlines()
+    assert "\x1b" not in ended.stdout
+
+
+def test_dashes_before_the_script_are_optional(jobs, work):
+    """The script may follow the options directly; dashes among its own arguments stay."""
+    (work / "train.py").write_text("import sys\nprint('argv', sys.argv[1:])")
+    assert "algo-1 | argv ['--a', '--', 'b']" in local(jobs, work, "--seed", "1", "train.py", "--a", "--", "b").stdout
+
+
+def test_summary_shows_group_role_and_exit_code(jobs, work):
+    """The table at the end has one line for each host."""
+    (work / "train.py").write_text("")
+    ended = local(jobs, work, "--group", "trainer=1", "--group", "data=1", "--seed", "1", "--", "train.py")
+    table = ended.stdout[ended.stdout.index("host ") :]
+    assert re.search(r"^algo-\d +trainer +trainer +0 +\d+\.\d$", table, re.MULTILINE)
+    assert re.search(r"^algo-\d +data +data +0 +\d+\.\d$", table, re.MULTILINE)
+
+
+def test_folders_are_removed_after_success(jobs, work):
+    """A job that succeeded leaves nothing, not even the folder that was made for it."""
+    (work / "train.py").write_text(SCRIPT_START + "open(base + '/model/m.bin', 'w').close()")
+    assert local(jobs, work, "--", "train.py").returncode == 0
+    assert not jobs.exists()
+
+
+def test_keep_shows_where_the_model_lies(jobs, work):
+    """With --keep the folders stay, and the first path shown is that of the model."""
+    (work / "train.py").write_text(SCRIPT_START + "if host == 'algo-2': open(base + '/model/m.bin', 'w').write('x')")
+    ended = local(jobs, work, "--group", "trainer=2", "--keep", "--", "train.py")
+    model = job_dir(jobs) / "algo-2" / "model"
+    lines = ended.stdout.splitlines()
+    at = lines.index(f"model of algo-2: {model}")
+    assert lines[at + 1] == "  m.bin"
+    assert not any(str(jobs) in line for line in lines[:at] if " | " not in line)
+    assert "model of algo-1" not in ended.stdout
+    assert (model / "m.bin").read_text() == "x"
+    assert (job_dir(jobs) / "algo-1" / "output" / "log.txt").read_text().startswith("lightning-sm ")
+
+
+def test_output_that_is_not_text_passes(jobs, work):
+    """Bytes that are no UTF-8, progress bars and lines without an end do not stop the emulator."""
+    (work / "train.py").write_text(
+        "import os\nos.write(1, b'\\xff\\xfe\\n50%\\r100%\\r\\n')\nos.write(2, b'no newline')"
+    )
+    ended = local(jobs, work, "--", "train.py")
+    assert ended.returncode == 0
+    for line in ("algo-1 | \ufffd\ufffd", "algo-1 | 100%", "algo-1 | no newline"):
+        assert line in ended.stdout.splitlines()
+
+
+def test_stray_variables_do_not_reach_the_hosts(jobs, work):
+    """What other launchers and jobs left in the shell is gone; the user's own variables and --env are there."""
+    (work / "train.py").write_text("import json, os\nprint('env', json.dumps(dict(os.environ)))")
+    stray = {
+        "SM_MASTER_ADDR": "x",
+        "NODE_RANK": "3",
+        "MASTER_ADDR": "x",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "PL_GLOBAL_SEED": "7",
+    }
+    others = {"LIGHTNING_SM_MAIN_PORT": "1", "WORLD_SIZE": "9", "TRAINING_JOB_ARN": "arn", "SLURM_NTASKS": "2"}
+    ended = local(
+        jobs,
+        work,
+        "--devices",
+        "2",
+        "--env",
+        "MODE=fast",
+        "--",
+        "train.py",
+        **stray,
+        **others,
+        SM_HOSTS="[]",
+        MINE="1",
+        OMP_NUM_THREADS="5",
+    )
+    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("algo-1 | env ")]
+    env = json.loads(line.removeprefix("algo-1 | env "))
+    assert not env.keys() & (stray.keys() | others.keys())
+    assert (env["MINE"], env["MODE"], env["LIGHTNING_SM_DEVICES"], env["OMP_NUM_THREADS"]) == ("1", "fast", "2", "5")
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+    assert env["SM_HOSTS"] == '["algo-1"]'
+    assert env["TRAINING_JOB_NAME"].startswith("local-")
+    assert env["AWS_REGION"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("h.json", '{"a": {"b": 1}, "c": "x y"}'), ("h.yaml", "a: {b: 1}\nc: x y\n")]
+)
+def test_hyperparameters_channels_and_checkpoints(jobs, work, tmp_path, name, text):
+    """Hosts find hyperparameters, channels and the shared checkpoint folder where the service puts them."""
+    (work / name).write_text(text)
+    (work / "train.py").write_text(
+        SCRIPT_START + "import json, sys\nopen('checkpoints/' + host, 'w').close()\n"
+        "print('argv', sys.argv[1:])\nprint('data', open(base + '/input/data/training/f.txt').read())\n"
+        "print('checkpoints', json.load(open(base + '/input/config/checkpointconfig.json')))\n"
+    )
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "f.txt").write_text("found")
+    options = ["--hyperparameters", name, "--channel", f"training={tmp_path / 'd'}", "--checkpoints", "checkpoints"]
+    ended = local(jobs, work, "--group", "trainer=2", *options, "--", "train.py", "fit")
+    folder = work / "checkpoints"
+    assert ended.returncode == 0
+    assert """algo-1 | argv ['fit', '--a={"b": 1}', '--c=x y']""" in ended.stdout
+    assert "algo-2 | data found" in ended.stdout
+    assert f"algo-1 | checkpoints {{'LocalPath': '{folder}', 'S3Uri': 'file://{folder}'}}" in ended.stdout
+    assert sorted(path.name for path in folder.iterdir()) == ["algo-1", "algo-2"]
+    assert (tmp_path / "d" / "f.txt").exists()

@@ -1,0 +1,101 @@
+"""Options of ``lightning-sm local``: ``--help`` shows how they are used, and wrong ones start nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.integration.emulators import TIMEOUT_S, local
+from tests.integration.faulty_jobs import run_faulty
+
+
+def test_help_has_examples():
+    """--help of both commands shows how they are used."""
+    for command, example in (("train", "SAGEMAKER_PROGRAM"), ("local", "--group trainer=2 --group data=1")):
+        arguments = [sys.executable, "-m", "lightning_sm", command, "--help"]
+        ended = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+        assert example in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--group", "trainer"], "--group 'trainer': expected NAME=COUNT"),
+        (["--group", "trainer=x"], "--group 'trainer=x'"),
+        (["--group", "trainer=1:t2"], "--group 'trainer=1:t2'"),
+        (["--group", "trainer=0"], "Group 'trainer' has 0 hosts"),
+        (["--group", "trainer=300"], "300 hosts"),
+        (["--group", "a=1", "--group", "a=2"], "Group 'a' is named twice"),
+        (["--group", "data=1", "--group", "data2=1"], "No group trains"),
+        (["--group", "a=1:ml.g5.xlarge", "--group", "b=1:ml.g5.12xlarge"], "different numbers of GPUs"),
+        (["--devices", "0"], "0 devices"),
+        (["--channel", "x"], "--channel 'x': expected NAME=DIR"),
+        (["--channel", "x=nix"], "Channel 'x': the folder 'nix' does not exist"),
+        (["--channel", "x=.", "--channel", "x=."], "'x' is named twice"),
+        (["--channel", "a/b=."], "Channel 'a/b'"),
+        (["--channel", "..=."], "Channel '..'"),
+        (["--env", "X"], "--env 'X': expected NAME=VALUE"),
+        (["--hyperparameters", "nix.json"], "nix.json"),
+        (["--hyperparameters", "broken.json"], "broken.json"),
+        (["--hyperparameters", "broken.yaml"], "broken.yaml"),
+        (["--hyperparameters", "list.yaml"], "expected names and values, got list"),
+        (["--base-dir", "broken.yaml"], "broken.yaml"),
+        (["--checkpoints", "broken.yaml"], "broken.yaml"),
+    ],
+)
+def test_bad_options_start_nothing(jobs, work, args, message):
+    """A wrong option ends the command with exit code 2 and one message that names it, before anything exists."""
+    (work / "train.py").write_text("print('started')")
+    (work / "broken.json").write_text("{'a': 1}")
+    (work / "broken.yaml").write_text("a: [1\nb: 2")
+    (work / "list.yaml").write_text("- 1")
+    ended = local(jobs, work, *args, "--", "train.py")
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert ended.stderr.startswith("lightning-sm: error: ")
+    assert "Traceback" not in ended.stderr
+    assert ended.stdout == ""
+    assert not jobs.exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ([], "No training script is named"),
+        (["nix.py"], "'nix.py' cannot be read"),
+        (["notes.txt"], "neither a Python file"),
+        (["broken.py"], "broken.py:2: "),
+        (["null.py"], "null.py"),
+    ],
+)
+def test_bad_scripts_start_nothing(jobs, work, script, message):
+    """A script that is missing or does not compile is reported once, not by every host."""
+    (work / "broken.py").write_text("x = 1\ndef f(:\n")
+    (work / "null.py").write_bytes(b"x = '\0'\n")
+    ended = local(jobs, work, "--group", "trainer=3", "--", *script)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert ended.stdout == ""
+    assert not jobs.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--fault", "explode"], "--fault 'explode': there is no fault 'explode'; expected one of\n  kill:HOST@WHEN\n"),
+        (["--fault", "kill:algo-9@start"], "there is no host 'algo-9'; the hosts are algo-1, or by their place"),
+        (["--fault", "kill-rank:algo-1/1@start"], "there is no local rank 1; --devices is 1"),
+        (["--grace-s", "-1"], "--grace-s -1: expected a number of seconds from 0."),
+        (["--max-attempts", "0"], "--max-attempts 0: expected a number from 1."),
+    ],
+)
+def test_wrong_faults_start_nothing(jobs, work, options, message):
+    """A fault that cannot happen ends the command with exit code 2 and one message, before anything exists."""
+    ended = run_faulty(jobs, work, *options)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("lightning-sm: error: ")
+    assert message in ended.stderr
+    assert ended.stdout == ""
+    assert not jobs.exists()
