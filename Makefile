@@ -3,6 +3,8 @@
 # make check   format, lint, types, layers, unit tests: what every commit must pass
 
 PYTHON ?= python3
+# Of make test. There are three groups of tests that each keep to one of them; each needs 4 GB.
+WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -17,7 +19,8 @@ train: $(READY)
 		app/train.py fit --config app/configs/digits.yaml
 
 test: $(READY) $(TOOLKIT) $(SDK3)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder tests/unit tests/integration tests/containers
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder \
+		tests/unit tests/integration tests/containers
 
 lint: $(READY)
 	$(BIN)/ruff format --check $(SOURCES)

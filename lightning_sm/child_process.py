@@ -78,6 +78,13 @@ class StopSchedule:
         return cls(term_s, kill_s)
 
 
+def ignore_signals() -> None:
+    """Let signals change nothing any more: on its way out Python restores their default, which ends the process."""
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+            signal.signal(signum, signal.SIG_IGN)
+
+
 class ChildProcess:
     """One command after the other, each in a process group of its own, with the end of its stderr at hand.
 

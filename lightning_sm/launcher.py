@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from lightning_sm.arguments import job_arguments
-from lightning_sm.child_process import ChildProcess, StopSchedule
+from lightning_sm.child_process import ChildProcess, StopSchedule, ignore_signals
 from lightning_sm.errors import HyperparameterError, JobConfigError, LightningSMError
 from lightning_sm.failure import failure_reason, is_consequence
 from lightning_sm.job import SageMakerJob, base_directory
@@ -82,6 +82,7 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
     except LightningSMError as error:
         _LOG.error("lightning-sm: error: %s", error)
         ending = Outcome(_USAGE_EXIT_CODE, f"{type(error).__name__}: {error}")
+    ignore_signals()
     if ending.exit_code != 0:
         if output_dir is not None:
             _write_failure(output_dir, ending.reason)

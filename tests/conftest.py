@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -14,13 +15,18 @@ _TESTS = Path(__file__).parent
 _NO_SKIPS = "LIGHTNING_SM_TEST_NO_SKIPS"
 
 
+def pytest_configure() -> None:
+    """Take SIGINT as usual: what a shell started in the background ignores it, and so would the tests' processes."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 # First, as xdist reads the groups in the same hook.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep what shares a resource in one worker of pytest-xdist: the Docker engine, and the ports of emulated jobs."""
+    """Keep what shares a resource in one worker of pytest-xdist: the Docker engine, the ports of jobs, the fixtures."""
     for item in items:
-        folder = item.path.relative_to(_TESTS).parts[0]
-        if folder != "unit":
+        folder = item.path.parent.relative_to(_TESTS).as_posix()
+        if not folder.startswith("unit") and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(folder))
 
 

@@ -97,7 +97,7 @@ def test_whichever_host_fails_the_command_does(python, submit, host):
     """Though the SDK itself may call that a success; the reason is that of the script."""
     ended = submit(python, f"--hyperparameters.fail={host}")
     assert ended.returncode == 1, output_of(ended)
-    assert "a host failed: RuntimeError: meant to fail" in ended.stderr
+    assert "a host failed: RuntimeError: meant to fail" in ended.stderr, output_of(ended)
 
 
 def test_a_job_that_hangs_ends_with_the_time_limit(python, submit):

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.fakes.job_folder import resource_config, write_job
+
 if TYPE_CHECKING:
     from tests.fakes.small_app import Host
 
@@ -33,6 +35,15 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     (tmp_path / "code").mkdir()
     monkeypatch.chdir(tmp_path / "code")
     return Host(tmp_path / "ml", monkeypatch).configure()
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A host of a job with two trainer hosts and a data host, as the service would lay it out."""
+    groups = {"trainer": ["algo-2", "algo-1"], "data": ["algo-3"]}
+    return write_job(
+        tmp_path / "ml", resource_config(groups, "algo-2", instance_types=dict.fromkeys(groups, "ml.m5.large"))
+    )
 
 
 @pytest.fixture

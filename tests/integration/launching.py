@@ -53,6 +53,15 @@ def train(
     )
 
 
+def failure(base: Path) -> str:
+    """What the host left for the service to read.
+
+    Args:
+        base: The folder that it sees as ``/opt/ml``.
+    """
+    return (base / "output" / "failure").read_text()
+
+
 class Running:
     """A launcher in the background, with its lines as they come."""
 

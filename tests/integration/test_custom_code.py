@@ -16,7 +16,7 @@ import pytest
 
 from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.s3 import fake_s3
-from tests.integration.launching import TIMEOUT_S, started, train
+from tests.integration.launching import TIMEOUT_S, failure, started, train
 
 _ADDRESS = "s3://bucket/job/sourcedir.tar.gz"
 _PATH = "/bucket/job/sourcedir.tar.gz"
@@ -66,10 +66,6 @@ def _submit(base, s3, files, **hyperparameters):
 
 def _run(base, work, s3, *args, **variables):
     return train(base, work, *args, **s3.variables, TMPDIR=str(work.parent / "tmp"), **variables)
-
-
-def _failure(base):
-    return (base / "output" / "failure").read_text()
 
 
 def test_code_in_s3_is_unpacked_and_run(base, work, s3):
@@ -125,7 +121,7 @@ def test_a_script_of_the_same_name_in_the_image_is_no_substitute(base, work, s3)
     _submit(base, s3, {"other.py": ""})
     ended = _run(base, work, s3)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert f"Tried: {base}/code/train.py." in _failure(base)
+    assert f"Tried: {base}/code/train.py." in failure(base)
 
 
 def test_the_command_line_comes_first(base, work, s3):
@@ -170,7 +166,7 @@ def test_code_that_is_nowhere_is_an_error(base, work, s3):
     """A submit directory that does not exist is named with its origin."""
     write_job(base, hyperparameters={**_SUBMITTED, "sagemaker_submit_directory": '"/nowhere"'})
     assert _run(base, work, s3).returncode == 2
-    assert "hyperparameter sagemaker_submit_directory says that the code is at '/nowhere'" in _failure(base)
+    assert "hyperparameter sagemaker_submit_directory says that the code is at '/nowhere'" in failure(base)
 
 
 def test_errors_of_the_server_are_survived(base, work, s3):
@@ -199,9 +195,9 @@ def test_code_that_cannot_be_had_fails_the_host(base, work, s3, content, address
     write_job(base, hyperparameters={**_SUBMITTED, "sagemaker_submit_directory": json.dumps(address)})
     ended = _run(base, work, s3)
     assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
-    assert _failure(base).startswith("ScriptError: ")
-    assert address in _failure(base)
-    assert reason in _failure(base)
+    assert failure(base).startswith("ScriptError: ")
+    assert address in failure(base)
+    assert reason in failure(base)
     assert not (base / "evil.py").exists()
 
 
@@ -211,7 +207,7 @@ def test_without_boto3_the_error_says_what_to_install(base, work, tmp_path, s3):
     (tmp_path / "site" / "boto3.py").write_text("raise ImportError('no boto3 here')")
     _submit(base, s3, {"train.py": ""})
     assert _run(base, work, s3, PYTHONPATH=str(tmp_path / "site")).returncode == 2
-    assert "boto3 is not installed in the image (no boto3 here)" in _failure(base)
+    assert "boto3 is not installed in the image (no boto3 here)" in failure(base)
 
 
 def test_the_launcher_says_who_it_is_before_it_fetches_code(base, work, s3):
@@ -223,7 +219,7 @@ def test_the_launcher_says_who_it_is_before_it_fetches_code(base, work, s3):
         assert s3.asked.wait(TIMEOUT_S)
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(TIMEOUT_S) == 143
-    assert _failure(base) == f"The job was stopped or interrupted (SIGTERM). This host was fetching {_ADDRESS}."
+    assert failure(base) == f"The job was stopped or interrupted (SIGTERM). This host was fetching {_ADDRESS}."
 
 
 def test_a_data_host_that_is_stopped_before_its_script_is_not_broken(tmp_path, work, s3):
@@ -245,7 +241,7 @@ def test_fetching_has_a_time_limit(base, work, s3):
     _submit(base, s3, {"train.py": ""})
     s3.objects[_PATH] = None
     assert _run(base, work, s3, LIGHTNING_SM_PREPARE_S="2").returncode == 2
-    assert f"After 2 s (LIGHTNING_SM_PREPARE_S), fetching {_ADDRESS} had not ended." in _failure(base)
+    assert f"After 2 s (LIGHTNING_SM_PREPARE_S), fetching {_ADDRESS} had not ended." in failure(base)
 
 
 _SHELL = 'printf "%s|" "$0" "$@"; echo "$SM_HP_NAME|$(pwd)"; exit 7\n'

@@ -3,44 +3,15 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 
-import psutil
 import pytest
 
 from tests.fakes.job_folder import resource_config, write_job
-from tests.integration.launching import TIMEOUT_S, started, train
+from tests.integration.launching import TIMEOUT_S, failure, train
 
 _ECHO = "import json, os, sys; print(json.dumps([sys.argv[1:], os.getcwd(), sys.path]))"
-# Says when it is ready for signals, and waits for one without ever ending by itself in a passing test.
-_WAIT = f"print('ready', flush=True)\nimport signal, threading\nthreading.Event().wait({TIMEOUT_S})\n"
-
-
-@pytest.fixture
-def base(tmp_path):
-    """A host of a job with two trainer hosts and a data host, as the service would lay it out."""
-    groups = {"trainer": ["algo-2", "algo-1"], "data": ["algo-3"]}
-    return write_job(
-        tmp_path / "ml", resource_config(groups, "algo-2", instance_types=dict.fromkeys(groups, "ml.m5.large"))
-    )
-
-
-@pytest.fixture
-def work(tmp_path):
-    """The working directory of the container."""
-    folder = tmp_path / "work"
-    folder.mkdir()
-    return folder
-
-
-def _failure(base):
-    return (base / "output" / "failure").read_text()
-
-
-def _alive(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_success_leaves_no_failure_file(base, work):
@@ -93,8 +64,8 @@ def test_exit_code_and_reason_of_a_failing_script(base, work, script, code, reas
     """The exit code is the script's own, and the failure file begins with what went wrong."""
     (work / "train.py").write_text(script)
     assert train(base, work, "train.py").returncode == code
-    assert _failure(base).startswith(reason)
-    assert len(_failure(base)) <= 1024
+    assert failure(base).startswith(reason)
+    assert len(failure(base)) <= 1024
 
 
 def test_failure_file_of_the_script_is_kept(base, work):
@@ -104,7 +75,7 @@ def test_failure_file_of_the_script_is_kept(base, work):
     )
     (base / "output").mkdir()
     assert train(base, work, "train.py").returncode == 1
-    assert _failure(base) == "my own words"
+    assert failure(base) == "my own words"
 
 
 def test_unwritable_failure_file_does_not_mask_the_error(base, work):
@@ -122,7 +93,7 @@ def test_output_that_is_not_text_passes(base, work):
     ended = train(base, work, "train.py")
     assert ended.returncode == 3
     assert "\ufffd\ufffd oops" in ended.stderr
-    assert "\ufffd\ufffd oops" in _failure(base)
+    assert "\ufffd\ufffd oops" in failure(base)
 
 
 def test_much_output_reaches_stderr_in_full(base, work):
@@ -133,7 +104,7 @@ def test_much_output_reaches_stderr_in_full(base, work):
     ended = train(base, work, "train.py")
     assert "\n0\n1\n" in ended.stderr
     assert "\n99999\n" in ended.stderr
-    assert _failure(base).startswith("KeyError: 'end'")
+    assert failure(base).startswith("KeyError: 'end'")
 
 
 def test_hyperparameters_become_arguments(base, work):
@@ -179,7 +150,7 @@ def test_a_distribution_on_a_data_group_is_refused(base, work):
     (work / "train.py").write_text("print('started')")
     ended = train(base, work, "train.py")
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert _failure(base).startswith("TopologyError: distribution={...} names the instance groups ['data']")
+    assert failure(base).startswith("TopologyError: distribution={...} names the instance groups ['data']")
 
 
 def test_two_different_subcommands_are_refused(base, work):
@@ -190,7 +161,7 @@ def test_two_different_subcommands_are_refused(base, work):
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "'fit'" in ended.stderr
     assert "'validate'" in ended.stderr
-    assert _failure(base).startswith("HyperparameterError: ")
+    assert failure(base).startswith("HyperparameterError: ")
 
 
 @pytest.fixture
@@ -259,7 +230,7 @@ def test_missing_script_names_everything_tried(base, work, tmp_path):
     for folder in (work, tmp_path / "src", base / "code"):
         assert f"{folder}/nix/train.py" in ended.stderr
     assert "Traceback" not in ended.stderr
-    assert _failure(base).startswith("ScriptError: The training script 'nix/train.py' does not exist.")
+    assert failure(base).startswith("ScriptError: The training script 'nix/train.py' does not exist.")
 
 
 @pytest.mark.parametrize(
@@ -287,69 +258,8 @@ def test_malformed_files_of_the_service_are_reported(base, work):
     write_job(base, resources="{not json")
     ended = train(base, work, "train.py")
     assert ended.returncode == 2
-    assert _failure(base).startswith("JobConfigError: ")
-    assert "resourceconfig.json" in _failure(base)
-
-
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_signals_reach_the_script(base, work, signum):
-    """SIGTERM and SIGINT are passed on, and the script's own exit code is the answer."""
-    (work / "train.py").write_text(
-        f"import signal, sys\nsignal.signal({int(signum)}, lambda *_: sys.exit(42))\n" + _WAIT
-    )
-    with started(base, work, "train.py") as running:
-        running.wait_for("ready")
-        running.process.send_signal(signum)
-        assert running.process.wait(TIMEOUT_S) == 42
-
-
-def test_signal_that_kills_the_script_is_its_exit_code(base, work):
-    """A script without a handler ends by the signal: 128 + 15."""
-    (work / "train.py").write_text(_WAIT)
-    with started(base, work, "train.py") as running:
-        running.wait_for("ready")
-        running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(TIMEOUT_S) == 143
-    assert "killed by SIGTERM" in _failure(base)
-
-
-def test_signals_reach_the_whole_group(base, work):
-    """Local ranks that the script started get SIGTERM from the launcher, too."""
-    rank = (
-        "import signal, sys, threading\nsignal.signal(15, lambda *_: sys.exit(print('rank stops', flush=True)))\n"
-        + _WAIT
-    )
-    (work / "train.py").write_text(
-        "import signal, subprocess, sys\nsignal.signal(15, lambda *_: None)\n"
-        f"sys.exit(subprocess.Popen([sys.executable, '-c', {rank!r}]).wait())"
-    )
-    with started(base, work, "train.py") as running:
-        running.wait_for("ready")
-        running.process.send_signal(signal.SIGTERM)
-        running.wait_for("rank stops")
-        assert running.process.wait(TIMEOUT_S) == 0
-
-
-def test_local_ranks_do_not_outlive_a_failed_script(base, work):
-    """When the script fails, the processes that it left behind are ended."""
-    (work / "train.py").write_text(
-        f"import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', {_WAIT!r}], stdout=subprocess.PIPE)\n"
-        "child.stdout.readline()\nprint(child.pid, flush=True)\nsys.exit(4)"
-    )
-    ended = train(base, work, "train.py")
-    assert ended.returncode == 4
-    assert not _alive(int(ended.stdout))
-
-
-def test_local_ranks_may_finish_after_a_successful_script(base, work):
-    """When the script succeeds, what its local ranks still have to do is waited for."""
-    rank = "import sys\nsys.stdin.read()\nprint('rank done', flush=True)"
-    (work / "train.py").write_text(
-        "import os, subprocess, sys\n"
-        f"child = subprocess.Popen([sys.executable, '-c', {rank!r}], stdin=subprocess.PIPE)\nos._exit(0)"
-    )
-    ended = train(base, work, "train.py")
-    assert (ended.returncode, ended.stdout) == (0, "rank done\n")
+    assert failure(base).startswith("JobConfigError: ")
+    assert "resourceconfig.json" in failure(base)
 
 
 def test_launcher_ends_when_its_emulator_is_gone(base, work):
@@ -365,27 +275,3 @@ def test_torch_and_lightning_are_not_imported(module):
     code = f"import sys, {module}\nprint({{'torch', 'pytorch_lightning', 'lightning'}} & set(sys.modules))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
     assert ended.stdout == "set()\n"
-
-
-def test_orphans_are_reaped_while_the_script_runs(base, work):
-    """Processes that the script leaves to their own end become no zombies, however long the script goes on."""
-    (work / "train.py").write_text(
-        "import os, psutil, threading, time\n"
-        "launcher = os.getppid()\n"
-        "for _ in range(20):\n"
-        "    if os.fork() == 0:\n"
-        "        if os.fork() == 0:\n"
-        "            os._exit(0)\n"
-        "        os._exit(0)\n"
-        "    os.wait()\n"
-        "def zombies():\n"
-        "    found = psutil.process_iter(['ppid', 'status'])\n"
-        "    return [one for one in found if one.info == {'ppid': launcher, 'status': psutil.STATUS_ZOMBIE}]\n"
-        "deadline = time.monotonic() + 10\n"
-        "while zombies() and time.monotonic() < deadline:\n"
-        "    threading.Event().wait(0.02)\n"
-        "print('zombies:', len(zombies()))\n"
-    )
-    ended = train(base, work, "train.py")
-    assert ended.returncode == 0, ended.stderr
-    assert "zombies: 0" in ended.stdout

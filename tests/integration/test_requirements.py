@@ -18,7 +18,7 @@ from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.s3 import fake_s3
 from tests.fakes.wheel import write_wheel
 from tests.integration.hosts import REPOSITORY
-from tests.integration.launching import TIMEOUT_S, started, train
+from tests.integration.launching import TIMEOUT_S, failure, started, train
 
 _IMPORT = "import tiny\nprint('tiny', tiny.VERSION)"
 
@@ -68,10 +68,6 @@ def _run(base, python, index, *args, **variables):
     return train(base, base, *args, python=str(python), **_variables(index, **variables))
 
 
-def _failure(base):
-    return (base / "output" / "failure").read_text()
-
-
 def test_requirements_of_the_job_are_installed_first(base, python, index):
     """The script imports what its requirements.txt asks for, and the log has what pip said."""
     _source(base, "tiny\n")
@@ -97,9 +93,9 @@ def test_a_requirement_that_does_not_exist_fails_the_host(base, python, index):
     _source(base, "tiny==9.9\n")
     ended = _run(base, python, index)
     assert (ended.returncode, ended.stdout) == (2, "")
-    said = _failure(base).splitlines()
+    said = failure(base).splitlines()
     assert said[0].startswith("ScriptError: pip could not install what ")
-    assert "No matching distribution found for tiny==9.9" in _failure(base)
+    assert "No matching distribution found for tiny==9.9" in failure(base)
     assert "PIP_INDEX_URL" in said[-1]
 
 
@@ -111,9 +107,9 @@ def test_requirements_that_would_replace_torch_are_refused(base, python, index, 
     _source(base, "torch==0.0.1\n" if how == "directly" else "needy\n", "print('started')")
     ended = _run(base, python, index)
     assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
-    assert "torch==0.0.1" in _failure(base)
-    assert f"(constraint) torch=={importlib.metadata.version('torch')}" in _failure(base)
-    assert _failure(base).endswith("(LIGHTNING_SM_INSTALL_REQUIREMENTS=unprotected lets pip replace them).")
+    assert "torch==0.0.1" in failure(base)
+    assert f"(constraint) torch=={importlib.metadata.version('torch')}" in failure(base)
+    assert failure(base).endswith("(LIGHTNING_SM_INSTALL_REQUIREMENTS=unprotected lets pip replace them).")
 
 
 def test_torch_is_replaced_if_that_is_wanted(base, python, index):
@@ -155,7 +151,7 @@ def test_a_setting_that_means_nothing_is_an_error(base, python, index):
     """Only 0, 1 and unprotected are understood."""
     _source(base, "tiny\n")
     assert _run(base, python, index, LIGHTNING_SM_INSTALL_REQUIREMENTS="yes").returncode == 2
-    assert _failure(base).startswith("JobConfigError: LIGHTNING_SM_INSTALL_REQUIREMENTS='yes': expected 0 ")
+    assert failure(base).startswith("JobConfigError: LIGHTNING_SM_INSTALL_REQUIREMENTS='yes': expected 0 ")
 
 
 def test_a_package_is_installed_and_started_as_a_module(base, python, index):
@@ -205,7 +201,7 @@ def test_a_stop_ends_pip_at_once(base, python, index):
             running.process.send_signal(signal.SIGTERM)
             assert running.process.wait(TIMEOUT_S) == 143
     doing = f"installing the requirements of {base}/code"
-    assert _failure(base) == f"The job was stopped or interrupted (SIGTERM). This host was {doing}."
+    assert failure(base) == f"The job was stopped or interrupted (SIGTERM). This host was {doing}."
 
 
 def test_the_failure_of_another_host_ends_pip(tmp_path, python):
@@ -236,8 +232,8 @@ def test_the_failure_of_another_host_ends_pip(tmp_path, python):
             with started(bases["algo-2"], bases["algo-2"], **variables) as second:
                 assert second.process.wait(TIMEOUT_S) == 1
             assert first.process.wait(TIMEOUT_S) == 143
-    assert _failure(bases["algo-1"]).startswith("Host algo-2 was the first to fail, with exit code 1: ")
-    assert "no such data" in _failure(bases["algo-1"])
+    assert failure(bases["algo-1"]).startswith("Host algo-2 was the first to fail, with exit code 1: ")
+    assert "no such data" in failure(bases["algo-1"])
 
 
 def test_the_emulator_installs_nothing(tmp_path):

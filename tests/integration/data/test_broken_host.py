@@ -21,7 +21,8 @@ from lightning_sm.launcher import restart_pause_s
 from tests.integration.data.test_leaving import Job
 from tests.integration.hosts import REPOSITORY, Hosts
 
-pytestmark = pytest.mark.processes
+# Emulated jobs: two at a time could choose the same ports.
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("integration")]
 
 TIMEOUT_S = 90
 TRAINER, DATA = "algo-1", "algo-2"

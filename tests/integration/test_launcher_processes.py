@@ -1,0 +1,123 @@
+"""``lightning-sm train`` and the processes below it: signals, local ranks, orphans."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.integration.launching import TIMEOUT_S, failure, started, train, variables_of
+
+# Says when it is ready for signals, and waits for one without ever ending by itself in a passing test.
+_WAIT = f"print('ready', flush=True)\nimport signal, threading\nthreading.Event().wait({TIMEOUT_S})\n"
+
+
+def _alive(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_the_script(base, work, signum):
+    """SIGTERM and SIGINT are passed on, and the script's own exit code is the answer."""
+    (work / "train.py").write_text(
+        f"import signal, sys\nsignal.signal({int(signum)}, lambda *_: sys.exit(42))\n" + _WAIT
+    )
+    with started(base, work, "train.py") as running:
+        running.wait_for("ready")
+        running.process.send_signal(signum)
+        assert running.process.wait(TIMEOUT_S) == 42
+
+
+def test_signal_that_kills_the_script_is_its_exit_code(base, work):
+    """A script without a handler ends by the signal: 128 + 15."""
+    (work / "train.py").write_text(_WAIT)
+    with started(base, work, "train.py") as running:
+        running.wait_for("ready")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(TIMEOUT_S) == 143
+    assert "killed by SIGTERM" in failure(base)
+
+
+def test_signals_reach_the_whole_group(base, work):
+    """Local ranks that the script started get SIGTERM from the launcher, too."""
+    rank = (
+        "import signal, sys, threading\nsignal.signal(15, lambda *_: sys.exit(print('rank stops', flush=True)))\n"
+        + _WAIT
+    )
+    (work / "train.py").write_text(
+        "import signal, subprocess, sys\nsignal.signal(15, lambda *_: None)\n"
+        f"sys.exit(subprocess.Popen([sys.executable, '-c', {rank!r}]).wait())"
+    )
+    with started(base, work, "train.py") as running:
+        running.wait_for("ready")
+        running.process.send_signal(signal.SIGTERM)
+        running.wait_for("rank stops")
+        assert running.process.wait(TIMEOUT_S) == 0
+
+
+def test_local_ranks_do_not_outlive_a_failed_script(base, work):
+    """When the script fails, the processes that it left behind are ended."""
+    (work / "train.py").write_text(
+        f"import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', {_WAIT!r}], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\nprint(child.pid, flush=True)\nsys.exit(4)"
+    )
+    ended = train(base, work, "train.py")
+    assert ended.returncode == 4
+    assert not _alive(int(ended.stdout))
+
+
+def test_local_ranks_may_finish_after_a_successful_script(base, work):
+    """When the script succeeds, what its local ranks still have to do is waited for."""
+    rank = "import sys\nsys.stdin.read()\nprint('rank done', flush=True)"
+    (work / "train.py").write_text(
+        "import os, subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {rank!r}], stdin=subprocess.PIPE)\nos._exit(0)"
+    )
+    ended = train(base, work, "train.py")
+    assert (ended.returncode, ended.stdout) == (0, "rank done\n")
+
+
+def test_a_signal_on_the_way_out_does_not_replace_the_exit_code(base, work):
+    """Python restores the default of signals before it has left; the service may send SIGTERM just then."""
+    (work / "train.py").write_text("raise SystemExit(7)")
+    leave_late = """
+import os, signal, sys
+class Late:
+    def __del__(self, kill=os.kill, process=os.getpid(), signum=signal.SIGTERM):
+        kill(process, signum)
+late = Late()
+from lightning_sm.__main__ import main
+sys.exit(main(["train", "train.py"]))
+"""
+    command = [sys.executable, "-c", leave_late]
+    ended = subprocess.run(
+        command, cwd=work, env=variables_of(base), capture_output=True, check=False, timeout=TIMEOUT_S
+    )
+    assert ended.returncode == 7, ended.stderr.decode()
+
+
+def test_orphans_are_reaped_while_the_script_runs(base, work):
+    """Processes that the script leaves to their own end become no zombies, however long the script goes on."""
+    (work / "train.py").write_text(
+        "import os, psutil, threading, time\n"
+        "launcher = os.getppid()\n"
+        "for _ in range(20):\n"
+        "    if os.fork() == 0:\n"
+        "        if os.fork() == 0:\n"
+        "            os._exit(0)\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
+        "def zombies():\n"
+        "    found = psutil.process_iter(['ppid', 'status'])\n"
+        "    return [one for one in found if one.info == {'ppid': launcher, 'status': psutil.STATUS_ZOMBIE}]\n"
+        "deadline = time.monotonic() + 10\n"
+        "while zombies() and time.monotonic() < deadline:\n"
+        "    threading.Event().wait(0.02)\n"
+        "print('zombies:', len(zombies()))\n"
+    )
+    ended = train(base, work, "train.py")
+    assert ended.returncode == 0, ended.stderr
+    assert "zombies: 0" in ended.stdout
