@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +26,7 @@ from data_service import in_turn, machine, ratio, sleep_s, spread
 from tabulate import tabulate
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sm import SageMakerCLI, SageMakerEnvironment
+from lightning_sm import SageMakerCLI, SageMakerEnvironment, SpotCheckpoint
 from lightning_sm._lightning import Callback, LightningDataModule, LightningModule, ModelCheckpoint, Trainer
 
 _JOB_TIMEOUT_S = 300.0
@@ -61,18 +62,35 @@ class Points(LightningDataModule):
 
 
 class Clock(Callback):
-    """Print how long some steps took, without the first ones."""
+    """Print how long some steps took, without the first ones, and SpotCheckpoint's share of it."""
 
     def __init__(self, skipped: int = 50, counted: int = 500) -> None:
         super().__init__()
-        self.skipped, self.counted, self.began = skipped, counted, 0.0
+        self.skipped, self.counted, self.began, self.in_spot_s = skipped, counted, 0.0, 0.0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Time SpotCheckpoint's part of each step."""
+        for callback in trainer.callbacks:
+            if isinstance(callback, SpotCheckpoint):
+                callback.on_train_batch_start = self.timed(callback.on_train_batch_start)
+
+    def timed(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """Return a hook that adds up its time."""
+
+        def run(*arguments: Any) -> None:
+            began = time.perf_counter()
+            hook(*arguments)
+            self.in_spot_s += time.perf_counter() - began
+
+        return run
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Take the time."""
         if batch_idx == self.skipped:
-            self.began = time.perf_counter()
+            self.began, self.in_spot_s = time.perf_counter(), 0.0
         if batch_idx == self.skipped + self.counted:
-            sys.stdout.write(f"ms per step {1e3 * (time.perf_counter() - self.began) / self.counted}\n")
+            took = time.perf_counter() - self.began
+            sys.stdout.write(f"ms per step {1e3 * took / self.counted}, percent {100 * self.in_spot_s / took}\n")
             trainer.should_stop = True
 
 
@@ -129,13 +147,13 @@ def interrupted(way: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def overhead(way: str, args: argparse.Namespace) -> float:
-    """Milliseconds per step of an undisturbed job."""
+def overhead(way: str, args: argparse.Namespace) -> tuple[float, float]:
+    """Milliseconds per step of an undisturbed job, and the percentage that SpotCheckpoint takes of them."""
     output, _ = run_job(way, args.step_s)
-    found = re.findall(r"ms per step ([\d.]+)", output)
+    found = re.findall(r"ms per step ([\d.]+), percent ([\d.]+)", output)
     if not found:
         raise RuntimeError(f"the job of {way} printed no time:\n{output[-3000:]}")
-    return max(map(float, found))
+    return max(float(ms) for ms, _ in found), max(float(percent) for _, percent in found)
 
 
 def main() -> None:
@@ -157,8 +175,10 @@ def main() -> None:
     function = interrupted if args.experiment == "interrupt" else overhead
     results = in_turn({way: lambda way=way: function(way, args) for way in ways}, args.rounds)
     if args.experiment == "overhead":
-        rows = [[way, spread(times), ratio(times, results[ways[0]], 3)] for way, times in results.items()]
-        headers = ["way", "ms per step", f"x {ways[0]}"]
+        times = {way: [ms for ms, _ in runs] for way, runs in results.items()}
+        shares = {way: spread([percent for _, percent in runs], 3) for way, runs in results.items()}
+        rows = [[way, spread(times[way]), ratio(times[way], times[ways[0]], 3), shares[way]] for way in ways]
+        headers = ["way", "ms per step", f"x {ways[0]}", "% of it in SpotCheckpoint"]
     else:
         rows = [_row(way, runs) for way, runs in results.items()]
         headers = [
