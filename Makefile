@@ -3,8 +3,9 @@
 # make check   format, lint, types, layers, unit tests: what every commit must pass
 
 PYTHON ?= python3
-# Of make test. There are three groups of tests that each keep to one of them; each needs 4 GB.
-WORKERS ?= 3
+# Of make test. Three groups of tests keep to one worker each, so that more would idle. Each starts up to four processes
+# with torch (4 GB).
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(1, min(3, (os.cpu_count() or 1) - 1)))')
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
