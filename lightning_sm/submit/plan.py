@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -112,7 +113,7 @@ def data_groups(job: Job) -> list[str]:
 
 
 def for_local_mode(job: Job, folder: Path) -> tuple[Job, list[str]]:
-    """Leave out what local mode refuses.
+    """Leave out what local mode refuses, and share this machine's CPUs among the hosts.
 
     Args:
         job: What the file says.
@@ -126,6 +127,7 @@ def for_local_mode(job: Job, folder: Path) -> tuple[Job, list[str]]:
     for name, channel in job.channels.items():
         if (channel.mode, channel.distribution) != ("File", "FullyReplicated"):
             warnings.append(f"channels.{name}: local mode copies all files (File, FullyReplicated).")
+    num_cpus, num_hosts = os.cpu_count() or 1, sum(group.count for group in job.groups.values())
     local = replace(
         job,
         role=job.role or _NO_ROLE,
@@ -134,6 +136,8 @@ def for_local_mode(job: Job, folder: Path) -> tuple[Job, list[str]]:
             for name, channel in job.channels.items()
         },
         output=folder.as_uri(),
+        # PyTorch would start one thread per CPU in every container.
+        environment={"OMP_NUM_THREADS": str(max(1, num_cpus // num_hosts)), **job.environment},
         spot=None,
         checkpoints=None,
         tensorboard=None,

@@ -117,6 +117,16 @@ def test_groups_that_cannot_work_are_refused(groups, environment, words):
         data_groups(Job(image="x", groups=groups, environment=environment))
 
 
+@pytest.mark.parametrize(("cpus", "threads"), [(8, "2"), (2, "1")])
+def test_local_mode_shares_the_cpus_among_the_hosts(monkeypatch, cpus, threads):
+    """PyTorch starts no more threads than there are CPUs for its host, unless the job says otherwise."""
+    monkeypatch.setattr("os.cpu_count", lambda: cpus)
+    job = replace(JOB, groups={"trainer": Group("ml.g5.xlarge", 2), "data": Group("ml.c5.xlarge", 1)})
+    assert for_local_mode(job, Path("/out"))[0].environment == {**JOB.environment, "OMP_NUM_THREADS": threads}
+    own = replace(job, environment={"OMP_NUM_THREADS": "7"})
+    assert for_local_mode(own, Path("/out"))[0].environment == {"OMP_NUM_THREADS": "7"}
+
+
 def test_local_mode_leaves_out_what_it_has_not():
     """With a warning for each thing that the script might miss; instance types stay, as roles follow from them."""
     job = replace(
