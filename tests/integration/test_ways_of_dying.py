@@ -22,6 +22,7 @@ PAGE = REPOSITORY / "docs" / "lifecycle.md"
 IMPATIENT = ("--data_service.lease_s", "2", "--data_service.batch_timeout_s", "2")
 EITHER = (1, 143)  # what the other rank meets first: a peer that is gone, or SIGTERM
 STOPPED = r"The job was stopped or interrupted \(SIGTERM\)\. "
+PEER_LEFT = r"RuntimeError: .*by peer"  # the other rank met the failure first, and left
 KILLED = r"killed by SIGKILL \(exit code 137\)"
 
 
@@ -184,7 +185,7 @@ MATRIX = [
     Cell(
         *("SIGKILL of the whole host", "only data host", "mid-epoch", EITHER, EITHER, (137,)),
         job=137,
-        said=STOPPED + r"lightning_sm\.errors\.Data",
+        said=STOPPED + rf"(lightning_sm\.errors\.Data|{PEER_LEFT})",
         options=fault("kill:data-1", "step=10"),
         arguments=IMPATIENT,
     ),
