@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from xdist.workermanage import NodeManager
 
 _TESTS = Path(__file__).parent
 _NO_SKIPS = "LIGHTNING_SM_TEST_NO_SKIPS"
@@ -18,6 +19,8 @@ _NO_SKIPS = "LIGHTNING_SM_TEST_NO_SKIPS"
 def pytest_configure() -> None:
     """Take SIGINT as usual: what a shell started in the background ignores it, and so would the tests' processes."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # After Ctrl-C xdist kills a worker that is not gone within 10 s; to remove an engine's folder takes longer.
+    NodeManager.EXIT_TIMEOUT = 120
 
 
 # First, as xdist reads the groups in the same hook.
