@@ -216,6 +216,10 @@ class WorkerPool:
             self._workers.clear()
         self._wake()
         self._thread.join(timeout=5)
+        # Not by the thread, which may end before it is woken.
+        self._selector.close()
+        self._waker.close()
+        self._wakened.close()
 
     def _next_task(self, worker: _Worker) -> Task | None:
         for queue in self._queues.values():
@@ -293,9 +297,6 @@ class WorkerPool:
                 else:
                     self._hear(key.data)
             self._replace_hanging()
-        self._selector.close()
-        self._waker.close()
-        self._wakened.close()
 
     def _replace_hanging(self) -> None:
         now = time.monotonic()

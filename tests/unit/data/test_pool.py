@@ -229,3 +229,18 @@ def test_state_counts_workers_and_batches(pool, worker):
     worker.asked()
     state = pool.state()
     assert (state["workers"], state["busy"], state["queued"], state["batches"]) == (1, 1, 0, 0)
+
+
+def test_a_pool_closes_whose_thread_has_ended_first(monkeypatch):
+    """The thread sees that the pool is closed when it hears from a worker, too, before it is woken for that."""
+    pool = WorkerPool(print)
+    wake = pool._wake
+
+    def wake_late():
+        wake()
+        pool._thread.join(5)
+        wake()
+
+    monkeypatch.setattr(pool, "_wake", wake_late)
+    pool.close()
+    assert not pool._thread.is_alive()
