@@ -13,6 +13,8 @@ import pytest
 from xdist.workermanage import NodeManager
 
 _TESTS = Path(__file__).parent
+# Besides tests/integration itself: two at a time could choose the same ports.
+_USE_PORTS_OF_JOBS = {"test_broken_host.py", "test_ranks.py", "test_doctor_network.py", "test_environment.py"}
 _NO_SKIPS = "LIGHTNING_SM_TEST_NO_SKIPS"
 
 
@@ -29,7 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep what shares a resource in one worker of pytest-xdist: the Docker engine, the ports of jobs, the fixtures."""
     for item in items:
         folder = item.path.parent.relative_to(_TESTS).as_posix()
-        if not folder.startswith("unit") and item.get_closest_marker("xdist_group") is None:
+        if item.path.name in _USE_PORTS_OF_JOBS or folder == "unit/peers":
+            folder = "integration"
+        if not folder.startswith("unit"):
             item.add_marker(pytest.mark.xdist_group(folder))
 
 

@@ -21,8 +21,7 @@ from lightning_sm.launcher import restart_pause_s
 from tests.integration.data.test_leaving import Job
 from tests.integration.hosts import REPOSITORY, Hosts
 
-# Emulated jobs: two at a time could choose the same ports.
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("integration")]
+pytestmark = pytest.mark.processes
 
 TIMEOUT_S = 90
 TRAINER, DATA = "algo-1", "algo-2"

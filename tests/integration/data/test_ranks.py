@@ -11,8 +11,7 @@ from lightning_sm import DataHost
 from tests.integration.hosts import REPOSITORY, SCRIPTS
 from tests.integration.scripts.train_ranks import NUM_TEST, NUM_TRAIN, Data
 
-# Emulated jobs: two at a time could choose the same ports.
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("integration")]
+pytestmark = pytest.mark.processes
 
 STAGES = {"train 0": NUM_TRAIN, "train 1": NUM_TRAIN, "val 0": NUM_TEST, "val 1": NUM_TEST, "test 2": NUM_TEST}
 TIMEOUT_S = 90
