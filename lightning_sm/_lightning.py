@@ -52,8 +52,8 @@ else:
     Checkpoint = _callbacks.Checkpoint
     ModelCheckpoint = _callbacks.ModelCheckpoint
     ProgressBar = _callbacks.ProgressBar
-    # Since Lightning 2.6.
-    WeightAveraging = getattr(_callbacks, "WeightAveraging", None)
+    # Since Lightning 2.6; before, nothing is an instance of it.
+    WeightAveraging = getattr(_callbacks, "WeightAveraging", ())
     ArgsType = _cli.ArgsType
     LightningArgumentParser = _cli.LightningArgumentParser
     LightningCLI = _cli.LightningCLI

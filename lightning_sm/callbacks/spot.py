@@ -244,7 +244,7 @@ class SpotCheckpoint(Checkpoint):
 def _swap_averaged_weights_back(trainer: Trainer) -> None:
     """Undo what WeightAveraging does for the time of a validation; it would save either weights as the other."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if WeightAveraging is not None and isinstance(callback, WeightAveraging):
+        if isinstance(callback, WeightAveraging):
             callback.on_validation_epoch_end(trainer, trainer.lightning_module)
 
 

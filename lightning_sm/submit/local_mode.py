@@ -53,8 +53,7 @@ def run(plan: Plan, root: Path, *, timeout_s: float | None, keeps: bool) -> int:
     finally:
         if not keeps:
             remove(find_containers(root))
-    num_hosts = sum(group.count for group in plan.job.groups.values())
-    exit_code = judge(containers, num_hosts, sdk_exit_code)
+    exit_code = judge(containers, plan.job.num_hosts, sdk_exit_code)
     for reason in failure_reasons(root):
         _LOG.error("lightning-sm: a host failed: %s", reason)
     _LOG.info("Model, output and what the SDK wrote: %s", root)

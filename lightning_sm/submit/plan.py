@@ -127,7 +127,6 @@ def for_local_mode(job: Job, folder: Path) -> tuple[Job, list[str]]:
     for name, channel in job.channels.items():
         if (channel.mode, channel.distribution) != ("File", "FullyReplicated"):
             warnings.append(f"channels.{name}: local mode copies all files (File, FullyReplicated).")
-    num_cpus, num_hosts = os.cpu_count() or 1, sum(group.count for group in job.groups.values())
     local = replace(
         job,
         role=job.role or _NO_ROLE,
@@ -137,7 +136,7 @@ def for_local_mode(job: Job, folder: Path) -> tuple[Job, list[str]]:
         },
         output=folder.as_uri(),
         # PyTorch would start one thread per CPU in every container.
-        environment={"OMP_NUM_THREADS": str(max(1, num_cpus // num_hosts)), **job.environment},
+        environment={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // job.num_hosts)), **job.environment},
         spot=None,
         checkpoints=None,
         tensorboard=None,

@@ -155,6 +155,11 @@ class Job:
     tags: dict[str, str] = field(default_factory=dict)
     remote_debug: bool = False
 
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts of all groups."""
+        return sum(group.count for group in self.groups.values())
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add an option for every key of a job file, and one for the file itself.

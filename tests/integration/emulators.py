@@ -24,7 +24,9 @@ def command(jobs: Path, args: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "lightning_sm", "local", "--base-dir", str(jobs), *args]
 
 
-def local(jobs: Path, work: Path, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def local(
+    jobs: Path, work: Path, *args: str, timeout_s: float = TIMEOUT_S, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run an emulator to its end."""
     return subprocess.run(
         command(jobs, args),
@@ -34,7 +36,7 @@ def local(jobs: Path, work: Path, *args: str, **variables: str) -> subprocess.Co
         text=True,
         errors="replace",
         check=False,
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.integration.emulators import command, in_background
+from tests.integration.emulators import in_background, local
 
 TIMEOUT_S = 40
 
@@ -199,14 +199,7 @@ globals()[mode or "train"]()
 
 def run_faulty(jobs: Path, work: Path, *options: str, mode: str = "") -> subprocess.CompletedProcess[str]:
     """Run ``lightning-sm local`` with these options and the training script to its end."""
-    ended = subprocess.run(
-        command(jobs, _arguments(work, options, mode)),
-        cwd=work,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-    )
+    ended = local(jobs, work, *_arguments(work, options, mode), timeout_s=TIMEOUT_S)
     assert "Traceback" not in ended.stdout + ended.stderr, ended.stdout + ended.stderr
     return ended
 
