@@ -1,10 +1,12 @@
 """Whatever process is killed: what is nothing without it goes, what depends on it says so, nothing is left."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_sm.errors import DataServiceError
 from tests.integration.data.cluster import Host, remote, running
 from tests.integration.data.datasets import Augmented
+from tests.integration.emulators import until
 
 pytestmark = pytest.mark.processes
 
@@ -25,12 +28,39 @@ def make():
     return DataLoader(Augmented(4000, 0.001), batch_size=4)
 
 
+def shared_memory():
+    """Name and inode of every file and semaphore in /dev/shm."""
+    found = set()
+    for path in Path("/dev/shm").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # Removed meanwhile.
+            if not path.is_dir():
+                found.add((path.name, path.stat().st_ino))
+    return found
+
+
+def in_use():
+    """Inodes in /dev/shm that a process has mapped. Not the names: semaphores are renamed after they are mapped."""
+    inodes = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError):  # Has ended, or is another user's.
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            inodes.update(int(line.split()[4]) for line in lines if "/dev/shm/" in line)
+    return inodes
+
+
+def unused(memory):
+    """Names of what no process has mapped."""
+    inodes = in_use() if memory else set()
+    return [name for name, inode in memory if inode not in inodes]
+
+
 @pytest.fixture(autouse=True)
 def _no_named_memory():
-    """Nothing stays in /dev/shm, which nobody would clean up."""
-    before = set(os.listdir("/dev/shm"))
+    """Nothing stays in /dev/shm that nobody uses, and so nobody would clean up. Other tests have theirs there."""
+    before = shared_memory()
     yield
-    assert set(os.listdir("/dev/shm")) <= before
+    # Of another test's there may be some that is not mapped yet, or about to be removed.
+    until(lambda: not unused(shared_memory() - before), "/dev/shm holds nothing more that is unused", FEW_SECONDS)
 
 
 @pytest.fixture
