@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import metadata
 
 from lightning_sm.doctor.context import Context
@@ -125,8 +125,8 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _unmet(name: str, extras: tuple[str, ...]) -> Iterator[str]:
-    """What a package asks for and does not get. Extras ask only for what is installed anyway."""
+def _unmet(name: str, extras: Collection[str], *, are_needed: bool = False) -> Iterator[str]:
+    """What a package asks for and does not get. Extras that are not needed ask only for what is installed anyway."""
     # A requirement of Lightning, and so not there on the host that lacks it: only imported where it is used.
     from packaging.requirements import Requirement  # noqa: PLC0415
 
@@ -140,10 +140,13 @@ def _unmet(name: str, extras: tuple[str, ...]) -> Iterator[str]:
             continue
         version = _version(wanted.name)
         is_lightning = wanted.name in _LIGHTNINGS and any(map(_version, _LIGHTNINGS))
-        if version is None and "extra" not in line and not is_lightning:
+        is_needed = are_needed or "extra" not in line
+        if version is None and is_needed and not is_lightning:
             yield f"{name} needs {wanted.name}{wanted.specifier}, which is not installed."
         elif version is not None and not wanted.specifier.contains(version, prereleases=True):
             yield f"{name} needs {wanted.name}{wanted.specifier}, but {version} is installed."
+        elif version is not None and wanted.extras and is_needed:
+            yield from _unmet(wanted.name, wanted.extras, are_needed=True)
 
 
 def _clashes() -> Iterator[Result]:

@@ -67,6 +67,14 @@ def test_unmet_requirement_of_ours_is_a_problem(install):
     ]
 
 
+def test_what_an_extra_of_a_package_lacks_is_a_problem(install):
+    """The package alone, as conda installs it, is not what was asked for."""
+    install("lightning-sm", "9.0", "some-parser[typed]>=1")
+    install("some-parser", "1.5", "no-such-types>=2; extra == 'typed'", "not-there-either; extra == 'other'")
+    found = [result for result in packages.requirements(_CONTEXT) if result.status is Status.PROBLEM]
+    assert [result.found for result in found] == ["some-parser needs no-such-types>=2, which is not installed."]
+
+
 def test_unfit_extra_of_ours_is_a_problem(install):
     """What an extra asks for counts only if the package is installed."""
     install("lightning-sm", "9.0", "sagemaker<3; extra == 'launch'", "ruff>=1; extra == 'dev'")

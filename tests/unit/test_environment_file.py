@@ -39,18 +39,26 @@ def pip_specs(environment):
     return [spec for item in environment["dependencies"] if isinstance(item, dict) for spec in item["pip"]]
 
 
+def _extras(requirement):
+    return f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+
+
 def split(spec):
-    """Name and version of a spec, the version's parts sorted."""
-    name, version = re.fullmatch(r"([A-Za-z0-9_-]+)(.*)", spec).groups()
+    """Name, with extras, and version of a spec, the version's parts sorted."""
+    name, version = re.fullmatch(r"([A-Za-z0-9_-]+(?:\[[a-z,]+\])?)(.*)", spec).groups()
     return name.lower(), sorted(filter(None, version.split(",")))
 
 
 def test_each_dependency_has_the_same_version_in_both_files(project, environment):
-    """What the image installs is what the package and its extras for the image ask for, version by version."""
+    """What the image installs is what the package and its extras for the image ask for, version by version.
+
+    Extras of a package, of which conda knows nothing, come along: Lightning's CLI does not start without those of
+    jsonargparse.
+    """
     wanted = [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
     requirements = {item.name: item for item in map(Requirement, wanted)}
     expected = {
-        CONDA_NAMES.get(name, name).lower(): sorted(map(str, requirement.specifier))
+        CONDA_NAMES.get(name, name).lower() + _extras(requirement): sorted(map(str, requirement.specifier))
         for name, requirement in requirements.items()
     }
     found = dict(map(split, [*conda_specs(environment), *pip_specs(environment)]))
