@@ -9,7 +9,7 @@ import logging
 import sys
 from pathlib import Path
 
-from lightning_sm.submit.spec import read_job
+from lightning_sm.submit.job_file import read_job
 from lightning_sm.submit.submission import send
 
 _LOG = logging.getLogger(__name__)

@@ -37,9 +37,9 @@ def codec_of(name: str) -> Codec:
     try:
         module = importlib.import_module(_MODULES[name])
     except ImportError as error:
+        package = _MODULES[name].partition(".")[0]
         raise DataSettingsError(
-            f"data_service.compression={name!r} needs the package {_MODULES[name].partition('.')[0]} on all hosts: "
-            "pip install 'lightning-sm[compression]'."
+            f"data_service.compression={name!r} needs the package {package} on all hosts: pip install {package}."
         ) from error
     return _Zstd(module) if name == "zstd" else _LZ4(module)
 

@@ -11,7 +11,6 @@ from sagemaker.inputs import TrainingInput
 from sagemaker.instance_group import InstanceGroup
 from sagemaker.session import Session
 
-from lightning_sm.job import CODE_CHANNEL
 from lightning_sm.submit.plan import Plan
 from lightning_sm.submit.sdk import code_location, without_telemetry
 
@@ -35,14 +34,12 @@ class Submission:
         Raises:
             ClientError: The service refuses the request.
         """
-        inputs = training_inputs(self._plan)
-        if self._plan.job.source_dir is not None:
-            where = code_location(self._plan.job)
-            uri = self._session.upload_data(self._plan.job.source_dir, **where)
-            inputs[CODE_CHANNEL] = TrainingInput(uri, instance_groups=self._plan.code_groups, input_mode="File")
-        estimator = Estimator(**estimator_arguments(self._plan), sagemaker_session=self._session)
+        plan = self._plan
+        if plan.job.source_dir is not None:
+            plan = plan.with_code(self._session.upload_data(plan.job.source_dir, **code_location(plan.job)))
+        estimator = Estimator(**estimator_arguments(plan), sagemaker_session=self._session)
         # The SDK's own waiting swallows Ctrl-C.
-        estimator.fit(inputs or None, wait=False)
+        estimator.fit(training_inputs(plan) or None, wait=False)
         return str(estimator.latest_training_job.name)
 
 
@@ -57,10 +54,7 @@ def run_locally(plan: Plan, root: str) -> None:
 
     session = HeterogeneousLocalSession()
     session.config = {"local": {"local_code": True, "container_root": root}}
-    inputs = training_inputs(plan)
-    if plan.job.source_dir is not None:
-        inputs[CODE_CHANNEL] = TrainingInput(f"file://{plan.job.source_dir}", instance_groups=plan.code_groups)
-    Estimator(**estimator_arguments(plan), sagemaker_session=session).fit(inputs or None)
+    Estimator(**estimator_arguments(plan), sagemaker_session=session).fit(training_inputs(plan) or None)
 
 
 def estimator_arguments(plan: Plan) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import yaml
 
+from lightning_sm.errors import LightningSMError, SubmitError
 from lightning_sm.submit.containers import Container, find_containers, remove
 from lightning_sm.submit.plan import Plan
-from lightning_sm.submit.sdk import adapter, without_telemetry
+from lightning_sm.submit.sdk import INSTALL_V2, SDK_WITHOUT_ESTIMATOR, adapter, sdk_version, without_telemetry
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,9 +43,14 @@ def run(plan: Plan, root: Path, *, timeout_s: float | None, keeps: bool) -> int:
 
     Raises:
         SDKError: There is no SDK.
-        SubmitError: There is no Docker.
+        SubmitError: There is no Docker, or the SDK's local mode cannot run the job.
     """
     adapter()  # fails here, if at all, and not in the other process
+    if plan.single_group is None and sdk_version() == SDK_WITHOUT_ESTIMATOR:
+        raise SubmitError(
+            f"SDK v3 has no instance groups in local mode, and the job has {', '.join(plan.job.groups)}. Use SDK v2 in "
+            f"another environment ({INSTALL_V2}), or lightning-sm local."
+        )
     find_containers(root)  # so does Docker's absence
     containers: Sequence[Container] = []
     try:
@@ -53,6 +59,8 @@ def run(plan: Plan, root: Path, *, timeout_s: float | None, keeps: bool) -> int:
     finally:
         if not keeps:
             remove(find_containers(root))
+            for path in root.rglob("docker-compose.yaml"):  # holds the AWS credentials, which containers may use
+                path.unlink()
     exit_code = judge(containers, plan.job.num_hosts, sdk_exit_code)
     for reason in failure_reasons(root):
         _LOG.error("lightning-sm: a host failed: %s", reason)
@@ -142,4 +150,7 @@ def _environment(root: Path) -> Mapping[str, str]:
 
 
 if __name__ == "__main__":
-    adapter().run_locally(pickle.load(sys.stdin.buffer), sys.argv[1])  # noqa: S301 - from the process that started this
+    try:
+        adapter().run_locally(pickle.load(sys.stdin.buffer), sys.argv[1])  # noqa: S301 - from the process that started this
+    except LightningSMError as error:
+        sys.exit(f"lightning-sm: {error}")

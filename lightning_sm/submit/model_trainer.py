@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 from sagemaker.core.config.config import load_sagemaker_config
@@ -12,7 +13,6 @@ from sagemaker.train import ModelTrainer, configs
 from sagemaker.train.model_trainer import Mode
 
 from lightning_sm.errors import SubmitError
-from lightning_sm.job import CODE_CHANNEL
 from lightning_sm.submit.containers import entry_point
 from lightning_sm.submit.plan import Plan
 from lightning_sm.submit.sdk import code_location, without_telemetry
@@ -38,17 +38,15 @@ class Submission:
         Raises:
             ClientError: The service refuses the request.
         """
-        channels = input_channels(self._plan)
-        if self._plan.job.source_dir is not None:
-            where = code_location(self._plan.job)
-            uri = self._session.upload_data(self._plan.job.source_dir, **where)
-            channels.append(_channel(CODE_CHANNEL, ChannelSpec(uri, groups=self._plan.code_groups)))
+        plan = self._plan
+        if plan.job.source_dir is not None:
+            plan = plan.with_code(self._session.upload_data(plan.job.source_dir, **code_location(plan.job)))
         try:
-            trainer = ModelTrainer(**trainer_arguments(self._plan), sagemaker_session=self._session)
+            trainer = ModelTrainer(**trainer_arguments(plan), sagemaker_session=self._session)
         except RoleValidationError as error:
             raise SubmitError(f"role: {error}") from error
-        _add_settings(trainer, self._plan)
-        trainer.train(input_data_config=channels or None, wait=False, logs=False)
+        _add_settings(trainer, plan)
+        trainer.train(input_data_config=input_channels(plan) or None, wait=False, logs=False)
         # The SDK's documentation, too, gets at the job this way.
         return str(trainer._latest_training_job.training_job_name)
 
@@ -59,25 +57,15 @@ def run_locally(plan: Plan, root: str) -> None:
     Args:
         plan: The job, made for local mode.
         root: Folder for everything that the SDK writes.
-
-    Raises:
-        SubmitError: The job has several groups.
     """
-    if plan.single_group is None:
-        raise SubmitError(
-            f"SDK v3 has no instance groups in local mode, and the job has {', '.join(plan.job.groups)}. Use SDK v2 "
-            "(pip install 'lightning-sm[launch]' in another environment), or lightning-sm local."
-        )
-    channels = {name: channel.uri for name, channel in plan.channels.items()}
-    if plan.job.source_dir is not None:
-        channels[CODE_CHANNEL] = plan.job.source_dir
     arguments = trainer_arguments(plan) | {
-        "compute": configs.Compute(instance_type="local_cpu", instance_count=plan.single_group.count),
+        "compute": configs.Compute(instance_type="local_cpu", instance_count=plan.job.num_hosts),
         "output_data_config": None,
     }
     trainer = _LocalTrainer(**arguments, training_mode=Mode.LOCAL_CONTAINER, local_container_root=root)
     data = [
-        configs.InputData(channel_name=name, data_source=uri.removeprefix("file://")) for name, uri in channels.items()
+        configs.InputData(channel_name=name, data_source=channel.uri.removeprefix("file://"))
+        for name, channel in plan.channels.items()
     ]
     trainer.train(input_data_config=data or None)
 
@@ -105,7 +93,8 @@ def trainer_arguments(plan: Plan) -> dict[str, Any]:
     return {
         "training_image": job.image,
         "role": job.role,
-        "base_job_name": job.name,
+        # The SDK adds the time in seconds, and a service that knows a name refuses it.
+        "base_job_name": f"{job.name}-{secrets.token_hex(2)}",
         "compute": configs.Compute(
             **_hosts(plan),
             volume_size_in_gb=job.volume_gb,

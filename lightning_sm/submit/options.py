@@ -13,8 +13,8 @@ from jsonargparse import ArgumentError, ArgumentParser
 from jsonargparse.typing import PositiveFloat
 
 from lightning_sm.errors import SubmitError
+from lightning_sm.submit.job_file import add_arguments, parse_job
 from lightning_sm.submit.sdk import sdk_version
-from lightning_sm.submit.spec import add_arguments, job_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,8 +42,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = _parser()
     try:
-        options = parser.parse_args(_with_job_option(argv))
-        job = job_of(parser, options)
+        job, options = parse_job(parser, _with_job_option(argv))
     except ArgumentError as error:
         raise SubmitError(f"{error}\n{_USAGE}") from error
     stated = [f"--{mode.replace('_', '-')}" for mode in _MODES if options[mode]]

@@ -32,19 +32,27 @@ class Plan:
         hyperparameters: Text by name, in JSON, within the service's limits per value.
         metrics: Metric definitions.
         channels: Input channels; with groups for all of them or for none, as the service wants it.
-        code_groups: Groups that get the user's code: all of them where any channel has groups.
     """
 
     job: Job
     hyperparameters: Mapping[str, str]
     metrics: list[dict[str, str]]
     channels: Mapping[str, Channel]
-    code_groups: list[str] | None
 
     @property
     def single_group(self) -> Group | None:
         """The group of an ordinary job; None if the job is heterogeneous."""
         return next(iter(self.job.groups.values())) if len(self.job.groups) == 1 else None
+
+    def with_code(self, uri: str) -> Plan:
+        """The plan with a channel for the user's code, which all hosts get.
+
+        Args:
+            uri: Where the code is.
+        """
+        has_groups = any(channel.groups for channel in self.channels.values())
+        code = Channel(uri, groups=list(self.job.groups) if has_groups else None)
+        return replace(self, channels={**self.channels, CODE_CHANNEL: code})
 
 
 def make_plan(job: Job, hyperparameters: Mapping[str, str]) -> Plan:
@@ -54,18 +62,15 @@ def make_plan(job: Job, hyperparameters: Mapping[str, str]) -> Plan:
         job: What the file says.
         hyperparameters: What ``encode_hyperparameters`` made of it.
     """
-    every_group = list(job.groups) if len(job.groups) > 1 else None
-    has_groups = any(channel.groups for channel in job.channels.values())
-    code_groups = every_group if has_groups else None
+    has_groups = len(job.groups) > 1 and any(channel.groups for channel in job.channels.values())
     return Plan(
         job=job,
         hyperparameters=hyperparameters,
         metrics=metric_definitions(job.metrics, job.metric_patterns),
         channels={
-            name: replace(channel, groups=(channel.groups or code_groups) if every_group else None)
+            name: replace(channel, groups=(channel.groups or list(job.groups)) if has_groups else None)
             for name, channel in job.channels.items()
         },
-        code_groups=code_groups,
     )
 
 

@@ -6,6 +6,7 @@ limits of single values are in ``limits``.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,8 @@ _ECR = re.compile(r"\d{12}\.dkr\.ecr(-fips)?\.(?P<region>[a-z0-9-]+)\.amazonaws\
 _S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?")
 # SageMaker API, StoppingCondition.MaxRuntimeInSeconds: "the maximum value is 28 days".
 _MAX_RUN_S = 28 * 24 * 60 * 60
+# What lies beside code, is large or secret, and is of no use in a job.
+_NOT_CODE = {".git", ".venv", "venv", ".aws"}
 # Only to find out what else is wrong.
 _STAND_IN_ROLE, _STAND_IN_URI = "arn:aws:iam::000000000000:role/rehearsal", "s3://rehearsal"
 
@@ -150,7 +153,14 @@ def _script(job: Job) -> Iterator[str]:
     folder = Path(job.source_dir)
     if not folder.is_dir():
         yield f"source_dir is {job.source_dir!r}, which is no folder."
-    elif job.script and not (folder / job.script).is_file() and not (folder / "setup.py").is_file():
+        return
+    files = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
+    if not files:
+        yield f"source_dir is {job.source_dir!r}, which is empty."
+    for path in files:
+        if not os.access(path, os.R_OK):
+            yield f"source_dir holds {path}, which cannot be read{' (a broken link)' if path.is_symlink() else ''}."
+    if job.script and not (folder / job.script).is_file() and not (folder / "setup.py").is_file():
         yield f"script is {job.script!r}, but there is no {folder / job.script}. It is relative to source_dir."
 
 
@@ -202,6 +212,11 @@ def _advice(job: Job, region: str | None) -> Iterator[str]:
                 f"channels.{name}.distribution is ShardedByS3Key: every host sees other files, of which Lightning's "
                 "samplers know nothing."
             )
+    for path in [] if job.source_dir is None else sorted(Path(job.source_dir).glob("*")):
+        if path.name in _NOT_CODE or path.name.startswith(".env"):
+            yield f"source_dir holds {path.name}, which is uploaded with the rest; move it if the job needs none."
+        elif path.is_dir() and path.is_symlink():
+            yield f"source_dir holds {path.name}, a link to a folder, which the SDK does not upload."
     image = _ECR.fullmatch(job.image)
     if image is not None and region is not None and image["region"] != region:
         yield f"image lies in {image['region']}, but the job is to run in {region}; the service wants them together."

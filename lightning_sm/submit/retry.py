@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from botocore.exceptions import ClientError
+from botocore.exceptions import BotoCoreError, ClientError
 
 from lightning_sm.submit.spec import Retries
 
@@ -24,6 +25,8 @@ _TRANSIENT_CODES = frozenset(
         "InsufficientInstanceCapacity",
     }
 )
+# "... is 0 Instances, with current utilization of 0 Instances and a request delta of 1 Instances."
+_QUOTA = re.compile(r"is (\d+) Instances.* delta of (\d+) Instances", re.DOTALL)
 # In the FailureReason of a job that got no hosts: "CapacityError: Unable to provision requested ML compute capacity".
 _CAPACITY = "CapacityError"
 _FINAL = frozenset({"Completed", "Failed", "Stopped"})
@@ -51,7 +54,8 @@ def run_until_capacity(
         The description of the last job; with no ``watch``, only its ``TrainingJobName``.
 
     Raises:
-        ClientError: The service refused the job for another reason, or the last try for lack of capacity.
+        ClientError: The service refused the job for another reason, or for a quota that is smaller than the job, or the
+            last try for lack of capacity.
     """
     attempt = 0
     while True:
@@ -59,7 +63,7 @@ def run_until_capacity(
         try:
             name = submit()
         except ClientError as error:
-            if attempt == retries.max_tries or error.response["Error"]["Code"] not in _TRANSIENT_CODES:
+            if attempt == retries.max_tries or not _may_pass(error):
                 raise
             reason = str(error)
         else:
@@ -69,10 +73,16 @@ def run_until_capacity(
             if attempt == retries.max_tries or _CAPACITY not in reason:
                 return description
         pause_s = pause_after(attempt, retries)
-        _LOG.warning(
-            "No capacity at try %d of %d (%s); again in %.0f s.", *(attempt, retries.max_tries, reason, pause_s)
-        )
+        _LOG.warning("No hosts at try %d of %d (%s); again in %.0f s.", *(attempt, retries.max_tries, reason, pause_s))
         wait(pause_s)
+
+
+def _may_pass(error: ClientError) -> bool:
+    """Whether the service may take the same job later."""
+    if error.response["Error"]["Code"] not in _TRANSIENT_CODES:
+        return False
+    quota = _QUOTA.search(str(error))
+    return quota is None or int(quota[2]) <= int(quota[1])  # else the account may not have that many at any time
 
 
 def pause_after(attempt: int, retries: Retries) -> float:
@@ -89,7 +99,7 @@ def pause_after(attempt: int, retries: Retries) -> float:
 def watch(client: Any, name: str, region: str, wait: Wait = _NEVER.wait) -> Mapping[str, Any]:
     """Wait for the end of a job, with a line for every change of its state.
 
-    Ctrl-C stops the waiting, not the job, and says how to look at it and how to stop it.
+    Ctrl-C stops the waiting, not the job, and says how to look at it and how to stop it; so does an error.
 
     Args:
         client: A boto3 client of SageMaker.
@@ -99,6 +109,10 @@ def watch(client: Any, name: str, region: str, wait: Wait = _NEVER.wait) -> Mapp
 
     Returns:
         What DescribeTrainingJob says at the end.
+
+    Raises:
+        ClientError: The service does not tell, perhaps because the credentials have expired.
+        BotoCoreError: It cannot be asked.
     """
     _LOG.info(
         "Its log: aws logs tail /aws/sagemaker/TrainingJobs --log-stream-name-prefix %s --follow --region %s",
@@ -117,7 +131,7 @@ def watch(client: Any, name: str, region: str, wait: Wait = _NEVER.wait) -> Mapp
                 return description
             seen = state
             wait(_POLL_S)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, ClientError, BotoCoreError):  # of the latter: credentials that expired meanwhile
         of_job = f"--training-job-name {name} --region {region}"
         _LOG.warning(
             "Not waiting any more; the job goes on, and costs money.\n  How it is: aws sagemaker describe-training-job "

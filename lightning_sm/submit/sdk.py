@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +14,12 @@ from typing import Any
 from lightning_sm.errors import SDKError
 from lightning_sm.submit.spec import Job
 
-_FIRST_WITHOUT_ESTIMATOR = 3
+SDK_WITHOUT_ESTIMATOR = 3
+# What pyproject.toml calls the extra "launch".
+INSTALL_V2 = "pip install 'sagemaker[local]>=2.257.1,<3'"
+_INSTALL_V3 = "pip install 'sagemaker-train>=1.27,<2'"
+# Older ones send everything with the first session of the process: a rehearsal of a second job would send it.
+_FIRST_CORE = "2.24"
 
 
 def sdk_version() -> int:
@@ -28,10 +34,10 @@ def sdk_version() -> int:
         except PackageNotFoundError:
             continue
         # Version 3 is sagemaker-train 1, beside which the distribution "sagemaker" is empty.
-        return _FIRST_WITHOUT_ESTIMATOR if distribution == "sagemaker-train" else int(found.split(".")[0])
+        return SDK_WITHOUT_ESTIMATOR if distribution == "sagemaker-train" else int(found.split(".")[0])
     raise SDKError(
-        "No SageMaker SDK is installed here. Version 2: pip install 'lightning-sm[launch]'; version 3: "
-        "pip install sagemaker-train. Without either: lightning-sm local runs the script on an emulated cluster."
+        f"No SageMaker SDK is installed here. Version 2: {INSTALL_V2}; version 3: {_INSTALL_V3}. Without either: "
+        "lightning-sm local runs the script on an emulated cluster."
     )
 
 
@@ -39,10 +45,14 @@ def adapter() -> Any:
     """Import the module that speaks with the installed SDK: ``estimator`` or ``model_trainer``.
 
     Raises:
-        SDKError: There is no SDK.
+        SDKError: There is no SDK, or it is too old.
     """
     os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")  # version 2 tells its end three times per command
-    name = "estimator" if sdk_version() < _FIRST_WITHOUT_ESTIMATOR else "model_trainer"
+    name = "estimator" if sdk_version() < SDK_WITHOUT_ESTIMATOR else "model_trainer"
+    from packaging.version import Version  # noqa: PLC0415 - comes with either SDK
+
+    if name == "model_trainer" and Version(found := version("sagemaker-core")) < Version(_FIRST_CORE):
+        raise SDKError(f"sagemaker-core {found} is installed; {_FIRST_CORE} or newer is needed. {_INSTALL_V3}")
     return importlib.import_module(f"lightning_sm.submit.{name}")
 
 
@@ -70,7 +80,8 @@ def code_location(job: Job) -> dict[str, str]:
     Returns:
         ``bucket``, if known, and ``key_prefix``, as ``Session.upload_data`` calls them.
     """
-    own = f"{job.name}/code/{time.strftime('%Y-%m-%d-%H-%M-%S', time.gmtime())}"
+    # Two submissions may fall into one second.
+    own = f"{job.name}/code/{time.strftime('%Y-%m-%d-%H-%M-%S', time.gmtime())}-{secrets.token_hex(2)}"
     if job.output is None:
         return {"key_prefix": own}
     bucket, _, prefix = job.output.removeprefix("s3://").partition("/")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_sm.errors import SDKError
+from lightning_sm.submit.sdk import INSTALL_V2
 
 # The oldest and the newest version that the tests of the subclasses were run with.
 OLDEST_TESTED, NEWEST_TESTED = "2.257.1", "2.257.7"
@@ -41,16 +42,16 @@ def missing_sdk(cause: ImportError) -> SDKError:
         f"{NEWEST_TESTED})"
     )
     if major_3 is None:
-        return SDKError(f"{needed}, and none is installed ({cause}). Install it: pip install 'lightning-sm[launch]'")
+        return SDKError(f"{needed}, and none is installed ({cause}). Install it: {INSTALL_V2}")
     if not major_3.startswith("sagemaker 2."):
         return SDKError(
             f"{needed}, but {major_3} is installed, which belongs to version 3. Version 3 has no Estimator, and its "
             "local mode has no instance groups. Install version 2 in a virtual environment of its own: "
-            "pip install 'lightning-sm[launch]'"
+            f"{INSTALL_V2}"
         )
     return SDKError(
         f"{needed}; {major_3} is installed, but cannot be imported: {cause}. "
-        "Local mode has requirements of its own: pip install 'lightning-sm[launch]'"
+        f"Local mode has requirements of its own: {INSTALL_V2}"
     )
 
 

@@ -6,15 +6,8 @@ mean together is checked in ``preflight``.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
-
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
-
-from lightning_sm.errors import SubmitError
 
 Mode = Literal["dry-run", "local", "cloud"]
 # More than any job of a day needs, and the SDK's own default.
@@ -159,47 +152,3 @@ class Job:
     def num_hosts(self) -> int:
         """Number of hosts of all groups."""
         return sum(group.count for group in self.groups.values())
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add an option for every key of a job file, and one for the file itself.
-
-    Args:
-        parser: The parser.
-    """
-    parser.add_argument("--job", action="config", help="YAML file with any of the options below")
-    parser.add_class_arguments(Job, as_group=False)
-
-
-def job_of(parser: ArgumentParser, options: Namespace) -> Job:
-    """Make the job from what a parser with these arguments has parsed.
-
-    Args:
-        parser: The parser.
-        options: What it parsed.
-    """
-    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # the name before 4.49
-    values = vars(instantiate(options))
-    # The last file, where there are several.
-    folder = Path(os.fspath(options.job[-1])).parent if options.job else Path.cwd()
-    for name in ("config", "source_dir"):
-        values[name] = None if values[name] is None else str(folder / values[name])
-    return Job(**{name: values[name] for name in Job.__dataclass_fields__})
-
-
-def read_job(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job:
-    """Read a job file.
-
-    Args:
-        path: The file.
-        overrides: Options that win over the file, such as ``["--groups.trainer.count=4"]``.
-
-    Raises:
-        SubmitError: The file cannot be read, has an unknown key, a value of the wrong type, or lacks a key.
-    """
-    parser = ArgumentParser(exit_on_error=False)
-    add_arguments(parser)
-    try:
-        return job_of(parser, parser.parse_args(["--job", os.fspath(path), *overrides]))
-    except ArgumentError as error:
-        raise SubmitError(f"{os.fspath(path)}: {error}") from error

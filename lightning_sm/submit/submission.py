@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ def send(job: Job, *, waits: bool = True) -> Mapping[str, Any]:
         )
     except (ClientError, BotoCoreError, Boto3Error) as error:
         raise SubmitError(f"AWS refuses, or cannot be reached: {error}") from error
+    except OSError as error:  # a file of source_dir that is gone since it was checked
+        raise SubmitError(f"The job was not sent: {error}") from error
 
 
 def run_locally(job: Job, *, timeout_s: float | None = None, keeps: bool = False) -> int:
@@ -96,7 +99,10 @@ def run_locally(job: Job, *, timeout_s: float | None = None, keeps: bool = False
     local, warnings = for_local_mode(job, root / "artifacts")
     for warning in warnings:
         _LOG.warning("lightning-sm: warning: %s", warning)
-    return local_mode.run(make_plan(local, hyperparameters), root, timeout_s=timeout_s, keeps=keeps)
+    plan = make_plan(local, hyperparameters)
+    if job.source_dir is not None:
+        plan = plan.with_code(f"file://{Path(job.source_dir).absolute()}")
+    return local_mode.run(plan, root, timeout_s=timeout_s, keeps=keeps)
 
 
 def _rehearse(job: Job, session: boto3.Session, gate: Gate) -> tuple[Plan, dict[str, Any]]:
@@ -104,14 +110,17 @@ def _rehearse(job: Job, session: boto3.Session, gate: Gate) -> tuple[Plan, dict[
     sdk = adapter()
     findings = check(job, "cloud", session.region_name)
     hyperparameters = _hyperparameters(job, findings)
-    shown = make_plan(presentable(job), hyperparameters)
     request: dict[str, Any] = {}
-    try:
-        request = gate.rehearse(lambda: sdk.Submission(shown, session).submit())
-        findings.problems += request_problems(request)
-    except SubmitError as error:
-        # What the SDK stumbles over has most likely been named already, and better.
-        findings.problems += [] if findings.problems else [str(error)]
+    # The request names the code, and does not depend on what is in it: there is nothing to read and upload.
+    with tempfile.TemporaryDirectory() as no_code:
+        shown = presentable(job) if job.source_dir is None else replace(presentable(job), source_dir=no_code)
+        plan = make_plan(shown, hyperparameters)
+        try:
+            request = gate.rehearse(lambda: sdk.Submission(plan, session).submit())
+            findings.problems += request_problems(request)
+        except SubmitError as error:
+            # What the SDK stumbles over has most likely been named already, and better.
+            findings.problems += [] if findings.problems else [str(error)]
     _report(findings)
     return make_plan(job, hyperparameters), request
 

@@ -79,8 +79,7 @@ def _aws() -> tuple[Any, Any]:
         import botocore.exceptions  # noqa: PLC0415
     except ImportError as error:
         raise ScriptError(
-            f"The code of the job is in S3, and boto3 is not installed in the image ({error}). "
-            "Install lightning-sm[container], or boto3."
+            f"The code of the job is in S3, and boto3 is not installed in the image ({error}). Install boto3 there."
         ) from error
     return boto3, botocore
 

@@ -170,7 +170,7 @@ def test_the_cloud_gets_what_the_dry_run_shows(submit, service):
     assert ended.returncode == 0, ended.stderr
     (request,) = service.requests
     assert plain(request) == REQUEST
-    assert re.fullmatch(r"digits-[0-9-]+", request["TrainingJobName"])
+    assert re.fullmatch(r"digits-[0-9a-f-]+", request["TrainingJobName"])
     assert f"Job {request['TrainingJobName']} is Completed" in ended.stderr
     assert {line.split()[0] for line in service.seen} == {"POST"}
 
@@ -178,11 +178,10 @@ def test_the_cloud_gets_what_the_dry_run_shows(submit, service):
 def test_no_capacity_is_tried_again(submit, service):
     """Once as the reason of a job, under another name; the exit code is that of the last one."""
     service.endings = [{"TrainingJobStatus": "Failed", "FailureReason": "CapacityError: none left"}, COMPLETED]
-    # Version 3 names jobs by the second.
-    ended = submit({**JOB, "retries": {"max_tries": 2, "first_pause_s": 2.2, "max_pause_s": 2.2}}, "--cloud")
+    ended = submit(JOB, "--cloud")
     assert ended.returncode == 0, ended.stderr
     assert len({request["TrainingJobName"] for request in service.requests}) == 2
-    assert "No capacity at try 1 of 2 (CapacityError: none left)" in ended.stderr
+    assert "No hosts at try 1 of 2 (CapacityError: none left)" in ended.stderr
 
 
 def test_a_failed_job_is_a_failed_command(submit, service):
@@ -192,6 +191,27 @@ def test_a_failed_job_is_a_failed_command(submit, service):
     assert ended.returncode == 1
     assert "the job is Failed: AlgorithmError: nan" in ended.stderr
     assert len(service.requests) == 1
+
+
+def test_a_missing_folder_is_no_traceback(submit, service):
+    """What the rules say of it is said, and not what the SDK stumbles over."""
+    ended = submit({**JOB, "source_dir": "nope"}, "--dry-run")
+    assert ended.returncode == 2
+    assert "nope', which is no folder" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert service.seen == []
+
+
+def test_a_dry_run_does_not_read_the_code(submit, service, tmp_path):
+    """A file of a size that would be uploaded in parts is no obstacle."""
+    (tmp_path / "src").mkdir()
+    with (tmp_path / "src" / "weights").open("wb") as file:
+        file.truncate(20_000_000)
+    ended = submit({**JOB, "source_dir": "src"}, "--dry-run")
+    assert ended.returncode == 0, ended.stderr
+    uri = json.loads(ended.stdout)["InputDataConfig"][-1]["DataSource"]["S3DataSource"]["S3Uri"]
+    assert uri.startswith("s3://bucket/output/digits/code/")
+    assert service.seen == []
 
 
 def test_a_refusal_is_no_traceback(submit, service):
@@ -232,7 +252,7 @@ def test_own_code_is_uploaded_and_started_by_the_image(submit, service, tmp_path
     ended = submit(job, "--cloud")
     assert ended.returncode == 0, ended.stderr
     (upload,) = service.uploads
-    assert re.fullmatch(r"/bucket/output/digits/code/[0-9-]+/package/go.py", upload)
+    assert re.fullmatch(r"/bucket/output/digits/code/[0-9a-f-]+/package/go.py", upload)
     (request,) = service.requests
     channel = request["InputDataConfig"][-1]
     assert channel["ChannelName"] == "lightning_sm_code"

@@ -338,7 +338,7 @@ def test_a_missing_sdk_is_named():
     message = import_without_packages()
     assert message.startswith("lightning_sm.errors.SDKError: Local mode with instance groups needs version 2")
     assert "none is installed" in message
-    assert "pip install 'lightning-sm[launch]'" in message
+    assert "pip install 'sagemaker[local]>=" in message
 
 
 def test_version_3_is_named(tmp_path):

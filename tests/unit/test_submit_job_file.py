@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from lightning_sm.errors import SubmitError
-from lightning_sm.submit.spec import Channel, Group, Job, Spot, read_job
+from lightning_sm.submit.job_file import read_job
+from lightning_sm.submit.spec import Channel, Group, Job, Spot
 
 ROOT = Path(__file__).parents[2]
 SMALL = "image: x\ngroups:\n  trainer: {instance_type: ml.g5.xlarge, count: 2}\n"
@@ -51,6 +52,30 @@ def test_options_win_over_the_file_and_leave_the_rest(job_file):
 
 
 @pytest.mark.parametrize(
+    ("stated", "options", "expected"),
+    [
+        ("{}", ["a.x=1", "a.y=[2]", "b=1e-3"], {"a.x": 1, "a.y": [2], "b": 0.001}),
+        ("{a.x: 1, b: 2}", ["a.x=3"], {"b": 2, "a.x": 3}),
+        ("{a: {x: 1, y: 2}}", ["a.x=3"], {"a": {"x": 1, "y": 2}, "a.x": 3}),
+        ("{a.x: 1, a.y: 2, ab: 3}", ["a={y: 4}"], {"ab": 3, "a": {"y": 4}}),
+    ],
+)
+@pytest.mark.parametrize("is_one_word", [True, False])
+def test_hyperparameters_of_options_win_one_by_one(job_file, stated, options, expected, is_one_word):
+    """Dots are part of their names, values have types, and what is not named stays."""
+    pairs = [f"--hyperparameters.{option}".split("=", 1) for option in options]
+    words = ["=".join(pair) for pair in pairs] if is_one_word else [word for pair in pairs for word in pair]
+    job = read_job(job_file(SMALL + f"hyperparameters: {stated}\n"), words)
+    assert list(job.hyperparameters.items()) == list(expected.items())
+
+
+@pytest.mark.parametrize("key", ["channels", "hyperparameters", "environment", "metrics", "retries", "tags", "name"])
+def test_a_key_without_a_value_is_as_good_as_none(job_file, key):
+    """As where all lines below it are comments."""
+    assert read_job(job_file(SMALL + f"{key}:\n  # nothing\n")) == read_job(job_file(SMALL))
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         (SMALL + "imagee: y\n", ["imagee"]),
@@ -59,6 +84,8 @@ def test_options_win_over_the_file_and_leave_the_rest(job_file):
         (SMALL + "channels: {a: {uri: s3://b/c, mode: Fast}}\n", ["channels", "mode", "Fast"]),
         (SMALL.replace("count: 2", "count: two"), ["groups", "count", "two"]),
         ("image: x\n", ["groups"]),
+        (SMALL + "hyperparameters: {1: 2}\n", ["hyperparameters", "1", "int", "quotes"]),
+        (SMALL + "channels: {1: {uri: s3://b/c}}\n", ["channels", "1", "int"]),
         ("image: [x\n", ["line 1"]),
     ],
 )
@@ -69,6 +96,12 @@ def test_what_is_wrong_is_named(job_file, text, words):
         read_job(path)
     for word in [str(path), *words]:
         assert word in str(caught.value)
+
+
+def test_an_option_without_its_value_is_named(job_file):
+    """A hyperparameter at the end of the command."""
+    with pytest.raises(SubmitError, match=r"--hyperparameters\.a\.b: expected a value"):
+        read_job(job_file(SMALL), ["--hyperparameters.a.b"])
 
 
 def test_relative_paths_start_from_the_file(job_file, tmp_path, monkeypatch):

@@ -30,9 +30,9 @@ def test_groups_are_for_all_channels_or_for_none():
         "a": ["data"],
         "b": ["trainer", "data"],
     }
-    assert plan.code_groups == ["trainer", "data"]
+    assert plan.with_code("s3://b/c").channels["lightning_sm_code"].groups == ["trainer", "data"]
     plan = make_plan(replace(JOB, channels={"b": Channel("s3://b/b")}), {})
-    assert (plan.channels["b"].groups, plan.code_groups) == (None, None)
+    assert {channel.groups for channel in plan.with_code("s3://b/c").channels.values()} == {None}
 
 
 def test_a_single_group_is_an_ordinary_job():

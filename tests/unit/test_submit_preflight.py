@@ -1,6 +1,7 @@
 """The rules between the keys of a job file."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_a_good_job_has_neither_problems_nor_warnings():
         ({"script": "a.py", "hyperparameters": {"sagemaker_program": "b.py"}}, ["script", "a.py", "b.py"]),
         ({"subcommand": "fit", "hyperparameters": {"subcommand": "test"}}, ["subcommand", "fit", "test"]),
         ({"source_dir": "/nix/nirgends"}, ["source_dir", "/nix/nirgends"]),
-        ({"source_dir": "/", "script": "nix.py"}, ["script", "nix.py", "source_dir"]),
+        ({"source_dir": str(Path(__file__).parent), "script": "nix.py"}, ["script", "nix.py", "source_dir"]),
         ({"metrics": ["a", "a"]}, ["metrics", "'a'", "twice"]),
         ({"metrics": ["a"], "metric_patterns": {"a": "(x)"}}, ["'a'", "metric_patterns"]),
         ({"metric_patterns": {"a": "x="}}, ["metric_patterns.a", "x=", "group"]),
@@ -98,6 +99,29 @@ def test_what_is_rarely_meant_is_a_warning(changes, region, words):
     findings = check(replace(JOB, **changes), "cloud", region)
     (warning,) = findings.warnings
     assert all(word in warning for word in words)
+    findings.raise_problems()
+
+
+def test_code_that_cannot_be_uploaded_is_a_problem(tmp_path):
+    """An empty folder, and each link that leads nowhere."""
+    job = replace(JOB, source_dir=str(tmp_path))
+    (problem,) = check(job, "cloud").problems
+    assert f"{str(tmp_path)!r}, which is empty" in problem
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "gone.py").symlink_to("nowhere")
+    (problem,) = check(job, "cloud").problems
+    assert "gone.py" in problem
+    assert "broken link" in problem
+
+
+def test_what_is_not_meant_to_be_uploaded_is_a_warning(tmp_path):
+    """Secrets and repositories beside the code, and folders that the SDK leaves out."""
+    (tmp_path / "train.py").touch()
+    (tmp_path / ".env").touch()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / ".git")
+    findings = check(replace(JOB, source_dir=str(tmp_path)), "cloud", "us-east-1")
+    assert [warning.split()[2].rstrip(",") for warning in findings.warnings] == [".env", ".git", "linked"]
     findings.raise_problems()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
 
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, EndpointConnectionError
 
 from lightning_sm.submit.retry import pause_after, run_until_capacity, watch
 from lightning_sm.submit.spec import Retries
@@ -22,9 +22,18 @@ DONE = {"TrainingJobStatus": "Completed"}
 RETRIES = Retries(max_tries=3, first_pause_s=10, max_pause_s=15)
 
 
-def refusal(code):
+def refusal(code, message="said the service"):
     """An answer of the service other than a job."""
-    return ClientError({"Error": {"Code": code, "Message": "said the service"}}, "CreateTrainingJob")
+    return ClientError({"Error": {"Code": code, "Message": message}}, "CreateTrainingJob")
+
+
+def over_quota(quota, wanted):
+    """What the service says when the account would have more hosts than it may."""
+    text = (
+        f"The account-level service limit 'ml.g5.xlarge for training job usage' is {quota} Instances, with current "
+        f"utilization of {quota} Instances and a request delta of {wanted} Instances. Please use AWS Service Quotas."
+    )
+    return refusal("ResourceLimitExceeded", text)
 
 
 class Service:
@@ -64,7 +73,7 @@ def test_lack_of_capacity_is_tried_again_under_a_new_name(obstacle, caplog):
     assert service.names == ["job-0", "job-1", "job-2"]
     assert 5 <= service.pauses[0] <= 10
     assert 7.5 <= service.pauses[1] <= 15
-    assert "try 1 of 3" in caplog.messages[0]
+    assert "No hosts at try 1 of 3" in caplog.messages[0]
 
 
 def test_the_last_try_is_the_last():
@@ -90,6 +99,16 @@ def test_any_other_refusal_is_raised_at_once():
     with pytest.raises(ClientError, match="ValidationException"):
         service.run()
     assert (service.names, service.pauses) == (["job-0"], [])
+
+
+def test_a_quota_that_is_too_small_is_no_lack_of_capacity():
+    """Only a job that fits into the quota can wait for others to end."""
+    service = Service(over_quota(0, 2))
+    with pytest.raises(ClientError, match="is 0 Instances"):
+        service.run()
+    assert service.pauses == []
+    service = Service(over_quota(2, 2), DONE)
+    assert service.run() == DONE
 
 
 def test_without_waiting_the_name_is_all():
@@ -122,6 +141,23 @@ class Client:
         }
 
 
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), refusal("ExpiredTokenException"), EndpointConnectionError(endpoint_url="x")]
+)
+def test_whoever_stops_watching_is_told_that_the_job_goes_on(caplog, error):
+    """Whether by Ctrl-C, because the credentials have expired, or because the network is gone."""
+    client = Client(("InProgress", "Starting", ""))
+
+    def wait(_):
+        raise error
+
+    with caplog.at_level("WARNING", "lightning_sm"), pytest.raises(type(error)):
+        watch(client, "job", "us-east-1", wait)
+    assert "the job goes on, and costs money" in caplog.text
+    for verb in ("describe", "stop"):
+        assert f"aws sagemaker {verb}-training-job --training-job-name job --region us-east-1" in caplog.messages[-1]
+
+
 def test_every_change_of_state_is_one_line(caplog):
     """The same state again is not."""
     client = Client(
@@ -138,15 +174,3 @@ def test_every_change_of_state_is_one_line(caplog):
         "Job job is InProgress: Downloading images",
         "Job job is Completed: Completed done",
     ]
-
-
-def test_ctrl_c_tells_how_to_go_on(caplog):
-    """The job goes on; the commands that look at it and stop it are complete."""
-
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        watch(Client(("InProgress", "Training", "")), "job", "us-east-1", interrupt)
-    for verb in ("describe", "stop"):
-        assert f"aws sagemaker {verb}-training-job --training-job-name job --region us-east-1" in caplog.messages[-1]

@@ -39,8 +39,16 @@ def test_without_an_sdk_the_message_says_what_to_install(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(sdk, "version", version)
-    with pytest.raises(SDKError, match=r"(?s)lightning-sm\[launch\].*sagemaker-train.*lightning-sm local"):
+    with pytest.raises(SDKError, match=r"(?s)sagemaker\[local\]>=2.*sagemaker-train>=1.*lightning-sm local"):
         sdk.sdk_version()
+
+
+def test_an_sdk_that_is_too_old_is_refused(monkeypatch):
+    """Its rehearsal of a second job would send it."""
+    installed = {"sagemaker-train": "1.20.0", "sagemaker-core": "2.20.1"}
+    monkeypatch.setattr(sdk, "version", installed.__getitem__)
+    with pytest.raises(SDKError, match=r"sagemaker-core 2\.20\.1 is installed; 2\.24 or newer .* pip install"):
+        sdk.adapter()
 
 
 def test_telemetry_is_off_and_the_rest_of_the_configuration_stays():
@@ -57,7 +65,7 @@ def test_telemetry_is_off_and_the_rest_of_the_configuration_stays():
 
 def test_code_goes_below_the_output():
     """Into the same bucket; into the SDK's own if there is no output."""
-    stamp = r"digits/code/\d{4}(-\d\d){5}"
+    stamp = r"digits/code/\d{4}(-\d\d){5}-[0-9a-f]{4}"
     assert re.fullmatch(stamp, sdk.code_location(JOB)["key_prefix"])
     where = sdk.code_location(Job(image="x", groups={}, name="digits", output="s3://bucket/a/b/"))
     assert where["bucket"] == "bucket"
