@@ -73,7 +73,6 @@ class SageMakerJob:
         checkpoint_uri: S3 address of the checkpoint folder, if the job has one.
         tensorboard_dir: Folder that is uploaded during training, or None if the job has no TensorBoard output.
         name: Name of the training job, if known.
-        num_cpus: CPUs that this process may use.
         num_gpus: NVIDIA GPUs of this host.
         addresses: Host name to IP address, for hosts that no resolver knows (``LIGHTNING_SM_HOST_ADDRESSES``).
         data_groups: Groups that serve data (``LIGHTNING_SM_DATA_GROUPS``), or None to choose by rule.
@@ -93,7 +92,6 @@ class SageMakerJob:
     checkpoint_uri: str | None = None
     tensorboard_dir: Path | None = None
     name: str | None = None
-    num_cpus: int = 1
     num_gpus: int = 0
     addresses: Mapping[str, str] = field(default_factory=dict)
     data_groups: tuple[str, ...] | None = None
@@ -179,8 +177,7 @@ class SageMakerJob:
             checkpoint_dir=_local_path(checkpoint, base / "checkpoints"),
             checkpoint_uri=checkpoint.optional_text("S3Uri") if checkpoint else None,
             tensorboard_dir=_local_path(tensorboard, base / "output" / "tensorboard"),
-            name=env.get("TRAINING_JOB_NAME") or env.get("SAGEMAKER_JOB_NAME") or None,
-            num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            name=env.get("TRAINING_JOB_NAME") or env.get("SAGEMAKER_JOB_NAME") or _name_by_toolkit(env),
             num_gpus=_num_gpus(env),
             addresses=_addresses(env),
             data_groups=_name_list(env, "LIGHTNING_SM_DATA_GROUPS"),
@@ -212,8 +209,7 @@ class _Source:
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError) as error:
-            msg = f"{path}: cannot be read ({error})."
-            raise JobConfigError(msg) from error
+            raise JobConfigError(f"{path}: cannot be read ({error}).") from error
         return cls.parse(str(path), text)
 
     @classmethod
@@ -353,6 +349,12 @@ def _local_path(source: _Source | None, default: Path) -> Path | None:
         return None
     stated = source.optional_text("LocalPath")
     return Path(stated) if stated else default
+
+
+def _name_by_toolkit(env: Mapping[str, str]) -> str | None:
+    """The job's name for ranks on other hosts: of all variables, the toolkit's mpirun hands them SM_* only."""
+    text = env.get("SM_TRAINING_ENV")
+    return _Source.parse("SM_TRAINING_ENV", text).optional_text("job_name") if text else None
 
 
 def _num_gpus(env: Mapping[str, str]) -> int:

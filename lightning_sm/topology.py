@@ -208,13 +208,15 @@ def _num_gpus(instance_type: str | None) -> int | None:
 def _check_equal_accelerators(job: SageMakerJob, training: list[InstanceGroup], names: frozenset[str]) -> None:
     """Refuse training groups with unequal accelerator counts: Lightning numbers ranks as node rank x devices."""
     counts = {group.name: _num_gpus(group.instance_type) for group in training}
-    if len(set(counts.values()) - {None}) > 1:
+    known = {count for count in counts.values() if count is not None}
+    is_stated = job.devices is not None and job.devices <= min(known, default=0)
+    if len(known) > 1 and not is_stated:
         stated = ", ".join(f"{name}: {count}" for name, count in counts.items() if count is not None)
         msg = (
             f"Training groups have different numbers of GPUs per host ({stated}), but Lightning needs the same number "
             f"of devices on every training host.\n{_groups_table(job.groups, names)}\n"
-            "Give all training groups one instance type, or name the CPU groups that serve data: "
-            "LIGHTNING_SM_DATA_GROUPS=name,name."
+            "Give all training groups one instance type, name the CPU groups that serve data "
+            "(LIGHTNING_SM_DATA_GROUPS=name,name), or use as many GPUs on every host (LIGHTNING_SM_DEVICES=1)."
         )
         raise TopologyError(msg)
 

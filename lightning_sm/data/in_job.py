@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from lightning_sm._lightning import LightningDataModule
 from lightning_sm.data.host_process import HostProcess
 from lightning_sm.data.module import RemoteDataModule
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings, default_workers
+from lightning_sm.errors import DataSettingsError
 from lightning_sm.job import SageMakerJob
+from lightning_sm.launch import Launch, Launcher
 from lightning_sm.rendezvous import own_address
 from lightning_sm.topology import Topology
 
@@ -62,7 +65,15 @@ def remote(
         job: The job.
         topology: Its layout.
         settings: The user's settings.
+
+    Raises:
+        DataSettingsError: mpirun started this rank without the name of the job.
     """
+    if job.name is None and Launch.detect(os.environ, os.getppid()).launcher is Launcher.MPI:
+        raise DataSettingsError(
+            f"mpirun started this rank on {job.current_host} without TRAINING_JOB_NAME, from which the data hosts "
+            f"({', '.join(topology.data_hosts)}) take their port and token. Add -x TRAINING_JOB_NAME to mpirun."
+        )
     port = _port(topology, settings)
     addresses = [f"{job.addresses.get(host, host)}:{port}" for host in topology.data_hosts]
     module = RemoteDataModule(datamodule, addresses, settings=settings, job=_identity(job))

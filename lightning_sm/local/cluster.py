@@ -258,6 +258,7 @@ def _shared_environment(spec: ClusterSpec, hosts: Sequence[str], env: Mapping[st
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_processes)),
         **inherited,
         "CUDA_VISIBLE_DEVICES": "",
+        "SM_NUM_GPUS": "0",
         "PYTHONUNBUFFERED": "1",
         "LIGHTNING_SM_DEVICES": str(spec.devices),
         "LIGHTNING_SM_HOST_ADDRESSES": json.dumps(

@@ -115,7 +115,9 @@ class _Job:
         def note(signum: int, _frame: FrameType | None) -> None:
             self._signals.append((signum, time.monotonic()))
 
-        old = {signum: signal.signal(signum, note) for signum in _STOP_SIGNALS}
+        # What nohup, or a shell for what it starts in the background, had ignored stays so.
+        heeded = [signum for signum in _STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+        old = {signum: signal.signal(signum, note) for signum in heeded}
 
         def restore() -> None:
             for signum, handler in old.items():

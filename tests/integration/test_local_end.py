@@ -25,6 +25,11 @@ from tests.integration.emulators import (
 _PAUSE = threading.Event()
 # Says on the disk that it runs, and waits for a signal without ever ending by itself in a passing test.
 _WAIT = f"{SCRIPT_START}open(base + '/ready', 'w').close()\nimport threading\nthreading.Event().wait({2 * TIMEOUT_S})\n"
+_UNTIL_TOLD = f"""
+deadline = time.monotonic() + {TIMEOUT_S}
+while not os.path.exists('told') and time.monotonic() < deadline:
+    time.sleep(0.02)
+"""
 _STUBBORN = "import signal\nsignal.signal(15, signal.SIG_IGN)\n" + _WAIT
 
 
@@ -67,6 +72,19 @@ def test_stopping_the_emulator_stops_all_hosts(jobs, work, signum, code):
         assert time.monotonic() - asked < 5
         assert not processes_of(jobs)
         assert re.search(r"^algo-1 +trainer +trainer +143 ", emulator.stdout.read(), re.MULTILINE)
+
+
+def test_an_emulator_under_nohup_outlives_the_terminal(jobs, work):
+    """SIGHUP, which nohup had ignored, stays ignored."""
+    (work / "train.py").write_text(f"{SCRIPT_START}import time\nopen(base + '/ready', 'w').close()\n{_UNTIL_TOLD}")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
+    try:
+        with _started(jobs, work, "--group", "trainer=1", "--", "train.py", num_hosts=1) as emulator:
+            emulator.send_signal(signal.SIGHUP)
+            (work / "told").touch()
+            assert emulator.wait(TIMEOUT_S) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_hosts_that_ignore_sigterm_are_killed(jobs, work):

@@ -221,7 +221,6 @@ def test_settings_default_to_unset(tmp_path):
     """Without LIGHTNING_SM_* variables every decision is left to the rules."""
     job = read(write_job(tmp_path, SERVICE))
     assert (job.addresses, job.data_groups, job.main_port, job.devices, job.name) == ({}, None, None, None, None)
-    assert job.num_cpus >= 1
     assert job.num_gpus >= 0
 
 
@@ -240,6 +239,14 @@ def test_settings_are_read_from_variables(tmp_path):
     assert job.addresses == {"algo-1": "10.0.0.1"}
     assert job.data_groups == ("a", "b")
     assert (job.main_port, job.devices, job.num_gpus, job.name) == (23456, 4, 8, "job-1")
+
+
+def test_the_name_comes_from_the_toolkit_where_the_service_does_not_tell(tmp_path):
+    """A rank on another host, which the toolkit's mpirun started, has only its variables."""
+    write_job(tmp_path, SERVICE)
+    assert read(tmp_path, SM_TRAINING_ENV='{"job_name": "job-1"}').name == "job-1"
+    assert read(tmp_path, SM_TRAINING_ENV='{"job_name": null}').name is None
+    assert read(tmp_path, SM_TRAINING_ENV='{"job_name": "job-1"}', TRAINING_JOB_NAME="job-2").name == "job-2"
 
 
 def test_empty_data_groups_mean_none_and_not_unset(tmp_path):

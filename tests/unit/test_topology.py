@@ -165,6 +165,15 @@ def test_job_without_trainers_is_an_error(groups, stated):
         Topology.from_job(make_job(groups), data_groups=stated)
 
 
+def test_unequal_accelerators_are_fine_where_all_hosts_use_as_many():
+    """LIGHTNING_SM_DEVICES says how many; more than the smallest host has is an error all the same."""
+    types = {"one": GPU, "two": FOUR_GPUS}
+    groups = {name: [f"algo-{name}"] for name in types}
+    assert Topology.from_job(make_job(groups, instance_types=types, devices=1)).num_nodes == 2
+    with pytest.raises(TopologyError, match="different numbers of GPUs"):
+        Topology.from_job(make_job(groups, instance_types=types, devices=4))
+
+
 @pytest.mark.parametrize(
     ("types", "stated", "counts"),
     [
