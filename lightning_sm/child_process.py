@@ -19,6 +19,7 @@ import psutil
 
 from lightning_sm.errors import JobConfigError, ScriptError
 from lightning_sm.prctl import adopt_orphans
+from lightning_sm.settings import seconds
 
 # Enough for the tracebacks of 8 local ranks with deep stacks; the service shows 1024 characters of it.
 _TAIL_BYTES = 64 * 1024
@@ -67,10 +68,10 @@ class StopSchedule:
         if not text:
             return cls()
         try:
-            term_s, kill_s = map(float, text.split(","))
+            term_s, kill_s = map(seconds, text.split(","))
         except ValueError:
             term_s, kill_s = 1.0, 0.0
-        if not 0 <= term_s <= kill_s < float("inf"):
+        if term_s > kill_s:
             raise JobConfigError(
                 f"{_SCHEDULE_VARIABLE}={text!r}: expected the seconds from the stop signal to SIGTERM and to SIGKILL, "
                 "the latter not smaller, such as 95,110."
@@ -244,7 +245,8 @@ class ChildProcess:
         """The processes below this one that handle a signal; it would end all others."""
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(OSError):  # it is gone
-                fields = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+                # A name that the kernel cut off in the middle of a character is no text.
+                fields = Path(f"/proc/{process.pid}/status").read_text(errors="replace").splitlines()
                 caught = next((line.split()[1] for line in fields if line.startswith("SigCgt:")), "0")
                 if int(caught, 16) >> (signum - 1) & 1:
                     yield process

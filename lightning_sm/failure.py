@@ -34,6 +34,11 @@ _CONSEQUENCE = re.compile(
     r"|Connection closed by (?:remote )?peer|ProcessRaisedException|ProcessExitedException"
     r"|^\S+: Caught \w+ in DataLoader worker"
 )
+# NCCL's, and PyTorch's for NCCL and TCPStore, on any line of the message: what led to it comes first.
+_LOST_PEER = re.compile(
+    r"remote process exited or there was a network error|ncclRemoteError|NCCL communicator was aborted"
+    r"|DistStoreError: (?:Socket Timeout|wait timeout)"
+)
 # argparse and jsonargparse: "train.py: error: ..." or "error: ...".
 _USAGE_ERROR = re.compile(r"^(?:[^\s:]+(?: [\w-]+)*: )?error: .+")
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<frozen ")
@@ -57,7 +62,9 @@ class _Traceback:
 
     @property
     def is_consequence(self) -> bool:
-        return self.is_ignored or _CONSEQUENCE.search(self.exception[0]) is not None
+        if self.is_ignored or _CONSEQUENCE.search(self.exception[0]) is not None:
+            return True
+        return any(_LOST_PEER.search(line) for line in self.exception)
 
 
 def failure_reason(stderr_tail: str, exit_code: int) -> str:

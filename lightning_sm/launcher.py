@@ -30,6 +30,7 @@ from lightning_sm.peers.links import Timings
 from lightning_sm.peers.star import Peers, peers_port
 from lightning_sm.prctl import EMULATOR_VARIABLE, end_with_emulator
 from lightning_sm.rendezvous import own_address
+from lightning_sm.settings import farewell_s
 from lightning_sm.toolkit_distribution import processes_per_host
 from lightning_sm.toolkit_variables import toolkit_variables
 from lightning_sm.topology import Role, Topology
@@ -39,8 +40,6 @@ from lightning_sm.user_code.steps import Steps, Stopped
 _LOG = logging.getLogger(__name__)
 
 _USAGE_EXIT_CODE = 2
-# Seconds to wait, after the script, for hosts that were never heard of.
-_FAREWELL_VARIABLE = "LIGHTNING_SM_FAREWELL_S"
 # An interpreter needs some tens of milliseconds to leave.
 _AFTER_THE_FIRST_S = 1.0
 # A rank may close its connections, at which those of other hosts fail, seconds before its process has ended.
@@ -69,19 +68,18 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
     if not end_with_emulator(env):
         return 128 + signal.SIGTERM
     output_dir = _output_dir(env)
+    if output_dir is not None:
+        _remove_failure(output_dir)
     try:
-        job = SageMakerJob.from_environment(env)
-        if job is None:
-            raise JobConfigError(
-                "This is not a SageMaker host: neither SM_RESOURCE_CONFIG nor SM_HOSTS is set, and there is no "
-                f"{base_directory(env) / 'input' / 'config' / 'resourceconfig.json'}. "
-                "To run a cluster on this machine: lightning-sm local --group trainer=2 -- app/train.py fit"
-            )
+        job = _job_of_this_host(env)
         output_dir = job.output_dir
         ending = _Host(job, env).run(script, args)
     except LightningSMError as error:
         _LOG.error("lightning-sm: error: %s", error)
         ending = Outcome(_USAGE_EXIT_CODE, f"{type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001 - a bug here; the service is to know all the same why the host ends
+        _LOG.exception("lightning-sm: error in the launcher")
+        ending = Outcome(1, f"The launcher failed: {type(error).__name__}: {error}")
     ignore_signals()
     if ending.exit_code != 0:
         if output_dir is not None:
@@ -97,7 +95,7 @@ class _Host:
         self._job = job
         self._topology = Topology.from_job(job)
         self._env = env
-        self._farewell_s = _seconds(env, _FAREWELL_VARIABLE, 10.0)
+        self._farewell_s = farewell_s(env)
         self._known = threading.Event()
         self._was_stopped_before = False
         self._child = ChildProcess(StopSchedule.from_environment(env), env.get(EMULATOR_VARIABLE))
@@ -114,6 +112,8 @@ class _Host:
         child.listen()
         with self._peers() as peers:
             child.late_signal = partial(self._hurry, peers)
+            if peers.is_alone:
+                self._known.set()
             reason = ""
             try:
                 exit_code = self._run(*self._prepare(script, args))
@@ -226,7 +226,10 @@ class _Host:
         self._known.set()
         # A data host is done whatever became of the training.
         is_over = verdict.host != self._job.current_host and (verdict.is_failure or self._is_data_host)
-        if is_over:
+        # Where all are stopped, one that has left is no reason to hurry another, which may still write the checkpoint.
+        has_left = verdict.kind == "lost" or verdict.exit_code == 128 + signal.SIGTERM
+        is_leaving = self._was_stopped and has_left and not self._is_data_host
+        if is_over and not is_leaving:
             self._child.end()
 
     def _report(self, peers: Peers, own: Outcome) -> Verdict | None:
@@ -281,14 +284,6 @@ def restart_pause_s(exit_code: int, num_restarts: int) -> float | None:
     return _RESTART_PAUSES_S[num_restarts] if is_worth_it else None
 
 
-def _seconds(env: Mapping[str, str], variable: str, default: float) -> float:
-    text = env.get(variable, str(default))
-    try:
-        return float(text)
-    except ValueError as error:
-        raise JobConfigError(f"{variable}={text!r} is no number of seconds.") from error
-
-
 def command_line(args: Sequence[str], job: SageMakerJob, directory: Path) -> list[str]:
     """Build the arguments of the training script.
 
@@ -339,9 +334,30 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+def _job_of_this_host(env: Mapping[str, str]) -> SageMakerJob:
+    job = SageMakerJob.from_environment(env)
+    if job is None:
+        raise JobConfigError(
+            "This is not a SageMaker host: neither SM_RESOURCE_CONFIG nor SM_HOSTS is set, and there is no "
+            f"{base_directory(env) / 'input' / 'config' / 'resourceconfig.json'}. "
+            "To run a cluster on this machine: lightning-sm local --group trainer=2 -- app/train.py fit"
+        )
+    return job
+
+
 def _output_dir(env: Mapping[str, str]) -> Path | None:
     base = base_directory(env)
     return base / "output" if (base / "input" / "config").is_dir() else None
+
+
+def _remove_failure(output_dir: Path) -> None:
+    """Remove what an earlier job left in the same container (a warm pool): it is no reason of this one."""
+    path = output_dir / "failure"
+    try:
+        if path.exists():
+            path.unlink()
+    except OSError as error:
+        _LOG.warning("lightning-sm: %s of an earlier job cannot be removed: %s", path, error)
 
 
 def _write_failure(output_dir: Path, reason: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from lightning_sm.doctor import folders, gpus, host, job, network, packages
+from lightning_sm.doctor import folders, gpus, host, job, network, packages, start
 from lightning_sm.doctor.context import Context
 from lightning_sm.doctor.parallel import in_parallel
 from lightning_sm.doctor.report import Result, problem
@@ -18,7 +18,8 @@ CHECKS: tuple[Check, ...] = (
     job.channels,
     job.hyperparameters,
     job.rank_variables,
-    job.misspelled_variables,
+    start.variables,
+    start.script,
     network.hosts,
     network.interface,
     network.own_port,

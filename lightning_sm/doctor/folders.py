@@ -90,7 +90,7 @@ def leftovers(context: Context) -> Iterator[Result]:
         yield warning(
             "leftovers",
             f"{job.output_dir / 'failure'} exists.",
-            "Remove it, unless the training has just failed: the next failure would be reported with its words.",
+            "Remove it, unless the training has just failed. (lightning-sm train does so; other entry points do not.)",
         )
     models = _files(job.model_dir)
     if models:
@@ -105,7 +105,8 @@ def leftovers(context: Context) -> Iterator[Result]:
     if job.checkpoint_dir is not None:
         found = _files(job.checkpoint_dir)
         count = f"{len(found)}{' or more' if len(found) == _MOST_LISTED else ''}"
-        yield ok("resume", f"checkpoint files: {count}; --ckpt_path last goes on" if found else "no checkpoint yet")
+        goes_on = f"checkpoint files: {count}; the training goes on from the newest sound one"
+        yield ok("resume", goes_on if found else "no checkpoint yet")
 
 
 def shared_memory(context: Context) -> Iterator[Result]:

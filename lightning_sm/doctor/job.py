@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +13,8 @@ from lightning_sm.doctor.report import Result, listed, ok, problem, warning
 from lightning_sm.errors import HyperparameterError, TopologyError
 from lightning_sm.job import SageMakerJob
 from lightning_sm.launch import Launch, stray_variables
+from lightning_sm.toolkit_distribution import processes_per_host
 from lightning_sm.topology import Role, Topology
-
-_PREFIX = "LIGHTNING_SM_"
-# Those that users set; our own processes pass others on.
-_SETTINGS = ("DATA_GROUPS", "DEVICES", "HOST_ADDRESSES", "MAIN_PORT")
 
 
 def facts(context: Context) -> Iterator[Result]:
@@ -74,7 +70,7 @@ def channels(context: Context) -> Iterator[Result]:
 
 
 def hyperparameters(context: Context) -> Iterator[Result]:
-    """Count the hyperparameters and try to make arguments of them.
+    """Count the hyperparameters, and try to make arguments and a number of processes of them.
 
     Args:
         context: The host.
@@ -83,7 +79,9 @@ def hyperparameters(context: Context) -> Iterator[Result]:
         return
     try:
         arguments = job_arguments(context.job, Path.cwd())
-    except HyperparameterError as error:
+        if context.topology is not None:
+            processes_per_host(context.job, context.topology)
+    except (HyperparameterError, TopologyError) as error:
         yield problem("hyperparameters", str(error), "Change the hyperparameter: the script would not be started.")
         return
     # The values stay out of the report, which people paste into tickets.
@@ -113,20 +111,6 @@ def rank_variables(context: Context) -> Iterator[Result]:
         )
     else:
         yield ok("rank variables", f"none left behind; started as {launch.launcher.value}")
-
-
-def misspelled_variables(context: Context) -> Iterator[Result]:
-    """Find variables that are almost, but not quite, settings of ours: nothing reads them.
-
-    Args:
-        context: The host.
-    """
-    for name in sorted(context.env):
-        setting = name.removeprefix(_PREFIX)
-        if setting == name or setting in _SETTINGS:
-            continue
-        for near in difflib.get_close_matches(setting, _SETTINGS, n=1):
-            yield warning("variables", f"{name} is set, but nothing reads it.", f"Was {_PREFIX}{near} meant?")
 
 
 def _own_place(job: SageMakerJob, topology: Topology) -> str:

@@ -7,7 +7,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import psutil
 
@@ -16,6 +16,8 @@ from lightning_sm.doctor.parallel import Outcome, in_parallel
 from lightning_sm.doctor.report import Result, listed, ok, problem, warning
 from lightning_sm.hyperparameters import unquoted
 from lightning_sm.job import SageMakerJob
+from lightning_sm.peers.star import peers_port
+from lightning_sm.rendezvous import own_address
 from lightning_sm.topology import Role, Topology
 
 # A resolver that is well answers in milliseconds; by default, one that does not answer is asked again after 5 s
@@ -29,6 +31,7 @@ _GRACE_S = 0.25
 # As in data/in_job.py, which cannot be imported here: it loads torch. A test compares the two.
 _DATA_PORT_BELOW_MAIN = 10_000
 _LEAST_PORT = 1024
+_MAIN_PORT = "LIGHTNING_SM_MAIN_PORT"
 
 _SECURITY_GROUP = (
     "Packets are dropped on the way. In a VPC (subnets=, security_group_ids=), the security group must allow all "
@@ -116,7 +119,7 @@ def interface(context: Context) -> Iterator[Result]:
 
 
 def own_port(context: Context) -> Iterator[Result]:
-    """Try the port on which this host must listen, if it must.
+    """Try the ports on which this host must listen, if it must.
 
     Args:
         context: The host.
@@ -126,31 +129,14 @@ def own_port(context: Context) -> Iterator[Result]:
         return
     if topology.role is Role.DATA:
         # The hosts of the emulator have an address each on one machine, and so all listen on the same port.
-        port, address, setting = data_port(job, topology), job.addresses.get(job.current_host, ""), "data_service.port"
+        address = job.addresses.get(job.current_host, "")
+        yield from _try_port(context, data_port(job, topology), address, "data_service.port")
     elif topology.current_host == topology.main_host:
-        port, address, setting = topology.main_port, "", "LIGHTNING_SM_MAIN_PORT"
-    else:
-        return
-    first, last = _ephemeral_ports(context)
-    if first <= port <= last:
-        yield warning(
-            "own port",
-            f"Port {port} is one that the system gives to outgoing connections ({first} to {last}).",
-            f"Set {setting} to one below {first}, the same on every host.",
-        )
-    error = _bind_error(address, port)
-    if error is None:
-        yield ok("own port", f"{port} is free")
-        return
-    owner, is_ours = _listener(port) if error.errno == errno.EADDRINUSE else ("", False)
-    if is_ours:
-        yield ok("own port", f"{port}: the training listens ({owner})")
-    else:
-        yield problem(
-            "own port",
-            f"Port {port} cannot be used here: {os.strerror(error.errno or 0)}{f', by {owner}' if owner else ''}.",
-            f"Unless this is the running training: set {setting} to a free port, the same on every host.",
-        )
+        yield from _try_port(context, topology.main_port, "", _MAIN_PORT)
+        if len(job.hosts) > 1:
+            # Without it the job runs, and its hosts do not hear of each other's failures.
+            port, use = peers_port(topology.main_port), " (between the launchers)"
+            yield from _try_port(context, port, own_address(job), _MAIN_PORT, use=use, taken=warning)
 
 
 def _names(outcomes: Mapping[str, Outcome[list[str]]]) -> Iterator[Result]:
@@ -247,6 +233,38 @@ def _chosen_by_gloo(value: str, existing: Sequence[str]) -> list[str]:
     """Which interfaces Gloo takes: whole names, all of which must exist (PyTorch, ProcessGroupGloo)."""
     names = value.split(",")
     return names if set(names) <= set(existing) else []
+
+
+def _try_port(
+    context: Context,
+    port: int,
+    address: str,
+    setting: str,
+    *,
+    use: str = "",
+    taken: Callable[[str, str, str], Result] = problem,
+) -> Iterator[Result]:
+    first, last = _ephemeral_ports(context)
+    if first <= port <= last:
+        yield warning(
+            "own port",
+            f"Port {port}{use} is one that the system gives to outgoing connections ({first} to {last}).",
+            f"Set {setting} to one below {first}, the same on every host.",
+        )
+    error = _bind_error(address, port)
+    if error is None:
+        yield ok("own port", f"{port}{use} is free")
+        return
+    owner, is_ours = _listener(port) if error.errno == errno.EADDRINUSE else ("", False)
+    if is_ours:
+        yield ok("own port", f"{port}{use}: the training listens ({owner})")
+    else:
+        reason = f"{os.strerror(error.errno or 0)}{f', by {owner}' if owner else ''}"
+        yield taken(
+            "own port",
+            f"Port {port}{use} cannot be used here: {reason}.",
+            f"Unless this is the running training: set {setting} to a free port, the same on every host.",
+        )
 
 
 def _ephemeral_ports(context: Context) -> tuple[int, int]:

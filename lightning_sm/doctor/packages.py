@@ -79,22 +79,23 @@ def versions(_context: Context) -> Iterator[Result]:
 
 
 def lightnings(_context: Context) -> Iterator[Result]:
-    """Find out which of the two Lightnings is installed.
+    """Find out which of the two Lightnings are installed: lightning needs pytorch-lightning, and so do we.
 
     Args:
         _context: The host.
     """
     found = {name: version for name in _LIGHTNINGS if (version := _version(name))}
-    if len(found) > 1:
+    shown = " and ".join(f"{name} {version}" for name, version in found.items())
+    if not found:
+        yield problem("Lightning", "not installed", "pip install pytorch-lightning")
+    elif len(set(found.values())) > 1:
         yield warning(
             "Lightning",
-            f"Installed twice: {' and '.join(f'{name} {version}' for name, version in found.items())}.",
-            "A script must import either pytorch_lightning or lightning.pytorch, never both; uninstall the other one.",
+            f"{shown}: two versions of the same code.",
+            "Install both in one version. A script imports either pytorch_lightning or lightning.pytorch, never both.",
         )
-    elif not found:
-        yield problem("Lightning", "not installed", "pip install pytorch-lightning")
     else:
-        yield ok("Lightning", "".join(f"{name} {version}" for name, version in found.items()))
+        yield ok("Lightning", shown)
     for name, version in found.items():
         if version in _COMPROMISED:
             yield problem("Lightning", f"{name} {version} was a compromised release.", f"pip install -U {name}")

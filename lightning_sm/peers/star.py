@@ -80,6 +80,11 @@ class Peers:
         self._waker: socket.socket | None = None
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no other host is ever heard: there is none, or the hub cannot listen."""
+        return self._end is None
+
+    @property
     def verdict(self) -> Verdict | None:
         """How the job ends, as far as that is known here."""
         return self._verdict

@@ -48,25 +48,38 @@ def wanted(script: Script, env: Mapping[str, str]) -> list[str]:
         JobConfigError: The variable has another value.
     """
     found = [name for name in (_SETUP, _FILE) if (script.source_dir / name).is_file()]
-    setting = env.get(VARIABLE, "")
-    if setting not in {"", _NEVER, _ALWAYS, _UNPROTECTED}:
-        raise JobConfigError(
-            f"{VARIABLE}={setting!r}: expected 0 (install nothing), 1 (install {_FILE} whoever brought it), or "
-            f"{_UNPROTECTED} (also replace torch and other packages of the image)."
-        )
-    if setting == _NEVER or not found:
+    stated = setting(env)
+    if stated == _NEVER or not found:
         return []
     names = " and ".join(found)
     if EMULATOR_VARIABLE in env:
         _LOG.info("lightning-sm: not installing %s of %s: the emulator changes no packages.", names, script.source_dir)
         return []
-    if not setting and script.submitted is None:
+    if not stated and script.submitted is None:
         _LOG.info(
             "lightning-sm: not installing %s of %s, which did not come with the job (%s=1 installs it).",
             *(names, script.source_dir, VARIABLE),
         )
         return []
     return [*(["."] if _SETUP in found else []), *(["-r", _FILE] if _FILE in found else [])]
+
+
+def setting(env: Mapping[str, str]) -> str:
+    """What ``LIGHTNING_SM_INSTALL_REQUIREMENTS`` says, see ``wanted``; empty if it says nothing.
+
+    Args:
+        env: Environment variables.
+
+    Raises:
+        JobConfigError: The variable has another value.
+    """
+    stated = env.get(VARIABLE, "")
+    if stated not in {"", _NEVER, _ALWAYS, _UNPROTECTED}:
+        raise JobConfigError(
+            f"{VARIABLE}={stated!r}: expected 0 (install nothing), 1 (install {_FILE} whoever brought it), or "
+            f"{_UNPROTECTED} (also replace torch and other packages of the image)."
+        )
+    return stated
 
 
 def is_protected(env: Mapping[str, str]) -> bool:

@@ -13,16 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_sm.child_process import ChildProcess
-from lightning_sm.errors import JobConfigError, ScriptError
+from lightning_sm.errors import ScriptError
 from lightning_sm.failure import failure_reason
 from lightning_sm.job import SageMakerJob
+from lightning_sm.settings import PREPARE_VARIABLE, prepare_s
 from lightning_sm.user_code import requirements
 from lightning_sm.user_code.script import Script, Submission
 
 _LOG = logging.getLogger(__name__)
-
-# How long fetching and installing may take, in seconds each: a job that waits for a network does so at full price.
-_LIMIT_VARIABLE, _LIMIT_S = "LIGHTNING_SM_PREPARE_S", 1800.0
 
 
 class Stopped(Exception):  # noqa: N818 - no error: the job ends before the script was started
@@ -46,13 +44,14 @@ class Steps:
         env: Environment variables.
 
     Raises:
-        JobConfigError: ``LIGHTNING_SM_PREPARE_S`` is no number of seconds.
+        JobConfigError: ``LIGHTNING_SM_PREPARE_S`` or ``LIGHTNING_SM_INSTALL_REQUIREMENTS`` is wrong.
     """
 
     def __init__(self, child: ChildProcess, env: Mapping[str, str]) -> None:
         self._child = child
         self._env = env
-        self._limit_s = _limit_s(env)
+        self._limit_s = prepare_s(env)
+        requirements.setting(env)  # what is wrong is said before anything is fetched
 
     def fetch(self, submission: Submission, job: SageMakerJob) -> Path:
         """Bring the code of the job here.
@@ -69,11 +68,9 @@ class Steps:
             ScriptError: It cannot be fetched or unpacked.
             Stopped: The host was told to end.
         """
+        if (folder := unpacked(submission)) is not None:
+            return folder
         address, origin = submission.address, submission.origin
-        if "://" not in address and Path(address).is_dir():
-            return Path(address).absolute()
-        if "://" not in address and not Path(address).is_file():
-            raise ScriptError(f"{origin} says that the code is at {address!r}, where there is neither folder nor file.")
         folder = _empty_folder(job)
         _LOG.info("lightning-sm: the code of the job, %s (%s), is unpacked into %s.", address, origin, folder)
         command = [sys.executable, "-m", "lightning_sm.user_code.archive", address, str(folder)]
@@ -90,7 +87,6 @@ class Steps:
 
         Raises:
             ScriptError: pip failed; the message has its reason.
-            JobConfigError: ``LIGHTNING_SM_INSTALL_REQUIREMENTS`` is wrong.
             Stopped: The host was told to end.
         """
         arguments = requirements.wanted(script, self._env)
@@ -134,11 +130,30 @@ class Steps:
             timer.cancel()
         if is_late.is_set():
             raise ScriptError(
-                f"After {self._limit_s:g} s ({_LIMIT_VARIABLE}), {doing} had not ended. Look for its last lines in the "
-                "log, and for a way to what it waits for from the job's network."
+                f"After {self._limit_s:g} s ({PREPARE_VARIABLE}), {doing} had not ended. Look for its last lines in "
+                "the log, and for a way to what it waits for from the job's network."
             )
         self.check_not_stopped(doing)
         return exit_code
+
+
+def unpacked(submission: Submission) -> Path | None:
+    """The folder of the code that came with the job, if it is one already; None if it must be fetched or unpacked.
+
+    Args:
+        submission: Where it is.
+
+    Raises:
+        ScriptError: There is nothing.
+    """
+    address = submission.address
+    if "://" in address or Path(address).is_file():
+        return None
+    if Path(address).is_dir():
+        return Path(address).absolute()
+    raise ScriptError(
+        f"{submission.origin} says that the code is at {address!r}, where there is neither folder nor file."
+    )
 
 
 def _in_turn(*actions: Callable[[], None]) -> Callable[[], None]:
@@ -170,14 +185,3 @@ def _empty_folder(job: SageMakerJob) -> Path:
         return Path(tempfile.mkdtemp(prefix="lightning-sm-code-"))
     except OSError as error:
         raise ScriptError(f"There is no folder to unpack the code of the job into: {error}.") from error
-
-
-def _limit_s(env: Mapping[str, str]) -> float:
-    text = env.get(_LIMIT_VARIABLE, "")
-    try:
-        limit_s = float(text) if text else _LIMIT_S
-    except ValueError:
-        limit_s = 0.0
-    if not 0 < limit_s <= threading.TIMEOUT_MAX:
-        raise JobConfigError(f"{_LIMIT_VARIABLE}={text!r}: expected a number of seconds.")
-    return limit_s

@@ -15,6 +15,7 @@ import pytest
 from lightning_sm.instance_groups import GroupSpec
 from lightning_sm.local.cluster import ClusterSpec, LocalCluster
 from tests.fakes.job_folder import resource_config, write_job
+from tests.integration.launching import failure, train
 
 _TIMEOUT_S = 60
 _FOREIGN = ("SM_", "SAGEMAKER_", "LIGHTNING_SM_", "TRAINING_JOB_", "NCCL_", "GLOO_")
@@ -91,6 +92,45 @@ def test_broken_file_of_the_service_is_a_problem(base):
     assert "versions" in {result["name"] for result in _results(ended)}
 
 
+@pytest.mark.parametrize(
+    ("hyperparameters", "variables"),
+    [
+        ({}, {"LIGHTNING_SM_STOP_SCHEDULE": "abc"}),
+        ({}, {"LIGHTNING_SM_FAREWELL_S": "10s"}),
+        ({}, {"LIGHTNING_SM_PREPARE_S": "x"}),
+        ({}, {"LIGHTNING_SM_INSTALL_REQUIREMENTS": "maybe"}),
+        ({}, {"SAGEMAKER_PROGRAM": "app/trian.py"}),
+        ({}, {"SAGEMAKER_PROGRAM": ""}),
+        ({"mp_parameters": '{"partitions": 2}'}, {}),
+        ({"x__0": "a", "x__2": "c"}, {}),
+    ],
+)
+def test_doctor_says_what_the_launcher_would(tmp_path, hyperparameters, variables):
+    """Where the launcher ends before the script starts, the doctor has a problem with the launcher's words."""
+    resources = resource_config({"trainer": ["localhost"]}, "localhost", interface="lo")
+    base = write_job(tmp_path / "ml", resources, hyperparameters=hyperparameters)
+    (base / "code").mkdir()
+    (base / "code" / "train.py").write_text("print('started')")
+    variables = {"SAGEMAKER_PROGRAM": "train.py", **variables}
+    started = train(base, base / "code", **variables)
+    assert (started.returncode, started.stdout) == (2, "")
+    ended = _doctor("--json", SAGEMAKER_BASE_DIR=str(base), SAGEMAKER_SUBMIT_DIRECTORY=str(base / "code"), **variables)
+    said = failure(base).partition(": ")[2].partition(" Tried: ")[0]
+    assert ended.returncode == 1
+    assert [row["name"] for row in _results(ended) if row["status"] == "problem" and row["found"].startswith(said)]
+
+
+def test_sound_job_starts_without_a_problem(tmp_path):
+    """What the launcher would start is no problem of the doctor's."""
+    resources = resource_config({"trainer": ["localhost"]}, "localhost", interface="lo")
+    base = write_job(tmp_path / "ml", resources, hyperparameters={"subcommand": "fit"})
+    (base / "code").mkdir()
+    (base / "code" / "train.py").write_text("")
+    ended = _doctor("--json", SAGEMAKER_BASE_DIR=str(base), SAGEMAKER_PROGRAM="train.py")
+    rows = {row["name"]: row for row in _results(ended)}
+    assert [rows[name]["status"] for name in ("variables", "script", "hyperparameters")] == ["ok", "ok", "ok"]
+
+
 def test_file_system_that_hangs_does_not_hang_the_doctor(base):
     """Where a file of the service cannot be read to its end, the checks that need it say so, and the others run."""
     (base / "input" / "config" / "resourceconfig.json").unlink()
@@ -161,10 +201,9 @@ def test_port_of_a_running_training_is_no_problem(base):
             ended = _doctor("--json", "--timeout", "10", LIGHTNING_SM_MAIN_PORT=port, **variables)
         finally:
             training.terminate()
-    # The first may be a warning: the system gave the script one of its ephemeral ports.
-    row = [result for result in _results(ended) if result["name"] == "own port"][-1]
-    assert row["status"] == "ok", row
-    assert row["found"].startswith(f"{port}: the training listens (process ")
+    # Others may be warnings: the system gave the script one of its ephemeral ports.
+    rows = [result["found"] for result in _results(ended) if (result["name"], result["status"]) == ("own port", "ok")]
+    assert rows[0].startswith(f"{port}: the training listens (process ")
 
 
 def test_strict_makes_warnings_count(tmp_path):

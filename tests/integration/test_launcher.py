@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.fakes.job_folder import resource_config, write_job
-from tests.integration.launching import TIMEOUT_S, failure, train
+from tests.integration.launching import TIMEOUT_S, failure, train, variables_of
 
 _ECHO = "import json, os, sys; print(json.dumps([sys.argv[1:], os.getcwd(), sys.path]))"
 
@@ -76,6 +76,47 @@ def test_failure_file_of_the_script_is_kept(base, work):
     (base / "output").mkdir()
     assert train(base, work, "train.py").returncode == 1
     assert failure(base) == "my own words"
+
+
+def test_the_reason_of_an_earlier_job_is_removed(base, work):
+    """In the container of a warm pool, an old failure file is no reason of this job, whether it fails or not."""
+    (base / "output").mkdir()
+    for script, code in (("raise SystemExit(3)", 3), ("", 0)):
+        (base / "output" / "failure").write_text("of another job")
+        (work / "train.py").write_text(script)
+        assert train(base, work, "train.py").returncode == code
+        assert not (base / "output" / "failure").exists() or failure(base).endswith("exit code 3.")
+
+
+def test_a_host_that_is_alone_waits_for_nobody_when_it_fails(base, work):
+    """Neither for a reason that another host may have, nor for others to hear its own."""
+    write_job(base, resource_config({"g": ["algo-1"]}, "algo-1"))
+    (work / "train.py").write_text("raise BrokenPipeError('of nobody')")
+    ended = train(base, work, "train.py", LIGHTNING_SM_FAREWELL_S="86400")
+    assert ended.returncode == 1
+    assert "BrokenPipeError: of nobody" in failure(base)
+
+
+def test_a_bug_in_the_launcher_leaves_its_reason(base, work):
+    """The host ends with 1 and a failure file, and the log has the traceback."""
+    code = (
+        "import sys, lightning_sm.launcher as launcher\n"
+        "launcher._banner = lambda *_: 1 / 0\n"
+        "sys.exit(launcher.train('train.py', []))\n"
+    )
+    (work / "train.py").write_text("")
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=work,
+        env=variables_of(base),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ended.returncode == 1
+    assert "Traceback" in ended.stderr
+    assert failure(base) == "The launcher failed: ZeroDivisionError: division by zero"
 
 
 def test_unwritable_failure_file_does_not_mask_the_error(base, work):
@@ -242,6 +283,27 @@ def test_unusable_script_is_refused(base, work, args, message):
     ended = train(base, work, *args)
     assert ended.returncode == 2
     assert message in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LIGHTNING_SM_FAREWELL_S", "inf"),
+        ("LIGHTNING_SM_FAREWELL_S", "1e10"),
+        ("LIGHTNING_SM_FAREWELL_S", "nan"),
+        ("LIGHTNING_SM_FAREWELL_S", "-5"),
+        ("LIGHTNING_SM_PREPARE_S", "0"),
+        ("LIGHTNING_SM_STOP_SCHEDULE", "95,1e10"),
+        ("LIGHTNING_SM_INSTALL_REQUIREMENTS", "maybe"),
+    ],
+)
+def test_wrong_setting_ends_the_host_before_the_script(base, work, name, value):
+    """A setting that could not be kept later is quoted at the start, and the script is not started."""
+    (work / "train.py").write_text("print('started')\nraise SystemExit(5)")
+    ended = train(base, work, "train.py", **{name: value})
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert failure(base).startswith(f"JobConfigError: {name}={value!r}: expected ")
+    assert "Traceback" not in ended.stderr
 
 
 def test_outside_of_sagemaker_the_emulator_is_named(tmp_path, work):

@@ -31,6 +31,18 @@ def test_signals_reach_the_script(base, work, signum):
         assert running.process.wait(TIMEOUT_S) == 42
 
 
+def test_a_process_whose_name_is_no_text_does_not_stop_the_stop(base, work):
+    """The kernel cuts names off at 15 bytes, also in the middle of a character."""
+    (work / "train.py").write_text(
+        "import ctypes, signal, sys\nctypes.CDLL(None).prctl(15, b'trainer-\\xe8\\xa8', 0, 0, 0)\n"
+        "signal.signal(signal.SIGUSR2, lambda *_: sys.exit(42))\n" + _WAIT
+    )
+    with started(base, work, "train.py") as running:
+        running.wait_for("ready")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(TIMEOUT_S) == 42
+
+
 def test_signal_that_kills_the_script_is_its_exit_code(base, work):
     """A script without a handler ends by the signal: 128 + 15."""
     (work / "train.py").write_text(_WAIT)

@@ -110,7 +110,7 @@ def test_checkpoints_are_no_leftovers(context):
     write_job(context.base_dir, checkpoint={"S3Uri": "s3://bucket/x"})
     clean, resume = folders.leftovers(context)
     assert (clean.status, resume.status) == (Status.OK, Status.OK)
-    assert resume.found == "checkpoint files: 1; --ckpt_path last goes on"
+    assert resume.found == "checkpoint files: 1; the training goes on from the newest sound one"
 
 
 def test_shared_memory(context):

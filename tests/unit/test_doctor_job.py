@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
-import lightning_sm
 from lightning_sm.doctor import job
 from lightning_sm.doctor.context import Context
 from lightning_sm.doctor.report import Status
@@ -99,6 +95,23 @@ def test_hyperparameter_that_becomes_no_argument_is_a_problem(tmp_path):
     assert "x__1" in result.found
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("mp_parameters", '{"partitions": 2}', "smdistributed.modelparallel"),
+        ("sagemaker_mpi_num_of_processes_per_host", "none", "expected a positive whole number"),
+        ("sagemaker_distribution_instance_groups", '["data"]', "the groups that train are ['trainer']"),
+    ],
+)
+def test_distribution_that_the_launcher_refuses_is_a_problem(tmp_path, name, value, said):
+    """What distribution={...} asks for in vain is found before the job runs."""
+    resources = resource_config(_GROUPS, "algo-1", instance_types=_TYPES)
+    (result,) = job.hyperparameters(_context(write_job(tmp_path, resources, hyperparameters={name: value})))
+    assert result.status is Status.PROBLEM
+    assert name in result.found
+    assert said in result.found
+
+
 def test_stray_rank_variables_are_a_warning(tmp_path):
     """Variables of another launcher are named with their values."""
     (result,) = job.rank_variables(_context(tmp_path, NODE_RANK="0", MASTER_ADDR="elsewhere"))
@@ -120,22 +133,3 @@ def test_variables_of_torchrun_are_its_own(tmp_path):
     assert (result.status, result.found) == (Status.OK, "none left behind; started as torchrun")
     (result,) = job.rank_variables(_context(tmp_path, TORCHELASTIC_RUN_ID="x"))
     assert result.status is Status.PROBLEM
-
-
-@pytest.mark.parametrize(("name", "meant"), [("DATA_GROUP", "DATA_GROUPS"), ("PORT", "MAIN_PORT")])
-def test_misspelled_setting_is_a_warning(tmp_path, name, meant):
-    """A variable that is almost a setting of ours is named, with the one that was meant."""
-    (result,) = job.misspelled_variables(
-        _context(tmp_path, **{f"LIGHTNING_SM_{name}": "x", "LIGHTNING_SM_DEVICES": "1", "MAIN_PORTS": "1"})
-    )
-    assert result.status is Status.WARNING
-    assert f"LIGHTNING_SM_{name} is set" in result.found
-    assert f"LIGHTNING_SM_{meant} meant" in result.advice
-
-
-def test_no_variable_of_the_package_is_taken_for_a_misspelled_one(tmp_path):
-    """What the package itself reads or passes on is no mistake."""
-    sources = Path(lightning_sm.__file__).parent.rglob("*.py")
-    used = {name for path in sources for name in re.findall(r"\bLIGHTNING_SM_[A-Z_]+\b", path.read_text())}
-    assert list(job.misspelled_variables(_context(tmp_path, **dict.fromkeys(used, "x")))) == []
-    assert len(used) >= 6

@@ -16,6 +16,7 @@ from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.doctor import network
 from lightning_sm.doctor.context import Context
 from lightning_sm.doctor.report import Status
+from lightning_sm.peers.star import peers_port
 from lightning_sm.topology import Topology
 from tests.fakes.job_folder import make_job, resource_config, write_job
 
@@ -25,10 +26,11 @@ _LOOPBACK = {"algo-1": "127.0.0.2", "algo-2": "127.0.0.3", "algo-3": "127.0.0.4"
 
 @pytest.fixture
 def port():
-    """A port that no process listens on, below those that the system hands out."""
+    """A main port that is free, as is that of the launchers; below those that the system hands out."""
     for candidate in range(21000, 29000):
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", candidate)) and not network._bind_error("", candidate):
+            is_free = probe.connect_ex(("127.0.0.1", candidate)) and not network._bind_error("", candidate)
+            if is_free and not network._bind_error("", peers_port(candidate)):
                 return candidate
     raise AssertionError
 
@@ -154,18 +156,42 @@ def test_loopback_interface_between_hosts_is_a_problem(tmp_path):
     assert "each would talk to itself" in results[-1].found
 
 
-def test_free_main_port(tmp_path, port):
-    """The main host tries its port."""
-    (result,) = network.own_port(_context(tmp_path, LIGHTNING_SM_MAIN_PORT=str(port)))
-    assert (result.status, result.found) == (Status.OK, f"{port} is free")
+def test_free_ports_of_the_main_host(tmp_path, port):
+    """The main host tries the port of rank 0, and that of its launcher."""
+    results = list(network.own_port(_context(tmp_path, LIGHTNING_SM_MAIN_PORT=str(port))))
+    assert [result.status for result in results] == [Status.OK, Status.OK]
+    assert [result.found for result in results] == [
+        f"{port} is free",
+        f"{port - 5000} (between the launchers) is free",
+    ]
+
+
+def test_only_host_of_a_job_needs_no_port_for_launchers(tmp_path, port):
+    """Where there is no other host, no launcher comes."""
+    write_job(tmp_path, resource_config({"trainer": ["algo-1"]}, "algo-1"))
+    env = {"SAGEMAKER_BASE_DIR": str(tmp_path), "LIGHTNING_SM_MAIN_PORT": str(port)}
+    (result,) = network.own_port(Context.of(env, 20))
+    assert result.found == f"{port} is free"
+
+
+def test_taken_port_of_the_launchers_is_a_warning(tmp_path, port):
+    """The launcher's port is tried on the host's own address; without it the job runs, but hosts hear no failures."""
+    context = _context(tmp_path, LIGHTNING_SM_MAIN_PORT=str(port))
+    with _listening("127.0.0.9", port - 5000):
+        assert [result.status for result in network.own_port(context)] == [Status.OK, Status.OK]
+    with _listening(_LOOPBACK["algo-1"], port - 5000):
+        main, launchers = network.own_port(context)
+    assert (main.status, launchers.status) == (Status.OK, Status.WARNING)
+    assert f"Port {port - 5000} (between the launchers) cannot be used here" in launchers.found
+    assert "LIGHTNING_SM_MAIN_PORT" in launchers.advice
 
 
 def test_taken_main_port_is_a_problem_that_names_the_owner(tmp_path, port):
     """A main port that another process holds stops the job; the process is named."""
     with _listening("", port):
-        (result,) = network.own_port(_context(tmp_path, LIGHTNING_SM_MAIN_PORT=str(port)))
+        result, _ = network.own_port(_context(tmp_path, LIGHTNING_SM_MAIN_PORT=str(port)))
     assert result.status is Status.PROBLEM
-    assert f"Port {port}" in result.found
+    assert f"Port {port} " in result.found
     assert sys.executable.rpartition("/")[2] in result.found
 
 

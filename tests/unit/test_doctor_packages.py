@@ -37,13 +37,22 @@ def test_versions_are_listed(install):
     assert "torch " in result.found
 
 
-def test_two_lightnings_are_a_warning(install):
-    """Both distributions side by side invite a mix of their classes."""
+def test_both_lightnings_in_one_version_are_fine(install):
+    """Lightning brings pytorch-lightning along: both are shown, and nothing is to be done."""
+    install("pytorch-lightning", "2.6.6")
+    install("lightning", "2.6.6")
+    (result,) = packages.lightnings(_CONTEXT)
+    assert (result.status, result.found) == (Status.OK, "pytorch-lightning 2.6.6 and lightning 2.6.6")
+
+
+def test_lightnings_of_two_versions_are_a_warning(install):
+    """The same code in two versions is named, and neither is to be removed."""
     install("pytorch-lightning", "2.6.6")
     install("lightning", "2.6.5")
     (result,) = packages.lightnings(_CONTEXT)
     assert result.status is Status.WARNING
     assert "pytorch-lightning 2.6.6 and lightning 2.6.5" in result.found
+    assert "uninstall" not in result.advice
 
 
 def test_compromised_release_is_a_problem(install):

@@ -25,6 +25,15 @@ Traceback (most recent call last):
     main()
 RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242
 """
+_NCCL = """\
+Traceback (most recent call last):
+  File "/code/train.py", line 30, in <module>
+    main()
+torch.distributed.DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:275, NCCL 2.27.5
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
+Last error:
+socketProgress: Connection closed by remote peer
+"""
 
 
 def _printed(source: str, name: str = "/code/train.py") -> str:
@@ -185,6 +194,9 @@ def test_cut_off_output_is_survived(tail):
         (_VALUE_ERROR, False),
         (_PEER, True),
         (_PEER + _VALUE_ERROR, False),
+        (_NCCL, True),
+        (_NCCL + _VALUE_ERROR, False),
+        (_VALUE_ERROR.replace("bad shape", "one line\nand one about SIGTERM"), False),
     ],
 )
 def test_what_follows_from_another_host(said, is_one):
