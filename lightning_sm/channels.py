@@ -10,7 +10,7 @@ from lightning_sm.errors import ChannelError
 # The names that SageMaker's own examples give to the only or the main channel.
 _MAIN_CHANNELS = ("training", "train")
 # What LightningDataModules and torchvision datasets call the folder of the data.
-MAIN_PARAMETERS = ("data_dir", "root")
+_MAIN_PARAMETERS = ("data_dir", "root")
 # Holds configuration files, not data (see ``hyperparameters.to_argv``).
 CONFIG_CHANNEL = "config"
 
@@ -70,19 +70,42 @@ def route(
     return Routing(channel_of, tuple(unused))
 
 
+def channel_for(parameter: str, mapping: Mapping[str, str]) -> str | None:
+    """Name the channel that feeds a parameter of the DataModule, on hosts that have it.
+
+    Args:
+        parameter: Name of the parameter.
+        mapping: As in ``route``.
+
+    Returns:
+        The channel; None for a parameter that is not the folder of one.
+    """
+    for channel, target in mapping.items():
+        if _key(target) == f"data.{parameter}":
+            return channel
+    if parameter in _MAIN_PARAMETERS:
+        return _MAIN_CHANNELS[0]
+    return parameter.removesuffix("_dir") or None if parameter.endswith("_dir") else None
+
+
 def _identifier(channel: str) -> str:
     return channel.replace("-", "_").replace(".", "_")
 
 
 def _mapped_key(channel: str, target: str, parameters: Collection[str]) -> str:
-    if "." in target:
-        return ".".join(part for part in target.split(".") if part not in ("", "init_args"))
-    if target not in parameters:
+    if "." not in target and target not in parameters:
         raise ChannelError(
             f"Channel {channel!r} is mapped to {target!r}, but the DataModule has the parameters {sorted(parameters)}. "
             "Name one of them, or a dotted key such as 'model.weights'."
         )
-    return f"data.{target}"
+    return _key(target)
+
+
+def _key(target: str) -> str:
+    """The key of an argument that a mapping names, without ``init_args``."""
+    if "." not in target:
+        return f"data.{target}"
+    return ".".join(part for part in target.split(".") if part not in ("", "init_args"))
 
 
 def _fitting_key(channel: str, channels: Collection[str], parameters: Collection[str]) -> str | None:
@@ -90,5 +113,5 @@ def _fitting_key(channel: str, channels: Collection[str], parameters: Collection
     if own in parameters:
         return f"data.{own}"
     if channel in _MAIN_CHANNELS or len(channels) == 1:
-        return next((f"data.{name}" for name in MAIN_PARAMETERS if name in parameters), None)
+        return next((f"data.{name}" for name in _MAIN_PARAMETERS if name in parameters), None)
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import pkgutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,9 +58,11 @@ class SageMakerCLI(LightningCLI):
     - sends channels to the DataModule: channel ``x`` to ``x_dir``; ``training``, ``train`` or the only one to
       ``data_dir`` or ``root``;
     - sends logs to the output data directory (each host to its own folder) and TensorBoard and checkpoints to their
-      synchronised folders, if the job has them; a relative folder in the configuration becomes one below these;
-    - goes on from the newest sound checkpoint in the checkpoint directory, if ``ckpt_path`` is not set, and saves one
-      there when it is interrupted;
+      synchronised folders, if the job has them; a relative folder in the configuration, or of a ``ModelCheckpoint``,
+      becomes one below these;
+    - goes on from the newest sound checkpoint in the checkpoint directory, unless ``ckpt_path`` names another, and
+      saves one there when it is interrupted; with ``run=False`` the script does, with
+      ``trainer.fit(..., ckpt_path=cli.ckpt_path)``;
     - writes the best model to the model directory;
     - logs progress as lines;
     - on the hosts of a data group serves the DataModule's batches, and on the trainers fetches them from there.
@@ -75,6 +78,10 @@ class SageMakerCLI(LightningCLI):
         resolve_timeout_s: Seconds to wait for the main host's name to resolve.
         *args: Everything else that ``LightningCLI`` takes, by position.
         **kwargs: Everything else that ``LightningCLI`` takes.
+
+    Attributes:
+        ckpt_path: In a job with a checkpoint directory, the checkpoint that ``fit`` goes on from. None if there is
+            nothing to go on from, for other subcommands, on data hosts, and off SageMaker.
 
     Raises:
         JobConfigError: The job's files are malformed.
@@ -99,6 +106,7 @@ class SageMakerCLI(LightningCLI):
         for candidate in (model_class, datamodule_class, settings.get("trainer_class"), *map(type, defaults)):
             check_same_distribution(candidate)
         self._channel_mapping = dict(channels or {})
+        self.ckpt_path: str | None = None
         self.job = SageMakerJob.from_environment()
         if self.job is not None:
             show_log_lines()
@@ -147,7 +155,7 @@ class SageMakerCLI(LightningCLI):
             return super().instantiate_trainer(**kwargs)
         settings = {**self._get(self.config_init, "trainer", default={}), **kwargs}
         kwargs["plugins"] = self._with_environment(_as_list(settings.get("plugins")), settings.get("strategy"))
-        outputs = JobOutputs(self.job.model_dir, self.job.checkpoint_dir, self._config_text())
+        outputs = JobOutputs(self.job, self._config_text())
         own = [*self._progress(settings), LocalPosition(), *step_reports(), outputs]
         kwargs["callbacks"] = [*_as_list(settings.get("callbacks")), *own]
         trainer = super().instantiate_trainer(**kwargs)
@@ -179,15 +187,14 @@ class SageMakerCLI(LightningCLI):
 
     def _fit_into_job(self, job: SageMakerJob, parser: LightningArgumentParser, explicit: Namespace) -> None:
         subcommand = self.config.get("subcommand")
-        overlay = JobOverlay(
-            self.config[subcommand] if subcommand else self.config,
-            explicit[subcommand] if subcommand else explicit,
-        )
+        config = self.config[subcommand] if subcommand else self.config
+        overlay = JobOverlay(config, explicit[subcommand] if subcommand else explicit)
         if self.topology.role is Role.TRAINER:
             self._fit_trainer_into_job(job, overlay, subcommand)
         overlay.route_channels(job, self._channel_mapping)
         if self.topology.role is Role.TRAINER and self.topology.data_hosts:
-            overlay.fill_missing_folder(job, _required_arguments(self.datamodule_class))
+            required = _required_parameters(_named_class(config.get("data"), self.datamodule_class))
+            overlay.fill_missing_folders(job, required, self._channel_mapping)
         self.config = parser.parse_object({subcommand: overlay.changes} if subcommand else overlay.changes, self.config)
 
     def _fit_trainer_into_job(self, job: SageMakerJob, overlay: JobOverlay, subcommand: str | None) -> None:
@@ -196,8 +203,15 @@ class SageMakerCLI(LightningCLI):
         self.environment = SageMakerEnvironment(job, **self._environment_settings)
         overlay.fit_trainer(self.environment)
         overlay.route_outputs(job, self._parser(subcommand).callback_keys)
-        if subcommand == "fit" and job.checkpoint_dir is not None:
-            overlay.resume(job.checkpoint_dir, job)
+        if subcommand in (None, "fit") and job.checkpoint_dir is not None:
+            self.ckpt_path = overlay.resume_from(job.checkpoint_dir, job, is_fit=subcommand == "fit")
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        kwargs: dict[str, Any] = super()._prepare_subcommand_kwargs(subcommand)
+        # Not by the configuration: it is saved beside the model, and the next job that reads it has no such file.
+        if self.ckpt_path is not None and "ckpt_path" in kwargs:
+            kwargs["ckpt_path"] = self.ckpt_path
+        return kwargs
 
     def _take_data_service_settings(self) -> None:
         """Take the settings out of the configuration, which stays that of ``LightningCLI`` where they are not used."""
@@ -294,9 +308,28 @@ def _parse(parser: LightningArgumentParser, args: Any, *, defaults: bool = True)
     return config
 
 
-def _required_arguments(datamodule_class: Any) -> list[str]:
-    parameters = inspect.signature(datamodule_class).parameters if datamodule_class is not None else {}
-    return [f"data.{name}" for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty]
+def _named_class(section: Any, default: Any) -> Any:
+    """The class that a section of the configuration names; None if there is no such class, which the parser reports."""
+    if not isinstance(section, Namespace) or "class_path" not in section:
+        return default
+    try:
+        return pkgutil.resolve_name(section.class_path)
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return None
+
+
+def _required_parameters(maker: Any) -> list[str]:
+    """Parameters of a class or function that have no default; ``**kwargs`` are those of the base class."""
+    functions = [maker] if callable(maker) else []
+    if isinstance(maker, type):
+        functions = [vars(base)["__init__"] for base in maker.__mro__ if "__init__" in vars(base)]
+    required: list[str] = []
+    for function in functions:
+        parameters = inspect.signature(function).parameters.values()
+        required += [one.name for one in parameters if one.default is one.empty and one.name not in required]
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+            break
+    return required
 
 
 def _as_list(value: Any) -> list[Any]:

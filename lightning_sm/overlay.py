@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
 
 from lightning_sm._lightning import DISTRIBUTION, rank_zero_only
-from lightning_sm.channels import MAIN_PARAMETERS, route
+from lightning_sm.channels import channel_for, route
 from lightning_sm.checkpoints import newest_checkpoint
 from lightning_sm.environment import SageMakerEnvironment
 from lightning_sm.errors import ChannelError
@@ -35,6 +35,7 @@ class JobOverlay:
     def __init__(self, config: Namespace, explicit: Namespace) -> None:
         self._config = config
         self._explicit = explicit
+        self._routed: set[str] = set()
         self.changes: dict[str, Any] = {}
 
     def route_channels(self, job: SageMakerJob, mapping: Mapping[str, str]) -> None:
@@ -50,6 +51,7 @@ class JobOverlay:
         data = self._config.get("data")
         parameters = list(_arguments_of(data)) if isinstance(data, Namespace) else []
         routing = route(job.channels, parameters, mapping, all_channels_known=not job.is_heterogeneous)
+        self._routed.update(routing.channel_of)
         for key, channel in routing.channel_of.items():
             if not _has(self._config, key):
                 raise ChannelError(
@@ -71,19 +73,25 @@ class JobOverlay:
                 channel,
             )
 
-    def fill_missing_folder(self, job: SageMakerJob, required: Collection[str]) -> None:
-        """Give a DataModule on a trainer the folder of a channel that only the data hosts have.
+    def fill_missing_folders(self, job: SageMakerJob, required: Iterable[str], mapping: Mapping[str, str]) -> None:
+        """Give a DataModule on a trainer the folders of the channels that only the data hosts have.
+
+        Call it after ``route_channels``.
 
         Args:
             job: The job.
-            required: Arguments without which the DataModule cannot be made.
+            required: Parameters without which the DataModule cannot be made.
+            mapping: As in ``route_channels``.
         """
-        for key in (f"data.{parameter}" for parameter in MAIN_PARAMETERS):
-            is_routed = key.removeprefix("data.") in self.changes.get("data", {})
-            if key in required and not is_routed and not _has(self._explicit, key):
-                folder = str(job.base_dir / "input" / "data" / "training")
-                _log_once("%s = %s: this host has no channel for it; the data hosts read the data.", key, folder)
-                self._set(key, folder)
+        filled = []
+        for parameter in required:
+            key, channel = f"data.{parameter}", channel_for(parameter, mapping)
+            if channel is not None and key not in self._routed and _value(self._config, key) is None:
+                folder = job.base_dir / "input" / "data" / channel
+                self._set(key, str(folder))
+                filled.append(f"{key} = {folder}")
+        if filled:
+            _log_once("%s: this host has no channel for it; the data hosts read the data.", ", ".join(filled))
 
     def fit_trainer(self, environment: SageMakerEnvironment) -> None:
         """Set ``num_nodes`` and ``devices``.
@@ -134,22 +142,25 @@ class JobOverlay:
         for item in _class_entries(self._config.get("trainer.profiler")):
             _rebase(item, "dirpath", job.host_output_dir)
 
-    def resume(self, folder: Path, job: SageMakerJob) -> None:
-        """Let ``fit`` go on from the newest checkpoint, unless the user said from which.
+    def resume_from(self, folder: Path, job: SageMakerJob, *, is_fit: bool) -> str | None:
+        """Say which checkpoint to go on from: the newest one, unless the user named another.
 
         Args:
             folder: The job's checkpoint folder.
             job: The job, whose checkpoints count.
+            is_fit: Whether the CLI itself calls ``fit``, and not the script.
         """
-        if _has(self._explicit, "ckpt_path"):
-            return
-        newest = newest_checkpoint(folder, job)
-        if newest is not None:
-            self._set("ckpt_path", str(newest))
-            _log_once("ckpt_path = %s: the newest checkpoint of the job.", newest)
+        stated = self._stated("ckpt_path")
+        # Lightning's "last" does not look for what is saved when the job is interrupted.
+        newest = newest_checkpoint(folder, job) if stated in (None, "last") else None
+        if newest is None:
+            return None if stated is None else str(stated)
+        hint = "" if is_fit else " To go on from it, pass ckpt_path=cli.ckpt_path to trainer.fit."
+        _log_once("ckpt_path = %s: the newest checkpoint of the job.%s", newest, hint)
+        return str(newest)
 
     def _stated(self, key: str) -> Any:
-        return self._explicit.get(key) if _has(self._explicit, key) else None
+        return _value(self._explicit, key)
 
     def _set(self, key: str, value: Any) -> None:
         if _has(self._config, key):  # a trainer_class of the script's own need not take all arguments
@@ -163,14 +174,18 @@ def _arguments_of(section: Namespace) -> Iterator[str]:
 
 
 def _has(config: Any, key: str) -> bool:
-    """Whether a configuration has an argument; ``init_args`` in between are not named."""
+    return _value(config, key, ...) is not ...
+
+
+def _value(config: Any, key: str, default: Any = None) -> Any:
+    """What a configuration has for an argument; ``init_args`` in between are not named."""
     for part in key.split("."):
         if isinstance(config, Namespace) and "class_path" in config:
             config = config.get("init_args")
         if not isinstance(config, Namespace) or part not in vars(config):
-            return False
+            return default
         config = vars(config)[part]
-    return True
+    return config
 
 
 def _overlay(config: Any, parts: list[str], value: Any) -> Any:

@@ -10,9 +10,18 @@ from pathlib import Path
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # fsspec has no type information
 
-from lightning_sm._lightning import DISTRIBUTION, Callback, LightningModule, ModelCheckpoint, Trainer
+from lightning_sm._lightning import (
+    DISTRIBUTION,
+    Callback,
+    LightningModule,
+    ModelCheckpoint,
+    Trainer,
+    rank_zero_only,
+)
+from lightning_sm.job import SageMakerJob
 
 logger = logging.getLogger(__name__)
+_log_once = rank_zero_only(logger.info)
 
 MODEL_CHECKPOINT = "model.ckpt"
 MODEL_STATE_DICT = "state_dict.pt"
@@ -29,15 +38,14 @@ class JobOutputs(Callback):
     stops all hosts as soon as the first one exits.
 
     Args:
-        model_dir: SageMaker's model directory.
-        checkpoint_dir: Folder for checkpoints without a ``dirpath``; None leaves them beside the logs.
+        job: The job with its folders.
         config: Text of the resolved configuration, YAML.
     """
 
-    def __init__(self, model_dir: Path, checkpoint_dir: Path | None, config: str) -> None:
+    def __init__(self, job: SageMakerJob, config: str) -> None:
         super().__init__()
-        self._model_dir = model_dir
-        self._checkpoint_dir = checkpoint_dir
+        self._job = job
+        self._model_dir = job.model_dir
         self._config = config
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -45,21 +53,38 @@ class JobOutputs(Callback):
         self.route_checkpoints(trainer)
 
     def route_checkpoints(self, trainer: Trainer) -> None:
-        """Give each ``ModelCheckpoint`` without a folder the checkpoint directory.
+        """Give each ``ModelCheckpoint`` its place among the job's folders.
+
+        Without a folder it gets the checkpoint directory, if the job has one; a folder below the working directory
+        becomes one below the checkpoint directory, else below the host's output.
 
         Called after the trainer is made, too: ``fit(ckpt_path="last")`` looks for the file before ``setup``.
 
         Args:
             trainer: The trainer whose callbacks to route.
         """
-        if self._checkpoint_dir is None:
-            return
         for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):
-                callback.dirpath = callback.dirpath or str(self._checkpoint_dir)
-                if callback.save_last == "link":
-                    logger.info("save_last: a copy, because the service does not upload links.")
-                    callback.save_last = True
+            if not isinstance(callback, ModelCheckpoint):
+                continue
+            if callback.dirpath:
+                callback.dirpath = self._routed(str(callback.dirpath))
+            elif self._job.checkpoint_dir is not None:
+                callback.dirpath = str(self._job.checkpoint_dir)
+            if callback.save_last == "link" and self._job.checkpoint_dir is not None:
+                logger.info("save_last: a copy, because the service does not upload links.")
+                callback.save_last = True
+
+    def _routed(self, dirpath: str) -> str:
+        """Where a script's relative folder goes, which ``ModelCheckpoint`` has made absolute."""
+        here, folder, base = Path.cwd(), Path(dirpath).resolve(), self._job.base_dir.resolve()
+        target = self._job.checkpoint_dir or self._job.host_output_dir
+        is_jobs = folder.is_relative_to(target.resolve()) or (folder.is_relative_to(base) and base not in here.parents)
+        # Everything lies below the root: what is relative and what is absolute cannot be told apart there.
+        if "://" in dirpath or is_jobs or not folder.is_relative_to(here) or here == Path(here.anchor):
+            return dirpath
+        moved = str(target / folder.relative_to(here))
+        _log_once("ModelCheckpoint: dirpath = %s, because %s stays on this host.", moved, dirpath)
+        return moved
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Export the best model."""

@@ -51,6 +51,7 @@ _MAX_HOSTS = 253
 # The range of ports has 10000; so many taken in a row means that something else is wrong.
 _NAME_ATTEMPTS = 50
 _CHANNEL_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # API_Channel
+_DEVICES = "LIGHTNING_SM_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,9 @@ class LocalCluster:
         self._shared = _shared_environment(spec, _host_names(spec), env)
         draw = random.Random(spec.seed)  # noqa: S311 - not a secret; a seed must repeat the draw
         groups = deal_hosts(spec.groups, _host_names(spec), draw)
-        self.name, topology = _name_with_free_port(groups, self._shared)
+        # What the launchers are told by --devices, the service would not tell; it refuses hosts with unequal GPUs.
+        self._stated = {**self._shared, _DEVICES: spec.environment.get(_DEVICES, "")}
+        self.name, topology = _name_with_free_port(groups, self._stated)
         base_dir = base_dir.expanduser().absolute()
         self.job_dir = base_dir / self.name
         own_checkpoint_dir = self.job_dir / "checkpoints" if spec.keeps_checkpoints else None
@@ -182,7 +185,7 @@ class LocalCluster:
             aside.mkdir()
             for host in self.hosts:
                 host.base_dir.rename(aside / host.name)
-            self.hosts = self._make_hosts(groups, _topology(groups, self._shared, self.name))
+            self.hosts = self._make_hosts(groups, _topology(groups, self._stated, self.name))
         except OSError as error:
             raise OutputDirectoryError(f"{error.filename}: cannot be written ({error.strerror}).") from error
 
@@ -260,7 +263,7 @@ def _shared_environment(spec: ClusterSpec, hosts: Sequence[str], env: Mapping[st
         "CUDA_VISIBLE_DEVICES": "",
         "SM_NUM_GPUS": "0",
         "PYTHONUNBUFFERED": "1",
-        "LIGHTNING_SM_DEVICES": str(spec.devices),
+        _DEVICES: str(spec.devices),
         "LIGHTNING_SM_HOST_ADDRESSES": json.dumps(
             {host: f"127.0.0.{1 + number}" for number, host in enumerate(hosts, start=1)}
         ),

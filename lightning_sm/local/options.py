@@ -27,7 +27,7 @@ examples:
   arguments as SageMaker passes them, in a file:
     lightning-sm local --hyperparameters hyperparameters.yaml -- app/train.py
   a spot interruption after 20 steps, and the attempt that goes on from the checkpoint:
-    lightning-sm local --group trainer=2 --fault interrupt@step=20,skew=0.5 -- app/train.py fit --ckpt_path last
+    lightning-sm local --group trainer=2 --fault interrupt@step=20,skew=0.5 -- app/train.py fit
 
 {faults.HELP}"""
 

@@ -91,6 +91,43 @@ class RootData(SmallData):
         self.root, self.size = root, size
 
 
+class PairData(SmallData):
+    """Two folders, neither of which is the main one.
+
+    Args:
+        images_dir: Folder of the images.
+        labels_dir: Folder of the labels.
+        mask_dir: Folder of the masks, if there are any.
+    """
+
+    def __init__(self, images_dir: str, labels_dir: str, mask_dir: str | None = None) -> None:
+        super().__init__(images_dir)
+        self.images_dir, self.labels_dir, self.mask_dir = images_dir, labels_dir, mask_dir
+
+
+class PassingData(PairData):
+    """Passes on what its base class takes.
+
+    Args:
+        data_dir: Folder of the data.
+        kwargs: Arguments of the base class.
+    """
+
+    def __init__(self, data_dir: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.data_dir = data_dir
+
+
+def make_pairs(images_dir: str, labels_path: str) -> PairData:
+    """Make a DataModule by a function.
+
+    Args:
+        images_dir: Folder of the images.
+        labels_path: Folder of the labels, not named like one.
+    """
+    return PairData(images_dir, labels_path)
+
+
 def make_trainer(**arguments: Any) -> Trainer:
     """A Trainer that says nothing."""
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}

@@ -11,7 +11,7 @@ from lightning_sm.callbacks.progress import LineProgress
 from lightning_sm.cli import SageMakerCLI
 from lightning_sm.data.module import RemoteDataModule
 from lightning_sm.errors import DataSettingsError, OutputDirectoryError, TopologyError
-from tests.fakes.small_app import TWO_HOSTS, RootData, SmallData, SmallModel
+from tests.fakes.small_app import TWO_HOSTS, PairData, PassingData, RootData, SmallData, SmallModel, make_pairs
 
 ROOT_DATA = f"{RootData.__module__}.{RootData.__qualname__}"
 FAST = ("--trainer.fast_dev_run=true", "--trainer.enable_model_summary=false")
@@ -137,11 +137,16 @@ class TestArguments:
             "data: {data_dir: 5}",
             "data: {class_path: SmallData, init_args: {nope: 1}}",
             "data: {class_path: Nope}",
+            "data: {class_path: os.path}",
+            "data: {class_path: builtins.dict}",
+            "data: {class_path: 5}",
             "[1, 2]",
         ],
     )
-    def test_a_wrong_config_ends_as_in_lightning_cli(self, host, capsys, any_data, text):
+    @pytest.mark.parametrize("groups", [{"gpu": ["algo-1"]}, {"gpu": ["algo-1"], "data": ["algo-2"]}])
+    def test_a_wrong_config_ends_as_in_lightning_cli(self, host, capsys, any_data, text, groups):
         """What the job fills in does not stumble over a configuration that the parser refuses, nor hide its error."""
+        host.configure(groups)
         (host.base_dir / "c.yaml").write_text(text)
         ends = []
         for cli in (LightningCLI, SageMakerCLI):
@@ -250,6 +255,45 @@ class TestCluster:
         cli = host.make(data=RootData, channels={"training": "root"})
         assert isinstance(cli.datamodule, RemoteDataModule)
         assert cli.datamodule.root == str(host.channel("training"))
+
+    @pytest.mark.parametrize("mode", ["class", "subclass", "any"])
+    @pytest.mark.parametrize(
+        ("data", "folders"),
+        [
+            (RootData, {"root": "training"}),
+            (PairData, {"images_dir": "images", "labels_dir": "labels", "mask_dir": None}),
+            (PassingData, {"data_dir": "training", "images_dir": "images", "labels_dir": "labels"}),
+        ],
+    )
+    def test_required_folders_are_filled_on_a_trainer_without_channels(self, host, caplog, mode, data, folders):
+        """All folders without a default are filled, whoever chose the class, and one line says so."""
+        caplog.set_level("INFO", "lightning_sm")
+        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")
+        modes = {
+            "class": ([], {"data": data}),
+            "subclass": ([f"--data={data.__name__}"], {"data": SmallData, "subclass_mode_data": True}),
+            "any": ([f"--data={data.__name__}"], {"data": None}),
+        }
+        arguments, settings = modes[mode]
+        module = host.make(*arguments, **settings).datamodule
+        expected = {name: channel and str(host.channel(channel)) for name, channel in folders.items()}
+        assert {name: getattr(module, name) for name in folders} == expected
+        (line,) = (text for text in caplog.messages if "this host has no channel for it" in text)
+        assert all(f"data.{name} = {folder}" in line for name, folder in expected.items() if folder)
+
+    def test_only_what_is_missing_is_filled(self, host):
+        """A folder that the user set or that a channel of the trainer feeds stays."""
+        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1", channels=["labels"])
+        arguments = ["--data=PassingData", "--data.data_dir=own"]
+        module = host.make(*arguments, data=SmallData, subclass_mode_data=True, channels={"labels": "images_dir"})
+        found = (module.datamodule.data_dir, module.datamodule.images_dir, module.datamodule.labels_dir)
+        assert found == ("own", str(host.channel("labels")), str(host.channel("labels")))
+
+    def test_a_mapped_argument_is_filled_too(self, host):
+        """A mapping says which argument is a folder, whatever its name; a function may make the DataModule."""
+        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")
+        module = host.make(data=make_pairs, channels={"a": "labels_path", "b": "model.weights"}).datamodule
+        assert (module.images_dir, module.labels_dir) == (str(host.channel("images")), str(host.channel("a")))
 
     def test_the_token_is_not_saved(self, host):
         """Settings of the data service are kept in the configuration that is saved, the secret is not."""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sm.channels import route
+from lightning_sm.channels import channel_for, route
 from lightning_sm.errors import ChannelError
 
 PARAMETERS = ("data_dir", "val_dir", "batch_size")
@@ -94,6 +94,24 @@ def test_two_channels_mapped_to_one_argument_are_an_error():
     """One of them would be lost."""
     with pytest.raises(ChannelError, match=r"'a' and 'b' are both mapped to 'data\.data_dir'"):
         route(["a", "b"], PARAMETERS, {"a": "data_dir", "b": "data.data_dir"})
+
+
+@pytest.mark.parametrize(
+    ("parameter", "mapping", "expected"),
+    [
+        ("data_dir", {}, "training"),
+        ("root", {}, "training"),
+        ("val_dir", {}, "val"),
+        ("size", {}, None),
+        ("_dir", {}, None),
+        ("size", {"a": "size"}, "a"),
+        ("val_dir", {"a": "data.init_args.val_dir", "b": "model.root"}, "a"),
+        ("root", {"b": "model.root"}, "training"),
+    ],
+)
+def test_each_folder_has_a_channel_that_would_feed_it(parameter, mapping, expected):
+    """A mapping comes first, then the main folders, then x_dir; what is no folder has none."""
+    assert channel_for(parameter, mapping) == expected
 
 
 names = st.sampled_from(["training", "train", "val", "test", "data", "a-b", "config"])
