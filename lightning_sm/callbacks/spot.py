@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import re
 import shutil
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from lightning_sm._lightning import Checkpoint, LightningModule, Trainer, WeightAveraging
 from lightning_sm.callbacks.pace import Pace
@@ -28,7 +32,7 @@ logger = logging.getLogger(__name__)
 STOP_SIGNALS = (GENTLE_SIGNAL, signal.SIGTERM)
 # 128 + SIGTERM: what was interrupted did not succeed, and Lightning's own 0 would make the job "Completed".
 INTERRUPTED_EXIT_CODE = 143
-_PATTERN = "interrupted-epoch=*-step=[0-9]*.ckpt"
+_NAME = re.compile(r"interrupted-epoch=(\d+)-step=(\d+)\.ckpt")
 
 
 class TrainingInterrupted(SystemExit):  # it is no error: the interpreter leaves with its exit code
@@ -39,6 +43,7 @@ class _Moment(Enum):
     """When the checkpoint is saved that is being saved."""
 
     ANY = "whenever another callback saves one"
+    EPOCH_START = "between two epochs, when the next one has its first batch"
     STEP_START = "between two steps, when the next one has its batch"
     VALIDATION = "within a validation"
 
@@ -81,6 +86,8 @@ class SpotCheckpoint(Checkpoint):
         self._leaves_at_once = False
         self._paces: dict[_Moment, Pace] = {}
         self._is_even_validation = False
+        self._is_told = False
+        self._loader_states: deque[list[dict[str, Any]]] = deque(maxlen=2)
         self._moment = _Moment.ANY
         self._exit_code = INTERRUPTED_EXIT_CODE
 
@@ -102,7 +109,12 @@ class SpotCheckpoint(Checkpoint):
         trainer._signal_connector._sigterm_notifier_fn = self._note  # type: ignore[method-assign,assignment]
 
     def _note(self, signum: int, _frame: object) -> None:
-        if os.getpid() != self._owner:  # a worker of a DataLoader, which was forked with this handler
+        if os.getpid() != self._owner:
+            # A child that was forked with this handler. Left to it, Process.terminate() would have no effect, and the
+            # interpreter would wait for ever for a daemon of multiprocessing.
+            if signum == signal.SIGTERM:
+                signal.signal(signum, signal.SIG_DFL)
+                os.kill(os.getpid(), signum)
             return
         if self._leaves_at_once:
             raise TrainingInterrupted(self._exit_code)
@@ -114,7 +126,7 @@ class SpotCheckpoint(Checkpoint):
     # Moments at which the training may leave
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that all ranks go on from the same step."""
+        """Check that all ranks go on from the same step, and begin the epoch of which nothing is done yet."""
         place = (trainer.current_epoch, trainer.global_step)
         main = trainer.strategy.broadcast(place)
         if self._sum(trainer, float(place != main)) > 0:
@@ -123,32 +135,49 @@ class SpotCheckpoint(Checkpoint):
                 f"{main[0]}, step {main[1]}. At least one host has other checkpoints in {self._dirpath} than rank 0: "
                 "name the one to use with --ckpt_path."
             )
+        epoch_loop = trainer.fit_loop.epoch_loop
+        if trainer.fit_loop.restarted_mid_epoch and epoch_loop.batch_progress.current.ready == 0:
+            epoch_loop.restarting = False  # else Lightning goes on as behind a step: with a validation, or its end
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Leave between two steps; here and not at a step's end, behind which a validation may be due."""
-        if batch_idx > 0 and batch_idx % trainer.accumulate_grad_batches == 0:
+        """Leave between two steps; here and not at a step's end, behind which a validation may be due.
+
+        In epochs of a single step, that is between two epochs.
+        """
+        if batch_idx == 0:
+            self._loader_states.clear()
+            if trainer.current_epoch > 0 and trainer.num_training_batches <= trainer.accumulate_grad_batches:
+                self._tick(trainer, _Moment.EPOCH_START)
+        elif batch_idx % trainer.accumulate_grad_batches == 0:
             self._tick(trainer, _Moment.STEP_START)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave between two epochs, if there is no other moment; else in the next epoch, after its first step.
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
+        """Note where loaders stand that keep a state, once it is known that the training leaves."""
+        if self._is_told:
+            self._loader_states.append(trainer.fit_loop._combined_loader._state_dicts())
 
-        Lightning steps a ReduceLROnPlateau only after this hook, and never again; with max_steps, it would end the
-        epoch a second time when it goes on from here.
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End a resumed epoch like any other.
+
+        It is no moment to leave: Lightning steps a ReduceLROnPlateau only after this hook, and never again; with
+        max_steps, it would end the epoch a second time when it goes on from here.
         """
         if trainer.fit_loop.restarted_mid_epoch:
             # The epoch is resumed, and that is over now: with the flag, Lightning does not step a ReduceLROnPlateau.
             trainer.fit_loop._restarting = False
-        is_short = trainer.num_training_batches <= trainer.accumulate_grad_batches
-        if is_short and trainer.max_steps == -1 and not self._is_last_epoch(trainer):
-            self._ask(trainer, _Moment.ANY)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find out whether all ranks have the same number of batches, so that they can meet within the validation."""
         if self._leaves_at_once:
             return
         self._paces.pop(_Moment.VALIDATION, None)
-        num_batches = sum(trainer.num_val_batches)
-        self._is_even_validation = not self._sum(trainer, float(num_batches != trainer.strategy.broadcast(num_batches)))
+        self._is_even_validation = trainer.world_size == 1 or self._has_even_validation(trainer)
+
+    def _has_even_validation(self, trainer: Trainer) -> bool:
+        lengths = _validation_lengths(trainer)
+        num_batches = [min(pair) for pair in zip(lengths, trainer.num_val_batches, strict=True)]
+        is_other = num_batches != trainer.strategy.broadcast(num_batches)
+        return not self._sum(trainer, float(is_other or math.inf in lengths))
 
     def on_validation_batch_end(  # noqa: PLR0917  # Lightning's hook
         self,
@@ -188,9 +217,15 @@ class SpotCheckpoint(Checkpoint):
             question = [float(self._noted is not None), pace.tick_ms(time.monotonic())]
             num_told, sum_ms = self._reduced(trainer, question)
             pace.set_from(sum_ms)
-        if num_told:
+        self._is_told = num_told > 0
+        # At the start of a step, a loader that keeps a state has given one more batch: its state is taken before that.
+        if self._is_told and (moment is not _Moment.STEP_START or self._has_loader_states(trainer)):
             self._moment = moment
             self._leave(trainer)
+
+    def _has_loader_states(self, trainer: Any) -> bool:
+        has_none = not any(trainer.fit_loop._combined_loader._state_dicts())
+        return has_none or len(self._loader_states) > _num_fetched_ahead(trainer)
 
     def _sum(self, trainer: Trainer, value: float) -> float:
         return self._reduced(trainer, [value])[0]
@@ -211,16 +246,22 @@ class SpotCheckpoint(Checkpoint):
         trainer.save_checkpoint(path)
         # AsyncCheckpointIO writes in a thread, which this waits for; it raises what went wrong there, too.
         trainer.strategy.checkpoint_io.teardown()
+        trainer.strategy.barrier("interrupted")  # only rank 0 may have waited
         if trainer.is_global_zero or self._noted is not None:
             took = f", {time.monotonic() - self._noted_at:.1f} s after the signal" if self._noted is not None else ""
             logger.info("Interrupted: step %d is saved in %s%s.", trainer.global_step, path, took)
         if trainer.is_global_zero:
-            self._remove_older()
+            self._remove_older_than((trainer.global_step, trainer.current_epoch))
         raise TrainingInterrupted(self._exit_code)
 
-    def _remove_older(self) -> None:
-        """Keep those that are furthest; times of files are, after a restart, those of their download."""
-        for path in sorted(self._dirpath.glob(_PATTERN), key=_step_of)[: -self._keep]:
+    def _remove_older_than(self, saved: tuple[int, int]) -> None:
+        """Keep the furthest of those before it; times of files are, after a restart, those of their download.
+
+        What is further than it was left by another job, or by this one before it was rolled back.
+        """
+        places = [(_place_of(path), path) for path in self._dirpath.glob("interrupted-*.ckpt")]
+        older = sorted((place, path) for place, path in places if place is not None and place < saved)
+        for _, path in older[: 1 - self._keep]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     # What a checkpoint says
@@ -229,16 +270,14 @@ class SpotCheckpoint(Checkpoint):
         """Note whose checkpoint it is, and what of the interrupted epoch is done."""
         if self._job_facts:
             checkpoint[JOB_KEY] = self._job_facts
-        if self._moment is _Moment.STEP_START:
+        if self._moment is _Moment.EPOCH_START:
+            _as_at_epoch_start(checkpoint["loops"]["fit_loop"])
+        elif self._moment is _Moment.STEP_START:
             _as_at_step_end(checkpoint["loops"]["fit_loop"])
+            if "combined_loader" in (state := checkpoint["loops"]["fit_loop"]["state_dict"]) and self._loader_states:
+                state["combined_loader"] = self._loader_states[-1 - _num_fetched_ahead(trainer)]
         elif self._moment is _Moment.VALIDATION:
             _as_at_validation_start(checkpoint["loops"]["fit_loop"])
-
-    @staticmethod
-    def _is_last_epoch(trainer: Trainer) -> bool:
-        """Whether nothing is left to do but to export the model."""
-        is_last = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= trainer.max_epochs
-        return is_last or trainer.should_stop
 
 
 def _swap_averaged_weights_back(trainer: Trainer) -> None:
@@ -248,8 +287,40 @@ def _swap_averaged_weights_back(trainer: Trainer) -> None:
             callback.on_validation_epoch_end(trainer, trainer.lightning_module)
 
 
-def _step_of(path: Path) -> int:
-    return int(path.stem.rpartition("=")[2])
+def _place_of(path: Path) -> tuple[int, int] | None:
+    """Step and epoch: the last step of an epoch is also that at the beginning of the next."""
+    match = _NAME.fullmatch(path.name)
+    return (int(match[2]), int(match[1])) if match else None
+
+
+def _validation_lengths(trainer: Trainer) -> list[float]:
+    """Batches of each loader; inf for a stream, which may end anywhere, even before the length that it states."""
+    combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    return [_length_of(loader) for loader in (combined.flattened if combined is not None else ())]
+
+
+def _length_of(loader: Any) -> float:
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return math.inf
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # those which Lightning takes for "no length", too
+        return math.inf
+
+
+def _num_fetched_ahead(trainer: Any) -> int:
+    """Batches that Lightning keeps in order to know the last one; it does so where the length is unknown."""
+    fetcher = trainer.fit_loop._data_fetcher
+    return getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0
+
+
+def _as_at_epoch_start(loop: dict[str, Any]) -> None:
+    """Turn the progress at the start of an epoch's first step into that before its first batch."""
+    progress = loop["epoch_loop.batch_progress"]
+    for count in (progress["total"], progress["current"]):
+        count["ready"] -= 1
+    progress["is_last_batch"] = False
+    loop["state_dict"].pop("combined_loader", None)  # it has given that batch; without a state, a loader begins anew
 
 
 def _as_at_step_end(loop: dict[str, Any]) -> None:

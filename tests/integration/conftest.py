@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,17 @@ def _restored_rank() -> Iterator[None]:
     adapter = sys.modules.get("lightning_sm._lightning")
     if adapter is not None:
         adapter.rank_zero_only.rank = 0
+
+
+@pytest.fixture
+def restored_signals() -> Iterator[None]:
+    """SpotCheckpoint keeps its handlers when the run is over; other tests need the old ones."""
+    from lightning_sm.callbacks.spot import STOP_SIGNALS
+
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 @pytest.fixture

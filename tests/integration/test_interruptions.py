@@ -60,13 +60,13 @@ def exit_codes(output):
     return sorted((int(attempt or 1), role, int(code)) for attempt, role, code in rows)
 
 
-@pytest.mark.parametrize("skew", [0, 0.05, 1.0])
+@pytest.mark.parametrize(("step", "skew"), [(20, 0), (20, 1.0), (32, 0.05)])
 @pytest.mark.parametrize("groups", [(), ("--group", "data=1")], ids=["own data", "data host"])
-def test_an_interrupted_job_goes_on_exactly_where_it_was(tmp_path, references, groups, skew):
+def test_an_interrupted_job_goes_on_exactly_where_it_was(tmp_path, references, groups, step, skew):
     """However far apart the hosts get the signal: no step is lost or repeated, and every loss is the same."""
     expected = references(*groups)
     code, output = run_job(
-        tmp_path, *groups, "--fault", f"interrupt@step=20,skew={skew}", arguments=("--model.step_s", "0.05")
+        tmp_path, *groups, "--fault", f"interrupt@step={step},skew={skew}", arguments=("--model.step_s", "0.05")
     )
     assert code == 0, output
     trainers = [(1, "trainer", 143)] * 2 + [(2, "trainer", 0)] * 2

@@ -1,159 +1,30 @@
 """A training that is interrupted at any moment, and the run that goes on from its checkpoint: together one run."""
 
-import gc
+import multiprocessing
 import os
-import random
 import signal
+import threading
 
-import numpy as np
 import pytest
 import torch
-from pytorch_lightning import seed_everything
 from pytorch_lightning.callbacks import EMAWeightAveraging
 from pytorch_lightning.plugins.io import AsyncCheckpointIO
-from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sm._lightning import Callback, LightningModule, ModelCheckpoint, Trainer
-from lightning_sm.callbacks.local_position import LocalPosition
-from lightning_sm.callbacks.spot import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, SpotCheckpoint, TrainingInterrupted
+from lightning_sm._lightning import Callback, Trainer
+from lightning_sm.callbacks.spot import STOP_SIGNALS, SpotCheckpoint, TrainingInterrupted
 from lightning_sm.checkpoints import newest_checkpoint
+from tests.integration.interrupted_fits import (
+    MOMENTS,
+    NUM_STEPS,
+    Interrupt,
+    Model,
+    fit,
+    is_interrupted,
+    successor_of,
+    whole,
+)
 
-NUM_TRAIN, NUM_VAL, BATCH_SIZE = 24, 12, 4
-NUM_STEPS, NUM_VAL_BATCHES = NUM_TRAIN // BATCH_SIZE, NUM_VAL // BATCH_SIZE
-
-
-@pytest.fixture(autouse=True)
-def _restored_signals():
-    """The callback keeps its handlers when the run is over; other tests need the old ones."""
-    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    yield
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
-
-
-class Model(LightningModule):
-    """A line through points, with schedulers of all kinds; notes every loss and every learning rate.
-
-    Args:
-        scheduler: "step", "epoch" or "plateau".
-    """
-
-    def __init__(self, scheduler="step"):
-        super().__init__()
-        self.scheduler = scheduler
-        self.line = torch.nn.Linear(2, 1, dtype=torch.float64)
-        self.events = []
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        loss = torch.nn.functional.mse_loss(self.line(x), y)
-        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-        self.events.append(("train", self.current_epoch, batch_idx, round(loss.item(), 12), round(rate, 12)))
-        return loss
-
-    def on_validation_start(self):
-        if not self.trainer.sanity_checking:
-            self.events.append(("validation", self.current_epoch))
-
-    def validation_step(self, batch, batch_idx):
-        x, y = batch
-        loss = torch.nn.functional.mse_loss(self.line(x), y)
-        if not self.trainer.sanity_checking:
-            self.events.append(("val", self.current_epoch, batch_idx, round(loss.item(), 12)))
-        self.log("val_loss", loss)
-
-    def on_validation_end(self):
-        if not self.trainer.sanity_checking:
-            self.events.append(("val_loss", round(float(self.trainer.callback_metrics["val_loss"]), 6)))
-
-    def on_train_epoch_end(self):
-        self.events.append(("epoch end", self.current_epoch))
-
-    def train_dataloader(self):
-        return loader(NUM_TRAIN, 1)
-
-    def val_dataloader(self):
-        return loader(NUM_VAL, 2)
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        schedulers = torch.optim.lr_scheduler
-        if self.scheduler == "plateau":
-            plateau = schedulers.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=1e9)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
-        step = schedulers.StepLR(optimizer, step_size=1, gamma=0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": step, "interval": self.scheduler}}
-
-
-def loader(length, seed):
-    """The same points in the same order, every time."""
-    points = torch.randn(length, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return DataLoader(TensorDataset(points, points.sum(1, keepdim=True)), batch_size=BATCH_SIZE)
-
-
-class Interrupt(Callback):
-    """Send this process a signal in the n-th call of a hook (not counting the sanity check, unless it is asked for)."""
-
-    def __init__(self, hook, number=1, signum=signal.SIGUSR2, in_sanity_check=False):
-        self.left = number
-
-        def interrupt(trainer, *_args, **_kwargs):
-            if trainer.sanity_checking == in_sanity_check:
-                self.left -= 1
-                if self.left == 0:
-                    os.kill(os.getpid(), signum)
-
-        setattr(self, hook, interrupt)
-
-
-def fit(folder, model, *callbacks, ckpt_path=None, **settings):
-    """Train on one process; returns what was noted and the Trainer."""
-    seed_everything(0, verbose=False)
-    model.line.reset_parameters()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=[
-            *callbacks,
-            LocalPosition(),
-            SpotCheckpoint(folder),
-            ModelCheckpoint(folder / "best", monitor="val_loss"),
-        ],
-        **{"max_epochs": 3, "num_sanity_val_steps": 1, **settings},
-    )
-    trainer.fit(model, ckpt_path=ckpt_path)
-    return trainer
-
-
-def is_interrupted(folder, model, *callbacks, **settings):
-    """Train; returns whether the run left early, with the exit code that says so. Its workers are gone then."""
-    try:
-        fit(folder, model, *callbacks, **settings)
-    except TrainingInterrupted as ended:
-        code = ended.code
-    else:
-        return False
-    model.trainer = None  # with the Trainer, workers go that it keeps when a validation is left
-    gc.collect()
-    return code == INTERRUPTED_EXIT_CODE
-
-
-def whole(events):
-    """What a run did, without validations that were interrupted and then repeated."""
-    kept = []
-    for event in events:
-        if event[0] == "validation":
-            begins = [index for index, (kind, *_) in enumerate(kept) if kind == "validation"]
-            ends = [index for index, (kind, *_) in enumerate(kept) if kind == "val_loss"]
-            if begins and (not ends or ends[-1] < begins[-1]):
-                del kept[begins[-1] :]
-        kept.append(event)
-    return kept
-
+pytestmark = pytest.mark.usefixtures("restored_signals")
 
 SETTINGS = {
     "plain": {},
@@ -163,26 +34,22 @@ SETTINGS = {
     "no validation": {"limit_val_batches": 0},
     "validation every second epoch": {"check_val_every_n_epoch": 2},
     "max_steps": {"max_steps": 2 * NUM_STEPS + 3, "max_epochs": -1},
-}
-MOMENTS = {
-    "first step": ("on_train_batch_start", 1),
-    "a step's end": ("on_train_batch_end", 2),
-    "a later step": ("on_train_batch_start", 9),
-    "before the last step of an epoch": ("on_train_batch_start", NUM_STEPS),
-    "the last step of an epoch": ("on_train_batch_end", NUM_STEPS),
-    "the first step of an epoch": ("on_train_batch_start", NUM_STEPS + 1),
-    "backward": ("on_after_backward", 4),
-    "start of a validation": ("on_validation_start", 2),
-    "first batch of a validation": ("on_validation_batch_start", 1),
-    "within a validation": ("on_validation_batch_start", NUM_VAL_BATCHES + 2),
-    "last batch of a validation": ("on_validation_batch_end", 2 * NUM_VAL_BATCHES),
-    "end of a validation": ("on_validation_end", 1),
-    "end of an epoch": ("on_train_epoch_end", 1),
-    "start of an epoch": ("on_train_epoch_start", 2),
-    "a checkpoint is saved": ("on_save_checkpoint", 1),
-    "the last validation": ("on_validation_batch_start", 3 * NUM_VAL_BATCHES),
-    "the last step": ("on_train_batch_end", 3 * NUM_STEPS),
-    "the last epoch's end": ("on_train_epoch_end", 3),
+    "epochs of one step": {"limit_train_batches": 1, "max_epochs": 8},
+    "epochs of one step, rare validation": {"limit_train_batches": 1, "check_val_every_n_epoch": 3, "max_epochs": 8},
+    "epochs of one step, validation by steps": {
+        "limit_train_batches": 1,
+        "check_val_every_n_epoch": None,
+        "val_check_interval": 3,
+        "max_steps": 8,
+        "max_epochs": -1,
+    },
+    "epochs of one accumulation, no validation": {
+        "limit_train_batches": 2,
+        "accumulate_grad_batches": 2,
+        "limit_val_batches": 0,
+        "max_steps": 8,
+        "max_epochs": -1,
+    },
 }
 
 
@@ -208,17 +75,10 @@ def test_an_interrupted_run_and_its_continuation_make_a_whole_one(tmp_path, unin
     reference, model = uninterrupted(name=name), Model()
     if is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]), **settings):
         (saved,) = (tmp_path / "run").glob("interrupted-*.ckpt")
-        model = continued(model)
+        model = successor_of(model)
         fit(tmp_path / "run", model, ckpt_path=saved, **settings)
     assert whole(model.events) == reference.events
     assert torch.equal(model.line.weight, reference.line.weight)
-
-
-def continued(model):
-    """A new model that goes on with the notes of another."""
-    successor = Model(model.scheduler)
-    successor.events = model.events
-    return successor
 
 
 @pytest.mark.parametrize("scheduler", ["epoch", "plateau"])
@@ -227,50 +87,31 @@ def test_schedulers_go_on(tmp_path, uninterrupted, scheduler, moment):
     """Schedulers that step by epoch, with or without a metric, have the same learning rates as without interruption."""
     reference, model = uninterrupted(scheduler=scheduler), Model(scheduler)
     if is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment])):
-        model = continued(model)
+        model = successor_of(model)
         fit(tmp_path / "run", model, ckpt_path=newest_checkpoint(tmp_path / "run"))
     assert whole(model.events) == reference.events
 
 
-class Shuffled(Model):
-    """The same in a random order, with dropout, and noise that the loader draws."""
-
-    workers = 0
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return super().training_step((torch.nn.functional.dropout(x, 0.2), y), batch_idx)
-
-    def train_dataloader(self):
-        dataset = loader(NUM_TRAIN, 1).dataset
-        collate = noisy if self.workers == 0 else None
-        return DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True, num_workers=self.workers, collate_fn=collate)
+@pytest.mark.parametrize("scheduler", ["step", "epoch", "plateau"])
+@pytest.mark.parametrize("moment", ["the last step of an epoch", "end of a validation", "end of an epoch"])
+def test_schedulers_go_on_between_epochs_of_one_step(tmp_path, uninterrupted, scheduler, moment):
+    """A training that is left between two such epochs has stepped its schedulers once for each of them."""
+    name = "epochs of one step"
+    reference, model = uninterrupted(scheduler=scheduler, name=name), Model(scheduler)
+    assert is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]), **SETTINGS[name])
+    model = successor_of(model)
+    fit(tmp_path / "run", model, ckpt_path=newest_checkpoint(tmp_path / "run"), **SETTINGS[name])
+    assert whole(model.events) == reference.events
 
 
-class ShuffledInWorkers(Shuffled):
-    """The same without noise, with workers."""
-
-    workers = 1
-
-
-def noisy(samples):
-    """Batches with a little noise from each of the libraries."""
-    x, y = torch.utils.data.default_collate(samples)
-    return x + torch.randn(1) + np.random.rand() + random.random(), y
-
-
-@pytest.mark.parametrize("cls", [Shuffled, ShuffledInWorkers])
-@pytest.mark.parametrize(
-    "moment", ["a later step", "the last step of an epoch", "within a validation", "end of an epoch"]
-)
-def test_random_numbers_go_on(tmp_path, uninterrupted, cls, moment):
-    """Order, dropout and noise of the resumed run are those of the uninterrupted one: no sample twice or left out."""
-    reference, model = uninterrupted(cls), cls()
-    assert is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]))
-    successor = cls()
-    successor.events = model.events
-    fit(tmp_path / "run", successor, ckpt_path=newest_checkpoint(tmp_path / "run"))
-    assert whole(successor.events) == reference.events
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name.startswith("epochs of one")])
+def test_epochs_of_one_step_are_left_between_them(tmp_path, name):
+    """Where an epoch has no other moment, no more steps are made than those of one epoch."""
+    settings = SETTINGS[name]
+    model = Model()
+    assert is_interrupted(tmp_path, model, Interrupt("on_train_batch_start", 3), **settings)
+    num_steps = sum(event[0] == "train" for event in model.events)
+    assert num_steps <= 3 + settings.get("accumulate_grad_batches", 1)
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +127,7 @@ def test_averaged_weights_go_on(tmp_path, averaged, moment):
     """The average of the weights, and the weights beside it, are those of an uninterrupted run."""
     model = Model()
     if is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]), EMAWeightAveraging(decay=0.5)):
-        model = continued(model)
+        model = successor_of(model)
         fit(tmp_path / "run", model, EMAWeightAveraging(decay=0.5), ckpt_path=newest_checkpoint(tmp_path / "run"))
     assert whole(model.events) == averaged.events
     assert torch.equal(model.line.weight, averaged.line.weight)
@@ -324,6 +165,23 @@ def test_two_of_its_checkpoints_are_kept(tmp_path):
     assert len(list(tmp_path.glob("interrupted-*.ckpt"))) == 2
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("interrupted-epoch=90-step=900.ckpt", "interrupted-epoch=95-step=950.ckpt"),
+        ("interrupted-epoch=7-step=2.ckpt", "interrupted-epoch=8-step=2.ckpt"),
+    ],
+    ids=["later steps", "the same step of a later epoch"],
+)
+def test_what_it_has_just_saved_is_kept(tmp_path, names):
+    """Checkpoints that are further, of another job or from before a rollback, do not make it remove the new one."""
+    for name in names:
+        (tmp_path / name).touch()
+    assert is_interrupted(tmp_path, Model(), Interrupt("on_train_batch_end", 2))
+    kept = {path.name for path in tmp_path.glob("interrupted-*.ckpt")}
+    assert kept == {*names, "interrupted-epoch=0-step=2.ckpt"}
+
+
 def test_an_asynchronous_checkpoint_is_complete_before_the_training_leaves(tmp_path):
     """The process does not leave while a thread writes."""
     assert is_interrupted(tmp_path, Model(), Interrupt("on_train_batch_start", 3), plugins=[AsyncCheckpointIO()])
@@ -335,3 +193,34 @@ def test_handlers_stay_after_the_run(tmp_path):
     fit(tmp_path, Model(), max_epochs=1)
     for signum in STOP_SIGNALS:
         os.kill(os.getpid(), signum)
+
+
+class ForkChild(Callback):
+    """Fork a child within the training, send it signals, and note how it ended."""
+
+    def __init__(self, *signals):
+        self.signals, self.exit_code = signals, None
+
+    def on_train_start(self, *_):
+        fork = multiprocessing.get_context("fork")
+        child = fork.Process(target=say_and_wait, args=(is_there := fork.Event(),))
+        child.start()
+        is_there.wait()  # Python drops signals that come while it forks
+        for signum in self.signals:
+            os.kill(child.pid, signum)
+        child.join(10)
+        self.exit_code = child.exitcode
+        child.kill()
+        child.join()
+
+
+def say_and_wait(is_there):
+    """What the child does."""
+    is_there.set()
+    threading.Event().wait(60)
+
+
+def test_sigterm_ends_a_child_that_was_forked_within_the_training(tmp_path):
+    """Process.terminate() has its effect on a child that inherited the handlers; SIGUSR2 has none."""
+    fit(tmp_path, Model(), child := ForkChild(signal.SIGUSR2, signal.SIGTERM), max_epochs=1)
+    assert child.exit_code == -signal.SIGTERM

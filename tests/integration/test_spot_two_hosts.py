@@ -1,0 +1,56 @@
+"""Two ranks that get somewhere at different moments: neither makes a collective call that the other one misses."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.integration.hosts import REPOSITORY, SCRIPTS
+
+pytestmark = pytest.mark.processes
+
+TIMEOUT_S = 90
+
+
+def run_job(folder, *options, arguments=()):
+    """Run the script on two trainer hosts; returns exit code and output."""
+    (folder / "notes").mkdir()
+    command = [
+        *(sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2"),
+        *("--base-dir", str(folder / "jobs"), "--checkpoints", str(folder / "checkpoints")),
+        *("--env", f"NOTES={folder / 'notes'}", "--env", "OMP_NUM_THREADS=1", "--env", f"PYTHONPATH={REPOSITORY}"),
+        *options,
+        *("--", str(SCRIPTS / "train_and_leave.py"), "fit", "--trainer.max_epochs", "2", *arguments),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("unsized",), ("sized",), ("unsized", "--trainer.limit_val_batches", "5")],
+    ids=["no length", "a stated length", "a limit"],
+)
+def test_streams_may_end_at_different_batches(tmp_path, arguments):
+    """A validation over streams, whose true lengths nobody knows, comes to its end on both ranks."""
+    code, output = run_job(tmp_path, arguments=("--data.stream", *arguments))
+    assert code == 0, output
+
+
+def test_no_rank_leaves_before_the_checkpoint_is_written(tmp_path):
+    """Where rank 0 writes in the background, the other rank waits for it, too, and says the truth."""
+    code, output = run_job(tmp_path, "--fault", "stop@step=5", arguments=("--data.num_samples", "8000"))
+    assert code == 143, output
+    assert {path.name: path.read_text() for path in (tmp_path / "notes").glob("algo-*")} == {
+        "algo-1": "True",
+        "algo-2": "True",
+    }
+
+
+def test_a_checkpoint_that_cannot_be_written_fails_the_job(tmp_path):
+    """The rank that cannot write says so and fails; the other one, which waits for it, ends with it."""
+    options = ("--fault", "stop@step=5", "--env", "FULL=1")
+    code, output = run_job(tmp_path, *options, arguments=("--data.num_samples", "8000"))
+    assert code not in {0, 143}, output
+    assert "No space left on device" in output
+    assert "is saved in" not in output
