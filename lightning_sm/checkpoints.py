@@ -6,11 +6,12 @@ names are the user's, and the newest may be half a file: it was being uploaded w
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from lightning_sm.job import SageMakerJob
 logger = logging.getLogger(__name__)
 
 JOB_KEY = "lightning_sm.job"
+
+Load = Callable[[Path], Any]
 
 _SUFFIX = ".ckpt"
 # Of a zip archive that holds something; torch.save writes nothing else since 1.6.
@@ -39,7 +42,9 @@ def job_facts(job: SageMakerJob) -> dict[str, str | None]:
     return {"name": job.name, "checkpoint_s3_uri": job.checkpoint_uri}
 
 
-def newest_checkpoint(folder: str | os.PathLike[str], job: SageMakerJob | None = None) -> Path | None:
+def newest_checkpoint(
+    folder: str | os.PathLike[str], job: SageMakerJob | None = None, load: Load | None = None
+) -> Path | None:
     """Find the checkpoint that is furthest among those that training can go on from.
 
     Looks at files and folders named ``*.ckpt`` at any depth, not at hidden ones. Every host finds the same one in the
@@ -49,11 +54,12 @@ def newest_checkpoint(folder: str | os.PathLike[str], job: SageMakerJob | None =
         folder: The checkpoint folder; it need not exist.
         job: The current job. Checkpoints of another job with another S3 address, as a warm pool may leave them behind,
             are passed over. None takes checkpoints of any job.
+        load: Reads what Lightning itself and torch.distributed.checkpoint have not written: that of a ``CheckpointIO``.
 
     Returns:
         The file, or the folder of a sharded checkpoint; None if there is none.
     """
-    readings = [_read(path, job) for path in sorted(_candidates(Path(folder)))]
+    readings = [_read(path, job, load) for path in sorted(_candidates(Path(folder)))]
     best = max((reading for reading in readings if not reading.fault), key=lambda one: one.progress, default=None)
     for reading in readings:
         if not reading.fault:
@@ -104,9 +110,9 @@ def _candidates(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in checkpoints if name not in links)
 
 
-def _read(path: Path, job: SageMakerJob | None) -> _Reading:
+def _read(path: Path, job: SageMakerJob | None, load: Load | None) -> _Reading:
     try:
-        checkpoint = _load_shards(path) if path.is_dir() else _load(path)
+        checkpoint = _contents(path, load)
         progress = _progress(checkpoint)
         foreign = _foreign(checkpoint.get(JOB_KEY), job)
     except _UnusableError as error:
@@ -118,6 +124,17 @@ def _read(path: Path, job: SageMakerJob | None) -> _Reading:
     # Lightning refuses to resume such a checkpoint (ModelCheckpoint(save_weights_only=True)).
     fault = "" if "lr_schedulers" in checkpoint else "holds the weights only"
     return _Reading(path, progress, fault)
+
+
+def _contents(path: Path, load: Load | None) -> Any:
+    try:
+        return _load_shards(path) if path.is_dir() else _load(path)
+    except Exception:
+        if load is None:
+            raise
+        with contextlib.suppress(Exception):  # then it is broken in any format, and the first error says more
+            return load(path)
+        raise
 
 
 def _load(path: Path) -> Any:

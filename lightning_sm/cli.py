@@ -7,8 +7,9 @@ import logging
 import pkgutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from lightning_sm.callbacks.progress import LineProgress
 from lightning_sm.callbacks.spot import SpotCheckpoint
 from lightning_sm.callbacks.step_report import step_reports
 from lightning_sm.checkpoint_io import make_durable
-from lightning_sm.checkpoints import job_facts
+from lightning_sm.checkpoints import Load, job_facts
 from lightning_sm.console import show_log_lines
 from lightning_sm.data.in_job import remote, serve
 from lightning_sm.data.settings import DataServiceSettings
@@ -107,6 +108,7 @@ class SageMakerCLI(LightningCLI):
             check_same_distribution(candidate)
         self._channel_mapping = dict(channels or {})
         self.ckpt_path: str | None = None
+        self._resume_from: Callable[[Load], str | None] | None = None
         self.job = SageMakerJob.from_environment()
         if self.job is not None:
             show_log_lines()
@@ -161,6 +163,8 @@ class SageMakerCLI(LightningCLI):
         trainer = super().instantiate_trainer(**kwargs)
         outputs.route_checkpoints(trainer)
         self._survive_interruptions(trainer, self.job)
+        if self._resume_from is not None:
+            self.ckpt_path = self._resume_from(trainer.strategy.checkpoint_io.load_checkpoint)
         self.environment.announce(trainer.num_devices)
         return trainer
 
@@ -204,7 +208,7 @@ class SageMakerCLI(LightningCLI):
         overlay.fit_trainer(self.environment)
         overlay.route_outputs(job, self._parser(subcommand).callback_keys)
         if subcommand in (None, "fit") and job.checkpoint_dir is not None:
-            self.ckpt_path = overlay.resume_from(job.checkpoint_dir, job, is_fit=subcommand == "fit")
+            self._resume_from = partial(overlay.resume_from, job.checkpoint_dir, job, is_fit=subcommand == "fit")
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs: dict[str, Any] = super()._prepare_subcommand_kwargs(subcommand)

@@ -12,7 +12,7 @@ from jsonargparse import Namespace
 
 from lightning_sm._lightning import DISTRIBUTION, rank_zero_only
 from lightning_sm.channels import channel_for, route
-from lightning_sm.checkpoints import newest_checkpoint
+from lightning_sm.checkpoints import Load, newest_checkpoint
 from lightning_sm.environment import SageMakerEnvironment
 from lightning_sm.errors import ChannelError
 from lightning_sm.job import SageMakerJob
@@ -142,17 +142,18 @@ class JobOverlay:
         for item in _class_entries(self._config.get("trainer.profiler")):
             _rebase(item, "dirpath", job.host_output_dir)
 
-    def resume_from(self, folder: Path, job: SageMakerJob, *, is_fit: bool) -> str | None:
+    def resume_from(self, folder: Path, job: SageMakerJob, load: Load, *, is_fit: bool) -> str | None:
         """Say which checkpoint to go on from: the newest one, unless the user named another.
 
         Args:
             folder: The job's checkpoint folder.
             job: The job, whose checkpoints count.
+            load: How the Trainer reads checkpoints.
             is_fit: Whether the CLI itself calls ``fit``, and not the script.
         """
         stated = self._stated("ckpt_path")
         # Lightning's "last" does not look for what is saved when the job is interrupted.
-        newest = newest_checkpoint(folder, job) if stated in (None, "last") else None
+        newest = newest_checkpoint(folder, job, load) if stated in (None, "last") else None
         if newest is None:
             return None if stated is None else str(stated)
         hint = "" if is_fit else " To go on from it, pass ckpt_path=cli.ckpt_path to trainer.fit."

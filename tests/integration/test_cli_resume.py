@@ -57,6 +57,18 @@ class TestCkptPath:
         cli, found = fit(host, f"--ckpt_path={older}", epochs=2)
         assert (found, cli.ckpt_path) == (older, older)
 
+    def test_a_checkpoint_in_a_format_of_the_users(self, host, checkpoints, caplog):
+        """Which one is furthest is read by the user's CheckpointIO; what it cannot read either is passed over."""
+        own = "--trainer.plugins=tests.fakes.checkpoint_writers.AsFolder"
+        fit(host, own)
+        (path,) = checkpoints.iterdir()
+        assert path.is_dir()
+        (checkpoints / "broken.ckpt").write_text("half of something")
+        cli, found = fit(host, own, epochs=2)
+        assert found == str(path)
+        assert cli.trainer.global_step == 4
+        assert "broken.ckpt cannot be read" in caplog.text
+
     def test_last_beyond_the_folder(self, host, checkpoints):
         """If the checkpoint folder has none, last is what Lightning finds, such as in another folder."""
         keep = KEEP_LAST.replace("{save_last", f"{{dirpath: {host.base_dir / 'own'}, save_last")
