@@ -19,8 +19,9 @@ _NO_SKIPS = "LIGHTNING_SM_TEST_NO_SKIPS"
 
 
 def pytest_configure() -> None:
-    """Take SIGINT as usual: what a shell started in the background ignores it, and so would the tests' processes."""
+    """Take signals as usual: what was started in the background, or by nohup, ignores some, and so would the tests."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # After Ctrl-C xdist kills a worker that is not gone within 10 s; to remove an engine's folder takes longer.
     NodeManager.EXIT_TIMEOUT = 120
 
