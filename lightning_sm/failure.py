@@ -19,6 +19,8 @@ _MAX_EXCEPTION_CHARS = 700
 _MAX_EXCEPTION_LINES = 12
 # argparse's, and so jsonargparse's.
 _USAGE_EXIT_CODE = 2
+# Exit codes of processes that a signal killed are above.
+_SIGNALS = 128
 
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 # torch.distributed prefixes every line of an uncaught exception with its rank; a progress bar that was not ended
@@ -79,7 +81,11 @@ def failure_reason(stderr_tail: str, exit_code: int) -> str:
     usage_error = next((index for index, line in enumerate(lines) if _USAGE_ERROR.match(line)), None)
     if exit_code == _USAGE_EXIT_CODE and usage_error is not None:
         return _limited("\n".join([*_message(lines[usage_error:]), ending]))
-    traceback = _reason(list(_tracebacks(lines)))
+    tracebacks = list(_tracebacks(lines))
+    traceback = _reason(tracebacks)
+    if traceback is None and exit_code < _SIGNALS:
+        # Nothing but consequences: the script ended with the last one. (One that was killed did not.)
+        traceback = next((last for last in reversed(tracebacks) if not last.is_ignored), None)
     if traceback is not None:
         exception = _limited("\n".join(traceback.exception), _MAX_EXCEPTION_CHARS)
         return _with_frames(exception, traceback.frames, ending)
@@ -106,7 +112,7 @@ def _lines(stderr_tail: str) -> list[str]:
 
 def _ending(exit_code: int) -> str:
     try:
-        return f"killed by {signal.Signals(exit_code - 128).name} (exit code {exit_code})"
+        return f"killed by {signal.Signals(exit_code - _SIGNALS).name} (exit code {exit_code})"
     except ValueError:
         return f"exit code {exit_code}"
 
