@@ -130,10 +130,9 @@ def _contents(path: Path, load: Load | None) -> Any:
     try:
         return _load_shards(path) if path.is_dir() else _load(path)
     except Exception:
-        if load is None:
-            raise
-        with contextlib.suppress(Exception):  # then it is broken in any format, and the first error says more
-            return load(path)
+        if load is not None:
+            with contextlib.suppress(Exception):  # then it is broken in any format, and the first error says more
+                return load(path)
         raise
 
 

@@ -164,6 +164,21 @@ def fail_beside_frozen():
     sys.exit(3)
 
 
+def save_longer():
+    # The main host writes its checkpoint when the other one has left already.
+    got = []
+    for signum in (signal.SIGUSR2, signal.SIGTERM):
+        signal.signal(signum, lambda number, _: got.append(signal.Signals(number).name))
+    meet()
+    report(1)
+    until(lambda: got)
+    if job.current_host == "algo-1":
+        until((base.parent / "algo-2" / "output" / "failure").exists)
+        threading.Event().wait(2)
+        say("saved", got)
+    sys.exit(143)
+
+
 def ready_and_wait():
     (base / "ready").touch()
     wait_for_sigterm()

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sm._lightning import Callback, LightningModule, ModelCheckpoint, Trainer
 from lightning_sm.callbacks.local_position import LocalPosition
 from lightning_sm.callbacks.spot import INTERRUPTED_EXIT_CODE, SpotCheckpoint, TrainingInterrupted
+from lightning_sm.checkpoints import newest_checkpoint
 
 NUM_TRAIN, NUM_VAL, BATCH_SIZE = 24, 12, 4
 NUM_STEPS, NUM_VAL_BATCHES = NUM_TRAIN // BATCH_SIZE, NUM_VAL // BATCH_SIZE
@@ -169,4 +170,11 @@ def successor_of(model):
     """A new model that goes on with the notes of another."""
     successor = type(model)(model.scheduler)
     successor.events = list(model.events)
+    return successor
+
+
+def gone_on(folder, model, *callbacks, **settings):
+    """A successor of an interrupted model, trained to the end from the newest checkpoint."""
+    successor = successor_of(model)
+    fit(folder, successor, *callbacks, ckpt_path=newest_checkpoint(folder), **settings)
     return successor

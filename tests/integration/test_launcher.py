@@ -112,7 +112,7 @@ def test_a_bug_in_the_launcher_leaves_its_reason(base, work):
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=TIMEOUT_S,
     )
     assert ended.returncode == 1
     assert "Traceback" in ended.stderr

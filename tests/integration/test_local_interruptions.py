@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.integration.emulators import local, processes_of
+from tests.integration.emulators import processes_of
 from tests.integration.faulty_jobs import TIMEOUT_S, read_to_line, row, run_faulty, said_after, started_faulty
 
 
@@ -38,33 +38,9 @@ def test_interrupted_job_goes_on_from_its_checkpoint(jobs, work):
         assert len(row(ended.stdout, host, 2)) == 4
 
 
-_SAVES_LONGER = f"""
-import os, signal, sys, threading, time
-from pathlib import Path
-base = Path(os.environ["SAGEMAKER_BASE_DIR"])
-got = []
-for signum in (signal.SIGUSR2, signal.SIGTERM):
-    signal.signal(signum, lambda number, _: got.append(signal.Signals(number).name))
-if base.name == "algo-1":
-    Path(os.environ["LIGHTNING_SM_STEP_FILE"]).write_text("1 1")
-def until(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        threading.Event().wait(0.02)
-until(lambda: got, {TIMEOUT_S})
-if base.name == "algo-1":
-    until((base.parent / "algo-2" / "output" / "failure").exists, {TIMEOUT_S})
-    until(lambda: "SIGTERM" in got, 2)
-    print("saved", got)
-sys.exit(143)
-"""
-
-
 def test_a_host_that_still_saves_is_left_alone_when_another_has_left(jobs, work):
     """All hosts were stopped: each has until the end of its own schedule."""
-    (work / "train.py").write_text(_SAVES_LONGER)
-    options = ["--group", "trainer=2", "--fault", "stop@step=1"]
-    ended = local(jobs, work, *options, "--", "train.py", timeout_s=2 * TIMEOUT_S)
+    ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "stop@step=1", mode="save_longer")
     assert ended.returncode == 143, ended.stdout
     assert "saved ['SIGUSR2']" in ended.stdout
 

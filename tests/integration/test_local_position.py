@@ -18,6 +18,7 @@ from tests.integration.interrupted_fits import (
     Interrupt,
     Model,
     fit,
+    gone_on,
     is_interrupted,
     points,
     successor_of,
@@ -132,9 +133,7 @@ def test_random_numbers_go_on(tmp_path, uninterrupted, cls, moment):
     """Order, dropout and noise of the resumed run are those of the uninterrupted one: no sample twice or left out."""
     model = cls()
     assert is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]))
-    successor = successor_of(model)
-    fit(tmp_path / "run", successor, ckpt_path=newest_checkpoint(tmp_path / "run"))
-    assert whole(successor.events) == uninterrupted(cls)
+    assert whole(gone_on(tmp_path / "run", model).events) == uninterrupted(cls)
 
 
 @pytest.mark.parametrize("cls", POSITIONED)
@@ -151,9 +150,7 @@ def test_epochs_of_one_step_have_their_orders(tmp_path, cls):
     fit(tmp_path / "reference", reference := cls(), **settings)
     model = cls()
     assert is_interrupted(tmp_path / "run", model, Interrupt("on_train_batch_start", 3), **settings)
-    successor = successor_of(model)
-    fit(tmp_path / "run", successor, ckpt_path=newest_checkpoint(tmp_path / "run"), **settings)
-    assert whole(successor.events) == reference.events
+    assert whole(gone_on(tmp_path / "run", model, **settings).events) == reference.events
 
 
 @pytest.mark.parametrize("cls", POSITIONED)
@@ -255,9 +252,7 @@ def test_loaders_that_keep_their_place_go_on(tmp_path, uninterrupted, cls, momen
     """A batch that is fetched when the training leaves is not lost."""
     model = cls()
     assert is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]))
-    successor = successor_of(model)
-    fit(tmp_path / "run", successor, ckpt_path=newest_checkpoint(tmp_path / "run"))
-    assert whole(successor.events) == uninterrupted(cls)
+    assert whole(gone_on(tmp_path / "run", model).events) == uninterrupted(cls)
 
 
 class ReadOnce(IterableDataset):

@@ -19,6 +19,7 @@ from tests.integration.interrupted_fits import (
     Interrupt,
     Model,
     fit,
+    gone_on,
     is_interrupted,
     successor_of,
     whole,
@@ -87,8 +88,7 @@ def test_schedulers_go_on(tmp_path, uninterrupted, scheduler, moment):
     """Schedulers that step by epoch, with or without a metric, have the same learning rates as without interruption."""
     reference, model = uninterrupted(scheduler=scheduler), Model(scheduler)
     if is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment])):
-        model = successor_of(model)
-        fit(tmp_path / "run", model, ckpt_path=newest_checkpoint(tmp_path / "run"))
+        model = gone_on(tmp_path / "run", model)
     assert whole(model.events) == reference.events
 
 
@@ -99,8 +99,7 @@ def test_schedulers_go_on_between_epochs_of_one_step(tmp_path, uninterrupted, sc
     name = "epochs of one step"
     reference, model = uninterrupted(scheduler=scheduler, name=name), Model(scheduler)
     assert is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]), **SETTINGS[name])
-    model = successor_of(model)
-    fit(tmp_path / "run", model, ckpt_path=newest_checkpoint(tmp_path / "run"), **SETTINGS[name])
+    model = gone_on(tmp_path / "run", model, **SETTINGS[name])
     assert whole(model.events) == reference.events
 
 
@@ -127,8 +126,7 @@ def test_averaged_weights_go_on(tmp_path, averaged, moment):
     """The average of the weights, and the weights beside it, are those of an uninterrupted run."""
     model = Model()
     if is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]), EMAWeightAveraging(decay=0.5)):
-        model = successor_of(model)
-        fit(tmp_path / "run", model, EMAWeightAveraging(decay=0.5), ckpt_path=newest_checkpoint(tmp_path / "run"))
+        model = gone_on(tmp_path / "run", model, EMAWeightAveraging(decay=0.5))
     assert whole(model.events) == averaged.events
     assert torch.equal(model.line.weight, averaged.line.weight)
 
