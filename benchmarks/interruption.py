@@ -73,6 +73,7 @@ class Clock(Callback):
         for callback in trainer.callbacks:
             if isinstance(callback, SpotCheckpoint):
                 callback.on_train_batch_start = self.timed(callback.on_train_batch_start)
+                callback.on_train_batch_end = self.timed(callback.on_train_batch_end)
 
     def timed(self, hook: Callable[..., None]) -> Callable[..., None]:
         """Return a hook that adds up its time."""
