@@ -145,10 +145,13 @@ def run_together(commands: Mapping[str, tuple[Sequence[str], Mapping[str, str]]]
             name, code, ended = ends.get(timeout=max(0.0, started + TIMEOUT_S - time.monotonic()))
             codes[name] = code, ended - started
     except queue.Empty:
-        texts = "\n".join(f"--- {name}\n{bytes(output).decode()}" for name, output in outputs.items())
-        raise AssertionError(f"not within {TIMEOUT_S} s\n{texts}") from None
+        raise AssertionError(f"not within {TIMEOUT_S} s: {sorted(set(commands) - set(codes))}") from None
     finally:
         _end(processes.values())
+        # pytest shows it when the test fails.
+        sys.stdout.writelines(
+            f"--- {name}\n{bytes(output).decode(errors='replace')}\n" for name, output in outputs.items()
+        )
     seconds = time.monotonic() - started
     return {
         name: Ended(

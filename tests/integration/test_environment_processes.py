@@ -40,6 +40,11 @@ def _torchrun(hosts, order, *arguments):
     }
 
 
+def _in_group_at_exit(hosts):
+    """Whether each process still had a process group after all exit handlers."""
+    return [json.loads(path.read_text())["in_group"] for path in hosts.folder.glob("*/output/end-*.json")]
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """One process on each of two hosts, two devices, two Trainers in a row, amid stray variables."""
@@ -77,6 +82,12 @@ def test_stray_rank_variables_are_ignored_and_named(plain):
     for end in ended.values():
         assert end.output.count("Ignoring ") == 1
         assert "LOCAL_RANK=3, MASTER_ADDR=192.0.2.1, NODE_RANK=7, RANK=5, WORLD_SIZE=9: not set by" in end.output
+
+
+def test_processes_leave_their_group_before_the_interpreter_ends(plain):
+    """No rank takes its process group into the interpreter's shutdown, where Gloo's threads may abort it."""
+    hosts, _ = plain
+    assert _in_group_at_exit(hosts) == [False] * 4
 
 
 def test_table_of_hosts_is_printed_once(plain):
@@ -144,6 +155,8 @@ def test_spawned_workers_get_their_own_ranks(hosts):
         ("algo-2", 3, [0, 1, 2, 3]),
     ]
     assert ended["algo-1"].output.count("main address algo-1") == 1
+    # Those of the parents, too, which never had a group.
+    assert _in_group_at_exit(hosts) == [False] * 6
 
 
 @pytest.mark.parametrize(

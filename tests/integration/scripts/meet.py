@@ -3,6 +3,7 @@
 Arguments: Trainer settings as JSON, and the stages of each Trainer: ``fit``, ``test`` or ``fit,test``.
 """
 
+import atexit
 import json
 import os
 import sys
@@ -14,6 +15,12 @@ from pytorch_lightning import LightningModule, Trainer
 from lightning_sm import SageMakerEnvironment
 
 OUT = Path(os.environ["SAGEMAKER_BASE_DIR"]) / "output"
+
+
+# Registered before all else, and so run after it. Workers of ddp_spawn import this file, too.
+@atexit.register
+def write_end():
+    (OUT / f"end-{os.getpid()}.json").write_text(json.dumps({"in_group": torch.distributed.is_initialized()}))
 
 
 class Tiny(LightningModule):
