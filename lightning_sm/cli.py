@@ -41,6 +41,7 @@ from lightning_sm.environment import SageMakerEnvironment
 from lightning_sm.errors import DataSettingsError, OutputDirectoryError, TopologyError
 from lightning_sm.job import SageMakerJob
 from lightning_sm.overlay import JobOverlay
+from lightning_sm.process_group import leave_at_exit
 from lightning_sm.topology import Role, Topology
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class SageMakerCLI(LightningCLI):
         self.ckpt_path: str | None = None
         self._resume_from: Callable[[Load], str | None] | None = None
         self.job = SageMakerJob.from_environment()
+        leave_at_exit()  # off SageMaker, too: two processes of a laptop use Gloo
         if self.job is not None:
             show_log_lines()
             self.topology = Topology.from_job(self.job)

@@ -21,6 +21,7 @@ from lightning_sm.console import show_log_lines
 from lightning_sm.errors import JobConfigError, TopologyError
 from lightning_sm.job import SageMakerJob
 from lightning_sm.launch import PARENT_VARIABLE, Launch, Launcher, stray_variables
+from lightning_sm.process_group import leave_at_exit
 from lightning_sm.rendezvous import RESOLVE_TIMEOUT_S, check_port_is_free, wait_for_host
 from lightning_sm.topology import Topology
 
@@ -170,7 +171,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         if SageMakerEnvironment._announced:
             return
         SageMakerEnvironment._announced = True
-        atexit.register(_leave_process_group)
+        leave_at_exit()
         self._export_interface()
         self._report(devices)
 
@@ -203,10 +204,10 @@ class SageMakerEnvironment(ClusterEnvironment):
     def teardown(self) -> None:
         """Have a worker of ddp_spawn, which announced nothing, leave its process group at exit, too.
 
-        In a worker Lightning calls this after a success only; see ``_leave_process_group`` for failures.
+        There Lightning calls this after a success only: after a failure the peers may be gone.
         """
         if not SageMakerEnvironment._announced:
-            atexit.register(_leave_process_group)
+            leave_at_exit()
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Check the Trainer's settings against the cluster, before any process is started.
@@ -372,17 +373,6 @@ def _is_here(interface: str) -> bool:
 
 def _set_logging_rank(rank: int) -> None:
     rank_zero_only.rank = rank  # type: ignore[attr-defined]  # Lightning keeps it on the function, too
-
-
-def _leave_process_group() -> None:
-    """Join torch's communication threads while the interpreter still lives.
-
-    A Gloo thread that drops its last tensor during interpreter shutdown aborts the process (PyTorch pull request
-    179291; seen in 1 of 8 runs of two hosts, and in 1 of 72 with ddp_spawn), and a finished training would count as
-    failed. After an exception it is left alone, because joining would wait for peers that may be gone.
-    """
-    if torch.distributed.is_initialized() and not hasattr(sys, "last_value"):
-        torch.distributed.destroy_process_group()
 
 
 def _report_if_alone(topology: Topology) -> None:

@@ -1,6 +1,8 @@
 """Off SageMaker, SageMakerCLI is LightningCLI: the same arguments give the same configuration and the same trainer."""
 
+import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -9,6 +11,7 @@ from pytorch_lightning.cli import LightningCLI
 
 from lightning_sm import SageMakerCLI
 from tests.fakes.small_app import SmallData, SmallModel
+from tests.integration.hosts import REPOSITORY
 
 DATA = f"{SmallData.__module__}.SmallData"
 ANY = {"model_class": None, "datamodule_class": None}
@@ -110,3 +113,37 @@ def test_a_mapping_is_for_jobs(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py"])
     cli = SageMakerCLI(SmallModel, SmallData, channels={"images": "data_dir"}, main_port=23456, run=False)
     assert (cli.job, cli.datamodule.data_dir) == (None, "nowhere")
+
+
+TWO_PROCESSES = """
+import atexit, os, pathlib, torch
+
+@atexit.register  # before all others, and so run after them
+def write_end():
+    pathlib.Path(f"end-{os.getpid()}").write_text(str(torch.distributed.is_initialized()))
+
+from lightning_sm import SageMakerCLI
+from tests.fakes.small_app import SmallData, SmallModel
+
+if __name__ == "__main__":
+    SageMakerCLI(SmallModel, SmallData)
+"""
+
+
+@pytest.mark.processes
+def test_two_processes_leave_their_group_before_the_interpreter_ends(tmp_path):
+    """Two processes of a laptop do not take Gloo's group, which may abort them, into the interpreter's shutdown."""
+    (tmp_path / "train.py").write_text(TWO_PROCESSES)
+    command = [sys.executable, "train.py", "fit", "--trainer.max_steps=2", "--trainer.accelerator=cpu"]
+    ended = subprocess.run(
+        [*command, "--trainer.devices=2", "--trainer.strategy=ddp"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "distributed_backend=gloo" in ended.stderr
+    assert [path.read_text() for path in tmp_path.glob("end-*")] == ["False"] * 2

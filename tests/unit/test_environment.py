@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_sm import environment as module
+from lightning_sm import process_group
 from lightning_sm._lightning import rank_zero_only
 from lightning_sm.environment import SageMakerEnvironment
 from lightning_sm.errors import JobConfigError, TopologyError
@@ -39,7 +40,7 @@ def _fresh_process(monkeypatch):
         del os.environ[name]
     os.environ.update(before)
     atexit.unregister(module._report_if_alone)
-    atexit.unregister(module._leave_process_group)
+    atexit.unregister(process_group._leave)
 
 
 def _environment(host="algo-1", groups=GROUP, *, variables=None, **facts):

@@ -102,6 +102,9 @@ def main():
         trainer, model, datamodule = cli.trainer, cli.model, cli.datamodule
     trainer.test(model, datamodule=datamodule)
     model.write()
+    if "ADDRESSES" in os.environ:
+        # As the CLI does: a Gloo thread that outlives the interpreter aborts the process.
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
