@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-TIMEOUT_S = 30
+TIMEOUT_S = 90
 # First lines of scripts that look at their host.
 SCRIPT_START = "import os\nbase = os.environ['SAGEMAKER_BASE_DIR']\nhost = os.path.basename(base)\n"
 _PAUSE = threading.Event()

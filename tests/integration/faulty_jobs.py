@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.integration.emulators import in_background, local
 
-TIMEOUT_S = 40
+TIMEOUT_S = 90
 
 # Without MODE it counts steps as a training would: all hosts meet first, rank 0 reports the steps and saves at the end
 # and on SIGTERM, and all go on from what was saved. MODE names another function to run.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-TIMEOUT_S = 30
+TIMEOUT_S = 90
 _FOREIGN = ("SM_", "SAGEMAKER_", "LIGHTNING_SM_", "TRAINING_JOB_", "AWS_", "PIP_", "CA_REPOSITORY_")
 
 

@@ -43,6 +43,8 @@ def reached(place, pid):
     if not marker.exists():
         marker.touch()
         os.kill(pid, getattr(signal, os.environ["BROKEN_HOW"]))
+        # A worker that went on could finish the training before it notices that the main process is gone.
+        signal.pause()
 
 class Points(TensorDataset):
     def __getitem__(self, index):

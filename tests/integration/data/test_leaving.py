@@ -17,7 +17,7 @@ from tests.integration.hosts import REPOSITORY, free_port
 
 pytestmark = pytest.mark.processes
 
-TIMEOUT_S = 40
+TIMEOUT_S = 90
 GROUPS = {"gpu": ["algo-1"], "data": ["algo-2"]}
 
 # The last lines of a user's script, on a data host.
