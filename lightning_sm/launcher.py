@@ -27,7 +27,7 @@ from lightning_sm.failure import failure_reason, is_consequence
 from lightning_sm.job import SageMakerJob, base_directory
 from lightning_sm.peers.endings import Outcome, Verdict
 from lightning_sm.peers.links import Timings
-from lightning_sm.peers.star import Peers, peers_port
+from lightning_sm.peers.star import Peers
 from lightning_sm.prctl import EMULATOR_VARIABLE, end_with_emulator
 from lightning_sm.rendezvous import own_address
 from lightning_sm.settings import farewell_s
@@ -208,7 +208,7 @@ class _Host:
             data_hosts=self._topology.data_hosts,
             main_host=self._topology.main_host,
             addresses=self._job.addresses,
-            port=peers_port(self._topology.main_port),
+            port=self._topology.peers_port,
             bind=own_address(self._job),
             on_verdict=self._heed,
             timings=Timings(farewell_s=self._farewell_s),

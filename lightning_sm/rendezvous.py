@@ -85,12 +85,13 @@ def wait_for_host(
         delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
 
 
-def check_port_is_free(port: int, host: str) -> None:
+def check_port_is_free(port: int, host: str, listener: str = "rank 0") -> None:
     """Fail at once on a taken port; torch would leave the other hosts waiting for half an hour.
 
     Args:
         port: Port on which this process is about to listen.
         host: Name of this host, for the error message.
+        listener: What listens on the port, for the error message.
 
     Raises:
         PortInUseError: Another process listens on the port, or this one has no right to.
@@ -103,7 +104,7 @@ def check_port_is_free(port: int, host: str) -> None:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
             raise PortInUseError(
-                f"Port {port}, on which rank 0 must listen on host {host!r}, cannot be used "
+                f"Port {port}, on which {listener} must listen on host {host!r}, cannot be used "
                 f"({os.strerror(error.errno)}). Set LIGHTNING_SM_MAIN_PORT to a free port, the same on every host."
             ) from error
 

@@ -50,6 +50,9 @@ _GPUS_BY_SIZE = {
 # Ports below Linux's default ephemeral range (32768-60999), where an outgoing connection could sit on one, and
 # away from those of the toolkits (7777 torchrun, 7592 SMDDP).
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
+# The other ports of a job lie this far below: apart from it, and from those that the system hands out.
+_PEERS_BELOW_MAIN, _DATA_BELOW_MAIN = 5_000, 10_000
+_FIRST_UNPRIVILEGED_PORT = 1024
 
 
 class Role(Enum):
@@ -124,6 +127,17 @@ class Topology:
             host: Name of a host of the job.
         """
         return Role.TRAINER if host in self.trainer_hosts else Role.DATA
+
+    @property
+    def peers_port(self) -> int:
+        """Port of the main host's launcher, through which the launchers of a job hear of each other."""
+        port = self.main_port - _PEERS_BELOW_MAIN
+        return port if port >= _FIRST_UNPRIVILEGED_PORT else self.main_port + _PEERS_BELOW_MAIN
+
+    @property
+    def data_port(self) -> int:
+        """Port of the data hosts, unless ``--data_service.port`` names another."""
+        return max(_FIRST_UNPRIVILEGED_PORT, self.main_port - _DATA_BELOW_MAIN)
 
     @property
     def num_nodes(self) -> int:

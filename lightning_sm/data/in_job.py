@@ -17,9 +17,6 @@ from lightning_sm.topology import Topology
 
 logger = logging.getLogger(__name__)
 
-# Data hosts listen this far below the main port of the job: apart from it, and from ports that the system hands out.
-_BELOW_MAIN_PORT = 10_000
-
 
 def serve(
     datamodule: LightningDataModule, job: SageMakerJob, topology: Topology, settings: DataServiceSettings
@@ -83,7 +80,7 @@ def remote(
 
 
 def _port(topology: Topology, settings: DataServiceSettings) -> int:
-    return settings.port or max(1024, topology.main_port - _BELOW_MAIN_PORT)
+    return settings.port or topology.data_port
 
 
 def _identity(job: SageMakerJob) -> str:

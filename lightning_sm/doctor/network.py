@@ -16,7 +16,6 @@ from lightning_sm.doctor.parallel import Outcome, in_parallel
 from lightning_sm.doctor.report import Result, listed, ok, problem, warning
 from lightning_sm.hyperparameters import unquoted
 from lightning_sm.job import SageMakerJob
-from lightning_sm.peers.star import peers_port
 from lightning_sm.rendezvous import own_address
 from lightning_sm.topology import Role, Topology
 
@@ -28,9 +27,6 @@ _SLOW_LOOKUP_S = 1.0
 _CONNECT_S = 5.0
 # To collect what ended at the last moment.
 _GRACE_S = 0.25
-# As in data/in_job.py, which cannot be imported here: it loads torch. A test compares the two.
-_DATA_PORT_BELOW_MAIN = 10_000
-_LEAST_PORT = 1024
 _MAIN_PORT = "LIGHTNING_SM_MAIN_PORT"
 
 _SECURITY_GROUP = (
@@ -50,7 +46,7 @@ def data_port(job: SageMakerJob, topology: Topology) -> int:
     # What is no port is the script's to refuse.
     if re.fullmatch(r"[0-9]{1,5}", stated) and 0 < int(stated) < 1 << 16:
         return int(stated)
-    return max(_LEAST_PORT, topology.main_port - _DATA_PORT_BELOW_MAIN)
+    return topology.data_port
 
 
 def hosts(context: Context) -> Iterator[Result]:
@@ -135,7 +131,7 @@ def own_port(context: Context) -> Iterator[Result]:
         yield from _try_port(context, topology.main_port, "", _MAIN_PORT)
         if len(job.hosts) > 1:
             # Without it the job runs, and its hosts do not hear of each other's failures.
-            port, use = peers_port(topology.main_port), " (between the launchers)"
+            port, use = topology.peers_port, " (between the launchers)"
             yield from _try_port(context, port, own_address(job), _MAIN_PORT, use=use, taken=warning)
 
 

@@ -19,7 +19,7 @@ from lightning_sm.errors import JobConfigError, OutputDirectoryError, PortInUseE
 from lightning_sm.hyperparameters import encode
 from lightning_sm.instance_groups import GroupSpec, deal_hosts, resource_config_of
 from lightning_sm.job import InstanceGroup, SageMakerJob
-from lightning_sm.rendezvous import check_port_is_free
+from lightning_sm.local.ports import ReservedPorts
 from lightning_sm.topology import Role, Topology
 
 # What a launcher, a toolkit or another job left in this shell would be believed by the hosts.
@@ -48,7 +48,7 @@ _LEAKING_NAMES = frozenset(
 )
 # Host algo-i has the address 127.0.0.(1 + i): none is 127.0.0.1, which would hide a wrong main address.
 _MAX_HOSTS = 253
-# The range of ports has 10000; so many taken in a row means that something else is wrong.
+# A name has its ports out of 10000; so many taken in a row means that something else is wrong.
 _NAME_ATTEMPTS = 50
 _CHANNEL_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # API_Channel
 _DEVICES = "LIGHTNING_SM_DEVICES"
@@ -120,7 +120,7 @@ class LocalCluster:
         TopologyError: The groups contradict each other, or none of them trains.
         HyperparameterError: A hyperparameter has a value that the service could not carry.
         OutputDirectoryError: A folder cannot be made.
-        PortInUseError: No free port was found for rank 0.
+        PortInUseError: No free ports were found.
     """
 
     def __init__(self, spec: ClusterSpec, base_dir: Path, env: Mapping[str, str] = os.environ) -> None:
@@ -134,7 +134,7 @@ class LocalCluster:
         groups = deal_hosts(spec.groups, _host_names(spec), draw)
         # What the launchers are told by --devices, the service would not tell; it refuses hosts with unequal GPUs.
         self._stated = {**self._shared, _DEVICES: spec.environment.get(_DEVICES, "")}
-        self.name, topology = _name_with_free_port(groups, self._stated)
+        self.name, topology, self._ports = _name_with_ports(groups, self._stated)
         base_dir = base_dir.expanduser().absolute()
         self.job_dir = base_dir / self.name
         own_checkpoint_dir = self.job_dir / "checkpoints" if spec.keeps_checkpoints else None
@@ -146,6 +146,7 @@ class LocalCluster:
                 self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
             self.hosts = self._make_hosts(groups, topology)
         except OSError as error:
+            self._ports.release()
             self.remove()
             raise OutputDirectoryError(
                 f"{error.filename or base_dir}: cannot be written ({error.strerror})."
@@ -157,6 +158,7 @@ class LocalCluster:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._ports.release()
         if not self.keep:
             self.remove()
 
@@ -271,17 +273,18 @@ def _shared_environment(spec: ClusterSpec, hosts: Sequence[str], env: Mapping[st
     }
 
 
-def _name_with_free_port(groups: Sequence[InstanceGroup], shared: Mapping[str, str]) -> tuple[str, Topology]:
-    """Choose a job name whose main port no process listens on: the port follows from the name."""
+def _name_with_ports(groups: Sequence[InstanceGroup], shared: Mapping[str, str]) -> tuple[str, Topology, ReservedPorts]:
+    """Choose a job name whose ports nobody has: they follow from the name."""
     for _ in range(_NAME_ATTEMPTS):
         name = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         topology = _topology(groups, shared, name)
-        if shared.get("LIGHTNING_SM_MAIN_PORT"):  # another name would not change it
-            check_port_is_free(topology.main_port, topology.main_host)
-        elif not _has_free_port(topology):
-            continue
-        return name, topology
-    raise PortInUseError(f"No free port for rank 0 was found in {_NAME_ATTEMPTS} attempts.")
+        try:
+            return name, topology, ReservedPorts(topology)
+        except PortInUseError as error:
+            if shared.get("LIGHTNING_SM_MAIN_PORT"):  # another name would not change it
+                raise
+            last = error
+    raise PortInUseError(f"None of {_NAME_ATTEMPTS} names of the job had free ports. The last one: {last}") from last
 
 
 def _topology(groups: Sequence[InstanceGroup], shared: Mapping[str, str], name: str) -> Topology:
@@ -292,14 +295,6 @@ def _topology(groups: Sequence[InstanceGroup], shared: Mapping[str, str], name: 
     if job is None:
         raise JobConfigError(f"The job {name} has no hosts.")
     return Topology.from_job(job)
-
-
-def _has_free_port(topology: Topology) -> bool:
-    try:
-        check_port_is_free(topology.main_port, topology.main_host)
-    except PortInUseError:
-        return False
-    return True
 
 
 def _write_json(path: Path, value: object) -> None:

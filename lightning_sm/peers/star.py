@@ -17,21 +17,8 @@ from lightning_sm.peers.links import Timings, job_key
 
 logger = logging.getLogger(__name__)
 
-# Halfway between the main port of the job and the port of its data hosts (see data.in_job).
-_BELOW_MAIN_PORT = 5_000
-_FIRST_PORT = 1024
 # A thread that resolves a name cannot be interrupted; it ends with the process.
 _JOIN_S = 2.0
-
-
-def peers_port(main_port: int) -> int:
-    """The port on which the launcher of the main host listens.
-
-    Args:
-        main_port: Port on which rank 0 listens, on the same host.
-    """
-    port = main_port - _BELOW_MAIN_PORT
-    return port if port >= _FIRST_PORT else main_port + _BELOW_MAIN_PORT
 
 
 class Peers:
@@ -44,7 +31,7 @@ class Peers:
         data_hosts: Names of all data hosts.
         main_host: The trainer host whose launcher is the hub.
         addresses: IP addresses of hosts that no resolver knows.
-        port: Port of the hub, see ``peers_port``.
+        port: Port of the hub, ``Topology.peers_port``.
         bind: Address on which the hub listens.
         on_verdict: Called once, from a thread of this object, as soon as it is known how the job ends; also when it
             is this host that failed. It must not block.

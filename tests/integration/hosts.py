@@ -6,13 +6,12 @@ import contextlib
 import json
 import os
 import queue
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,8 @@ from typing import Any
 
 import psutil
 
-from lightning_sm.errors import PortInUseError
-from lightning_sm.rendezvous import check_port_is_free
-from lightning_sm.topology import Topology
-from tests.fakes.job_folder import make_job, resource_config, write_job
+from tests.fakes.job_folder import resource_config, write_job
+from tests.fakes.reserved_job import reserve_job
 
 SCRIPTS = Path(__file__).parent / "scripts"
 REPOSITORY = Path(__file__).parents[2]
@@ -56,7 +53,9 @@ class Hosts:
 
     Attributes:
         names: Names of all hosts, sorted.
-        main_port: Port that follows from the name of the job; free when this was made.
+        job_name: Name of the job; its ports follow from it, and no other job of this machine has them.
+        main_port: Port of rank 0.
+        spare_port: The port of the launchers, for tests that start none.
     """
 
     def __init__(
@@ -70,7 +69,9 @@ class Hosts:
         groups = groups or {"homogeneousCluster": ("algo-2", "algo-1")}
         self.folder = folder
         self.names = sorted(host for members in groups.values() for host in members)
-        self.job_name, self.main_port = _job_with_free_port(groups)
+        self.job_name, topology, ports = reserve_job(groups)
+        weakref.finalize(self, ports.release)
+        self.main_port, self.spare_port = topology.main_port, topology.peers_port
         for host in self.names:
             write_job(folder / host, resource_config(groups, host, interface=interface), **contents)
             (folder / host / "output").mkdir()
@@ -193,13 +194,6 @@ def script(name: str, *arguments: str | Mapping[str, Any]) -> list[str]:
     return [sys.executable, str(SCRIPTS / name), *texts]
 
 
-def free_port() -> int:
-    """A port that no process listens on."""
-    with socket.socket() as server:
-        server.bind(("", 0))
-        return int(server.getsockname()[1])
-
-
 def _read(
     process: subprocess.Popen[bytes], name: str, output: bytearray, ends: queue.Queue[tuple[str, int, float]]
 ) -> None:
@@ -208,12 +202,3 @@ def _read(
         while chunk := process.stdout.read1(65536):
             output += chunk
     ends.put((name, process.wait(), time.monotonic()))
-
-
-def _job_with_free_port(groups: Mapping[str, Sequence[str]]) -> tuple[str, int]:
-    while True:
-        name = f"test-{secrets.token_hex(4)}"
-        topology = Topology.from_job(make_job(groups, name=name))
-        with contextlib.suppress(PortInUseError):
-            check_port_is_free(topology.main_port, topology.main_host)
-            return name, topology.main_port

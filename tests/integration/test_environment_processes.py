@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 
-from tests.integration.hosts import TIMEOUT_S, Hosts, free_port, script
+from tests.integration.hosts import TIMEOUT_S, Hosts, script
 
 pytestmark = pytest.mark.processes
 
@@ -29,7 +29,7 @@ def hosts(tmp_path):
 
 def _torchrun(hosts, order, *arguments):
     """The torchrun of each host, with node ranks in the given order."""
-    port = str(free_port())
+    port = str(hosts.spare_port)
     return {
         host: [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(order)), "--nproc-per-node", "2"),

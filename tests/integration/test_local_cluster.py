@@ -96,6 +96,17 @@ def test_stated_port_that_is_taken_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_stated_port_of_another_emulated_job_is_refused(tmp_path):
+    """A port belongs to a job from its start to its end, also while none of its hosts listens."""
+    with LocalCluster(ClusterSpec(), tmp_path) as other:
+        port = Topology.from_job(SageMakerJob.from_environment(other.hosts[0].env)).main_port
+        spec = ClusterSpec(environment={"LIGHTNING_SM_MAIN_PORT": str(port)})
+        with pytest.raises(PortInUseError, match=f"Port {port} belongs to another job"):
+            LocalCluster(spec, tmp_path)
+    with LocalCluster(spec, tmp_path) as cluster:
+        assert Topology.from_job(SageMakerJob.from_environment(cluster.hosts[0].env)).main_port == port
+
+
 def test_data_groups_can_be_named(tmp_path):
     """LIGHTNING_SM_DATA_GROUPS, given as the job's environment, decides the roles; an unknown group is refused."""
     groups = [GroupSpec("a", 1), GroupSpec("b", 1)]

@@ -19,7 +19,7 @@ TOGETHER_S = 40.0
 MAX_REASON_CHARS = 1024
 PAGE = REPOSITORY / "docs" / "lifecycle.md"
 # Less than the emulator's time for leaving, unlike their defaults.
-IMPATIENT = ("--data_service.lease_s", "2", "--data_service.batch_timeout_s", "2")
+IMPATIENT = ("--data_service.lease_s", "5", "--data_service.batch_timeout_s", "5")
 EITHER = (1, 143)  # what the other rank meets first: a peer that is gone, or SIGTERM
 STOPPED = r"The job was stopped or interrupted \(SIGTERM\)\. "
 PEER_LEFT = r"RuntimeError: .*by peer"  # the other rank met the failure first, and left

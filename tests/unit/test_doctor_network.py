@@ -16,9 +16,9 @@ from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.doctor import network
 from lightning_sm.doctor.context import Context
 from lightning_sm.doctor.report import Status
-from lightning_sm.peers.star import peers_port
 from lightning_sm.topology import Topology
 from tests.fakes.job_folder import make_job, resource_config, write_job
+from tests.fakes.reserved_job import reserve_job
 
 _GROUPS = {"trainer": ["algo-1", "algo-2"], "data": ["algo-3"]}
 _LOOPBACK = {"algo-1": "127.0.0.2", "algo-2": "127.0.0.3", "algo-3": "127.0.0.4"}
@@ -26,13 +26,10 @@ _LOOPBACK = {"algo-1": "127.0.0.2", "algo-2": "127.0.0.3", "algo-3": "127.0.0.4"
 
 @pytest.fixture
 def port():
-    """A main port that is free, as is that of the launchers; below those that the system hands out."""
-    for candidate in range(21000, 29000):
-        with socket.socket() as probe:
-            is_free = probe.connect_ex(("127.0.0.1", candidate)) and not network._bind_error("", candidate)
-            if is_free and not network._bind_error("", peers_port(candidate)):
-                return candidate
-    raise AssertionError
+    """A main port that is the test's own, as is that of the launchers."""
+    _, topology, ports = reserve_job(_GROUPS)
+    with ports:
+        yield topology.main_port
 
 
 def _hosts(context, name):

@@ -235,6 +235,15 @@ def test_port_can_be_stated():
     assert Topology.from_job(make_job(GROUPS, main_port=4242)).main_port == 4242
 
 
+@pytest.mark.parametrize("main_port", [1024, 6023, 6024, 20000, 29999, 65535])
+def test_ports_of_a_host_differ(main_port):
+    """All ports are valid and need no privilege; that of the launchers is neither rank 0's nor the data hosts'."""
+    topology = Topology.from_job(make_job(GROUPS, main_port=main_port))
+    assert min(topology.peers_port, topology.data_port) >= 1024
+    assert topology.peers_port <= 65535
+    assert topology.peers_port not in (main_port, main_port - 10_000)
+
+
 def test_ports_of_jobs_differ_by_name():
     """Jobs that meet on one network are unlikely to meet on one port."""
     ports = [Topology.from_job(make_job(GROUPS, name=f"job-{index}")).main_port for index in range(50)]

@@ -81,7 +81,7 @@ class Broken(SmallData):
 
 show_log_lines()
 job = SageMakerJob.from_environment()
-serve(Broken(), job, Topology.from_job(job), DataServiceSettings(workers=1, lease_s=1.5))
+serve(Broken(), job, Topology.from_job(job), DataServiceSettings(workers=1, lease_s=5))
 """
 
 

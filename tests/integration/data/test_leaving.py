@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 
 import psutil
 import pytest
@@ -12,8 +13,9 @@ from lightning_sm import DataHost, DataServiceSettings, RemoteDataModule, SageMa
 from lightning_sm.data.in_job import remote
 from lightning_sm.errors import DataSettingsError
 from tests.fakes.job_folder import resource_config, write_job
+from tests.fakes.reserved_job import reserve_job
 from tests.fakes.small_app import SmallData
-from tests.integration.hosts import REPOSITORY, free_port
+from tests.integration.hosts import REPOSITORY
 
 pytestmark = pytest.mark.processes
 
@@ -36,7 +38,7 @@ class Slow(SmallData):
 
 show_log_lines()
 job = SageMakerJob.from_environment()
-settings = DataServiceSettings(workers=1, lease_s=1.5, startup_timeout_s=float(sys.argv[1]))
+settings = DataServiceSettings(workers=1, lease_s=5, startup_timeout_s=float(sys.argv[1]))
 serve(Slow(), job, Topology.from_job(job), settings)
 """
 
@@ -46,10 +48,11 @@ class Job:
 
     def __init__(self, folder):
         self.folder = folder
+        name, _, ports = reserve_job(GROUPS)
+        weakref.finalize(self, ports.release)
         variables = {
-            "TRAINING_JOB_NAME": "leaving",
+            "TRAINING_JOB_NAME": name,
             "LIGHTNING_SM_HOST_ADDRESSES": '{"algo-1": "127.0.0.1", "algo-2": "127.0.0.1"}',
-            "LIGHTNING_SM_MAIN_PORT": str(free_port()),
             "PYTHONPATH": str(REPOSITORY),
         }
         self.env = {**os.environ, **variables}

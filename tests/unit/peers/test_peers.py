@@ -12,7 +12,6 @@ import time
 import pytest
 
 from lightning_sm.peers.endings import Outcome, Verdict
-from lightning_sm.peers.star import peers_port
 from tests.unit.peers.launchers import BROKEN, DATA, FAST, MAIN, TIMEOUT_S, Job, farewells, joined
 
 
@@ -268,13 +267,6 @@ def test_report_is_sent_before_close(exits, lines):
         lines.wait_for("Host algo-2 was welcomed.")
         other.report(BROKEN)
     assert hub.heard.get(timeout=TIMEOUT_S) == Verdict("failed", "algo-2", 3, "ValueError: broken")
-
-
-@pytest.mark.parametrize("main_port", [1024, 6023, 6024, 20000, 29999, 65535])
-def test_port_is_apart_from_the_main_port(main_port):
-    """The port is valid, and neither rank 0 nor a data host listens there."""
-    assert 1024 <= peers_port(main_port) <= 65535
-    assert peers_port(main_port) not in (main_port, main_port - 10_000)
 
 
 @pytest.mark.parametrize("seed", range(12))
