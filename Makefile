@@ -3,8 +3,7 @@
 # make check   format, lint, types, layers, unit tests: what every commit must pass
 
 PYTHON ?= python3
-# Of make test. Three groups of tests keep to one worker each, so that more would idle. Each starts up to four processes
-# with torch (4 GB).
+# Of make test. Each starts up to four processes with torch (4 GB).
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(1, min(3, (os.cpu_count() or 1) - 1)))')
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,9 +18,10 @@ train: $(READY)
 	$(BIN)/lightning-sm local --group trainer=2 --group data=2 --base-dir outputs --keep -- \
 		app/train.py fit --config app/configs/digits.yaml
 
+# The tests in containers are one group, which takes longest, and so start before the other groups.
 test: $(READY) $(TOOLKIT) $(SDK3)/.ready
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder \
-		tests/unit tests/integration tests/containers
+		tests/unit tests/containers tests/integration
 
 lint: $(READY)
 	$(BIN)/ruff format --check $(SOURCES)

@@ -13,8 +13,17 @@ import pytest
 from xdist.workermanage import NodeManager
 
 _TESTS = Path(__file__).parent
-# Besides tests/integration itself: two at a time could choose the same ports.
-_USE_PORTS_OF_JOBS = {"test_broken_host.py", "test_ranks.py", "test_doctor_network.py", "test_environment.py"}
+# Their jobs have fixed names, and hence the same ports; all others choose ports that nobody has.
+_SHARE_PORTS = {
+    "test_custom_code.py",
+    "test_doctor.py",
+    "test_environment.py",
+    "test_launcher.py",
+    "test_launcher_processes.py",
+    "test_requirements.py",
+    "test_sdk3_driver.py",
+    "test_toolkit_variables.py",
+}
 _NO_SKIPS = "LIGHTNING_SM_TEST_NO_SKIPS"
 
 
@@ -29,13 +38,15 @@ def pytest_configure() -> None:
 # First, as xdist reads the groups in the same hook.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep what shares a resource in one worker of pytest-xdist: the Docker engine, the ports of jobs, the fixtures."""
+    """Keep what shares a resource in one worker of pytest-xdist: the Docker engine, ports, the fixtures of a file."""
     for item in items:
-        folder = item.path.parent.relative_to(_TESTS).as_posix()
-        if item.path.name in _USE_PORTS_OF_JOBS or folder == "unit/peers":
-            folder = "integration"
-        if not folder.startswith("unit"):
-            item.add_marker(pytest.mark.xdist_group(folder))
+        path = item.path.relative_to(_TESTS).as_posix()
+        if path.startswith("containers/"):
+            item.add_marker(pytest.mark.xdist_group("containers"))
+        elif item.path.name in _SHARE_PORTS:
+            item.add_marker(pytest.mark.xdist_group("ports"))
+        elif not path.startswith("unit/"):
+            item.add_marker(pytest.mark.xdist_group(path))
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import threading
 import time
 
@@ -10,6 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_sm.errors import DataHostUnreachableError, DataServiceError, RemoteTransformError
+from tests.fakes.reserved_job import reserve_job
 from tests.integration.data.cluster import Host, remote, running
 from tests.integration.data.datasets import HOST_VARIABLE, Augmented, Broken, reference, stream_hash
 
@@ -150,22 +150,23 @@ def test_a_frozen_worker_of_the_only_host_is_worked_around(hosts):
     assert max(gaps) < 5.0, sorted(gaps)[-5:]
 
 
+@pytest.fixture
 def closed_port():
-    """Return an address at which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    """A port on which nobody listens, and that nobody else gets."""
+    _, topology, ports = reserve_job({"trainer": ["algo-1"]})
+    with ports:
+        yield topology.main_port
 
 
-def test_a_host_that_never_comes_is_done_without(hosts):
+def test_a_host_that_never_comes_is_done_without(hosts, closed_port):
     """One address leads nowhere; the others do the work."""
-    with remote([closed_port(), hosts[0]]) as module:
+    with remote([f"127.0.0.1:{closed_port}", hosts[0]]) as module:
         assert indices(module.train_dataloader()["slow"]) == list(range(LENGTH))
 
 
-def test_nobody_at_the_start_is_an_error():
+def test_nobody_at_the_start_is_an_error(closed_port):
     """After startup_timeout_s the error names all hosts and why they cannot be reached."""
-    addresses = [closed_port(), closed_port()]
+    addresses = [f"127.0.0.1:{closed_port}", f"127.0.0.2:{closed_port}"]
     began = time.perf_counter()
     with (
         pytest.raises(DataHostUnreachableError, match=r"within 2 s \(data_service.startup_timeout_s\)") as caught,
@@ -181,9 +182,9 @@ def make_slow():
     return DataLoader(Augmented(LENGTH, 0.01), batch_size=BATCH_SIZE, shuffle=True)
 
 
-def test_a_host_that_comes_late_is_adopted(hosts):
+def test_a_host_that_comes_late_is_adopted(closed_port):
     """A host that starts in the middle of an epoch takes its share, and the stream stays the same."""
-    address = closed_port()
+    address = f"127.0.0.1:{closed_port}"
     with running(Host("first", make_slow, 1)) as started, remote([*started, address]) as module:
         stream = iter(module.train_dataloader())
         first = [next(stream) for _ in range(3)]

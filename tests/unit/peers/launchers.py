@@ -13,6 +13,7 @@ import time
 from lightning_sm.peers.endings import Outcome
 from lightning_sm.peers.links import Timings
 from lightning_sm.peers.star import Peers
+from tests.fakes.reserved_job import reserve_job
 
 TIMEOUT_S = 20
 MAIN, DATA = "algo-1", "data-1"
@@ -35,15 +36,16 @@ BROKEN = Outcome(3, "ValueError: broken")
 class Job:
     """The hosts of a job in one process: algo-1 and so on train, data-1 and so on serve."""
 
+    identity = "arn:aws:sagemaker:us-east-1:123456789012:training-job/test"
+
     def __init__(self, exits, num_trainers=2, num_data_hosts=0):
         self.trainers = [f"algo-{number}" for number in range(1, num_trainers + 1)]
         self.data_hosts = [f"data-{number}" for number in range(1, num_data_hosts + 1)]
         self.bind = "127.0.0.2"
-        self.identity = "arn:aws:sagemaker:us-east-1:123456789012:training-job/test"
         self._exits = exits
-        with socket.socket() as probe:
-            probe.bind((self.bind, 0))
-            self.port = probe.getsockname()[1]
+        _, topology, ports = reserve_job({"trainer": self.trainers})
+        exits.enter_context(ports)
+        self.port = topology.main_port  # any port of its own
 
     def make(self, own, *, on_verdict=None, **timings):
         """The launcher of a host, not started; its verdicts are in ``heard``."""
