@@ -269,9 +269,7 @@ def script(tmp_path):
     """A data host that the test starts."""
     made = Script(tmp_path)
     yield made
-    if made.host.poll() is None:
-        made.host.kill()
-        made.host.communicate()
+    made.close()
 
 
 @pytest.mark.parametrize("is_terminated", [False, True])

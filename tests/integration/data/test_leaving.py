@@ -73,7 +73,7 @@ class Job:
     def module(self):
         """The DataModule of the trainer."""
         job = SageMakerJob.from_environment({**self.env, "SAGEMAKER_BASE_DIR": str(self.folder / "algo-1")})
-        return remote(SmallData(), job, Topology.from_job(job), DataServiceSettings(startup_timeout_s=30))
+        return remote(SmallData(), job, Topology.from_job(job), DataServiceSettings(startup_timeout_s=TIMEOUT_S))
 
     def connected(self):
         """The DataModule of the trainer, after its first batch."""
@@ -87,15 +87,19 @@ class Job:
         said, _ = self.host.communicate(timeout=TIMEOUT_S)
         return self.host.returncode, said
 
+    def close(self):
+        """Kill what is left; pytest shows what it said if the test failed."""
+        if self.host.poll() is None:
+            self.host.kill()
+            sys.stdout.write(self.host.communicate()[0])
+
 
 @pytest.fixture
 def job(tmp_path):
     """A job with one data host."""
     job = Job(tmp_path)
     yield job
-    if job.host.poll() is None:
-        job.host.kill()
-        job.host.communicate()
+    job.close()
 
 
 def test_it_leaves_when_the_trainer_has_finished(job):
