@@ -117,7 +117,7 @@ def test_a_feeder_ends_although_a_child_of_the_training_process_lives_on(host):
         "    print(child, module._client.pid, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False, timeout=90)
     child, feeder = map(int, done.stdout.split())
     try:
         assert psutil.pid_exists(child)
@@ -130,7 +130,7 @@ def test_a_feeder_ends_although_a_child_of_the_training_process_lives_on(host):
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_killed_data_host_takes_its_children_with_it(host, is_frozen):
     """Workers and network process are nothing without the main process, and end with it even while they are stopped."""
-    with remote([host], batch_timeout_s=2.0) as module:
+    with remote([host], batch_timeout_s=20.0) as module:
         next(iter(module.train_dataloader()))
         processes = host.processes()
         assert len(processes) == 4
@@ -142,12 +142,12 @@ def test_a_killed_data_host_takes_its_children_with_it(host, is_frozen):
 
 def test_a_data_host_closes_at_once(host):
     """Closing a data host does not wait for trainers that are still connected."""
-    with remote([host], batch_timeout_s=2.0) as module:
+    with remote([host], batch_timeout_s=20.0) as module:
         next(iter(module.train_dataloader()))
         processes = host.processes()
         began = time.perf_counter()
         host.close()
-        assert time.perf_counter() - began < 1.5
+        assert time.perf_counter() - began < 10.0  # their lease is for a minute
         assert_gone(processes, 0.0)
 
 
