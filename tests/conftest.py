@@ -87,7 +87,7 @@ def _no_leftovers() -> Iterator[None]:
     # Looked up last: a data host of a fixture may replace a worker meanwhile.
     known = {*before, *(child for process in before if process.is_running() for child in _descendants(process))}
     processes = [process for process in running if process not in known]
-    _, alive = psutil.wait_procs(processes, timeout=5)
+    _, alive = psutil.wait_procs(processes, timeout=20)
     commands = [" ".join(process.cmdline()) for process in alive if process.is_running()]
     for process in alive:
         process.kill()

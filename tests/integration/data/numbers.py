@@ -185,7 +185,7 @@ class Cluster:
 
     def module(self, **settings):
         """A DataModule on these hosts."""
-        timeouts = DataServiceSettings(startup_timeout_s=30, batch_timeout_s=20)
+        timeouts = DataServiceSettings(startup_timeout_s=90, batch_timeout_s=60)
         return RemoteDataModule(Data(self.folder), [host.address for host in self.hosts], settings=timeouts, **settings)
 
     def choose(self, train="shuffled", val="small"):

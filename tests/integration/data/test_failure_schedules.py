@@ -117,7 +117,7 @@ def test_no_schedule_of_failures_shows_in_the_stream(flags, expected, seed, reco
     with (
         ThreadPoolExecutor(3) as starter,
         running(Host("a", make), Host("b", make), Host("c", make)) as hosts,
-        remote(hosts, batch_timeout_s=20.0) as module,
+        remote(hosts, batch_timeout_s=60.0) as module,
     ):
         chaos = Chaos(seed, hosts, flags, starter)
         stream = iter(module.train_dataloader())

@@ -10,6 +10,7 @@ from lightning_sm.data.messages import Message, MessageSocket
 from lightning_sm.data.pool import Failed, Produced, Task, WorkerPool
 from lightning_sm.data.ring import Ring
 
+TIMEOUT_S = 60.0
 OPENING, NUM_SLOTS = "1/fit/train/0", 2
 
 
@@ -32,7 +33,7 @@ class FakeWorker:
         if is_ready:
             self.socket.send("ready", pid=0)
 
-    def asked(self, timeout_s=5.0):
+    def asked(self, timeout_s=TIMEOUT_S):
         """Return the next request: payload and slot."""
         message = self.socket.receive(timeout_s)
         return message.payload, message.facts["slot"]
@@ -99,7 +100,7 @@ def test_a_batch_comes_from_the_slot(pool, worker):
     payload, slot = worker.asked()
     assert payload == b"a"
     worker.done(slot, 42)
-    answer = answers.get(timeout=5)
+    answer = answers.get(timeout=TIMEOUT_S)
     assert isinstance(answer, Produced)
     assert (answer.header, answer.data[: answer.num_bytes].tolist()) == (b"header", [42])
     answer.release()
@@ -111,13 +112,13 @@ def test_a_worker_has_one_batch_in_the_making_and_one_on_its_way(pool, worker):
     produced = []
     for number in range(NUM_SLOTS):
         worker.done(worker.asked()[1], number)
-        produced.append(answers[number].get(timeout=5))
+        produced.append(answers[number].get(timeout=TIMEOUT_S))
     assert worker.is_idle()
     produced[0].release()
     payload, slot = worker.asked()
     assert payload == b"c"
     worker.done(slot, 3)
-    assert answers[2].get(timeout=5).data[0] == 3
+    assert answers[2].get(timeout=TIMEOUT_S).data[0] == 3
     assert produced[1].data[0] == 1
 
 
@@ -143,7 +144,7 @@ def test_a_failure_is_passed_on(pool, worker):
         _, answers = submit(pool, b"a")
         _, slot = worker.asked()
         worker.socket.send("failed", slot=slot, error="RemoteTransformError", text="Traceback", where="index 3")
-        assert answers.get(timeout=5) == Failed("RemoteTransformError", "Traceback", "index 3, worker 0")
+        assert answers.get(timeout=TIMEOUT_S) == Failed("RemoteTransformError", "Traceback", "index 3, worker 0")
 
 
 def test_a_dead_worker_loses_its_batch_and_nothing_else(pool, worker, workers):
@@ -152,12 +153,12 @@ def test_a_dead_worker_loses_its_batch_and_nothing_else(pool, worker, workers):
     _, kept = submit(pool, b"b")
     worker.asked()
     pool.lose(1, "was killed by SIGKILL")
-    assert lost.get(timeout=5) == Failed("WorkerLost", "worker 0 was killed by SIGKILL", "worker 0")
+    assert lost.get(timeout=TIMEOUT_S) == Failed("WorkerLost", "worker 0 was killed by SIGKILL", "worker 0")
     workers.append(FakeWorker(pool, 2))
     payload, slot = workers[-1].asked()
     assert payload == b"b"
     workers[-1].done(slot, 1)
-    assert isinstance(kept.get(timeout=5), Produced)
+    assert isinstance(kept.get(timeout=TIMEOUT_S), Produced)
 
 
 def test_a_worker_that_dies_before_it_is_ready_takes_a_batch_with_it(pool, workers):
@@ -165,7 +166,7 @@ def test_a_worker_that_dies_before_it_is_ready_takes_a_batch_with_it(pool, worke
     _, answers = submit(pool, b"a")
     workers.append(FakeWorker(pool, 1, is_ready=False))
     pool.lose(1, "was killed by SIGSEGV")
-    assert answers.get(timeout=5).error == "WorkerLost"
+    assert answers.get(timeout=TIMEOUT_S).error == "WorkerLost"
 
 
 def test_a_worker_that_hangs_on_what_nobody_wants_is_killed(pool, worker, killed):
@@ -173,7 +174,7 @@ def test_a_worker_that_hangs_on_what_nobody_wants_is_killed(pool, worker, killed
     task, answers = submit(pool, b"a")
     worker.asked()
     pool.cancel(task)
-    assert killed.get(timeout=5) == 1
+    assert killed.get(timeout=TIMEOUT_S) == 1
     pool.lose(1, "was killed by SIGKILL")
     assert answers.empty()
 
@@ -186,7 +187,7 @@ def test_a_worker_may_finish_what_nobody_wants(pool, worker, killed):
     worker.done(slot, 1)
     _, more = submit(pool, b"b")
     worker.done(worker.asked()[1], 2)
-    assert more.get(timeout=5).data[0] == 2
+    assert more.get(timeout=TIMEOUT_S).data[0] == 2
     assert answers.empty()
     assert killed.empty()
 
@@ -207,10 +208,10 @@ def test_workers_without_the_newest_loaders_are_let_go(pool, worker, workers):
     _, slot = worker.asked()
     workers.append(FakeWorker(pool, 2))
     worker.done(slot, 1)
-    produced = answers.get(timeout=5)
+    produced = answers.get(timeout=TIMEOUT_S)
     _, more = submit(pool, b"b")
     workers[-1].done(workers[-1].asked()[1], 2)
-    more.get(timeout=5)
+    more.get(timeout=TIMEOUT_S)
     assert produced.data[0] == 1
     produced.release()
     assert worker.socket.receive(5.0) is None
@@ -238,7 +239,7 @@ def test_a_pool_closes_whose_thread_has_ended_first(monkeypatch):
 
     def wake_late():
         wake()
-        pool._thread.join(5)
+        pool._thread.join(TIMEOUT_S)
         wake()
 
     monkeypatch.setattr(pool, "_wake", wake_late)
