@@ -12,6 +12,10 @@ import psutil
 import pytest
 from xdist.workermanage import NodeManager
 
+# Workers of pytest-xdist and hosts of emulated jobs share the cores. Threads that find none keep the others of their
+# process waiting: an epoch of 20 s took more than four minutes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 _TESTS = Path(__file__).parent
 # Their jobs have fixed names, and hence the same ports; all others choose ports that nobody has.
 _SHARE_PORTS = {

@@ -16,7 +16,7 @@ from app.model import ResNet18Classifier
 pytestmark = pytest.mark.processes
 
 _ROOT = Path(__file__).parents[2]
-_TIMEOUT_S = 240
+_TIMEOUT_S = 600
 
 
 def _local(*arguments):
