@@ -58,6 +58,6 @@ def _claim(port: int, claim: socket.socket) -> None:
         claim.bind(f"\0lightning-sm local, port {port}")
     except OSError as error:
         raise PortInUseError(
-            f"Port {port} belongs to another job that lightning-sm local runs on this machine now. Set "
-            "LIGHTNING_SM_MAIN_PORT to another port (--env LIGHTNING_SM_MAIN_PORT=...), 100 away from it or more."
+            f"Port {port} belongs to another job that lightning-sm local runs on this machine now. Wait for its end. "
+            "Without LIGHTNING_SM_MAIN_PORT (--env LIGHTNING_SM_MAIN_PORT=...) each job gets ports of its own."
         ) from error
