@@ -146,7 +146,7 @@ def test_names_that_do_not_resolve_are_found_by_the_deadline(base):
     """Unknown hosts give exit code 1 and their names, in the time that was given."""
     started = time.monotonic()
     ended = _doctor("--timeout", "5", SAGEMAKER_BASE_DIR=str(base))
-    assert time.monotonic() - started < _TIMEOUT_S / 2
+    assert time.monotonic() - started < 15
     assert ended.returncode == 1
     assert "2 of 2 hosts do not resolve: algo-1 (" in ended.stdout
 
@@ -157,9 +157,8 @@ def test_addresses_that_nobody_has_are_out_of_reach(base, address):
     addresses = json.dumps({"algo-1": "127.0.0.2", "algo-2": address})
     started = time.monotonic()
     ended = _doctor("--json", "--timeout", "4", SAGEMAKER_BASE_DIR=str(base), LIGHTNING_SM_HOST_ADDRESSES=addresses)
-    # A connection that nobody answers takes the system two minutes.
-    assert time.monotonic() - started < _TIMEOUT_S / 2
-    assert json.loads(ended.stdout)["seconds"] < _TIMEOUT_S / 2
+    assert time.monotonic() - started < 14
+    assert json.loads(ended.stdout)["seconds"] < 5
     rows = [result for result in _results(ended) if result["name"] == "other hosts"]
     assert len(rows) == 1
 

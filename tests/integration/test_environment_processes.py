@@ -181,7 +181,7 @@ def test_spawned_workers_get_their_own_ranks(hosts):
     ],
 )
 def test_trainer_settings_that_contradict_the_cluster_are_refused_at_once(hosts, variables, settings):
-    """Wrong num_nodes or devices raise an error with the table of hosts at once, on every host."""
+    """Wrong num_nodes or devices raise an error with the table of hosts within a second, on every host."""
     command = script("contradict.py", *settings)
     ended = hosts.run(dict.fromkeys(hosts.names, command), variables)
     assert [end.code for end in ended.values()] == [0, 0]
@@ -192,7 +192,7 @@ def test_trainer_settings_that_contradict_the_cluster_are_refused_at_once(hosts,
             assert "2 trainer host(s)" in attempt["error"]
             assert f"{host}*  homogeneousCluster  ml.g5.xlarge  trainer" in attempt["error"]
             assert "Set num_nodes=2" in attempt["error"]
-            assert attempt["seconds"] < 10  # torch would wait for half an hour
+            assert attempt["seconds"] < 1
 
 
 def test_contradiction_ends_the_job(hosts):

@@ -122,7 +122,7 @@ def test_a_loader_can_be_used_after_a_failed_pass(hosts):
 
 
 def test_a_frozen_host_is_worked_around(hosts):
-    """A host that stops answering, without closing a connection, costs a moment, once."""
+    """A host that stops answering, without closing a connection, costs less than a second, once."""
     with remote(hosts) as module:
         stream = iter(module.train_dataloader()["slow"])
         first = [next(stream) for _ in range(20)]
@@ -132,8 +132,7 @@ def test_a_frozen_host_is_worked_around(hosts):
         finally:
             hosts[0].signal(signal.SIGCONT)
     assert indices(batches) == list(range(LENGTH))
-    # test_scheduler_simulation has the real limit; batch_timeout_s is 300 s.
-    assert max(gaps) < 3.0, sorted(gaps)[-5:]
+    assert max(gaps) < 1.0, sorted(gaps)[-5:]
 
 
 def test_a_frozen_worker_of_the_only_host_is_worked_around(hosts):
@@ -209,7 +208,7 @@ def test_the_death_of_all_hosts_is_an_error():
         began = time.perf_counter()
         with pytest.raises(DataHostUnreachableError, match="no batch has come, within 3 s") as caught:
             list(stream)
-        assert time.perf_counter() - began < 30.0
+        assert time.perf_counter() - began < 8.0
     text = str(caught.value)
     assert all(f"{host.address}: down (unavailable" in text for host in started)
     assert "awaited: step " in text

@@ -33,9 +33,9 @@ class FakeWorker:
         if is_ready:
             self.socket.send("ready", pid=0)
 
-    def asked(self, timeout_s=TIMEOUT_S):
+    def asked(self):
         """Return the next request: payload and slot."""
-        message = self.socket.receive(timeout_s)
+        message = self.socket.receive(TIMEOUT_S)
         return message.payload, message.facts["slot"]
 
     def done(self, slot, value):
@@ -214,7 +214,7 @@ def test_workers_without_the_newest_loaders_are_let_go(pool, worker, workers):
     more.get(timeout=TIMEOUT_S)
     assert produced.data[0] == 1
     produced.release()
-    assert worker.socket.receive(5.0) is None
+    assert worker.socket.receive(TIMEOUT_S) is None
 
 
 def test_a_task_waits_for_a_worker_with_its_loaders(pool, worker, workers):

@@ -15,7 +15,7 @@ from lightning_sm.peers.links import Timings
 from lightning_sm.peers.star import Peers
 from tests.fakes.reserved_job import reserve_job
 
-TIMEOUT_S = 60
+TIMEOUT_S = 20
 MAIN, DATA = "algo-1", "data-1"
 # Short, but long against the pauses of a busy machine.
 FAST = {

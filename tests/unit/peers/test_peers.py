@@ -24,7 +24,7 @@ def test_failure_reaches_all_hosts(exits, lines):
     launchers["algo-3"].report(BROKEN)
     expected = Verdict("failed", "algo-3", 3, "ValueError: broken")
     assert {peers.heard.get(timeout=TIMEOUT_S) for peers in launchers.values()} == {expected}
-    assert time.monotonic() - started < TIMEOUT_S / 2
+    assert time.monotonic() - started < 1
     launchers["algo-2"].report(Outcome(143, "terminated"))
     launchers[MAIN].report(Outcome(1, "another"))
     del launchers[DATA]
@@ -222,14 +222,14 @@ def test_restarted_hub_learns_everything_again(exits, lines):
 
 
 def test_fifty_hosts(exits, lines):
-    """A failure on one of fifty hosts reaches all others soon, and all can end."""
+    """A failure on one of fifty hosts reaches all others within about a second, and all can end."""
     job = Job(exits, 51)
     launchers = job.start_all()
     joined(lines, *job.trainers[1:])
     started = time.monotonic()
     launchers["algo-50"].report(BROKEN)
     assert {peers.heard.get(timeout=TIMEOUT_S).host for peers in launchers.values()} == {"algo-50"}
-    assert time.monotonic() - started < TIMEOUT_S / 2
+    assert time.monotonic() - started < 3
     for peers in launchers.values():
         peers.report(Outcome(143))
     assert {verdict.host for verdict in farewells(launchers).values()} == {"algo-50"}
