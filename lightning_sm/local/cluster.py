@@ -10,6 +10,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,7 @@ from lightning_sm.errors import JobConfigError, OutputDirectoryError, PortInUseE
 from lightning_sm.hyperparameters import encode
 from lightning_sm.instance_groups import GroupSpec, deal_hosts, resource_config_of
 from lightning_sm.job import InstanceGroup, SageMakerJob
-from lightning_sm.local.ports import ReservedPorts
+from lightning_sm.local.ports import reserve_ports
 from lightning_sm.topology import Role, Topology
 
 # What a launcher, a toolkit or another job left in this shell would be believed by the hosts.
@@ -146,7 +147,7 @@ class LocalCluster:
                 self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
             self.hosts = self._make_hosts(groups, topology)
         except OSError as error:
-            self._ports.release()
+            self._ports.close()
             self.remove()
             raise OutputDirectoryError(
                 f"{error.filename or base_dir}: cannot be written ({error.strerror})."
@@ -158,7 +159,7 @@ class LocalCluster:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._ports.release()
+        self._ports.close()
         if not self.keep:
             self.remove()
 
@@ -273,13 +274,13 @@ def _shared_environment(spec: ClusterSpec, hosts: Sequence[str], env: Mapping[st
     }
 
 
-def _name_with_ports(groups: Sequence[InstanceGroup], shared: Mapping[str, str]) -> tuple[str, Topology, ReservedPorts]:
+def _name_with_ports(groups: Sequence[InstanceGroup], shared: Mapping[str, str]) -> tuple[str, Topology, ExitStack]:
     """Choose a job name whose ports nobody has: they follow from the name."""
     for _ in range(_NAME_ATTEMPTS):
         name = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         topology = _topology(groups, shared, name)
         try:
-            return name, topology, ReservedPorts(topology)
+            return name, topology, reserve_ports(topology)
         except PortInUseError as error:
             if shared.get("LIGHTNING_SM_MAIN_PORT"):  # another name would not change it
                 raise

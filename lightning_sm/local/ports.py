@@ -4,43 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from types import TracebackType
 
 from lightning_sm.errors import PortInUseError
 from lightning_sm.rendezvous import check_port_is_free
 from lightning_sm.topology import Topology
 
 
-class ReservedPorts:
-    """Keeps the ports of a job from other emulated jobs, also before its hosts listen on them; a context manager.
+def reserve_ports(topology: Topology) -> contextlib.ExitStack:
+    """Keep the ports that follow from a job's main port from other emulated jobs, also before its hosts listen on them.
 
     Abstract Unix sockets stand for them: they belong to a network namespace, as ports do, and end with their process.
 
     Args:
         topology: The layout of the job.
 
+    Returns:
+        What keeps them. Closing it lets others have them.
+
     Raises:
         PortInUseError: A process listens on one of the ports, or another emulated job has reserved it.
     """
-
-    def __init__(self, topology: Topology) -> None:
-        with contextlib.ExitStack() as claims:
-            for port, (listener, host) in _listeners(topology).items():
-                check_port_is_free(port, host, listener)
-                _claim(port, claims.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)))
-            self._claims = claims.pop_all()
-
-    def __enter__(self) -> ReservedPorts:
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Let others have the ports."""
-        self._claims.close()
+    with contextlib.ExitStack() as claims:
+        for port, (listener, host) in _listeners(topology).items():
+            check_port_is_free(port, host, listener)
+            _claim(port, claims.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)))
+        return claims.pop_all()
 
 
 def _listeners(topology: Topology) -> dict[int, tuple[str, str]]:

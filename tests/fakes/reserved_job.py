@@ -7,12 +7,12 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 from lightning_sm.errors import PortInUseError
-from lightning_sm.local.ports import ReservedPorts
+from lightning_sm.local.ports import reserve_ports
 from lightning_sm.topology import Topology
 from tests.fakes.job_folder import make_job
 
 
-def reserve_job(groups: Mapping[str, Sequence[str]]) -> tuple[str, Topology, ReservedPorts]:
+def reserve_job(groups: Mapping[str, Sequence[str]]) -> tuple[str, Topology, contextlib.ExitStack]:
     """Choose a job; returns its name, from which its ports follow, its layout, and what keeps the ports.
 
     Args:
@@ -22,4 +22,4 @@ def reserve_job(groups: Mapping[str, Sequence[str]]) -> tuple[str, Topology, Res
         name = f"test-{secrets.token_hex(4)}"
         topology = Topology.from_job(make_job(groups, name=name))
         with contextlib.suppress(PortInUseError):
-            return name, topology, ReservedPorts(topology)
+            return name, topology, reserve_ports(topology)

@@ -70,7 +70,7 @@ class Hosts:
         self.folder = folder
         self.names = sorted(host for members in groups.values() for host in members)
         self.job_name, topology, ports = reserve_job(groups)
-        weakref.finalize(self, ports.release)
+        weakref.finalize(self, ports.close)
         self.main_port, self.spare_port = topology.main_port, topology.peers_port
         for host in self.names:
             write_job(folder / host, resource_config(groups, host, interface=interface), **contents)

@@ -49,7 +49,7 @@ class Job:
     def __init__(self, folder):
         self.folder = folder
         name, _, ports = reserve_job(GROUPS)
-        weakref.finalize(self, ports.release)
+        weakref.finalize(self, ports.close)
         variables = {
             "TRAINING_JOB_NAME": name,
             "LIGHTNING_SM_HOST_ADDRESSES": '{"algo-1": "127.0.0.1", "algo-2": "127.0.0.1"}',
