@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from lightning_sm.submit.job_file import read_job
-from lightning_sm.submit.submission import send
+from lightning_sm.submit.submit import send
 
 _LOG = logging.getLogger(__name__)
 _JOB = Path(__file__).parent / "job.yaml"

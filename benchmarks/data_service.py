@@ -32,10 +32,10 @@ import psutil
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule
 
-    from lightning_sm.data.host import DataHost
-    from lightning_sm.data.loader import RemoteLoader
-    from lightning_sm.data.module import RemoteDataModule
+    from lightning_sm.data.host.data_host import DataHost
     from lightning_sm.data.settings import DataServiceSettings
+    from lightning_sm.data.trainer.datamodule import RemoteDataModule
+    from lightning_sm.data.trainer.loader import RemoteLoader
 
 _CHILD_TIMEOUT_S = 170.0
 _STOP_TIMEOUT_S = 20.0
@@ -183,7 +183,7 @@ def host_pids(host: DataHost) -> list[int]:
 @contextlib.contextmanager
 def data_hosts(datamodules: Sequence[LightningDataModule], cores: Cores, workers: int) -> Iterator[list[DataHost]]:
     """Run a data host for each DataModule, all on the same cores."""
-    from lightning_sm.data.host import DataHost
+    from lightning_sm.data.host.data_host import DataHost
 
     with contextlib.ExitStack() as stack:
         with pinned(cores):
@@ -200,7 +200,7 @@ def service(
     settings: DataServiceSettings | None = None,
 ) -> Iterator[Service]:
     """Run a data host for each DataModule, and open the training loader of the first on the trainer's cores."""
-    from lightning_sm.data.module import RemoteDataModule
+    from lightning_sm.data.trainer.datamodule import RemoteDataModule
 
     prepare(trainer_cores)
     with data_hosts(datamodules, host_cores, workers) as hosts:

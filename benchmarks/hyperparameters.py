@@ -22,7 +22,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 from tabulate import tabulate
 
-from lightning_sm.hyperparameters import to_argv
+from lightning_sm.job.hyperparameters import to_argv
 
 # name: (option, type of the argument, value)
 CORPUS: dict[str, tuple[str, Any, Any]] = {

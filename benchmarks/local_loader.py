@@ -103,8 +103,8 @@ def fit(
     trainer_cores: list[int],
 ) -> float:
     """Return the seconds per step, with a data host, or without one."""
-    from lightning_sm.data.module import RemoteDataModule
     from lightning_sm.data.settings import DataServiceSettings
+    from lightning_sm.data.trainer.datamodule import RemoteDataModule
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     prepare(trainer_cores)

@@ -83,10 +83,10 @@ class Rival:
 RIVALS = {
     "torch DataLoader": Rival("", "rivals_torch:local", ("torch.utils.data",), ("torch",)),
     "lightning_sm, 1 host x 3": Rival(
-        "", "rivals_torch:one_host", ("lightning_sm.data.module",), ("pytorch-lightning", "grpcio")
+        "", "rivals_torch:one_host", ("lightning_sm.data.trainer.datamodule",), ("pytorch-lightning", "grpcio")
     ),
     "lightning_sm, hosts x 2 and 1": Rival(
-        "", "rivals_torch:two_hosts", ("lightning_sm.data.module",), ("pytorch-lightning", "grpcio")
+        "", "rivals_torch:two_hosts", ("lightning_sm.data.trainer.datamodule",), ("pytorch-lightning", "grpcio")
     ),
     "seed": Rival("", "rivals_torch:seed", ("torch", "grpc", "google.protobuf"), ("torch", "grpcio", "protobuf")),
     "seed, forkserver": Rival("", "rivals_torch:seed_forkserver", ("torch", "grpc", "google.protobuf"), ("protobuf",)),

@@ -67,8 +67,8 @@ def two_hosts(num_samples: int) -> Iterator[Epoch]:
 def _data_hosts(num_samples: int, workers: list[int]) -> Iterator[Epoch]:
     from pytorch_lightning import LightningDataModule
 
-    from lightning_sm.data.host import DataHost
-    from lightning_sm.data.module import RemoteDataModule
+    from lightning_sm.data.host.data_host import DataHost
+    from lightning_sm.data.trainer.datamodule import RemoteDataModule
 
     class SamplesData(LightningDataModule):
         def train_dataloader(self) -> DataLoader[tuple[int, int, np.ndarray]]:

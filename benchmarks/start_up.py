@@ -52,9 +52,9 @@ class IndicesData(LightningDataModule):
 
 def start(workers: int, host_cores: list[int], trainer_cores: list[int]) -> dict[str, float]:
     """Return the seconds of each part."""
-    from lightning_sm.data.loader import Position, RemoteLoader
-    from lightning_sm.data.module import RemoteDataModule
-    from lightning_sm.data.plan import epoch_order
+    from lightning_sm.data.plan.samples import epoch_order
+    from lightning_sm.data.trainer.datamodule import RemoteDataModule
+    from lightning_sm.data.trainer.loader import Position, RemoteLoader
 
     prepare(trainer_cores)
     began = time.perf_counter()

@@ -9,19 +9,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from lightning_sm.callbacks.local_position import LocalPosition
-    from lightning_sm.callbacks.spot import SpotCheckpoint
-    from lightning_sm.cli import SageMakerCLI
-    from lightning_sm.data.batch_types import register_batch_type
-    from lightning_sm.data.host import DataHost
-    from lightning_sm.data.module import RemoteDataModule
-    from lightning_sm.data.settings import DataServiceSettings
-    from lightning_sm.environment import SageMakerEnvironment
-    from lightning_sm.job import Channel, InstanceGroup, SageMakerJob
-    from lightning_sm.topology import Role, Topology
+from lightning_sm._version import __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from lightning_sm.data.batch.types import register_batch_type
+    from lightning_sm.data.host.data_host import DataHost
+    from lightning_sm.data.settings import DataServiceSettings
+    from lightning_sm.data.trainer.datamodule import RemoteDataModule
+    from lightning_sm.job.facts import Channel, InstanceGroup, SageMakerJob
+    from lightning_sm.job.topology import Role, Topology
+    from lightning_sm.training.callbacks.local_position import LocalPosition
+    from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
+    from lightning_sm.training.cli import SageMakerCLI
+    from lightning_sm.training.environment import SageMakerEnvironment
 
 __all__ = [
     "Channel",
@@ -41,19 +41,19 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "Channel": "lightning_sm.job",
-    "DataHost": "lightning_sm.data.host",
+    "Channel": "lightning_sm.job.facts",
+    "DataHost": "lightning_sm.data.host.data_host",
     "DataServiceSettings": "lightning_sm.data.settings",
-    "InstanceGroup": "lightning_sm.job",
-    "LocalPosition": "lightning_sm.callbacks.local_position",
-    "RemoteDataModule": "lightning_sm.data.module",
-    "Role": "lightning_sm.topology",
-    "SageMakerCLI": "lightning_sm.cli",
-    "SageMakerEnvironment": "lightning_sm.environment",
-    "SageMakerJob": "lightning_sm.job",
-    "SpotCheckpoint": "lightning_sm.callbacks.spot",
-    "Topology": "lightning_sm.topology",
-    "register_batch_type": "lightning_sm.data.batch_types",
+    "InstanceGroup": "lightning_sm.job.facts",
+    "LocalPosition": "lightning_sm.training.callbacks.local_position",
+    "RemoteDataModule": "lightning_sm.data.trainer.datamodule",
+    "Role": "lightning_sm.job.topology",
+    "SageMakerCLI": "lightning_sm.training.cli",
+    "SageMakerEnvironment": "lightning_sm.training.environment",
+    "SageMakerJob": "lightning_sm.job.facts",
+    "SpotCheckpoint": "lightning_sm.training.callbacks.spot_checkpoint",
+    "Topology": "lightning_sm.job.topology",
+    "register_batch_type": "lightning_sm.data.batch.types",
 }
 
 

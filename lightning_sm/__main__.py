@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from lightning_sm import launcher
-from lightning_sm.console import show_log_lines
-from lightning_sm.doctor import options as doctor
+from lightning_sm._log import show_log_lines
+from lightning_sm.doctor import command as doctor
+from lightning_sm.emulator import options as local
 from lightning_sm.errors import LightningSMError
-from lightning_sm.local import options as local
+from lightning_sm.launcher import train
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(given[:at])
         if options.subcommand == "train":
             script, *args = options.command or [None]
-            return launcher.train(script, args)
+            return train.train(script, args)
         if options.subcommand == "doctor":
             return doctor.main(options)
         options.command += given[at:] if options.command else given[at + 1 :]
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _submit(argv: Sequence[str]) -> int:
-    from lightning_sm.submit import options as submit  # noqa: PLC0415 - loads jsonargparse and boto3
+    from lightning_sm.submit import command as submit  # noqa: PLC0415 - loads jsonargparse and boto3
 
     return submit.main(argv)
 

@@ -6,12 +6,13 @@ import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from lightning_sm.data.compression import Compression
 from lightning_sm.errors import DataSettingsError
 
 _GIB = 1 << 30
+
+Compression = Literal["zstd", "lz4"]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 
 from lightning_sm.errors import LightningSMError
-from lightning_sm.job import SageMakerJob, base_directory
-from lightning_sm.topology import Topology
+from lightning_sm.job.facts import SageMakerJob, base_directory
+from lightning_sm.job.topology import Topology
 
 # To tell of what did not end in time: a tenth of the time there is, and never more than this.
 _MOST_MARGIN_S = 1.0

@@ -20,9 +20,9 @@ from pathlib import Path
 import yaml
 
 from lightning_sm.errors import LightningSMError, SubmitError
-from lightning_sm.submit.containers import Container, find_containers, remove
 from lightning_sm.submit.plan import Plan
-from lightning_sm.submit.sdk import INSTALL_V2, SDK_WITHOUT_ESTIMATOR, adapter, sdk_version, without_telemetry
+from lightning_sm.submit.sdk.containers import Container, find_containers, remove
+from lightning_sm.submit.sdk.version import INSTALL_V2, SDK_WITHOUT_ESTIMATOR, adapter, sdk_version, without_telemetry
 
 _LOG = logging.getLogger(__name__)
 

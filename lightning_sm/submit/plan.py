@@ -11,11 +11,11 @@ from typing import Any
 import yaml
 
 from lightning_sm.errors import HyperparameterError
-from lightning_sm.hyperparameters import encode
-from lightning_sm.job import CODE_CHANNEL, InstanceGroup, SageMakerJob
-from lightning_sm.submit.metrics import metric_definitions
-from lightning_sm.submit.spec import Channel, Group, Job
-from lightning_sm.topology import Topology
+from lightning_sm.job.facts import CODE_CHANNEL, InstanceGroup, SageMakerJob
+from lightning_sm.job.hyperparameters import encode
+from lightning_sm.job.topology import Topology
+from lightning_sm.submit.job_file import Channel, Group, Job
+from lightning_sm.submit.metric_patterns import metric_definitions
 
 _CODE_DIR = f"/opt/ml/input/data/{CODE_CHANNEL}"
 DATA_GROUPS_VARIABLE = "LIGHTNING_SM_DATA_GROUPS"

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning_sm.errors import SubmitError, TopologyError
-from lightning_sm.job import CODE_CHANNEL
-from lightning_sm.submit.limits import matches
-from lightning_sm.submit.metrics import pattern_problem
+from lightning_sm.job.facts import CODE_CHANNEL
+from lightning_sm.submit.job_file import Job, Mode
+from lightning_sm.submit.metric_patterns import pattern_problem
 from lightning_sm.submit.plan import data_groups
-from lightning_sm.submit.spec import Job, Mode
+from lightning_sm.submit.service_limits import matches
 
 # The SDKs add the time: 24 characters of 63 in version 2.
 _MAX_NAME_CHARS = 63 - 24

@@ -11,7 +11,7 @@ from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from lightning_sm.submit.spec import Retries
+from lightning_sm.submit.job_file import Retries
 
 _LOG = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lightning_sm.data.arena import Arena
-from lightning_sm.data.decoding import decode
-from lightning_sm.data.encoding import encode
+from lightning_sm.data.batch.arena import Arena
+from lightning_sm.data.batch.decode import decode
+from lightning_sm.data.batch.encode import encode
 
 
 class Slot(np.ndarray):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_sm.job import InstanceGroup, SageMakerJob
+from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 
 # Verbatim from SageMaker SDK v2 (2.257) local mode, two hosts: no groups, and host names with a suffix.
 SDK_V2_LOCAL = (

@@ -6,9 +6,9 @@ import contextlib
 import secrets
 from collections.abc import Mapping, Sequence
 
+from lightning_sm.emulator.ports import reserve_ports
 from lightning_sm.errors import PortInUseError
-from lightning_sm.local.ports import reserve_ports
-from lightning_sm.topology import Topology
+from lightning_sm.job.topology import Topology
 from tests.fakes.job_folder import make_job
 
 

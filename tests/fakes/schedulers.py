@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_sm.data.scheduler import Scheduler
+from lightning_sm.data.feeder.scheduler import Scheduler
 
 
 def make(*hosts, num_credits=1, window=4, stop=100, **options):

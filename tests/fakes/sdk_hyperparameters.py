@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_sm.hyperparameters import encode
+from lightning_sm.job.hyperparameters import encode
 
 
 def sdk_v2_generic(config: Mapping[str, Any]) -> dict[str, str]:

@@ -8,8 +8,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from lightning_sm.data.schedule import HostState
-from lightning_sm.data.scheduler import Scheduler
+from lightning_sm.data.feeder.scheduler import HostState, Scheduler
 
 HEDGE_BUDGET, HEDGE_BURST = 0.05, 4
 

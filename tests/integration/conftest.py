@@ -28,7 +28,7 @@ def _restored_rank() -> Iterator[None]:
 @pytest.fixture
 def restored_signals() -> Iterator[None]:
     """SpotCheckpoint keeps its handlers when the run is over; other tests need the old ones."""
-    from lightning_sm.callbacks.spot import STOP_SIGNALS
+    from lightning_sm.training.callbacks.spot_checkpoint import STOP_SIGNALS
 
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     yield

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import psutil
 
-from lightning_sm.job import SageMakerJob
-from lightning_sm.topology import Topology
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.topology import Topology
 
 job = SageMakerJob.from_environment()
 topology = Topology.from_job(job)

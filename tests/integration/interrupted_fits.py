@@ -9,9 +9,10 @@ from pytorch_lightning import seed_everything
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sm._lightning import Callback, LightningModule, ModelCheckpoint, Trainer
-from lightning_sm.callbacks.local_position import LocalPosition
-from lightning_sm.callbacks.spot import INTERRUPTED_EXIT_CODE, SpotCheckpoint, TrainingInterrupted
-from lightning_sm.checkpoints import newest_checkpoint
+from lightning_sm.job.stopping import INTERRUPTED_EXIT_CODE
+from lightning_sm.training.callbacks.local_position import LocalPosition
+from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint, TrainingInterrupted
+from lightning_sm.training.checkpoints.newest import newest_checkpoint
 
 NUM_TRAIN, NUM_VAL, BATCH_SIZE = 24, 12, 4
 NUM_STEPS, NUM_VAL_BATCHES = NUM_TRAIN // BATCH_SIZE, NUM_VAL // BATCH_SIZE

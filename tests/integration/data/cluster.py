@@ -10,9 +10,9 @@ from typing import Any
 
 import psutil
 
-from lightning_sm.data.host import DataHost
-from lightning_sm.data.module import RemoteDataModule
+from lightning_sm.data.host.data_host import DataHost
 from lightning_sm.data.settings import DataServiceSettings
+from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from tests.integration.data.datasets import Data
 
 
@@ -100,4 +100,4 @@ def remote(hosts: Sequence[Host | str], **settings: Any) -> Iterator[RemoteDataM
 
 
 def _is_network(process: psutil.Process) -> bool:
-    return "lightning_sm.data.network" in process.cmdline()
+    return "lightning_sm.data.server.process" in process.cmdline()

@@ -15,8 +15,8 @@ import torch
 from pytorch_lightning import LightningDataModule
 from torch.utils.data import Dataset, default_collate
 
-from lightning_sm.data.plan import SamplePlan, SampleSeeds, epoch_order
-from lightning_sm.data.random_state import seed_all
+from lightning_sm.data.host.random_state import seed_all
+from lightning_sm.data.plan.samples import SamplePlan, SampleSeeds, epoch_order
 
 # Where datasets find the name of the data host that they are on.
 HOST_VARIABLE = "LIGHTNING_SM_TEST_HOST"

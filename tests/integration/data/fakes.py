@@ -10,10 +10,10 @@ from typing import Any
 
 import grpc
 
-from lightning_sm.data import wire
-from lightning_sm.data.host import LOCAL_JOB
+from lightning_sm.data.host.data_host import LOCAL_JOB
+from lightning_sm.data.protocol import grpc_transport
+from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.data.settings import Credentials, DataServiceSettings
-from lightning_sm.data.spec import LoaderFacts
 
 LOADER = LoaderFacts(
     name="train_dataloader()",
@@ -64,11 +64,11 @@ class FakeHost:
         with ThreadPoolExecutor(8) as pool:
             server = grpc.server(
                 pool,
-                handlers=[grpc.method_handlers_generic_handler(wire.SERVICE, handlers)],
-                interceptors=[wire.Guard(known, "fake")],
-                options=wire.server_options(),
+                handlers=[grpc.method_handlers_generic_handler(grpc_transport.SERVICE, handlers)],
+                interceptors=[grpc_transport.Guard(known, "fake")],
+                options=grpc_transport.server_options(),
             )
-            address = wire.bind(server, "127.0.0.1:0", known)
+            address = grpc_transport.bind(server, "127.0.0.1:0", known)
             server.start()
             try:
                 yield address
@@ -77,8 +77,8 @@ class FakeHost:
 
     def _fetch(self, requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
         for message in requests:
-            for request_id, kind, _, _ in wire.frames(message):
-                if kind == wire.FrameKind.FETCH:
+            for request_id, kind, _, _ in grpc_transport.frames(message):
+                if kind == grpc_transport.FrameKind.FETCH:
                     yield from self.answer(request_id)
 
 
@@ -91,8 +91,8 @@ class FakeTrainer:
     """
 
     def __init__(self, address: str, metadata: list[tuple[str, Any]] | None = None) -> None:
-        self._channel = wire.open_channel(address, credentials())
-        self._metadata = wire.metadata(credentials()) if metadata is None else metadata
+        self._channel = grpc_transport.open_channel(address, credentials())
+        self._metadata = grpc_transport.metadata(credentials()) if metadata is None else metadata
 
     def __enter__(self) -> FakeTrainer:
         return self
@@ -102,11 +102,15 @@ class FakeTrainer:
 
     def call(self, name: str, request: bytes = b"{}") -> bytes:
         """Make a call with one request and one answer."""
-        return self._channel.unary_unary(wire.method(name))(request, metadata=self._metadata, timeout=20)
+        return self._channel.unary_unary(grpc_transport.method(name))(request, metadata=self._metadata, timeout=20)
 
     def stream(self, name: str, *requests: bytes) -> list[bytes]:
         """Make a call with any number of requests, and wait for all answers."""
-        return list(self._channel.stream_stream(wire.method(name))(iter(requests), metadata=self._metadata, timeout=20))
+        return list(
+            self._channel.stream_stream(grpc_transport.method(name))(
+                iter(requests), metadata=self._metadata, timeout=20
+            )
+        )
 
     def any_call(self, name: str, request: bytes = b"{}") -> grpc.StatusCode:
         """Make a call, and return how it ended."""
@@ -121,4 +125,6 @@ class FakeTrainer:
 
     def conversation(self, requests: Iterator[bytes]) -> Any:
         """Open a Fetch stream, and return the call."""
-        return self._channel.stream_stream(wire.method("Fetch"))(requests, metadata=self._metadata, timeout=60)
+        return self._channel.stream_stream(grpc_transport.method("Fetch"))(
+            requests, metadata=self._metadata, timeout=60
+        )

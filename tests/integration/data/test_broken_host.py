@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from lightning_sm.errors import DataServiceError, RemoteTransformError
-from lightning_sm.launcher import restart_pause_s
+from lightning_sm.launcher.train import restart_pause_s
 from tests.integration.data.test_leaving import Job
 from tests.integration.hosts import REPOSITORY, Hosts
 
@@ -71,8 +71,8 @@ KILLED = "import os, signal, sys\nprint('started', file=sys.stderr, flush=True)\
 BROKEN = """
 import sys
 from lightning_sm import DataServiceSettings, SageMakerJob, Topology
-from lightning_sm.console import show_log_lines
-from lightning_sm.data.in_job import serve
+from lightning_sm._log import show_log_lines
+from lightning_sm.data.service import serve
 from tests.fakes.small_app import SmallData
 
 class Broken(SmallData):
@@ -311,7 +311,9 @@ def test_a_gentle_stop_outlives_the_network_process(script):
     script.start()
     module = script.connected()
     (network,) = [
-        child for child in psutil.Process(script.host.pid).children() if "lightning_sm.data.network" in child.cmdline()
+        child
+        for child in psutil.Process(script.host.pid).children()
+        if "lightning_sm.data.server.process" in child.cmdline()
     ]
     script.host.send_signal(signal.SIGUSR2)
     os.kill(module._feeder.pid, signal.SIGKILL)

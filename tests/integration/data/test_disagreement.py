@@ -7,7 +7,7 @@ import re
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_sm.data.host import DataHost
+from lightning_sm.data.host.data_host import DataHost
 from lightning_sm.errors import (
     BatchTooLargeError,
     DataHostMismatchError,

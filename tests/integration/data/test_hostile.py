@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_sm.data.host import DataHost
-from lightning_sm.data.spec import BatchSpec
-from lightning_sm.data.wire import FrameKind, batch_head, frame, frames
+from lightning_sm.data.host.data_host import DataHost
+from lightning_sm.data.protocol.grpc_transport import FrameKind, batch_head, frame, frames
+from lightning_sm.data.protocol.spec import BatchSpec
 from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
 from tests.integration.data.cluster import remote
 from tests.integration.data.datasets import Data

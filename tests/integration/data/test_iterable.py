@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_sm.data.passes import Position
+from lightning_sm.data.trainer.passes import Position
 from lightning_sm.errors import DataSettingsError, DataTimeoutError, RemoteTransformError
 from tests.integration.data.cluster import Host, remote, running
 from tests.integration.data.datasets import stream_hash

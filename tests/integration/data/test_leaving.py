@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from lightning_sm import DataHost, DataServiceSettings, RemoteDataModule, SageMakerJob, Topology
-from lightning_sm.data.in_job import remote
+from lightning_sm.data.service import remote
 from lightning_sm.errors import DataSettingsError
 from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.reserved_job import reserve_job
@@ -26,8 +26,8 @@ GROUPS = {"gpu": ["algo-1"], "data": ["algo-2"]}
 SERVE = """
 import sys
 from lightning_sm import DataServiceSettings, SageMakerJob, Topology
-from lightning_sm.console import show_log_lines
-from lightning_sm.data.in_job import serve
+from lightning_sm._log import show_log_lines
+from lightning_sm.data.service import serve
 from tests.fakes.small_app import SmallData
 
 class Slow(SmallData):

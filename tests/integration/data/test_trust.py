@@ -9,10 +9,10 @@ import pytest
 import trustme
 from torch.utils.data import DataLoader
 
-from lightning_sm.data import wire
-from lightning_sm.data.host import DataHost
-from lightning_sm.data.module import RemoteDataModule
+from lightning_sm.data.host.data_host import DataHost
+from lightning_sm.data.protocol import grpc_transport
 from lightning_sm.data.settings import DataServiceSettings
+from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.errors import DataHostMismatchError, DataHostUnreachableError, DataSettingsError
 from tests.integration.data.cluster import remote
 from tests.integration.data.datasets import Augmented, Data
@@ -92,7 +92,7 @@ def test_only_trainers_of_the_job_with_the_token_are_served():
 
 def test_calls_without_credentials_are_refused_whatever_they_ask():
     """Every method, even one that is not there, refuses a caller with no metadata, no token or a wrong one."""
-    right = wire.metadata(credentials())
+    right = grpc_transport.metadata(credentials())
     wrong = [*right[:2], ("lightning-sm-token-bin", b"guessed")]
     unauthenticated, precondition = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION
     with DataHost(data()) as host:
@@ -105,7 +105,7 @@ def test_calls_without_credentials_are_refused_whatever_they_ask():
 
 def test_a_trainer_of_another_version_is_told_both_versions(monkeypatch):
     """A data host that speaks another version of the protocol is named at once, with both versions."""
-    monkeypatch.setattr(wire, "PROTOCOL_VERSION", "99")
+    monkeypatch.setattr(grpc_transport, "PROTOCOL_VERSION", "99")
     with FakeHost().serving() as address:
         assert "data host fake speaks version 99 of the protocol, this trainer 1." in refusal(address)
 

@@ -11,7 +11,7 @@ from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_sm import SageMakerCLI
-from lightning_sm.job import SageMakerJob
+from lightning_sm.job.facts import SageMakerJob
 
 WRITTEN = Path(os.environ["NOTES"], "written")
 

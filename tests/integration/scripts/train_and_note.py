@@ -10,8 +10,8 @@ from pytorch_lightning import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sm import SageMakerCLI
-from lightning_sm.job import SageMakerJob
-from lightning_sm.topology import Role, Topology
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.topology import Role, Topology
 
 NUM_SAMPLES, BATCH_SIZE = 480, 8
 

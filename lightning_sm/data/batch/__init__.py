@@ -1,0 +1,1 @@
+"""Batches as bytes: in shared memory, and on the wire."""

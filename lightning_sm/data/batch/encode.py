@@ -1,0 +1,271 @@
+"""A batch becomes a small header and raw bytes in a slot of shared memory; ``batch_format`` describes the header."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import reprlib
+import struct
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from enum import Enum
+from itertools import chain
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightning_sm.data.batch import types as batch_types
+from lightning_sm.data.batch.arena import Arena, Leaf
+from lightning_sm.data.batch.format import (
+    ARRAY_DTYPE,
+    FORMAT,
+    INT64,
+    MAX_DEPTH,
+    MAX_DIMENSIONS,
+    MAX_DTYPE_LEVELS,
+    NAMES_OF_DTYPES,
+    VERSION,
+    is_key,
+)
+from lightning_sm.errors import BatchTooLargeError, BatchTypeError
+
+# About 10 s of encoding; far more than a batch has when its numbers are in tensors, and where an explosion of shared
+# containers must end.
+_MAX_OBJECTS = 2**22
+# Larger bytes travel beside the header: base64 costs a third more, and every copy of the header costs again.
+_MAX_INLINE_BYTES = 128
+
+_TO_JSON = json.JSONEncoder(separators=(",", ":"), check_circular=False, allow_nan=False)
+
+
+def encode(batch: Any, arena: Arena) -> bytes:
+    """Put a batch into a slot and return the header from which ``decode`` rebuilds it.
+
+    Tensors and arrays that lie in the slot already stay where they are. Views that share memory share it in the slot as
+    well, unless that took more room than separate copies. Dense strides are kept; others become contiguous.
+
+    Args:
+        batch: What the collate function returned.
+        arena: The slot; the bytes to send with the header are its first ``arena.used``.
+
+    Raises:
+        BatchTypeError: The batch holds something that cannot be sent; the message names its path.
+        BatchTooLargeError: The slot is too small.
+    """
+    encoder = _Encoder()
+    tree = encoder.node(batch)
+    arena.place(encoder.leaves)
+    return _TO_JSON.encode([FORMAT, VERSION, arena.used, tree]).encode("ascii")
+
+
+class _Attribute(str):
+    __slots__ = ()
+
+
+class _Encoder:
+    """Turns a batch into nodes and lists the leaves, whose offsets are filled in when all of them are known."""
+
+    def __init__(self) -> None:
+        self._path: list[Any] = []
+        self._containers: list[Any] = []
+        self._indices: dict[int, int] = {}
+        self._remembered: list[Any] = []
+        self.leaves: list[Leaf] = []
+        self._num_objects = 0
+
+    def node(self, obj: Any) -> Any:
+        self._num_objects += 1
+        encode_kind = _ENCODERS.get(type(obj))
+        return self._other(obj) if encode_kind is None else encode_kind(self, obj)
+
+    def _plain(self, obj: Any) -> Any:
+        return obj
+
+    def _int(self, obj: int) -> Any:
+        return obj if -INT64 <= obj < INT64 else ["i", hex(obj)]
+
+    def _float(self, obj: float) -> Any:
+        return obj if math.isfinite(obj) else ["f", struct.pack("<d", obj).hex()]
+
+    def _complex(self, obj: complex) -> Any:
+        return ["c", struct.pack("<dd", obj.real, obj.imag).hex()]
+
+    def _str(self, obj: str) -> Any:
+        try:
+            obj.encode()
+        except UnicodeEncodeError:
+            # JSON would join two lone surrogates to one character.
+            return ["s", obj.encode("utf-8", "surrogatepass").hex()]
+        return obj
+
+    def _bytes(self, obj: bytes) -> Any:
+        if len(obj) <= _MAX_INLINE_BYTES:
+            return ["b", base64.b64encode(obj).decode("ascii")]
+        return self._once(obj, self._large_bytes)
+
+    def _large_bytes(self, obj: bytes) -> Any:
+        address = np.frombuffer(obj, np.uint8).ctypes.data
+        return self._leaf(Leaf(["B", 0, len(obj)], obj, address, len(obj), len(obj)))
+
+    def _list(self, obj: Any) -> Any:
+        return [_SEQUENCES[type(obj)], *self._children(obj, enumerate(obj))]
+
+    def _set(self, obj: Any) -> Any:
+        return [_SETS[type(obj)], *self._children(obj, ((item, self._key(item)) for item in obj))]
+
+    def _dict(self, obj: Any) -> Any:
+        # All keys before all values, as in decoding: both number what they remember in this order.
+        keys = self._children(obj, ((key, self._key(key)) for key in obj))
+        values = self._children(obj, obj.items())
+        return ["o" if type(obj) is OrderedDict else "d", *chain.from_iterable(zip(keys, values, strict=True))]
+
+    def _key(self, key: Any) -> Any:
+        if not is_key(key):
+            self._fail(f"holds the key {reprlib.repr(key)} of type {type(key).__qualname__}, which cannot be sent.")
+        return key
+
+    def _range(self, obj: Any) -> Any:
+        bounds = ((_Attribute(name), getattr(obj, name)) for name in ("start", "stop", "step"))
+        return [type(obj).__name__, *self._children(obj, bounds)]
+
+    def _any_tensor(self, obj: torch.Tensor) -> Any:
+        is_dense = obj.layout == torch.strided and not obj.is_nested
+        return self._once(obj, self._tensor) if is_dense else self._other(obj)
+
+    def _tensor(self, obj: torch.Tensor) -> Any:
+        if obj.device.type != "cpu" or obj.dtype not in NAMES_OF_DTYPES or obj.dim() > MAX_DIMENSIONS:
+            kind = f"{obj.dtype} on {obj.device} with {obj.dim()} dimensions"
+            self._fail(f"is a tensor that cannot be sent ({kind}). Dequantize it or move it to the CPU in collate_fn.")
+        flags = (obj.requires_grad and obj.is_leaf) + 2 * isinstance(obj, torch.nn.Parameter)
+        shape, strides, itemsize = list(obj.shape), obj.stride(), obj.element_size()
+        size = span = obj.numel() * itemsize
+        node = ["t", 0, NAMES_OF_DTYPES[obj.dtype], shape, None, flags]
+        if size and not obj.is_contiguous():
+            node[4] = list(strides)
+            span = itemsize * (1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)))
+        if obj.is_conj() or obj.is_neg():
+            span = 0
+        return self._leaf(Leaf(node, obj, obj.data_ptr(), span, size, min(itemsize, 8)))
+
+    def _array(self, obj: Any) -> Any:
+        return self._once(obj, self._new_array)
+
+    def _new_array(self, obj: npt.NDArray[Any]) -> Any:
+        shape, strides = list(obj.shape), [step if n > 1 else 0 for n, step in zip(obj.shape, obj.strides, strict=True)]
+        node, span = ["a", 0, self._dtype(obj.dtype), shape, None], obj.nbytes
+        if not obj.dtype.itemsize:
+            self._fail(f"is an array of dtype {obj.dtype}, which has no bytes.")
+        if obj.size and not obj.flags.c_contiguous:
+            node[4] = strides
+            span = obj.itemsize + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+            span = span if min(strides) >= 0 else 0
+        return self._leaf(Leaf(node, obj, obj.__array_interface__["data"][0], span, obj.nbytes))
+
+    def _dtype(self, dtype: Any, level: int = 0) -> Any:
+        if dtype.names is not None and level < MAX_DTYPE_LEVELS:
+            fields = []
+            for name in dtype.names:
+                field, offset = dtype.fields[name][:2]
+                base, shape = field.subdtype or (field, ())
+                fields.append([name, self._dtype(base, level + 1), offset, list(shape)])
+            return [dtype.itemsize, *fields]
+        if dtype.names is None and ARRAY_DTYPE.fullmatch(dtype.str) and np.dtype(dtype.str) == dtype:
+            return dtype.str
+        return self._fail(f"is a NumPy object of dtype {dtype}, which cannot be sent. Convert it in collate_fn.")
+
+    def _other(self, obj: Any) -> Any:
+        cls = type(obj)
+        if (known := batch_types.type_of_object(obj)) is not None:
+            return self._once(obj, lambda obj: self._registered(known, obj))
+        if isinstance(obj, np.generic):
+            return ["n", self._dtype(obj.dtype), obj.tobytes()[: obj.dtype.itemsize].hex()]
+        name = batch_types.class_name(cls)
+        if isinstance(obj, Enum) and obj.name in cls.__members__:
+            return ["e", name, obj.name]
+        fields = batch_types.field_names(cls)
+        if fields is None or "<locals>" in name:
+            self._fail(f"is a {name.replace(':', '.')}, which cannot be sent. {batch_types.advice(cls)}")
+        values = zip(fields, obj, strict=True) if isinstance(obj, tuple) else ((x, self._field(obj, x)) for x in fields)
+        return ["x", name, fields, self._children(obj, ((_Attribute(field), value) for field, value in values))]
+
+    def _field(self, obj: Any, name: str) -> Any:
+        try:
+            return getattr(obj, name)
+        except AttributeError:
+            return self._fail(f"has no value in its field {name}.")
+
+    def _registered(self, known: batch_types.BatchType, obj: Any) -> Any:
+        try:
+            parts = known.to_parts(obj)
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            raise BatchTypeError(f"{self._where()} cannot be taken apart as a {known.name}: {message}") from error
+        return ["p", known.name, *self._children(obj, [(_Attribute("parts"), parts)])]
+
+    def _once(self, obj: Any, encode_new: Callable[[Any], Any]) -> Any:
+        if (index := self._indices.get(id(obj))) is not None:
+            return ["r", index]
+        node = encode_new(obj)
+        # Kept: a freed part of a registered type would pass its id on to the next object.
+        self._indices[id(obj)] = len(self._remembered)
+        self._remembered.append(obj)
+        return node
+
+    def _children(self, container: Any, items: Iterable[tuple[Any, Any]]) -> list[Any]:
+        if len(self._containers) >= MAX_DEPTH:
+            contains_itself = any(container is parent for parent in self._containers)
+            self._fail("contains itself." if contains_itself else f"is nested deeper than {MAX_DEPTH} levels.")
+        if self._num_objects > _MAX_OBJECTS:
+            raise BatchTooLargeError(f"A batch has more than {_MAX_OBJECTS} objects. Make tensors of its numbers.")
+        self._containers.append(container)
+        nodes = []
+        for step, value in items:
+            self._path.append(step)
+            nodes.append(self.node(value))
+            self._path.pop()
+        self._containers.pop()
+        return nodes
+
+    def _leaf(self, leaf: Leaf) -> Any:
+        if leaf.size:
+            self.leaves.append(leaf)
+        return leaf.node
+
+    def _where(self) -> str:
+        return "batch" + "".join(map(_step, self._path))
+
+    def _fail(self, what: str) -> NoReturn:
+        raise BatchTypeError(f"{self._where()} {what}")
+
+
+def _step(step: Any) -> str:
+    if isinstance(step, _Attribute):
+        return f".{step}"
+    return f"[{json.dumps(step, ensure_ascii=False)}]" if type(step) is str else f"[{reprlib.repr(step)}]"
+
+
+_SEQUENCES: dict[type, str] = {list: "l", tuple: "u", torch.Size: "size"}
+_SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
+_ENCODERS: dict[type, Callable[[_Encoder, Any], Any]] = {
+    type(None): _Encoder._plain,
+    bool: _Encoder._plain,
+    int: _Encoder._int,
+    float: _Encoder._float,
+    complex: _Encoder._complex,
+    str: _Encoder._str,
+    bytes: _Encoder._bytes,
+    range: _Encoder._range,
+    slice: _Encoder._range,
+    dict: _Encoder._dict,
+    defaultdict: _Encoder._dict,
+    OrderedDict: _Encoder._dict,
+    np.ndarray: _Encoder._array,
+    np.memmap: _Encoder._array,
+    torch.Tensor: _Encoder._any_tensor,
+    torch.nn.Parameter: _Encoder._any_tensor,
+    **dict.fromkeys(_SEQUENCES, _Encoder._list),
+    **dict.fromkeys(_SETS, _Encoder._set),
+}

@@ -1,0 +1,132 @@
+"""DataHost: serves a DataModule from this machine, for tests and for clusters that are put together by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import subprocess
+import sys
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+
+from lightning_sm.data.ipc.messages import MessageSocket
+from lightning_sm.data.ipc.processes import ending, with_import_path
+from lightning_sm.data.protocol.tls import read_tls
+from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
+from lightning_sm.errors import DataServiceError
+
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 15.0
+
+# The job of hosts and trainers that are put together by hand.
+LOCAL_JOB = "local"
+
+
+class DataHost:
+    """A data host of its own processes, which live as long as the ``with`` block.
+
+    Example::
+
+        with DataHost(MyDataModule("data"), workers=4) as host:
+            trainer.fit(model, RemoteDataModule(MyDataModule("data"), addresses=[host.address]))
+
+    Args:
+        datamodule: The user's DataModule. Nothing of it was run before; this process keeps its own copy.
+        address: Where to listen: ``host:port`` (port 0: any), or ``unix:path``.
+        workers: Worker processes.
+        settings: Everything else.
+        job: Name of the job; trainers must use the same.
+        name: Name of the host in messages. Default: its address.
+    """
+
+    def __init__(
+        self,
+        datamodule: Any,
+        address: str = "127.0.0.1:0",
+        workers: int = 2,
+        *,
+        settings: DataServiceSettings | None = None,
+        job: str = LOCAL_JOB,
+        name: str = "",
+    ) -> None:
+        settings = settings or DataServiceSettings()
+        self.address = address
+        self._datamodule = datamodule
+        self._settings = HostSettings(
+            address=address,
+            workers=workers,
+            max_batch_bytes=settings.max_batch_bytes,
+            lease_s=None,
+            startup_timeout_s=None,
+            name=name,
+            credentials=Credentials.of(settings, job),
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: MessageSocket | None = None
+
+    def __enter__(self) -> DataHost:
+        """Start to listen.
+
+        Raises:
+            DataSettingsError: A TLS file is wrong.
+            DataServiceError: The address is taken, or the DataModule cannot be copied to another process.
+        """
+        read_tls(self._settings.credentials)
+        self._socket, theirs = MessageSocket.pair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lightning_sm.data.host.main_process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=with_import_path(),
+            )
+        try:
+            self._socket.send(
+                "serve", cloudpickle.dumps(_without_trainer(self._datamodule)), settings=asdict(self._settings)
+            )
+            message = self._socket.receive(_START_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+        if message is None or message.kind != "listening":
+            self.close()
+            text = ending(self._process.wait()) if message is None else message.facts["text"]
+            raise DataServiceError(f"The data host at {self.address} did not start:\n{text}")
+        self.address = message.facts["address"]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop, whatever trainers are connected."""
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the main process of the host; its workers and its network process are its children."""
+        if self._process is None:
+            raise DataServiceError("The data host has not been started: use it in a with statement.")
+        return self._process.pid
+
+    def close(self) -> None:
+        """Stop the processes of the host."""
+        if self._process is None or self._socket is None:
+            return
+        with contextlib.suppress(OSError):
+            self._socket.close()
+        try:
+            self._process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _without_trainer(datamodule: Any) -> Any:
+    """A copy that does not take the Trainer and the model along."""
+    if getattr(datamodule, "trainer", None) is None:
+        return datamodule
+    detached = copy.copy(datamodule)
+    detached.trainer = None
+    return detached

@@ -1,0 +1,148 @@
+"""The user's DataModule on a data host: its hooks in their order, and the loaders that trainers asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_sm.data.host.loader import ServedLoader, describe_structure
+from lightning_sm.data.protocol.spec import TRAINER_FACTS
+from lightning_sm.errors import DataSettingsError
+
+logger = logging.getLogger(__name__)
+
+# Attributes of a DataModule that are copied to the trainers are numbers and names, not data.
+_MAX_ATTRIBUTE_BYTES = 1 << 16
+
+
+class ServedModule:
+    """A DataModule whose hooks run when trainers ask for it.
+
+    Args:
+        datamodule: The user's DataModule.
+
+    Attributes:
+        loaders: The opened loaders, by the name of the opening.
+        replies: What was answered to openings that worked.
+    """
+
+    def __init__(self, datamodule: Any) -> None:
+        self.loaders: dict[str, list[ServedLoader]] = {}
+        self.replies: dict[str, dict[str, Any]] = {}
+        self._datamodule = datamodule
+        self._is_prepared = False
+        self._changed: set[str] = set()
+        self._run: int | None = None
+        self._stage: str | None = None
+        self._left_runs: set[int] = set()
+
+    def open(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Run ``prepare_data``, ``setup`` and a ``*_dataloader`` hook, as far as they have not run yet.
+
+        Args:
+            request: Name of the opening, run of the Trainer, stage, hook, and what the Trainer knows.
+
+        Returns:
+            The structure and the facts of the loaders, or the attributes that ``setup`` left, or what failed.
+        """
+        opening = request["opening"]
+        try:
+            if opening not in self.replies:
+                self.replies[opening] = self._opened(request)
+            return self.replies[opening]
+        except Exception as error:  # noqa: BLE001  # whatever the user's hooks raise belongs to the trainers
+            where = f"{request['loaders']}_dataloader()" if request["loaders"] else f"setup({request['stage']!r})"
+            if isinstance(error, DataSettingsError):
+                return {"error": "DataSettingsError", "text": str(error), "where": where}
+            text = "".join(traceback.format_exception(error))
+            return {"error": "RemoteTransformError", "text": text, "where": where}
+
+    def leave(self) -> None:
+        """Run ``teardown``, if anything was set up."""
+        if self._run is None:
+            return
+        self.loaders.clear()
+        self.replies.clear()
+        self._left_runs.add(self._run)
+        self._run = None
+        self._datamodule.teardown(self._stage)
+
+    def _opened(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._enter(request)
+        if not request["loaders"]:
+            return {"attributes": self._attributes()}
+        hook = f"{request['loaders']}_dataloader"
+        logger.info("Opening %s()", hook)
+        structure, loaders = describe_structure(getattr(self._datamodule, hook)(), hook, request["loaders"])
+        self._forget_reloaded(request["opening"])
+        self.loaders[request["opening"]] = loaders
+        return {"structure": structure, "loaders": [loader.facts.to_json() for loader in loaders]}
+
+    def _forget_reloaded(self, opening: str) -> None:
+        """Keep the loaders before these, which a slower rank may still read, but none that are older."""
+        stage = opening.rpartition("/")[0]
+        older = [name for name in self.loaders if name.rpartition("/")[0] == stage]
+        for name in older[:-1]:
+            del self.loaders[name], self.replies[name]
+
+    def _enter(self, request: dict[str, Any]) -> None:
+        """Run the hooks of a new ``fit``, ``validate``, ``test`` or ``predict``."""
+        if request["run"] in self._left_runs:
+            raise DataSettingsError(
+                "Another training has taken over this data host, which serves one at a time. Start data hosts of its "
+                "own for each training."
+            )
+        self._datamodule.trainer = TrainerFacts(request["trainer"])
+        if request["run"] == self._run:
+            return
+        if not self._is_prepared:
+            logger.info("prepare_data()")
+            self._datamodule.prepare_data()
+            self._is_prepared = True
+        self.leave()
+        logger.info("setup(%r)", request["stage"])
+        before = dict(vars(self._datamodule))
+        self._datamodule.setup(request["stage"])
+        # Of all runs: a later setup() may set what an earlier one has set already.
+        self._changed |= {name for name, value in vars(self._datamodule).items() if before.get(name) is not value}
+        self._run, self._stage = request["run"], request["stage"]
+
+    def _attributes(self) -> dict[str, Any]:
+        """Plain values that ``setup`` left on the DataModule, such as the number of classes."""
+        attributes = {}
+        for name in sorted(self._changed):
+            value = getattr(self._datamodule, name)
+            try:
+                text = json.dumps(value)
+            except (TypeError, ValueError):
+                continue
+            if len(text) <= _MAX_ATTRIBUTE_BYTES and json.loads(text) == value:
+                attributes[name] = value
+        return attributes
+
+
+class TrainerFacts:
+    """Stands in for the ``Trainer`` on a data host, where there is none.
+
+    It has ``current_epoch``, ``global_step``, ``max_epochs``, ``max_steps``, ``num_nodes``, ``num_devices`` and
+    ``world_size`` of the trainer that opened the loaders, and rank 0: a data host serves all ranks.
+
+    Args:
+        facts: The values.
+    """
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self.__dict__.update({name: facts.get(name) for name in TRAINER_FACTS})
+        self.global_rank = 0
+        self.local_rank = 0
+        self.node_rank = 0
+        self.is_global_zero = True
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"self.trainer.{name} is not known on a data host. There are {', '.join(TRAINER_FACTS)} and rank 0. "
+            "Give the DataModule what else it needs as an argument."
+        )

@@ -1,0 +1,282 @@
+"""A loader of the user on a data host: what it is, which order its samplers give, and its batches."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
+
+from lightning_sm.data.batch.arena import Arena
+from lightning_sm.data.batch.collate import collate_into
+from lightning_sm.data.host.iterable import OpenShards, show_worker_info
+from lightning_sm.data.host.random_state import seed_all
+from lightning_sm.data.ipc.processes import in_fork
+from lightning_sm.data.plan.samples import SampleSeeds
+from lightning_sm.data.protocol.spec import BatchSpec, LoaderFacts, Order
+from lightning_sm.errors import DataSettingsError
+
+
+class SampleError(Exception):
+    """The user's code failed on one sample; the cause is the user's exception.
+
+    Args:
+        key: What the dataset was indexed with.
+    """
+
+    def __init__(self, key: Any) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+class ServedLoader:
+    """One ``DataLoader`` of the user's DataModule.
+
+    Args:
+        loader: The user's loader.
+        name: Where it stands in what ``*_dataloader()`` returned.
+        stage: "train", "val", "test" or "predict".
+        index: Position among the loaders of the stage.
+
+    Raises:
+        DataSettingsError: It is nothing that can be served.
+    """
+
+    def __init__(self, loader: Any, name: str, stage: str, index: int) -> None:
+        if not isinstance(loader, DataLoader):
+            raise DataSettingsError(
+                f"{name} is a {type(loader).__name__}. Data hosts serve torch.utils.data.DataLoader objects, alone or "
+                "in dicts, lists, tuples and CombinedLoader."
+            )
+        self._loader = loader
+        self._dataset = loader.dataset
+        self._collate: Callable[[Any], Any] = loader.collate_fn
+        self._stage = stage
+        self._index = index
+        self._shards = OpenShards(loader, stage, index)
+        self._keys: tuple[tuple[int, int, int], list[Any]] | None = None
+        self._fetches_lists = _has_own_getitems(self._dataset)
+        self.facts = self._describe(name)
+        self._is_positional = self.facts.order in ("sampler", "batch_sampler") and not self._yields_indices()
+
+    def listing(
+        self, seed: int, epoch: int, pass_index: int, num_shards: int = 0
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Run the user's sampler for one pass; of an iterable dataset, count the batches.
+
+        Call it in a process of its own: samplers keep state, and every data host must get the same list.
+
+        Args:
+            seed: Base of all random states.
+            epoch: Epoch of the training, for ``set_epoch``.
+            pass_index: Number of the pass within the epoch.
+            num_shards: Virtual shards of an iterable dataset.
+
+        Returns:
+            Keys, int64 of shape (samples,); for a batch sampler also where each batch starts, int64 of shape
+            (batches + 1,). For an iterable dataset the batches in every shard, int64 of shape (num_shards,).
+        """
+        if self.facts.order == "shards":
+            return np.array(self._shards.count(num_shards, seed, epoch, pass_index), np.int64), None
+        batches = self._run_sampler(seed, epoch, pass_index)
+        if self.facts.order == "sampler":
+            keys = np.arange(len(batches)) if self._is_positional else np.array(batches, np.int64)
+            return keys, None
+        offsets = np.concatenate([[0], np.cumsum([len(batch) for batch in batches], dtype=np.int64)])
+        if self._is_positional:
+            return np.arange(offsets[-1]), offsets
+        return np.fromiter((key for batch in batches for key in batch), np.int64, offsets[-1]), offsets
+
+    def batch(self, spec: BatchSpec, arena: Arena) -> Any:
+        """Produce a batch, in the arena as far as the collate function allows.
+
+        Args:
+            spec: The batch.
+            arena: Where to put it.
+
+        Raises:
+            SampleError: The user's dataset, transform or collate function failed.
+
+        Returns:
+            The collated batch; for shards a ``ShardAnswer`` when the shard has no batch at this offset.
+        """
+        if self.facts.order == "shards":
+            return self._shards.batch(spec)
+        seeds = SampleSeeds(spec.seed, self._stage, self._index, spec.epoch, spec.pass_index)
+        keys: list[Any] = spec.keys.tolist()
+        if self._is_positional:
+            table = self._key_table(spec)
+            keys = [table[position] for position in keys]
+        samples = self._samples(keys, seeds, spec)
+        seed_all(seeds.of_batch(spec.step, spec.rank))
+        try:
+            if self.facts.batch_size is None and self.facts.order != "batch_sampler":
+                return self._collate(samples[0])
+            return collate_into(self._collate, samples, arena)
+        except Exception as error:
+            raise SampleError(keys) from error
+
+    def enter_worker(self, worker_id: int, num_workers: int) -> None:
+        """Make ``get_worker_info()`` answer, and run the user's ``worker_init_fn``; shards run it when they open.
+
+        Args:
+            worker_id: Number of the worker on its host.
+            num_workers: Workers on the host.
+        """
+        if self.facts.order == "shards":
+            return
+        show_worker_info(worker_id, num_workers, worker_id, self._dataset)
+        if self._loader.worker_init_fn is not None:
+            self._loader.worker_init_fn(worker_id)
+
+    def _samples(self, keys: list[Any], seeds: SampleSeeds, spec: BatchSpec) -> list[Any]:
+        if self._fetches_lists:
+            seed_all(seeds.of_batch(spec.step, spec.rank))
+            try:
+                return list(self._dataset.__getitems__(keys))  # type: ignore[attr-defined]  # torch's own protocol
+            except Exception as error:
+                raise SampleError(keys) from error
+        samples = []
+        for key in keys:
+            seed_all(seeds.of(key))
+            try:
+                samples.append(self._dataset[key])
+            except Exception as error:
+                raise SampleError(key) from error
+        return samples
+
+    def _key_table(self, spec: BatchSpec) -> list[Any]:
+        """The keys of a sampler that yields something else than integers, which travel as positions."""
+        which = (spec.seed, spec.epoch, spec.pass_index)
+        if self._keys is None or self._keys[0] != which:
+            # Samplers that keep state must give every worker, and every one that replaces it, the same list.
+            listed = in_fork(lambda: self._run_sampler(*which))
+            flat = listed if self.facts.order == "sampler" else [key for batch in listed for key in batch]
+            self._keys = (which, flat)
+        return self._keys[1]
+
+    def _run_sampler(self, seed: int, epoch: int, pass_index: int) -> list[Any]:
+        sampler: Any = self._loader.sampler if self.facts.order == "sampler" else self._loader.batch_sampler
+        seed_all(SampleSeeds(seed, self._stage, self._index, epoch, pass_index).of("sampler"))
+        candidates: list[Any] = [sampler, getattr(sampler, "sampler", None)]
+        for candidate in candidates:
+            if hasattr(candidate, "set_epoch"):
+                candidate.set_epoch(epoch)
+            if isinstance(getattr(candidate, "generator", None), torch.Generator):
+                candidate.generator.manual_seed(torch.initial_seed())
+        return list(sampler)
+
+    def _yields_indices(self) -> bool:
+        sampler: Any = self._loader.sampler if self.facts.order == "sampler" else self._loader.batch_sampler
+        state = torch.random.get_rng_state()
+        first: Any = next(iter(sampler), 0)
+        torch.random.set_rng_state(state)
+        if self.facts.order == "batch_sampler":
+            first = next(iter(first), 0)
+        return isinstance(first, (int, np.integer)) or (isinstance(first, torch.Tensor) and first.ndim == 0)
+
+    def _describe(self, name: str) -> LoaderFacts:
+        loader, dataset = self._loader, self._dataset
+        order, num_samples, batch_size, drop_last = _order_of(loader, name)
+        data = [
+            f"{type(dataset).__module__}.{type(dataset).__qualname__}",
+            str(num_samples),
+            str(_call_if_defined(dataset, "fingerprint")),
+        ]
+        versions = [torch.__version__, np.__version__, platform.python_version()]
+        return LoaderFacts(
+            name=name,
+            order=order,
+            num_samples=num_samples,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            identity=_short_hash(data),
+            fingerprint=_short_hash([*data, *versions]),
+            dataset=f"{type(dataset).__qualname__}" + (f" of {num_samples}" if num_samples is not None else ""),
+            is_split=type(_sampler_of(loader)) is DistributedSampler,
+        )
+
+
+def describe_structure(loaders: Any, name: str, stage: str) -> tuple[Any, list[ServedLoader]]:
+    """Take apart what a ``*_dataloader()`` hook returned.
+
+    Args:
+        loaders: A loader, or a list, tuple, dict or ``CombinedLoader`` of them, nested at will.
+        name: The hook, for messages.
+        stage: "train", "val", "test" or "predict".
+
+    Raises:
+        DataSettingsError: It holds something else.
+
+    Returns:
+        The structure as JSON values, with positions in place of loaders, and the loaders.
+    """
+    served: list[ServedLoader] = []
+
+    def take_apart(part: Any, path: str) -> Any:
+        if isinstance(part, dict):
+            return {"dict": [[key, take_apart(value, f"{path}[{key!r}]")] for key, value in part.items()]}
+        if isinstance(part, (list, tuple)):
+            kind = "tuple" if isinstance(part, tuple) else "list"
+            return {kind: [take_apart(value, f"{path}[{number}]") for number, value in enumerate(part)]}
+        if hasattr(part, "iterables") and hasattr(part, "_mode"):  # CombinedLoader of either Lightning
+            return {"combined": part._mode, "of": take_apart(part.iterables, path)}
+        served.append(ServedLoader(part, path, stage, len(served)))
+        return len(served) - 1
+
+    return take_apart(loaders, f"{name}()"), served
+
+
+def _order_of(loader: DataLoader[Any], name: str) -> tuple[Order, int | None, int | None, bool]:
+    """Tell who decides on the order: order, number of samples, batch size, drop_last."""
+    if isinstance(loader.dataset, IterableDataset):
+        return "shards", None, loader.batch_size, loader.drop_last
+    batch_sampler: Any = loader.batch_sampler
+    if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
+        return "batch_sampler", None, None, False
+    sampler = _sampler_of(loader)
+    size = None if batch_sampler is None else int(batch_sampler.batch_size)
+    drop_last = batch_sampler is not None and bool(batch_sampler.drop_last)
+    dataset: Any = loader.dataset
+    if type(sampler) is SequentialSampler:
+        return "sequential", len(sampler), size, drop_last
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(dataset):
+        return "shuffled", len(sampler), size, drop_last
+    if type(sampler) is DistributedSampler:
+        # The user split the data by hand; the plan does the same for any number of ranks, and pads nothing.
+        return "shuffled" if sampler.shuffle else "sequential", len(dataset), size, drop_last or sampler.drop_last
+    return "sampler", len(sampler) if hasattr(sampler, "__len__") else None, size, drop_last
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """The sampler of single samples, if the loader has one."""
+    batch_sampler: Any = loader.batch_sampler
+    return batch_sampler.sampler if type(batch_sampler) is BatchSampler else loader.sampler
+
+
+def _has_own_getitems(dataset: Any) -> bool:
+    """Whether the dataset fetches whole lists. ``Subset`` only passes the list on to the dataset below it."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def _short_hash(parts: list[str]) -> str:
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def _call_if_defined(instance: Any, method: str) -> Any:
+    function = getattr(instance, method, None)
+    return function() if callable(function) else None

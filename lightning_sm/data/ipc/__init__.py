@@ -1,0 +1,1 @@
+"""What the processes of one host share: messages, memory, supervision."""

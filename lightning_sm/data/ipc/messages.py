@@ -1,0 +1,153 @@
+"""Messages between processes of one host: JSON, bytes and file descriptors over a socket pair."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+_LENGTHS = struct.Struct("<II")
+_MAX_FDS = 8
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one process tells another.
+
+    Attributes:
+        kind: What the message is about.
+        facts: JSON values.
+        payload: Bytes that go with them.
+        fds: Open file descriptors, owned by the receiver.
+    """
+
+    kind: str
+    facts: dict[str, Any]
+    payload: bytes = b""
+    fds: tuple[int, ...] = ()
+
+
+class MessageSocket:
+    """One end of a socket pair. Sending is safe from any thread; receiving belongs to one."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._sending = threading.Lock()
+        self._received = bytearray()
+        self._fds: deque[int] = deque()
+        self._is_at_end = False
+
+    @classmethod
+    def pair(cls) -> tuple[MessageSocket, socket.socket]:
+        """Return this process's end, and the socket of the other one, to be inherited by a child."""
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return cls(own), other
+
+    def fileno(self) -> int:
+        """Return the descriptor, to wait on."""
+        return self._socket.fileno()
+
+    def send(self, kind: str, payload: bytes = b"", fds: Sequence[int] = (), **facts: Any) -> None:
+        """Send a message.
+
+        Args:
+            kind: What the message is about.
+            payload: Bytes that go with it.
+            fds: File descriptors to pass; they stay open here, too.
+            **facts: JSON values.
+
+        Raises:
+            BrokenPipeError: The other end is gone.
+        """
+        head = json.dumps({"kind": kind, "num_fds": len(fds), **facts}, separators=(",", ":")).encode()
+        data = b"".join((_LENGTHS.pack(len(head), len(payload)), head, payload))
+        with self._sending:
+            sent = socket.send_fds(self._socket, [data], list(fds)) if fds else 0
+            if sent < len(data):
+                self._socket.sendall(memoryview(data)[sent:])
+
+    def receive(self, timeout_s: float | None = None) -> Message | None:
+        """Wait for the next message.
+
+        Args:
+            timeout_s: Seconds to wait; None: for ever, or until the other end is gone.
+
+        Raises:
+            TimeoutError: Nothing came in time.
+
+        Returns:
+            The message; None when the other end is gone.
+        """
+        while (message := self._next()) is None:
+            if self._is_at_end:
+                return None
+            if timeout_s is not None and not select.select([self._socket], [], [], timeout_s)[0]:
+                raise TimeoutError
+            self._read()
+        return message
+
+    def pending(self) -> list[Message]:
+        """Read once and return all messages that are complete; to be called when the socket is readable."""
+        self._read()
+        return self.buffered()
+
+    def buffered(self) -> list[Message]:
+        """Return all messages that are complete, without reading; for what came along with an earlier message."""
+        messages = []
+        while (message := self._next()) is not None:
+            messages.append(message)
+        return messages
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the other end is gone, and everything that it sent was received."""
+        return self._is_at_end and len(self._received) < _LENGTHS.size
+
+    def close(self) -> None:
+        """Close this end."""
+        self._socket.close()
+
+    def _read(self) -> None:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._socket, 1 << 18, _MAX_FDS)
+        except ConnectionError:
+            data, fds = b"", []
+        self._received += data
+        self._fds.extend(fds)
+        self._is_at_end = self._is_at_end or not data
+
+    def _next(self) -> Message | None:
+        if len(self._received) < _LENGTHS.size:
+            return None
+        head, payload = _LENGTHS.unpack_from(self._received)
+        start, stop = _LENGTHS.size + head, _LENGTHS.size + head + payload
+        if len(self._received) < stop:
+            return None
+        facts = json.loads(self._received[_LENGTHS.size : start])
+        message = Message(
+            facts.pop("kind"),
+            facts,
+            bytes(memoryview(self._received)[start:stop]),
+            tuple(self._fds.popleft() for _ in range(facts.pop("num_fds"))),
+        )
+        del self._received[:stop]
+        return message
+
+
+# Kind, number of the ring or of the pass, slot or step. Far below PIPE_BUF, so that writes are atomic.
+RELEASE = struct.Struct("<IIQ")
+
+
+class Released(IntEnum):
+    """What a record is about."""
+
+    SLOT = 1  # number: the ring; value: the slot, which nothing aliases any more
+    STEP = 2  # number: the pass; value: every step below was taken
+    PASS = 3  # number: the pass, which is over

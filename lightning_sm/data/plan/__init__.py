@@ -1,0 +1,1 @@
+"""Which samples each step has on each rank."""

@@ -1,0 +1,1 @@
+"""On data hosts: the process of the gRPC server."""

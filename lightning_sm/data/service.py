@@ -1,0 +1,91 @@
+"""The data service in a SageMaker job: who listens where, and which end this host is."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from lightning_sm._lightning import LightningDataModule
+from lightning_sm.data.host.main_process import HostProcess
+from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings, default_workers
+from lightning_sm.data.trainer.datamodule import RemoteDataModule
+from lightning_sm.errors import DataSettingsError
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.process_launcher import Launch, Launcher
+from lightning_sm.job.rendezvous import own_address
+from lightning_sm.job.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+
+def serve(
+    datamodule: LightningDataModule, job: SageMakerJob, topology: Topology, settings: DataServiceSettings
+) -> None:
+    """Serve a DataModule from this data host until the trainers have finished.
+
+    Args:
+        datamodule: The user's DataModule.
+        job: The job.
+        topology: Its layout.
+        settings: The user's settings.
+
+    Raises:
+        DataServiceError: The host cannot serve: its port is taken, or no trainer ever came.
+    """
+    address = f"{own_address(job)}:{_port(topology, settings)}"
+    host_settings = HostSettings(
+        address=address,
+        workers=settings.workers or default_workers(),
+        max_batch_bytes=settings.max_batch_bytes,
+        lease_s=settings.lease_s,
+        startup_timeout_s=settings.startup_timeout_s,
+        name=job.current_host,
+        credentials=_credentials(job, settings),
+    )
+    logger.info(
+        "Data host %s: %d workers, up to 2 batches in memory for each, and trainers %s come to %s.",
+        job.current_host,
+        host_settings.workers,
+        ", ".join(topology.trainer_hosts),
+        address,
+    )
+    HostProcess(datamodule, host_settings, lambda _: None).serve()
+
+
+def remote(
+    datamodule: LightningDataModule, job: SageMakerJob, topology: Topology, settings: DataServiceSettings
+) -> RemoteDataModule:
+    """Wrap a DataModule on a trainer of a job that has data hosts.
+
+    Args:
+        datamodule: The user's DataModule.
+        job: The job.
+        topology: Its layout.
+        settings: The user's settings.
+
+    Raises:
+        DataSettingsError: mpirun started this rank without the name of the job.
+    """
+    if job.name is None and Launch.detect(os.environ, os.getppid()).launcher is Launcher.MPI:
+        raise DataSettingsError(
+            f"mpirun started this rank on {job.current_host} without TRAINING_JOB_NAME, from which the data hosts "
+            f"({', '.join(topology.data_hosts)}) take their port and token. Add -x TRAINING_JOB_NAME to mpirun."
+        )
+    port = _port(topology, settings)
+    addresses = [f"{job.addresses.get(host, host)}:{port}" for host in topology.data_hosts]
+    module = RemoteDataModule(datamodule, addresses, settings=settings, job=_identity(job))
+    # A script may fit and then test: only the end of the process is the end of the training.
+    module.closes_on_teardown = False
+    return module
+
+
+def _port(topology: Topology, settings: DataServiceSettings) -> int:
+    return settings.port or topology.data_port
+
+
+def _identity(job: SageMakerJob) -> str:
+    return job.name or "unnamed"
+
+
+def _credentials(job: SageMakerJob, settings: DataServiceSettings) -> Credentials:
+    return Credentials.of(settings, _identity(job))

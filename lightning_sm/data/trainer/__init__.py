@@ -1,0 +1,1 @@
+"""On trainers: what runs inside the training process."""

@@ -1,0 +1,71 @@
+"""Reports what the data service measured: metrics to the Trainer's loggers, and lines at the end of an epoch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from lightning_sm.data.trainer.loader import RemoteLoader
+from lightning_sm.data.trainer.metrics import host_line, verdict, with_busy_fraction
+from lightning_sm.data.trainer.position import batches_taken
+
+logger = logging.getLogger(__name__)
+
+
+class Reporter:
+    """Reports on the training loader whose batches set the pace.
+
+    Args:
+        state: Returns what the feeder knows of hosts and passes.
+    """
+
+    def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
+        self._state = state
+        self._hosts: dict[str, dict[str, Any]] = {}
+        self._epoch = 0
+
+    def batch(self, loader: RemoteLoader, trainer: Any) -> None:
+        """Log metrics when they are due, and the lines after the last batch of an epoch.
+
+        Args:
+            loader: The loader, which has just given a batch.
+            trainer: The Trainer; None without one.
+        """
+        if trainer is None:
+            return
+        self._epoch = trainer.fit_loop.epoch_progress.current.processed
+        is_last = batches_taken(trainer) + 1 >= trainer.num_training_batches
+        is_due = trainer.loggers and loader.stats.num_batches % trainer.log_every_n_steps == 0
+        if not (is_last or is_due):
+            return
+        state = self._state()
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        for log in trainer.loggers:
+            log.log_metrics(loader.stats.metrics(state), step=step)
+        if is_last:
+            self._lines(loader, trainer, state["hosts"])
+
+    def end_epoch(self, loader: RemoteLoader, trainer: Any) -> None:
+        """Log the lines of an epoch that ended before its last batch, or whose length nobody knew.
+
+        Args:
+            loader: The loader.
+            trainer: The Trainer; None without one.
+        """
+        if trainer is not None and loader.stats.num_batches:
+            self._lines(loader, trainer, self._state()["hosts"])
+
+    def _lines(self, loader: RemoteLoader, trainer: Any, hosts: list[dict[str, Any]]) -> None:
+        if trainer.local_rank == 0:
+            what = f"epoch {self._epoch}, data of rank {trainer.global_rank}"
+            logger.info("%s", loader.stats.line(what))
+        if trainer.is_global_zero:
+            reports = with_busy_fraction(hosts, self._hosts)
+            self._hosts = {host["name"]: host for host in hosts}
+            for report in reports:
+                logger.info("%s", host_line(report))
+            advice = verdict(loader.stats.input_bound, reports)
+            if advice is not None:
+                logger.info("%s", advice)
+        loader.stats.reset()

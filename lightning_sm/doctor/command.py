@@ -1,0 +1,98 @@
+"""The command line of ``lightning-sm doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+
+from lightning_sm.doctor import report
+from lightning_sm.doctor.context import Context
+from lightning_sm.doctor.run import examine
+
+_LOG = logging.getLogger(__name__)
+
+EXAMPLES = """\
+examples:
+  in a running container, or on a laptop:
+    lightning-sm doctor
+  in an image before a job is submitted:
+    docker run IMAGE doctor
+  in a script:
+    lightning-sm doctor --strict --json > doctor.json || echo "this host is not ready"
+
+exit codes: 0 no problem, 1 at least one (with --strict: or a warning), 2 wrong arguments
+"""
+
+# Two lookups and two connections that time out, one after the other, and an import of torch from a cold disk.
+_DEFAULT_TIMEOUT_S = 30.0
+# Where the width is unknown: two of them fit beside each other on a screen.
+_DEFAULT_SIZE = (120, 24)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the doctor.
+
+    Args:
+        parser: The parser of the subcommand.
+    """
+    parser.add_argument("--strict", action="store_true", help="exit with 1 on warnings, too")
+    parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=_DEFAULT_TIMEOUT_S,
+        metavar="SECONDS",
+        help=f"end after this time, whatever hangs (default: {_DEFAULT_TIMEOUT_S:.0f})",
+    )
+
+
+def main(options: argparse.Namespace, env: Mapping[str, str] = os.environ) -> int:
+    """Check this host, write the report to stdout and return the exit code.
+
+    Args:
+        options: What the parser of ``add_arguments`` made of the command line.
+        env: Environment variables.
+    """
+    started = time.monotonic()
+    results = examine(Context.of(env, options.timeout))
+    seconds = time.monotonic() - started
+    code = report.exit_code(results, strict=options.strict)
+    if options.json:
+        text = report.as_json(results, seconds, code)
+    else:
+        width = shutil.get_terminal_size(_DEFAULT_SIZE).columns
+        text = f"{report.table(results, width)}\n\n{report.summary(results, seconds)}"
+    return code if _write(text) else 1
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
+    return value
+
+
+def _write(text: str) -> bool:
+    """Write to stdout; False if nobody can read it."""
+    if sys.stdout is None:  # closed by who started this process
+        return False
+    try:
+        # A terminal whose encoding lacks a character must not cost the report.
+        sys.stdout.buffer.write(f"{text}\n".encode(sys.stdout.encoding or "utf-8", errors="backslashreplace"))
+        sys.stdout.buffer.flush()
+    except OSError as error:
+        # Python would complain again when it closes stdout (Python documentation, "Note on SIGPIPE").
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # "| head" has read enough; a full disk is another matter
+            _LOG.error("lightning-sm doctor: the report cannot be written: %s.", error.strerror)
+            return False
+    return True

@@ -1,0 +1,302 @@
+"""The hosts of an emulated job: their folders, files and environments, as the service makes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lightning_sm.emulator.ports import reserve_ports
+from lightning_sm.errors import JobConfigError, OutputDirectoryError, PortInUseError
+from lightning_sm.job.emulated_service import GroupSpec, deal_hosts, resource_config_of
+from lightning_sm.job.facts import InstanceGroup, SageMakerJob
+from lightning_sm.job.hyperparameters import encode
+from lightning_sm.job.topology import Role, Topology
+
+# What a launcher, a toolkit or another job left in this shell would be believed by the hosts.
+_LEAKING_PREFIXES = (
+    "LIGHTNING_SM_",
+    "MASTER_",
+    "OMPI_",
+    "PMI",
+    "SAGEMAKER_",
+    "SLURM_",
+    "SM_",
+    "TORCHELASTIC_",
+    "TRAINING_JOB_",
+)
+_LEAKING_NAMES = frozenset(
+    {
+        "CURRENT_HOST",
+        "GROUP_RANK",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "PL_GLOBAL_SEED",
+        "RANK",
+        "WORLD_SIZE",
+    }
+)
+# Host algo-i has the address 127.0.0.(1 + i): none is 127.0.0.1, which would hide a wrong main address.
+_MAX_HOSTS = 253
+# A name has its ports out of 10000; so many taken in a row means that something else is wrong.
+_NAME_ATTEMPTS = 50
+_CHANNEL_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # API_Channel
+_DEVICES = "LIGHTNING_SM_DEVICES"
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """What to emulate.
+
+    Attributes:
+        groups: The instance groups.
+        devices: Processes on each trainer host.
+        hyperparameters: Values as a user would give them to the Estimator.
+        channels: Folder of each input channel.
+        checkpoint_dir: Folder that all hosts share as their checkpoint folder, or None for a job without one.
+        keeps_checkpoints: Whether the job has a checkpoint folder in any case: one inside its own folder, if
+            ``checkpoint_dir`` is None.
+        environment: Variables as a user would give them to ``Estimator(environment=...)``.
+        seed: Decides which host lands in which group; None for another draw each time, as the service does.
+    """
+
+    groups: Sequence[GroupSpec] = (GroupSpec("trainer", 1),)
+    devices: int = 1
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    channels: Mapping[str, Path] = field(default_factory=dict)
+    checkpoint_dir: Path | None = None
+    keeps_checkpoints: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class LocalHost:
+    """One emulated host.
+
+    Attributes:
+        name: Its name, ``algo-1`` and so on.
+        group: Name of its instance group.
+        role: What it does in the job.
+        base_dir: The folder that it sees as ``/opt/ml``.
+        env: The whole environment of its processes.
+    """
+
+    name: str
+    group: str
+    role: Role
+    base_dir: Path
+    env: Mapping[str, str]
+
+
+class LocalCluster:
+    """The folders of an emulated job; a context manager that removes them unless ``keep`` is set.
+
+    Args:
+        spec: What to emulate.
+        base_dir: Where to make the folder of the job.
+        env: The environment that the hosts inherit, less what belongs to other launchers and jobs.
+
+    Attributes:
+        name: Name of the job.
+        job_dir: Folder of the job, with one folder for each host.
+        checkpoint_dir: Folder that all hosts share as their checkpoint folder, or None.
+        attempt: Which attempt the hosts are of, counted from 1.
+        hosts: The hosts, in the order of their numbers.
+        keep: Whether to leave the folders on exit.
+
+    Raises:
+        JobConfigError: A group, a channel or a value is wrong.
+        TopologyError: The groups contradict each other, or none of them trains.
+        HyperparameterError: A hyperparameter has a value that the service could not carry.
+        OutputDirectoryError: A folder cannot be made.
+        PortInUseError: No free ports were found.
+    """
+
+    def __init__(self, spec: ClusterSpec, base_dir: Path, env: Mapping[str, str] = os.environ) -> None:
+        _check(spec)
+        self.keep = False
+        self.attempt = 1
+        self._spec = spec
+        self._hyperparameters = encode(spec.hyperparameters)
+        self._shared = _shared_environment(spec, _host_names(spec), env)
+        draw = random.Random(spec.seed)  # noqa: S311 - not a secret; a seed must repeat the draw
+        groups = deal_hosts(spec.groups, _host_names(spec), draw)
+        # What the launchers are told by --devices, the service would not tell; it refuses hosts with unequal GPUs.
+        self._stated = {**self._shared, _DEVICES: spec.environment.get(_DEVICES, "")}
+        self.name, topology, self._ports = _name_with_ports(groups, self._stated)
+        base_dir = base_dir.expanduser().absolute()
+        self.job_dir = base_dir / self.name
+        own_checkpoint_dir = self.job_dir / "checkpoints" if spec.keeps_checkpoints else None
+        self.checkpoint_dir = spec.checkpoint_dir.absolute() if spec.checkpoint_dir else own_checkpoint_dir
+        self._made_base_dir = not base_dir.exists()
+        try:
+            self.job_dir.mkdir(parents=True)
+            if self.checkpoint_dir is not None:
+                self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+            self.hosts = self._make_hosts(groups, topology)
+        except OSError as error:
+            self._ports.close()
+            self.remove()
+            raise OutputDirectoryError(
+                f"{error.filename or base_dir}: cannot be written ({error.strerror})."
+            ) from error
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ports.close()
+        if not self.keep:
+            self.remove()
+
+    def remove(self) -> None:
+        """Remove the folders of the job, and the folder around it if it was made for this job and is empty."""
+        shutil.rmtree(self.job_dir, ignore_errors=True)
+        if self._made_base_dir:
+            try:
+                self.job_dir.parent.rmdir()
+            except OSError:
+                return  # another job is in it
+
+    def next_attempt(self) -> None:
+        """Deal the hosts out anew, into empty folders in the same places; only the checkpoint folder stays.
+
+        The folders of the last attempt are put aside: a path that a checkpoint remembers from there must lead to
+        nothing, as on the service.
+
+        Raises:
+            OutputDirectoryError: A folder cannot be made.
+        """
+        aside = self.job_dir / f"attempt-{self.attempt}"
+        self.attempt += 1
+        groups = deal_hosts(self._spec.groups, _host_names(self._spec), self.draw("groups"))
+        try:
+            aside.mkdir()
+            for host in self.hosts:
+                host.base_dir.rename(aside / host.name)
+            self.hosts = self._make_hosts(groups, _topology(groups, self._stated, self.name))
+        except OSError as error:
+            raise OutputDirectoryError(f"{error.filename}: cannot be written ({error.strerror}).") from error
+
+    def draw(self, purpose: str) -> random.Random:
+        """Random numbers of this attempt that repeat with the seed.
+
+        Args:
+            purpose: What they are for; another purpose has others.
+        """
+        seed = self._spec.seed
+        # A text as the seed: whole numbers that are close to each other have similar first draws.
+        return random.Random(None if seed is None else f"{seed} {self.attempt} {purpose}")  # noqa: S311 - no secret
+
+    def _make_hosts(self, groups: Sequence[InstanceGroup], topology: Topology) -> tuple[LocalHost, ...]:
+        return tuple(self._make_host(name, groups, topology) for name in _host_names(self._spec))
+
+    def _make_host(self, name: str, groups: Sequence[InstanceGroup], topology: Topology) -> LocalHost:
+        base_dir = self.job_dir / name
+        config_dir, data_dir = base_dir / "input" / "config", base_dir / "input" / "data"
+        for folder in (config_dir, data_dir, base_dir / "model", base_dir / "output" / "data"):
+            folder.mkdir(parents=True)
+        resources = {**resource_config_of(groups, name), "network_interface_name": "lo"}
+        _write_json(config_dir / "resourceconfig.json", resources)
+        _write_json(config_dir / "hyperparameters.json", self._hyperparameters)
+        _write_json(
+            config_dir / "inputdataconfig.json", {channel: _channel_config() for channel in self._spec.channels}
+        )
+        for channel, folder in self._spec.channels.items():
+            (data_dir / channel).symlink_to(folder.absolute(), target_is_directory=True)
+        if self.checkpoint_dir is not None:
+            paths = {"LocalPath": str(self.checkpoint_dir), "S3Uri": self.checkpoint_dir.as_uri()}
+            _write_json(config_dir / "checkpointconfig.json", paths)
+        env = {**self._shared, "SAGEMAKER_BASE_DIR": str(base_dir), "TRAINING_JOB_NAME": self.name}
+        return LocalHost(name, resources["current_group_name"], topology.role_of(name), base_dir, env)
+
+
+def _check(spec: ClusterSpec) -> None:
+    for index, group in enumerate(spec.groups):
+        if group.num_hosts < 1:
+            raise JobConfigError(f"Group {group.name!r} has {group.num_hosts} hosts; a group needs at least 1.")
+        if any(other.name == group.name for other in spec.groups[:index]):
+            raise JobConfigError(f"Group {group.name!r} is named twice; every group needs a name of its own.")
+    total = sum(group.num_hosts for group in spec.groups)
+    if not 1 <= total <= _MAX_HOSTS:
+        raise JobConfigError(f"The groups have {total} hosts; from 1 to {_MAX_HOSTS} can be emulated.")
+    if spec.devices < 1:
+        raise JobConfigError(f"{spec.devices} devices were asked for; a trainer host needs at least 1.")
+    for name, folder in spec.channels.items():
+        if not _CHANNEL_NAME.fullmatch(name) or name in {".", ".."}:
+            raise JobConfigError(f"Channel {name!r}: expected up to 64 letters, digits, '.', '-' or '_'.")
+        if not folder.is_dir():
+            raise JobConfigError(f"Channel {name!r}: the folder {str(folder)!r} does not exist.")
+
+
+def _host_names(spec: ClusterSpec) -> list[str]:
+    return [f"algo-{number}" for number in range(1, sum(group.num_hosts for group in spec.groups) + 1)]
+
+
+def _channel_config() -> dict[str, str]:
+    return {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
+
+
+def _shared_environment(spec: ClusterSpec, hosts: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+    inherited = {
+        name: value
+        for name, value in env.items()
+        if name not in _LEAKING_NAMES and not name.startswith(_LEAKING_PREFIXES)
+    }
+    num_processes = len(hosts) * spec.devices
+    return {
+        "AWS_REGION": "us-east-1",
+        # All hosts share the CPUs of this machine; PyTorch would start one thread per CPU in every process.
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_processes)),
+        **inherited,
+        "CUDA_VISIBLE_DEVICES": "",
+        "SM_NUM_GPUS": "0",
+        "PYTHONUNBUFFERED": "1",
+        _DEVICES: str(spec.devices),
+        "LIGHTNING_SM_HOST_ADDRESSES": json.dumps(
+            {host: f"127.0.0.{1 + number}" for number, host in enumerate(hosts, start=1)}
+        ),
+        **spec.environment,
+    }
+
+
+def _name_with_ports(groups: Sequence[InstanceGroup], shared: Mapping[str, str]) -> tuple[str, Topology, ExitStack]:
+    """Choose a job name whose ports nobody has: they follow from the name."""
+    for _ in range(_NAME_ATTEMPTS):
+        name = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        topology = _topology(groups, shared, name)
+        try:
+            return name, topology, reserve_ports(topology)
+        except PortInUseError as error:
+            if shared.get("LIGHTNING_SM_MAIN_PORT"):  # another name would not change it
+                raise
+            last = error
+    raise PortInUseError(f"None of {_NAME_ATTEMPTS} names of the job had free ports. The last one: {last}") from last
+
+
+def _topology(groups: Sequence[InstanceGroup], shared: Mapping[str, str], name: str) -> Topology:
+    resources = json.dumps(resource_config_of(groups, groups[0].hosts[0]))
+    env = {**shared, "SM_RESOURCE_CONFIG": resources, "TRAINING_JOB_NAME": name}
+    # No such folder: the job is read from the variable.
+    job = SageMakerJob.from_environment(env, base_dir=name)
+    if job is None:
+        raise JobConfigError(f"The job {name} has no hosts.")
+    return Topology.from_job(job)
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2), encoding="utf-8")

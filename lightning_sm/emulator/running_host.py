@@ -1,0 +1,248 @@
+"""One running host of an emulated job: its launcher and all processes below it, to be watched, frozen and killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from lightning_sm._linux import EMULATOR_VARIABLE
+from lightning_sm.emulator.cluster import LocalHost
+from lightning_sm.emulator.output import Output
+
+# After SIGKILL, which only a process that waits for a disk or a network folder does not obey at once.
+_KILL_S = 5.0
+# After SIGSTOP. Longer is in vain: one that waits for a stopped child to start a program never stands still.
+_STAND_STILL_S = 1.0
+_POLL_S = 0.01
+# Ends what is frozen if the emulator dies: a stopped process does not act on the SIGTERM that it gets then. Reads
+# process ids, and kills them at the end of its input, unless it was told before that all is well.
+_END = "end"
+_WATCHDOG = f'while read -r line; do [ "$line" = {_END} ] && exit; pids="$pids $line"; done; kill -KILL $pids'
+
+
+class HostProcess:
+    """One running host: its launcher and the threads that read what it writes and wait for its end.
+
+    Args:
+        host: The host.
+        command: Training script and its arguments.
+        output: Where its lines go.
+        changed: Set when the launcher ended.
+        variables: Environment variables besides those of the host.
+
+    Attributes:
+        host: The host.
+        process: The launcher.
+        ended_at: When the launcher ended, by ``time.monotonic()``; None while it runs.
+        interrupted_at: When the launcher got the SIGTERM of an interruption; None if it did not.
+        reader: Copies what the host writes.
+        waiter: Waits for the launcher's end.
+    """
+
+    def __init__(
+        self,
+        host: LocalHost,
+        command: Sequence[str],
+        output: Output,
+        changed: threading.Event,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self.host = host
+        self.ended_at: float | None = None
+        self.interrupted_at: float | None = None
+        self._script = os.path.basename(command[0])
+        self._changed = changed
+        self._frozen: list[psutil.Process] = []
+        self._watchdog: subprocess.Popen[bytes] | None = None
+        self._started_at = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "lightning_sm", "train", *command],
+            env={**host.env, **(variables or {}), EMULATOR_VARIABLE: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the emulator only, which decides the order
+        )
+        self.reader = threading.Thread(target=output.copy, args=(host, self.process.stdout), daemon=True)
+        self.reader.start()
+        self.waiter = threading.Thread(target=self._wait, daemon=True)
+        self.waiter.start()
+
+    @property
+    def exit_code(self) -> int | None:
+        """128 + n if signal n killed it; None while the host runs."""
+        code = self.process.returncode if self.ended_at is not None else None
+        return 128 - code if code is not None and code < 0 else code
+
+    @property
+    def seconds(self) -> float:
+        """How long the host ran."""
+        return (self.ended_at or time.monotonic()) - self._started_at
+
+    @property
+    def seconds_to_exit(self) -> float | None:
+        """Seconds from the SIGTERM of an interruption to the end of the launcher."""
+        if self.interrupted_at is None or self.ended_at is None:
+            return None
+        return max(0.0, self.ended_at - self.interrupted_at)
+
+    def listens(self) -> bool:
+        """Whether SIGTERM would reach the launcher if it were process 1 of a container, as on the service.
+
+        The kernel drops every signal to process 1 for which that installed no handler ("man 7 pid_namespaces").
+        """
+        try:
+            status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return False
+        masks = dict(line.split(":", 1) for line in status.splitlines() if line.startswith(("SigCgt", "SigBlk")))
+        # A blocked signal waits: the handler may come before it is let through.
+        return any(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks.values())
+
+    def interrupt(self) -> bool:
+        """Send SIGTERM to the launcher, as the service does.
+
+        Returns:
+            False if the launcher does not listen, so that the signal is lost.
+        """
+        self.interrupted_at = time.monotonic()
+        if not self.listens():
+            return False
+        self.process.send_signal(signal.SIGTERM)
+        return True
+
+    def training_process(self, local_rank: int) -> psutil.Process | None:
+        """The process of a local rank, or None if there is none (yet).
+
+        Args:
+            local_rank: The local rank; on a host that does not train, 0 is the script.
+        """
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for script in psutil.Process(self.process.pid).children():
+                if not _is_alive(script) or not self._is_script(script):
+                    continue
+                if local_rank == 0:
+                    return script
+                ranks = [child for child in script.children(recursive=True) if _local_rank(child) == str(local_rank)]
+                # Its own children inherit the variable; the rank itself is the oldest.
+                return min(ranks, key=psutil.Process.create_time, default=None)
+        return None
+
+    def freeze(self) -> None:
+        """SIGSTOP to all processes of the host, also to those that are just being started, until ``thaw``."""
+        if self._watchdog is None:
+            self._watchdog = subprocess.Popen(
+                ["/bin/sh", "-c", _WATCHDOG],
+                env={},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + _STAND_STILL_S
+        while time.monotonic() < deadline:
+            new = [process for process in self._processes() if process not in self._frozen]
+            for process in new:
+                _write_line(self._watchdog, str(process.pid))
+                _signal(process, psutil.Process.suspend)
+            self._frozen += new
+            # One that was forking when the signal came has its child by the time it stands still.
+            if not new and all(_is_stopped(process) for process in self._frozen):
+                return
+            if not new:
+                threading.Event().wait(_POLL_S)
+
+    def thaw(self) -> None:
+        """SIGCONT to all processes that were frozen."""
+        for process in self._frozen:
+            _signal(process, psutil.Process.resume)
+        self.forget_frozen()
+
+    def forget_frozen(self) -> None:
+        """End what watches over frozen processes."""
+        self._frozen = []
+        if self._watchdog is not None:
+            _write_line(self._watchdog, _END)
+            self._watchdog.communicate()
+            self._watchdog = None
+
+    def kill(self) -> None:
+        """SIGKILL to all processes of the host. They are frozen first: none sees another one die."""
+        self.freeze()
+        deadline = time.monotonic() + _KILL_S
+        while (left := self._processes()) and time.monotonic() < deadline:
+            for process in left:
+                _signal(process, psutil.Process.kill)
+            threading.Event().wait(_POLL_S)
+        self.forget_frozen()
+        self.waiter.join(timeout=_KILL_S)  # so that its exit code is known
+
+    def _wait(self) -> None:
+        # One thread per host: when several fail at nearly the same time, the first one has the reason.
+        self.process.wait()
+        self.ended_at = time.monotonic()
+        self._changed.set()
+
+    def _processes(self) -> list[psutil.Process]:
+        """All processes of the host that live, also those whose parents are gone and that left their session."""
+        below: set[psutil.Process] = set()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(self.process.pid)
+            if self.ended_at is None:
+                below = {launcher, *launcher.children(recursive=True)}
+        # The emulator adopts all orphans; the folder of its host tells whose they are.
+        others = [process for process in psutil.Process().children(recursive=True) if process not in below]
+        mine = [process for process in others if _variable(process, "SAGEMAKER_BASE_DIR") == str(self.host.base_dir)]
+        return [process for process in (*below, *mine) if _is_alive(process)]
+
+    def _is_script(self, process: psutil.Process) -> bool:
+        try:
+            return any(argument.endswith(self._script) for argument in process.cmdline())
+        except psutil.Error:
+            return False
+
+
+def _write_line(process: subprocess.Popen[bytes], line: str) -> None:
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):  # it was killed with all others
+            process.stdin.write(f"{line}\n".encode())
+            process.stdin.flush()
+
+
+def _signal(process: psutil.Process, send: Callable[[psutil.Process], None]) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        send(process)
+
+
+def _variable(process: psutil.Process, name: str) -> str | None:
+    try:
+        return process.environ().get(name)
+    except (psutil.Error, OSError):  # it ended meanwhile, or belongs to another user
+        return None
+
+
+def _local_rank(process: psutil.Process) -> str | None:
+    return _variable(process, "LOCAL_RANK")
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    try:
+        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True

@@ -1,0 +1,1 @@
+"""What SageMaker says about a job, and the rules that follow from it."""

@@ -1,0 +1,67 @@
+"""The command line that a job asks for: from its hyperparameters and its ``config`` channel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_sm.job.channels import CONFIG_CHANNEL
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.hyperparameters import is_for_toolkit, to_argv
+
+_CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+def job_arguments(job: SageMakerJob, directory: Path) -> list[str]:
+    """Build the arguments of the training script from the facts of a job.
+
+    The files of a channel named ``config`` become ``--config`` options: they are the way around the service's limit
+    of 2500 characters per hyperparameter. A ``config`` hyperparameter that names one of them chooses it alone.
+
+    Args:
+        job: The facts.
+        directory: Folder that relative paths of config files start from.
+
+    Raises:
+        HyperparameterError: A hyperparameter cannot become an argument.
+    """
+    built = to_argv(job.hyperparameters)
+    resolved = [_in_config_channel(argument, job, directory) for argument in built]
+    if resolved != built:
+        return resolved
+    return to_argv(job.hyperparameters, config_files=_config_files(job))
+
+
+def is_toolkit_rendering(argv: Sequence[str], job: SageMakerJob) -> bool:
+    """Whether sagemaker-training or an SDK v3 driver made a command line from the job's hyperparameters.
+
+    Both write ``--name value`` pairs, one for each hyperparameter, and mangle values on the way (None becomes an empty
+    string, a dict ``a=1,b=2``): the script is better off with ``job_arguments``.
+
+    Args:
+        argv: Arguments of this process, without the program.
+        job: The facts.
+    """
+    names = {name.lstrip("-") for name in argv[::2]}
+    are_pairs = len(argv) > 0 and len(argv) % 2 == 0 and all(name.startswith("-") for name in argv[::2])
+    wanted = {name for name in job.hyperparameters if not is_for_toolkit(name)}
+    return are_pairs and wanted <= names <= set(job.hyperparameters)
+
+
+def _in_config_channel(argument: str, job: SageMakerJob, directory: Path) -> str:
+    """The argument, or the path in the config channel for ``--config=name`` of a file that is nowhere else."""
+    option, _, name = argument.partition("=")
+    channel = job.channels.get(CONFIG_CHANNEL)
+    # os.path.exists is False where Path.exists raises, for a text that is no path (an inline config is too long).
+    if option != "--config" or channel is None or os.path.exists(directory / name):
+        return argument
+    path = channel.path / name
+    return f"{option}={path}" if os.path.exists(path) else argument
+
+
+def _config_files(job: SageMakerJob) -> list[str]:
+    channel = job.channels.get(CONFIG_CHANNEL)
+    if channel is None or not channel.path.is_dir():
+        return []
+    return sorted(str(path) for path in channel.path.iterdir() if path.suffix in _CONFIG_SUFFIXES and path.is_file())

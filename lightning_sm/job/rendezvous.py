@@ -1,0 +1,131 @@
+"""Before the processes of a job meet: the main host's name must resolve, and the main port must be free."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import psutil
+
+from lightning_sm.errors import HostResolutionError, PortInUseError
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+# How long sagemaker-training waits for the hosts of a job to resolve (entry_point.py): a large cluster's last host
+# may start minutes after the first.
+RESOLVE_TIMEOUT_S = 15 * 60.0
+# Set by the emulator: JSON object of addresses and the times, by time.monotonic(), before which they do not resolve.
+SLOW_NAMES_VARIABLE = "LIGHTNING_SM_SLOW_NAMES"
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 1.0, 30.0
+
+
+def resolves(address: str) -> bool:
+    """Whether a host name or IP address can be connected to by that name.
+
+    Args:
+        address: Host name or IP address.
+    """
+    if time.monotonic() < json.loads(os.environ.get(SLOW_NAMES_VARIABLE) or "{}").get(address, 0.0):
+        return False
+    try:
+        socket.getaddrinfo(address, None)
+    except socket.gaierror:
+        return False
+    return True
+
+
+def wait_for_host(
+    host: str,
+    topology: Topology,
+    addresses: Mapping[str, str],
+    timeout_s: float = RESOLVE_TIMEOUT_S,
+    *,
+    is_known: Callable[[str], bool] = resolves,
+    pause: Callable[[float], object] | None = None,
+) -> None:
+    """Wait until the name of a host resolves, with a log line for each attempt.
+
+    Args:
+        host: The host to wait for.
+        topology: All hosts; those that do not resolve either are named in the log.
+        addresses: IP addresses of hosts that no resolver knows.
+        timeout_s: Seconds to wait.
+        is_known: Whether an address resolves.
+        pause: Waits for some seconds. Default: really.
+
+    Raises:
+        HostResolutionError: The name did not resolve in time.
+    """
+    pause = pause or threading.Event().wait
+    deadline, delay_s = time.monotonic() + timeout_s, _FIRST_DELAY_S
+    while not is_known(addresses.get(host, host)):
+        missing = [name for name in topology.trainer_hosts if not is_known(addresses.get(name, name))] or [host]
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise HostResolutionError(
+                f"The main host {host!r} did not resolve within {timeout_s:.0f} s; hosts without an address: "
+                f"{', '.join(missing)}.\n{topology.table()}\n"
+                "If the hosts start later than that, raise SageMakerEnvironment(resolve_timeout_s=...)."
+            )
+        logger.info(
+            "Waiting for the names of hosts %s to resolve (main host: %s; %.0f s left).",
+            ", ".join(missing),
+            host,
+            remaining_s,
+        )
+        pause(min(delay_s, remaining_s))
+        delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+
+
+def check_port_is_free(port: int, host: str, listener: str = "rank 0") -> None:
+    """Fail at once on a taken port; torch would leave the other hosts waiting for half an hour.
+
+    Args:
+        port: Port on which this process is about to listen.
+        host: Name of this host, for the error message.
+        listener: What listens on the port, for the error message.
+
+    Raises:
+        PortInUseError: Another process listens on the port, or this one has no right to.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+            raise PortInUseError(
+                f"Port {port}, on which {listener} must listen on host {host!r}, cannot be used "
+                f"({os.strerror(error.errno)}). Set LIGHTNING_SM_MAIN_PORT to a free port, the same on every host."
+            ) from error
+
+
+def own_address(job: SageMakerJob) -> str:
+    """The address of the job's interface: what serves the other hosts must not be open on others.
+
+    Args:
+        job: The job.
+    """
+    if job.current_host in job.addresses:
+        return job.addresses[job.current_host]
+    for address in psutil.net_if_addrs().get(job.network_interface or "", []):
+        if address.family == socket.AF_INET:
+            return str(address.address)
+    try:
+        return socket.gethostbyname(job.current_host)
+    except OSError:
+        logger.warning(
+            "Host %s has no interface %s and does not resolve its own name: listening on all interfaces.",
+            job.current_host,
+            job.network_interface,
+        )
+        return "0.0.0.0"  # noqa: S104  # said in the warning

@@ -1,0 +1,225 @@
+"""The variables with which sagemaker-training tells a script about its job: ``SM_HOSTS``, ``SM_HP_*`` and so on.
+
+Scripts that were written for the toolkit read them; lightning_sm itself reads the files of the service. Made here, not
+by the toolkit's ``Environment``: that imports boto3, starts nvidia-smi, neuron-ls and which, makes folders and changes
+the variables of the process that asks. A test compares each variable with the toolkit's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_sm.errors import JobConfigError
+from lightning_sm.job.facts import SageMakerJob
+
+_LOG = logging.getLogger(__name__)
+
+_PREFIX = "sagemaker_"
+# What the toolkit keeps to itself, besides what has its prefix (params.SAGEMAKER_HYPERPARAMETERS) ...
+_NOT_FOR_SCRIPTS = ("_tuning_objective_metric", "default_user_module_name")
+# ... and what of it does not count as a parameter of a framework either.
+_OWN = (
+    "program",
+    "submit_directory",
+    "enable_cloudwatch_metrics",
+    "region",
+    "container_log_level",
+    "job_name",
+    "s3_output",
+)
+_DISTRIBUTIONS = (
+    "sagemaker_mpi_enabled",
+    "sagemaker_parameter_server_enabled",
+    "sagemaker_distributed_dataparallel_enabled",
+    "sagemaker_pytorch_ddp_enabled",
+    "sagemaker_pytorch_xla_multi_worker_enabled",
+    "sagemaker_multi_worker_mirrored_strategy_enabled",
+    "sagemaker_torch_distributed_enabled",
+)
+_SINGLE_GROUP = "homogeneousCluster"
+_INFO = 20
+# Linux, MAX_ARG_STRLEN: one "NAME=value" with its zero byte. Beyond it, no process can be started at all.
+_MAX_BYTES = 128 * 1024
+
+
+def toolkit_variables(
+    job: SageMakerJob, entry_point: str, args: Sequence[str], env: Mapping[str, str]
+) -> dict[str, str]:
+    """Make the variables that the toolkit's ``train`` sets for its script.
+
+    Args:
+        job: The facts.
+        entry_point: The script, as it was named.
+        args: The arguments that the script gets. (The toolkit's own have another form.)
+        env: Environment variables.
+
+    Returns:
+        The variables; none where the hosts came from variables, which another launcher has set then, and without those
+        that are too long for an environment.
+
+    Raises:
+        JobConfigError: A file of the service cannot be read.
+
+    Source:
+        sagemaker-training 5.1, ``environment.Environment`` and ``mapping.to_env_vars``.
+    """
+    resources = _read(job, "resourceconfig.json")
+    if not resources:
+        return {}
+    facts = _facts(job, resources, entry_point, env)
+    exported = {name: value for name, value in facts.items() if name not in _ONLY_IN_TRAINING_ENV}
+    variables = {
+        **exported,
+        "hps": facts["hyperparameters"],
+        "framework_params": facts["additional_framework_parameters"],
+        "channels": sorted(facts["channel_input_dirs"]),
+        "user_args": list(args),
+        "training_env": facts,
+        **({"topology": facts["topology"]} if facts["topology"] else {}),
+        **{f"channel_{name}": path for name, path in facts["channel_input_dirs"].items()},
+        **{f"hp_{name}": value for name, value in facts["hyperparameters"].items()},
+    }
+    own = _hyperparameters(job)[1]
+    texts = {
+        **{f"SM_{name.upper()}": _text(value) for name, value in variables.items()},
+        "CURRENT_HOST": job.current_host,
+        # The toolkit replaces these two by nothing where the job does not say; what is set stays here.
+        "SAGEMAKER_JOB_NAME": _text(own.get("sagemaker_job_name") or env.get("SAGEMAKER_JOB_NAME")),
+        "SAGEMAKER_REGION": _text(
+            own.get("sagemaker_region") or env.get("AWS_DEFAULT_REGION") or env.get("AWS_REGION")
+        ),
+    }
+    return {name: text for name, text in texts.items() if _is_possible(name, text)}
+
+
+_ONLY_IN_TRAINING_ENV = (
+    "additional_framework_parameters",
+    "channel_input_dirs",
+    "distribution_hosts",
+    "hyperparameters",
+    "is_master",
+    "is_modelparallel_enabled",
+    "is_smddpmprun_installed",
+    "is_smddprun_installed",
+    "job_name",
+    "master_hostname",
+    "topology",
+)
+
+
+def _facts(job: SageMakerJob, resources: Mapping[str, Any], entry_point: str, env: Mapping[str, str]) -> dict[str, Any]:
+    """The properties of the toolkit's ``Environment``."""
+    for_script, own = _hyperparameters(job)
+    framework = {name: value for name, value in own.items() if name not in (*_NOT_FOR_SCRIPTS, *map(_prefixed, _OWN))}
+    base, inputs = job.base_dir, _read(job, "inputdataconfig.json")
+    return {
+        "additional_framework_parameters": framework,
+        "channel_input_dirs": {name: str(base / "input" / "data" / name) for name in inputs},
+        "current_host": job.current_host,
+        "current_instance_type": resources.get("current_instance_type", "local"),
+        **_groups(resources, job, framework),
+        "framework_module": env.get("SAGEMAKER_TRAINING_MODULE"),
+        "hosts": list(job.hosts),
+        "hyperparameters": for_script,
+        "input_config_dir": str(base / "input" / "config"),
+        "input_data_config": inputs,
+        "input_dir": str(base / "input"),
+        "is_modelparallel_enabled": None,
+        "is_smddpmprun_installed": False,
+        "is_smddprun_installed": False,
+        "job_name": env.get("TRAINING_JOB_NAME"),
+        "log_level": own.get("sagemaker_container_log_level", _INFO),
+        "model_dir": str(job.model_dir),
+        "module_dir": str(own.get("sagemaker_submit_directory", job.code_dir)),
+        "module_name": entry_point.removesuffix(".py"),
+        "network_interface_name": resources.get("network_interface_name", "eth0"),
+        "num_cpus": os.cpu_count(),
+        "num_gpus": job.num_gpus,
+        "num_neurons": 0,
+        "output_data_dir": str(job.output_dir / "data"),
+        "output_dir": str(job.output_dir),
+        "output_intermediate_dir": str(job.output_dir / "intermediate"),
+        "resource_config": resources,
+        "topology": resources.get("topology", []),
+        "user_entry_point": entry_point,
+    }
+
+
+def _groups(resources: Mapping[str, Any], job: SageMakerJob, framework: Mapping[str, Any]) -> dict[str, Any]:
+    groups = resources.get("instance_groups") or []  # local mode has none
+    current = resources.get("current_group_name", _SINGLE_GROUP)
+    hosts_of = {group["instance_group_name"]: group["hosts"] for group in groups}
+    own_group = [current] if any(framework.get(name) for name in _DISTRIBUTIONS) else []
+    distributed = framework.get("sagemaker_distribution_instance_groups", own_group)
+    if groups:
+        distribution_hosts = [host for name, hosts in hosts_of.items() if name in distributed for host in hosts]
+    else:
+        distribution_hosts = list(job.hosts)
+    master = distribution_hosts[0] if distribution_hosts else job.hosts[0]
+    return {
+        "current_instance_group": current,
+        "current_instance_group_hosts": hosts_of.get(current, []),
+        "distribution_hosts": distribution_hosts,
+        "distribution_instance_groups": distributed,
+        "instance_groups": list(hosts_of),
+        "instance_groups_dict": {group["instance_group_name"]: group for group in groups},
+        "is_hetero": len(groups) > 1,
+        "is_master": job.current_host == master,
+        "master_hostname": master,
+    }
+
+
+def _hyperparameters(job: SageMakerJob) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of the script, and those of the toolkit, decoded."""
+    decoded = {name: _decoded(text) for name, text in job.hyperparameters.items()}
+    own = {name for name in decoded if name.startswith(_PREFIX) or name in _NOT_FOR_SCRIPTS}
+    for_script = {name: value for name, value in decoded.items() if name not in own}
+    return for_script, {name: decoded[name] for name in own}
+
+
+def _prefixed(name: str) -> str:
+    return _PREFIX + name
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def _is_possible(name: str, text: str) -> bool:
+    size = len(os.fsencode(name)) + len(text.encode("utf-8", "surrogatepass")) + 2
+    if size <= _MAX_BYTES and not {"=", "\0"} & set(name) and "\0" not in text:
+        return True
+    _LOG.info(
+        "lightning-sm: %.80s is not set for the script: with %d bytes, or because of its characters, it fits into no "
+        "environment. The files of the job have it.",
+        *(name, size),
+    )
+    return False
+
+
+def _read(job: SageMakerJob, name: str) -> dict[str, Any]:
+    """A file that ``SageMakerJob`` has read and checked before, whole."""
+    path: Path = job.base_dir / "input" / "config" / name
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise JobConfigError(f"{path}: cannot be read ({error}).") from error
+    return dict(content)

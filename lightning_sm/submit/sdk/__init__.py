@@ -1,0 +1,1 @@
+"""The SageMaker SDK, versions 2 and 3."""

@@ -1,0 +1,407 @@
+"""SageMakerEnvironment: tells Lightning the main address, the ranks and the world size of a SageMaker job."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import logging
+import os
+import platform
+import socket
+import sys
+from dataclasses import replace
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+
+from lightning_sm._lightning import DISTRIBUTION, ClusterEnvironment, rank_zero_only
+from lightning_sm._log import show_log_lines
+from lightning_sm._version import __version__
+from lightning_sm.errors import JobConfigError, TopologyError
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.process_launcher import PARENT_VARIABLE, Launch, Launcher, stray_variables
+from lightning_sm.job.rendezvous import RESOLVE_TIMEOUT_S, check_port_is_free, wait_for_host
+from lightning_sm.job.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+_DEVICES_SETTING = "LIGHTNING_SM_DEVICES (lightning-sm local --devices)"
+
+
+class SageMakerEnvironment(ClusterEnvironment):
+    """The cluster environment of a SageMaker training job.
+
+    Right for one plain process per host (Lightning starts the local ranks), ``torchrun`` on every host, and
+    ``mpirun``. ``SageMakerCLI`` puts it in by itself; without the CLI::
+
+        environment = SageMakerEnvironment()
+        Trainer(plugins=[environment], num_nodes=environment.num_nodes)
+
+    Every trainer process builds one: in an mpirun script that uses mpi4py, building it is a collective call.
+
+    Args:
+        job: The facts of the job. Default: read from this host.
+        main_port: Port on which rank 0 listens, unless torchrun chose one. Default: ``LIGHTNING_SM_MAIN_PORT``, else
+            derived from the job.
+        resolve_timeout_s: Seconds to wait for the main host's name to resolve.
+
+    Raises:
+        JobConfigError: This is not a host of a SageMaker job, or the job's files are malformed.
+        TopologyError: The hosts contradict each other, the launcher, or this host serves data.
+    """
+
+    # Of this process, whatever the number of environments and Trainers in it. Whether Lightning asked one of them for
+    # ranks (see _report_if_alone), and whether one announced itself.
+    _consulted: ClassVar[bool] = False
+    _announced: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        job: SageMakerJob | None = None,
+        *,
+        main_port: int | None = None,
+        resolve_timeout_s: float = RESOLVE_TIMEOUT_S,
+    ) -> None:
+        super().__init__()
+        show_log_lines()
+        job = job or SageMakerJob.from_environment()
+        if job is None:
+            raise JobConfigError(
+                "This is no host of a SageMaker job: there is neither /opt/ml/input/config/resourceconfig.json "
+                "(SAGEMAKER_BASE_DIR moves /opt/ml) nor SM_HOSTS. Off SageMaker, leave SageMakerEnvironment out; "
+                "SageMakerEnvironment.detect() tells."
+            )
+        self._launch = Launch.detect(os.environ, os.getppid())
+        is_mpi = self._launch.launcher is Launcher.MPI
+        self._job = job
+        # mpirun may start the ranks of other hosts without the variable of the job's name, which decides on the port.
+        self._topology = Topology.from_job(replace(job, name=None) if is_mpi else job)
+        node_rank = self._topology.node_rank  # a data host is refused here, whoever started it
+        self._node_rank = node_rank if self._launch.node_rank is None else self._launch.node_rank
+        # Under torchrun nothing else will do: its agent listens there already.
+        self._main_port = self._launch.main_port or main_port or self._topology.main_port
+        self._resolve_timeout_s = resolve_timeout_s
+        self._disown_stray_variables()
+        self._check_launcher_world()
+        self._main_host = self._mpi_main_host() if is_mpi else self._topology.main_host
+        self._global_rank: int | None = None
+        self._world_size: int | None = None
+        # Lightning counts from LOCAL_RANK alone until the Trainer is made, and so would log once per host.
+        _set_logging_rank(self.global_rank())
+        if self.num_nodes > 1:
+            atexit.register(_report_if_alone, self._topology)
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether this process runs on a host of a SageMaker job.
+
+        Raises:
+            JobConfigError: It does, but the job's files are malformed.
+        """
+        return SageMakerJob.from_environment() is not None
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of trainer hosts, for ``Trainer(num_nodes=...)``."""
+        return self._topology.num_nodes
+
+    @property
+    def devices(self) -> int | None:
+        """Processes on each trainer host, where torchrun, mpirun or ``LIGHTNING_SM_DEVICES`` decides it, else None."""
+        return self._launch.devices or self._job.devices
+
+    @property
+    def topology(self) -> Topology:
+        """Roles and ranks of all hosts."""
+        return self._topology
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Whether Lightning must not start the local ranks: another launcher did, or Lightning did already.
+
+        Lightning sets ``LOCAL_RANK`` when it starts them; stray values are gone since ``__init__``.
+        """
+        return self._launch.launcher is not Launcher.PLAIN or "LOCAL_RANK" in os.environ
+
+    @property
+    def main_address(self) -> str:
+        """Address of rank 0. The first access waits until the name of its host resolves.
+
+        Raises:
+            HostResolutionError: The name did not resolve in time.
+            PortInUseError: This process is rank 0, and another process listens on the main port.
+        """
+        return self._rendezvous
+
+    @property
+    def main_port(self) -> int:
+        """Port of rank 0, the same on every host."""
+        return self._main_port
+
+    def world_size(self) -> int:
+        """Processes on all trainer hosts together; data hosts do not count."""
+        return self._world_size or self._launch.world_size or 1
+
+    def set_world_size(self, size: int) -> None:
+        """Take the world size that Lightning computed, and announce this process the first time.
+
+        Args:
+            size: ``num_nodes`` x ``devices``.
+
+        Raises:
+            TopologyError: The size does not fit the trainer hosts or the launcher; the message has the table.
+        """
+        self._check_world_size(size)
+        is_spawned_copy = self._world_size is not None
+        self._world_size = size
+        SageMakerEnvironment._consulted = True
+        if not is_spawned_copy:
+            self.announce(size // self.num_nodes)
+
+    def announce(self, devices: int) -> None:
+        """Prepare the network variables and print the table of hosts, once per process.
+
+        With one host and one device Lightning never asks for ranks, so that ``SageMakerCLI`` calls it, too.
+
+        Args:
+            devices: Processes on each trainer host.
+        """
+        if SageMakerEnvironment._announced:
+            return
+        SageMakerEnvironment._announced = True
+        leave_at_exit()
+        self._export_interface()
+        self._report(devices)
+
+    def global_rank(self) -> int:
+        """Rank of this process among all trainer processes."""
+        if self._global_rank is not None:
+            return self._global_rank
+        return self._node_rank * (self.devices or 1) + self.local_rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        """Take the rank that Lightning computed from node rank and local rank.
+
+        Args:
+            rank: node rank x devices + local rank.
+        """
+        self._global_rank = rank
+        _set_logging_rank(rank)
+
+    def local_rank(self) -> int:
+        """Rank of this process on its host."""
+        if self._launch.launcher in (Launcher.PLAIN, Launcher.LIGHTNING):
+            # Read anew: the workers of ddp_spawn and ddp_fork take over this object and get their ranks later.
+            return int(os.environ.get("LOCAL_RANK", self._launch.local_rank))
+        return self._launch.local_rank
+
+    def node_rank(self) -> int:
+        """Position of this host among the trainer hosts."""
+        return self._node_rank
+
+    def teardown(self) -> None:
+        """Have a worker of ddp_spawn, which announced nothing, leave its process group at exit, too.
+
+        There Lightning calls this after a success only: after a failure the peers may be gone.
+        """
+        if not SageMakerEnvironment._announced:
+            leave_at_exit()
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Check the Trainer's settings against the cluster, before any process is started.
+
+        Args:
+            num_devices: Processes on each host.
+            num_nodes: Trainer hosts.
+
+        Raises:
+            TopologyError: They contradict the cluster; the message has the table of hosts.
+        """
+        if num_nodes != self.num_nodes:
+            raise TopologyError(
+                f"Trainer(num_nodes={num_nodes}) does not match the job, which has {self.num_nodes} trainer host(s) "
+                f"({self._topology.source}).\n{self._topology.table()}\n"
+                f"Set num_nodes={self.num_nodes}; SageMakerCLI does it when it is left out."
+            )
+        if self.devices is not None and num_devices != self.devices:
+            decided_by = self._launch.launcher.value if self._launch.devices else _DEVICES_SETTING
+            raise TopologyError(
+                f"Trainer(devices={num_devices}) does not match the {self.devices} process(es) on each host that "
+                f"{decided_by} decided on.\n{self._topology.table(self.devices)}\n"
+                f"Set devices={self.devices}; SageMakerCLI does it when it is left out."
+            )
+
+    def _disown_stray_variables(self) -> None:
+        """Remove rank variables of unknown origin, which Lightning, torch and other libraries would believe."""
+        own_pid = str(os.getpid())
+        if self._launch.launcher is Launcher.LIGHTNING or os.environ.get(PARENT_VARIABLE) == own_pid:
+            return
+        strays = stray_variables(os.environ, self._launch)
+        if strays:
+            stated = ", ".join(f"{name}={os.environ[name]}" for name in strays)
+            logger.warning("Ignoring %s: not set by SageMaker or by the launcher of this process.", stated)
+        for name in strays:
+            del os.environ[name]
+        if self._launch.launcher is not Launcher.TORCHRUN:
+            os.environ[PARENT_VARIABLE] = own_pid
+
+    def _check_launcher_world(self) -> None:
+        devices, world_size = self._launch.devices, self._launch.world_size
+        if devices is not None and world_size is not None and world_size != devices * self.num_nodes:
+            raise TopologyError(
+                f"{self._launch.launcher.value} started {world_size} processes, {devices} on this host, but the job "
+                f"has {self.num_nodes} trainer host(s), which makes {devices * self.num_nodes} "
+                f"({self._topology.source}).\n{self._topology.table(devices)}\n"
+                f"Start {self._launch.launcher.value} over all trainer hosts with the same number of processes on each."
+                f"{self._advice_on_groups(world_size // devices)}"
+            )
+
+    def _advice_on_groups(self, num_hosts: int) -> str:
+        """What to do where sagemaker-training started a torchrun in each group of trainers.
+
+        Source:
+            sagemaker 2.257.7, ``pytorch/estimator.py``, ``_pytorch_distribution_configuration``: with
+            ``torch_distributed``, the names of the groups are not sent; with ``mpi`` they are.
+        """
+        training = [group.name for group in self._job.groups if set(group.hosts) & set(self._topology.trainer_hosts)]
+        is_per_group = self._launch.launcher is Launcher.TORCHRUN and num_hosts == len(self._job.current_group.hosts)
+        if len(training) == 1 or not is_per_group:
+            return ""
+        names = ", ".join(f'"{name}"' for name in training)
+        return (
+            " Each instance group seems to have a torchrun of its own, because the SDK does not send distribution's "
+            "instance_groups with torch_distributed. Send them by "
+            f'hyperparameters={{"sagemaker_distribution_instance_groups": [{names}]}}.'
+        )
+
+    def _check_world_size(self, size: int) -> None:
+        """Refuse what would hang. Lightning asks no other question before ddp_spawn, and before FSDP with torchrun."""
+        per_host, rest = divmod(size, self.num_nodes)
+        expected_rank = self._node_rank * per_host + self.local_rank()
+        if rest or self.devices not in (None, per_host) or self._global_rank not in (None, expected_rank):
+            decided = f" with {self.devices} process(es) on each" if self.devices else ""
+            raise TopologyError(
+                f"Trainer(num_nodes x devices) makes {size} process(es) and this one rank {self.global_rank()}, but "
+                f"the job has {self.num_nodes} trainer host(s){decided} ({self._topology.source}).\n"
+                f"{self._topology.table(self.devices)}\n"
+                f"Set num_nodes={self.num_nodes} and the same number of devices on every host."
+            )
+
+    def _mpi_main_host(self) -> str:
+        """The host of rank 0. mpirun's host order need not be ours: the toolkit takes the service's shuffled list."""
+        own, hosts = self._job.current_host, self._topology.trainer_hosts
+        if "mpi4py" in sys.modules:
+            # Only where the script or "python -m mpi4py" (the toolkit's command) brought it. Else MPI_Finalize at exit
+            # would make a rank that fails wait for the others, and they for it.
+            mpi = importlib.import_module("mpi4py.MPI")
+            if mpi.COMM_WORLD.Get_size() == self._launch.world_size:  # else it found the library of another MPI
+                return str(mpi.COMM_WORLD.bcast(own, root=0))
+        if self._node_rank == 0:
+            return own
+        # The toolkit's mpirun hands rank 0's SM_* variables to all ranks; the job's file is each host's own.
+        stated = os.environ.get("SM_CURRENT_HOST")
+        if stated in hosts and (stated != own or self._job.source.startswith("SM_")):
+            return stated
+        if hosts.index(own) == self._node_rank:
+            return self._topology.main_host
+        raise TopologyError(
+            f"mpirun gave host {own!r} node rank {self._node_rank}, so that the host of rank 0 is unknown.\n"
+            f"{self._topology.table(self._launch.devices)}\n"
+            "Name the hosts for mpirun in the order of the table, add -x SM_CURRENT_HOST, or start the script with "
+            "python -m mpi4py."
+        )
+
+    @cached_property
+    def _rendezvous(self) -> str:
+        if self._launch.main_address is not None:
+            return self._launch.main_address
+        wait_for_host(self._main_host, self._topology, self._job.addresses, self._resolve_timeout_s)
+        if self.global_rank() == 0 and not torch.distributed.is_initialized():
+            check_port_is_free(self._main_port, self._main_host)
+        return self._job.addresses.get(self._main_host, self._main_host)
+
+    def _export_interface(self) -> None:
+        """Point NCCL and Gloo at the job's interface, if this host has it (SDK v3 names one that no host has)."""
+        interface = self._job.network_interface
+        if interface is None:
+            return
+        exists = _is_here(interface)
+        for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+            if exists:
+                os.environ.setdefault(variable, interface)
+            elif os.environ.get(variable) == interface:
+                del os.environ[variable]
+                logger.warning("Ignoring %s=%s: this host has no such interface.", variable, interface)
+
+    def _report(self, devices: int) -> None:
+        launcher, host = self._launch.launcher.value, self._job.current_host
+        if self.local_rank() == 0 and self._node_rank != self._topology.node_rank:
+            logger.info(
+                "Host %s has node rank %d: %s counts the hosts in another order than the table of hosts.",
+                host,
+                self._node_rank,
+                launcher,
+            )
+        if self.global_rank() != 0:
+            return
+        interface = self._job.network_interface
+        if interface is not None and not _is_here(interface):
+            interface += " (not on this host)"
+        versions = {
+            "lightning_sm": __version__,
+            DISTRIBUTION: sys.modules[DISTRIBUTION].__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        logger.info(
+            "%s\njob %s, %s, main address %s:%d, interface %s\n%s",
+            self._topology.table(devices),
+            self._job.name or "(no name)",
+            launcher,
+            self._launch.main_address or self._main_host,
+            self._main_port,
+            interface or "(none)",
+            ", ".join(f"{name} {number}" for name, number in versions.items()),
+        )
+
+
+def _is_here(interface: str) -> bool:
+    return interface in {name for _, name in socket.if_nameindex()}
+
+
+def _set_logging_rank(rank: int) -> None:
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]  # Lightning keeps it on the function, too
+
+
+def _report_if_alone(topology: Topology) -> None:
+    """Say at exit what Lightning leaves no earlier chance to: with one device, it drops the environment unread."""
+    if SageMakerEnvironment._consulted or hasattr(sys, "last_value"):  # the latter: an error ended the process
+        return
+    SageMakerEnvironment._consulted = True  # said once is enough
+    logger.error(
+        "No Trainer asked SageMakerEnvironment for ranks. If this process trained, then host %s trained alone, like "
+        "each of the %d trainer hosts (%s).\n%s\nSet Trainer(num_nodes=environment.num_nodes): with num_nodes=1 and "
+        "one device Lightning ignores the cluster. SageMakerCLI sets it by itself.",
+        topology.current_host,
+        topology.num_nodes,
+        topology.source,
+        topology.table(),
+    )
+
+
+def leave_at_exit() -> None:
+    """Have this process leave its process group, if it has one by then, before the interpreter shuts down.
+
+    A Gloo thread that drops its last tensor during the shutdown aborts the process (PyTorch pull request 179291; seen
+    in 1 of 8 runs of two hosts, and in 1 of 72 with ddp_spawn), and a finished training would count as failed.
+    Lightning leaves the groups of NCCL by itself (``_init_dist_connection``), those of Gloo not.
+    """
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    # Not after an exception: leaving joins Gloo's threads, which wait for peers that may be gone.
+    if torch.distributed.is_initialized() and not hasattr(sys, "last_value"):
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,126 @@
+"""The hosts of an emulated cluster before anything runs on them: groups, addresses, port and folders."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from lightning_sm.emulator.cluster import ClusterSpec, LocalCluster
+from lightning_sm.errors import PortInUseError, TopologyError
+from lightning_sm.job.emulated_service import GroupSpec
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.topology import Role, Topology
+
+
+def _groups(cluster):
+    job = SageMakerJob.from_environment(cluster.hosts[0].env)
+    return [(group.name, group.hosts) for group in job.groups]
+
+
+def test_groups_are_dealt_at_random_and_repeat_with_a_seed(tmp_path):
+    """The same seed gives the same groups, other seeds give others, with hosts in any order."""
+    groups = [GroupSpec("trainer", 4), GroupSpec("data", 8)]
+    drawn = []
+    for seed in (1, 1, 2, 3):
+        with LocalCluster(ClusterSpec(groups, seed=seed), tmp_path) as cluster:
+            drawn.append(_groups(cluster))
+    assert drawn[0] == drawn[1]
+    assert drawn[0] != drawn[2] != drawn[3]
+    assert any(hosts != tuple(sorted(hosts)) for _, hosts in drawn[0])
+
+
+def test_another_attempt_is_another_draw(tmp_path):
+    """Hosts land in groups anew, the same with the same seed; name, port and folders stay, what was in them is gone."""
+    spec = ClusterSpec([GroupSpec("trainer", 4), GroupSpec("data", 8)], seed=1, keeps_checkpoints=True)
+    drawn = []
+    for _ in range(2):
+        with LocalCluster(spec, tmp_path) as cluster:
+            first, name, folder = _groups(cluster), cluster.name, cluster.hosts[0].base_dir
+            port = Topology.from_job(SageMakerJob.from_environment(cluster.hosts[0].env)).main_port
+            (folder / "model" / "left").touch()
+            (cluster.checkpoint_dir / "last").touch()
+            cluster.next_attempt()
+            second = _groups(cluster)
+            cluster.next_attempt()
+            jobs = [SageMakerJob.from_environment(host.env) for host in cluster.hosts]
+            drawn.append([first, second, _groups(cluster)])
+            assert {Topology.from_job(job).main_port for job in jobs} == {port}
+            assert (cluster.name, cluster.hosts[0].base_dir) == (name, folder)
+            assert not (folder / "model" / "left").exists()
+            assert {job.checkpoint_dir for job in jobs} == {cluster.checkpoint_dir}
+            assert (cluster.checkpoint_dir / "last").exists()
+            assert all(Topology.from_job(job).role is host.role for job, host in zip(jobs, cluster.hosts, strict=True))
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] != drawn[0][1] != drawn[0][2]
+    assert not list(tmp_path.iterdir())
+
+
+def test_resource_config_is_the_services(tmp_path):
+    """resourceconfig.json has exactly the service's keys, and hosts sorted as text."""
+    with LocalCluster(ClusterSpec([GroupSpec("gpu", 10, "ml.g5.xlarge"), GroupSpec("data", 1)]), tmp_path) as cluster:
+        for host in cluster.hosts:
+            config = json.loads((host.base_dir / "input" / "config" / "resourceconfig.json").read_text())
+            assert sorted(config) == [
+                "current_group_name",
+                "current_host",
+                "current_instance_type",
+                "hosts",
+                "instance_groups",
+                "network_interface_name",
+            ]
+            assert config["hosts"][:3] == ["algo-1", "algo-10", "algo-11"]
+            assert (config["current_host"], config["current_group_name"]) == (host.name, host.group)
+            assert sorted(config["instance_groups"][0]) == ["hosts", "instance_group_name", "instance_type"]
+            assert host.role is (Role.DATA if host.group == "data" else Role.TRAINER)
+
+
+def test_all_hosts_agree_on_a_free_port_and_have_addresses(tmp_path):
+    """Every host derives the same topology; its port is free, and each host has an address of its own."""
+    with LocalCluster(ClusterSpec([GroupSpec("trainer", 3)], devices=2), tmp_path) as cluster:
+        jobs = [SageMakerJob.from_environment(host.env) for host in cluster.hosts]
+        (port,) = {Topology.from_job(job).main_port for job in jobs}
+        assert len(set(jobs[0].addresses.values())) == 3
+        assert jobs[0].devices == 2
+        with socket.create_server((jobs[0].addresses[Topology.from_job(jobs[0]).main_host], port)):
+            pass
+
+
+def test_stated_port_that_is_taken_is_refused(tmp_path):
+    """A main port that the user chose and that is taken is an error that names it."""
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        with pytest.raises(PortInUseError, match=port):
+            LocalCluster(ClusterSpec(environment={"LIGHTNING_SM_MAIN_PORT": port}), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_stated_port_of_another_emulated_job_is_refused(tmp_path):
+    """A port belongs to a job from its start to its end, also while none of its hosts listens."""
+    with LocalCluster(ClusterSpec(), tmp_path) as other:
+        port = Topology.from_job(SageMakerJob.from_environment(other.hosts[0].env)).main_port
+        spec = ClusterSpec(environment={"LIGHTNING_SM_MAIN_PORT": str(port)})
+        with pytest.raises(PortInUseError, match=f"Port {port} belongs to another job"):
+            LocalCluster(spec, tmp_path)
+    with LocalCluster(spec, tmp_path) as cluster:
+        assert Topology.from_job(SageMakerJob.from_environment(cluster.hosts[0].env)).main_port == port
+
+
+def test_data_groups_can_be_named(tmp_path):
+    """LIGHTNING_SM_DATA_GROUPS, given as the job's environment, decides the roles; an unknown group is refused."""
+    groups = [GroupSpec("a", 1), GroupSpec("b", 1)]
+    with LocalCluster(ClusterSpec(groups, environment={"LIGHTNING_SM_DATA_GROUPS": "b"}), tmp_path) as cluster:
+        assert {host.group: host.role for host in cluster.hosts} == {"a": Role.TRAINER, "b": Role.DATA}
+    with pytest.raises(TopologyError, match="no such group"):
+        LocalCluster(ClusterSpec(groups, environment={"LIGHTNING_SM_DATA_GROUPS": "c"}), tmp_path)
+
+
+def test_cluster_removes_its_folders_even_after_an_error(tmp_path):
+    """Leaving the context removes the folders, unless they are to be kept."""
+    with pytest.raises(ZeroDivisionError), LocalCluster(ClusterSpec(), tmp_path / "jobs"):
+        _ = 1 / 0
+    assert not (tmp_path / "jobs").exists()
+    with LocalCluster(ClusterSpec(), tmp_path / "jobs") as cluster:
+        cluster.keep = True
+    assert cluster.job_dir.is_dir()

@@ -1,0 +1,114 @@
+"""Faults of single hosts on request: killed, hanging and late ones, and names that resolve late."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+
+from lightning_sm.job.rendezvous import SLOW_NAMES_VARIABLE
+from tests.integration.emulators import processes_of, until
+from tests.integration.faulty_jobs import TIMEOUT_S, read_to_line, row, run_faulty, said_after, started_faulty
+
+
+def test_killed_host_vanishes_as_a_whole(jobs, work):
+    """Nothing of a killed host is left, also not what daemonised, and the job fails with its exit code."""
+    ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "kill:algo-2@step=5", mode="watch_kill")
+    assert ended.returncode == 137
+    assert re.search(r"^Fault kill:algo-2@step=5: algo-2 at step \d+, epoch \d+, \d+\.\d s\.$", ended.stdout, re.M)
+    assert "Host algo-2 (group trainer) failed with exit code 137." in ended.stdout
+    assert said_after(ended.stdout, "left of algo-2:") == [("algo-1", "[]")]
+    assert row(ended.stdout, "algo-2")[:3] == ["trainer", "trainer", "137"]
+
+
+def test_killed_training_process_is_reported_by_its_launcher(jobs, work):
+    """Without a local rank the script itself is killed; its launcher lives, and leaves a reason."""
+    options = ["--group", "trainer=1", "--group", "data=1", "--fault", "kill-rank:trainer-1@step=5"]
+    ended = run_faulty(jobs, work, *options, mode="endless")
+    (trainer,) = re.findall(r"^Fault kill-rank:trainer-1@step=5: (algo-\d) at ", ended.stdout, re.M)
+    assert ended.returncode == 137
+    assert f"Reason ({trainer})" in ended.stdout
+
+
+def test_killed_local_rank(jobs, work):
+    """The named local rank is killed, and neither its worker nor local rank 0."""
+    options = ["--devices", "2", "--fault", "kill-rank:algo-1/1@step=1"]
+    ended = run_faulty(jobs, work, *options, mode="local_ranks")
+    assert "algo-1 | local rank 1 ended with -9" in ended.stdout
+    assert ended.returncode == 7
+
+
+def test_killed_launcher_leaves_its_script(jobs, work):
+    """Only the launcher is killed; what it started runs on until the job ends."""
+    options = ["--group", "trainer=2", "--fault", "kill-launcher:algo-2@step=10"]
+    ended = run_faulty(jobs, work, *options, mode="watch_launcher")
+    assert ended.returncode == 137
+    assert "algo-2 left no reason" in ended.stdout
+    assert int(dict(said_after(ended.stdout, "left of algo-2:"))["algo-1"]) >= 1
+    assert not processes_of(jobs)
+
+
+def test_hanging_host_goes_on_after_its_time(jobs, work):
+    """All processes of the host stand still, launcher included, and go on together."""
+    options = ["--group", "trainer=2", "--fault", "hang:algo-2,for=1@step=1"]
+    ended = run_faulty(jobs, work, *options, mode="watch_hang")
+    assert ended.returncode == 0, ended.stdout
+    lines = [line for line in ended.stdout.splitlines() if "stopped" in line or line.startswith(("Fault", "Host"))]
+    assert lines[0].startswith("Fault hang:algo-2,for=1@step=1: algo-2 at step 1")
+    assert sorted(lines[1:]) == ["Host algo-2 goes on.", "algo-1 | all stopped", "algo-1 | none stopped"]
+
+
+def test_frozen_host_ends_with_a_killed_emulator(jobs, work):
+    """A frozen process could not act on any other signal than SIGKILL: it gets that."""
+    with started_faulty(jobs, work, "--fault", "hang:algo-1@after=0", mode="ready_and_wait") as emulator:
+        read_to_line(emulator, "Fault hang")
+        assert processes_of(jobs)
+        emulator.kill()
+        until(lambda: not processes_of(jobs), "no process is left", TIMEOUT_S)
+
+
+def test_frozen_host_ends_with_the_job(jobs, work):
+    """A host that hangs for good is killed when another one has failed."""
+    options = ["--group", "trainer=2", "--fault", "hang:algo-2@step=1"]
+    ended = run_faulty(jobs, work, *options, mode="fail_beside_frozen")
+    assert ended.returncode == 3
+    assert ended.stderr == ""
+    assert row(ended.stdout, "algo-2")[2] == "137"
+    assert not processes_of(jobs)
+
+
+def test_frozen_host_ends_with_ctrl_c(jobs, work):
+    """Whoever presses Ctrl-C does not wait for a host that cannot hear it."""
+    with started_faulty(jobs, work, "--fault", "hang:algo-1@start", mode="ready_and_wait") as emulator:
+        read_to_line(emulator, "Fault hang")
+        emulator.send_signal(signal.SIGINT)
+        assert emulator.wait(TIMEOUT_S) == 130
+        assert not processes_of(jobs)
+
+
+def test_host_may_be_late(jobs, work):
+    """A late host starts the given seconds after the others, and the job waits for it."""
+    ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "late:algo-2=1.5", mode="started")
+    started = {host: float(at) for host, at in said_after(ended.stdout, "started")}
+    assert ended.returncode == 0
+    assert 1.3 < started["algo-2"] - started["algo-1"] < 10
+
+
+def test_slow_names_reach_all_hosts(jobs, work):
+    """Every host is told until when the address does not resolve."""
+    options = ["--group", "trainer=1", "--group", "data=1", "--fault", "slow-dns:algo-2=30"]
+    ended = run_faulty(jobs, work, *options, mode="names")
+    said = said_after(ended.stdout, "names")
+    assert len(said) == 2
+    for _, text in said:
+        names, now = text.rsplit(maxsplit=1)
+        assert list(json.loads(names)) == ["127.0.0.3"]
+        assert 0 < json.loads(names)["127.0.0.3"] - float(now) < 30
+
+
+def test_slow_names_are_those_of_the_first_attempt(jobs, work):
+    """No host of a job without the fault has the variable."""
+    ended = run_faulty(jobs, work, mode="names")
+    assert SLOW_NAMES_VARIABLE not in os.environ
+    assert [text.split()[0] for _, text in said_after(ended.stdout, "names")] == ["None"]

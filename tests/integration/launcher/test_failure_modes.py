@@ -1,0 +1,319 @@
+"""Ways of dying x roles x moments, each a job of the emulator: two trainer hosts with one rank each, and data hosts.
+
+``MATRIX`` makes the tests, and the table in docs/lifecycle.md
+(``python -m tests.integration.launcher.test_failure_modes``).
+"""
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import psutil
+import pytest
+
+from tests.integration.hosts import REPOSITORY, SCRIPTS
+
+TIMEOUT_S = 120
+# From the first host that ends to the last one; the emulator itself allows 20 s, and the machine is shared.
+TOGETHER_S = 40.0
+MAX_REASON_CHARS = 1024
+PAGE = REPOSITORY / "docs" / "lifecycle.md"
+# Less than the emulator's time for leaving, unlike their defaults.
+IMPATIENT = ("--data_service.lease_s", "5", "--data_service.batch_timeout_s", "5")
+EITHER = (1, 143)  # what the other rank meets first: a peer that is gone, or SIGTERM
+STOPPED = r"The job was stopped or interrupted \(SIGTERM\)\. "
+PEER_LEFT = r"RuntimeError: .*by peer"  # the other rank met the failure first, and left
+KILLED = r"killed by SIGKILL \(exit code 137\)"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way of dying, of one role, at one moment.
+
+    Attributes:
+        way: How.
+        role: Who.
+        moment: When.
+        main: Exit codes that the main trainer's host may have.
+        other: Those of the other trainer's host.
+        data: Those of every data host.
+        job: Exit code of the emulator: that of the host that failed first.
+        first: Which host leaves the reason that the others name; None where nobody can.
+        reason: How the failure file of that host begins (a regular expression).
+        said: How the failure files of all other trainers begin that leave one.
+        fails: FAILS and FAILS_ON, for the script.
+        options: Options of the emulator.
+        arguments: Arguments of the script.
+        hosts: Number of data hosts.
+    """
+
+    way: str
+    role: str
+    moment: str
+    main: tuple[int, ...] = (0,)
+    other: tuple[int, ...] = (0,)
+    data: tuple[int, ...] = (0,)
+    job: int = 0
+    first: str | None = None
+    reason: str = ""
+    said: str = ""
+    fails: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    hosts: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.way}, {self.role}, {self.moment}"
+
+    def row(self) -> str:
+        """The line of the table in the documentation."""
+        codes = [" or ".join(map(str, codes)) for codes in (self.main, self.other, self.data)]
+        return "| " + " | ".join([self.way, self.role, self.moment, *codes, str(self.job)]) + " |"
+
+
+def fault(kind, when, *more):
+    """Options of the emulator."""
+    return ("--fault", f"{kind}@{when}", *more)
+
+
+EARLY = tuple(
+    word
+    for pair in (
+        ("--trainer.callbacks+", "pytorch_lightning.callbacks.EarlyStopping"),
+        ("--trainer.callbacks.monitor", "val_loss"),
+        ("--trainer.callbacks.stopping_threshold", "100"),
+    )
+    for word in pair
+)
+EXCEPTION = r"ArithmeticError: rank \d fails at step (\d+|val)\n"
+MATRIX = [
+    Cell("success", "all", "end"),
+    Cell("early stopping", "all", "after the first validation", arguments=EARLY),
+    *(
+        Cell("exception", "main trainer", moment, (1,), EITHER, job=1, first="main", reason=EXCEPTION, fails=at)
+        for moment, at in {"first step": ("exception@0", "0")}.items()
+    ),
+    Cell(
+        *("exception", "other trainer", "validation", EITHER, (1,)),
+        job=1,
+        first="other",
+        reason=EXCEPTION,
+        fails=("exception@val", "1"),
+    ),
+    Cell(
+        *("os._exit(7)", "main trainer", "last step", (7,), EITHER),
+        job=7,
+        first="main",
+        reason="exit code 7; the last lines of stderr",
+        fails=("exit@59", "0"),
+    ),
+    Cell(
+        *("sys.exit(9)", "other trainer", "mid-epoch", EITHER, (9,)),
+        job=9,
+        first="other",
+        reason="exit code 9; the last lines of stderr",
+        fails=("sys.exit@10", "1"),
+    ),
+    Cell(
+        *("SIGKILL of a rank", "main trainer", "mid-epoch", (137,), EITHER),
+        job=137,
+        first="main",
+        reason=KILLED,
+        options=fault("kill-rank:trainer-1", "step=10"),
+    ),
+    Cell(
+        *("SIGKILL of a rank", "other trainer", "last step", EITHER, (137,)),
+        job=137,
+        first="other",
+        reason=KILLED,
+        fails=("kill@59", "1"),
+    ),
+    Cell(
+        *("SIGKILL of the launcher", "main trainer", "second epoch", (137,), EITHER),
+        job=137,
+        said=STOPPED,
+        options=fault("kill-launcher:trainer-1", "epoch=2"),
+        arguments=IMPATIENT,
+    ),
+    Cell(
+        *("SIGKILL of the launcher", "other trainer", "mid-epoch", EITHER, (137,)),
+        job=137,
+        said=STOPPED,
+        options=fault("kill-launcher:trainer-2", "step=10"),
+        arguments=IMPATIENT,
+    ),
+    Cell(
+        *("SIGKILL of the whole host", "main trainer", "mid-epoch", (137,), EITHER),
+        job=137,
+        said=STOPPED,
+        options=fault("kill:trainer-1", "step=10"),
+        arguments=IMPATIENT,
+    ),
+    Cell(
+        *("SIGKILL of the whole host", "other trainer", "first step", EITHER, (137,)),
+        job=137,
+        said=STOPPED,
+        options=fault("kill:trainer-2", "step=1"),
+        arguments=IMPATIENT,
+    ),
+    Cell(
+        *("import error", "all", "start-up", EITHER, EITHER, (0, 1)),
+        job=1,
+        first="any",
+        reason="ImportError: ",
+        fails=("import", "all"),
+    ),
+    Cell(
+        *("import error", "other trainer", "start-up", EITHER, (1,)),
+        job=1,
+        first="other",
+        reason="ImportError: ",
+        fails=("import", "1"),
+    ),
+    Cell(
+        *("SIGTERM to all hosts", "all", "mid-epoch", (143,), (143,)),
+        job=143,
+        said=STOPPED,
+        options=fault("stop", "step=10,skew=0.05"),
+    ),
+    Cell(
+        *("SIGTERM to all hosts", "all", "start-up", (143,), (143,)),
+        job=143,
+        said=STOPPED,
+        options=fault("stop", "start"),
+    ),
+    Cell(
+        *("SIGKILL of the whole host", "only data host", "mid-epoch", EITHER, EITHER, (137,)),
+        job=137,
+        said=STOPPED + rf"(lightning_sm\.errors\.Data|{PEER_LEFT})",
+        options=fault("kill:data-1", "step=10"),
+        arguments=IMPATIENT,
+    ),
+    Cell(
+        *("SIGKILL of the launcher", "only data host", "mid-epoch", (143,), (143,), (137,)),
+        job=137,
+        said=STOPPED,
+        options=fault("kill-launcher:data-1", "step=10"),
+    ),
+    Cell(
+        *("hangs for good", "only data host", "mid-epoch", EITHER, EITHER, (137,)),
+        job=1,
+        first="any",
+        reason=r"lightning_sm\.errors\.Data(Timeout|HostUnreachable)Error: ",
+        options=fault("hang:data-1", "step=10"),
+        arguments=IMPATIENT,
+    ),
+    Cell(*("os._exit(7)", "one of two data hosts", "opening"), fails=("exit@open", "data-0"), hosts=2),
+    Cell(
+        *("os._exit(7)", "only data host", "opening", (137,), (137,), (7,)),
+        job=7,
+        first="any",
+        reason="exit code 7; the last lines of stderr",
+        fails=("exit@open", "data-0"),
+    ),
+    Cell(
+        *("hangs for 8 s", "one of two data hosts", "mid-epoch"),
+        options=fault("hang:data-1,for=8", "step=10"),
+        hosts=2,
+    ),
+]
+
+
+def run_job(folder, cell):
+    """Run the cell; returns exit code and output."""
+    fails = dict(zip(("FAILS", "FAILS_ON"), cell.fails, strict=False))
+    env = {"NOTES": str(folder / "notes"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **fails}
+    command = [
+        *(sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2", "--group", f"data={cell.hosts}"),
+        *("--seed", "1", "--keep", "--base-dir", str(folder / "jobs"), "--checkpoints", str(folder / "checkpoints")),
+        *(word for name, value in env.items() for word in ("--env", f"{name}={value}")),
+        *cell.options,
+        *("--", str(SCRIPTS / "train_and_note.py"), "fit", "--trainer.max_epochs", "2", "--model.step_s", "0.02"),
+        *cell.arguments,
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def hosts_of(folder, output):
+    """Exit code, seconds and failure file (or None) of every host, by its part in the job."""
+    rows = re.findall(r"^(algo-\d+) +\S+ +(trainer|data) +(\d*) +([\d.]+)", output, re.MULTILINE)
+    trainers = sorted(name for name, role, *_ in rows if role == "trainer")
+    parts = dict(zip(trainers, ("main", "other"), strict=True))
+    found = {}
+    for name, _, code, seconds in rows:
+        paths = list(folder.glob(f"jobs/*/{name}/output/failure"))
+        reason = paths[0].read_text(encoding="utf-8") if paths else None
+        found[parts.get(name, name)] = (int(code), float(seconds), reason, name)
+    return found
+
+
+def left_of(folder):
+    """Command lines of processes whose host lay in the folder."""
+    processes = psutil.process_iter(["environ", "cmdline"])  # None for what may not be seen, or has ended
+    return [
+        process.info["cmdline"]
+        for process in processes
+        if str(folder) in (process.info["environ"] or {}).get("SAGEMAKER_BASE_DIR", "")
+    ]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("cell", MATRIX, ids=str)
+def test_a_job_ends_well_however_it_ends(tmp_path, cell):
+    """Every host has its exit code and its reason, all end together, and no process is left."""
+    code, output = run_job(tmp_path, cell)
+    hosts = hosts_of(tmp_path, output)
+    assert code == cell.job, output
+    assert "did not happen" not in output
+    data = [host for part, host in hosts.items() if part not in {"main", "other"}]
+    assert len(data) == cell.hosts
+    assert hosts["main"][0] in cell.main, output
+    assert hosts["other"][0] in cell.other, output
+    assert all(host[0] in cell.data for host in data), output
+    ends = [host[1] for host in hosts.values()]
+    assert max(ends) - min(ends) < TOGETHER_S, output
+    assert not left_of(tmp_path)
+    reasons = [host[2] for host in hosts.values() if host[2] is not None]
+    assert all(0 < len(reason) <= MAX_REASON_CHARS for reason in reasons)
+    assert [host for host in hosts.values() if host[0] == 0 and host[2] is not None] == []
+    if cell.first is not None:
+        check_first(cell, hosts, output)
+    else:
+        for part in ("main", "other"):
+            exit_code, _, reason, _ = hosts[part]
+            assert reason is None if exit_code in {0, 137} else re.match(cell.said, reason), output
+
+
+def check_first(cell, hosts, output):
+    """Its own reason is on the host that failed first; the other trainer names that host, and tells it, too.
+
+    It heard so from the launcher of the host that failed, before the emulator ended the others: who is first told to
+    stop says that instead.
+    """
+    if cell.first == "any":  # all had the same reason, and which was the first is chance
+        assert any(re.search(cell.reason, host[2] or "") for host in hosts.values()), output
+        assert all(re.match(f"({cell.reason}|{STOPPED}|Host )", hosts[part][2]) for part in ("main", "other")), output
+        return
+    exit_code, _, reason, name = hosts[cell.first]
+    assert re.match(cell.reason, reason), output
+    told = f"Host {name} was the first to fail, with exit code {exit_code}: {reason}"
+    assert hosts["other" if cell.first == "main" else "main"][2] == told[:MAX_REASON_CHARS], output
+
+
+def table():
+    """The table of the documentation."""
+    names = ["way of dying", "who", "when", "main trainer", "other trainer", "data hosts", "job"]
+    return "\n".join(["| " + " | ".join(names) + " |", "|" + "---|" * len(names), *(cell.row() for cell in MATRIX)])
+
+
+def test_the_documentation_has_the_matrix():
+    """The page for users shows the cells that are tested, with the exit codes that are asserted."""
+    assert table() in PAGE.read_text(encoding="utf-8"), (
+        "python -m tests.integration.launcher.test_failure_modes prints it"
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table() + "\n")

@@ -1,0 +1,341 @@
+"""``lightning-sm train`` as the container runs it: real processes, real signals, scripts without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.fakes.job_folder import resource_config, write_job
+from tests.integration.launching import TIMEOUT_S, failure, train, variables_of
+
+_ECHO = "import json, os, sys; print(json.dumps([sys.argv[1:], os.getcwd(), sys.path]))"
+
+
+def test_success_leaves_no_failure_file(base, work):
+    """A script that succeeds gives exit code 0 and no failure file."""
+    (work / "train.py").write_text("print('done')")
+    ended = train(base, work, "train.py")
+    assert (ended.returncode, ended.stdout) == (0, "done\n")
+    assert not (base / "output" / "failure").exists()
+
+
+def test_banner_says_who_and_what(base, work):
+    """The first line names host, group, role, rank, versions, script and arguments."""
+    (work / "train.py").write_text("")
+    banner = train(base, work, "train.py", "fit", "--a=b c").stderr.splitlines()[0]
+    for part in ("host algo-2", "group trainer", "role trainer", "node rank 1 of 2", "Python 3.", "lightning-sm 0."):
+        assert part in banner
+    assert banner.endswith(f"{work}/train.py fit '--a=b c'")
+
+
+def test_data_hosts_start_the_same_script(base, work):
+    """A data host runs the script, too, and has no rank."""
+    groups = {"trainer": ["algo-1"], "data": ["algo-3"]}
+    write_job(base, resource_config(groups, "algo-3", instance_types=dict.fromkeys(groups, "ml.m5.large")))
+    (work / "train.py").write_text("print('served')")
+    ended = train(base, work, "train.py")
+    assert (ended.returncode, ended.stdout) == (0, "served\n")
+    assert "role data |" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "reason"),
+    [
+        ("raise ValueError('bad data')", 1, "ValueError: bad data\nFile "),
+        ("import sys; sys.exit(7)", 7, "The training script ended without a word on stderr: exit code 7."),
+        ("import sys; sys.exit('no data')", 1, "exit code 1; the last lines of stderr were:\nno data"),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            137,
+            "The training script ended without a word on stderr: killed by SIGKILL",
+        ),
+        (
+            "import argparse; argparse.ArgumentParser(prog='x').parse_args(['-b'])",
+            2,
+            "x: error: unrecognized arguments",
+        ),
+        ("def f(:", 1, "SyntaxError: invalid syntax\nFile "),
+    ],
+)
+def test_exit_code_and_reason_of_a_failing_script(base, work, script, code, reason):
+    """The exit code is the script's own, and the failure file begins with what went wrong."""
+    (work / "train.py").write_text(script)
+    assert train(base, work, "train.py").returncode == code
+    assert failure(base).startswith(reason)
+    assert len(failure(base)) <= 1024
+
+
+def test_failure_file_of_the_script_is_kept(base, work):
+    """A failure file that the script wrote is not replaced."""
+    (work / "train.py").write_text(
+        "import os\nopen(os.environ['SAGEMAKER_BASE_DIR'] + '/output/failure', 'w').write('my own words')\n1 / 0"
+    )
+    (base / "output").mkdir()
+    assert train(base, work, "train.py").returncode == 1
+    assert failure(base) == "my own words"
+
+
+def test_the_reason_of_an_earlier_job_is_removed(base, work):
+    """In the container of a warm pool, an old failure file is no reason of this job, whether it fails or not."""
+    (base / "output").mkdir()
+    for script, code in (("raise SystemExit(3)", 3), ("", 0)):
+        (base / "output" / "failure").write_text("of another job")
+        (work / "train.py").write_text(script)
+        assert train(base, work, "train.py").returncode == code
+        assert not (base / "output" / "failure").exists() or failure(base).endswith("exit code 3.")
+
+
+def test_a_host_that_is_alone_waits_for_nobody_when_it_fails(base, work):
+    """Neither for a reason that another host may have, nor for others to hear its own."""
+    write_job(base, resource_config({"g": ["algo-1"]}, "algo-1"))
+    (work / "train.py").write_text("raise BrokenPipeError('of nobody')")
+    ended = train(base, work, "train.py", LIGHTNING_SM_FAREWELL_S="86400")
+    assert ended.returncode == 1
+    assert failure(base).startswith("BrokenPipeError: of nobody")
+
+
+def test_a_bug_in_the_launcher_leaves_its_reason(base, work):
+    """The host ends with 1 and a failure file, and the log has the traceback."""
+    code = (
+        "import sys, lightning_sm.launcher.train as launcher\n"
+        "launcher._banner = lambda *_: 1 / 0\n"
+        "sys.exit(launcher.train('train.py', []))\n"
+    )
+    (work / "train.py").write_text("")
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=work,
+        env=variables_of(base),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+    assert ended.returncode == 1
+    assert "Traceback" in ended.stderr
+    assert failure(base) == "The launcher failed: ZeroDivisionError: division by zero"
+
+
+def test_unwritable_failure_file_does_not_mask_the_error(base, work):
+    """Where no failure file can be written, the exit code is still the script's and the reason is logged."""
+    (base / "output").write_text("a file where a folder should be")
+    (work / "train.py").write_text("raise SystemExit(5)")
+    ended = train(base, work, "train.py")
+    assert ended.returncode == 5
+    assert "failure cannot be written" in ended.stderr
+
+
+def test_output_that_is_not_text_passes(base, work):
+    """Bytes that are no UTF-8 reach stderr unchanged and do not break the failure file."""
+    (work / "train.py").write_text("import os\nos.write(2, b'\\xff\\xfe oops\\n')\nraise SystemExit(3)")
+    ended = train(base, work, "train.py")
+    assert ended.returncode == 3
+    assert "\ufffd\ufffd oops" in ended.stderr
+    assert "\ufffd\ufffd oops" in failure(base)
+
+
+def test_much_output_reaches_stderr_in_full(base, work):
+    """The copy is complete, whatever is kept for the failure file."""
+    (work / "train.py").write_text(
+        "import sys\nfor i in range(100000): print(i, file=sys.stderr)\nraise KeyError('end')"
+    )
+    ended = train(base, work, "train.py")
+    assert "\n0\n1\n" in ended.stderr
+    assert "\n99999\n" in ended.stderr
+    assert failure(base).startswith("KeyError: 'end'")
+
+
+def test_hyperparameters_become_arguments(base, work):
+    """Arguments of the command line come first, then the sorted hyperparameters, without those for the toolkit."""
+    write_job(base, hyperparameters={"trainer.max_epochs": "3", "data.size": "8", "sagemaker_region": "eu"})
+    (work / "train.py").write_text(_ECHO)
+    ended = train(base, work, "train.py", "fit", "--seed=1")
+    argv, directory, path = json.loads(ended.stdout)
+    assert argv == ["fit", "--seed=1", "--data.size=8", "--trainer.max_epochs=3"]
+    assert directory == str(work)
+    assert path[0] == str(work)
+
+
+@pytest.mark.parametrize("value", ["fit", '"fit"'])
+@pytest.mark.parametrize("args", [[], ["fit"]])
+def test_subcommand_is_passed_once(base, work, value, args):
+    """The hyperparameter ``subcommand`` comes first, and once if the command line says the same."""
+    write_job(base, hyperparameters={"subcommand": value, "a": "1"})
+    (work / "train.py").write_text(_ECHO)
+    assert json.loads(train(base, work, "train.py", *args).stdout)[0] == ["fit", "--a=1"]
+
+
+def test_subcommand_comes_before_options_of_the_command_line(base, work):
+    """LightningCLI takes options of a subcommand only behind it."""
+    write_job(base, hyperparameters={"subcommand": "fit", "a": "1"})
+    (work / "train.py").write_text(_ECHO)
+    assert json.loads(train(base, work, "train.py", "--b=2").stdout)[0] == ["fit", "--b=2", "--a=1"]
+
+
+def test_a_distribution_of_the_sdk_sets_the_devices(base, work):
+    """The number of processes that distribution={"mpi": ...} asks for reaches the script, and one line says so."""
+    asked = {"sagemaker_mpi_enabled": "true", "sagemaker_mpi_num_of_processes_per_host": "2"}
+    write_job(base, hyperparameters=asked)
+    (work / "train.py").write_text("import os\nprint(os.environ['LIGHTNING_SM_DEVICES'])")
+    ended = train(base, work, "train.py")
+    assert ended.stdout == "2\n"
+    assert ended.stderr.count("this launcher starts the same ranks by itself") == 1
+
+
+def test_a_distribution_on_a_data_group_is_refused(base, work):
+    """A contradiction to the roles of the groups names both, before the script starts."""
+    write_job(base, hyperparameters={"sagemaker_distribution_instance_groups": '["data"]'})
+    (work / "train.py").write_text("print('started')")
+    ended = train(base, work, "train.py")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert failure(base).startswith("TopologyError: distribution={...} names the instance groups ['data']")
+
+
+def test_two_different_subcommands_are_refused(base, work):
+    """A contradiction between the command line and the hyperparameters names both."""
+    write_job(base, hyperparameters={"subcommand": "fit"})
+    (work / "train.py").write_text(_ECHO)
+    ended = train(base, work, "train.py", "validate")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "'fit'" in ended.stderr
+    assert "'validate'" in ended.stderr
+    assert failure(base).startswith("HyperparameterError: ")
+
+
+@pytest.fixture
+def config_channel(base):
+    """A ``config`` channel with two config files and a file of another kind."""
+    write_job(base, channels={"config": {"TrainingInputMode": "File"}})
+    folder = base / "input" / "data" / "config"
+    folder.mkdir(parents=True)
+    for name in ("b.yaml", "a.json", "notes.txt"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_files_of_the_config_channel_become_config_options(base, work, config_channel):
+    """All config files of the channel are passed, sorted, before the other options."""
+    write_job(base, hyperparameters={"subcommand": "fit", "x": "1"})
+    (work / "train.py").write_text(_ECHO)
+    argv = json.loads(train(base, work, "train.py").stdout)[0]
+    assert argv == ["fit", f"--config={config_channel}/a.json", f"--config={config_channel}/b.yaml", "--x=1"]
+
+
+@pytest.mark.parametrize("value", ["b.yaml", '"b.yaml"', '["b.yaml"]'])
+def test_config_hyperparameter_chooses_a_file_of_the_channel(base, work, config_channel, value):
+    """A config that is found in the channel only is taken from there, and the channel's other files are not passed."""
+    write_job(base, hyperparameters={"config": value, "x": "1"})
+    (work / "train.py").write_text(_ECHO)
+    assert json.loads(train(base, work, "train.py").stdout)[0] == [f"--config={config_channel}/b.yaml", "--x=1"]
+
+
+def test_config_hyperparameter_prefers_the_working_directory(base, work, config_channel):
+    """A config that exists where the script starts is passed as it is, after the channel's files."""
+    write_job(base, hyperparameters={"config": "b.yaml"})
+    (work / "b.yaml").write_text("{}")
+    (work / "train.py").write_text(_ECHO)
+    argv = json.loads(train(base, work, "train.py").stdout)[0]
+    assert argv[-1] == "--config=b.yaml"
+    assert len(argv) == 3
+
+
+@pytest.mark.parametrize("source", ["variable", "hyperparameter", "quoted hyperparameter"])
+def test_script_can_be_named_as_sagemaker_does(base, work, source):
+    """Without an argument the script comes from SAGEMAKER_PROGRAM, else from sagemaker_program."""
+    (work / "train.py").write_text("print('found')")
+    variables = {"SAGEMAKER_PROGRAM": "train.py"} if source == "variable" else {}
+    if source != "variable":
+        write_job(base, hyperparameters={"sagemaker_program": '"train.py"' if "quoted" in source else "train.py"})
+    assert train(base, work, **variables).stdout == "found\n"
+
+
+@pytest.mark.parametrize("place", ["working directory", "submit directory", "code directory"])
+def test_script_in_a_package_imports_its_package(base, work, tmp_path, place):
+    """A script runs where its relative path starts, and imports its own package from there, wherever it was found."""
+    folder = {"working directory": work, "submit directory": tmp_path / "src", "code directory": base / "code"}[place]
+    (folder / "project").mkdir(parents=True)
+    (folder / "project" / "__init__.py").write_text("")
+    (folder / "project" / "model.py").write_text("X = 42")
+    (folder / "project" / "train.py").write_text("import os\nfrom project.model import X\nprint(X, os.getcwd())")
+    variables = {"SAGEMAKER_SUBMIT_DIRECTORY": str(folder)} if place == "submit directory" else {}
+    assert train(base, work, "project/train.py", **variables).stdout == f"42 {folder}\n"
+
+
+def test_missing_script_names_everything_tried(base, work, tmp_path):
+    """A script that is nowhere gives exit code 2 and all places."""
+    ended = train(base, work, "nix/train.py", SAGEMAKER_SUBMIT_DIRECTORY=str(tmp_path / "src"))
+    assert ended.returncode == 2
+    for folder in (work, tmp_path / "src", base / "code"):
+        assert f"{folder}/nix/train.py" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert failure(base).startswith("ScriptError: The training script 'nix/train.py' does not exist.")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"), [(["notes.txt"], "neither a Python file"), ([], "No training script is named")]
+)
+def test_unusable_script_is_refused(base, work, args, message):
+    """A file that nothing can run, and no script at all, are errors that say what is expected."""
+    (work / "notes.txt").write_text("to do")
+    ended = train(base, work, *args)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LIGHTNING_SM_FAREWELL_S", "inf"),
+        ("LIGHTNING_SM_FAREWELL_S", "1e10"),
+        ("LIGHTNING_SM_FAREWELL_S", "nan"),
+        ("LIGHTNING_SM_FAREWELL_S", "-5"),
+        ("LIGHTNING_SM_PREPARE_S", "0"),
+        ("LIGHTNING_SM_STOP_SCHEDULE", "95,1e10"),
+        ("LIGHTNING_SM_INSTALL_REQUIREMENTS", "maybe"),
+    ],
+)
+def test_wrong_setting_ends_the_host_before_the_script(base, work, name, value):
+    """A setting that could not be kept later is quoted at the start, and the script is not started."""
+    (work / "train.py").write_text("print('started')\nraise SystemExit(5)")
+    ended = train(base, work, "train.py", **{name: value})
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert failure(base).startswith(f"JobConfigError: {name}={value!r}: expected ")
+    assert "Traceback" not in ended.stderr
+
+
+def test_outside_of_sagemaker_the_emulator_is_named(tmp_path, work):
+    """Off SageMaker the error says so, names the emulator and writes nothing."""
+    ended = train(tmp_path / "ml", work, "train.py")
+    assert ended.returncode == 2
+    assert "not a SageMaker host" in ended.stderr
+    assert "lightning-sm local" in ended.stderr
+    assert not (tmp_path / "ml").exists()
+
+
+def test_malformed_files_of_the_service_are_reported(base, work):
+    """A broken resourceconfig.json is named on stderr and in the failure file, which ends up in the usual place."""
+    write_job(base, resources="{not json")
+    ended = train(base, work, "train.py")
+    assert ended.returncode == 2
+    assert failure(base).startswith("JobConfigError: ")
+    assert "resourceconfig.json" in failure(base)
+
+
+def test_launcher_ends_when_its_emulator_is_gone(base, work):
+    """A launcher whose parent is not the announced one starts nothing."""
+    (work / "train.py").write_text("print('started')")
+    ended = train(base, work, "train.py", LIGHTNING_SM_PARENT_PID="0")
+    assert (ended.returncode, ended.stdout) == (143, "")
+
+
+@pytest.mark.parametrize(
+    "module", ["lightning_sm.__main__", "lightning_sm.launcher.train", "lightning_sm.emulator.runner"]
+)
+def test_torch_and_lightning_are_not_imported(module):
+    """Launcher and emulator start without torch and Lightning, which take seconds to import."""
+    code = f"import sys, {module}\nprint({{'torch', 'pytorch_lightning', 'lightning'}} & set(sys.modules))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+    assert ended.stdout == "set()\n"

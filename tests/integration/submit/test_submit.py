@@ -1,0 +1,305 @@
+"""lightning-sm submit against a service on this machine, with the real SDKs. Nothing is ever sent to AWS."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.fakes.sagemaker_service import FakeService
+
+ROOT = Path(__file__).parents[3]
+SDK3 = ROOT / ".venv-sdk3" / "bin" / "python"
+PYTHONS = {"sdk2": sys.executable, "sdk3": str(SDK3)}
+JOB = {
+    "image": "111122223333.dkr.ecr.us-east-1.amazonaws.com/lightning-sm:latest",
+    "role": "arn:aws:iam::111122223333:role/training",
+    "name": "digits",
+    "groups": {
+        "trainer": {"instance_type": "ml.g5.xlarge", "count": 2},
+        "data": {"instance_type": "ml.c6i.4xlarge"},
+    },
+    "channels": {
+        "training": {"uri": "s3://bucket/data", "groups": ["data"]},
+        "other": {"uri": "s3://bucket/other", "mode": "FastFile", "content_type": "text/csv"},
+    },
+    "hyperparameters": {"data.batch_size": 64, "nothing": None, "name": "a b"},
+    "environment": {"NAME": "value"},
+    "output": "s3://bucket/output",
+    "checkpoints": "s3://bucket/checkpoints",
+    "tensorboard": "s3://bucket/tensorboard",
+    "metrics": ["val_acc"],
+    "max_run_s": 3600,
+    "spot": {"max_wait_s": 7200},
+    "retries": {"max_tries": 2, "first_pause_s": 0.01, "max_pause_s": 0.01},
+    "max_retry_attempts": 2,
+    "volume_gb": 50,
+    "encrypt_between_hosts": True,
+    "vpc": {"subnets": ["subnet-1"], "security_groups": ["sg-1"]},
+    "tags": {"project": "digits"},
+    "remote_debug": True,
+}
+# What the request of the job is to be, whichever SDK makes it.
+REQUEST = {
+    "AlgorithmSpecification": {
+        "TrainingInputMode": "File",
+        "TrainingImage": JOB["image"],
+        "MetricDefinitions": [{"Name": "val_acc", "Regex": " val_acc=(-?[0-9.]+(?:e[-+][0-9]+)?)"}],
+    },
+    "OutputDataConfig": {"S3OutputPath": "s3://bucket/output"},
+    "StoppingCondition": {"MaxRuntimeInSeconds": 3600, "MaxWaitTimeInSeconds": 7200},
+    "ResourceConfig": {
+        "VolumeSizeInGB": 50,
+        "InstanceGroups": [
+            {"InstanceGroupName": "trainer", "InstanceType": "ml.g5.xlarge", "InstanceCount": 2},
+            {"InstanceGroupName": "data", "InstanceType": "ml.c6i.4xlarge", "InstanceCount": 1},
+        ],
+    },
+    "RoleArn": JOB["role"],
+    "InputDataConfig": [
+        {
+            "ChannelName": "training",
+            "InputMode": "File",
+            "DataSource": {
+                "S3DataSource": {
+                    "S3DataType": "S3Prefix",
+                    "S3Uri": "s3://bucket/data",
+                    "S3DataDistributionType": "FullyReplicated",
+                    "InstanceGroupNames": ["data"],
+                }
+            },
+        },
+        {
+            "ChannelName": "other",
+            "InputMode": "FastFile",
+            "ContentType": "text/csv",
+            "DataSource": {
+                "S3DataSource": {
+                    "S3DataType": "S3Prefix",
+                    "S3Uri": "s3://bucket/other",
+                    "S3DataDistributionType": "FullyReplicated",
+                    "InstanceGroupNames": ["trainer", "data"],
+                }
+            },
+        },
+    ],
+    "HyperParameters": {"data.batch_size": "64", "nothing": "null", "name": '"a b"'},
+    "Environment": {"NAME": "value"},
+    "Tags": [{"Key": "project", "Value": "digits"}],
+    "VpcConfig": {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]},
+    "EnableInterContainerTrafficEncryption": True,
+    "EnableManagedSpotTraining": True,
+    "CheckpointConfig": {"S3Uri": "s3://bucket/checkpoints"},
+    "TensorBoardOutputConfig": {"S3OutputPath": "s3://bucket/tensorboard"},
+    "RemoteDebugConfig": {"EnableRemoteDebug": True},
+    "RetryStrategy": {"MaximumRetryAttempts": 2},
+}
+# What one of the SDKs says besides: the service's defaults.
+DEFAULTS = {
+    "OutputDataConfig": {"CompressionType": "GZIP"},
+    "CheckpointConfig": {"LocalPath": "/opt/ml/checkpoints"},
+    "TensorBoardOutputConfig": {"LocalPath": "/opt/ml/output/tensorboard"},
+}
+COMPLETED = {"TrainingJobStatus": "Completed", "SecondaryStatus": "Completed"}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("sdk2", marks=pytest.mark.sdk2),
+        pytest.param("sdk3", marks=pytest.mark.sdk3),
+    ]
+)
+def python(request):
+    """An interpreter with version 2 or 3 of the SDK."""
+    if request.param == "sdk2" and importlib.util.find_spec("sagemaker") is None:
+        pytest.skip("needs version 2 of the SageMaker SDK (extra launch)")
+    if request.param == "sdk3" and not SDK3.exists():
+        pytest.skip("needs version 3 of the SageMaker SDK: make .venv-sdk3/.ready")
+    return PYTHONS[request.param]
+
+
+@pytest.fixture
+def service():
+    """AWS, on this machine."""
+    with FakeService() as fake:
+        yield fake
+
+
+@pytest.fixture
+def submit(python, service, tmp_path):
+    """Runs the command on a job, in a process of its own."""
+
+    def run(job, *options, environment=None):
+        path = tmp_path / "job.yaml"
+        path.write_text(yaml.safe_dump(job, sort_keys=False))
+        kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(("AWS", "SAGEMAKER"))}
+        command = [python, "-m", "lightning_sm", "submit", str(path), *options]
+        env = {**kept, **(service.environment if environment is None else environment), "PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+    return run
+
+
+def plain(request):
+    """A request without its name and what one of the SDKs says besides."""
+    request = {name: value for name, value in request.items() if name not in {"TrainingJobName", "ProfilerConfig"}}
+    for name, defaults in DEFAULTS.items():
+        assert defaults.items() >= {key: request[name].get(key, value) for key, value in defaults.items()}.items()
+        request[name] = {key: value for key, value in request[name].items() if key not in defaults}
+    return request
+
+
+def test_a_dry_run_shows_the_request_and_sends_nothing(submit, service):
+    """Every key of the file arrives where the service looks for it, by both SDKs, without credentials."""
+    environment = {name: value for name, value in service.environment.items() if "ACCESS_KEY" not in name}
+    ended = submit(JOB, "--dry-run", environment=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert plain(json.loads(ended.stdout)) == REQUEST
+    assert service.seen == []
+
+
+def test_the_cloud_gets_what_the_dry_run_shows(submit, service):
+    """The job is sent once and watched to its end; nobody else is told of it."""
+    service.endings = [COMPLETED]
+    ended = submit(JOB, "--cloud")
+    assert ended.returncode == 0, ended.stderr
+    (request,) = service.requests
+    assert plain(request) == REQUEST
+    assert re.fullmatch(r"digits-[0-9a-f-]+", request["TrainingJobName"])
+    assert f"Job {request['TrainingJobName']} is Completed" in ended.stderr
+    assert {line.split()[0] for line in service.seen} == {"POST"}
+
+
+def test_no_capacity_is_tried_again(submit, service):
+    """Once as the reason of a job, under another name; the exit code is that of the last one."""
+    service.endings = [{"TrainingJobStatus": "Failed", "FailureReason": "CapacityError: none left"}, COMPLETED]
+    ended = submit(JOB, "--cloud")
+    assert ended.returncode == 0, ended.stderr
+    assert len({request["TrainingJobName"] for request in service.requests}) == 2
+    assert "No hosts at try 1 of 2 (CapacityError: none left)" in ended.stderr
+
+
+def test_a_failed_job_is_a_failed_command(submit, service):
+    """With the job's reason, and without another try."""
+    service.endings = [{"TrainingJobStatus": "Failed", "FailureReason": "AlgorithmError: nan"}]
+    ended = submit(JOB, "--cloud")
+    assert ended.returncode == 1
+    assert "the job is Failed: AlgorithmError: nan" in ended.stderr
+    assert len(service.requests) == 1
+
+
+def test_a_missing_folder_is_no_traceback(submit, service):
+    """What the rules say of it is said, and not what the SDK stumbles over."""
+    ended = submit({**JOB, "source_dir": "nope"}, "--dry-run")
+    assert ended.returncode == 2
+    assert "nope', which is no folder" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert service.seen == []
+
+
+def test_a_dry_run_does_not_read_the_code(submit, service, tmp_path):
+    """A file of a size that would be uploaded in parts is no obstacle."""
+    (tmp_path / "src").mkdir()
+    with (tmp_path / "src" / "weights").open("wb") as file:
+        file.truncate(20_000_000)
+    ended = submit({**JOB, "source_dir": "src"}, "--dry-run")
+    assert ended.returncode == 0, ended.stderr
+    uri = json.loads(ended.stdout)["InputDataConfig"][-1]["DataSource"]["S3DataSource"]["S3Uri"]
+    assert uri.startswith("s3://bucket/output/digits/code/")
+    assert service.seen == []
+
+
+def test_a_refusal_is_no_traceback(submit, service):
+    """What the service says is passed on, after as many tries as make sense."""
+    service.refusals = ["ResourceLimitExceeded", "ValidationException"]
+    ended = submit(JOB, "--cloud")
+    assert ended.returncode == 2
+    assert "ValidationException" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert len(service.requests) == 2
+
+
+def test_without_waiting_the_command_returns_at_once(submit, service):
+    """Once the service has accepted the job."""
+    service.endings = [{"TrainingJobStatus": "InProgress", "SecondaryStatus": "Starting"}]
+    ended = submit(JOB, "--cloud", "--wait=false")
+    assert ended.returncode == 0, ended.stderr
+    assert len(service.requests) == 1
+
+
+def test_a_job_with_problems_is_not_sent(submit, service):
+    """All of them are said at once, the rules' and the model's."""
+    job = {**JOB, "name": "a_b", "role": None, "environment": {"a-b": "x" * 513}, "keep_alive_s": 30000}
+    ended = submit(job, "--cloud", "--groups.trainer.instance_type=ml.g5.xlarg")
+    assert ended.returncode == 2
+    for word in ["name is 'a_b'", "role", "'a-b'", "513 characters", "30000", "2 groups", "ml.g5.xlarge"]:
+        assert word in ended.stderr
+    assert "nothing was sent" in ended.stderr
+    assert service.seen == []
+
+
+def test_own_code_is_uploaded_and_started_by_the_image(submit, service, tmp_path):
+    """Below the output, as a channel of all groups; the launcher is told where it is and what to start."""
+    (tmp_path / "src" / "package").mkdir(parents=True)
+    (tmp_path / "src" / "package" / "go.py").write_text("print(1)")
+    service.endings = [COMPLETED]
+    job = {**JOB, "source_dir": "src", "script": "package/go.py", "subcommand": "test"}
+    ended = submit(job, "--cloud")
+    assert ended.returncode == 0, ended.stderr
+    (upload,) = service.uploads
+    assert re.fullmatch(r"/bucket/output/digits/code/[0-9a-f-]+/package/go.py", upload)
+    (request,) = service.requests
+    channel = request["InputDataConfig"][-1]
+    assert channel["ChannelName"] == "lightning_sm_code"
+    source = channel["DataSource"]["S3DataSource"]
+    assert source["S3Uri"] == f"s3:/{upload.removesuffix('/package/go.py')}"
+    assert source["InstanceGroupNames"] == ["trainer", "data"]
+    assert request["HyperParameters"]["sagemaker_program"] == '"package/go.py"'
+    assert request["HyperParameters"]["sagemaker_submit_directory"] == '"/opt/ml/input/data/lightning_sm_code"'
+    assert request["HyperParameters"]["subcommand"] == '"test"'
+
+
+@pytest.mark.parametrize(
+    ("variables", "mode", "words"),
+    [
+        (["AWS_DEFAULT_REGION"], "--dry-run", "No AWS region"),
+        (["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"], "--cloud", "No AWS credentials"),
+    ],
+)
+def test_what_is_missing_on_this_machine_is_said(submit, service, variables, mode, words):
+    """Region or credentials; with what to do."""
+    environment = {name: value for name, value in service.environment.items() if name not in variables}
+    ended = submit(JOB, mode, environment=environment)
+    assert ended.returncode == 2
+    assert words in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert service.seen == []
+
+
+@pytest.mark.parametrize("options", [[], ["--local", "--cloud"], ["--dry-run", "--nonsense=1"]])
+def test_a_wrong_command_line_says_how_it_goes(submit, service, options):
+    """Exactly one thing to do, and no unknown option."""
+    ended = submit(JOB, *options)
+    assert ended.returncode == 2
+    assert "lightning-sm submit JOB.yaml (--dry-run | --local | --cloud)" in ended.stderr
+    assert service.seen == []
+
+
+def test_help_names_every_key(submit):
+    """The job file is documented by the command itself."""
+    ended = submit(JOB, "--help")
+    assert ended.returncode == 0
+    for key in JOB:
+        assert f"--{key} " in ended.stdout
+
+
+def test_the_launcher_loads_nothing_of_this():
+    """Hosts start without the SDK's libraries."""
+    code = "import sys, lightning_sm.__main__; print({'boto3', 'jsonargparse', 'sagemaker'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"

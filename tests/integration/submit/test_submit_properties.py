@@ -1,0 +1,114 @@
+"""Pre-flight against botocore's own validation, for any job."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("sagemaker", reason="needs version 2 of the SageMaker SDK (extra launch)")
+
+import boto3
+from botocore.session import get_session
+from botocore.validate import ParamValidator
+
+from lightning_sm.errors import SubmitError
+from lightning_sm.submit import submit
+from lightning_sm.submit.job_file import Channel, Group, Job, Spot, Vpc
+
+pytestmark = [pytest.mark.sdk2, pytest.mark.filterwarnings("ignore")]
+
+WORDS = st.sampled_from(["a", "data", "trainer", "a_b", "", " ", "x" * 70, "ä", "1-", "a\nb", "a=b", "-a"])
+TEXTS = st.one_of(WORDS, st.text(max_size=5))
+URIS = st.sampled_from(
+    ["s3://bucket/a", "s3://bucket", "s3://", "bucket", "", "file:///a", "s3://bucket/" + "x" * 1100]
+)
+TYPES = st.sampled_from(["ml.g5.xlarge", "ml.c5.xlarge", "ml.p4d.24xlarge", "ml.g5.xlarg", "local", ""])
+COUNTS = st.sampled_from([-1, 0, 1, 2, 30, 31, 21600, 21601, 86400, 10**7])
+VALUES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), TEXTS, st.just("x" * 6000))
+
+
+def mappings(values, max_size=3):
+    """Some names with values, and at times too many of them."""
+    few = st.dictionaries(TEXTS, values, max_size=max_size)
+    return st.one_of(few, values.map(lambda value: {f"k{index}": value for index in range(130)}))
+
+
+JOBS = st.builds(
+    Job,
+    image=st.one_of(st.just("111122223333.dkr.ecr.us-east-1.amazonaws.com/a:b"), TEXTS),
+    groups=st.dictionaries(WORDS, st.builds(Group, TYPES, COUNTS), max_size=6),
+    role=st.one_of(st.none(), st.just("arn:aws:iam::111122223333:role/a"), TEXTS),
+    name=TEXTS,
+    channels=mappings(st.builds(Channel, URIS, groups=st.none() | st.lists(WORDS, max_size=2), content_type=TEXTS)),
+    hyperparameters=mappings(VALUES),
+    environment=mappings(TEXTS | st.just("x" * 600)),
+    subcommand=st.none() | TEXTS,
+    output=st.none() | URIS,
+    checkpoints=st.none() | URIS,
+    tensorboard=st.none() | URIS,
+    metrics=st.lists(TEXTS, max_size=3),
+    metric_patterns=mappings(TEXTS | st.just("(" + "x" * 500 + ")")),
+    max_run_s=COUNTS,
+    spot=st.none() | st.builds(Spot, COUNTS),
+    max_retry_attempts=st.none() | COUNTS,
+    keep_alive_s=st.none() | COUNTS,
+    volume_gb=COUNTS,
+    encrypt_between_hosts=st.booleans(),
+    vpc=st.none() | st.builds(Vpc, st.lists(TEXTS, max_size=2), st.lists(TEXTS, max_size=2)),
+    tags=mappings(TEXTS),
+    remote_debug=st.booleans(),
+)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    """One session for all jobs; and the SDK does not check its own schema 23 times for each, 60 ms a time."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    session = boto3.Session(aws_access_key_id="a", aws_secret_access_key="b", region_name="us-east-1")  # noqa: S106
+    monkeypatch.setattr(submit, "_boto_session", lambda **_: session)
+    monkeypatch.setattr("sagemaker.config.config.jsonschema.validate", lambda *_: None)
+
+
+@given(JOBS)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_job_is_refused_with_reasons_or_fits_the_service(job):
+    """Nothing else comes of any job: no other exception, and no request that botocore refuses."""
+    try:
+        request = submit.dry_run(job)
+    except SubmitError:
+        return
+    shape = get_session().get_service_model("sagemaker").operation_model("CreateTrainingJob").input_shape
+    assert not ParamValidator().validate(request, shape).has_errors()
+    assert len(request.get("HyperParameters", {})) <= 100
+    assert all(len(value) <= 2500 for value in request.get("HyperParameters", {}).values())
+    assert request["RoleArn"] == job.role
+
+
+@given(
+    st.builds(
+        Job,
+        image=st.just("111122223333.dkr.ecr.us-east-1.amazonaws.com/a:b"),
+        groups=st.dictionaries(
+            st.from_regex(r"[a-c][A-Za-z0-9]{0,8}", fullmatch=True),
+            st.builds(Group, st.just("ml.g5.xlarge"), st.integers(1, 9)),
+            min_size=1,
+            max_size=5,
+        ),
+        role=st.just("arn:aws:iam::111122223333:role/a"),
+        name=st.from_regex(r"[a-z]{1,39}", fullmatch=True),
+        output=st.just("s3://bucket/output"),
+        hyperparameters=st.dictionaries(st.from_regex(r"[a-z.]{1,20}", fullmatch=True), VALUES, max_size=9),
+        environment=st.dictionaries(st.from_regex(r"[A-Z_]{1,20}", fullmatch=True), st.text(max_size=512), max_size=3),
+        metrics=st.lists(st.from_regex(r"[a-z_/]{1,20}", fullmatch=True), unique=True, max_size=40),
+        max_run_s=st.integers(1, 28 * 86400),
+        max_retry_attempts=st.none() | st.integers(1, 30),
+    )
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_job_within_the_limits_is_not_refused(job):
+    """Pre-flight keeps nobody from what the service allows."""
+    request = submit.dry_run(job)
+    assert request["AlgorithmSpecification"]["TrainingImage"] == job.image

@@ -1,0 +1,398 @@
+"""SageMakerCLI in a job: where the arguments come from, and what the cluster adds to them."""
+
+import pytest
+from pytorch_lightning import LightningDataModule
+from pytorch_lightning.callbacks import TQDMProgressBar
+from pytorch_lightning.cli import LightningCLI
+from pytorch_lightning.plugins.environments import LightningEnvironment
+
+from lightning_sm import SageMakerEnvironment
+from lightning_sm.data.trainer.datamodule import RemoteDataModule
+from lightning_sm.errors import DataSettingsError, OutputDirectoryError, TopologyError
+from lightning_sm.training.callbacks.line_progress import LineProgress
+from lightning_sm.training.cli import SageMakerCLI
+from tests.fakes.small_app import TWO_HOSTS, PairData, PassingData, RootData, SmallData, SmallModel, make_pairs
+
+ROOT_DATA = f"{RootData.__module__}.{RootData.__qualname__}"
+FAST = ("--trainer.fast_dev_run=true", "--trainer.enable_model_summary=false")
+# Three ways in which a script may leave the choice of classes to the configuration.
+ANY_DATA = {"data": SmallData, "subclass_mode_data": True}
+NO_DATA = {"data": None}
+ANY_MODEL_AND_DATA = {"model": None, "data": None}
+
+
+def progress_bars(cli):
+    """Types of the progress bars of a trainer."""
+    return [type(callback) for callback in cli.trainer.callbacks if "Progress" in type(callback).__name__]
+
+
+class TestArguments:
+    """Arguments come from the hyperparameters, the config channel and whoever called the CLI."""
+
+    @pytest.mark.parametrize(
+        "args",
+        [
+            ["--data.batch_size=2", "--trainer.max_epochs=3"],
+            {"data": {"batch_size": 2}, "trainer": {"max_epochs": 3}},
+        ],
+    )
+    def test_arguments_given_by_the_script(self, host, args):
+        """A list or a dict from the script counts as the user's; the command line is not read."""
+        cli = host.configure(channels=["training"], hyperparameters={"data.batch_size": "8"}).make(args=args)
+        assert (cli.datamodule.batch_size, cli.trainer.max_epochs) == (2, 3)
+        assert cli.datamodule.data_dir == str(host.channel("training"))
+
+    def test_arguments_of_a_subcommand_given_as_a_dict(self, host):
+        """Subcommands may be given as a dict, too, and their values are the user's."""
+        trainer = {"fast_dev_run": True, "enable_model_summary": False}
+        args = {"subcommand": "fit", "fit": {"data": {"data_dir": "nowhere"}, "trainer": trainer}}
+        assert host.configure(channels=["training"]).start(args=args).datamodule.data_dir == "nowhere"
+
+    def test_the_toolkits_command_line_is_replaced(self, host):
+        """What the toolkit mangles is read from the file again, and the subcommand becomes fit."""
+
+        class OptionsCLI(SageMakerCLI):
+            def add_arguments_to_parser(self, parser):
+                parser.add_argument("--k", type=bool)
+                parser.add_argument("--none", type=int | None, default=1)
+                parser.add_argument("--nested", type=dict[str, object])
+                parser.add_argument("--b", type=int)
+
+        host.configure(
+            hyperparameters={
+                "k": "true",
+                "none": "null",
+                "nested": '{"x": 1, "y": [1, 2]}',
+                "b": "4",
+                "trainer.fast_dev_run": "true",
+                "sagemaker_program": '"train.py"',
+            }
+        )
+        rendered = [
+            "-b",
+            "4",
+            "--k",
+            "True",
+            "--nested",
+            "x=1,y=[1, 2]",
+            "--none",
+            "",
+            "--trainer.fast_dev_run",
+            "True",
+        ]
+        cli = host.start(*rendered, cli=OptionsCLI)
+        config = cli.config.fit
+        assert (config.k, config.none, config.nested, config.b) == (True, None, {"x": 1, "y": [1, 2]}, 4)
+        assert cli.subcommand == "fit"
+        assert cli.trainer.fast_dev_run
+
+    @pytest.mark.parametrize("given", [[], ["validate"]])
+    def test_without_arguments_the_hyperparameters_are_read(self, host, given):
+        """A command that lost the hyperparameters finds them again; one that has arguments is left alone."""
+        host.configure(hyperparameters={"data.batch_size": "2", "trainer.fast_dev_run": "true"})
+        cli = host.start(*given)
+        assert (cli.subcommand, cli.datamodule.batch_size) == (("validate", 4) if given else ("fit", 2))
+
+    def test_files_of_the_config_channel(self, host):
+        """They are read in order, hyperparameters override them, and they count as the user's own values."""
+        host.configure(channels=["config", "training"], hyperparameters={"data.batch_size": "8"})
+        folder = host.channel("config")
+        (folder / "1.yaml").write_text("{data: {batch_size: 2, data_dir: own}, trainer: {max_epochs: 3}}")
+        (folder / "2.json").write_text('{"trainer": {"max_epochs": 4}}')
+        cli = host.make("--data.batch_size", "8")
+        assert (cli.datamodule.batch_size, cli.datamodule.data_dir, cli.trainer.max_epochs) == (8, "own", 4)
+
+    @pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"]])
+    def test_help(self, host, capsys, arguments):
+        """Help is shown in a job, too, and ends with code 0."""
+        with pytest.raises(SystemExit, match="0"):
+            host.start(*arguments)
+        assert "fit" in capsys.readouterr().out
+
+    def test_print_config_shows_what_it_shows_elsewhere(self, host, capsys):
+        """The configuration can be printed in a job."""
+        with pytest.raises(SystemExit, match="0"):
+            host.start("fit", "--print_config")
+        assert "data_dir: nowhere" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("source", ["line", "file", "dict"])
+    def test_an_unknown_key_is_named(self, host, capsys, source):
+        """A key that does not exist ends the job with code 2 and its name."""
+        (host.base_dir / "c.yaml").write_text("trainer: {max_epoks: 1}")
+        arguments = {"line": ["--trainer.max_epoks=1"], "file": [f"--config={host.base_dir / 'c.yaml'}"], "dict": []}
+        args = {"trainer": {"max_epoks": 1}} if source == "dict" else None
+        with pytest.raises(SystemExit, match="2"):
+            host.make(*arguments[source], args=args)
+        assert "max_epoks" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("any_data", [True, False])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "trainer: {num_nodes: abc}",
+            "trainer: {devices: {a: 1}}",
+            "trainer: {default_root_dir: [1]}",
+            "trainer: {logger: {save_dir: x}}",
+            "trainer: {plugins: 5}",
+            "data: {data_dir: 5}",
+            "data: {class_path: SmallData, init_args: {nope: 1}}",
+            "data: {class_path: Nope}",
+            "data: {class_path: os.path}",
+            "data: {class_path: builtins.dict}",
+            "data: {class_path: 5}",
+            "[1, 2]",
+        ],
+    )
+    @pytest.mark.parametrize("groups", [{"gpu": ["algo-1"]}, {"gpu": ["algo-1"], "data": ["algo-2"]}])
+    def test_a_wrong_config_ends_as_in_lightning_cli(self, host, capsys, any_data, text, groups):
+        """What the job fills in does not stumble over a configuration that the parser refuses, nor hide its error."""
+        host.configure(groups)
+        (host.base_dir / "c.yaml").write_text(text)
+        ends = []
+        for cli in (LightningCLI, SageMakerCLI):
+            with pytest.raises(SystemExit) as end:
+                host.make(f"--config={host.base_dir / 'c.yaml'}", cli=cli, subclass_mode_data=any_data)
+            ends.append((end.value.code, capsys.readouterr().err.rpartition("error: ")[2]))
+        assert ends[0] == ends[1]
+        assert ends[0][0] == 2
+
+    def test_a_wrong_value_is_named(self, host, capsys):
+        """A value of the wrong type ends the job with code 2."""
+        with pytest.raises(SystemExit, match="2"):
+            host.make("--data.batch_size=many")
+        assert "batch_size" in capsys.readouterr().err
+
+
+class TestCluster:
+    """num_nodes, devices and the cluster environment come from the job."""
+
+    @pytest.mark.parametrize("name", ["algo-1", "algo-2"])
+    def test_the_trainer_fits_the_job(self, host, monkeypatch, name):
+        """Two hosts with two processes each make a world of four, with this host at its place."""
+        monkeypatch.setenv("LIGHTNING_SM_DEVICES", "2")
+        trainer = host.configure(TWO_HOSTS, name).make("--trainer.accelerator=cpu").trainer
+        environment = trainer.strategy.cluster_environment
+        assert isinstance(environment, SageMakerEnvironment)
+        assert (trainer.num_nodes, trainer.num_devices, trainer.world_size) == (2, 2, 4)
+        assert trainer.global_rank == (0 if name == "algo-1" else 2)
+
+    def test_matching_settings_are_accepted(self, host, monkeypatch):
+        """Who states the truth is not refused."""
+        monkeypatch.setenv("LIGHTNING_SM_DEVICES", "2")
+        cli = host.configure(TWO_HOSTS).make("--trainer.num_nodes=2", "--trainer.devices=2")
+        assert cli.trainer.world_size == 4
+
+    @pytest.mark.parametrize(
+        ("argument", "text"),
+        [
+            ("--trainer.num_nodes=3", r"num_nodes=3\) does not match the job, which has 2"),
+            ("--trainer.num_nodes=1", r"num_nodes=1\) does not match the job, which has 2"),
+            ("--trainer.devices=4", r"devices=4\) does not match the 2 process"),
+            ("--trainer.devices=[0]", r"devices=1\) does not match the 2 process"),
+        ],
+    )
+    def test_contradicting_settings_are_refused(self, host, monkeypatch, argument, text):
+        """The error names both values, also when the user's is Lightning's default."""
+        monkeypatch.setenv("LIGHTNING_SM_DEVICES", "2")
+        with pytest.raises(TopologyError, match=text):
+            host.configure(TWO_HOSTS).make(argument)
+
+    def test_a_contradicting_variable_is_refused(self, host, monkeypatch):
+        """A setting from an environment variable is the user's, too."""
+        monkeypatch.setenv("PL_TRAINER__NUM_NODES", "1")
+        with pytest.raises(TopologyError, match=r"num_nodes=1\) does not match"):
+            host.configure(TWO_HOSTS).make(parser_kwargs={"default_env": True})
+
+    def test_the_scripts_defaults_give_way(self, host):
+        """What the script sets for a laptop is a default, not the user's choice for this job."""
+        cli = host.configure(TWO_HOSTS).make(trainer_defaults={"num_nodes": 1, "max_epochs": 7})
+        assert (cli.trainer.num_nodes, cli.trainer.max_epochs) == (2, 7)
+
+    def test_the_environment_may_be_in_the_configuration(self, host):
+        """A SageMakerEnvironment of the user's is used as it is."""
+        plugin = "{class_path: lightning_sm.SageMakerEnvironment, init_args: {main_port: 23456}}"
+        environment = host.configure(TWO_HOSTS).make(f"--trainer.plugins={plugin}").trainer.strategy.cluster_environment
+        assert environment.main_port == 23456
+
+    def test_the_environment_may_be_the_strategys(self, host):
+        """The same holds inside of a strategy."""
+        nested = "{class_path: DDPStrategy, init_args: {cluster_environment: lightning_sm.SageMakerEnvironment}}"
+        trainer = host.configure(TWO_HOSTS).make(f"--trainer.strategy={nested}").trainer
+        assert isinstance(trainer.strategy.cluster_environment, SageMakerEnvironment)
+
+    @pytest.mark.parametrize("where", ["plugins", "strategy"])
+    def test_a_foreign_environment_is_refused(self, host, where):
+        """Another cluster environment would count the ranks by rules of its own."""
+        foreign = f"{LightningEnvironment.__module__}.LightningEnvironment"
+        if where == "strategy":
+            foreign = f"{{class_path: DDPStrategy, init_args: {{cluster_environment: {foreign}}}}}"
+        with pytest.raises(TopologyError, match=rf"trainer\.{where} has LightningEnvironment.*Take it out"):
+            host.make(f"--trainer.{where}={foreign}")
+
+    def test_settings_of_the_environment(self, host):
+        """main_port and resolve_timeout_s of the CLI reach the environment."""
+        environment = host.make(main_port=23456, resolve_timeout_s=1.5).environment
+        assert (environment.main_port, environment._resolve_timeout_s) == (23456, 1.5)
+
+    @pytest.mark.parametrize("run", [True, False])
+    def test_a_data_host_needs_its_channel(self, host, capsys, run):
+        """A data host that cannot make the DataModule says which argument is missing, and fails."""
+        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-2")
+        with pytest.raises(SystemExit, match="2"):
+            host.start(data=RootData, run=run, channels={"training": "root"})
+        assert "data.root" in capsys.readouterr().err.splitlines()[-1]
+
+    @pytest.mark.parametrize("name", ["algo-1", "algo-2"])
+    def test_data_hosts_need_a_data_module(self, host, name):
+        """A script without a DataModule has nothing to serve, which is an error on both sides."""
+        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, name)
+        with pytest.raises(DataSettingsError, match=r"has data hosts \(algo-2\), but the script has no LightningData"):
+            host.make(data=None)
+
+    def test_a_trainer_need_not_see_the_data(self, host):
+        """The channel may be one of the data group only, and its argument required."""
+        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")
+        cli = host.make(data=RootData, channels={"training": "root"})
+        assert isinstance(cli.datamodule, RemoteDataModule)
+        assert cli.datamodule.root == str(host.channel("training"))
+
+    @pytest.mark.parametrize("mode", ["class", "subclass", "any"])
+    @pytest.mark.parametrize(
+        ("data", "folders"),
+        [
+            (RootData, {"root": "training"}),
+            (PairData, {"images_dir": "images", "labels_dir": "labels", "mask_dir": None}),
+            (PassingData, {"data_dir": "training", "images_dir": "images", "labels_dir": "labels"}),
+        ],
+    )
+    def test_required_folders_are_filled_on_a_trainer_without_channels(self, host, caplog, mode, data, folders):
+        """All folders without a default are filled, whoever chose the class, and one line says so."""
+        caplog.set_level("INFO", "lightning_sm")
+        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")
+        modes = {
+            "class": ([], {"data": data}),
+            "subclass": ([f"--data={data.__name__}"], {"data": SmallData, "subclass_mode_data": True}),
+            "any": ([f"--data={data.__name__}"], {"data": None}),
+        }
+        arguments, settings = modes[mode]
+        module = host.make(*arguments, **settings).datamodule
+        expected = {name: channel and str(host.channel(channel)) for name, channel in folders.items()}
+        assert {name: getattr(module, name) for name in folders} == expected
+        (line,) = (text for text in caplog.messages if "this host has no channel for it" in text)
+        assert all(f"data.{name} = {folder}" in line for name, folder in expected.items() if folder)
+
+    def test_only_what_is_missing_is_filled(self, host):
+        """A folder that the user set or that a channel of the trainer feeds stays."""
+        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1", channels=["labels"])
+        arguments = ["--data=PassingData", "--data.data_dir=own"]
+        module = host.make(*arguments, data=SmallData, subclass_mode_data=True, channels={"labels": "images_dir"})
+        found = (module.datamodule.data_dir, module.datamodule.images_dir, module.datamodule.labels_dir)
+        assert found == ("own", str(host.channel("labels")), str(host.channel("labels")))
+
+    def test_a_mapped_argument_is_filled_too(self, host):
+        """A mapping says which argument is a folder, whatever its name; a function may make the DataModule."""
+        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")
+        module = host.make(data=make_pairs, channels={"a": "labels_path", "b": "model.weights"}).datamodule
+        assert (module.images_dir, module.labels_dir) == (str(host.channel("images")), str(host.channel("a")))
+
+    def test_the_token_is_not_saved(self, host):
+        """Settings of the data service are kept in the configuration that is saved, the secret is not."""
+        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1")
+        cli = host.make("--data_service.token=secret", "--data_service.workers=3")
+        assert (cli.data_service.token, cli.data_service.workers) == ("secret", 3)
+        assert "secret" not in cli._config_text()
+        assert "workers: 3" in cli._config_text()
+
+    def test_a_trainer_of_such_a_job_counts_trainers_only(self, host):
+        """The data host is no node, and may have channels of its own."""
+        host.configure({"gpu": ["algo-1"], "data": ["algo-2"]}, "algo-1", channels=["training"])
+        assert host.make(data=RootData, channels={"images": "model.weights"}).trainer.num_nodes == 1
+
+    def test_a_trainer_of_the_scripts_own(self, host):
+        """A function that makes the trainer need not take what the job would set."""
+        from pytorch_lightning import Trainer
+
+        def make_trainer(plugins: list | None = None, callbacks: list | None = None, max_epochs: int = 1) -> Trainer:
+            return Trainer(plugins=plugins, callbacks=callbacks, max_epochs=max_epochs, logger=False, accelerator="cpu")
+
+        cli = host.configure(tensorboard={}).make("--trainer.max_epochs=3", trainer_class=make_trainer)
+        assert (cli.trainer.max_epochs, cli.trainer.loggers, progress_bars(cli)) == (3, [], [LineProgress])
+
+
+class TestProgressBars:
+    """LineProgress is the progress bar unless the user has another, or none."""
+
+    def test_lines_by_default(self, host):
+        """A job without settings has LineProgress and no other bar."""
+        assert progress_bars(host.make()) == [LineProgress]
+
+    @pytest.mark.parametrize("argument", ["--trainer.enable_progress_bar=false", "--trainer.barebones=true"])
+    def test_none_if_switched_off(self, host, argument):
+        """Neither ours nor Lightning's."""
+        assert progress_bars(host.configure(tensorboard={}).make(argument)) == []
+
+    @pytest.mark.parametrize("way", ["line", "defaults", "parser", "kwargs"])
+    def test_the_users_own_bar(self, host, way):
+        """A bar in trainer.callbacks, in trainer_defaults, of the parser's own or of the caller replaces ours."""
+
+        class BarCLI(SageMakerCLI):
+            def add_arguments_to_parser(self, parser):
+                parser.add_lightning_class_args(TQDMProgressBar, "bar")
+
+        if way == "line":
+            cli = host.make("--trainer.callbacks+=TQDMProgressBar")
+        elif way == "defaults":
+            cli = host.make(trainer_defaults={"callbacks": TQDMProgressBar()})
+        elif way == "parser":
+            cli = host.make(cli=BarCLI)
+        else:
+            cli = host.make()
+            cli.trainer = cli.instantiate_trainer(callbacks=TQDMProgressBar())
+        assert progress_bars(cli) == [TQDMProgressBar]
+
+
+@pytest.mark.parametrize("folder", ["model", "output/data/algo-1", "checkpoints", "tensorboard"])
+@pytest.mark.parametrize("obstacle", ["file", "read-only"])
+def test_a_folder_that_cannot_be_written_is_named_at_once(host, folder, obstacle):
+    """A file in place of a folder, or a folder that takes no files, ends the job before training."""
+    path = host.base_dir / folder
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("") if obstacle == "file" else path.symlink_to("/sys/kernel")
+    host.configure(
+        checkpoint={"LocalPath": str(host.base_dir / "checkpoints")},
+        tensorboard={"LocalPath": str(host.base_dir / "tensorboard")},
+    )
+    with pytest.raises(OutputDirectoryError, match=f"{folder} cannot be written"):
+        host.make()
+
+
+def test_a_class_that_is_none_is_refused_as_anywhere(host, capsys):
+    """What LightningCLI refuses is refused in a job with its words."""
+    with pytest.raises(SystemExit, match="2"):
+        host.make("--data=NoSuchData", data=LightningDataModule, subclass_mode_data=True)
+    assert "NoSuchData" in capsys.readouterr().err
+
+
+def test_the_classes_of_a_job_are_the_users(host):
+    """The CLI makes the classes that it was given, and has the job and its topology as attributes."""
+    cli = host.configure(TWO_HOSTS).make()
+    assert (type(cli.model), type(cli.datamodule)) == (SmallModel, SmallData)
+    assert (cli.job.current_host, cli.topology.num_nodes) == ("algo-1", 2)
+
+
+def test_arguments_of_lightning_cli_may_be_given_by_position(host):
+    """A script that names LightningCLI's arguments by position needs no change but the name of the class."""
+    positional = [None, {"overwrite": False}]
+    cli = host.make(cli=lambda model, data, **kwargs: SageMakerCLI(model, data, *positional, **kwargs))
+    assert (cli.save_config_callback, cli.save_config_kwargs) == (None, {"overwrite": False})
+
+
+def test_a_job_of_one_host_and_one_device_shows_its_table(host, monkeypatch, caplog):
+    """Lightning never asks a lone process for ranks, but the log still says where it runs and with what."""
+    monkeypatch.setattr(SageMakerEnvironment, "_announced", False)
+    with caplog.at_level("INFO", logger="lightning_sm"):
+        host.make()
+    (table,) = (record.getMessage() for record in caplog.records if "node rank" in record.getMessage())
+    assert "algo-1*" in table
+    assert "main address algo-1:" in table
+    assert "torch" in table

@@ -1,0 +1,196 @@
+"""Both distributions of Lightning, side by side and alone: whichever the script imported first decides."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.job_folder import resource_config, write_job
+from tests.integration.hosts import REPOSITORY, SCRIPTS
+
+pytestmark = [pytest.mark.lightning_variants, pytest.mark.processes]
+
+# The range that pyproject.toml has for pytorch-lightning.
+REQUIREMENT = "lightning>=2.5.3,<3,!=2.6.2,!=2.6.3"
+TIMEOUT_S = 120
+PYTORCH_LIGHTNING, LIGHTNING = "pytorch_lightning", "lightning.pytorch"
+
+
+@dataclass(frozen=True)
+class Python:
+    """An interpreter with a set of packages.
+
+    Attributes:
+        options: Options of the interpreter.
+        path: Its ``PYTHONPATH``.
+    """
+
+    options: tuple[str, ...]
+    path: tuple[Path, ...]
+
+    def run(self, base_dir, *arguments, code=None, **variables):
+        """Run the script, or a piece of code, on the only host of a job.
+
+        Args:
+            base_dir: The host's ``/opt/ml``.
+            arguments: Arguments of the script.
+            code: What to run instead of the script.
+            variables: Environment variables.
+        """
+        command = ["-c", code] if code is not None else [str(SCRIPTS / "train_points.py"), *arguments]
+        return subprocess.run(
+            [sys.executable, *self.options, *command],
+            cwd=base_dir,
+            env={
+                "PATH": os.environ["PATH"],
+                "HOME": str(base_dir),
+                "PYTHONPATH": os.pathsep.join(map(str, self.path)),
+                "SAGEMAKER_BASE_DIR": str(base_dir),
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                **variables,
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIMEOUT_S,
+        )
+
+
+@pytest.fixture(scope="module")
+def lightning_dir(tmp_path_factory):
+    """A folder with the distribution ``lightning`` and nothing else."""
+    folder = tmp_path_factory.mktemp("lightning")
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--target", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, REQUIREMENT], check=True, timeout=TIMEOUT_S)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def both(lightning_dir):
+    """The virtual environment and ``lightning``."""
+    return Python((), (REPOSITORY, lightning_dir))
+
+
+@pytest.fixture(scope="module")
+def lightning_alone(lightning_dir, tmp_path_factory):
+    """All packages of the virtual environment but ``pytorch_lightning``, and ``lightning``."""
+    packages = _packages_without(("pytorch_lightning", "lightning_fabric"), tmp_path_factory.mktemp("packages"))
+    return Python(("-S",), (REPOSITORY, lightning_dir, packages))
+
+
+@pytest.fixture(scope="module")
+def pytorch_lightning_alone(tmp_path_factory):
+    """The virtual environment, without ``lightning`` if somebody installed it."""
+    if importlib.util.find_spec("lightning") is None:
+        return Python((), (REPOSITORY,))
+    return Python(("-S",), (REPOSITORY, _packages_without(("lightning",), tmp_path_factory.mktemp("packages"))))
+
+
+def _packages_without(hidden, folder):
+    """Links to all installed packages but those of some names."""
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        name = entry.name.partition("-")[0].partition(".")[0]
+        if name not in hidden:
+            (folder / entry.name).symlink_to(entry)
+    return folder
+
+
+@pytest.fixture
+def base_dir(tmp_path):
+    """The ``/opt/ml`` of a job's only host, with a channel."""
+    (tmp_path / "input" / "data" / "training").mkdir(parents=True)
+    channels = {"training": {"TrainingInputMode": "File"}}
+    return write_job(tmp_path, resource_config({"trainer": ["algo-1"]}, "algo-1", interface="lo"), channels=channels)
+
+
+@pytest.mark.parametrize(
+    ("variant", "imports", "model"),
+    [
+        ("both", "lightning_sm", PYTORCH_LIGHTNING),
+        ("both", "lightning,lightning_sm", LIGHTNING),
+        ("both", "lightning.pytorch,pytorch_lightning,lightning_sm", LIGHTNING),
+        ("lightning_alone", "lightning_sm", LIGHTNING),
+        ("pytorch_lightning_alone", "lightning_sm", PYTORCH_LIGHTNING),
+    ],
+)
+def test_a_script_trains_with_its_distribution(request, base_dir, variant, imports, model):
+    """All classes derive from the distribution that was imported first, and the job leaves its model."""
+    python = request.getfixturevalue(variant)
+    ended = python.run(base_dir, "fit", "--trainer.callbacks+=ModelCheckpoint", IMPORTS=imports, MODEL=model)
+    expected = "lightning" if model == LIGHTNING else "lightning_fabric pytorch_lightning"
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == f"derived from: {expected}"
+    assert "epoch=2/2 step=8 val_acc=" in ended.stderr
+    assert {path.name for path in (base_dir / "model").iterdir()} == {"model.ckpt", "state_dict.pt", "config.yaml"}
+    assert (base_dir / "output" / "data" / "algo-1" / "seen.txt").read_text().endswith("training")
+
+
+@pytest.mark.parametrize(
+    ("imports", "model", "chosen"),
+    [
+        ("lightning_sm", LIGHTNING, PYTORCH_LIGHTNING),
+        ("pytorch_lightning,lightning_sm", LIGHTNING, PYTORCH_LIGHTNING),
+        ("lightning.pytorch,lightning_sm", PYTORCH_LIGHTNING, LIGHTNING),
+    ],
+)
+def test_a_mix_is_refused(both, base_dir, imports, model, chosen):
+    """The error names the class, both distributions, and what to import first."""
+    ended = both.run(base_dir, "fit", IMPORTS=f"{imports},lightning_sm.training.cli", MODEL=model)
+    assert ended.returncode == 1
+    error = ended.stderr.strip().splitlines()[-1]
+    assert error.startswith("lightning_sm.errors.MixedLightningError: Model derives from ")
+    assert f"lightning_sm was loaded with {chosen}" in error
+    assert f"Import {model} before lightning_sm" in error
+
+
+# One process for all: only __init__ of the CLI runs.
+_CLASSES_OF_THE_OTHER = """
+import json
+from pytorch_lightning import LightningModule
+from lightning_sm import SageMakerCLI
+from lightning_sm.errors import MixedLightningError
+import lightning.pytorch as other
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+class Data(other.LightningDataModule): pass
+class Model(LightningModule): pass
+class OtherTrainer(other.Trainer): pass
+
+def make(*args, **kwargs):
+    try:
+        SageMakerCLI(*args, **kwargs)
+    except MixedLightningError as error:
+        return str(error).partition(" derives from")[0]
+
+print(json.dumps([
+    make(Model, Data),
+    make(Model, trainer_class=OtherTrainer),
+    make(Model, trainer_defaults={"callbacks": ModelCheckpoint()}),
+    make(Model, trainer_defaults={"callbacks": [ModelCheckpoint()]}),
+]))
+"""
+
+
+def test_other_classes_of_a_mix_are_refused(both, base_dir):
+    """Data modules, trainers and callbacks are checked as the model is."""
+    ended = both.run(base_dir, code=_CLASSES_OF_THE_OTHER)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == ["Data", "OtherTrainer", "ModelCheckpoint", "ModelCheckpoint"]
+
+
+def test_without_lightning_the_error_says_what_to_install(tmp_path_factory, base_dir):
+    """Neither distribution is there."""
+    hidden = ("pytorch_lightning", "lightning", "lightning_fabric")
+    python = Python(("-S",), (REPOSITORY, _packages_without(hidden, tmp_path_factory.mktemp("packages"))))
+    ended = python.run(base_dir, code="from lightning_sm import SageMakerCLI")
+    assert ended.returncode == 1
+    assert "lightning_sm needs PyTorch Lightning: pip install pytorch-lightning" in ended.stderr

@@ -1,0 +1,86 @@
+"""LineProgress: the lines that metric_definitions read."""
+
+import re
+
+import pytest
+
+from lightning_sm.training.callbacks.line_progress import LineProgress
+from tests.fakes.small_app import SmallModel
+
+QUIET = ("--trainer.enable_model_summary=false", "--trainer.logger=false", "--trainer.accelerator=cpu")
+NUMBER = r"=([0-9.eE+-]+)(?: |$)"
+
+
+@pytest.fixture
+def lines(caplog):
+    """What LineProgress wrote so far."""
+    caplog.set_level("INFO", "lightning_sm")
+
+    def read():
+        name = "lightning_sm.training.callbacks.line_progress"
+        return [record.getMessage() for record in caplog.records if record.name == name]
+
+    return read
+
+
+def test_one_line_for_each_epoch_and_one_at_the_end(host, lines):
+    """Each epoch's line has the epoch, the step and all metrics; the sanity check before training writes none."""
+    host.start("fit", "--trainer.max_epochs=3", "--model.scores=[0.25, 0.5, 0.75]", *QUIET)
+    first, second, third, end = lines()
+    assert re.fullmatch(rf"epoch=1/3 step=2 val_score{NUMBER}train_loss{NUMBER}", first)
+    assert [re.search(f"val_score{NUMBER}", line)[1] for line in (first, second, third)] == ["0.25", "0.5", "0.75"]
+    assert second.startswith("epoch=2/3 step=4 ")
+    assert third.startswith("epoch=3/3 step=6 ")
+    assert end.startswith("finished: epochs=3 step=6 ")
+
+
+@pytest.mark.parametrize("score", [1e-5, 123456.0, 0.0, -2.5, 1e20])
+def test_numbers_of_any_size_can_be_read(host, lines, score):
+    """Metric definitions find the number, and it has not been rounded away."""
+    host.start("fit", "--trainer.max_epochs=1", f"--model.scores=[{score}]", *QUIET)
+    assert float(re.search(f"val_score{NUMBER}", lines()[0])[1]) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("subcommand", "title"), [("validate", "validation val_score=1e-05"), ("test", "test test_loss=")]
+)
+def test_other_subcommands_write_their_metrics(host, lines, subcommand, title):
+    """One line at the end of validate or test."""
+    host.start(subcommand, *QUIET)
+    assert len(lines()) == 1
+    assert lines()[0].startswith(title)
+
+
+def test_lines_within_an_epoch(host, lines):
+    """Every so many seconds, a line has the batch too."""
+    host.start("fit", "--trainer.max_epochs=1", *QUIET, trainer_defaults={"callbacks": LineProgress(every_n_seconds=0)})
+    assert [line.split(" ")[:3] for line in lines()[:2]] == [
+        ["epoch=1/1", "batch=1/2", "step=1"],
+        ["epoch=1/1", "batch=2/2", "step=2"],
+    ]
+
+
+def test_an_open_end_is_a_question_mark(host, lines):
+    """Without max_epochs, the number of epochs is unknown."""
+    host.start("fit", "--trainer.max_epochs=-1", "--trainer.max_steps=2", *QUIET)
+    assert lines()[0].startswith("epoch=1/? step=2 ")
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_only_rank_0_writes(host, lines, is_main):
+    """Lightning disables the progress bar of all other ranks: those write neither lines nor what the model prints."""
+    progress = LineProgress(every_n_seconds=0)
+
+    class Prints(SmallModel):
+        def on_train_start(self):
+            """Print, after the progress bar was switched off as on another rank."""
+            if not is_main:
+                progress.disable()
+            self.print("hello", 1)
+
+    host.start("fit", "--trainer.max_epochs=1", *QUIET, model=Prints, trainer_defaults={"callbacks": progress})
+    assert ("hello 1" in lines()) == is_main
+    assert bool(lines()) == is_main
+    progress.enable()
+    progress.print("again")
+    assert lines()[-1] == "again"

@@ -1,0 +1,284 @@
+"""Where a run goes on in loaders of its own: no sample is lost or repeated, and the order is that of a whole run."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lightning_sm._lightning import ModelCheckpoint
+from lightning_sm.training.checkpoints.newest import newest_checkpoint
+from tests.integration.interrupted_fits import (
+    BATCH_SIZE,
+    MOMENTS,
+    NUM_STEPS,
+    NUM_TRAIN,
+    Interrupt,
+    Model,
+    fit,
+    gone_on,
+    is_interrupted,
+    points,
+    successor_of,
+    whole,
+)
+
+pytestmark = pytest.mark.usefixtures("restored_signals")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """What models note that are trained without interruption, by their class."""
+    trained = {}
+
+    def events(cls):
+        if cls not in trained:
+            fit(tmp_path_factory.mktemp("reference"), model := cls())
+            trained[cls] = model.events
+        return trained[cls]
+
+    return events
+
+
+class Shuffled(Model):
+    """The same in a random order, with dropout, and noise that the loader draws."""
+
+    workers = 0
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((torch.nn.functional.dropout(x, 0.2), y), batch_idx)
+
+    def train_dataloader(self):
+        collate = noisy if self.workers == 0 else None
+        return DataLoader(points(), batch_size=BATCH_SIZE, shuffle=True, num_workers=self.workers, collate_fn=collate)
+
+
+class ShuffledInWorkers(Shuffled):
+    """The same without noise, with workers."""
+
+    workers = 1
+
+
+class PersistentWorkers(Model):
+    """Workers that stay from epoch to epoch."""
+
+    def train_dataloader(self):
+        return DataLoader(points(), BATCH_SIZE, shuffle=True, num_workers=1, persistent_workers=True)
+
+
+class OwnGenerator(Model):
+    """An order that comes from a generator of the loader's own."""
+
+    def train_dataloader(self):
+        return DataLoader(points(), BATCH_SIZE, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+class Distributed(Model):
+    """Rank 0 of two, with an order that comes from the epoch."""
+
+    workers = 0
+
+    def train_dataloader(self):
+        dataset = points()
+        sampler = DistributedSampler(dataset, num_replicas=2, rank=0)
+        return DataLoader(dataset, BATCH_SIZE // 2, sampler=sampler, num_workers=self.workers)
+
+
+class DistributedInWorkers(Distributed):
+    """The same with workers, whose order is drawn when a pass begins."""
+
+    workers = 1
+
+
+class TwoLoaders(Model):
+    """Two shuffled loaders, the shorter of which is begun again within an epoch; hooks draw random numbers."""
+
+    def training_step(self, batch, batch_idx):
+        (x, y), (other, _) = batch
+        return super().training_step((x[: len(other)] + other[: len(x)], y[: len(other)]), batch_idx)
+
+    def train_dataloader(self):
+        return [DataLoader(points(), BATCH_SIZE, shuffle=True), DataLoader(points(), 3 * BATCH_SIZE, shuffle=True)]
+
+    def on_train_epoch_start(self):
+        torch.rand(1)
+
+
+POSITIONED = [
+    Shuffled,
+    ShuffledInWorkers,
+    PersistentWorkers,
+    OwnGenerator,
+    Distributed,
+    DistributedInWorkers,
+    TwoLoaders,
+]
+
+
+def noisy(samples):
+    """Batches with a little noise from each of the libraries."""
+    x, y = torch.utils.data.default_collate(samples)
+    return x + torch.randn(1) + np.random.rand() + random.random(), y
+
+
+@pytest.mark.parametrize("cls", POSITIONED)
+@pytest.mark.parametrize(
+    "moment",
+    ["a step's end", "a later step", "the last step of an epoch", "within a validation", "end of an epoch"],
+)
+def test_random_numbers_go_on(tmp_path, uninterrupted, cls, moment):
+    """Order, dropout and noise of the resumed run are those of the uninterrupted one: no sample twice or left out."""
+    model = cls()
+    assert is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]))
+    assert whole(gone_on(tmp_path / "run", model).events) == uninterrupted(cls)
+
+
+@pytest.mark.parametrize("cls", POSITIONED)
+def test_a_run_from_the_end_of_an_epoch_can_be_interrupted(tmp_path, uninterrupted, cls):
+    """The epoch that begins with the resumed run has the order of an uninterrupted one, and goes on, too."""
+    model, saved = trained_for_an_epoch(tmp_path, cls)
+    assert whole(interrupted_after(tmp_path, model, saved)) == uninterrupted(cls)
+
+
+@pytest.mark.parametrize("cls", POSITIONED)
+def test_epochs_of_one_step_have_their_orders(tmp_path, cls):
+    """A run that is left when the only batch of an epoch is fetched goes on with that batch."""
+    settings = {"limit_train_batches": 1, "max_epochs": 6}
+    fit(tmp_path / "reference", reference := cls(), **settings)
+    model = cls()
+    assert is_interrupted(tmp_path / "run", model, Interrupt("on_train_batch_start", 3), **settings)
+    assert whole(gone_on(tmp_path / "run", model, **settings).events) == reference.events
+
+
+@pytest.mark.parametrize("cls", POSITIONED)
+def test_loaders_that_come_with_the_epoch(tmp_path, cls):
+    """Where loaders are made anew for each epoch, the rest of an epoch has the order of its beginning, too."""
+    settings = {"reload_dataloaders_every_n_epochs": 1}
+    model, saved = trained_for_an_epoch(tmp_path, cls, **settings)
+    reference = successor_of(model)
+    fit(tmp_path / "reference", reference, ckpt_path=saved, **settings)
+    assert whole(interrupted_after(tmp_path, model, saved, **settings)) == reference.events
+
+
+def trained_for_an_epoch(folder, cls, **settings):
+    """A model after the first epoch, and the checkpoint of that moment."""
+    at_epoch_ends = ModelCheckpoint(folder / "ends", save_on_train_epoch_end=True)
+    fit(folder / "first", model := cls(), at_epoch_ends, **{**settings, "max_epochs": 1})
+    return model, at_epoch_ends.best_model_path
+
+
+def interrupted_after(folder, model, saved, **settings):
+    """What is noted when the run goes on from a checkpoint, and is interrupted in two epochs."""
+    for step in (2, NUM_STEPS + 1):
+        model = successor_of(model)
+        assert is_interrupted(
+            folder / "run", model, Interrupt("on_train_batch_start", step), ckpt_path=saved, **settings
+        )
+        saved = newest_checkpoint(folder / "run")
+    fit(folder / "run", model := successor_of(model), ckpt_path=saved, **settings)
+    return model.events
+
+
+def test_a_loader_is_left_as_it_was(tmp_path):
+    """What was trained on can be predicted with: Lightning makes a new loader from the parts of it."""
+    data, model = DataLoader(points(), BATCH_SIZE, shuffle=True), Model()
+    model.train_dataloader = lambda: data
+    model.predict_step = lambda batch, batch_idx: model.line(batch[0])
+    trainer = fit(tmp_path, model)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert len(trainer.predict(model, data)) == NUM_STEPS
+
+
+class Stateful(DataLoader):
+    """A loader that keeps its own place, as that of torchdata does."""
+
+    num_given = num_left_out = 0
+
+    def __iter__(self):
+        self.num_given, self.num_left_out = self.num_left_out, 0
+        batches = super().__iter__()
+        for _ in range(self.num_given):
+            next(batches)
+        return map(self.counted, batches)
+
+    def counted(self, batch):
+        self.num_given += 1
+        return batch
+
+    def state_dict(self):
+        return {"num_given": self.num_given}
+
+    def load_state_dict(self, state):
+        self.num_left_out = state["num_given"]
+
+
+class KeepsPlace(Shuffled):
+    """A loader that keeps its place, whose batches are made with noise."""
+
+    def train_dataloader(self):
+        return Stateful(points(), batch_size=BATCH_SIZE, collate_fn=noisy)
+
+
+class KeepsPlaceInStream(Model):
+    """A stream of a length that Lightning does not know, so that it fetches a batch ahead."""
+
+    def train_dataloader(self):
+        return Stateful(Stream(points()), batch_size=BATCH_SIZE)
+
+
+class KeepsPlaceBesideOther(TwoLoaders):
+    """A loader that keeps its place and a shuffled one that does not."""
+
+    def train_dataloader(self):
+        return [Stateful(points(), BATCH_SIZE), DataLoader(points(), BATCH_SIZE, shuffle=True)]
+
+
+class Stream(IterableDataset):
+    """Samples that come one after the other."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+@pytest.mark.parametrize("cls", [KeepsPlace, KeepsPlaceInStream, KeepsPlaceBesideOther])
+@pytest.mark.parametrize("moment", ["a step's end", "a later step", "the first step of an epoch"])
+def test_loaders_that_keep_their_place_go_on(tmp_path, uninterrupted, cls, moment):
+    """A batch that is fetched when the training leaves is not lost."""
+    model = cls()
+    assert is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]))
+    assert whole(gone_on(tmp_path / "run", model).events) == uninterrupted(cls)
+
+
+class ReadOnce(IterableDataset):
+    """A source of which each item can be read once, such as a pipe."""
+
+    def __init__(self, items):
+        self.items = iter(items)
+
+    def __iter__(self):
+        return itertools.islice(self.items, NUM_TRAIN)
+
+
+@pytest.mark.parametrize("with_other", [False, True], ids=["alone", "beside a shuffled loader"])
+def test_a_stream_is_not_begun_twice(tmp_path, with_other):
+    """The first items of a source that can be read once are trained on."""
+    seen, model = [], Model()
+    items = itertools.cycle(points())
+    stream = DataLoader(ReadOnce((*next(items), number) for number in itertools.count()), BATCH_SIZE)
+
+    def training_step(batch, batch_idx):
+        x, y, numbers = batch[0] if with_other else batch
+        seen.extend(numbers.tolist())
+        return Model.training_step(model, (x, y), batch_idx)
+
+    model.training_step = training_step
+    other = DataLoader(points(), BATCH_SIZE, shuffle=True)
+    model.train_dataloader = lambda: [stream, other] if with_other else stream
+    fit(tmp_path, model, max_epochs=1)
+    assert seen == list(range(NUM_TRAIN))

@@ -1,0 +1,224 @@
+"""A training that is interrupted at any moment, and the run that goes on from its checkpoint: together one run."""
+
+import multiprocessing
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from pytorch_lightning.callbacks import EMAWeightAveraging
+from pytorch_lightning.plugins.io import AsyncCheckpointIO
+
+from lightning_sm._lightning import Callback, Trainer
+from lightning_sm.training.callbacks.spot_checkpoint import STOP_SIGNALS, SpotCheckpoint, TrainingInterrupted
+from lightning_sm.training.checkpoints.newest import newest_checkpoint
+from tests.integration.interrupted_fits import (
+    MOMENTS,
+    NUM_STEPS,
+    Interrupt,
+    Model,
+    fit,
+    gone_on,
+    is_interrupted,
+    successor_of,
+    whole,
+)
+
+pytestmark = pytest.mark.usefixtures("restored_signals")
+
+SETTINGS = {
+    "plain": {},
+    "validation twice per epoch": {"val_check_interval": 0.5},
+    "accumulation": {"accumulate_grad_batches": 2},
+    "accumulation, validation within": {"accumulate_grad_batches": 4, "val_check_interval": 0.5},
+    "no validation": {"limit_val_batches": 0},
+    "validation every second epoch": {"check_val_every_n_epoch": 2},
+    "max_steps": {"max_steps": 2 * NUM_STEPS + 3, "max_epochs": -1},
+    "epochs of one step": {"limit_train_batches": 1, "max_epochs": 8},
+    "epochs of one step, rare validation": {"limit_train_batches": 1, "check_val_every_n_epoch": 3, "max_epochs": 8},
+    "epochs of one step, validation by steps": {
+        "limit_train_batches": 1,
+        "check_val_every_n_epoch": None,
+        "val_check_interval": 3,
+        "max_steps": 8,
+        "max_epochs": -1,
+    },
+    "epochs of one accumulation, no validation": {
+        "limit_train_batches": 2,
+        "accumulate_grad_batches": 2,
+        "limit_val_batches": 0,
+        "max_steps": 8,
+        "max_epochs": -1,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Models that were trained without interruption, by their class, scheduler and settings."""
+    trained = {}
+
+    def model(cls=Model, scheduler="step", name="plain"):
+        if (cls, scheduler, name) not in trained:
+            trained[cls, scheduler, name] = cls(scheduler)
+            fit(tmp_path_factory.mktemp("reference"), trained[cls, scheduler, name], **SETTINGS[name])
+        return trained[cls, scheduler, name]
+
+    return model
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_an_interrupted_run_and_its_continuation_make_a_whole_one(tmp_path, uninterrupted, name, moment):
+    """Losses, learning rates, validations and epoch ends are those of an uninterrupted run, in the same order."""
+    settings = SETTINGS[name]
+    reference, model = uninterrupted(name=name), Model()
+    if is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]), **settings):
+        (saved,) = (tmp_path / "run").glob("interrupted-*.ckpt")
+        model = successor_of(model)
+        fit(tmp_path / "run", model, ckpt_path=saved, **settings)
+    assert whole(model.events) == reference.events
+    assert torch.equal(model.line.weight, reference.line.weight)
+
+
+@pytest.mark.parametrize("scheduler", ["epoch", "plateau"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_schedulers_go_on(tmp_path, uninterrupted, scheduler, moment):
+    """Schedulers that step by epoch, with or without a metric, have the same learning rates as without interruption."""
+    reference, model = uninterrupted(scheduler=scheduler), Model(scheduler)
+    if is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment])):
+        model = gone_on(tmp_path / "run", model)
+    assert whole(model.events) == reference.events
+
+
+@pytest.mark.parametrize("scheduler", ["step", "epoch", "plateau"])
+@pytest.mark.parametrize("moment", ["the last step of an epoch", "end of a validation", "end of an epoch"])
+def test_schedulers_go_on_between_epochs_of_one_step(tmp_path, uninterrupted, scheduler, moment):
+    """A training that is left between two such epochs has stepped its schedulers once for each of them."""
+    name = "epochs of one step"
+    reference, model = uninterrupted(scheduler=scheduler, name=name), Model(scheduler)
+    assert is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]), **SETTINGS[name])
+    model = gone_on(tmp_path / "run", model, **SETTINGS[name])
+    assert whole(model.events) == reference.events
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name.startswith("epochs of one")])
+def test_epochs_of_one_step_are_left_between_them(tmp_path, name):
+    """Where an epoch has no other moment, no more steps are made than those of one epoch."""
+    settings = SETTINGS[name]
+    model = Model()
+    assert is_interrupted(tmp_path, model, Interrupt("on_train_batch_start", 3), **settings)
+    num_steps = sum(event[0] == "train" for event in model.events)
+    assert num_steps <= 3 + settings.get("accumulate_grad_batches", 1)
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory):
+    """A model that was trained without interruption, with an average of its weights, on which it is validated."""
+    model = Model()
+    fit(tmp_path_factory.mktemp("averaged"), model, EMAWeightAveraging(decay=0.5))
+    return model
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_averaged_weights_go_on(tmp_path, averaged, moment):
+    """The average of the weights, and the weights beside it, are those of an uninterrupted run."""
+    model = Model()
+    if is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]), EMAWeightAveraging(decay=0.5)):
+        model = gone_on(tmp_path / "run", model, EMAWeightAveraging(decay=0.5))
+    assert whole(model.events) == averaged.events
+    assert torch.equal(model.line.weight, averaged.line.weight)
+
+
+@pytest.mark.parametrize("signum", STOP_SIGNALS)
+def test_in_the_sanity_check_there_is_nothing_to_save(tmp_path, signum):
+    """A run that is interrupted before its first step leaves at once, without a checkpoint."""
+    interrupt = Interrupt("on_validation_batch_start", signum=signum, in_sanity_check=True)
+    assert is_interrupted(tmp_path, model := Model(), interrupt)
+    assert not model.events
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize("signum", STOP_SIGNALS)
+def test_outside_of_fit_it_leaves_at_once(tmp_path, signum):
+    """A validation, test or prediction saves nothing, so that nothing is waited for."""
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+        callbacks=[Interrupt("on_validation_batch_start", signum=signum), SpotCheckpoint(tmp_path)],
+    )
+    with pytest.raises(TrainingInterrupted):
+        trainer.validate(model := Model(), verbose=False)
+    assert not [event for event in model.events if event[0] == "val"]
+
+
+def test_two_of_its_checkpoints_are_kept(tmp_path):
+    """Each interruption leaves one more checkpoint; the newest may be half uploaded, so that the one before stays."""
+    for step in (2, 3, 4):
+        interrupt = Interrupt("on_train_batch_start", step - 1)
+        assert is_interrupted(tmp_path, Model(), interrupt, ckpt_path=newest_checkpoint(tmp_path))
+    assert len(list(tmp_path.glob("interrupted-*.ckpt"))) == 2
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("interrupted-epoch=90-step=900.ckpt", "interrupted-epoch=95-step=950.ckpt"),
+        ("interrupted-epoch=7-step=2.ckpt", "interrupted-epoch=8-step=2.ckpt"),
+    ],
+    ids=["later steps", "the same step of a later epoch"],
+)
+def test_what_it_has_just_saved_is_kept(tmp_path, names):
+    """Checkpoints that are further, of another job or from before a rollback, do not make it remove the new one."""
+    for name in names:
+        (tmp_path / name).touch()
+    assert is_interrupted(tmp_path, Model(), Interrupt("on_train_batch_end", 2))
+    kept = {path.name for path in tmp_path.glob("interrupted-*.ckpt")}
+    assert kept == {*names, "interrupted-epoch=0-step=2.ckpt"}
+
+
+def test_an_asynchronous_checkpoint_is_complete_before_the_training_leaves(tmp_path):
+    """The process does not leave while a thread writes."""
+    assert is_interrupted(tmp_path, Model(), Interrupt("on_train_batch_start", 3), plugins=[AsyncCheckpointIO()])
+    assert newest_checkpoint(tmp_path) is not None
+
+
+def test_handlers_stay_after_the_run(tmp_path):
+    """A late signal does not end a process that is about to leave."""
+    fit(tmp_path, Model(), max_epochs=1)
+    for signum in STOP_SIGNALS:
+        os.kill(os.getpid(), signum)
+
+
+class ForkChild(Callback):
+    """Fork a child within the training, send it signals, and note how it ended."""
+
+    def __init__(self, *signals):
+        self.signals, self.exit_code = signals, None
+
+    def on_train_start(self, *_):
+        fork = multiprocessing.get_context("fork")
+        child = fork.Process(target=say_and_wait, args=(is_there := fork.Event(),))
+        child.start()
+        is_there.wait()  # Python drops signals that come while it forks
+        for signum in self.signals:
+            os.kill(child.pid, signum)
+        child.join(10)
+        self.exit_code = child.exitcode
+        child.kill()
+        child.join()
+
+
+def say_and_wait(is_there):
+    """What the child does."""
+    is_there.set()
+    threading.Event().wait(60)
+
+
+def test_sigterm_ends_a_child_that_was_forked_within_the_training(tmp_path):
+    """Process.terminate() has its effect on a child that inherited the handlers; SIGUSR2 has none."""
+    fit(tmp_path, Model(), child := ForkChild(signal.SIGUSR2, signal.SIGTERM), max_epochs=1)
+    assert child.exit_code == -signal.SIGTERM

@@ -1,0 +1,119 @@
+"""What cannot be sent is an error that names the value and says what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_sm.data.batch.decode import decode
+from lightning_sm.errors import BatchTooLargeError, BatchTypeError, WireError
+from tests.fakes.batches import Box, Opaque, Point, Slotted, header, make_slot, quietly, send
+
+REFUSED = {
+    'batch["meta"][3].y': {"meta": [0, 1, 2, Point(1, Opaque())]},
+    "batch": Opaque(),
+    'batch["a\\"b"]': {'a"b': Opaque()},
+    "batch[(1, 2)].corners[0]": {(1, 2): Box([Opaque()])},
+    "batch[0]": [Counter("a")],
+    "batch[1]": [0, lambda: None],
+    "batch[2]": [0, 0, np.array([object()])],
+    "batch[3]": [0, 0, 0, np.zeros(2, [("o", object)])],
+    "batch[4]": [0, 0, 0, 0, np.ma.array([1])],
+    "batch[5]": [0] * 5 + [np.zeros(2, [])],
+    "batch[6]": [0] * 6 + [torch.empty(2, device="meta")],
+    "batch[7]": [0] * 7 + [type("MyTensor", (torch.Tensor,), {})([1])],
+    "batch[8]": [0] * 8 + [Point],
+    "batch[9]": [0] * 9 + [bytearray(3)],
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_unknown_leaf_is_named(path):
+    """What cannot be sent is an error that names its path."""
+    with pytest.raises(BatchTypeError) as caught:
+        send(REFUSED[path])
+    assert str(caught.value).startswith(f"{path} ")
+    assert BatchTypeError(str(caught.value)).args == caught.value.args
+
+
+def test_error_says_what_to_do():
+    """The message names the type, and says how to send it anyway; for an image it says how to convert it."""
+    with pytest.raises(BatchTypeError, match=r"batches\.Opaque.*register_batch_type\(\).*collate_fn"):
+        send([Opaque()])
+    image = type("Image", (), {"__module__": "PIL.Image"})
+    with pytest.raises(BatchTypeError, match=r"PIL\.Image\.Image.*PILToTensor"):
+        send([image()])
+    quantized = quietly(lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8))
+    with pytest.raises(BatchTypeError, match="Dequantize"):
+        send([quantized])
+
+
+def test_local_class_is_refused_by_the_sender():
+    """A class that no other process can find is an error where it is sent."""
+
+    @dataclasses.dataclass
+    class Local:
+        x: int
+
+    with pytest.raises(BatchTypeError, match="Local"):
+        send(Local(1))
+
+
+def test_missing_field_is_an_error():
+    """A dataclass without a value in one of its fields is an error that names the field."""
+    empty = object.__new__(Slotted)
+    with pytest.raises(BatchTypeError, match=r"batch\[0\] has no value in its field x"):
+        send([empty])
+
+
+@pytest.mark.parametrize("key", [Opaque(), frozenset(), (1, [Opaque][0])])
+def test_unknown_key_is_an_error(key):
+    """A key that is neither a scalar nor a tuple of scalars is an error that names the dictionary."""
+    with pytest.raises(BatchTypeError, match=r'batch\["x"\] holds the key'):
+        send({"x": {key: 1}})
+
+
+def test_cycles_and_depth_are_errors():
+    """A container that contains itself, and nesting beyond 64 levels, are errors; 64 levels pass."""
+    cycle: list[Any] = [1]
+    cycle.append({"again": cycle})
+    with pytest.raises(BatchTypeError, match=r'batch\[1\]\["again"\].* contains itself'):
+        send(cycle)
+    deep: Any = torch.ones(1)
+    for _ in range(64):
+        deep = [deep]
+    received = send(deep)
+    for _ in range(64):
+        received = received[0]
+    assert received.tolist() == [1]
+    with pytest.raises(BatchTypeError, match="nested deeper than 64"):
+        send([deep])
+    deep = {(1, b"x"): math.inf}
+    for _ in range(62):
+        deep = [deep]
+    assert "inf" in repr(send(deep))
+    with pytest.raises(WireError, match="deeper than 64"):
+        decode(header(json.loads('["l",' * 65 + '["l"]' + "]" * 65)), make_slot(0))
+
+
+def test_explosion_of_shared_containers_is_an_error(monkeypatch):
+    """Containers that are shared many times over end in an error instead of a header without end."""
+    monkeypatch.setattr("lightning_sm.data.batch.encode._MAX_OBJECTS", 10_000)
+    shared: list[Any] = [1]
+    for _ in range(40):
+        shared = [shared, shared]
+    with pytest.raises(BatchTooLargeError, match="10000 objects"):
+        send(shared)
+
+
+def test_batch_too_large_names_both_sizes():
+    """A batch that does not fit says how many bytes it needs, how many there are, and which setting to raise."""
+    with pytest.raises(BatchTooLargeError, match=r"needs 4000 bytes or more, but a slot has 1024.*max_batch_bytes"):
+        send(torch.ones(1000), nbytes=1024)

@@ -1,0 +1,154 @@
+"""The feeder's scheduler: what happens to the steps of lost hosts and of failed requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_sm.data.feeder.scheduler import Retry
+from tests.fakes.schedulers import asked, host_status, make, warm
+
+
+@pytest.mark.parametrize("leave", ["host_suspect", "host_down"])
+def test_requests_of_a_lost_host_go_elsewhere_at_once(leave):
+    """A host that is silent or unreachable loses its requests and gets none until it is up again."""
+    scheduler = make("a", "b", num_credits=2, window=8, max_attempts=1)
+    scheduler.next_requests(0.0)
+    assert asked(getattr(scheduler, leave)("a", 1.0, "no heartbeat")) == [("a", 0), ("a", 2)]
+    assert scheduler.next_requests(1.0) == []
+    scheduler.completed(1, 2.0)
+    again = scheduler.next_requests(2.0)
+    assert asked(again) == [("b", 0)]
+    assert again[0].attempt == 2
+    assert not scheduler.completed(0, 2.0).is_accepted
+    status = host_status(scheduler, "a")
+    assert (status.state.name, status.reason, status.since, status.num_retries, status.num_in_flight) == (
+        leave.removeprefix("host_").upper(),
+        "no heartbeat",
+        1.0,
+        2,
+        0,
+    )
+    scheduler.host_up("a", 2, 3.0)
+    assert asked(scheduler.next_requests(3.0)) == [("a", 2), ("a", 4)]
+
+
+def test_host_may_be_down_before_it_was_ever_up():
+    """A host that cannot be reached yet is known, for messages, and gets no requests."""
+    scheduler = make()
+    scheduler.host_down("c", 1.0, "connection refused")
+    assert scheduler.next_requests(1.0) == []
+    assert scheduler.next_wakeup(1.0) is None
+    assert host_status(scheduler, "c").reason == "connection refused"
+
+
+def test_failed_request_is_asked_of_another_host():
+    """A step that failed on one host goes to another, even if that has to be waited for."""
+    scheduler = make("a", "b", window=4)
+    scheduler.next_requests(0.0)
+    assert not scheduler.failed(0, 1.0, retry=Retry.ELSEWHERE).is_fatal
+    assert asked(scheduler.next_requests(1.05)) == [("a", 2)]
+    scheduler.completed(1, 2.0)
+    assert asked(scheduler.next_requests(2.0)) == [("b", 0)]
+    scheduler.failed(3, 3.0, retry=Retry.ELSEWHERE)
+    scheduler.completed(2, 3.0)
+    assert asked(scheduler.next_requests(3.0)) == [("a", 0)]
+
+
+def test_host_that_refuses_is_left_alone_for_a_while():
+    """Refusals in a row double the pause of the host up to 2 s; an answer ends that."""
+    scheduler, now, pauses = make("a", window=1), 0.0, []
+    for _ in range(8):
+        (request,) = scheduler.next_requests(now)
+        assert not scheduler.failed(request.request_id, now, retry=Retry.ELSEWHERE).is_fatal
+        assert scheduler.next_requests(now) == []
+        wakeup = scheduler.next_wakeup(now)
+        pauses.append(round(wakeup - now, 6))
+        now = wakeup
+    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    scheduler.completed(scheduler.next_requests(now)[0].request_id, now)
+    scheduler.advance(1, 1)
+    scheduler.failed(scheduler.next_requests(now)[0].request_id, now, retry=Retry.ELSEWHERE)
+    assert scheduler.next_wakeup(now) == pytest.approx(now + 0.05)
+
+
+def test_batch_that_kills_workers_is_fatal():
+    """A step of which workers die is asked ``max_attempts`` times over all hosts; lost connections do not count."""
+    scheduler = make("a", "b", window=1, max_attempts=3)
+    for now, host in ((10.0, "a"), (20.0, "b")):
+        (request,) = scheduler.next_requests(now)
+        assert request.host == host
+        assert not scheduler.failed(request.request_id, now, retry=Retry.LIMITED, reason="killed").is_fatal
+    (request,) = scheduler.next_requests(30.0)
+    scheduler.failed(request.request_id, 30.0, retry=Retry.ELSEWHERE, reason="lost")
+    (request,) = scheduler.next_requests(40.0)
+    scheduler.host_down(request.host, 40.0)
+    (request,) = scheduler.next_requests(50.0)
+    verdict = scheduler.failed(request.request_id, 50.0, retry=Retry.LIMITED, reason="killed")
+    assert verdict.is_fatal
+    assert verdict.failures == ("a: killed", "b: killed", "b: killed")
+    assert scheduler.next_requests(60.0) == []
+    scheduler.set_window(1, 2)
+    assert [r.step for r in scheduler.next_requests(60.0)] == [1]
+
+
+@pytest.mark.parametrize(("hosts", "second"), [(("a", "b"), "b"), (("a",), "a")])
+def test_user_code_is_tried_once_more(hosts, second):
+    """An exception of the user's code is retried once, on another host if one is up, and then fatal with both texts."""
+    scheduler = make(*hosts, window=1)
+    (request,) = scheduler.next_requests(0.0)
+    assert not scheduler.failed(request.request_id, 1.0, retry=Retry.ONCE, reason="KeyError: 3").is_fatal
+    (request,) = scheduler.next_requests(1.0)
+    verdict = scheduler.failed(request.request_id, 2.0, retry=Retry.ONCE, reason="KeyError: 4")
+    assert (request.host, verdict.is_fatal) == (second, True)
+    assert verdict.failures == ("a: KeyError: 3", f"{second}: KeyError: 4")
+    assert scheduler.next_requests(2.0) == []
+
+
+def test_user_code_waits_for_the_other_host():
+    """The retry after an exception of the user's code waits for a free credit of another host that is up."""
+    scheduler = make("a", "b", window=3)
+    scheduler.next_requests(0.0)
+    scheduler.failed(0, 1.0, retry=Retry.ONCE)
+    assert asked(scheduler.next_requests(1.0)) == [("a", 2)]
+    scheduler.completed(2, 2.0)
+    assert scheduler.next_requests(2.0) == []
+    scheduler.host_suspect("b", 3.0)
+    assert asked(scheduler.next_requests(3.0)) == [("a", 0)]
+
+
+def test_hopeless_failure_is_fatal_at_once():
+    """No retry where none can help; the step is neither asked again nor does it stop other steps."""
+    scheduler = make("a", "b", window=3)
+    scheduler.next_requests(0.0)
+    assert scheduler.failed(0, 1.0, retry=Retry.NEVER, reason="not authorised").failures == ("a: not authorised",)
+    assert asked(scheduler.next_requests(1.0)) == [("a", 2)]
+    assert scheduler.snapshot().passes[0].waiting_for == 0
+
+
+def test_failure_of_a_request_no_longer_needed_is_ignored():
+    """A failure after the answer, or of an unknown request, changes nothing."""
+    scheduler = make("a")
+    scheduler.next_requests(0.0)
+    scheduler.completed(0, 1.0)
+    for request_id in (0, 99):
+        assert not scheduler.failed(request_id, 1.0, retry=Retry.NEVER).is_fatal
+    assert host_status(scheduler, "a").num_retries == 0
+
+
+def test_fatal_step_is_not_asked_again_when_the_window_changes():
+    """A step that was given up stays so when the window shrinks and grows over it."""
+    scheduler = make("a", num_credits=4, window=4)
+    scheduler.next_requests(0.0)
+    assert scheduler.failed(3, 0.0, retry=Retry.NEVER).is_fatal
+    scheduler.set_window(1, 2)
+    scheduler.set_window(1, 5)
+    assert asked(scheduler.next_requests(0.0)) == [("a", 4)]
+
+
+def test_step_that_failed_on_all_quick_hosts_goes_to_the_slow_one():
+    """A slow host takes a step at once that only it can retry."""
+    scheduler, now = warm({"a": 1.0, "b": 9.0})
+    scheduler.open_pass(2, 0, 100, 4)
+    (request,) = scheduler.next_requests(now)
+    scheduler.failed(request.request_id, now, retry=Retry.ONCE)
+    assert asked(scheduler.next_requests(now)) == [("a", 1), ("b", 0)]

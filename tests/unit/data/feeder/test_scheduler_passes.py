@@ -1,0 +1,150 @@
+"""The feeder's scheduler: which steps of which pass are asked of whom, and what it tells of that."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_sm.data.feeder.scheduler import HostState, Retry, Scheduler
+from tests.fakes.schedulers import asked, host_status, make
+
+
+def test_free_credits_take_the_oldest_steps_in_turn():
+    """Each host gets as many requests as it has credits, the least loaded first, oldest steps first."""
+    scheduler = make("a", "b", num_credits=2, window=10)
+    requests = scheduler.next_requests(0.0)
+    assert asked(requests) == [("a", 0), ("b", 1), ("a", 2), ("b", 3)]
+    assert [(r.request_id, r.pass_id, r.attempt, r.is_hedge) for r in requests] == [(i, 1, 1, False) for i in range(4)]
+    assert scheduler.next_requests(0.0) == []
+    scheduler.completed(1, 1.0)
+    assert asked(scheduler.next_requests(1.0)) == [("b", 4)]
+
+
+def test_window_counts_from_the_oldest_step_not_taken():
+    """Answers alone do not move the window; the consumer's taking them does, as far as the last step."""
+    scheduler = make("a", num_credits=8, window=3, stop=5)
+    requests = scheduler.next_requests(0.0)
+    assert asked(requests) == [("a", 0), ("a", 1), ("a", 2)]
+    for request in requests:
+        scheduler.completed(request.request_id, 1.0)
+    assert scheduler.next_requests(1.0) == []
+    scheduler.advance(1, 1)
+    assert asked(scheduler.next_requests(1.0)) == [("a", 3)]
+    scheduler.advance(1, 3)
+    assert asked(scheduler.next_requests(1.0)) == [("a", 4)]
+    scheduler.completed(4, 2.0), scheduler.completed(3, 2.0)
+    scheduler.advance(1, 5)
+    assert scheduler.next_requests(2.0) == []
+    assert scheduler.next_wakeup(2.0) is None
+
+
+def test_position_cannot_pass_a_step_that_is_not_ready():
+    """To advance over a step that is not ready is an error, to advance to where the pass is, or back, is nothing."""
+    scheduler = make("a", num_credits=4)
+    scheduler.next_requests(0.0)
+    scheduler.completed(0, 1.0), scheduler.completed(2, 1.0)
+    with pytest.raises(ValueError, match=r"Pass 1 cannot advance to step 3: step 1 is not ready\."):
+        scheduler.advance(1, 3)
+    scheduler.advance(1, 1)
+    scheduler.advance(1, 0)
+    assert scheduler.snapshot().passes[0].waiting_for == 1
+
+
+def test_resumed_pass_begins_where_it_was_left():
+    """A pass may begin at any step."""
+    scheduler = Scheduler()
+    scheduler.host_up("a", 2, 0.0)
+    scheduler.open_pass(7, 95, 97, 8)
+    assert asked(scheduler.next_requests(0.0)) == [("a", 95), ("a", 96)]
+
+
+def test_hungriest_pass_is_served_first():
+    """A pass that has just been opened takes the free credits until its window is as full as those of the others."""
+    scheduler = make("a", num_credits=6, window=8)
+    assert len(scheduler.next_requests(0.0)) == 6
+    scheduler.open_pass(2, 0, 100, 4)
+    scheduler.host_up("a", 9, 0.0)
+    assert [(r.pass_id, r.step) for r in scheduler.next_requests(0.0)] == [(2, 0), (2, 1), (2, 2)]
+    scheduler.host_up("a", 12, 0.0)
+    assert [(r.pass_id, r.step) for r in scheduler.next_requests(0.0)] == [(1, 6), (2, 3), (1, 7)]
+
+
+def test_wrong_settings_are_errors():
+    """A host without credits, a window without steps, and a pass opened twice are refused."""
+    scheduler = make("a")
+    with pytest.raises(ValueError, match="num_credits of host 'b' is 0; it must be at least 1"):
+        scheduler.host_up("b", 0, 0.0)
+    for pass_id, window in ((1, 4), (2, 0)):
+        with pytest.raises(
+            ValueError, match=rf"Pass {pass_id} cannot be opened with a window of {window}; open: \[1\]"
+        ):
+            scheduler.open_pass(pass_id, 0, 10, window)
+
+
+def test_late_unknown_and_closed_answers_are_refused():
+    """Only the first answer to a step of an open pass is accepted; the others are counted, not errors."""
+    scheduler = make("a", num_credits=2)
+    scheduler.next_requests(0.0)
+    assert scheduler.completed(0, 1.0).is_accepted
+    assert not scheduler.completed(0, 1.0).is_accepted
+    assert not scheduler.completed(99, 1.0).is_accepted
+    assert asked(scheduler.close_pass(1)) == [("a", 1)]
+    assert not scheduler.completed(1, 2.0).is_accepted
+    assert scheduler.snapshot().num_duplicates == 3
+    assert scheduler.snapshot().passes == ()
+    assert host_status(scheduler, "a").num_in_flight == 0
+
+
+def test_closed_pass_is_ignored():
+    """Whatever is said about a pass after it was closed does nothing."""
+    scheduler = make("a")
+    scheduler.close_pass(1)
+    scheduler.advance(1, 3)
+    scheduler.set_window(1, 3)
+    assert scheduler.set_stop(1, 3) == ()
+    assert scheduler.close_pass(1) == ()
+    assert scheduler.next_requests(0.0) == []
+
+
+def test_stop_found_later_cancels_what_is_beyond():
+    """When the end of a pass becomes known, requests beyond it are returned and none is sent again."""
+    scheduler = make("a", num_credits=3, window=6, stop=None)
+    scheduler.next_requests(0.0)
+    scheduler.completed(2, 1.0)
+    assert asked(scheduler.set_stop(1, 1)) == [("a", 1)]
+    status = scheduler.snapshot().passes[0]
+    assert (status.num_todo, status.num_in_flight, status.num_ready) == (0, 1, 0)
+    assert scheduler.next_requests(1.0) == []
+    assert scheduler.completed(0, 2.0).is_accepted
+
+
+def test_window_can_grow_and_shrink():
+    """A larger window is used at once; a smaller one lets requests beyond end, and asks again for those that fail."""
+    scheduler = make("a", "b", num_credits=4, window=2)
+    scheduler.next_requests(0.0)
+    scheduler.set_window(1, 6)
+    assert [r.step for r in scheduler.next_requests(0.0)] == [2, 3, 4, 5]
+    scheduler.set_window(1, 3)
+    scheduler.failed(5, 1.0, retry=Retry.ELSEWHERE)
+    scheduler.completed(4, 1.0)
+    assert scheduler.next_requests(5.0) == []
+    scheduler.set_window(1, 6)
+    assert [r.step for r in scheduler.next_requests(5.0)] == [5]
+
+
+def test_snapshot_tells_who_was_asked_for_the_step_that_is_awaited():
+    """A message about a wait can name the step, the hosts that have it, and since when."""
+    scheduler = make("a", "b", num_credits=2, window=6)
+    scheduler.next_requests(1.0)
+    scheduler.completed(0, 2.5)
+    scheduler.host_suspect("b", 3.0, "no heartbeat for 2 s")
+    snapshot = scheduler.snapshot()
+    status = snapshot.passes[0]
+    assert (status.pass_id, status.waiting_for, status.asked) == (1, 1, ())
+    assert (status.num_todo, status.num_in_flight, status.num_ready) == (4, 1, 1)
+    first, second = snapshot.hosts
+    assert (first.host, first.state, first.latency_s, first.num_completed) == ("a", HostState.UP, 1.5, 1)
+    assert (second.state, second.reason, second.latency_s) == (HostState.SUSPECT, "no heartbeat for 2 s", None)
+    (request,) = scheduler.next_requests(3.0)
+    assert (request.host, request.step, request.sent_at) == ("a", 1, 3.0)
+    assert scheduler.snapshot().passes[0].asked == (request,)
+    assert first.num_in_flight == 1, "a snapshot does not change"

@@ -1,0 +1,37 @@
+"""Failures end with words that name the step, its indices and every host that tried."""
+
+from lightning_sm.data.feeder.scheduler import Verdict
+from lightning_sm.data.feeder.status import explain, host_state
+
+FAILURES = ("algo-2: worker 1 was killed by SIGSEGV", "algo-3: worker 0 was killed by SIGSEGV")
+
+
+class Link:
+    """A connection to a host that was never reached."""
+
+    state, why, name = {}, "unavailable", "algo-2:1"
+
+
+def test_a_batch_that_kills_workers_names_its_indices():
+    """Of many indices the first are shown, and the number of the others."""
+    name, text = explain("WorkerLost", 7, Verdict(is_fatal=True, failures=FAILURES), list(range(40)))
+    assert name == "DataServiceError"
+    assert text.startswith(f"Step 7 kills the workers of data hosts: {'; '.join(FAILURES)}.")
+    assert text.endswith("12, 13, 14, 15] and 24 more.")
+
+
+def test_an_error_of_the_user_keeps_its_name():
+    """The last failure is the one with the traceback; unknown names become the general error."""
+    verdict = Verdict(is_fatal=True, failures=("algo-2: Traceback", "algo-3: Traceback again"))
+    assert explain("RemoteTransformError", 3, verdict, []) == (
+        "RemoteTransformError",
+        "The batch of step 3 failed on algo-3: Traceback again",
+    )
+    assert explain("Anything", 3, verdict, [])[0] == "DataServiceError"
+
+
+def test_a_host_that_was_never_reached_is_down():
+    """It has the reason, and no numbers."""
+    state = host_state(Link(), None)
+    assert (state["name"], state["state"], state["why"], state["batches"]) == ("algo-2:1", "down", "unavailable", 0)
+    assert state["workers"] is None

@@ -1,0 +1,82 @@
+"""Messages between processes: JSON, bytes and descriptors, whole and in order."""
+
+import os
+import threading
+
+import pytest
+
+from lightning_sm.data.ipc.messages import MessageSocket
+
+
+@pytest.fixture
+def ends():
+    """Two connected ends."""
+    own, other = MessageSocket.pair()
+    there = MessageSocket(other)
+    yield own, there
+    own.close()
+    there.close()
+
+
+def test_facts_and_payload_arrive(ends):
+    """What is sent is received, as often as it was sent."""
+    ends[0].send("batch", b"\x00\xff", slot=3, name="\N{SNOWMAN}")
+    ends[0].send("end")
+    first, second = ends[1].receive(1.0), ends[1].receive(1.0)
+    assert (first.kind, first.facts, first.payload) == ("batch", {"slot": 3, "name": "\N{SNOWMAN}"}, b"\x00\xff")
+    assert (second.kind, second.facts, second.payload) == ("end", {}, b"")
+
+
+def test_a_message_larger_than_the_buffers_arrives(ends):
+    """Large payloads come in many pieces, while several threads send."""
+    payloads = [bytes([number]) * (3 << 20) for number in range(3)]
+    threads = [threading.Thread(target=ends[0].send, args=("large", payload)) for payload in payloads]
+    for thread in threads:
+        thread.start()
+    received = [ends[1].receive(5.0).payload for _ in payloads]
+    for thread in threads:
+        thread.join()
+    assert sorted(received) == payloads
+
+
+def test_descriptors_go_with_their_message(ends):
+    """Each message has the descriptors that were sent with it, also when several are read at once."""
+    pipes = [os.pipe() for _ in range(3)]
+    for number, (readable, writable) in enumerate(pipes):
+        os.write(writable, bytes([number]))
+        ends[0].send("ring", fds=[readable], number=number)
+        ends[0].send("none")
+        os.close(readable)
+    for number in range(3):
+        message = ends[1].receive(1.0)
+        assert message.facts["number"] == number
+        assert os.read(message.fds[0], 1) == bytes([number])
+        os.close(message.fds[0])
+        assert ends[1].receive(1.0).fds == ()
+    for _, writable in pipes:
+        os.close(writable)
+
+
+def test_pending_returns_what_is_complete(ends):
+    """One read gives all messages that came, and leaves the rest for the next."""
+    for number in range(3):
+        ends[0].send("batch", number=number)
+    assert [message.facts["number"] for message in ends[1].pending()] == [0, 1, 2]
+    assert ends[1].buffered() == []
+
+
+def test_silence_is_a_timeout(ends):
+    """Who waits for a limited time is told that nothing came."""
+    with pytest.raises(TimeoutError):
+        ends[1].receive(0.0)
+
+
+def test_the_end_comes_after_the_last_message(ends):
+    """What was sent before the other end closed is received first; sending to a closed end fails."""
+    ends[0].send("last")
+    ends[0].close()
+    assert ends[1].receive(1.0).kind == "last"
+    assert ends[1].receive(1.0) is None
+    assert ends[1].is_at_end
+    with pytest.raises(BrokenPipeError):
+        ends[1].send("answer")

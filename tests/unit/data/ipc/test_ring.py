@@ -1,0 +1,51 @@
+"""Slots of shared memory: apart from each other, page aligned, sparse, and there as long as an array is."""
+
+import gc
+import mmap
+import os
+
+from lightning_sm.data.ipc.ring import Ring
+
+
+def test_two_mappings_show_the_same_bytes():
+    """What is written through one mapping is read through another, in the same slot and in no other."""
+    ring = Ring.create(3, 10_000)
+    other = Ring(os.dup(ring.fd), ring.num_slots, ring.slot_bytes)
+    ring.slot(1)[:] = 7
+    assert (other.slot(1) == 7).all()
+    assert not other.slot(0).any()
+    assert not other.slot(2).any()
+    ring.close()
+    other.close()
+
+
+def test_slots_are_whole_pages():
+    """Sizes are rounded up, so that every slot begins at a page."""
+    ring = Ring.create(2, mmap.PAGESIZE + 1)
+    assert ring.slot_bytes == 2 * mmap.PAGESIZE
+    assert ring.slot(1).ctypes.data % mmap.PAGESIZE == 0
+    ring.close()
+
+
+def test_memory_is_taken_as_far_as_it_is_written():
+    """A slot may be declared far larger than the batches that come; discarding gives the memory back."""
+    ring = Ring.create(4, 1 << 30)
+    assert os.fstat(ring.fd).st_blocks == 0
+    ring.slot(2)[: 3 * mmap.PAGESIZE] = 1
+    assert os.fstat(ring.fd).st_blocks * 512 == 3 * mmap.PAGESIZE
+    ring.discard()
+    assert os.fstat(ring.fd).st_blocks == 0
+    assert ring.slot(2)[0] == 0
+    ring.close()
+
+
+def test_an_array_outlives_its_ring():
+    """Closing the ring closes the descriptor, once; the memory goes with the last array."""
+    ring = Ring.create(1, 100)
+    array = ring.slot(0)[:5]
+    array[:] = 9
+    ring.close()
+    ring.close()
+    del ring
+    gc.collect()
+    assert array.tolist() == [9] * 5

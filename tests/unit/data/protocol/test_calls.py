@@ -1,0 +1,104 @@
+"""What the short calls carry is checked: nothing but what was meant comes through."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sm.data.protocol import calls
+from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.errors import WireError
+
+LOADER = LoaderFacts(
+    name="train_dataloader()",
+    order="shuffled",
+    num_samples=103,
+    batch_size=10,
+    drop_last=False,
+    fingerprint="f",
+    identity="i",
+    dataset="Numbers of 103",
+).to_json()
+PARSERS = [calls.OPEN.parse, calls.LIST.parse, calls.BEAT.parse, calls.FINISH.parse, calls.beat_reply, calls.open_reply]
+
+REPLIES = [
+    {"state": "opening"},
+    {"error": "RemoteTransformError", "text": "Traceback", "where": "setup('fit')"},
+    {"attributes": {"num_classes": 7, "names": ["a", "b"]}},
+    {"structure": 0, "loaders": [LOADER]},
+    {"structure": {"list": []}, "loaders": []},
+    {"structure": {"dict": [["a", 0], [1, {"combined": "max_size", "of": {"tuple": [1]}}]]}, "loaders": [LOADER] * 2},
+    {"structure": 0, "loaders": [{**LOADER, "num_samples": None, "batch_size": None, "order": "shards"}]},
+]
+NAMES = st.sampled_from(["state", "error", "text", "where", "attributes", "structure", "loaders", "dict", "list", "of"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("opening"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES | st.text(max_size=5), inner, max_size=3),
+)
+
+
+def encoded(value):
+    """Return a value as it travels."""
+    return json.dumps(value).encode()
+
+
+@pytest.mark.parametrize("reply", REPLIES, ids="-".join)
+def test_an_answer_that_makes_sense_comes_through_unchanged(reply):
+    """Loaders in any containers, attributes, errors and "not yet" are passed on as they are."""
+    assert calls.open_reply(encoded(reply)) == reply
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"state": "closed"},
+        {"error": "RemoteTransformError", "text": "", "where": None},
+        {"error": "logging", "text": "", "where": ""},
+        {"attributes": {"a b": 1}},
+        {"attributes": {}, "kind": "batch"},
+        {"structure": 0, "loaders": []},
+        {"structure": -1, "loaders": [LOADER]},
+        {"structure": False, "loaders": [LOADER]},
+        {"structure": {"dict": [[["a"], 0]]}, "loaders": [LOADER]},
+        {"structure": {"dict": [0]}, "loaders": [LOADER]},
+        {"structure": {"combined": "any", "of": 0}, "loaders": [LOADER]},
+        {"structure": {"set": [0]}, "loaders": [LOADER]},
+        {"structure": json.loads('{"list":[' * 99 + "0" + "]}" * 99), "loaders": [LOADER]},
+        {"structure": 0, "loaders": ["shuffled"]},
+        {"structure": 0, "loaders": [{**LOADER, "order": "other"}]},
+        {"structure": 0, "loaders": [{**LOADER, "num_samples": -1}]},
+        {"structure": 0, "loaders": [{**LOADER, "num_samples": 10**30}]},
+        {"structure": 0, "loaders": [{**LOADER, "batch_size": True}]},
+        {"structure": 0, "loaders": [{**LOADER, "name": 7}]},
+        {"structure": 0, "loaders": [{**LOADER, "surprise": 7}]},
+    ],
+    ids=str,
+)
+def test_an_answer_that_makes_no_sense_is_a_wire_error(reply):
+    """Unknown words, impossible numbers, and what the trainer would trip over are refused."""
+    with pytest.raises(WireError, match=r"answer to Open|data host"):
+        calls.open_reply(encoded(reply))
+
+
+@given(st.sampled_from(PARSERS), VALUES)
+def test_any_json_is_taken_or_refused(parse, value):
+    """Whatever comes, the only error is a WireError."""
+    with contextlib.suppress(WireError):
+        parse(encoded(value))
+
+
+@given(st.sampled_from(PARSERS), st.binary(max_size=50))
+def test_any_bytes_are_taken_or_refused(parse, data):
+    """What is no JSON is a WireError, too."""
+    with contextlib.suppress(WireError):
+        parse(data)
+
+
+def test_a_request_loses_what_was_not_asked_for():
+    """Names that mean something between the processes of a data host do not get there from outside."""
+    request = {"opening": "o", "loader": 0, "seed": 1, "epoch": 2, "pass_index": 3, "num_shards": 0}
+    assert calls.LIST.parse(encoded({**request, "fds": [0], "listing": "x", "kind": "kill"})) == request

@@ -1,0 +1,43 @@
+"""Frames come out of a message as they went in, and nothing is read beyond its end."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sm.data.protocol import grpc_transport
+from lightning_sm.data.protocol.grpc_transport import FrameKind
+from lightning_sm.errors import WireError
+
+FRAMES = st.lists(
+    st.tuples(st.integers(0, 2**32 - 1), st.sampled_from(FrameKind), st.integers(0, 2**64 - 1), st.binary(max_size=100))
+)
+
+
+def message_of(frames):
+    """Join frames as they are sent."""
+    return b"".join([part for i, k, v, data in frames for part in (grpc_transport.frame(i, k, len(data), v), data)])
+
+
+@given(FRAMES)
+def test_frames_survive_the_wire(frames):
+    """Any number of frames in one message comes apart again."""
+    taken = [
+        (number, kind, value, bytes(data)) for number, kind, value, data in grpc_transport.frames(message_of(frames))
+    ]
+    assert taken == frames
+
+
+@given(FRAMES, st.data())
+def test_a_message_that_is_cut_is_refused(frames, data):
+    """Cut anywhere but between two frames, a message is an error; until there its frames are good."""
+    message = message_of(frames)
+    position = data.draw(st.integers(0, len(message)))
+    ends, end = {0}, 0
+    for *_, payload in frames:
+        end += grpc_transport.FRAME_BYTES + len(payload)
+        ends.add(end)
+    if position in ends:
+        list(grpc_transport.frames(message[:position]))
+    else:
+        with pytest.raises(WireError):
+            list(grpc_transport.frames(message[:position]))

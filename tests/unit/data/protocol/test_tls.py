@@ -1,0 +1,80 @@
+"""TLS files are read and checked with the name of the setting at hand."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import trustme
+from cryptography.hazmat.primitives import serialization
+
+from lightning_sm.data.protocol.tls import closed_hint, fatal_hint, read_tls
+from lightning_sm.data.settings import Credentials
+from lightning_sm.errors import DataSettingsError
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Files of an authority, of a certificate that it signed, and of others."""
+    authority = trustme.CA()
+    issued, other = authority.issue_cert("algo-1"), authority.issue_cert("algo-2")
+    key = serialization.load_pem_private_key(issued.private_key_pem.bytes(), None)
+    encryption = serialization.BestAvailableEncryption(b"word")
+    contents = {
+        "authority": authority.cert_pem.bytes(),
+        "certificate": issued.cert_chain_pems[0].bytes(),
+        "key": issued.private_key_pem.bytes(),
+        "other_key": other.private_key_pem.bytes(),
+        "locked_key": key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption_algorithm=encryption
+        ),
+        "text": b"no PEM\n",
+        "bytes": bytes(range(256)),
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def read(folder, certificate=None, key=None, authority=None):
+    """Read files of the folder."""
+    paths = [None if name is None else str(folder / name) for name in (certificate, key, authority)]
+    return read_tls(Credentials("job", "", *paths))
+
+
+def test_files_come_as_they_are(files):
+    """Without an authority, with one, and without any file."""
+    assert read(files) is None
+    assert read(files, "certificate", "key").authority is None
+    found = read(files, "certificate", "key", "authority")
+    expected = [(files / name).read_bytes() for name in ("certificate", "key", "authority")]
+    assert [found.certificate, found.key, found.authority] == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("missing", "key"), "missing (data_service.tls_certificate) cannot be read: No such file or directory."),
+        (("certificate", "."), "(data_service.tls_key) cannot be read: Is a directory."),
+        (("text", "key"), "text (data_service.tls_certificate) holds no certificate in PEM"),
+        (("bytes", "key"), "bytes (data_service.tls_certificate) holds no certificate in PEM"),
+        (("key", "key"), "key (data_service.tls_certificate) holds no certificate in PEM"),
+        (("certificate", "key", "text"), "text (data_service.tls_authority) holds no certificate in PEM"),
+        (("certificate", "text"), "text (data_service.tls_key) is not the private key"),
+        (("certificate", "other_key"), "other_key (data_service.tls_key) is not the private key"),
+        (("certificate", "locked_key"), "locked_key (data_service.tls_key) is not the private key, in PEM and without"),
+        ((None, None, "authority"), "TLS needs data_service.tls_certificate (which is None)"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_with_its_setting(files, names, message):
+    """Missing, unreadable, of another kind, locked, or not belonging together."""
+    with pytest.raises(DataSettingsError, match=re.escape(message)):
+        read(files, *names)
+
+
+def test_hints_are_only_given_for_what_tls_settings_may_mend():
+    """A host that is not there yet, or just leaving, is no reason to give up."""
+    refused = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0.0.1:7: Connection refused"
+    assert fatal_hint(refused) == closed_hint(refused) == fatal_hint("Socket closed") == ""
+    assert "SubjectAlternativeName" in fatal_hint("Hostname Verification Check failed.")
+    assert "may want TLS" in closed_hint("ipv4:10.0.0.1:7: Socket closed")

@@ -1,0 +1,247 @@
+"""Who gets which batch on a data host, with workers that the test plays."""
+
+import os
+import queue
+import socket
+
+import pytest
+
+from lightning_sm.data.ipc.messages import Message, MessageSocket
+from lightning_sm.data.ipc.ring import Ring
+from lightning_sm.data.server.worker_pool import Failed, Produced, Task, WorkerPool
+
+TIMEOUT_S = 60.0
+OPENING, NUM_SLOTS = "1/fit/train/0", 2
+
+
+class FakeWorker:
+    """The other end of a worker's socket, and its memory.
+
+    Args:
+        pool: Where it works.
+        worker_id: Its id.
+        number: Its number on the host.
+    """
+
+    def __init__(self, pool, worker_id, number=0, is_ready=True):
+        ours, theirs = socket.socketpair()
+        self.ring = Ring.create(NUM_SLOTS, 4096)
+        self.socket = MessageSocket(ours)
+        facts = {"worker": worker_id, "number": number, "openings": [OPENING]}
+        sizes = {"num_slots": NUM_SLOTS, "slot_bytes": self.ring.slot_bytes}
+        pool.add(Message("worker", {**facts, **sizes}, fds=(theirs.detach(), os.dup(self.ring.fd))))
+        if is_ready:
+            self.socket.send("ready", pid=0)
+
+    def asked(self):
+        """Return the next request: payload and slot."""
+        message = self.socket.receive(TIMEOUT_S)
+        return message.payload, message.facts["slot"]
+
+    def done(self, slot, value):
+        """Answer a request with a batch of one byte."""
+        self.ring.slot(slot)[0] = value
+        self.socket.send("done", b"header", slot=slot, num_bytes=1, pieces=[], produce_s=0.0)
+
+    def is_idle(self):
+        """Tell whether nothing is asked of it."""
+        try:
+            return self.socket.receive(0.05) is None
+        except TimeoutError:
+            return True
+
+    def close(self):
+        """Die."""
+        self.socket.close()
+        self.ring.close()
+
+
+@pytest.fixture
+def killed():
+    """The ids of workers that the pool wants killed."""
+    return queue.Queue()
+
+
+@pytest.fixture
+def pool(killed):
+    """A pool without workers, impatient with those that hang."""
+    pool = WorkerPool(killed.put, cancel_grace_s=0.1)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def workers():
+    """Workers to be closed at the end."""
+    made = []
+    yield made
+    for worker in made:
+        worker.close()
+
+
+@pytest.fixture
+def worker(pool, workers):
+    """A worker that is ready."""
+    workers.append(FakeWorker(pool, 1))
+    return workers[0]
+
+
+def submit(pool, payload, client="rank 0", opening=OPENING):
+    """Ask for a batch; return the task and where its answer comes."""
+    answers = queue.Queue()
+    task = Task(client, opening, payload, answers.put)
+    pool.submit(task)
+    return task, answers
+
+
+def test_a_batch_comes_from_the_slot(pool, worker):
+    """The answer holds what the worker wrote, until it is released."""
+    _, answers = submit(pool, b"a")
+    payload, slot = worker.asked()
+    assert payload == b"a"
+    worker.done(slot, 42)
+    answer = answers.get(timeout=TIMEOUT_S)
+    assert isinstance(answer, Produced)
+    assert (answer.header, answer.data[: answer.num_bytes].tolist()) == (b"header", [42])
+    answer.release()
+
+
+def test_a_worker_has_one_batch_in_the_making_and_one_on_its_way(pool, worker):
+    """When both slots are full, a worker waits until one has been sent."""
+    answers = [submit(pool, name)[1] for name in (b"a", b"b", b"c")]
+    produced = []
+    for number in range(NUM_SLOTS):
+        worker.done(worker.asked()[1], number)
+        produced.append(answers[number].get(timeout=TIMEOUT_S))
+    assert worker.is_idle()
+    produced[0].release()
+    payload, slot = worker.asked()
+    assert payload == b"c"
+    worker.done(slot, 3)
+    assert answers[2].get(timeout=TIMEOUT_S).data[0] == 3
+    assert produced[1].data[0] == 1
+
+
+def test_clients_take_turns(pool, workers):
+    """A rank that asks for much does not starve another."""
+    worker = FakeWorker(pool, 1, is_ready=False)
+    workers.append(worker)
+    for name in (b"a1", b"a2", b"a3"):
+        submit(pool, name, "a")
+    submit(pool, b"b1", "b")
+    worker.socket.send("ready", pid=0)
+    order = []
+    for _ in range(4):
+        payload, slot = worker.asked()
+        order.append(payload)
+        worker.socket.send("failed", slot=slot, error="RemoteTransformError", text="")
+    assert order == [b"a1", b"b1", b"a2", b"a3"]
+
+
+def test_a_failure_is_passed_on(pool, worker):
+    """The answer tells error, traceback, and where it happened; the slot is free again."""
+    for _ in range(NUM_SLOTS + 1):
+        _, answers = submit(pool, b"a")
+        _, slot = worker.asked()
+        worker.socket.send("failed", slot=slot, error="RemoteTransformError", text="Traceback", where="index 3")
+        assert answers.get(timeout=TIMEOUT_S) == Failed("RemoteTransformError", "Traceback", "index 3, worker 0")
+
+
+def test_a_dead_worker_loses_its_batch_and_nothing_else(pool, worker, workers):
+    """The batch in the making is answered as lost; those that wait go to the worker that replaces it."""
+    _, lost = submit(pool, b"a")
+    _, kept = submit(pool, b"b")
+    worker.asked()
+    pool.lose(1, "was killed by SIGKILL")
+    assert lost.get(timeout=TIMEOUT_S) == Failed("WorkerLost", "worker 0 was killed by SIGKILL", "worker 0")
+    workers.append(FakeWorker(pool, 2))
+    payload, slot = workers[-1].asked()
+    assert payload == b"b"
+    workers[-1].done(slot, 1)
+    assert isinstance(kept.get(timeout=TIMEOUT_S), Produced)
+
+
+def test_a_worker_that_dies_before_it_is_ready_takes_a_batch_with_it(pool, workers):
+    """Else workers that cannot start would be replaced for ever, and nobody would hear of it."""
+    _, answers = submit(pool, b"a")
+    workers.append(FakeWorker(pool, 1, is_ready=False))
+    pool.lose(1, "was killed by SIGSEGV")
+    assert answers.get(timeout=TIMEOUT_S).error == "WorkerLost"
+
+
+def test_a_worker_that_hangs_on_what_nobody_wants_is_killed(pool, worker, killed):
+    """After a while of grace, the main process is asked to replace it; the cancelled task is never answered."""
+    task, answers = submit(pool, b"a")
+    worker.asked()
+    pool.cancel(task)
+    assert killed.get(timeout=TIMEOUT_S) == 1
+    pool.lose(1, "was killed by SIGKILL")
+    assert answers.empty()
+
+
+def test_a_worker_may_finish_what_nobody_wants(pool, worker, killed):
+    """One that ends in time is used again."""
+    task, answers = submit(pool, b"a")
+    _, slot = worker.asked()
+    pool.cancel(task)
+    worker.done(slot, 1)
+    _, more = submit(pool, b"b")
+    worker.done(worker.asked()[1], 2)
+    assert more.get(timeout=TIMEOUT_S).data[0] == 2
+    assert answers.empty()
+    assert killed.empty()
+
+
+def test_a_cancelled_task_that_waits_is_forgotten(pool, worker):
+    """It never reaches a worker."""
+    submit(pool, b"a")
+    task, _ = submit(pool, b"b")
+    submit(pool, b"c")
+    pool.cancel(task)
+    worker.done(worker.asked()[1], 1)
+    assert worker.asked()[0] == b"c"
+
+
+def test_workers_without_the_newest_loaders_are_let_go(pool, worker, workers):
+    """An old worker finishes what it has, also what is still being sent, and its socket is closed."""
+    _, answers = submit(pool, b"a")
+    _, slot = worker.asked()
+    workers.append(FakeWorker(pool, 2))
+    worker.done(slot, 1)
+    produced = answers.get(timeout=TIMEOUT_S)
+    _, more = submit(pool, b"b")
+    workers[-1].done(workers[-1].asked()[1], 2)
+    more.get(timeout=TIMEOUT_S)
+    assert produced.data[0] == 1
+    produced.release()
+    assert worker.socket.receive(TIMEOUT_S) is None
+
+
+def test_a_task_waits_for_a_worker_with_its_loaders(pool, worker, workers):
+    """Workers that were forked before the loaders were opened are not asked."""
+    submit(pool, b"a", opening="2/test/test/0")
+    assert worker.is_idle()
+    assert pool.state()["queued"] == 1
+
+
+def test_state_counts_workers_and_batches(pool, worker):
+    """What a data host tells of itself."""
+    submit(pool, b"a")
+    worker.asked()
+    state = pool.state()
+    assert (state["workers"], state["busy"], state["queued"], state["batches"]) == (1, 1, 0, 0)
+
+
+def test_a_pool_closes_whose_thread_has_ended_first(monkeypatch):
+    """The thread sees that the pool is closed when it hears from a worker, too, before it is woken for that."""
+    pool = WorkerPool(print)
+    wake = pool._wake
+
+    def wake_late():
+        wake()
+        pool._thread.join(TIMEOUT_S)
+        wake()
+
+    monkeypatch.setattr(pool, "_wake", wake_late)
+    pool.close()
+    assert not pool._thread.is_alive()

@@ -1,0 +1,89 @@
+"""Numbers for loggers, lines for people, and advice only where it helps."""
+
+import pytest
+
+from lightning_sm.data.trainer.metrics import LoaderStats, host_line, verdict, with_busy_fraction
+
+MESSAGE = {"num_bytes": 2_000_000, "ready": 3, "queue_s": 0.5, "produce_s": 0.25}
+
+
+def host(name="algo-2", **facts):
+    """What the feeder knows of a data host."""
+    known = {
+        "state": "up",
+        "why": "",
+        "workers": 4,
+        "batches": 10,
+        "retries": 1,
+        "hedges": 2,
+        "busy_s": 8.0,
+        "up_s": 10.0,
+    }
+    return {"name": name, **known, **facts}
+
+
+def stats(*waits, busy_s=0.3):
+    """A pass whose batches were waited for so long."""
+    counted = LoaderStats()
+    for number, wait_s in enumerate(waits):
+        counted.count(MESSAGE, wait_s, None if number == 0 else busy_s)
+    return counted
+
+
+def test_the_wait_for_the_first_batch_is_counted_apart():
+    """Start-up does not make a training input-bound."""
+    counted = stats(5.0, 0.1, 0.1)
+    assert counted.first_wait_s == 5.0
+    assert counted.input_bound == pytest.approx(0.2 / 0.8)
+
+
+def test_nothing_counted_is_not_input_bound():
+    """Before the second batch there is nothing to divide by."""
+    assert LoaderStats().input_bound == stats(1.0).input_bound == 0.0
+    assert LoaderStats().metrics({"hosts": []})["data/batches_per_s"] == 0.0
+    assert "0 batches" in LoaderStats().line("epoch 0")
+
+
+def test_metrics_are_per_batch_and_per_second():
+    """Waits in ms per batch, rates per second, counts of all hosts."""
+    metrics = stats(0.0, 0.1, 0.1).metrics({"hosts": [host(), host("algo-3", retries=4)]})
+    assert metrics["data/wait_ms"] == pytest.approx(1e3 * 0.2 / 3)
+    assert metrics["data/bytes_per_s"] == pytest.approx(6e6 / 0.8)
+    assert (metrics["data/ready"], metrics["data/retries"], metrics["data/hedges"]) == (3.0, 5.0, 4.0)
+
+
+def test_a_reset_begins_anew():
+    """The next epoch has numbers of its own."""
+    counted = stats(1.0, 1.0)
+    counted.reset()
+    assert vars(counted) == vars(LoaderStats())
+
+
+def test_the_busy_part_is_of_the_time_since_the_last_report():
+    """Workers' seconds over seconds times workers; a host that was started again has none."""
+    before = {"algo-2": host(busy_s=4.0, up_s=5.0), "algo-3": host("algo-3", busy_s=100.0, up_s=5.0)}
+    first, second = with_busy_fraction([host(), host("algo-3")], before)
+    assert first["busy_fraction"] == pytest.approx(4.0 / (5.0 * 4))
+    assert second["busy_fraction"] is None
+
+
+def test_a_line_tells_state_and_work():
+    """A host that is gone says why."""
+    line = host_line({**host(state="down", why="unavailable"), "busy_fraction": 0.5})
+    assert line.startswith("data host algo-2: down (unavailable), 4 workers busy 50% of the time, ")
+    assert line.endswith("10 batches to this rank, 1 retries, 2 hedges")
+
+
+@pytest.mark.parametrize(
+    ("input_bound", "busy", "advice"),
+    [
+        (0.01, 1.0, None),
+        (0.5, 0.95, "2.0 times as many"),
+        (0.5, 0.1, "look at the network"),
+        (0.5, None, "look at the network"),
+    ],
+)
+def test_advice_is_given_where_it_helps(input_bound, busy, advice):
+    """More hosts only if their CPUs are the limit, and nothing if nobody waits."""
+    told = verdict(input_bound, [{**host(), "busy_fraction": busy}])
+    assert told is None if advice is None else advice in told

@@ -1,0 +1,106 @@
+"""A position counts samples: it means the same for another number of ranks and another batch size."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sm.data.plan.samples import SamplePlan
+from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.trainer.resume import LoaderPosition, SavedPosition
+from lightning_sm.errors import ResumeError
+
+
+def loader(batch_size=8, ranks=1, *, name="train_dataloader()", identity="i", order="shuffled", shards=0):
+    """A training loader on so many ranks."""
+    facts = LoaderFacts(
+        name=name,
+        order=order,
+        num_samples=1000,
+        batch_size=batch_size,
+        drop_last=False,
+        is_split=False,
+        identity=identity,
+        fingerprint="f",
+        dataset=f"Images {identity}",
+    )
+    return LoaderPosition.of(facts, ranks, shards)
+
+
+def saved(batches, *loaders):
+    """A position in the middle of epoch 3."""
+    return SavedPosition(seed=5, epoch=3, batches=batches, loaders=loaders)
+
+
+def test_it_survives_a_checkpoint():
+    """What is read is what was written, through JSON and back."""
+    position = saved(7, loader(), loader(4, 2, name="b"))
+    assert SavedPosition.from_json(json.loads(json.dumps(position.to_json()))) == position
+
+
+def test_another_version_is_refused():
+    """Both versions are named."""
+    state = {**saved(7, loader()).to_json(), "version": 2}
+    with pytest.raises(ResumeError, match="of version 2, this lightning_sm reads version 1"):
+        SavedPosition.from_json(state)
+
+
+@given(
+    batches=st.integers(1, 40),
+    old=st.tuples(st.integers(1, 16), st.integers(1, 8)),
+    new=st.tuples(st.integers(1, 16), st.integers(1, 8)),
+)
+def test_no_sample_is_left_out(batches, old, new):
+    """For any batch sizes and ranks, the new run begins at or before the sample where the old one stopped."""
+    step, num_repeated = saved(batches, loader(*old)).batches_for([loader(*new)])
+    consumed, global_batch = batches * old[0] * old[1], new[0] * new[1]
+    assert step * global_batch + num_repeated == consumed
+    assert 0 <= num_repeated < global_batch
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(16, 1), (8, 2), (4, 4), (2, 8)])
+def test_the_same_global_batch_goes_on_with_the_same_samples(size, ranks):
+    """Twice the ranks with half the batch size: the rest of the epoch has the same global batches."""
+    order = list(range(0, 500, 3))
+    (step, num_repeated), old = (
+        saved(5, loader(16)).batches_for([loader(size, ranks)]),
+        SamplePlan(order, 16, False, 0, 1),
+    )
+    plans = [SamplePlan(order, size, False, rank, ranks) for rank in range(ranks)]
+    assert num_repeated == 0
+    for number in range(step, old.num_steps - 2):  # how the tail is split depends on the number of ranks
+        taken = [index for plan in plans for index in plan.batch(number).tolist()]
+        assert taken == old.batch(number).tolist()
+
+
+def test_at_the_end_of_an_epoch_anything_may_change():
+    """Nothing is left of the epoch, so that other data and other loaders are fine."""
+    assert saved(0, loader()).batches_for([loader(identity="other"), loader(name="b")]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("loaders", "message"),
+    [
+        ([loader(identity="other")], r"over Images i \(train_dataloader\(\), identity i\), .* serve Images other"),
+        ([loader(), loader(name="b")], r"with 1 training loader\(s\), and there are 2 now"),
+    ],
+)
+def test_other_data_in_the_middle_of_an_epoch_is_refused(loaders, message):
+    """What the checkpoint has and what there is are named."""
+    with pytest.raises(ResumeError, match=message):
+        saved(7, loader()).batches_for(loaders)
+
+
+def test_loaders_that_change_by_different_factors_are_refused():
+    """They have one batch count in common, which cannot mean both."""
+    with pytest.raises(ResumeError, match=r"with \[8, 8\] samples per step .*, and there are \[8, 4\] now"):
+        saved(7, loader(), loader(name="b")).batches_for([loader(), loader(4, name="b")])
+
+
+def test_shards_must_be_the_same():
+    """A virtual shard of another number of shards is another part of the data."""
+    old = loader(order="shards", shards=16)
+    assert saved(7, old).batches_for([old]) == (7, 0)
+    with pytest.raises(ResumeError, match=r"with 16 shards, 1 ranks, batches of 8, and there are 32 shards"):
+        saved(7, old).batches_for([loader(order="shards", shards=32)])

@@ -1,0 +1,255 @@
+"""``--fault``: what is accepted, what is refused, and which faults are due when."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sm.emulator import attempt
+from lightning_sm.emulator.faults import (
+    HELP,
+    Fault,
+    FaultSettings,
+    Kind,
+    Moment,
+    Plan,
+    check,
+    host_name,
+    parse,
+)
+from lightning_sm.errors import JobConfigError
+from lightning_sm.training.callbacks import step_report
+
+_HOSTS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
+_SECONDS = st.decimals(0, 99999, places=2).map(str)
+_WHENS = st.one_of(
+    st.just(("start", Moment(), True)),
+    st.integers(1, 10**8).map(lambda number: (f"step={number}", Moment(step=number), False)),
+    st.integers(1, 10**8).map(lambda number: (f"epoch={number}", Moment(epoch=number), False)),
+    _SECONDS.map(lambda seconds: (f"after={seconds}", Moment(seconds=float(seconds)), False)),
+)
+
+
+@given(kind=st.sampled_from([Kind.KILL, Kind.KILL_LAUNCHER, Kind.KILL_RANK, Kind.HANG]), host=_HOSTS, when=_WHENS)
+def test_faults_of_a_host_are_read(kind, host, when):
+    """Kind, host and time arrive as they were written, whatever characters a name has."""
+    text = f"{kind.value}:{host}@{when[0]}"
+    assert parse(text) == Fault(text, kind, host, not_before=when[1], at_start=when[2])
+
+
+@given(host=st.none() | _HOSTS, when=_WHENS, skew=st.none() | _SECONDS)
+def test_interruptions_are_read(host, when, skew):
+    """An interruption has a host or none, and seconds between its signals or none."""
+    text = "interrupt" + (f":{host}" if host else "") + f"@{when[0]}" + (f",skew={skew}" if skew else "")
+    seconds = None if skew is None else float(skew)
+    assert parse(text) == Fault(text, Kind.INTERRUPT, host, not_before=when[1], at_start=when[2], seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("kill-rank:trainer-1/3@step=7", {"kind": Kind.KILL_RANK, "host": "trainer-1", "local_rank": 3}),
+        ("hang:algo-1,for=2.5@epoch=2", {"kind": Kind.HANG, "host": "algo-1", "seconds": 2.5}),
+        ("hang:algo-1,for=2s@step=2", {"kind": Kind.HANG, "host": "algo-1", "seconds": 2.0}),
+        ("interrupt@step=30,skew=1s", {"kind": Kind.INTERRUPT, "host": None, "seconds": 1.0}),
+        ("late:data-2=0.5s", {"kind": Kind.LATE, "host": "data-2", "seconds": 0.5}),
+        ("stop@after=3,skew=1", {"kind": Kind.STOP, "host": None, "seconds": 1.0}),
+        ("restart@start", {"kind": Kind.RESTART, "at_start": True}),
+        ("slow-dns:algo-1=20", {"kind": Kind.SLOW_DNS, "host": "algo-1", "seconds": 20.0}),
+        ("late:data-2=0.5", {"kind": Kind.LATE, "host": "data-2", "seconds": 0.5}),
+    ],
+)
+def test_other_forms_are_read(text, expected):
+    """Each kind has a form of its own."""
+    fault = parse(text)
+    assert {name: getattr(fault, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "there is no fault ''"),
+        ("explode:algo-1@start", "there is no fault 'explode'; expected one of\n  kill:HOST@WHEN\n  kill-rank:"),
+        ("kill", "expected kill:HOST@WHEN, where WHEN is start, step=N"),
+        ("kill@start", "expected kill:HOST@WHEN"),
+        ("kill:algo-1", "expected kill:HOST@WHEN"),
+        ("kill:algo-1@", "expected kill:HOST@WHEN"),
+        ("kill:algo-1@now", "expected kill:HOST@WHEN"),
+        ("kill:algo-1@step=0", "expected kill:HOST@WHEN"),
+        ("kill:algo-1@step=1.5", "expected kill:HOST@WHEN"),
+        ("kill:algo-1@after=-1", "expected kill:HOST@WHEN"),
+        ("kill:algo-1@after=inf", "expected kill:HOST@WHEN"),
+        ("kill:algo-1@step=1\n", "expected kill:HOST@WHEN"),
+        ("kill:algo-1/1@step=1", "expected kill:HOST@WHEN"),
+        ("kill-rank:algo-1/@step=1", "expected kill-rank:HOST[/LOCAL_RANK]@WHEN"),
+        ("hang:algo-1@start,for=2", "expected hang:HOST[,for=SECONDS]@WHEN"),
+        ("interrupt@step=5,skew=", "expected interrupt[:HOST]@WHEN[,skew=SECONDS]"),
+        ("stop:algo-1@step=5", "expected stop@WHEN[,skew=SECONDS]"),
+        ("slow-dns:algo-1@start", "expected slow-dns:HOST=SECONDS."),
+        ("late:algo-1", "expected late:HOST=SECONDS."),
+    ],
+)
+def test_malformed_faults_are_refused(text, message):
+    """The message has the text and the form that was expected."""
+    with pytest.raises(JobConfigError, match=re.escape(f"--fault {text!r}: ") + ".*" + re.escape(message)):
+        parse(text)
+
+
+@given(st.text(max_size=40))
+def test_other_texts_are_refused(text):
+    """Whatever was typed, the error names it."""
+    with pytest.raises(JobConfigError) as raised:
+        parse(text)
+    assert repr(text) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            FaultSettings((parse("kill:algo-4@start"),)),
+            "there is no host 'algo-4'; the hosts are algo-1, algo-2, algo-3",
+        ),
+        (FaultSettings((parse("kill:data-2@start"),)), "by their place in a group trainer-1, trainer-2, data-1"),
+        (FaultSettings((parse("late:nix=1"),)), "there is no host 'nix'"),
+        (FaultSettings((parse("kill-rank:algo-1/2@start"),)), "there is no local rank 2; --devices is 2"),
+        (FaultSettings(grace_s=-1.0), "--grace-s -1"),
+        (FaultSettings(grace_s=float("nan")), "--grace-s nan"),
+        (FaultSettings(grace_s=float("inf")), "--grace-s inf"),
+        (FaultSettings(max_attempts=0), "--max-attempts 0"),
+    ],
+)
+def test_faults_without_a_target_are_refused(settings, message):
+    """Hosts and local ranks must exist, and the message names those that do."""
+    with pytest.raises(JobConfigError, match=re.escape(message)):
+        check(settings, {"trainer": 2, "data": 1}, devices=2)
+
+
+def test_faults_with_a_target_pass():
+    """Hosts may be named, or found by their place in a group."""
+    texts = ["kill:algo-3@start", "kill:trainer-2@start", "late:data-1=1", "kill-rank:algo-1/1@start", "restart@start"]
+    check(FaultSettings(tuple(map(parse, texts)), 0.0, 1), {"trainer": 2, "data": 1}, devices=2)
+
+
+def test_places_in_a_group_count_by_number():
+    """The first host of a group is the one with the lowest number, whatever the order of the service."""
+    members = {"trainer": ["algo-10", "algo-2"], "data-1": ["algo-3", "algo-1"]}
+    assert [host_name(f"trainer-{place}", members) for place in (1, 2)] == ["algo-2", "algo-10"]
+    assert host_name("data-1-2", members) == "algo-3"
+    assert host_name("algo-10", members) == "algo-10"
+
+
+def test_name_wins_over_place():
+    """In a group called algo, algo-2 is the host of that name."""
+    assert host_name("algo-2", {"algo": ["algo-2", "algo-5"]}) == "algo-2"
+
+
+_MOMENTS = st.builds(Moment, st.floats(0, 100), st.integers(0, 100), st.integers(0, 10))
+
+
+@given(when=_WHENS, moments=st.lists(_MOMENTS))
+def test_a_fault_is_due_from_its_moment_on(when, moments):
+    """Once due, a fault stays due while the attempt goes on, however far apart the looks at it are."""
+    fault = parse(f"kill:algo-1@{when[0]}")
+    seconds, step, epoch = 0.0, 0, 0
+    was_due = False
+    for moment in moments:
+        seconds, step, epoch = max(seconds, moment.seconds), max(step, moment.step), max(epoch, moment.epoch)
+        is_due = fault.is_due(Moment(seconds, step, epoch))
+        wanted = when[1]
+        assert is_due == (seconds >= wanted.seconds and step >= wanted.step and epoch >= wanted.epoch)
+        assert is_due or not was_due
+        was_due = is_due
+
+
+def test_faults_stay_until_they_happened():
+    """A fault whose target is not there yet is due again; the same fault given twice happens twice."""
+    texts = ["kill:algo-1@step=3", "interrupt@step=5", "interrupt@step=5", "late:algo-1=1", "slow-dns:algo-2=2"]
+    plan = Plan(FaultSettings(tuple(map(parse, texts))))
+    assert plan.due(Moment(step=2)) == []
+    (kill,) = plan.due(Moment(step=4))
+    assert plan.due(Moment(step=4)) == [kill]
+    plan.done(kill)
+    first, second = plan.due(Moment(step=5))
+    plan.done(first)
+    assert plan.due(Moment(step=5)) == [second]
+    assert [fault.text for fault in plan.take(Kind.LATE)] == ["late:algo-1=1"]
+    assert plan.take(Kind.LATE) == []
+    assert [fault.text for fault in plan.pending] == ["interrupt@step=5", "slow-dns:algo-2=2"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "given_attempts", "attempts", "checkpoints"),
+    [
+        ([], None, 1, False),
+        (["kill:algo-1@start", "stop@step=1"], None, 1, False),
+        (["interrupt@step=1"], None, 2, True),
+        (["interrupt@step=1", "restart@step=9"], None, 3, True),
+        (["interrupt@step=1"], 1, 1, True),
+        ([], 4, 4, False),
+    ],
+)
+def test_number_of_attempts(texts, given_attempts, attempts, checkpoints):
+    """Each interruption and restart has an attempt after it, unless fewer are asked for."""
+    settings = FaultSettings(tuple(map(parse, texts)), max_attempts=given_attempts)
+    assert (settings.num_attempts, settings.needs_checkpoints) == (attempts, checkpoints)
+
+
+def test_help_names_every_kind():
+    """--help has the form of every fault."""
+    assert all(re.search(rf"^  {kind.value}[:@\[]", HELP, re.MULTILINE) for kind in Kind)
+
+
+def test_moments_are_shown_as_far_as_they_are_known():
+    """Before the first report there is no step to show."""
+    assert str(Moment(1.25)) == "1.2 s"
+    assert str(Moment(1.25, 7, 2)) == "step 7, epoch 2, 1.2 s"
+
+
+def _trainer(**values):
+    return SimpleNamespace(**{"is_global_zero": True, "global_step": 0, "current_epoch": 0} | values)
+
+
+def _report(callback, **values):
+    callback.on_train_batch_end(_trainer(**values), None, None, None, 0)
+
+
+def test_step_report_is_what_the_emulator_reads(tmp_path):
+    """Each report replaces the last one as a whole, also when the numbers become shorter."""
+    assert step_report.STEP_FILE_VARIABLE == attempt.STEP_FILE_VARIABLE
+    path = tmp_path / "step"
+    callback = step_report.StepReport(path)
+    callback.on_train_start(_trainer(), None)
+    assert attempt._read_position(path) == (0, 0)
+    for step, epoch in ((1, 0), (123456, 12), (7, 1)):
+        _report(callback, global_step=step, current_epoch=epoch)
+        assert attempt._read_position(path) == (step, epoch + 1)
+    callback.teardown(_trainer(), None, "fit")
+    callback.teardown(_trainer(), None, "fit")
+
+
+def test_steps_are_reported_where_the_emulator_asks_for_it():
+    """Without the variable there is no callback."""
+    assert step_report.step_reports({}) == []
+    (callback,) = step_report.step_reports({step_report.STEP_FILE_VARIABLE: "step"})
+    assert isinstance(callback, step_report.StepReport)
+
+
+def test_other_ranks_report_nothing(tmp_path):
+    """Only rank 0 writes."""
+    callback = step_report.StepReport(tmp_path / "step")
+    callback.on_train_start(_trainer(is_global_zero=False), None)
+    _report(callback, is_global_zero=False, global_step=5)
+    callback.teardown(_trainer(), None, "fit")
+    assert not (tmp_path / "step").exists()
+
+
+@pytest.mark.parametrize("text", ["", "5", "5 x\n", "1 2 3\n", "\xff\xff"])
+def test_half_written_positions_count_as_none(tmp_path, text):
+    """What is no position yet is none."""
+    (tmp_path / "step").write_text(text, encoding="latin-1")
+    assert attempt._read_position(tmp_path / "step") == (0, 0)

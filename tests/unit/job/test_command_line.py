@@ -1,0 +1,102 @@
+"""The arguments of a script from hyperparameters and the config channel, and telling them from the toolkit's."""
+
+import pytest
+
+from lightning_sm.job.command_line import is_toolkit_rendering, job_arguments
+from lightning_sm.job.facts import Channel
+from tests.fakes.job_folder import make_job
+
+
+def job_with(hyperparameters=None, config_dir=None):
+    """A job of one host."""
+    channels = {} if config_dir is None else {"config": Channel("config", config_dir)}
+    return make_job({"trainer": ["algo-1"]}, hyperparameters=hyperparameters or {}, channels=channels)
+
+
+@pytest.fixture
+def config_dir(tmp_path):
+    """A config channel: two configurations, and what else may lie in a folder."""
+    folder = tmp_path / "input" / "data" / "config"
+    (folder / "old.yaml").mkdir(parents=True)
+    for name in ("b.yml", "a.yaml", "c.json", "README.md"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_hyperparameters_become_options(tmp_path):
+    """Without a config channel, the options are the hyperparameters without those for the toolkit."""
+    job = job_with({"subcommand": "validate", "trainer.max_epochs": "2", "sagemaker_program": "train.py"})
+    assert job_arguments(job, tmp_path) == ["validate", "--trainer.max_epochs=2"]
+
+
+def test_files_of_the_config_channel_come_first_and_sorted(config_dir, tmp_path):
+    """Every YAML or JSON file becomes a --config option before the hyperparameters, which override it."""
+    arguments = job_arguments(job_with({"a": "1"}, config_dir), tmp_path)
+    assert arguments == [*(f"--config={config_dir / name}" for name in ("a.yaml", "b.yml", "c.json")), "--a=1"]
+
+
+@pytest.mark.parametrize("stated", ["b.yml", '"b.yml"'])
+def test_a_config_hyperparameter_chooses_one_file_of_the_channel(config_dir, tmp_path, stated):
+    """The name of a file of the channel, quoted by a framework estimator or not, replaces all of them."""
+    assert job_arguments(job_with({"config": stated}, config_dir), tmp_path) == [f"--config={config_dir / 'b.yml'}"]
+
+
+def test_a_config_file_of_the_code_comes_before_one_of_the_channel(config_dir, tmp_path):
+    """A path that exists from the working directory is that file, and the channel's files come before it."""
+    (tmp_path / "b.yml").write_text("{}")
+    arguments = job_arguments(job_with({"config": "b.yml"}, config_dir), tmp_path)
+    assert arguments[-1] == "--config=b.yml"
+    assert len(arguments) == 4
+
+
+@pytest.mark.parametrize("text", ["trainer: {max_epochs: 1}", "trainer: {max_epochs: 1}" + " " * 2000])
+def test_an_inline_config_passes_unchanged(config_dir, tmp_path, text):
+    """A config hyperparameter that is no path, however long, is passed on beside the files of the channel."""
+    assert job_arguments(job_with({"config": text}, config_dir), tmp_path)[-1] == f"--config={text}"
+
+
+def test_a_config_channel_without_a_folder_has_no_files(tmp_path):
+    """A channel in Pipe mode has no folder to list."""
+    assert job_arguments(job_with({}, tmp_path / "missing"), tmp_path) == []
+
+
+# What sagemaker-training 5.1 makes of these values (mapping.to_cmd_args).
+HYPERPARAMETERS = {
+    "k": "true",
+    "none": "null",
+    "nested": '{"x": 1, "y": [1, 2]}',
+    "b": "4",
+    "sagemaker_program": '"train.py"',
+    "_tuning_objective_metric": '"val_acc"',
+}
+RENDERED = ["-b", "4", "--k", "True", "--nested", "x=1,y=[1, 2]", "--none", ""]
+
+
+def test_the_toolkits_command_line_is_recognised():
+    """It has one name and value for each hyperparameter that is not for the toolkit."""
+    assert is_toolkit_rendering(RENDERED, job_with(HYPERPARAMETERS))
+
+
+def test_the_sdk_v3_drivers_command_line_is_recognised():
+    """SDK v3 passes on the hyperparameters for the toolkit, too."""
+    arguments = [*RENDERED, "--sagemaker_program", "train.py", "--_tuning_objective_metric", "val_acc"]
+    assert is_toolkit_rendering(arguments, job_with(HYPERPARAMETERS))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["fit"],
+        ["fit", *RENDERED],
+        RENDERED[:-2],
+        RENDERED[:-1],
+        [*RENDERED, "--own", "1"],
+        [*RENDERED, "--flag"],
+        ["-b=4", "--k=True"],
+        ["b", "4", "k", "True", "nested", "x", "none", ""],
+    ],
+)
+def test_a_command_line_of_the_users_own_is_not_taken_for_the_toolkits(arguments):
+    """A subcommand, a missing or an additional option, or another form: somebody wrote these arguments."""
+    assert not is_toolkit_rendering(arguments, job_with(HYPERPARAMETERS))

@@ -1,0 +1,254 @@
+"""The facts of a job are read from every source that exists."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_sm.job.facts import Channel, InstanceGroup, SageMakerJob
+from tests.fakes.job_folder import (
+    SDK_V2_LOCAL,
+    SDK_V3_LOCAL,
+    SERVICE,
+    TWO_GROUPS,
+    TYPES,
+    read,
+    resource_config,
+    write_job,
+)
+
+# ---- sources and their order
+
+
+def test_no_source_means_off_sagemaker(tmp_path):
+    """Without the file and without variables there is no job, which is no error."""
+    assert SageMakerJob.from_environment({}, tmp_path) is None
+    assert SageMakerJob.from_environment({"SM_HOSTS": "", "SM_RESOURCE_CONFIG": ""}, tmp_path) is None
+
+
+def test_off_sagemaker_other_files_and_settings_do_not_matter(tmp_path):
+    """Only hosts make a job; hyperparameters or settings alone do not."""
+    write_job(tmp_path, hyperparameters={"a": "1"}, channels={"train": {}})
+    assert SageMakerJob.from_environment({"LIGHTNING_SM_DEVICES": "2"}, tmp_path) is None
+
+
+def test_sources_are_tried_from_file_to_variables(tmp_path):
+    """The file wins over SM_RESOURCE_CONFIG, which wins over SM_HOSTS: only the file is always this host's own."""
+    variables = {"SM_HOSTS": '["third"]', "SM_CURRENT_HOST": "third"}
+    assert read(tmp_path, **variables).current_host == "third"
+    variables["SM_RESOURCE_CONFIG"] = json.dumps(resource_config({"g": ["second"]}, "second"))
+    assert read(tmp_path, **variables).current_host == "second"
+    write_job(tmp_path, resource_config({"g": ["first"]}, "first"))
+    assert read(tmp_path, **variables).current_host == "first"
+
+
+def test_source_names_where_the_hosts_came_from(tmp_path):
+    """Later errors can say which file or variable to look at."""
+    assert read(tmp_path, SM_HOSTS='["a"]', SM_CURRENT_HOST="a").source == "SM_HOSTS/SM_CURRENT_HOST"
+    assert read(tmp_path, SM_RESOURCE_CONFIG=SDK_V3_LOCAL).source == "SM_RESOURCE_CONFIG"
+    write_job(tmp_path, SDK_V3_LOCAL)
+    assert read(tmp_path).source == str(tmp_path / "input/config/resourceconfig.json")
+
+
+def test_base_dir_comes_from_the_argument_then_the_variable(tmp_path):
+    """SAGEMAKER_BASE_DIR moves /opt/ml, and an explicit folder wins over it."""
+    one = write_job(tmp_path / "one", resource_config({"g": ["one"]}, "one"))
+    two = write_job(tmp_path / "two", resource_config({"g": ["two"]}, "two"))
+    env = {"SAGEMAKER_BASE_DIR": str(one)}
+    by_variable = SageMakerJob.from_environment(env)
+    by_argument = SageMakerJob.from_environment(env, str(two))
+    assert by_variable is not None
+    assert by_argument is not None
+    assert (by_variable.current_host, by_variable.base_dir) == ("one", one)
+    assert (by_argument.current_host, by_argument.base_dir) == ("two", two)
+
+
+def test_folders_follow_the_base_dir(tmp_path):
+    """Every folder is below the base folder, and outputs of hosts do not meet."""
+    job = read(write_job(tmp_path, SERVICE))
+    assert job.model_dir == tmp_path / "model"
+    assert job.output_dir == tmp_path / "output"
+    assert job.host_output_dir == tmp_path / "output" / "data" / "algo-1"
+    assert job.code_dir == tmp_path / "code"
+
+
+# ---- hosts and groups
+
+
+def test_service_file_of_a_homogeneous_job(tmp_path):
+    """One group is no heterogeneous job, and the unsorted hosts of the group are kept as they are."""
+    job = read(write_job(tmp_path, SERVICE))
+    assert job.hosts == ("algo-1", "algo-2", "algo-3", "algo-4")
+    assert job.groups == (
+        InstanceGroup("homogeneousCluster", ("algo-3", "algo-1", "algo-4", "algo-2"), "ml.g4dn.xlarge"),
+    )
+    assert not job.is_heterogeneous
+    assert job.network_interface == "eth0"
+
+
+def test_more_than_one_group_is_a_heterogeneous_job(tmp_path):
+    """Groups keep the order of the file, and the group of this host is found by its hosts."""
+    job = read(write_job(tmp_path, resource_config(TWO_GROUPS, "algo-3", instance_types=TYPES)))
+    assert job.is_heterogeneous
+    assert [group.name for group in job.groups] == ["data_group", "gpu_group"]
+    assert job.current_group == InstanceGroup("data_group", ("algo-3",), "ml.c5.xlarge")
+
+
+@pytest.mark.parametrize("groups", [None, []])
+def test_missing_and_empty_groups_are_one_group_of_all_hosts(tmp_path, groups):
+    """Local mode writes no groups; the toolkit then has an empty list."""
+    resources = {"current_host": "a", "hosts": ["b", "a"], "instance_groups": groups, "current_instance_type": "local"}
+    job = read(write_job(tmp_path, resources))
+    assert job.groups == (InstanceGroup("homogeneousCluster", ("b", "a"), "local"),)
+
+
+def test_sdk_v2_local_mode_verbatim(tmp_path):
+    """Host names with a suffix and no groups at all."""
+    job = read(write_job(tmp_path, SDK_V2_LOCAL, channels={"train": {"TrainingInputMode": "File"}}))
+    assert (job.current_host, job.hosts) == ("algo-2-d0zia", ("algo-1-d0zia", "algo-2-d0zia"))
+    assert job.groups == (InstanceGroup("homogeneousCluster", job.hosts, "local"),)
+    assert job.channels == {"train": Channel("train", tmp_path / "input/data/train")}
+
+
+def test_sdk_v3_local_mode_verbatim(tmp_path):
+    """The interface is reported as written, though no container has it."""
+    job = read(write_job(tmp_path, SDK_V3_LOCAL))
+    assert job.network_interface == "ethwe"
+    assert job.current_group.instance_type == "local_cpu"
+
+
+def test_toolkit_variables_carry_groups(tmp_path):
+    """Without any file the groups come from SM_INSTANCE_GROUPS_DICT."""
+    entries = resource_config(TWO_GROUPS, "algo-1", instance_types=TYPES)["instance_groups"]
+    job = read(
+        tmp_path,
+        SM_HOSTS='["algo-1", "algo-2", "algo-3"]',
+        SM_CURRENT_HOST="algo-1",
+        SM_NETWORK_INTERFACE_NAME="eth1",
+        SM_INSTANCE_GROUPS_DICT=json.dumps({entry["instance_group_name"]: entry for entry in entries}),
+    )
+    assert job.current_group == InstanceGroup("gpu_group", ("algo-2", "algo-1"), "ml.g5.xlarge")
+    assert job.network_interface == "eth1"
+
+
+# ---- other files
+
+
+def test_without_checkpoint_configuration_there_is_no_checkpoint_folder(tmp_path):
+    """The folder alone proves nothing: only the file says that it is synchronised."""
+    (tmp_path / "checkpoints").mkdir()
+    job = read(write_job(tmp_path, SERVICE))
+    assert (job.checkpoint_dir, job.checkpoint_uri, job.tensorboard_dir) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "directory", "uri"),
+    [
+        ({"LocalPath": "/elsewhere", "S3Uri": "s3://bucket/ckpt"}, "/elsewhere", "s3://bucket/ckpt"),
+        ({"S3Uri": "s3://bucket/ckpt"}, None, "s3://bucket/ckpt"),
+        ({"LocalPath": "", "S3Uri": None}, None, None),
+    ],
+)
+def test_checkpoint_configuration_gives_folder_and_address(tmp_path, checkpoint, directory, uri):
+    """The stated folder is used, else SageMaker's default below the base folder."""
+    job = read(write_job(tmp_path, SERVICE, checkpoint=checkpoint))
+    assert job.checkpoint_dir == (Path(directory) if directory else tmp_path / "checkpoints")
+    assert job.checkpoint_uri == uri
+
+
+@pytest.mark.parametrize(("stated", "directory"), [({"LocalPath": "/tb"}, "/tb"), ({"S3OutputPath": "s3://b"}, None)])
+def test_tensorboard_configuration_gives_folder(tmp_path, stated, directory):
+    """The stated folder is used, else SageMaker's default below the base folder."""
+    job = read(write_job(tmp_path, SERVICE, tensorboard=stated))
+    assert job.tensorboard_dir == (Path(directory) if directory else tmp_path / "output" / "tensorboard")
+
+
+def test_channels_carry_mode_and_distribution(tmp_path):
+    """Missing settings have the defaults of the API; what this package does not use is ignored."""
+    channels = {
+        "train": {"TrainingInputMode": "Pipe", "S3DistributionType": "ShardedByS3Key", "RecordWrapperType": "None"},
+        "val": {},
+    }
+    job = read(write_job(tmp_path, SERVICE, channels=channels))
+    assert job.channels == {
+        "train": Channel("train", tmp_path / "input/data/train", "Pipe", "ShardedByS3Key"),
+        "val": Channel("val", tmp_path / "input/data/val", "File", "FullyReplicated"),
+    }
+
+
+def test_channels_come_from_the_variable_without_a_file(tmp_path):
+    """SM_INPUT_DATA_CONFIG stands in for a missing file only."""
+    variables = {"SM_INPUT_DATA_CONFIG": '{"by_variable": {}}'}
+    write_job(tmp_path, SERVICE)
+    assert list(read(tmp_path, **variables).channels) == ["by_variable"]
+    write_job(tmp_path, channels={"by_file": {}})
+    assert list(read(tmp_path, **variables).channels) == ["by_file"]
+
+
+def test_channels_that_sdk_v3_adds_for_itself_are_hidden(tmp_path):
+    """The drivers and, beside them, the user's code are no data."""
+    job = read(write_job(tmp_path, SERVICE, channels={"sm_drivers": {}, "code": {}, "train": {}}))
+    assert list(job.channels) == ["train"]
+
+
+def test_channel_named_code_without_drivers_is_data(tmp_path):
+    """Only SDK v3 reserves the name, and its drivers give it away."""
+    job = read(write_job(tmp_path, SERVICE, channels={"code": {}, "train": {}}))
+    assert list(job.channels) == ["code", "train"]
+
+
+def test_hyperparameters_keep_their_text(tmp_path):
+    """Strings stay undecoded; values that a container wrote as plain JSON become text."""
+    values = {"a": '"quoted"', "b": "None", "c": 3, "d": {"e": None}, "f": True}
+    job = read(write_job(tmp_path, SERVICE, hyperparameters=values))
+    assert job.hyperparameters == {"a": '"quoted"', "b": "None", "c": "3", "d": '{"e": null}', "f": "true"}
+
+
+def test_hyperparameters_come_from_the_variable_without_a_file(tmp_path):
+    """The toolkit decoded SM_HPS, so that all its values are written as JSON again."""
+    write_job(tmp_path, SERVICE)
+    assert read(tmp_path, SM_HPS='{"a": "a b", "n": null}').hyperparameters == {"a": '"a b"', "n": "null"}
+    write_job(tmp_path, hyperparameters={})
+    assert read(tmp_path, SM_HPS='{"a": "a b"}').hyperparameters == {}
+
+
+# ---- settings
+
+
+def test_settings_default_to_unset(tmp_path):
+    """Without LIGHTNING_SM_* variables every decision is left to the rules."""
+    job = read(write_job(tmp_path, SERVICE))
+    assert (job.addresses, job.data_groups, job.main_port, job.devices, job.name) == ({}, None, None, None, None)
+    assert job.num_gpus >= 0
+
+
+def test_settings_are_read_from_variables(tmp_path):
+    """Each LIGHTNING_SM_* variable sets its fact."""
+    job = read(
+        write_job(tmp_path, SERVICE),
+        LIGHTNING_SM_HOST_ADDRESSES='{"algo-1": "10.0.0.1"}',
+        LIGHTNING_SM_DATA_GROUPS=" a , b,,",
+        LIGHTNING_SM_MAIN_PORT="23456",
+        LIGHTNING_SM_DEVICES="4",
+        SM_NUM_GPUS="8",
+        TRAINING_JOB_NAME="job-1",
+        SAGEMAKER_JOB_NAME="job-2",
+    )
+    assert job.addresses == {"algo-1": "10.0.0.1"}
+    assert job.data_groups == ("a", "b")
+    assert (job.main_port, job.devices, job.num_gpus, job.name) == (23456, 4, 8, "job-1")
+
+
+def test_the_name_comes_from_the_toolkit_where_the_service_does_not_tell(tmp_path):
+    """A rank on another host, which the toolkit's mpirun started, has only its variables."""
+    write_job(tmp_path, SERVICE)
+    assert read(tmp_path, SM_TRAINING_ENV='{"job_name": "job-1"}').name == "job-1"
+    assert read(tmp_path, SM_TRAINING_ENV='{"job_name": null}').name is None
+    assert read(tmp_path, SM_TRAINING_ENV='{"job_name": "job-1"}', TRAINING_JOB_NAME="job-2").name == "job-2"
+
+
+def test_empty_data_groups_mean_none_and_not_unset(tmp_path):
+    """An empty LIGHTNING_SM_DATA_GROUPS switches the rules off."""
+    assert read(write_job(tmp_path, SERVICE), LIGHTNING_SM_DATA_GROUPS="").data_groups == ()

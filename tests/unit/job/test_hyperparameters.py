@@ -1,0 +1,296 @@
+"""Hyperparameters of every way to start a job become arguments that a real jsonargparse parser reads back."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+from jsonargparse import ArgumentError, ArgumentParser
+
+from lightning_sm.errors import HyperparameterError
+from lightning_sm.job.hyperparameters import encode, to_argv
+from tests.fakes.sdk_hyperparameters import ROUTES, sdk_v2_framework, sdk_v2_generic, sdk_v3
+
+pytestmark = pytest.mark.filterwarnings("error::SyntaxWarning", "error::DeprecationWarning:lightning_sm")
+
+
+# ---- tables
+
+TABLE = [
+    # value, type of the option, and the text by SDK v2 generic, SDK v2 framework, SDK v3
+    (True, bool, "True", "true", "true"),
+    (False, bool, "False", "false", "false"),
+    (None, int | None, "None", "null", "null"),
+    (None, str | None, "None", "null", "null"),
+    ({"a": 1, "b": 2}, dict, "{'a': 1, 'b': 2}", '{"a": 1, "b": 2}', '{"a": 1, "b": 2}'),
+    ({"a": None, "b": [True]}, dict, "{'a': None, 'b': [True]}", '{"a": null, "b": [true]}', None),
+    ([1, 2], list[int], "[1, 2]", "[1, 2]", "[1, 2]"),
+    (["a", "b c"], list[str], "['a', 'b c']", '["a", "b c"]', '["a", "b c"]'),
+    ((0.9, 0.99), tuple[float, float], "(0.9, 0.99)", "[0.9, 0.99]", "[0.9, 0.99]"),
+    (1e-3, float, "0.001", "0.001", "0.001"),
+    (1e-05, float, "1e-05", "1e-05", "1e-05"),
+    ("a b", str, "a b", '"a b"', "a b"),
+    ("007", str, "007", '"007"', "007"),
+    ("", str, "", '""', ""),
+    (math.inf, float, "inf", "Infinity", "Infinity"),
+    (-math.inf, float, "-inf", "-Infinity", "-Infinity"),
+    (math.nan, float, "nan", "NaN", "NaN"),
+    ([math.nan, math.inf], list[float], None, "[NaN, Infinity]", "[NaN, Infinity]"),
+    ({"a": -math.inf}, dict[str, float], None, '{"a": -Infinity}', '{"a": -Infinity}'),
+]
+
+
+@pytest.mark.parametrize(("value", "kind", "generic", "framework", "v3"), TABLE)
+def test_each_route_brings_each_kind_of_value(value, kind, generic, framework, v3):
+    """A value arrives at an option of its type, whichever way it was sent."""
+    for route, stated in ((sdk_v2_generic, generic), (sdk_v2_framework, framework), (sdk_v3, v3)):
+        text = route({"k": value})["k"]
+        if stated is None:  # the same kind of text as in another row, or documented as lost
+            continue
+        assert text == stated
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_argument("--k", type=kind)
+        assert repr(parser.parse_args(to_argv(route({"k": value}))).k) == repr(value)
+
+
+@pytest.mark.parametrize(
+    ("hyperparameters", "argv"),
+    [
+        ({}, []),
+        ({"subcommand": "fit", "b": "4", "a.b": "x"}, ["fit", "--a.b=x", "--b=4"]),
+        ({"subcommand": '"my-step"', "x": "1"}, ["my-step", "--x=1"]),
+        ({"data.y": "1", "data": '{"y": 0}', "c": "2"}, ["--c=2", '--data={"y": 0}', "--data.y=1"]),
+        ({"a": "1e-3", "b": "007", "c": "+1", "d": "1."}, ["--a=1e-3", "--b=007", "--c=+1", "--d=1."]),
+        ({"config": "x.yaml", "a": "1"}, ["--config=x.yaml", "--a=1"]),
+        ({"config": '"x.yaml"', "a": "1"}, ["--config=x.yaml", "--a=1"]),
+        ({"config": "['x.yaml', 'y z.yaml']"}, ["--config=x.yaml", "--config=y z.yaml"]),
+        ({"config": '["x.yaml", "y.yaml"]', "subcommand": '"test"'}, ["test", "--config=x.yaml", "--config=y.yaml"]),
+        ({"config": "None", "subcommand": "None"}, []),
+        ({"config": '{"a": 1}'}, ['--config={"a": 1}']),
+        ({"some-dashed.key_1": "1"}, ["--some-dashed.key_1=1"]),
+        (
+            {
+                "sagemaker_program": '"train.py"',
+                "_tuning_objective_metric": "loss",
+                "_tuning_other": "1",
+                "default_user_module_name": "x",
+                "mp_parameters": "{}",
+                "a": '"quoted"',
+            },
+            ["--a=quoted"],
+        ),
+        ({"a": '"quoted"', "b": "not json"}, ['--a="quoted"', "--b=not json"]),
+        ({"a": '{"x":1}', "b": "x"}, ['--a={"x":1}', "--b=x"]),
+        ({"a": '{"x":\t1}'}, ['--a={"x": 1}']),
+        ({"a": "{1: 'x', None: ()}"}, ['--a={"1": "x", "null": []}']),
+        ({"a": '"None"', "b": '"nan"', "c": "\"['a']\""}, ["--a=None", "--b=nan", "--c=['a']"]),
+    ],
+)
+def test_arguments_are_in_a_fixed_order_and_change_little(hyperparameters, argv):
+    """The subcommand is first, then config files, then one token for each option, sorted by key."""
+    assert to_argv(hyperparameters) == argv
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{'a': nan}", "{1, 2}", "[b'x']", "[1](2)", "[unquoted]", "(1)", "(" * 400, "[" * 100_000, "{" * 2500, "9" * 5000],
+)
+def test_text_that_is_no_plain_literal_is_left_alone(text):
+    """What neither JSON nor Python's literals explain is passed on as it is."""
+    assert to_argv({"a": text, "b": "not json"}) == [f"--a={text}", "--b=not json"]
+
+
+def test_config_files_of_the_caller_come_before_those_of_the_job():
+    """Later config files win, so that the job's own key overrides the channel."""
+    argv = to_argv({"config": "own.yaml", "a": "1", "subcommand": "fit"}, config_files=["c/1.yaml", "c/2.yaml"])
+    assert argv == ["fit", "--config=c/1.yaml", "--config=c/2.yaml", "--config=own.yaml", "--a=1"]
+
+
+@pytest.mark.parametrize("key", ["", "a=b", "a b", "a\tb", "-a", "--a", "\n"])
+def test_key_that_forms_no_option_is_an_error(key):
+    """A key that the parser would take for something else is named in the error, on both sides."""
+    with pytest.raises(HyperparameterError, match=re.escape(f"Hyperparameter {key!r} cannot be an option")):
+        to_argv({key: "1"})
+    with pytest.raises(HyperparameterError, match="cannot be an option"):
+        encode({key: 1})
+
+
+@pytest.mark.parametrize("subcommand", ["", "1fit", "--fit", "fit now", "[]", "f\u00eft", "fit\n"])
+def test_subcommand_must_be_a_word(subcommand):
+    """The subcommand becomes a bare argument, so nothing but a word may be one."""
+    with pytest.raises(HyperparameterError, match=r"'subcommand' is .*expected a word"):
+        to_argv({"subcommand": subcommand})
+
+
+def test_config_list_of_other_things_than_paths_is_an_error():
+    """A list under ``config`` is a list of paths."""
+    with pytest.raises(HyperparameterError, match=r"'config' is '\[1, 2\]'; expected a path or a list of paths"):
+        to_argv({"config": "[1, 2]"})
+
+
+@pytest.mark.parametrize("text", ["a\0b", '"\\ud800"', '["\\udfff", null]'])
+def test_text_that_no_process_can_take_is_an_error(text):
+    """NUL and lone surrogates are found before the process is started."""
+    with pytest.raises(HyperparameterError, match=r"'a\.b' is .*NUL and lone surrogates"):
+        to_argv({"a.b": text})
+
+
+# ---- chunks
+
+
+@pytest.mark.parametrize(
+    ("hyperparameters", "argv"),
+    [
+        ({"k__1": "[3]}", "k__0": '{"a": ', "b": "x"}, ["--b=x", '--k={"a": [3]}']),
+        ({"k__0": "{'a': ", "k__1": "None}"}, ['--k={"a": null}']),
+        ({"k__0": "ab", "k__1": "c d"}, ["--k=abc d"]),
+        ({"k__0": '"[1, "', "k__1": '"2]"'}, ["--k=[1, 2]"]),
+        ({"k__0": '"\\"a "', "k__1": '"b\\""'}, ["--k=a b"]),
+        ({"k__0": '"plain "', "k__1": '"text"'}, ["--k=plain text"]),
+        ({"k__0": "1", "k__1": "2"}, ["--k=12"]),
+        ({f"k__{i}": chr(97 + i) for i in (10, 2, *range(2), *range(3, 10))}, ["--k=abcdefghijk"]),
+        ({"k__0": "x"}, ["--k__0=x"]),
+        ({"k__1": "x", "k__2": "y"}, ["--k__1=x", "--k__2=y"]),
+        ({"k__0": "x", "k__01": "y"}, ["--k__0=x", "--k__01=y"]),
+        ({"config__0": '["a.yaml",', "config__1": ' "b.yaml"]'}, ["--config=a.yaml", "--config=b.yaml"]),
+    ],
+)
+def test_chunks_are_joined_in_numeric_order(hyperparameters, argv):
+    """Chunks join to one value, quoted or raw; names that only look like chunks stay ordinary."""
+    assert to_argv(hyperparameters) == argv
+
+
+@pytest.mark.parametrize(
+    ("hyperparameters", "message"),
+    [
+        ({"k__0": "a", "k__2": "b"}, r"\['k__0', 'k__2'\] are chunks of 'k', but \['k__1'\] are missing"),
+        ({"k": "1", "k__0": "a", "k__1": "b"}, r"\['k', 'k__0', 'k__1'\]: either 'k' or its chunks"),
+        ({"k": "1", "k__0": "a"}, r"\['k', 'k__0'\]: either 'k' or its chunks"),
+    ],
+)
+def test_incomplete_or_contradicting_chunks_are_an_error(hyperparameters, message):
+    """A lost chunk would corrupt the value, so it is an error that names the keys."""
+    with pytest.raises(HyperparameterError, match=message):
+        to_argv(hyperparameters)
+
+
+# ---- encode
+
+
+def test_encode_writes_json_and_leaves_nested_dicts_whole():
+    """Only the script's parser knows what a dict is, so that it stays one value."""
+    config = {"subcommand": "fit", "data.batch_size": 32, "model": {"class_path": "m.M", "init_args": {"x": None}}}
+    assert encode(config) == {
+        "subcommand": '"fit"',
+        "data.batch_size": "32",
+        "model": '{"class_path": "m.M", "init_args": {"x": null}}',
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"k" * 257: 1}, r"key of 257 characters; SageMaker allows 256"),
+        ({"k" * 255: "x" * 3000}, r"key of 258 characters; SageMaker allows 256"),
+        ({f"k{i}": i for i in range(101)}, r"101 hyperparameters, chunks included; SageMaker allows 100"),
+        ({"k": "x" * 200_000}, r"hyperparameters, chunks included; SageMaker allows 100"),
+        ({"k": {1, 2}}, r"'k' is \{1, 2\}, which has no JSON form"),
+        ({"k": "x" * 3000, "k__0": 1}, r"\['k__0'\] have the names of chunks"),
+        ({"k__0": 1, "k__1": 1}, r"\['k__0', 'k__1'\] have the names of chunks"),
+        ({"k": 1, "k__0": 1}, r"either 'k' or its chunks"),
+    ],
+)
+def test_encode_refuses_what_sagemaker_or_the_way_back_would_not_take(config, message):
+    """Limits of the API and names that would be joined are errors on the submitting side."""
+    with pytest.raises(HyperparameterError, match=message):
+        encode(config)
+
+
+# ---- classes
+
+
+class Net:
+    """A base class for subclass mode."""
+
+
+class WideNet(Net):
+    """A subclass with a parameter of each kind that is easily confused."""
+
+    def __init__(self, width: int = 1, label: str = "x", extra: dict | None = None):
+        """Take the values that the parser reads from this signature."""
+
+
+class Data:
+    """A class for a group of options."""
+
+    def __init__(self, batch_size: int = 1, path: str = "p", betas: tuple[float, float] = (0.9, 0.99)):
+        """Take the values that the parser reads from this signature."""
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {
+            "data": {"batch_size": 3, "path": "-007"},
+            "data.betas": [0.5, 0.6],
+            "net": {"class_path": "WideNet", "init_args": {"width": 2, "label": "12", "extra": {"a": [None, True]}}},
+            "table": {"a": {"b": "12"}},
+        },
+        {
+            "data.batch_size": 3,
+            "data.path": "-007",
+            "data.betas": [0.5, 0.6],
+            "net.class_path": "WideNet",
+            "net.init_args.width": 2,
+            "net.init_args.label": "12",
+            "net.init_args.extra": {"a": [None, True]},
+            "table": {"a": {"b": "12"}},
+        },
+    ],
+)
+def test_class_group_subclass_and_dict_are_read_nested_and_dotted(route, config):
+    """A class group, a subclass with init_args and a dict parameter take both spellings by every route."""
+    text = json.dumps(config).replace("WideNet", f"{__name__}.WideNet")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Data, "data")
+    parser.add_subclass_arguments(Net, "net")
+    parser.add_argument("--table", type=dict)
+    values = parser.parse_args(to_argv(route(json.loads(text))))
+    assert values.data.as_dict() == {"batch_size": 3, "path": "-007", "betas": (0.5, 0.6)}
+    assert values.net.class_path == f"{__name__}.WideNet"
+    assert values.net.init_args.as_dict() == {"width": 2, "label": "12", "extra": {"a": [None, True]}}
+    assert values.table == {"a": {"b": "12"}}
+
+
+def test_keys_win_over_config_files(tmp_path):
+    """What the config file sets and no key overrides is kept."""
+    file = tmp_path / "own config.yaml"
+    file.write_text("data: {batch_size: 7, path: from file}\n")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(Data, "data")
+    values = parser.parse_args(to_argv({"data.batch_size": "8"}, config_files=[str(file)]))
+    assert (values.data.batch_size, values.data.path) == (8, "from file")
+
+
+# ---- the toolkit
+
+
+@pytest.mark.toolkit
+@pytest.mark.parametrize(
+    ("key", "kind", "value"),
+    [("table", dict, {"a": 1, "b": 2}), ("none", int | None, None), ("b", int, 4)],
+)
+def test_values_that_the_toolkit_mangles_arrive(key, kind, value):
+    """The command line of sagemaker-training fails where ours is read."""
+    mapping = pytest.importorskip("sagemaker_training.mapping", reason="needs sagemaker-training")
+    hyperparameters = {key: json.dumps(value)}
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument(f"--{key}", type=kind)
+    theirs = mapping.to_cmd_args({name: json.loads(text) for name, text in hyperparameters.items()})
+    with pytest.raises(ArgumentError, match=r"(?i)expected a|does not validate|unrecognized arguments"):
+        parser.parse_args(theirs)
+    assert parser.parse_args(to_argv(hyperparameters))[key] == value

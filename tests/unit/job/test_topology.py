@@ -1,0 +1,257 @@
+"""Every host of a job computes the same layout, whatever order the service wrote it in."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sm.errors import TopologyError
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.topology import Role, Topology
+from tests.fakes.job_folder import make_job
+
+CPU, GPU, FOUR_GPUS = "ml.c5.9xlarge", "ml.g5.xlarge", "ml.g5.12xlarge"
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> SageMakerJob:
+    """A job of 1 to 20 hosts in 1 to 4 groups, everything shuffled; at least one group trains."""
+    suffix = draw(st.sampled_from(["", "-d0zia", "-ab12c"]))
+    hosts = draw(st.permutations([f"algo-{index}{suffix}" for index in range(1, draw(st.integers(1, 20)) + 1)]))
+    cuts = sorted(draw(st.sets(st.integers(1, max(1, len(hosts) - 1)), max_size=min(3, len(hosts) - 1))))
+    bounds = [0, *cuts, len(hosts)]
+    names = draw(st.permutations(["gpu", "data_a", "data_b", "other"]))
+    groups = {name: hosts[start:end] for name, start, end in zip(names, bounds, bounds[1:], strict=False)}
+    if all(name.startswith("data") for name in groups):
+        groups["gpu"] = groups.pop(next(iter(groups)))
+    return make_job(groups, name=draw(st.none() | st.text(max_size=10)))
+
+
+def views(job: SageMakerJob) -> list[Topology]:
+    """The layout as each host of the job computes it."""
+    return [Topology.from_job(dataclasses.replace(job, current_host=host)) for host in job.hosts]
+
+
+@given(jobs())
+def test_all_hosts_agree_on_everything_but_themselves(job):
+    """Main host, port, number of nodes and the order of hosts are the same on every host."""
+    common = {dataclasses.replace(view, current_host="") for view in views(job)}
+    assert len(common) == 1
+    topology = common.pop()
+    assert topology.main_host == min(topology.trainer_hosts)
+    assert topology.num_nodes == len(topology.trainer_hosts) >= 1
+    assert sorted(topology.trainer_hosts + topology.data_hosts) == sorted(job.hosts)
+
+
+@given(jobs())
+def test_node_ranks_of_trainer_hosts_are_a_permutation(job):
+    """Each trainer host has a rank of its own below num_nodes, and the main host has rank 0."""
+    trainers = [view for view in views(job) if view.role is Role.TRAINER]
+    assert sorted(view.node_rank for view in trainers) == list(range(trainers[0].num_nodes))
+    assert [view.current_host for view in trainers if view.node_rank == 0] == [trainers[0].main_host]
+
+
+@given(jobs())
+def test_data_hosts_have_no_rank(job):
+    """Asking a data host for its rank is an error that shows the layout."""
+    for view in views(job):
+        if view.role is Role.DATA:
+            with pytest.raises(TopologyError, match=f"Host '{view.current_host}' serves data and has no rank"):
+                _ = view.node_rank
+
+
+@given(jobs(), st.randoms())
+def test_order_of_groups_and_hosts_in_the_file_does_not_matter(job, random):
+    """The service shuffles groups and hosts at every start; the layout follows names alone."""
+    groups = [
+        dataclasses.replace(group, hosts=tuple(random.sample(group.hosts, len(group.hosts)))) for group in job.groups
+    ]
+    random.shuffle(groups)
+    hosts = tuple(random.sample(job.hosts, len(job.hosts)))
+    shuffled = Topology.from_job(dataclasses.replace(job, groups=tuple(groups), hosts=hosts))
+    original = Topology.from_job(job)
+    assert dataclasses.replace(shuffled, groups=()) == dataclasses.replace(original, groups=())
+    assert shuffled.table(devices=2) == original.table(devices=2)
+
+
+# ---- roles
+
+
+@pytest.mark.parametrize(
+    ("instance_types", "trainers"),
+    [
+        # names decide first, whatever the instances are
+        ({"data_group": GPU, "gpu": GPU}, ["gpu"]),
+        ({"DataServers": CPU, "trainers": CPU}, ["trainers"]),
+        ({"data": CPU, "database": CPU, "x": GPU}, ["x"]),
+        ({"data": FOUR_GPUS, "cpu": CPU, "more": CPU}, ["cpu", "more"]),
+        # then CPU-only groups beside accelerated ones
+        ({"one": CPU, "two": GPU}, ["two"]),
+        ({"one": "ml.m5.large", "two": "ml.trn1.2xlarge"}, ["two"]),
+        ({"one": "ml.r7i.large", "two": "ml.p4d.24xlarge", "three": "ml.t3.medium"}, ["two"]),
+        ({"one": "ml.c5n.xlarge", "two": "ml.inf2.xlarge"}, ["two"]),
+        ({"one": "ml.c6gn.xlarge", "two": "ml.dl1.24xlarge"}, ["two"]),
+        ({"one": "ml.c5.xlarge", "two": "ml.gr6.4xlarge"}, ["two"]),
+        ({"one": "ml.c5.xlarge", "two": "ml.p6-b200.48xlarge"}, ["two"]),
+        # an unknown instance is no CPU instance
+        ({"one": None, "two": GPU}, ["one", "two"]),
+        ({"one": "local", "two": "local_gpu"}, ["one", "two"]),
+        # else everybody trains
+        ({"one": CPU, "two": "ml.m5.large"}, ["one", "two"]),
+        ({"one": GPU, "two": "ml.g5.2xlarge"}, ["one", "two"]),
+        ({"homogeneousCluster": CPU}, ["homogeneousCluster"]),
+    ],
+)
+def test_roles_follow_names_then_instances(instance_types, trainers):
+    """Groups named data serve data; else CPU groups do if others have accelerators; else all train."""
+    job = make_job({name: [f"algo-{name}"] for name in instance_types}, instance_types=instance_types)
+    topology = Topology.from_job(job)
+    assert topology.trainer_hosts == tuple(sorted(f"algo-{name}" for name in trainers))
+    for name in instance_types:
+        assert topology.role_of(f"algo-{name}") is (Role.TRAINER if name in trainers else Role.DATA)
+
+
+GROUPS = {"data_group": ["algo-3"], "gpu": ["algo-2", "algo-1"]}
+
+
+@pytest.mark.parametrize(
+    ("argument", "setting", "data_hosts"),
+    [
+        (None, None, ("algo-3",)),
+        (["gpu"], None, ("algo-1", "algo-2")),
+        (None, ("gpu",), ("algo-1", "algo-2")),
+        (["data_group"], ("gpu",), ("algo-3",)),
+        ([], ("gpu",), ()),
+        ([], None, ()),
+        (None, (), ()),
+    ],
+)
+def test_stated_data_groups_win_over_the_rules(argument, setting, data_hosts):
+    """The argument wins over the job's setting, which wins over names; an empty list means that all train."""
+    topology = Topology.from_job(make_job(GROUPS, data_groups=setting), data_groups=argument)
+    assert topology.data_hosts == data_hosts
+
+
+def test_a_single_group_can_be_stated_to_train():
+    """A training group may be named like a data group, if no data groups is what the user states."""
+    assert Topology.from_job(make_job({"data": ["b", "a"]}), data_groups=[]).trainer_hosts == ("a", "b")
+
+
+# ---- errors
+
+
+def test_unknown_data_group_is_an_error_with_the_groups():
+    """A misspelled group name shows which groups there are and where they come from."""
+    with pytest.raises(TopologyError, match=r"(?s)\['dta', 'x'\] were asked for.*resourceconfig\.json.*data_group +-"):
+        Topology.from_job(make_job(GROUPS), data_groups=["x", "gpu", "dta"])
+
+
+@pytest.mark.parametrize(
+    ("groups", "stated"),
+    [
+        ({"data": ["a"]}, None),
+        ({"data_a": ["a"], "data_b": ["b"]}, None),
+        (GROUPS, ["gpu", "data_group"]),
+        ({"g": ["a"]}, ["g"]),
+    ],
+)
+def test_job_without_trainers_is_an_error(groups, stated):
+    """Someone must train; the message has the table and says what to set."""
+    with pytest.raises(TopologyError, match=r"(?s)^No group trains.*group +instance +role.*LIGHTNING_SM_DATA_GROUPS"):
+        Topology.from_job(make_job(groups), data_groups=stated)
+
+
+def test_unequal_accelerators_are_fine_where_all_hosts_use_as_many():
+    """LIGHTNING_SM_DEVICES says how many; more than the smallest host has is an error all the same."""
+    types = {"one": GPU, "two": FOUR_GPUS}
+    groups = {name: [f"algo-{name}"] for name in types}
+    assert Topology.from_job(make_job(groups, instance_types=types, devices=1)).num_nodes == 2
+    with pytest.raises(TopologyError, match="different numbers of GPUs"):
+        Topology.from_job(make_job(groups, instance_types=types, devices=4))
+
+
+@pytest.mark.parametrize(
+    ("types", "stated", "counts"),
+    [
+        ({"one": GPU, "two": FOUR_GPUS}, None, "one: 1, two: 4"),
+        ({"one": CPU, "two": GPU}, [], "one: 0, two: 1"),
+        ({"one": "ml.p3.8xlarge", "two": "ml.unknown9.xlarge", "three": "ml.p3.16xlarge"}, None, "one: 4, three: 8"),
+    ],
+)
+def test_unequal_accelerators_are_an_error(types, stated, counts):
+    """Lightning numbers ranks by one device count, so that unequal training groups cannot work."""
+    job = make_job({name: [f"algo-{name}"] for name in types}, instance_types=types)
+    with pytest.raises(TopologyError, match=rf"(?s)different numbers of GPUs per host \({counts}\).*two +ml\."):
+        Topology.from_job(job, data_groups=stated)
+
+
+@pytest.mark.parametrize("types", [(GPU, "ml.g6e.8xlarge"), (GPU, "ml.g99.xlarge"), (None, FOUR_GPUS), (CPU, CPU)])
+def test_equal_or_unknown_accelerators_are_accepted(types):
+    """What the tables do not know counts as unknown and not as wrong."""
+    job = make_job({"one": ["a"], "two": ["b"]}, instance_types=dict(zip(("one", "two"), types, strict=True)))
+    assert Topology.from_job(job).num_nodes == 2
+
+
+# ---- ranks and table
+
+
+def test_ranks_follow_names_as_text():
+    """The service sorts hosts as text, so that algo-10 precedes algo-2."""
+    hosts = [f"algo-{index}" for index in range(1, 13)]
+    topology = Topology.from_job(make_job({"g": hosts}, "algo-2"))
+    assert topology.trainer_hosts[:4] == ("algo-1", "algo-10", "algo-11", "algo-12")
+    assert (topology.node_rank, topology.num_nodes, topology.main_host) == (4, 12, "algo-1")
+
+
+def test_data_hosts_do_not_count_in_ranks():
+    """Ranks are those of training hosts only, even where a data host has the first name."""
+    topology = Topology.from_job(make_job({"data": ["algo-1", "algo-3"], "gpu": ["algo-4", "algo-2"]}, "algo-4"))
+    assert (topology.main_host, topology.num_nodes, topology.node_rank) == ("algo-2", 2, 1)
+
+
+def test_table_shows_each_host_with_ranks():
+    """The table marks this host and has the span of ranks where the number of devices is known."""
+    types = {"data_group": CPU, "gpu": FOUR_GPUS}
+    topology = Topology.from_job(make_job(GROUPS, "algo-2", instance_types=types))
+    rows = [re.split(r" {2,}", line.rstrip()) for line in topology.table(devices=4).splitlines()[2:]]
+    assert rows == [
+        ["algo-1", "gpu", FOUR_GPUS, "trainer", "0", "0-3"],
+        ["algo-2*", "gpu", FOUR_GPUS, "trainer", "1", "4-7"],
+        ["algo-3", "data_group", CPU, "data", "-", "-"],
+    ]
+    assert topology.table(devices=1).splitlines()[3].split()[-1] == "1"
+    assert topology.table().splitlines()[3].split()[-1] == "?"
+
+
+# ---- port
+
+
+def test_port_can_be_stated():
+    """LIGHTNING_SM_MAIN_PORT wins over the derived port."""
+    assert Topology.from_job(make_job(GROUPS, main_port=4242)).main_port == 4242
+
+
+@pytest.mark.parametrize("main_port", [1024, 6023, 6024, 20000, 29999, 65535])
+def test_ports_of_a_host_differ(main_port):
+    """All ports are valid and need no privilege; that of the launchers is neither rank 0's nor the data hosts'."""
+    topology = Topology.from_job(make_job(GROUPS, main_port=main_port))
+    assert min(topology.peers_port, topology.data_port) >= 1024
+    assert topology.peers_port <= 65535
+    assert topology.peers_port not in (main_port, main_port - 10_000)
+
+
+def test_ports_of_jobs_differ_by_name():
+    """Jobs that meet on one network are unlikely to meet on one port."""
+    ports = [Topology.from_job(make_job(GROUPS, name=f"job-{index}")).main_port for index in range(50)]
+    assert len(set(ports)) > 45
+    assert all(20000 <= port < 30000 for port in ports)
+
+
+def test_ports_of_unnamed_jobs_differ_by_hosts():
+    """Local mode names no job, but its host names have a suffix of their own."""
+    ports = {Topology.from_job(make_job({"g": [f"algo-1-{suffix}"]})).main_port for suffix in ("ab12c", "d0zia")}
+    assert len(ports) == 2

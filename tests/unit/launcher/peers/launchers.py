@@ -1,0 +1,145 @@
+"""The launchers of one job: several in this process, or one in a process of its own that can be killed."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+from lightning_sm.launcher.peers.connection import Timings
+from lightning_sm.launcher.peers.outcome import Outcome
+from lightning_sm.launcher.peers.peers import Peers
+from tests.fakes.reserved_job import reserve_job
+
+TIMEOUT_S = 20
+MAIN, DATA = "algo-1", "data-1"
+# Short, but long against the pauses of a busy machine.
+FAST = {
+    "farewell_s": 0.5,
+    "ending_s": 5.0,
+    "ping_s": 0.1,
+    "silence_s": 5.0,
+    "return_s": 0.3,
+    "hub_return_s": 0.5,
+    "hello_s": 2.0,
+    "first_retry_s": 0.02,
+    "longest_retry_s": 0.1,
+    "tick_s": 0.02,
+}
+BROKEN = Outcome(3, "ValueError: broken")
+
+
+class Job:
+    """The hosts of a job in one process: algo-1 and so on train, data-1 and so on serve."""
+
+    identity = "arn:aws:sagemaker:us-east-1:123456789012:training-job/test"
+
+    def __init__(self, exits, num_trainers=2, num_data_hosts=0):
+        self.trainers = [f"algo-{number}" for number in range(1, num_trainers + 1)]
+        self.data_hosts = [f"data-{number}" for number in range(1, num_data_hosts + 1)]
+        self.bind = "127.0.0.2"
+        self._exits = exits
+        _, topology, ports = reserve_job({"trainer": self.trainers})
+        exits.enter_context(ports)
+        self.port = topology.main_port  # any port of its own
+
+    def make(self, own, *, on_verdict=None, **timings):
+        """The launcher of a host, not started; its verdicts are in ``heard``."""
+        heard = queue.Queue()
+        peers = Peers(
+            job_identity=self.identity,
+            own=own,
+            trainers=self.trainers,
+            data_hosts=self.data_hosts,
+            main_host=MAIN,
+            addresses={MAIN: self.bind},
+            port=self.port,
+            bind=self.bind,
+            on_verdict=on_verdict or heard.put,
+            timings=Timings(**{**FAST, **timings}),
+        )
+        peers.heard = heard
+        return peers
+
+    def start(self, own, **options):
+        """The launcher of a host, started."""
+        return self._exits.enter_context(self.make(own, **options))
+
+    def start_all(self):
+        """The launchers of all hosts, the hub first."""
+        return {host: self.start(host) for host in (*self.trainers, *self.data_hosts)}
+
+    def connect(self):
+        """A connection to the hub that no launcher made."""
+        return self._exits.enter_context(socket.create_connection((self.bind, self.port), timeout=TIMEOUT_S))
+
+
+class Lines(logging.Handler):
+    """Log lines as they come."""
+
+    def __init__(self):
+        super().__init__()
+        self.queue = queue.Queue()
+
+    def emit(self, record):
+        """Keep a line."""
+        self.queue.put(record.getMessage())
+
+    def wait_for(self, *texts):
+        """Wait until each text has been part of a line."""
+        missing, seen, deadline = set(texts), [], time.monotonic() + TIMEOUT_S
+        while missing:
+            try:
+                seen.append(self.queue.get(timeout=max(0.01, deadline - time.monotonic())))
+            except queue.Empty:
+                raise AssertionError(f"{missing} not in {seen}") from None
+            missing -= {text for text in missing if text in seen[-1]}
+
+
+def joined(lines, *hosts):
+    """Wait until the hub has welcomed these hosts."""
+    lines.wait_for(*(f"Host {host} joined." for host in hosts))
+
+
+def farewells(launchers):
+    """What farewell returned on each host, all called at once."""
+    results = {}
+
+    def wait(host, peers):
+        results[host] = peers.farewell()
+
+    threads = [threading.Thread(target=wait, args=item, daemon=True) for item in launchers.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert set(results) == set(launchers), "a farewell did not return"
+    return results
+
+
+_HOST_SCRIPT = """
+import sys
+from lightning_sm.launcher.peers.connection import Timings
+from lightning_sm.launcher.peers.peers import Peers
+own, identity, bind, port, trainers, silence_s = sys.argv[1:7]
+with Peers(job_identity=identity, own=own, trainers=trainers.split(), data_hosts=[], main_host="algo-1",
+           addresses={"algo-1": bind}, port=int(port), bind=bind, on_verdict=lambda verdict: None,
+           timings=Timings(silence_s=float(silence_s), ping_s=0.1, tick_s=0.02, first_retry_s=0.02,
+                           longest_retry_s=0.1)):
+    print("started", flush=True)
+    sys.stdin.read()
+"""
+
+
+def host_process(exits, job, own, silence_s=30.0):
+    """The launcher of a host in a process of its own, which runs until it is killed."""
+    arguments = [own, job.identity, job.bind, str(job.port), " ".join(job.trainers), str(silence_s)]
+    command = [sys.executable, "-c", _HOST_SCRIPT, *arguments]
+    process = exits.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    exits.callback(process.kill)
+    assert process.stdout.readline() == b"started\n"
+    return process

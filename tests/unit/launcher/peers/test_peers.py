@@ -1,0 +1,298 @@
+"""How the hosts of a job agree on its end: real sockets on 127.0.0.x."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import random
+import socket
+import threading
+import time
+
+import pytest
+
+from lightning_sm.launcher.peers.outcome import Outcome, Verdict
+from tests.unit.launcher.peers.launchers import BROKEN, DATA, FAST, MAIN, TIMEOUT_S, Job, farewells, joined
+
+
+def test_failure_reaches_all_hosts(exits, lines):
+    """All hosts hear of the first failure at once, with host, exit code and reason; later ones change nothing."""
+    job = Job(exits, 3, 1)
+    launchers = job.start_all()
+    joined(lines, "algo-2", "algo-3", DATA)
+    started = time.monotonic()
+    launchers["algo-3"].report(BROKEN)
+    expected = Verdict("failed", "algo-3", 3, "ValueError: broken")
+    assert {peers.heard.get(timeout=TIMEOUT_S) for peers in launchers.values()} == {expected}
+    assert time.monotonic() - started < 1
+    launchers["algo-2"].report(Outcome(143, "terminated"))
+    launchers[MAIN].report(Outcome(1, "another"))
+    del launchers[DATA]
+    assert set(farewells(launchers).values()) == {expected}
+    assert all(peers.heard.empty() for peers in launchers.values())
+    assert expected.is_failure
+
+
+def test_nobody_leaves_before_the_last_trainer(exits, lines):
+    """Hosts that finished first wait for the last one, in silence for the others; then all hear that it is over."""
+    job = Job(exits, 3, 1)
+    launchers = job.start_all()
+    joined(lines, "algo-2", "algo-3", DATA)
+    events = queue.Queue()
+
+    def end(host):
+        launchers[host].report(Outcome(0))
+        launchers[host].farewell()
+        events.put(host)
+
+    early = [threading.Thread(target=end, args=(host,), daemon=True) for host in (MAIN, "algo-2", DATA)]
+    for thread in early:
+        thread.start()
+    with pytest.raises(queue.Empty):
+        events.get(timeout=1.5 * FAST["farewell_s"])
+    events.put("the last one ends")
+    launchers["algo-3"].report(Outcome(0))
+    assert launchers["algo-3"].farewell() == Verdict("finished")
+    for thread in early:
+        thread.join(TIMEOUT_S)
+    assert events.get() == "the last one ends"
+    assert {peers.heard.get(timeout=TIMEOUT_S) for peers in launchers.values()} == {Verdict("finished")}
+    assert not Verdict("finished").is_failure
+
+
+def test_data_host_hears_of_the_end_while_it_serves(exits, lines):
+    """A data host whose script runs hears that the trainers have finished, and does not hold them up."""
+    job = Job(exits, 2, 1)
+    launchers = job.start_all()
+    joined(lines, "algo-2", DATA)
+    data = launchers.pop(DATA)
+    for peers in launchers.values():
+        peers.report(Outcome(0))
+    assert set(farewells(launchers).values()) == {Verdict("finished")}
+    assert data.heard.get(timeout=TIMEOUT_S) == Verdict("finished")
+
+
+def test_failed_data_host_ends_nothing(exits, lines):
+    """A data host that fails or vanishes is named in the log; the training goes on without it."""
+    job = Job(exits, 1, 3)
+    launchers = job.start_all()
+    joined(lines, *job.data_hosts)
+    launchers["data-1"].report(BROKEN)
+    lines.wait_for("The script on data host data-1 ended with exit code 3; the training goes on without it. ValueError")
+    launchers["data-2"].close()
+    lines.wait_for("Data host data-2 is gone (its connection ended).")
+    launchers[MAIN].report(Outcome(0))
+    assert launchers[MAIN].farewell() == Verdict("finished")
+    assert launchers["data-1"].farewell() == Verdict("finished")
+
+
+def test_failure_before_anything_else_frees_the_data_hosts(exits):
+    """A script that fails at its first import is heard of, whoever connects first."""
+    job = Job(exits, 2, 1)
+    data, other = job.start(DATA), job.start("algo-2")
+    other.report(BROKEN)
+    hub = job.start(MAIN)
+    expected = Verdict("failed", "algo-2", 3, "ValueError: broken")
+    assert data.heard.get(timeout=TIMEOUT_S) == expected
+    hub.report(Outcome(143))
+    assert set(farewells({"algo-2": other, MAIN: hub}).values()) == {expected}
+
+
+def test_late_host_hears_at_once(exits):
+    """A host that starts after the failure hears of it as soon as it connects, as long as the main host lingers."""
+    job = Job(exits, 3)
+    hub, other = job.start(MAIN, farewell_s=TIMEOUT_S, ending_s=2 * TIMEOUT_S), job.start("algo-2")
+    other.report(BROKEN)
+    assert hub.heard.get(timeout=TIMEOUT_S).host == "algo-2"
+    hub.report(Outcome(143))
+    late = job.start("algo-3")
+    assert late.heard.get(timeout=TIMEOUT_S).host == "algo-2"
+    late.report(Outcome(143))
+    hosts = {MAIN: hub, "algo-2": other, "algo-3": late}
+    assert {verdict.host for verdict in farewells(hosts).values()} == {"algo-2"}
+
+
+def test_main_host_waits_only_so_long_for_hosts_that_never_came(exits):
+    """Hosts without a launcher of ours are no error: the main host waits farewell_s and calls the job finished."""
+    hub = Job(exits, 3, 1).start(MAIN)
+    started = time.monotonic()
+    hub.report(Outcome(0))
+    assert hub.farewell() == Verdict("finished")
+    assert FAST["farewell_s"] <= time.monotonic() - started < TIMEOUT_S / 2
+
+
+def test_other_host_waits_only_so_long_for_the_main_host(exits):
+    """Where the main host has no launcher of ours, a host ends as it would alone, farewell_s later."""
+    peers = Job(exits).start("algo-2")
+    started = time.monotonic()
+    peers.report(Outcome(0))
+    assert peers.farewell() is None
+    assert FAST["farewell_s"] <= time.monotonic() - started < TIMEOUT_S / 2
+
+
+def test_only_host_needs_no_port(exits):
+    """A job of one host opens no port, starts no thread and waits for nobody."""
+    threads = threading.active_count()
+    peers = Job(exits, 1).start(MAIN)
+    assert threading.active_count() == threads
+    peers.report(Outcome(1))
+    peers.leave()
+    assert peers.farewell() is None
+
+
+def test_interruption_is_a_verdict(exits, lines):
+    """A host that SIGTERM ended is heard of like one that failed, with the exit code that says so."""
+    launchers = Job(exits).start_all()
+    joined(lines, "algo-2")
+    launchers[MAIN].report(Outcome(143, "killed by SIGTERM"))
+    assert launchers["algo-2"].heard.get(timeout=TIMEOUT_S) == Verdict("failed", MAIN, 143, "killed by SIGTERM")
+
+
+@pytest.mark.parametrize("character", ["x", "\0", "\n", "\U0001f600", "\ud800", '"'])
+def test_any_reason_arrives(exits, lines, character):
+    """A reason of 1024 characters fits into a line, whatever its characters; longer ones are cut."""
+    launchers = Job(exits).start_all()
+    joined(lines, "algo-2")
+    launchers["algo-2"].report(Outcome(1, character * 5000))
+    reason = launchers[MAIN].heard.get(timeout=TIMEOUT_S).reason
+    assert reason == character.replace("\ud800", "?") * 1024
+
+
+def test_leave_ends_the_farewell(exits, lines):
+    """Who is told to stop need not wait any longer; until then the log says who is waited for."""
+    job = Job(exits)
+    hub = job.start(MAIN, log_s=0.05)
+    job.start("algo-2")
+    joined(lines, "algo-2")
+    hub.report(Outcome(0))
+    ended = threading.Thread(target=hub.farewell, daemon=True)
+    ended.start()
+    lines.wait_for("The script of this host has ended; waiting for hosts algo-2.")
+    assert ended.is_alive()
+    hub.leave()
+    ended.join(TIMEOUT_S)
+    assert not ended.is_alive()
+
+
+def test_farewell_without_a_report_returns(exits):
+    """A launcher that never started a script has nothing to wait for."""
+    assert Job(exits).start(MAIN).farewell() is None
+
+
+def test_failing_callback_is_logged(exits, lines):
+    """An error in the launcher's callback does not end the thread that others rely on."""
+
+    def fail(_verdict):
+        raise RuntimeError("callback")
+
+    job = Job(exits)
+    hub, other = job.start(MAIN, on_verdict=fail), job.start("algo-2")
+    joined(lines, "algo-2")
+    other.report(BROKEN)
+    lines.wait_for("The launcher could not act on")
+    hub.report(Outcome(143))
+    assert {verdict.host for verdict in farewells({MAIN: hub, "algo-2": other}).values()} == {"algo-2"}
+
+
+def test_brief_interruption_of_a_connection_loses_nobody(exits, lines):
+    """A host that comes back in time is not lost, and reports as if nothing had happened."""
+    job = Job(exits)
+    hub = job.start(MAIN, return_s=TIMEOUT_S)
+    with job.make("algo-2"):
+        joined(lines, "algo-2")
+    again = job.start("algo-2")
+    joined(lines, "algo-2")
+    hub.report(Outcome(0))
+    again.report(Outcome(0))
+    assert set(farewells({MAIN: hub, "algo-2": again}).values()) == {Verdict("finished")}
+
+
+def test_restarted_hub_learns_everything_again(exits, lines):
+    """A main host that comes back in time hears all reports again."""
+    job = Job(exits, 3)
+    others = {host: job.start(host, hub_return_s=TIMEOUT_S) for host in ("algo-2", "algo-3")}
+    with job.make(MAIN):
+        joined(lines, "algo-2", "algo-3")
+        others["algo-2"].report(Outcome(0))
+    hub = job.start(MAIN)
+    joined(lines, "algo-2", "algo-3")
+    for peers in (others["algo-3"], hub):
+        peers.report(Outcome(0))
+    assert set(farewells({**others, MAIN: hub}).values()) == {Verdict("finished")}
+
+
+def test_fifty_hosts(exits, lines):
+    """A failure on one of fifty hosts reaches all others within about a second, and all can end."""
+    job = Job(exits, 51)
+    launchers = job.start_all()
+    joined(lines, *job.trainers[1:])
+    started = time.monotonic()
+    launchers["algo-50"].report(BROKEN)
+    assert {peers.heard.get(timeout=TIMEOUT_S).host for peers in launchers.values()} == {"algo-50"}
+    assert time.monotonic() - started < 3
+    for peers in launchers.values():
+        peers.report(Outcome(143))
+    assert {verdict.host for verdict in farewells(launchers).values()} == {"algo-50"}
+
+
+def test_port_is_free_after_close(exits, lines):
+    """Nothing is left of a hub with connections: the next one can listen at once, and close may be repeated."""
+    job = Job(exits)
+    for _ in range(3):
+        hub, other = job.start(MAIN), job.start("algo-2")
+        joined(lines, "algo-2")
+        hub.close()
+        other.close()
+        other.close()
+
+
+def test_close_while_connecting(exits):
+    """A launcher that ends while its connection is being made leaves nothing behind."""
+    job = Job(exits)
+    with socket.socket() as server:
+        server.bind((job.bind, job.port))
+        server.listen(0)
+        for _ in range(5):  # the first ones fill the queue, so that the others stay between the states
+            job.start("algo-2")
+        for _ in range(5):
+            with job.make("algo-2"):
+                pass
+
+
+def test_report_is_sent_before_close(exits, lines):
+    """A launcher that reports and closes at once, without a farewell, is heard if it was connected."""
+    job = Job(exits)
+    hub = job.start(MAIN)
+    with job.make("algo-2") as other:
+        lines.wait_for("Host algo-2 was welcomed.")
+        other.report(BROKEN)
+    assert hub.heard.get(timeout=TIMEOUT_S) == Verdict("failed", "algo-2", 3, "ValueError: broken")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_all_survivors_agree(exits, seed):
+    """In any order of starts, reports and kills, every surviving host ends in time, and all that heard agree."""
+    chance = random.Random(seed)
+    job = Job(exits, 4)
+    steps = {host: ["start", chance.choice(["succeed", "succeed", "fail", "kill"])] for host in job.trainers}
+    launchers, killed = {}, set()
+    while steps:
+        host = chance.choice(sorted(steps))
+        step = steps[host].pop(0)
+        if not steps[host]:
+            del steps[host]
+        if step == "start":
+            launchers[host] = job.start(host)
+        elif step == "kill":  # on the wire the same: the kernel closes the connection, and nothing was reported
+            launchers[host].close()
+            killed.add(host)
+        else:
+            launchers[host].report(Outcome(0) if step == "succeed" else Outcome(int(host[-1]), host))
+        if chance.random() < 0.5 and host in launchers:
+            with contextlib.suppress(queue.Empty):
+                launchers[host].heard.get(timeout=chance.choice([0.01, 0.1, 0.5]))
+    survivors = {host: peers for host, peers in launchers.items() if host not in killed}
+    verdicts = set(farewells(survivors).values()) - {None}
+    assert len(verdicts) <= 1
+    if MAIN in survivors:
+        assert len(verdicts) == 1

@@ -1,0 +1,115 @@
+"""What ``distribution={...}`` means to our launcher: the same ranks, a number of processes, or an error."""
+
+import logging
+
+import pytest
+
+from lightning_sm.errors import TopologyError
+from lightning_sm.job.topology import Topology
+from lightning_sm.launcher.toolkit.distribution import processes_per_host
+from tests.fakes.job_folder import make_job
+
+GROUPS = {"gpu": ["algo-1", "algo-2"], "data": ["algo-3"]}
+
+
+def processes(hyperparameters, groups=None, **facts):
+    """What a job with these hyperparameters wants on each host."""
+    job = make_job(groups or {"homogeneousCluster": ["algo-1", "algo-2"]}, hyperparameters=hyperparameters, **facts)
+    return processes_per_host(job, Topology.from_job(job))
+
+
+def test_a_job_without_distribution_says_nothing(caplog):
+    """Hyperparameters of the script mean nothing here."""
+    caplog.set_level(logging.INFO, "lightning_sm")
+    assert processes({"lr": "0.1", "sagemaker_program": "train.py"}) is None
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "starter"),
+    [
+        ("sagemaker_torch_distributed_enabled", "torchrun"),
+        ("sagemaker_mpi_enabled", "mpirun"),
+        ("sagemaker_pytorch_ddp_enabled", "mpirun"),
+    ],
+)
+@pytest.mark.parametrize("value", ["true", "True"])
+def test_launchers_of_other_images_are_needless(caplog, name, starter, value):
+    """One line says that the ranks are the same, whichever SDK class wrote the value."""
+    caplog.set_level(logging.INFO, "lightning_sm")
+    assert processes({name: value}) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"lightning-sm: distribution={{...}} asks for {starter}; this launcher starts the same ranks by itself."
+    ]
+
+
+def test_a_disabled_distribution_is_none(caplog):
+    """False is no wish."""
+    caplog.set_level(logging.INFO, "lightning_sm")
+    assert processes({"sagemaker_mpi_enabled": "false", "mp_parameters": "{}"}) is None
+    assert caplog.text == ""
+
+
+def test_the_number_of_processes_is_taken():
+    """processes_per_host of the SDK is the number of devices."""
+    asked = {"sagemaker_mpi_enabled": "true", "sagemaker_mpi_num_of_processes_per_host": "4"}
+    assert processes(asked) == 4
+    assert processes(asked, devices=4) == 4
+    assert processes({**asked, "sagemaker_mpi_num_processes": "8"}) == 4
+
+
+def test_options_of_mpirun_are_not_silently_dropped(caplog):
+    """A warning quotes them and says where variables go."""
+    processes({"sagemaker_mpi_enabled": "true", "sagemaker_mpi_custom_mpi_options": '"-x NCCL_DEBUG=INFO"'})
+    assert "sagemaker_mpi_custom_mpi_options='-x NCCL_DEBUG=INFO' is not used" in caplog.text
+    assert "Estimator(environment=...)" in caplog.text
+
+
+def test_smdistributed_dataparallel_is_named_as_missing(caplog):
+    """The job runs on, with a warning, as the gradients are the same."""
+    assert processes({"sagemaker_distributed_dataparallel_enabled": "true"}) is None
+    assert "smdistributed.dataparallel (distribution={...}) is not supported" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("hyperparameters", "facts", "said"),
+    [
+        ({"mp_parameters": '{"partitions": 2}'}, {}, ["mp_parameters", "modelparallel", "trainer.strategy"]),
+        ({"sagemaker_parameter_server_enabled": "true"}, {}, ["TensorFlow"]),
+        (
+            {"sagemaker_mpi_num_of_processes_per_host": "4"},
+            {"devices": 2},
+            ["4 processes on each host", "LIGHTNING_SM_DEVICES is 2"],
+        ),
+        (
+            {"sagemaker_mpi_num_of_processes_per_host": "4", "sagemaker_mpi_num_processes": "12"},
+            {},
+            ["12 processes in all", "4 on each host", "2 trainer host(s)"],
+        ),
+        ({"sagemaker_mpi_num_of_processes_per_host": '"many"'}, {}, ["'many'", "whole number"]),
+        ({"sagemaker_mpi_num_of_processes_per_host": "0"}, {}, ["is 0", "whole number"]),
+        ({"sagemaker_mpi_num_of_processes_per_host": "true"}, {}, ["is True", "whole number"]),
+        ({"sagemaker_distribution_instance_groups": "gpu"}, {"groups": GROUPS}, ["'gpu'", "list of names"]),
+        (
+            {"sagemaker_distribution_instance_groups": '["data"]'},
+            {"groups": GROUPS},
+            ["names the instance groups ['data']", "that train are ['gpu']", "that serve data ['data']", "algo-3"],
+        ),
+        (
+            {"sagemaker_distribution_instance_groups": '["gpu"]'},
+            {"groups": {"gpu": ["algo-1"], "more": ["algo-2"]}},
+            ["['gpu']", "['gpu', 'more']", "LIGHTNING_SM_DATA_GROUPS"],
+        ),
+    ],
+)
+def test_what_contradicts_the_job_is_an_error(hyperparameters, facts, said):
+    """The message has both values and what to do."""
+    with pytest.raises(TopologyError) as error:
+        processes(hyperparameters, **facts)
+    assert [part for part in said if part not in str(error.value)] == []
+
+
+@pytest.mark.parametrize("text", ['["gpu"]', "['gpu']"])
+def test_groups_that_train_may_be_named(text):
+    """By a framework estimator, or by a generic one, which writes Python's notation."""
+    assert processes({"sagemaker_distribution_instance_groups": text}, GROUPS) is None

@@ -1,0 +1,137 @@
+"""Which script runs, how it is started, and what pip must leave alone."""
+
+import importlib.metadata
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_sm.errors import JobConfigError, ScriptError
+from lightning_sm.launcher.user_code.pip_install import index_variables
+from lightning_sm.launcher.user_code.requirements import constraints, failure
+from lightning_sm.launcher.user_code.script import (
+    COMMAND_LINE,
+    Program,
+    Submission,
+    find_program,
+    find_script,
+    find_submission,
+)
+from tests.fakes.job_folder import make_job
+
+
+def job_with(hyperparameters=None, **facts):
+    """A job of one host."""
+    return make_job({"trainer": ["algo-1"]}, hyperparameters=hyperparameters or {}, **facts)
+
+
+@pytest.mark.parametrize(
+    ("line", "hyperparameter", "variable", "chosen", "overruled"),
+    [
+        ("a.py", '"b.py"', "c.py", "a.py", ["b.py", "c.py"]),
+        (None, '"b.py"', "c.py", "b.py", ["c.py"]),
+        (None, "b.py", "b.py", "b.py", []),
+        (None, None, "c.py", "c.py", []),
+        (None, '""', "c.py", "c.py", []),
+        ("a.py", None, None, "a.py", []),
+    ],
+)
+def test_command_line_then_job_then_image(line, hyperparameter, variable, chosen, overruled):
+    """Whoever is nearer to the job wins, and others with another name are remembered."""
+    hyperparameters = {} if hyperparameter is None else {"sagemaker_program": hyperparameter}
+    env = {} if variable is None else {"SAGEMAKER_PROGRAM": variable}
+    program = find_program(line, job_with(hyperparameters), env)
+    assert program.name == chosen
+    assert [other.name for other in program.overruled] == overruled
+
+
+@pytest.mark.parametrize(
+    ("hyperparameter", "variable", "address"),
+    [
+        ('"s3://b/k"', "s3://other/k", "s3://b/k"),
+        (None, "s3://other/k", "s3://other/k"),
+        (None, "/opt/ml/code", None),
+        ("/opt/ml/code", None, "/jobs/ml/code"),
+        ("/opt/ml/input/data/code", None, "/opt/ml/input/data/code"),
+        (None, None, None),
+    ],
+)
+def test_code_that_came_with_the_job(hyperparameter, variable, address):
+    """A hyperparameter means code of the job, a variable only if it is an address: images name folders by it."""
+    hyperparameters = {} if hyperparameter is None else {"sagemaker_submit_directory": hyperparameter}
+    env = {} if variable is None else {"SAGEMAKER_SUBMIT_DIRECTORY": variable}
+    submission = find_submission(job_with(hyperparameters, base_dir=Path("/jobs/ml")), env)
+    assert (submission and submission.address) == address
+    assert submission is None or isinstance(submission, Submission)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "command"),
+    [
+        ("train.py", "#!/bin/sh", [sys.executable, "-u"]),
+        ("run.sh", "echo", ["/bin/sh"]),
+        ("run.sh", "#!/bin/bash -e -x\n", ["/bin/bash", "-e -x"]),
+        ("run.sh", "#!/usr/bin/env bash\r\n", ["/usr/bin/env", "bash"]),
+        ("run.sh", "#!\n", ["/bin/sh"]),
+        ("run", "#! /bin/sh\n", ["/bin/sh"]),
+        ("run", "\x7fELF", []),
+    ],
+)
+def test_what_starts_a_file(tmp_path, monkeypatch, name, content, command):
+    """Python by the suffix, else the first line's interpreter with one argument, else sh; programs by themselves."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_bytes(content.encode())
+    script = find_script(Program(name, COMMAND_LINE), job_with(), {})
+    assert list(script.command) == [*command, str(tmp_path / name)]
+
+
+def test_a_module_needs_a_setup_py(tmp_path, monkeypatch):
+    """Without one, a name that is no file is a mistake."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ScriptError, match=r"'nets\.train' does not exist. It was named by the command line\."):
+        find_script(Program("nets.train", COMMAND_LINE), job_with(base_dir=tmp_path / "ml"), {})
+    (tmp_path / "setup.py").write_text("")
+    script = find_script(Program("nets.train", COMMAND_LINE), job_with(base_dir=tmp_path / "ml"), {})
+    assert script.shown == ("-m", "nets.train")
+
+
+def test_constraints_keep_what_the_image_is_built_around():
+    """The installed torch and Lightning to the version, and the ranges of the others that we need, without extras."""
+    lines = constraints()
+    assert f"torch=={importlib.metadata.version('torch')}" in lines
+    assert f"pytorch-lightning=={importlib.metadata.version('pytorch-lightning')}" in lines
+    assert any(line.startswith("numpy") and "==" not in line for line in lines)
+    assert not any("[" in line or ";" in line for line in lines)
+    assert sum(line.startswith("torch") and line[5] in "=<>" for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("Looking in indexes\n  ERROR: inner\nERROR: outer\n[notice] new pip\n", "  ERROR: inner\nERROR: outer"),
+        ("", "ended without a word on stderr: killed by SIGKILL"),
+        ('Traceback (most recent call last):\n  File "a", line 1, in b\nImportError: no pip\n', "ImportError: no pip"),
+        ("ERROR: " + "x" * 5000, "..."),
+    ],
+)
+def test_pips_own_words_come_first(tmp_path, output, said):
+    """The reason has pip's errors and nothing else of its log, and fits into the failure file."""
+    reason = failure(output, 137, tmp_path, protected=True)
+    assert said in reason
+    assert "[notice]" not in reason
+    assert "Looking" not in reason
+    assert len(reason) < 1024 or not output
+
+
+@pytest.mark.parametrize(
+    "text", ["a repository", "arn:aws:s3:::bucket", "arn:aws:codeartifact:eu-west-1:1:repository/d"]
+)
+def test_a_malformed_repository_is_an_error(text):
+    """CA_REPOSITORY_ARN that is none of CodeArtifact's is quoted."""
+    with pytest.raises(JobConfigError, match="CA_REPOSITORY_ARN="):
+        index_variables({"CA_REPOSITORY_ARN": text})
+
+
+def test_without_a_repository_pip_is_left_alone():
+    """Nothing is set, and boto3 is not needed."""
+    assert index_variables({}) == {}

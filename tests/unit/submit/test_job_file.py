@@ -1,0 +1,125 @@
+"""Job files: keys, types, and options that win over the file."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from lightning_sm.errors import SubmitError
+from lightning_sm.submit.job_file import Channel, Group, Job, Spot, read_job
+
+ROOT = Path(__file__).parents[3]
+SMALL = "image: x\ngroups:\n  trainer: {instance_type: ml.g5.xlarge, count: 2}\n"
+
+
+@pytest.fixture
+def job_file(tmp_path):
+    """Writes a job file, and returns its path."""
+
+    def write(text):
+        path = tmp_path / "job.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_small_file_is_enough(job_file):
+    """Image and groups are all that a job needs; everything else has a default."""
+    job = read_job(job_file(SMALL))
+    assert job == Job(image="x", groups={"trainer": Group("ml.g5.xlarge", 2)})
+    assert (job.name, job.max_run_s, job.volume_gb, job.retries.max_tries) == ("lightning", 86400, 30, 5)
+
+
+def test_options_win_over_the_file_and_leave_the_rest(job_file):
+    """One value in a group, a channel or a section is changed without naming the others."""
+    text = SMALL + "channels:\n  training: {uri: s3://bucket/a, groups: [trainer]}\nspot: {max_wait_s: 5}\n"
+    job = read_job(
+        job_file(text),
+        [
+            "--groups.trainer.count=4",
+            "--groups.data.instance_type=ml.c5.xlarge",
+            "--channels.training.mode=FastFile",
+            "--spot.max_wait_s=99",
+            "--environment.NAME=value",
+            "--retries.max_tries=1",
+        ],
+    )
+    assert job.groups == {"trainer": Group("ml.g5.xlarge", 4), "data": Group("ml.c5.xlarge", 1)}
+    assert job.channels == {"training": Channel("s3://bucket/a", ["trainer"], "FastFile")}
+    assert (job.spot, job.environment, job.retries.max_tries) == (Spot(99), {"NAME": "value"}, 1)
+
+
+@pytest.mark.parametrize(
+    ("stated", "options", "expected"),
+    [
+        ("{}", ["a.x=1", "a.y=[2]", "b=1e-3"], {"a.x": 1, "a.y": [2], "b": 0.001}),
+        ("{a.x: 1, b: 2}", ["a.x=3"], {"b": 2, "a.x": 3}),
+        ("{a: {x: 1, y: 2}}", ["a.x=3"], {"a": {"x": 1, "y": 2}, "a.x": 3}),
+        ("{a.x: 1, a.y: 2, ab: 3}", ["a={y: 4}"], {"ab": 3, "a": {"y": 4}}),
+    ],
+)
+@pytest.mark.parametrize("is_one_word", [True, False])
+def test_hyperparameters_of_options_win_one_by_one(job_file, stated, options, expected, is_one_word):
+    """Dots are part of their names, values have types, and what is not named stays."""
+    pairs = [f"--hyperparameters.{option}".split("=", 1) for option in options]
+    words = ["=".join(pair) for pair in pairs] if is_one_word else [word for pair in pairs for word in pair]
+    job = read_job(job_file(SMALL + f"hyperparameters: {stated}\n"), words)
+    assert list(job.hyperparameters.items()) == list(expected.items())
+
+
+@pytest.mark.parametrize("key", ["channels", "hyperparameters", "environment", "metrics", "retries", "tags", "name"])
+def test_a_key_without_a_value_is_as_good_as_none(job_file, key):
+    """As where all lines below it are comments."""
+    assert read_job(job_file(SMALL + f"{key}:\n  # nothing\n")) == read_job(job_file(SMALL))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (SMALL + "imagee: y\n", ["imagee"]),
+        (SMALL + "max_run_s: soon\n", ["max_run_s", "soon"]),
+        (SMALL + "spot: {max_wait: 5}\n", ["spot", "max_wait"]),
+        (SMALL + "channels: {a: {uri: s3://b/c, mode: Fast}}\n", ["channels", "mode", "Fast"]),
+        (SMALL.replace("count: 2", "count: two"), ["groups", "count", "two"]),
+        ("image: x\n", ["groups"]),
+        (SMALL + "hyperparameters: {1: 2}\n", ["hyperparameters", "1", "int", "quotes"]),
+        (SMALL + "channels: {1: {uri: s3://b/c}}\n", ["channels", "1", "int"]),
+        ("image: [x\n", ["line 1"]),
+    ],
+)
+def test_what_is_wrong_is_named(job_file, text, words):
+    """Unknown keys, wrong types, missing keys and broken YAML are errors that name the file, the key and the value."""
+    path = job_file(text)
+    with pytest.raises(SubmitError) as caught:
+        read_job(path)
+    for word in [str(path), *words]:
+        assert word in str(caught.value)
+
+
+def test_an_option_without_its_value_is_named(job_file):
+    """A hyperparameter at the end of the command."""
+    with pytest.raises(SubmitError, match=r"--hyperparameters\.a\.b: expected a value"):
+        read_job(job_file(SMALL), ["--hyperparameters.a.b"])
+
+
+def test_relative_paths_start_from_the_file(job_file, tmp_path, monkeypatch):
+    """Wherever the command is started; absolute paths stay."""
+    monkeypatch.chdir("/")
+    job = read_job(job_file(SMALL + "config: a/b.yaml\nsource_dir: src\n"))
+    assert (job.config, job.source_dir) == (str(tmp_path / "a" / "b.yaml"), str(tmp_path / "src"))
+    assert read_job(job_file(SMALL + "config: /a/b.yaml\n")).config == "/a/b.yaml"
+
+
+def test_the_example_can_be_read():
+    """app/job.yaml is a job file, whose config file exists."""
+    job = read_job(ROOT / "app" / "job.yaml")
+    assert set(job.groups) == {"trainer", "data"}
+    assert Path(job.config).is_file()
+
+
+def test_every_key_is_in_the_documentation():
+    """The table in docs/submit.md has a row that names it."""
+    rows = [line for line in (ROOT / "docs" / "submit.md").read_text().splitlines() if line.startswith("| `")]
+    first_cells = " ".join(row.split("|")[1] for row in rows)
+    assert [one.name for one in dataclasses.fields(Job) if f"`{one.name}`" not in first_cells] == []

@@ -1,0 +1,151 @@
+"""What is filled in: groups of channels, hyperparameters, local mode."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_sm.errors import HyperparameterError, TopologyError
+from lightning_sm.job.hyperparameters import to_argv
+from lightning_sm.submit.job_file import Channel, Group, Job, Retries, Spot, Vpc
+from lightning_sm.submit.plan import data_groups, encode_hyperparameters, for_local_mode, make_plan
+
+GPU, CPU = Group("ml.g5.xlarge", 2), Group("ml.c5.xlarge")
+JOB = Job(image="x", groups={"trainer": GPU, "data": CPU})
+
+
+def options(job):
+    """The arguments that the script gets, by name."""
+    arguments = to_argv(encode_hyperparameters(job))
+    return dict(argument.removeprefix("--").split("=", 1) for argument in arguments if argument.startswith("--"))
+
+
+def test_groups_are_for_all_channels_or_for_none():
+    """If one channel names groups, the others and the code get all groups; if none does, nothing is said."""
+    channels = {"a": Channel("s3://b/a", ["data"]), "b": Channel("s3://b/b")}
+    plan = make_plan(replace(JOB, channels=channels), {})
+    assert {name: channel.groups for name, channel in plan.channels.items()} == {
+        "a": ["data"],
+        "b": ["trainer", "data"],
+    }
+    assert plan.with_code("s3://b/c").channels["lightning_sm_code"].groups == ["trainer", "data"]
+    plan = make_plan(replace(JOB, channels={"b": Channel("s3://b/b")}), {})
+    assert {channel.groups for channel in plan.with_code("s3://b/c").channels.values()} == {None}
+
+
+def test_a_single_group_is_an_ordinary_job():
+    """The service knows no groups then, and channels must not name any."""
+    plan = make_plan(Job(image="x", groups={"a": GPU}, channels={"c": Channel("s3://b/c", ["a"])}), {})
+    assert plan.single_group == GPU
+    assert plan.channels["c"].groups is None
+
+
+def test_the_config_file_becomes_hyperparameters(tmp_path):
+    """Its top-level keys, as JSON; what overrides it becomes dotted options, which come after it."""
+    path = tmp_path / "config.yaml"
+    path.write_text("seed_everything: 1\ndata: {class_path: a.B, init_args: {size: 3}}\n")
+    job = replace(
+        JOB, config=str(path), hyperparameters={"data": {"size": 4}, "trainer": {"max_epochs": 5}, "data.x": None}
+    )
+    arguments = to_argv(encode_hyperparameters(job))
+    assert arguments == [
+        '--data={"class_path": "a.B", "init_args": {"size": 3}}',
+        "--data.size=4",
+        "--data.x=null",
+        "--seed_everything=1",
+        '--trainer={"max_epochs": 5}',
+    ]
+
+
+def test_long_values_travel_in_pieces(tmp_path):
+    """A config file with a value beyond the service's 2500 characters arrives whole."""
+    content = {"model": {"layers": list(range(2000))}}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    job = replace(JOB, config=str(path))
+    assert max(map(len, encode_hyperparameters(job).values())) <= 2500
+    assert json.loads(options(job)["model"]) == content["model"]
+
+
+def test_subcommand_and_code_are_told_to_the_launcher():
+    """As the hyperparameters that it looks for; none of them is an option of the script."""
+    job = replace(JOB, subcommand="validate", script="go.py", source_dir="/src")
+    encoded = encode_hyperparameters(job)
+    assert json.loads(encoded["sagemaker_program"]) == "go.py"
+    assert json.loads(encoded["sagemaker_submit_directory"]) == "/opt/ml/input/data/lightning_sm_code"
+    assert to_argv(encoded) == ["validate"]
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "a: [", "1: 2"])
+def test_a_config_file_that_is_none_is_an_error(tmp_path, content):
+    """Broken YAML, or something other than names and values; the message names the file."""
+    path = tmp_path / "config.yaml"
+    path.write_text(content)
+    with pytest.raises(HyperparameterError, match=str(path)):
+        encode_hyperparameters(replace(JOB, config=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("groups", "stated", "expected"),
+    [
+        ({"trainer": GPU, "data": CPU}, None, ["data"]),
+        ({"gpus": GPU, "cpus": CPU}, None, ["cpus"]),
+        ({"a": CPU, "b": CPU}, None, []),
+        ({"a": CPU, "b": CPU}, " b ", ["b"]),
+        ({"data": CPU, "b": CPU}, "", []),
+    ],
+)
+def test_data_groups_follow_the_rule_of_the_job(groups, stated, expected):
+    """By name, by instance type, or as LIGHTNING_SM_DATA_GROUPS says."""
+    environment = {} if stated is None else {"LIGHTNING_SM_DATA_GROUPS": stated}
+    assert data_groups(Job(image="x", groups=groups, environment=environment)) == expected
+
+
+@pytest.mark.parametrize(
+    ("groups", "environment", "words"),
+    [
+        ({"data": CPU}, {}, "No group trains"),
+        ({"a": GPU, "b": Group("ml.p4d.24xlarge")}, {}, "different numbers of GPUs"),
+        ({"a": GPU}, {"LIGHTNING_SM_DATA_GROUPS": "nix"}, "nix"),
+    ],
+)
+def test_groups_that_cannot_work_are_refused(groups, environment, words):
+    """As they would be in the job, minutes later."""
+    with pytest.raises(TopologyError, match=words):
+        data_groups(Job(image="x", groups=groups, environment=environment))
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(8, "2"), (2, "1")])
+def test_local_mode_shares_the_cpus_among_the_hosts(monkeypatch, cpus, threads):
+    """PyTorch starts no more threads than there are CPUs for its host, unless the job says otherwise."""
+    monkeypatch.setattr("os.cpu_count", lambda: cpus)
+    job = replace(JOB, groups={"trainer": Group("ml.g5.xlarge", 2), "data": Group("ml.c5.xlarge", 1)})
+    assert for_local_mode(job, Path("/out"))[0].environment == {**JOB.environment, "OMP_NUM_THREADS": threads}
+    own = replace(job, environment={"OMP_NUM_THREADS": "7"})
+    assert for_local_mode(own, Path("/out"))[0].environment == {"OMP_NUM_THREADS": "7"}
+
+
+def test_local_mode_leaves_out_what_it_has_not():
+    """With a warning for each thing that the script might miss; instance types stay, as roles follow from them."""
+    job = replace(
+        JOB,
+        spot=Spot(9),
+        checkpoints="s3://b/c",
+        tensorboard="s3://b/t",
+        vpc=Vpc(["s"], ["g"]),
+        keep_alive_s=60,
+        channels={"a": Channel("s3://b/a", mode="FastFile")},
+        retries=Retries(1),
+    )
+    local, warnings = for_local_mode(job, Path("/out"))
+    assert (local.spot, local.checkpoints, local.tensorboard, local.vpc, local.keep_alive_s) == (None,) * 5
+    assert (local.channels["a"].mode, local.output, local.groups) == ("File", "file:///out", job.groups)
+    assert [warning.split(":")[0] for warning in warnings] == [
+        "spot",
+        "checkpoints",
+        "tensorboard",
+        "vpc",
+        "channels.a",
+    ]

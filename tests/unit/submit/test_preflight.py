@@ -1,0 +1,151 @@
+"""The rules between the keys of a job file."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
+
+from lightning_sm.errors import SubmitError
+from lightning_sm.submit.job_file import Channel, Group, Job, Retries, Spot
+from lightning_sm.submit.preflight import Findings, check, presentable
+
+pytestmark = pytest.mark.sdk2
+
+GPU, CPU = Group("ml.g5.xlarge", 2), Group("ml.c5.xlarge")
+IMAGE = "111122223333.dkr.ecr.us-east-1.amazonaws.com/lightning-sm:latest"
+JOB = Job(
+    image=IMAGE,
+    role="arn:aws:iam::111122223333:role/training",
+    groups={"trainer": GPU, "data": CPU},
+    channels={"training": Channel("s3://bucket/data", ["data"])},
+    output="s3://bucket/output",
+)
+
+
+def test_a_good_job_has_neither_problems_nor_warnings():
+    """Whatever is to be done with it."""
+    assert check(JOB, "cloud", "us-east-1") == Findings()
+    assert check(JOB, "local") == Findings()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"groups": {}, "channels": {}}, ["groups", "none"]),
+        ({"groups": {"a": Group("ml.g5.xlarge", 0)}, "channels": {}}, ["groups.a.count", "0"]),
+        ({"groups": {"data": CPU}}, ["No group trains"]),
+        ({"channels": {"a": Channel("s3://bucket/a", ["nix"])}}, ["channels.a.groups", "nix", "trainer"]),
+        ({"channels": {"a": Channel("s3://bucket/a", [])}}, ["channels.a.groups", "empty"]),
+        ({"channels": {"lightning_sm_code": Channel("s3://bucket/a")}}, ["lightning_sm_code", "source_dir"]),
+        ({"channels": {"a": Channel("/folder")}}, ["channels.a.uri", "/folder", "s3://"]),
+        ({"channels": {"a": Channel("file:///folder")}}, ["channels.a.uri", "file:///folder"]),
+        ({"output": "s3://UPPER/x"}, ["output", "s3://UPPER/x"]),
+        ({"checkpoints": "s3:/bucket"}, ["checkpoints", "s3:/bucket"]),
+        ({"tensorboard": "bucket/x"}, ["tensorboard", "bucket/x"]),
+        ({"name": "a_b"}, ["name", "a_b"]),
+        ({"name": "a" * 40}, ["name", "39"]),
+        ({"name": "a" * 30 + "-"}, ["name"]),
+        ({"spot": Spot(60), "checkpoints": "s3://bucket/c"}, ["spot.max_wait_s", "60", "max_run_s", "86400"]),
+        ({"max_run_s": 28 * 86400 + 1}, ["max_run_s", "2419201", "28 days"]),
+        ({"keep_alive_s": 60}, ["keep_alive_s", "60", "2 groups"]),
+        (
+            {
+                "keep_alive_s": 60,
+                "spot": Spot(86400),
+                "checkpoints": "s3://bucket/c",
+                "groups": {"a": GPU},
+                "channels": {},
+            },
+            ["keep_alive_s", "spot"],
+        ),
+        ({"retries": Retries(0)}, ["retries.max_tries", "0"]),
+        ({"retries": Retries(2, 10.0, 5.0)}, ["first_pause_s", "10", "max_pause_s", "5"]),
+        ({"script": "a.py", "hyperparameters": {"sagemaker_program": "b.py"}}, ["script", "a.py", "b.py"]),
+        ({"subcommand": "fit", "hyperparameters": {"subcommand": "test"}}, ["subcommand", "fit", "test"]),
+        ({"source_dir": "/nix/nirgends"}, ["source_dir", "/nix/nirgends"]),
+        ({"source_dir": str(Path(__file__).parent), "script": "nix.py"}, ["script", "nix.py", "source_dir"]),
+        ({"metrics": ["a", "a"]}, ["metrics", "'a'", "twice"]),
+        ({"metrics": ["a"], "metric_patterns": {"a": "(x)"}}, ["'a'", "metric_patterns"]),
+        ({"metric_patterns": {"a": "x="}}, ["metric_patterns.a", "x=", "group"]),
+        ({"role": None}, ["role"]),
+        ({"role": "training"}, ["role", "training", "ARN"]),
+        ({"image": "lightning-sm:latest"}, ["image", "lightning-sm:latest", "ecr"]),
+        ({"image": IMAGE.replace("111122223333", "<account>")}, ["image", "<account>"]),
+    ],
+)
+def test_every_contradiction_is_a_problem(changes, words):
+    """One problem, which names the keys and the values; and it keeps the job from being sent."""
+    findings = check(replace(JOB, **changes), "cloud", "us-east-1")
+    (problem,) = findings.problems
+    for word in words:
+        assert word in problem
+    with pytest.raises(SubmitError, match="1 problem; nothing was sent"):
+        findings.raise_problems()
+
+
+@pytest.mark.parametrize(
+    ("changes", "region", "words"),
+    [
+        ({"spot": Spot(86400)}, "us-east-1", ["spot without checkpoints"]),
+        ({"channels": {"a": Channel("s3://bucket/a", mode="Pipe")}}, "us-east-1", ["channels.a.mode", "pipe"]),
+        ({"channels": {"a": Channel("s3://bucket/a", distribution="ShardedByS3Key")}}, None, ["ShardedByS3Key"]),
+        ({}, "eu-west-1", ["us-east-1", "eu-west-1"]),
+    ],
+)
+def test_what_is_rarely_meant_is_a_warning(changes, region, words):
+    """It is said, and the job can be sent."""
+    findings = check(replace(JOB, **changes), "cloud", region)
+    (warning,) = findings.warnings
+    assert all(word in warning for word in words)
+    findings.raise_problems()
+
+
+def test_code_that_cannot_be_uploaded_is_a_problem(tmp_path):
+    """An empty folder, and each link that leads nowhere."""
+    job = replace(JOB, source_dir=str(tmp_path))
+    (problem,) = check(job, "cloud").problems
+    assert f"{str(tmp_path)!r}, which is empty" in problem
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "gone.py").symlink_to("nowhere")
+    (problem,) = check(job, "cloud").problems
+    assert "gone.py" in problem
+    assert "broken link" in problem
+
+
+def test_what_is_not_meant_to_be_uploaded_is_a_warning(tmp_path):
+    """Secrets and repositories beside the code, and folders that the SDK leaves out."""
+    (tmp_path / "train.py").touch()
+    (tmp_path / ".env").touch()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / ".git")
+    findings = check(replace(JOB, source_dir=str(tmp_path)), "cloud", "us-east-1")
+    assert [warning.split()[2].rstrip(",") for warning in findings.warnings] == [".env", ".git", "linked"]
+    findings.raise_problems()
+
+
+def test_local_mode_needs_neither_role_nor_registry(tmp_path):
+    """But folders that exist."""
+    channels = {"a": Channel(tmp_path.as_uri())}
+    local = replace(JOB, image="x", role=None, output=None, channels=channels)
+    assert check(local, "local") == Findings()
+    for uri in ("file:///nix/nirgends", "relative", "file://relative"):
+        (problem,) = check(replace(local, channels={"a": Channel(uri)}), "local").problems
+        assert uri in problem
+
+
+def test_all_problems_are_said_at_once():
+    """In one error, a line for each."""
+    findings = check(replace(JOB, role=None, image="x", name="_", max_run_s=10**9), "cloud")
+    with pytest.raises(SubmitError) as caught:
+        findings.raise_problems()
+    assert str(caught.value).startswith("4 problems; nothing was sent:\n")
+    assert str(caught.value).count("\n  - ") == 4
+
+
+def test_what_the_sdk_would_stumble_over_has_a_stand_in():
+    """So that the request can be made and checked; what is good stays."""
+    shown = presentable(replace(JOB, role="training", name="a_b"))
+    assert check(shown, "cloud").problems == []
+    assert presentable(JOB) == JOB

@@ -1,0 +1,176 @@
+"""Submitting again for lack of capacity, and watching a job."""
+
+import itertools
+
+import pytest
+
+pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
+
+from botocore.exceptions import ClientError, EndpointConnectionError
+
+from lightning_sm.submit.job_file import Retries
+from lightning_sm.submit.retry import pause_after, run_until_capacity, watch
+
+pytestmark = pytest.mark.sdk2
+
+NO_CAPACITY = {
+    "TrainingJobStatus": "Failed",
+    "FailureReason": "CapacityError: Unable to provision requested ML compute capacity. Please retry.",
+}
+BROKEN = {"TrainingJobStatus": "Failed", "FailureReason": "AlgorithmError: RuntimeError: nan"}
+DONE = {"TrainingJobStatus": "Completed"}
+RETRIES = Retries(max_tries=3, first_pause_s=10, max_pause_s=15)
+
+
+def refusal(code, message="said the service"):
+    """An answer of the service other than a job."""
+    return ClientError({"Error": {"Code": code, "Message": message}}, "CreateTrainingJob")
+
+
+def over_quota(quota, wanted):
+    """What the service says when the account would have more hosts than it may."""
+    text = (
+        f"The account-level service limit 'ml.g5.xlarge for training job usage' is {quota} Instances, with current "
+        f"utilization of {quota} Instances and a request delta of {wanted} Instances. Please use AWS Service Quotas."
+    )
+    return refusal("ResourceLimitExceeded", text)
+
+
+class Service:
+    """Accepts jobs, or refuses them, and ends them as told."""
+
+    def __init__(self, *story):
+        self.story = list(story)
+        self.names = []
+        self.pauses = []
+
+    def submit(self):
+        """Accept a job, unless the story says that it is refused."""
+        self.names.append(f"job-{len(self.names)}")
+        if isinstance(self.story[0], ClientError):
+            raise self.story.pop(0)
+        return self.names[-1]
+
+    def watch(self, name):
+        """End the job."""
+        assert name == self.names[-1]
+        return self.story.pop(0)
+
+    def run(self, retries=RETRIES, *, waits=True):
+        """Submit until there is capacity."""
+        return run_until_capacity(self.submit, self.watch if waits else None, retries, self.pauses.append)
+
+
+@pytest.mark.parametrize(
+    "obstacle",
+    [NO_CAPACITY, *map(refusal, ["ResourceLimitExceeded", "ThrottlingException", "InsufficientCapacity"])],
+)
+def test_lack_of_capacity_is_tried_again_under_a_new_name(obstacle, caplog):
+    """Whether the service says so at submission or as the reason of the job."""
+    service = Service(obstacle, obstacle, DONE)
+    with caplog.at_level("WARNING", "lightning_sm"):
+        assert service.run() == DONE
+    assert service.names == ["job-0", "job-1", "job-2"]
+    assert 5 <= service.pauses[0] <= 10
+    assert 7.5 <= service.pauses[1] <= 15
+    assert "No hosts at try 1 of 3" in caplog.messages[0]
+
+
+def test_the_last_try_is_the_last():
+    """Then the reason is handed on, or the refusal is raised."""
+    assert Service(*[NO_CAPACITY] * 3).run() == NO_CAPACITY
+    service = Service(*[refusal("ResourceLimitExceeded")] * 3)
+    with pytest.raises(ClientError):
+        service.run()
+    assert len(service.pauses) == 2
+
+
+@pytest.mark.parametrize("ending", [DONE, BROKEN, {"TrainingJobStatus": "Stopped"}])
+def test_any_other_end_is_the_end(ending):
+    """A job that failed for a reason of its own is not sent again."""
+    service = Service(ending)
+    assert service.run() == ending
+    assert service.pauses == []
+
+
+def test_any_other_refusal_is_raised_at_once():
+    """A request that is wrong stays wrong."""
+    service = Service(refusal("ValidationException"))
+    with pytest.raises(ClientError, match="ValidationException"):
+        service.run()
+    assert (service.names, service.pauses) == (["job-0"], [])
+
+
+def test_a_quota_that_is_too_small_is_no_lack_of_capacity():
+    """Only a job that fits into the quota can wait for others to end."""
+    service = Service(over_quota(0, 2))
+    with pytest.raises(ClientError, match="is 0 Instances"):
+        service.run()
+    assert service.pauses == []
+    service = Service(over_quota(2, 2), DONE)
+    assert service.run() == DONE
+
+
+def test_without_waiting_the_name_is_all():
+    """Refusals are tried again all the same."""
+    service = Service(refusal("ThrottlingException"), None)
+    assert service.run(waits=False) == {"TrainingJobName": "job-1"}
+
+
+def test_pauses_double_up_to_the_longest_and_are_drawn():
+    """Within half of it and the whole; no two submitters keep step."""
+    retries = Retries(max_tries=9, first_pause_s=4, max_pause_s=20)
+    for attempt, longest_s in zip(itertools.count(1), [4, 8, 16, 20, 20], strict=False):
+        drawn = {pause_after(attempt, retries) for _ in range(50)}
+        assert longest_s / 2 <= min(drawn) < max(drawn) <= longest_s
+
+
+class Client:
+    """Describes a job, a bit further each time."""
+
+    def __init__(self, *states):
+        self.states = list(states)
+
+    def describe_training_job(self, TrainingJobName):  # noqa: N803 - boto3's name
+        """Say the next state."""
+        status, secondary, message = self.states.pop(0)
+        return {
+            "TrainingJobStatus": status,
+            "SecondaryStatus": secondary,
+            "SecondaryStatusTransitions": [{"StatusMessage": message}] if message else [],
+        }
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), refusal("ExpiredTokenException"), EndpointConnectionError(endpoint_url="x")]
+)
+def test_whoever_stops_watching_is_told_that_the_job_goes_on(caplog, error):
+    """Whether by Ctrl-C, because the credentials have expired, or because the network is gone."""
+    client = Client(("InProgress", "Starting", ""))
+
+    def wait(_):
+        raise error
+
+    with caplog.at_level("WARNING", "lightning_sm"), pytest.raises(type(error)):
+        watch(client, "job", "us-east-1", wait)
+    assert "the job goes on, and costs money" in caplog.text
+    for verb in ("describe", "stop"):
+        assert f"aws sagemaker {verb}-training-job --training-job-name job --region us-east-1" in caplog.messages[-1]
+
+
+def test_every_change_of_state_is_one_line(caplog):
+    """The same state again is not."""
+    client = Client(
+        ("InProgress", "Starting", ""),
+        ("InProgress", "Downloading", "images"),
+        ("InProgress", "Downloading", "images"),
+        ("Completed", "Completed", "done"),
+    )
+    with caplog.at_level("INFO", "lightning_sm"):
+        assert watch(client, "job", "us-east-1", lambda _: None)["TrainingJobStatus"] == "Completed"
+    assert "aws logs tail /aws/sagemaker/TrainingJobs --log-stream-name-prefix job" in caplog.messages[0]
+    assert caplog.messages[1:] == [
+        "Job job is InProgress: Starting",
+        "Job job is InProgress: Downloading images",
+        "Job job is Completed: Completed done",
+    ]

@@ -1,0 +1,60 @@
+"""Log lines: shown whatever the script did about logging."""
+
+import logging
+
+import pytest
+
+from lightning_sm._log import show_log_lines
+
+
+class Lines(logging.Handler):
+    """Keeps the lines that it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        """Keep it."""
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def logger(monkeypatch):
+    """The logger of lightning_sm, as it is at the start of a script."""
+    logger = logging.getLogger("lightning_sm")
+    for name, value in {"handlers": [], "propagate": True}.items():
+        monkeypatch.setattr(logger, name, value)
+    before = logger.level
+    logger.setLevel(logging.NOTSET)
+    yield logger
+    logger.setLevel(before)
+
+
+def test_a_script_without_logging_sees_them_on_stderr(logger, monkeypatch, capsys):
+    """Each once, and nothing but the message."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    show_log_lines()
+    show_log_lines()
+    logger.getChild("part").info("epoch=1")
+    assert capsys.readouterr().err == "epoch=1\n"
+
+
+def test_a_script_with_logging_of_its_own_gets_them_too(logger, monkeypatch):
+    """Although logging.basicConfig() leaves the level of everything at WARNING."""
+    handler = Lines()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
+    show_log_lines()
+    logger.getChild("part").info("epoch=1")
+    assert handler.lines == ["epoch=1"]
+
+
+def test_a_level_that_the_script_chose_stays(logger, monkeypatch):
+    """Whoever wants less gets less."""
+    handler = Lines()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    logger.setLevel(logging.ERROR)
+    show_log_lines()
+    logger.getChild("part").info("epoch=1")
+    assert handler.lines == []

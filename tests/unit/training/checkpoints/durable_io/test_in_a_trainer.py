@@ -1,0 +1,88 @@
+"""A Trainer writes its checkpoints durably, whatever CheckpointIO it was given."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+
+import pytest
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+from lightning_sm.errors import CheckpointError
+from lightning_sm.training.checkpoints.durable_io import DurableCheckpointIO, make_durable
+from tests.fakes.checkpoint_writers import AsFolder, Failing, Recorder, ToPath, beside, names_in
+from tests.fakes.small_app import SmallData, SmallModel, make_trainer
+
+
+def fit(folder, plugins=None, **saving):
+    """Train four steps with a durable checkpoint after each; return the Trainer."""
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, **saving)
+    trainer = make_trainer(callbacks=[saver], max_epochs=2, plugins=plugins)
+    make_durable(trainer, folder)
+    trainer.fit(SmallModel(), SmallData())
+    return trainer
+
+
+@pytest.mark.parametrize("plugins", [None, [AsFolder()], [AsyncCheckpointIO()], [AsyncCheckpointIO(AsFolder())]])
+def test_a_trainer_keeps_one_more_than_it_was_told(folder, plugins):
+    """With save_top_k=1 the newest and the one before it are there at the end, with AsyncCheckpointIO perhaps more."""
+    fit(folder, plugins)
+    names = sorted(os.listdir(folder))
+    assert names[-2:] == ["step=3.ckpt", "step=4.ckpt"]
+    assert len(names) == 2 or isinstance(plugins[0], AsyncCheckpointIO)
+    assert beside(folder) == []
+
+
+def test_a_trainer_resumes_from_what_was_written(folder):
+    """A file of a Trainer is read by the next one, through the same way."""
+    fit(folder)
+    trainer = make_trainer(max_epochs=3, enable_checkpointing=False)
+    make_durable(trainer, folder)
+    trainer.fit(SmallModel(), SmallData(), ckpt_path=str(folder / "step=4.ckpt"))
+    assert trainer.global_step == 6
+
+
+def test_an_error_in_the_thread_of_async_checkpoint_io_ends_the_training(folder):
+    """What fails in the background is raised at the next save or at the end, and is explained."""
+    with pytest.raises(CheckpointError, match="was not written: OSError"):
+        fit(folder, [AsyncCheckpointIO(Failing(OSError(errno.ENOSPC, "No space left on device")))])
+    assert names_in(folder) == beside(folder) == []
+
+
+class _Wrapper(AsyncCheckpointIO):
+    """A wrapper of the user's, around another."""
+
+
+@pytest.mark.parametrize(
+    "plugin", [None, AsFolder(), AsyncCheckpointIO(), AsyncCheckpointIO(ToPath()), _Wrapper(AsyncCheckpointIO())]
+)
+def test_the_innermost_is_wrapped_once(folder, plugin):
+    """However often it is asked for, there is one around the CheckpointIO that writes, within all wrappers."""
+    trainer = make_trainer(plugins=plugin and [plugin])
+    for _ in range(2):
+        make_durable(trainer, folder)
+    chain = [trainer.strategy.checkpoint_io]
+    while hasattr(chain[-1], "checkpoint_io"):
+        chain.append(chain[-1].checkpoint_io)
+    assert [isinstance(one, DurableCheckpointIO) for one in chain] == [*[False] * (len(chain) - 2), True, False]
+    assert plugin is None or plugin in chain
+    assert type(chain[-1]) in (TorchCheckpointIO, AsFolder, ToPath)
+
+
+def test_leftovers_of_a_killed_run_are_removed(folder):
+    """What a run was writing when it was killed is removed by the next one, on rank 0 alone; nothing else is."""
+    kept = ["a.ckpt", ".hidden", "version_0"]
+    for name in ("version_0/.incoming-1/b.ckpt", ".incoming-2/c.ckpt", "../.checkpoints.incoming-3/d.ckpt", *kept):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).exists() or (folder / name).write_text("half")
+    make_durable(make_trainer(), folder)
+    assert names_in(folder.parent) == sorted(["checkpoints", *(f"checkpoints/{name}" for name in kept)])
+
+
+def test_it_can_be_pickled_and_passes_the_end_on(folder):
+    """Strategies that spawn pickle the Trainer; the other CheckpointIO hears of the end."""
+    durable = pickle.loads(pickle.dumps(DurableCheckpointIO(Recorder(), folder)))  # noqa: S301 - its own bytes
+    durable.teardown()
+    assert durable.checkpoint_io.is_torn_down

@@ -1,0 +1,393 @@
+"""The newest checkpoint is found by what is in the files, and broken ones are passed over by name."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+
+from lightning_sm.job.facts import InstanceGroup, SageMakerJob
+from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts, newest_checkpoint
+from tests.fakes.small_app import SmallData, SmallModel, make_trainer
+
+_BEGINNING = "training starts from the beginning"
+
+
+def a_job(name="job-1", uri="s3://bucket/ck"):
+    """A job of one host."""
+    return SageMakerJob(
+        "algo-1", ("algo-1",), (InstanceGroup("g", ("algo-1",)),), "a test", name=name, checkpoint_uri=uri
+    )
+
+
+def train(folder, max_epochs=2, **arguments):
+    """Train with real checkpoints after each step; an epoch has two."""
+    saver = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=1, **arguments)
+    make_trainer(callbacks=[saver], max_epochs=max_epochs).fit(SmallModel(), SmallData())
+
+
+def a_checkpoint(step, *, epoch=0, batches=None, facts=None):
+    """A checkpoint as small as one can be that a Trainer wrote."""
+    progress = {"total": {"processed": step if batches is None else batches}}
+    checkpoint = {
+        "global_step": step,
+        "epoch": epoch,
+        "loops": {
+            "fit_loop": {"epoch_loop.batch_progress": progress, "epoch_progress": {"total": {"processed": epoch}}}
+        },
+        "state_dict": {"weight": torch.ones(20, 10), "cached": torch.zeros(1)},
+        "optimizer_states": [],
+        "lr_schedulers": [],
+    }
+    return checkpoint if facts is None else {**checkpoint, JOB_KEY: facts}
+
+
+def save(path, checkpoint=None, **contents):
+    """Write a checkpoint file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(a_checkpoint(**contents) if checkpoint is None else checkpoint, path)
+    return path
+
+
+def save_sharded(path, **contents):
+    """Write a sharded checkpoint as Lightning's strategies do: the weights in shards, the rest in meta.pt."""
+    checkpoint = a_checkpoint(**contents)
+    with pytest.warns(UserWarning, match="save in a single process"):
+        dcp.save({"model": checkpoint.pop("state_dict")}, checkpoint_id=path, no_dist=True)
+    del checkpoint["optimizer_states"]
+    torch.save(checkpoint, path / "meta.pt")
+    return path
+
+
+@pytest.fixture
+def warnings_of(caplog):
+    """A function that tells the warnings since the last call."""
+
+    def take():
+        texts = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        caplog.clear()
+        return texts
+
+    return take
+
+
+# ---- which one is newest
+
+
+def test_no_checkpoint_is_no_warning(tmp_path, warnings_of):
+    """Without a folder, and without a checkpoint in it, there is nothing to say."""
+    (tmp_path / "notes.txt").write_text("hello")
+    assert newest_checkpoint(tmp_path / "missing", a_job()) is None
+    assert newest_checkpoint(tmp_path, a_job()) is None
+    assert warnings_of() == []
+
+
+def test_progress_decides_not_name_and_not_time(tmp_path, warnings_of):
+    """Of real checkpoints the one of the last step is taken, whatever it is called and whenever it was downloaded."""
+    train(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step={step}.ckpt" for step in (1, 2, 3, 4)]
+    newest = (tmp_path / "step=4.ckpt").rename(tmp_path / "a.ckpt")
+    for age, path in enumerate(sorted(tmp_path.iterdir())):
+        os.utime(path, (age * 1000, age * 1000))
+    assert newest_checkpoint(tmp_path, a_job()) == newest
+    assert warnings_of() == []
+
+
+def test_the_found_checkpoint_resumes_a_trainer(tmp_path):
+    """A Trainer takes what was found, and goes on from its step."""
+    train(tmp_path, max_epochs=1)
+    found = newest_checkpoint(tmp_path)
+    trainer = make_trainer(max_epochs=2, enable_checkpointing=False)
+    trainer.fit(SmallModel(), SmallData(), ckpt_path=str(found))
+    assert trainer.global_step == 4
+
+
+def test_of_the_same_step_the_later_checkpoint_is_taken(tmp_path):
+    """Validation, the end of an epoch and the end of the training come after the last step."""
+    order = ["on_train_batch_end", "on_validation_batch_end", "on_validation_end", "on_train_epoch_end", "on_train_end"]
+    paths = [tmp_path / f"{index}-{hook}.ckpt" for index, hook in enumerate(order)]
+
+    class _Everywhere(Callback):
+        """Save at each of these moments, the last time that it comes."""
+
+    for hook, path in zip(order, paths, strict=True):
+        setattr(_Everywhere, hook, lambda self, trainer, *arguments, path=path: trainer.save_checkpoint(path))
+    trainer = make_trainer(callbacks=[_Everywhere()], max_epochs=1, num_sanity_val_steps=0, enable_checkpointing=False)
+    trainer.fit(SmallModel(), SmallData())
+    taken = []
+    while (found := newest_checkpoint(tmp_path)) is not None:
+        taken.append(found)
+        found.unlink()
+    assert taken[:2] == [paths[4], paths[3]]
+    assert set(taken[2:4]) == {paths[1], paths[2]}  # nothing tells the last validation batch from its end
+    assert taken[4] == paths[0]
+
+
+def test_batches_count_within_a_step(tmp_path):
+    """While gradients accumulate, the checkpoint after more batches is taken."""
+    save(tmp_path / "a.ckpt", step=1, batches=4)
+    save(tmp_path / "z.ckpt", step=1, batches=7)
+    assert newest_checkpoint(tmp_path) == tmp_path / "z.ckpt"
+
+
+def test_equal_checkpoints_give_the_same_choice_on_every_host(tmp_path):
+    """Of two that are equally far, the order of the names decides, not that of the directory."""
+    for name in ("c", "b", "d"):
+        save(tmp_path / f"{name}.ckpt", step=1)
+    assert newest_checkpoint(tmp_path) == tmp_path / "b.ckpt"
+
+
+def test_checkpoints_are_found_at_any_depth_but_not_hidden(tmp_path):
+    """Folders are searched; hidden files and folders, and other names, are not."""
+    deep = save(tmp_path / "version_0" / "checkpoints" / "deep.ckpt", step=1)
+    save(tmp_path / ".incoming-x" / "whole.ckpt", step=9)
+    save(tmp_path / ".hidden.ckpt", step=9)
+    save(tmp_path / "weights.pt", step=9)
+    assert newest_checkpoint(tmp_path) == deep
+
+
+def test_files_of_old_torch_formats_count(tmp_path, warnings_of):
+    """A checkpoint in torch's format before zip archives is read like the others."""
+    torch.save(a_checkpoint(step=5), tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    save(tmp_path / "new.ckpt", step=4)
+    assert newest_checkpoint(tmp_path) == tmp_path / "old.ckpt"
+    assert warnings_of() == []
+
+
+# ---- broken ones
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_truncated_file_is_never_taken(tmp_path, warnings_of, is_zip):
+    """Wherever a file ends too early, the one before it is taken, and the warning names both."""
+    good, bad = save(tmp_path / "good.ckpt", step=2), tmp_path / "bad.ckpt"
+    torch.save(a_checkpoint(step=3), bad, _use_new_zipfile_serialization=is_zip)
+    whole = bad.read_bytes()
+    for size in {*range(0, len(whole), 97), *range(len(whole) - 40, len(whole)), 1, 2, 3, 4, 5}:
+        bad.write_bytes(whole[:size])
+        assert newest_checkpoint(tmp_path) == good, size
+        (warning,) = warnings_of()
+        assert warning.startswith(f"{bad} "), size
+        assert warning.endswith(f": taking {good}, of step 2, instead."), size
+    bad.write_bytes(whole)
+    assert newest_checkpoint(tmp_path) == bad
+
+
+def test_a_truncated_checkpoint_of_a_trainer_is_passed_over(tmp_path, warnings_of):
+    """Half of a real checkpoint is called truncated."""
+    train(tmp_path, max_epochs=1)
+    newest = tmp_path / "step=2.ckpt"
+    os.truncate(newest, newest.stat().st_size // 2)
+    assert newest_checkpoint(tmp_path) == tmp_path / "step=1.ckpt"
+    (warning,) = warnings_of()
+    assert f"{newest} is truncated, at {newest.stat().st_size} bytes" in warning
+
+
+def test_an_archive_that_lists_more_than_it_has_is_truncated(tmp_path, warnings_of):
+    """A list of entries that reaches beyond the end is noticed without reading the entries."""
+    path = save(tmp_path / "a.ckpt", step=1)
+    content = bytearray(path.read_bytes())
+    entry = content.rindex(b"PK\x01\x02")
+    content[entry + 20 : entry + 24] = (1 << 30).to_bytes(4, "little")  # the size of the last entry
+    path.write_bytes(content)
+    assert newest_checkpoint(tmp_path) is None
+    assert "is truncated: it has" in warnings_of()[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"", "is empty"),
+        (b"\0" * 5000, "cannot be read"),
+        (b"not a checkpoint", "cannot be read"),
+        (b"PK\x03\x04" + b"\0" * 500, "is truncated"),
+        (pickle.dumps({"a": 1}), "cannot be read"),
+    ],
+)
+def test_other_content_starts_from_the_beginning(tmp_path, warnings_of, content, fault):
+    """Files of another kind are no error: each is named, and training starts from the beginning."""
+    (tmp_path / "x.ckpt").write_bytes(content)
+    assert newest_checkpoint(tmp_path) is None
+    first, second = warnings_of()
+    assert first.startswith(f"{tmp_path / 'x.ckpt'} {fault}")
+    assert _BEGINNING in second
+
+
+@pytest.mark.parametrize("content", [torch.ones(2), {"weight": torch.ones(2)}, {"global_step": 1}, [1]])
+def test_what_no_trainer_wrote_is_passed_over(tmp_path, warnings_of, content):
+    """A file that torch can load and Lightning cannot resume is no checkpoint of a Trainer."""
+    save(tmp_path / "x.ckpt", content)
+    assert newest_checkpoint(tmp_path) is None
+    assert "is no checkpoint of a Lightning Trainer" in warnings_of()[0]
+
+
+def test_a_checkpoint_of_the_weights_only_is_passed_over(tmp_path, warnings_of):
+    """What cannot be resumed is not taken, and is named only where it is further than what is."""
+    train(tmp_path / "weights", save_weights_only=True)
+    train(tmp_path / "whole")
+    assert newest_checkpoint(tmp_path) == tmp_path / "whole" / "step=4.ckpt"
+    assert warnings_of() == []
+    (tmp_path / "whole" / "step=4.ckpt").unlink()
+    assert newest_checkpoint(tmp_path) == tmp_path / "whole" / "step=3.ckpt"
+    (warning,) = warnings_of()
+    assert "step=4.ckpt holds the weights only: taking" in warning
+
+
+class _Picky:
+    """An object that looks at its tensor while it is unpickled."""
+
+    def __init__(self):
+        self.scale = torch.tensor(2.0)
+
+    def __setstate__(self, state):
+        self.scale = float(state["scale"])
+
+
+class _Gone:
+    """An object whose class does not exist any more when it is unpickled."""
+
+
+def test_any_object_in_a_checkpoint_can_be_read(tmp_path):
+    """Hyperparameters may be objects that look at tensors while they are unpickled."""
+    path = save(tmp_path / "x.ckpt", {**a_checkpoint(step=1), "hyper_parameters": {"picky": _Picky()}})
+    assert newest_checkpoint(tmp_path) == path
+
+
+def test_a_class_that_is_gone_is_named(tmp_path, warnings_of, monkeypatch):
+    """An error in unpickling is a fault of the file, and its text is in the warning."""
+    save(tmp_path / "x.ckpt", {**a_checkpoint(step=1), "hyper_parameters": {"gone": _Gone()}})
+    monkeypatch.delattr(f"{__name__}._Gone")
+    assert newest_checkpoint(tmp_path) is None
+    assert "_Gone" in warnings_of()[0]
+
+
+# ---- sharded ones
+
+
+def test_a_whole_sharded_checkpoint_is_taken(tmp_path, warnings_of):
+    """A folder of torch.distributed.checkpoint is one checkpoint, and is compared with files."""
+    save(tmp_path / "file.ckpt", step=3)
+    sharded = save_sharded(tmp_path / "sharded.ckpt", step=4)
+    assert (sharded / "__0_0.distcp").is_file()
+    assert newest_checkpoint(tmp_path) == sharded
+    save(tmp_path / "later.ckpt", step=5)
+    assert newest_checkpoint(tmp_path) == tmp_path / "later.ckpt"
+    assert warnings_of() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        (".metadata", "is a folder without .metadata"),
+        ("meta.pt", "is a folder without meta.pt"),
+        ("__0_0.distcp", "lacks its shard __0_0.distcp"),
+    ],
+)
+def test_a_sharded_checkpoint_without_a_file_is_passed_over(tmp_path, warnings_of, name, fault):
+    """Each of the files is needed, and the missing one is named."""
+    good = save(tmp_path / "good.ckpt", step=3)
+    sharded = save_sharded(tmp_path / "sharded.ckpt", step=4)
+    (sharded / name).unlink()
+    assert newest_checkpoint(tmp_path) == good
+    (warning,) = warnings_of()
+    assert f"{sharded} {fault}" in warning
+
+
+@pytest.mark.parametrize("name", [".metadata", "meta.pt", "__0_0.distcp"])
+def test_a_sharded_checkpoint_with_a_truncated_file_is_never_taken(tmp_path, name):
+    """Wherever one of its files ends too early, the checkpoint before it is taken."""
+    good = save(tmp_path / "good.ckpt", step=3)
+    sharded = save_sharded(tmp_path / "sharded.ckpt", step=4)
+    whole = (sharded / name).read_bytes()
+    for size in {*range(0, len(whole), max(1, len(whole) // 50)), len(whole) - 1}:
+        (sharded / name).write_bytes(whole[:size])
+        assert newest_checkpoint(tmp_path) == good, size
+    (sharded / name).write_bytes(whole)
+    assert newest_checkpoint(tmp_path) == sharded
+
+
+def test_a_folder_of_another_kind_is_passed_over(tmp_path, warnings_of):
+    """A folder that is not of torch.distributed.checkpoint is named, and nothing in it is taken for a checkpoint."""
+    save(tmp_path / "deepspeed.ckpt" / "checkpoint" / "inner.ckpt", step=9)
+    assert newest_checkpoint(tmp_path) is None
+    assert "deepspeed.ckpt is a folder without .metadata: half a sharded checkpoint" in warnings_of()[0]
+
+
+# ---- links
+
+
+def test_links_to_the_outside_are_ignored(tmp_path, warnings_of):
+    """Links to files, folders and checkpoints that lie outside are named and not followed; nor is one to nothing."""
+    folder, outside = tmp_path / "ck", tmp_path / "outside"
+    save(outside / "far.ckpt", step=9)
+    good = save(folder / "good.ckpt", step=1)
+    (folder / "file.ckpt").symlink_to(outside / "far.ckpt")
+    (folder / "folder").symlink_to(outside)
+    (folder / "gone.ckpt").symlink_to("gone")
+    assert newest_checkpoint(folder) == good
+    assert sorted(warnings_of()) == [
+        f"{folder / 'file.ckpt'} is ignored: it links to {outside / 'far.ckpt'}, outside.",
+        f"{folder / 'folder'} is ignored: it links to {outside}, outside.",
+        f"{folder / 'gone.ckpt'} is ignored: it links to {folder / 'gone'}, which is gone.",
+    ]
+
+
+def test_a_link_inside_stands_for_its_file(tmp_path, warnings_of):
+    """ModelCheckpoint(save_last="link") makes links, whose files are found anyhow; the folder may be a link, too."""
+    train(tmp_path / "real", save_last="link")
+    assert (tmp_path / "real" / "last.ckpt").is_symlink()
+    (tmp_path / "ck").symlink_to(tmp_path / "real")
+    assert newest_checkpoint(tmp_path / "ck") == tmp_path / "ck" / "step=4.ckpt"
+    assert warnings_of() == []
+
+
+# ---- other jobs
+
+
+def test_facts_of_a_job_go_into_checkpoints():
+    """They are the job's name and its S3 address, which can be loaded with weights_only."""
+    assert job_facts(a_job()) == {"name": "job-1", "checkpoint_s3_uri": "s3://bucket/ck"}
+    assert job_facts(a_job(None, None)) == {"name": None, "checkpoint_s3_uri": None}
+
+
+@pytest.mark.parametrize(
+    ("facts", "is_taken"),
+    [
+        (None, True),  # written by a version without facts
+        (a_job(), True),  # a restart
+        (a_job(uri="s3://elsewhere"), True),  # the name is unique
+        (a_job("job-0"), True),  # continued on purpose
+        (a_job("job-0", "s3://bucket/ck/"), True),
+        (a_job("job-0", "s3://bucket/other"), False),
+        (a_job("job-0", None), False),
+        (a_job(None, "s3://bucket/other"), True),  # nothing is known
+    ],
+)
+def test_checkpoints_of_another_job_with_another_address_are_left_over(tmp_path, warnings_of, facts, is_taken):
+    """Only a checkpoint that differs in the job's name and in the S3 address is passed over; both jobs are named."""
+    mine = save(tmp_path / "mine.ckpt", step=1)
+    other = save(tmp_path / "other.ckpt", step=2, facts=facts and job_facts(facts))
+    assert newest_checkpoint(tmp_path, a_job()) == (other if is_taken else mine)
+    assert newest_checkpoint(tmp_path) == other
+    found = warnings_of()
+    assert len(found) == (not is_taken)
+    for warning in found:
+        assert "is left over from job 'job-0' (checkpoint_s3_uri=" in warning
+        assert "this is job 'job-1' (checkpoint_s3_uri='s3://bucket/ck')" in warning
+
+
+def test_only_leftovers_start_from_the_beginning(tmp_path, warnings_of):
+    """With nothing but checkpoints of another job, training starts anew, and says so; also with sharded ones."""
+    facts = job_facts(a_job("job-0", "s3://bucket/other"))
+    save(tmp_path / "other.ckpt", step=2, facts=facts)
+    save_sharded(tmp_path / "sharded.ckpt", step=3, facts=facts)
+    assert newest_checkpoint(tmp_path, a_job()) is None
+    first, second, third = warnings_of()
+    assert "other.ckpt is left over" in first
+    assert "sharded.ckpt is left over" in second
+    assert _BEGINNING in third
