@@ -166,7 +166,7 @@ class Service:
         for host in self.hosts:
             for pid in host_pids(host):
                 command = " ".join(psutil.Process(pid).cmdline())
-                role = "host" if pid == host.pid else "network" if "data.network" in command else "worker"
+                role = "host" if pid == host.pid else "network" if "data.server" in command else "worker"
                 roles.setdefault(role, []).append(pid)
         return roles
 

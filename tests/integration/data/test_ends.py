@@ -53,8 +53,8 @@ def left_here():
 
 def connections(host):
     """Connections of trainers to a data host."""
-    network = [child for child in psutil.Process(host.pid).children() if is_running(child, "network")]
-    return [one for process in network for one in process.net_connections("tcp") if one.status == "ESTABLISHED"]
+    servers = [child for child in psutil.Process(host.pid).children() if is_running(child, "server")]
+    return [one for process in servers for one in process.net_connections("tcp") if one.status == "ESTABLISHED"]
 
 
 def assert_idle(cluster):
