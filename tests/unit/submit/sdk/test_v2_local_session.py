@@ -46,7 +46,7 @@ class Given:
     def config(self, host, name):
         """Content of a file of a host, without the suffix."""
         (path,) = self.folder.glob(f"{host}-*/input/config/{name}.json")
-        suffix = path.parents[4].name.removeprefix(host)
+        suffix = path.parents[2].name.removeprefix(host)
         return json.loads(path.read_text().replace(suffix, ""))
 
     def channel_folders(self, host):

@@ -23,22 +23,22 @@ JOB = Job(image="x", groups={"a": Group("ml.g5.xlarge")}, name="digits")
 def test_the_version_is_that_of_the_distribution(monkeypatch, installed, expected):
     """Version 3 is several distributions, one of which has the name of version 2."""
 
-    def version(name):
+    def installed_version(name):
         if name not in installed:
             raise importlib.metadata.PackageNotFoundError(name)
         return installed[name]
 
-    monkeypatch.setattr(version, "version", version)
+    monkeypatch.setattr(version, "version", installed_version)
     assert version.sdk_version() == expected
 
 
 def test_without_an_sdk_the_message_says_what_to_install(monkeypatch):
     """Both versions, and what works without."""
 
-    def version(name):
+    def no_version(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(version, "version", version)
+    monkeypatch.setattr(version, "version", no_version)
     with pytest.raises(SDKError, match=r"(?s)sagemaker\[local\]>=2.*sagemaker-train>=1.*lightning-sm local"):
         version.sdk_version()
 
