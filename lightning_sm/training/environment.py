@@ -1,4 +1,4 @@
-"""SageMakerEnvironment: tells Lightning the main address, the ranks and the world size of a SageMaker job."""
+"""SageMakerEnvironment: Lightning's cluster environment for a SageMaker job (main address, ranks, world size)."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _DEVICES_SETTING = "LIGHTNING_SM_DEVICES (lightning-sm local --devices)"
 class SageMakerEnvironment(ClusterEnvironment):
     """The cluster environment of a SageMaker training job.
 
-    Right for one plain process per host (Lightning starts the local ranks), ``torchrun`` on every host, and
-    ``mpirun``. ``SageMakerCLI`` puts it in by itself; without the CLI::
+    It supports one plain process per host (Lightning then starts the local ranks), ``torchrun`` on every host, and
+    ``mpirun``. ``SageMakerCLI`` adds it to the Trainer; without the CLI::
 
         environment = SageMakerEnvironment()
         Trainer(plugins=[environment], num_nodes=environment.num_nodes)
 
-    Every trainer process builds one: in an mpirun script that uses mpi4py, building it is a collective call.
+    Every trainer process must build one: in an mpirun script that uses mpi4py, building it is a collective call.
 
     Args:
         job: The facts of the job. Default: read from this host.
@@ -48,12 +48,11 @@ class SageMakerEnvironment(ClusterEnvironment):
 
     Raises:
         JobConfigError: This is not a host of a SageMaker job, or the job's files are malformed.
-        TopologyError: The hosts contradict each other, the launcher, or this host serves data.
+        TopologyError: The hosts contradict each other or the launcher, or this host serves data.
     """
 
-    # Of this process, whatever the number of environments and Trainers in it. Whether Lightning asked one of them for
-    # ranks (see _report_if_alone), and whether one announced itself.
-    _consulted: ClassVar[bool] = False
+    # Class variables: they hold for the process, which may build several environments and Trainers.
+    _consulted: ClassVar[bool] = False  # Lightning has asked for ranks; see _report_if_alone
     _announced: ClassVar[bool] = False
 
     def __init__(
@@ -68,26 +67,26 @@ class SageMakerEnvironment(ClusterEnvironment):
         job = job or SageMakerJob.from_environment()
         if job is None:
             raise JobConfigError(
-                "This is no host of a SageMaker job: there is neither /opt/ml/input/config/resourceconfig.json "
-                "(SAGEMAKER_BASE_DIR moves /opt/ml) nor SM_HOSTS. Off SageMaker, leave SageMakerEnvironment out; "
-                "SageMakerEnvironment.detect() tells."
+                "This is not a SageMaker host: found neither /opt/ml/input/config/resourceconfig.json "
+                "(SAGEMAKER_BASE_DIR moves /opt/ml) nor SM_HOSTS. Use SageMakerEnvironment in SageMaker jobs only: "
+                "SageMakerEnvironment.detect() returns whether this is one."
             )
         self._launch = Launch.detect(os.environ, os.getppid())
         is_mpi = self._launch.launcher is Launcher.MPI
         self._job = job
-        # mpirun may start the ranks of other hosts without the variable of the job's name, which decides on the port.
+        # The port derives from the job's name, and mpirun may start ranks of other hosts without TRAINING_JOB_NAME.
         self._topology = Topology.from_job(replace(job, name=None) if is_mpi else job)
-        node_rank = self._topology.node_rank  # a data host is refused here, whoever started it
+        node_rank = self._topology.node_rank  # raises on a data host, also where the launcher states a node rank
         self._node_rank = node_rank if self._launch.node_rank is None else self._launch.node_rank
-        # Under torchrun nothing else will do: its agent listens there already.
+        # torchrun's port comes first: its agent already listens there.
         self._main_port = self._launch.main_port or main_port or self._topology.main_port
         self._resolve_timeout_s = resolve_timeout_s
-        self._disown_stray_variables()
+        self._remove_stray_variables()
         self._check_launcher_world()
         self._main_host = self._mpi_main_host() if is_mpi else self._topology.main_host
         self._global_rank: int | None = None
         self._world_size: int | None = None
-        # Lightning counts from LOCAL_RANK alone until the Trainer is made, and so would log once per host.
+        # Until the Trainer exists, Lightning derives the rank from LOCAL_RANK alone, and would log once per host.
         _set_logging_rank(self.global_rank())
         if self.num_nodes > 1:
             atexit.register(_report_if_alone, self._topology)
@@ -97,7 +96,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         """Whether this process runs on a host of a SageMaker job.
 
         Raises:
-            JobConfigError: It does, but the job's files are malformed.
+            JobConfigError: This is a SageMaker host, but the job's files are malformed.
         """
         return SageMakerJob.from_environment() is not None
 
@@ -108,7 +107,7 @@ class SageMakerEnvironment(ClusterEnvironment):
 
     @property
     def devices(self) -> int | None:
-        """Processes on each trainer host, where torchrun, mpirun or ``LIGHTNING_SM_DEVICES`` decides it, else None."""
+        """Processes on each trainer host if torchrun, mpirun or ``LIGHTNING_SM_DEVICES`` sets them, else None."""
         return self._launch.devices or self._job.devices
 
     @property
@@ -118,13 +117,13 @@ class SageMakerEnvironment(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether Lightning must not start the local ranks: another launcher did, or Lightning did already.
+        """Whether the local ranks are already running: another launcher or Lightning itself started them.
 
-        Lightning sets ``LOCAL_RANK`` when it starts them; stray values are gone since ``__init__``.
+        Lightning sets ``LOCAL_RANK`` when it starts them; ``__init__`` has removed stray values.
         """
         return self._launch.launcher is not Launcher.PLAIN or "LOCAL_RANK" in os.environ
 
-    @property
+    @cached_property
     def main_address(self) -> str:
         """Address of rank 0. The first access waits until the name of its host resolves.
 
@@ -132,7 +131,12 @@ class SageMakerEnvironment(ClusterEnvironment):
             HostResolutionError: The name did not resolve in time.
             PortInUseError: This process is rank 0, and another process listens on the main port.
         """
-        return self._rendezvous
+        if self._launch.main_address is not None:
+            return self._launch.main_address
+        wait_for_host(self._main_host, self._topology, self._job.addresses, self._resolve_timeout_s)
+        if self.global_rank() == 0 and not torch.distributed.is_initialized():
+            check_port_is_free(self._main_port, self._main_host)
+        return self._job.addresses.get(self._main_host, self._main_host)
 
     @property
     def main_port(self) -> int:
@@ -140,17 +144,17 @@ class SageMakerEnvironment(ClusterEnvironment):
         return self._main_port
 
     def world_size(self) -> int:
-        """Processes on all trainer hosts together; data hosts do not count."""
+        """Total number of processes on all trainer hosts, without data hosts."""
         return self._world_size or self._launch.world_size or 1
 
     def set_world_size(self, size: int) -> None:
-        """Take the world size that Lightning computed, and announce this process the first time.
+        """Take the world size that Lightning computed. The first call in a process also calls ``announce``.
 
         Args:
             size: ``num_nodes`` x ``devices``.
 
         Raises:
-            TopologyError: The size does not fit the trainer hosts or the launcher; the message has the table.
+            TopologyError: The size contradicts the trainer hosts or the launcher; the message has the table of hosts.
         """
         self._check_world_size(size)
         is_spawned_copy = self._world_size is not None
@@ -160,9 +164,9 @@ class SageMakerEnvironment(ClusterEnvironment):
             self.announce(size // self.num_nodes)
 
     def announce(self, devices: int) -> None:
-        """Prepare the network variables and print the table of hosts, once per process.
+        """Set the network variables and log the table of hosts, once per process.
 
-        With one host and one device Lightning never asks for ranks, so that ``SageMakerCLI`` calls it, too.
+        ``SageMakerCLI`` calls it, too, because with one host and one device Lightning never asks for ranks.
 
         Args:
             devices: Processes on each trainer host.
@@ -175,13 +179,13 @@ class SageMakerEnvironment(ClusterEnvironment):
         self._report(devices)
 
     def global_rank(self) -> int:
-        """Rank of this process among all trainer processes."""
+        """Rank of this process among all training processes."""
         if self._global_rank is not None:
             return self._global_rank
         return self._node_rank * (self.devices or 1) + self.local_rank()
 
     def set_global_rank(self, rank: int) -> None:
-        """Take the rank that Lightning computed from node rank and local rank.
+        """Take the rank that Lightning computed.
 
         Args:
             rank: node rank x devices + local rank.
@@ -192,18 +196,18 @@ class SageMakerEnvironment(ClusterEnvironment):
     def local_rank(self) -> int:
         """Rank of this process on its host."""
         if self._launch.launcher in (Launcher.PLAIN, Launcher.LIGHTNING):
-            # Read anew: the workers of ddp_spawn and ddp_fork take over this object and get their ranks later.
+            # Read at each call: workers of ddp_spawn and ddp_fork inherit this object and get their ranks later.
             return int(os.environ.get("LOCAL_RANK", self._launch.local_rank))
         return self._launch.local_rank
 
     def node_rank(self) -> int:
-        """Position of this host among the trainer hosts."""
+        """Index of this host among the trainer hosts."""
         return self._node_rank
 
     def teardown(self) -> None:
-        """Have a worker of ddp_spawn, which announced nothing, leave its process group at exit, too.
+        """Make a worker of ddp_spawn, which never calls ``announce``, leave its process group at exit.
 
-        There Lightning calls this after a success only: after a failure the peers may be gone.
+        In such a worker, Lightning calls this after success only; after a failure, the peers may be gone.
         """
         if not SageMakerEnvironment._announced:
             leave_at_exit()
@@ -212,28 +216,28 @@ class SageMakerEnvironment(ClusterEnvironment):
         """Check the Trainer's settings against the cluster, before any process is started.
 
         Args:
-            num_devices: Processes on each host.
-            num_nodes: Trainer hosts.
+            num_devices: Processes on each trainer host.
+            num_nodes: Number of trainer hosts.
 
         Raises:
             TopologyError: They contradict the cluster; the message has the table of hosts.
         """
         if num_nodes != self.num_nodes:
             raise TopologyError(
-                f"Trainer(num_nodes={num_nodes}) does not match the job, which has {self.num_nodes} trainer host(s) "
-                f"({self._topology.source}).\n{self._topology.table()}\n"
-                f"Set num_nodes={self.num_nodes}; SageMakerCLI does it when it is left out."
+                f"Trainer(num_nodes={num_nodes}) does not match the number of trainer hosts in the job, "
+                f"{self.num_nodes} ({self._topology.source}).\n{self._topology.table()}\n"
+                f"Set num_nodes={self.num_nodes}, or use SageMakerCLI and leave num_nodes out."
             )
         if self.devices is not None and num_devices != self.devices:
-            decided_by = self._launch.launcher.value if self._launch.devices else _DEVICES_SETTING
+            set_by = self._launch.launcher.value if self._launch.devices else _DEVICES_SETTING
             raise TopologyError(
-                f"Trainer(devices={num_devices}) does not match the {self.devices} process(es) on each host that "
-                f"{decided_by} decided on.\n{self._topology.table(self.devices)}\n"
-                f"Set devices={self.devices}; SageMakerCLI does it when it is left out."
+                f"Trainer(devices={num_devices}) does not match the number of processes on each host, "
+                f"{self.devices}, set by {set_by}.\n{self._topology.table(self.devices)}\n"
+                f"Set devices={self.devices}, or use SageMakerCLI and leave devices out."
             )
 
-    def _disown_stray_variables(self) -> None:
-        """Remove rank variables of unknown origin, which Lightning, torch and other libraries would believe."""
+    def _remove_stray_variables(self) -> None:
+        """Remove rank variables of unknown origin, on which Lightning, torch and other libraries would rely."""
         own_pid = str(os.getpid())
         if self._launch.launcher is Launcher.LIGHTNING or os.environ.get(PARENT_VARIABLE) == own_pid:
             return
@@ -247,106 +251,93 @@ class SageMakerEnvironment(ClusterEnvironment):
             os.environ[PARENT_VARIABLE] = own_pid
 
     def _check_launcher_world(self) -> None:
-        devices, world_size = self._launch.devices, self._launch.world_size
-        if devices is not None and world_size is not None and world_size != devices * self.num_nodes:
-            raise TopologyError(
-                f"{self._launch.launcher.value} started {world_size} processes, {devices} on this host, but the job "
-                f"has {self.num_nodes} trainer host(s), which makes {devices * self.num_nodes} "
-                f"({self._topology.source}).\n{self._topology.table(devices)}\n"
-                f"Start {self._launch.launcher.value} over all trainer hosts with the same number of processes on each."
-                f"{self._advice_on_groups(world_size // devices)}"
+        launcher = self._launch.launcher
+        devices = self._launch.devices
+        world_size = self._launch.world_size
+        if devices is None or world_size is None or world_size == devices * self.num_nodes:
+            return
+        advice = ""
+        groups = [group.name for group in self._job.groups if set(group.hosts) & set(self._topology.trainer_hosts)]
+        num_hosts_in_group = len(self._job.current_group.hosts)
+        if launcher is Launcher.TORCHRUN and len(groups) > 1 and world_size // devices == num_hosts_in_group:
+            # sagemaker 2.257.7, pytorch/estimator.py, _pytorch_distribution_configuration: with torch_distributed, the
+            # names of the groups are not sent; with mpi they are.
+            names = ", ".join(f'"{name}"' for name in groups)
+            advice = (
+                " Each instance group seems to run its own torchrun, because the SDK does not send the instance_groups "
+                "of distribution with torch_distributed. Send them with "
+                f'hyperparameters={{"sagemaker_distribution_instance_groups": [{names}]}}.'
             )
-
-    def _advice_on_groups(self, num_hosts: int) -> str:
-        """What to do where sagemaker-training started a torchrun in each group of trainers.
-
-        Source:
-            sagemaker 2.257.7, ``pytorch/estimator.py``, ``_pytorch_distribution_configuration``: with
-            ``torch_distributed``, the names of the groups are not sent; with ``mpi`` they are.
-        """
-        training = [group.name for group in self._job.groups if set(group.hosts) & set(self._topology.trainer_hosts)]
-        is_per_group = self._launch.launcher is Launcher.TORCHRUN and num_hosts == len(self._job.current_group.hosts)
-        if len(training) == 1 or not is_per_group:
-            return ""
-        names = ", ".join(f'"{name}"' for name in training)
-        return (
-            " Each instance group seems to have a torchrun of its own, because the SDK does not send distribution's "
-            "instance_groups with torch_distributed. Send them by "
-            f'hyperparameters={{"sagemaker_distribution_instance_groups": [{names}]}}.'
+        raise TopologyError(
+            f"{launcher.value} set world size {world_size} and local world size {devices}, but the job needs world "
+            f"size {devices * self.num_nodes}: trainer hosts x local world size = {self.num_nodes} x {devices} "
+            f"({self._topology.source}).\n{self._topology.table(devices)}\n"
+            f"Start {launcher.value} on all trainer hosts with the same number of processes on each.{advice}"
         )
 
     def _check_world_size(self, size: int) -> None:
-        """Refuse what would hang. Lightning asks no other question before ddp_spawn, and before FSDP with torchrun."""
+        """Raise where ranks would hang. Before ddp_spawn, and FSDP with torchrun, Lightning calls no other check."""
         per_host, rest = divmod(size, self.num_nodes)
         expected_rank = self._node_rank * per_host + self.local_rank()
         if rest or self.devices not in (None, per_host) or self._global_rank not in (None, expected_rank):
-            decided = f" with {self.devices} process(es) on each" if self.devices else ""
+            devices = f", processes on each: {self.devices}" if self.devices else ""
             raise TopologyError(
-                f"Trainer(num_nodes x devices) makes {size} process(es) and this one rank {self.global_rank()}, but "
-                f"the job has {self.num_nodes} trainer host(s){decided} ({self._topology.source}).\n"
+                f"Trainer(num_nodes, devices) gives world size {size} and rank {self.global_rank()} to this process, "
+                f"which contradicts the job (trainer hosts: {self.num_nodes}{devices}; {self._topology.source}).\n"
                 f"{self._topology.table(self.devices)}\n"
                 f"Set num_nodes={self.num_nodes} and the same number of devices on every host."
             )
 
     def _mpi_main_host(self) -> str:
-        """The host of rank 0. mpirun's host order need not be ours: the toolkit takes the service's shuffled list."""
-        own, hosts = self._job.current_host, self._topology.trainer_hosts
+        """Find the host of rank 0: mpirun may order the hosts as in the service's shuffled list, unlike our table."""
+        own = self._job.current_host
+        hosts = self._topology.trainer_hosts
         if "mpi4py" in sys.modules:
-            # Only where the script or "python -m mpi4py" (the toolkit's command) brought it. Else MPI_Finalize at exit
-            # would make a rank that fails wait for the others, and they for it.
+            # Used only if the script or "python -m mpi4py" (the toolkit's command) has imported it: importing it here
+            # would register MPI_Finalize at exit, where a failing rank and the others wait for each other.
             mpi = importlib.import_module("mpi4py.MPI")
-            if mpi.COMM_WORLD.Get_size() == self._launch.world_size:  # else it found the library of another MPI
+            if mpi.COMM_WORLD.Get_size() == self._launch.world_size:  # else it loaded the library of another MPI
                 return str(mpi.COMM_WORLD.bcast(own, root=0))
         if self._node_rank == 0:
             return own
-        # The toolkit's mpirun hands rank 0's SM_* variables to all ranks; the job's file is each host's own.
+        # The toolkit's mpirun passes rank 0's SM_* variables to all ranks; the job's file is each host's own.
         stated = os.environ.get("SM_CURRENT_HOST")
         if stated in hosts and (stated != own or self._job.source.startswith("SM_")):
             return stated
         if hosts.index(own) == self._node_rank:
             return self._topology.main_host
         raise TopologyError(
-            f"mpirun gave host {own!r} node rank {self._node_rank}, so that the host of rank 0 is unknown.\n"
-            f"{self._topology.table(self._launch.devices)}\n"
-            "Name the hosts for mpirun in the order of the table, add -x SM_CURRENT_HOST, or start the script with "
+            f"mpirun gave host {own!r} node rank {self._node_rank}, which is not its position in the table, so the "
+            f"host of rank 0 is unknown.\n{self._topology.table(self._launch.devices)}\n"
+            "Pass the hosts to mpirun in the order of the table, add -x SM_CURRENT_HOST, or start the script with "
             "python -m mpi4py."
         )
-
-    @cached_property
-    def _rendezvous(self) -> str:
-        if self._launch.main_address is not None:
-            return self._launch.main_address
-        wait_for_host(self._main_host, self._topology, self._job.addresses, self._resolve_timeout_s)
-        if self.global_rank() == 0 and not torch.distributed.is_initialized():
-            check_port_is_free(self._main_port, self._main_host)
-        return self._job.addresses.get(self._main_host, self._main_host)
 
     def _export_interface(self) -> None:
         """Point NCCL and Gloo at the job's interface, if this host has it (SDK v3 names one that no host has)."""
         interface = self._job.network_interface
         if interface is None:
             return
-        exists = _is_here(interface)
         for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-            if exists:
+            if _has_interface(interface):
                 os.environ.setdefault(variable, interface)
             elif os.environ.get(variable) == interface:
                 del os.environ[variable]
                 logger.warning("Ignoring %s=%s: this host has no such interface.", variable, interface)
 
     def _report(self, devices: int) -> None:
-        launcher, host = self._launch.launcher.value, self._job.current_host
+        launcher = self._launch.launcher.value
         if self.local_rank() == 0 and self._node_rank != self._topology.node_rank:
             logger.info(
-                "Host %s has node rank %d: %s counts the hosts in another order than the table of hosts.",
-                host,
+                "Host %s has node rank %d: %s orders the hosts differently from the table of hosts.",
+                self._job.current_host,
                 self._node_rank,
                 launcher,
             )
         if self.global_rank() != 0:
             return
         interface = self._job.network_interface
-        if interface is not None and not _is_here(interface):
+        if interface is not None and not _has_interface(interface):
             interface += " (not on this host)"
         versions = {
             "lightning_sm": __version__,
@@ -366,23 +357,23 @@ class SageMakerEnvironment(ClusterEnvironment):
         )
 
 
-def _is_here(interface: str) -> bool:
+def _has_interface(interface: str) -> bool:
     return interface in {name for _, name in socket.if_nameindex()}
 
 
 def _set_logging_rank(rank: int) -> None:
-    rank_zero_only.rank = rank  # type: ignore[attr-defined]  # Lightning keeps it on the function, too
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]  # Lightning stores it on the function itself
 
 
 def _report_if_alone(topology: Topology) -> None:
-    """Say at exit what Lightning leaves no earlier chance to: with one device, it drops the environment unread."""
-    if SageMakerEnvironment._consulted or hasattr(sys, "last_value"):  # the latter: an error ended the process
+    """Log an error at exit if no Trainer used the environment: with one device, Lightning drops it unread."""
+    if SageMakerEnvironment._consulted or hasattr(sys, "last_value"):  # last_value: an exception ended the process
         return
-    SageMakerEnvironment._consulted = True  # said once is enough
+    SageMakerEnvironment._consulted = True  # log it once, also with several environments
     logger.error(
-        "No Trainer asked SageMakerEnvironment for ranks. If this process trained, then host %s trained alone, like "
-        "each of the %d trainer hosts (%s).\n%s\nSet Trainer(num_nodes=environment.num_nodes): with num_nodes=1 and "
-        "one device Lightning ignores the cluster. SageMakerCLI sets it by itself.",
+        "No Trainer used SageMakerEnvironment. If this process trained, host %s trained alone, and so did each of the "
+        "%d trainer hosts (%s).\n%s\nSet Trainer(num_nodes=environment.num_nodes): with num_nodes=1 and one device, "
+        "Lightning ignores the cluster. SageMakerCLI sets it for you.",
         topology.current_host,
         topology.num_nodes,
         topology.source,
@@ -391,17 +382,17 @@ def _report_if_alone(topology: Topology) -> None:
 
 
 def leave_at_exit() -> None:
-    """Have this process leave its process group, if it has one by then, before the interpreter shuts down.
+    """Destroy this process's process group, if it has one by then, before the interpreter shuts down.
 
     A Gloo thread that drops its last tensor during the shutdown aborts the process (PyTorch pull request 179291; seen
     in 1 of 8 runs of two hosts, and in 1 of 72 with ddp_spawn), and a finished training would count as failed.
-    Lightning leaves the groups of NCCL by itself (``_init_dist_connection``), those of Gloo not.
+    Lightning destroys NCCL's groups itself (``_init_dist_connection``), but not Gloo's.
     """
     atexit.unregister(_leave)
     atexit.register(_leave)
 
 
 def _leave() -> None:
-    # Not after an exception: leaving joins Gloo's threads, which wait for peers that may be gone.
+    # Not after an exception: destroying the group joins Gloo's threads, which wait for peers that may be gone.
     if torch.distributed.is_initialized() and not hasattr(sys, "last_value"):
         torch.distributed.destroy_process_group()

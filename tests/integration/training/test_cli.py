@@ -185,8 +185,8 @@ class TestCluster:
     @pytest.mark.parametrize(
         ("argument", "text"),
         [
-            ("--trainer.num_nodes=3", r"num_nodes=3\) does not match the job, which has 2"),
-            ("--trainer.num_nodes=1", r"num_nodes=1\) does not match the job, which has 2"),
+            ("--trainer.num_nodes=3", r"num_nodes=3\) does not match the number of trainer hosts in the job, 2 "),
+            ("--trainer.num_nodes=1", r"num_nodes=1\) does not match the number of trainer hosts in the job, 2 "),
             ("--trainer.devices=4", r"devices=4\) does not match the 2 process"),
             ("--trainer.devices=[0]", r"devices=1\) does not match the 2 process"),
         ],

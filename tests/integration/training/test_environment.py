@@ -116,7 +116,7 @@ def test_asked_environment_ends_without_a_complaint(plain):
 
 @pytest.mark.parametrize("order", [("algo-1", "algo-2"), ("algo-2", "algo-1")])
 def test_torchrun_decides_on_ranks_and_main_address(hosts, order):
-    """Ranks, main address and port are torchrun's, also where it counts the hosts in another order than ours."""
+    """Ranks, main address and port are torchrun's, also where it orders the hosts differently."""
     # No address is known by name: torchrun's own main address must do.
     ended = hosts.run(_torchrun(hosts, order, "meet.py", {"devices": 2}, "fit"), {"LIGHTNING_SM_HOST_ADDRESSES": "{}"})
     assert [ended[host].code for host in hosts.names] == [0, 0]
@@ -129,7 +129,7 @@ def test_torchrun_decides_on_ranks_and_main_address(hosts, order):
     ]
     assert all(rank["met"] == [0, 1, 2, 3] for rank in seen)
     assert {rank["address"] for rank in seen} == {hosts.address(order[0])}
-    differs = "torchrun counts the hosts in another order"
+    differs = "torchrun orders the hosts differently"
     assert (differs in ended[order[0]].output) == (order[0] != "algo-1")
 
 
@@ -138,7 +138,7 @@ def test_torchrun_of_one_host_alone_is_refused(hosts):
     (end,) = hosts.run(_torchrun(hosts, ("algo-2",), "meet.py", {"devices": 2}, "fit")).values()
     assert end.code == 1
     assert (
-        "TopologyError: torchrun started 2 processes, 2 on this host, but the job has 2 trainer host(s)" in end.output
+        "TopologyError: torchrun set world size 2 and local world size 2, but the job needs world size 4: " in end.output
     )
     assert "algo-2*  homogeneousCluster" in end.output
 
@@ -211,7 +211,7 @@ def test_training_alone_by_mistake_is_said_loudly(hosts):
     assert ended["algo-2"].code == 0
     assert hosts.seen()[0]["world_size"] == 1
     last_words = ended["algo-2"].output[-1500:]
-    assert "host algo-2 trained alone, like each of the 2 trainer hosts" in last_words
+    assert "host algo-2 trained alone, and so did each of the 2 trainer hosts" in last_words
     assert "algo-2*  homogeneousCluster" in last_words
 
 

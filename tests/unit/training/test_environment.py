@@ -66,7 +66,7 @@ def test_no_job_is_an_error_that_says_what_to_leave_out(tmp_path, monkeypatch):
     for name in ("SM_HOSTS", "SM_RESOURCE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     assert not SageMakerEnvironment.detect()
-    with pytest.raises(JobConfigError, match=r"no host of a SageMaker job: .*resourceconfig\.json .* nor SM_HOSTS"):
+    with pytest.raises(JobConfigError, match=r"not a SageMaker host: .*resourceconfig\.json .* nor SM_HOSTS"):
         SageMakerEnvironment()
 
 
@@ -239,12 +239,15 @@ def test_main_host_is_told_by_a_loaded_mpi4py_of_the_same_mpi(monkeypatch, size,
 
 @pytest.mark.parametrize("host", ["algo-1", "algo-2"])
 @pytest.mark.parametrize(
-    ("variables", "started"),
-    [(_torchrun(0, size=2), "torchrun started 2 processes, 2"), (_mpi(0, size=3), "mpirun started 3 processes, 1")],
+    ("variables", "sizes"),
+    [
+        (_torchrun(0, size=2), "torchrun set world size 2 and local world size 2, but the job needs world size 4"),
+        (_mpi(0, size=3), "mpirun set world size 3 and local world size 1, but the job needs world size 2"),
+    ],
 )
-def test_launcher_that_does_not_span_the_cluster_is_refused(host, variables, started):
+def test_launcher_that_does_not_span_the_cluster_is_refused(host, variables, sizes):
     """A launcher with fewer or more processes than the hosts make is an error with the table."""
-    with pytest.raises(TopologyError, match=rf"(?s){started} on this host, but the job has 2 .*{host}\*"):
+    with pytest.raises(TopologyError, match=rf"(?s){sizes}: .*{host}\*"):
         _environment(host, variables=variables)
 
 
@@ -252,7 +255,7 @@ def test_torchrun_in_each_of_two_training_groups_is_refused_with_the_hyperparame
     """Where the toolkit started a torchrun in each group, the error says how to tell it that both train together."""
     groups = {"one": ("algo-1",), "two": ("algo-3", "algo-2")}
     advice = r'hyperparameters=\{"sagemaker_distribution_instance_groups": \["one", "two"\]\}'
-    with pytest.raises(TopologyError, match=rf"(?s)started 4 .* has 3 trainer host.*algo-2\*.*{advice}"):
+    with pytest.raises(TopologyError, match=rf"(?s)set world size 4 .* = 3 x .*algo-2\*.*{advice}"):
         _environment("algo-2", groups, variables=_torchrun(0))
     with pytest.raises(TopologyError) as error:  # two of three hosts, of both groups: something else went wrong
         _environment("algo-1", groups, variables=_torchrun(0))
@@ -272,17 +275,15 @@ def test_world_size_that_does_not_fit_is_refused(host, rank, size):
     """What Lightning computed from wrong settings is an error with the table, and not a hang."""
     environment = _environment(host)
     environment.set_global_rank(rank)
-    expected = (
-        rf"(?s)makes {size} process\(es\) and this one rank {rank}, but the job has 2 trainer.*{host}\*.*num_nodes=2"
-    )
+    expected = rf"(?s)gives world size {size} and rank {rank} .*\(trainer hosts: 2; .*{host}\*.*num_nodes=2"
     with pytest.raises(TopologyError, match=expected):
         environment.set_world_size(size)
 
 
 @pytest.mark.parametrize("variables", [_torchrun(0), _mpi(0, devices=2, size=4)], ids=["torchrun", "mpirun"])
 def test_world_size_must_be_that_of_the_launcher(variables):
-    """A multiple of the hosts is not enough where a launcher decided on the number of processes."""
-    with pytest.raises(TopologyError, match=r"2 trainer host\(s\) with 2 process\(es\) on each"):
+    """A multiple of the hosts is not enough where a launcher set the number of processes."""
+    with pytest.raises(TopologyError, match="trainer hosts: 2, processes on each: 2;"):
         _environment(variables=variables).set_world_size(2)
 
 
@@ -295,25 +296,24 @@ def test_settings_that_fit_are_accepted():
 @pytest.mark.parametrize("num_nodes", [1, 3])
 def test_wrong_num_nodes_is_refused(num_nodes):
     """The error has both numbers, where the right one comes from, and the table."""
-    expected = (
-        rf"(?s)num_nodes={num_nodes}\) does not match the job, which has 2 .*resourceconfig.*algo-1\*.*num_nodes=2"
-    )
+    number = rf"num_nodes={num_nodes}\) does not match the number of trainer hosts in the job, 2"
+    expected = rf"(?s){number} .*resourceconfig.*algo-1\*.*num_nodes=2"
     with pytest.raises(TopologyError, match=expected):
         _environment().validate_settings(num_devices=1, num_nodes=num_nodes)
 
 
 @pytest.mark.parametrize(
-    ("variables", "facts", "decided_by"),
+    ("variables", "facts", "set_by"),
     [
         (_torchrun(0), {}, "torchrun"),
         (_mpi(0, 2, 4), {}, "mpirun"),
         ({}, {"devices": 2}, r"LIGHTNING_SM_DEVICES \(lightning-sm local --devices\)"),
     ],
 )
-def test_wrong_devices_are_refused(variables, facts, decided_by):
-    """The error names who decided on the number of processes."""
+def test_wrong_devices_are_refused(variables, facts, set_by):
+    """The error names who set the number of processes."""
     environment = _environment(variables=variables, **facts)
-    with pytest.raises(TopologyError, match=rf"(?s)devices=3\) does not match the 2 process.*{decided_by} decided on"):
+    with pytest.raises(TopologyError, match=rf"devices=3\) does not match .* on each host, 2, set by {set_by}"):
         environment.validate_settings(num_devices=3, num_nodes=2)
 
 
@@ -371,11 +371,11 @@ def test_other_ranks_print_no_table(caplog):
 
 
 def test_order_of_a_launcher_that_differs_is_told(caplog):
-    """Where torchrun counts the hosts in another order than the table, each host says so, and where rank 0 is."""
+    """Where torchrun orders the hosts differently from the table, each host says so, and where rank 0 is."""
     caplog.set_level(logging.INFO, logger="lightning_sm")
     _environment("algo-2", variables={**_torchrun(0), "LOCAL_RANK": "0"}).set_world_size(4)
     first, second = caplog.messages
-    assert first == "Host algo-2 has node rank 0: torchrun counts the hosts in another order than the table of hosts."
+    assert first == "Host algo-2 has node rank 0: torchrun orders the hosts differently from the table of hosts."
     assert "torchrun, main address algo-2:7777" in second
 
 
