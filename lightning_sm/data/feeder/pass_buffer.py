@@ -246,7 +246,7 @@ class Intake:
 
     def _warn_of_twins(self, arrival: Arrival, plan: ShardSteps) -> None:
         data = self.ring.slot(arrival.slot)[: min(arrival.num_bytes, _NUM_COMPARED)].tobytes()
-        twins = plan.twin(arrival.step, hashlib.blake2b(data, key=arrival.header[:64]).digest())
+        twins = plan.duplicate_shards(arrival.step, hashlib.blake2b(data, key=arrival.header[:64]).digest())
         if twins is not None:
             logger.warning(
                 "Shards %d and %d of loader %d of %s begin with the same batch. Does the iterable dataset yield "
@@ -270,7 +270,7 @@ class Intake:
         step = self.arrivals[request_id].step
         if not isinstance(self.plan, ShardSteps):
             raise WireError("only shards have an end")
-        self.plan.pass_over(step, end)
+        self.plan.skip(step, end)
         self.drop(request_id)
         self.empty.add(step)
         self.stop_step = self.plan.stop_step

@@ -14,8 +14,8 @@ import grpc
 import numpy as np
 
 from lightning_sm.data.feeder.host_link import HostLink
-from lightning_sm.data.plan.samples import BatchPlan, IndexArray, SamplePlan, digest, epoch_order, shard_steps
-from lightning_sm.data.plan.shards import ShardSteps
+from lightning_sm.data.plan.samples import BatchPlan, IndexArray, SamplePlan, digest, epoch_order
+from lightning_sm.data.plan.shards import ShardSteps, shard_steps
 from lightning_sm.errors import DataHostMismatchError, DataServiceError, RemoteTransformError, WireError
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import worker as torch_worker
 
 from lightning_sm.data.host.random_state import RandomStates, seed_all
-from lightning_sm.data.plan.samples import SampleSeeds
+from lightning_sm.data.plan.seeds import SampleSeeds
 from lightning_sm.data.protocol.spec import BatchSpec
 
 # Ranks that all read the whole dataset need an iterator each. More would be too much for datasets with large buffers.

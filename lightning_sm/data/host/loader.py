@@ -24,7 +24,7 @@ from lightning_sm.data.batch.collate import collate_into
 from lightning_sm.data.host.iterable import OpenShards, show_worker_info
 from lightning_sm.data.host.random_state import seed_all
 from lightning_sm.data.ipc.processes import in_fork
-from lightning_sm.data.plan.samples import SampleSeeds
+from lightning_sm.data.plan.seeds import SampleSeeds
 from lightning_sm.data.protocol.spec import BatchSpec, LoaderFacts, Order
 from lightning_sm.errors import DataSettingsError
 

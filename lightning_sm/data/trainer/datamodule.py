@@ -14,7 +14,7 @@ from typing import Any
 from lightning_sm._lightning import CombinedLoader, LightningDataModule
 from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.host.data_host import LOCAL_JOB, DataHost
-from lightning_sm.data.plan.samples import default_num_shards
+from lightning_sm.data.plan.shards import default_num_shards
 from lightning_sm.data.protocol.spec import TRAINER_FACTS, LoaderFacts
 from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings

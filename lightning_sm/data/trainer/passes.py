@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lightning_sm.data.plan.samples import ShardPlan
+from lightning_sm.data.plan.shards import ShardPlan
 from lightning_sm.errors import DataServiceError
 
 logger = logging.getLogger(__name__)

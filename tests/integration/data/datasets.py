@@ -16,7 +16,8 @@ from pytorch_lightning import LightningDataModule
 from torch.utils.data import Dataset, default_collate
 
 from lightning_sm.data.host.random_state import seed_all
-from lightning_sm.data.plan.samples import SamplePlan, SampleSeeds, epoch_order
+from lightning_sm.data.plan.samples import SamplePlan, epoch_order
+from lightning_sm.data.plan.seeds import SampleSeeds
 
 # Where datasets find the name of the data host that they are on.
 HOST_VARIABLE = "LIGHTNING_SM_TEST_HOST"

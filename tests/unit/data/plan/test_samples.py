@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, ShardPlan, digest, epoch_order, num_steps, resume_step
+from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, digest, epoch_order, num_steps, resume_step
+from lightning_sm.data.plan.shards import ShardPlan
 from lightning_sm.errors import DataSettingsError
 
 WORLD_SIZES = st.integers(1, 9)
@@ -32,7 +33,6 @@ def batch_batches(batches, world_size):
 def table(plans):
     """What each rank trains on, ``[step][rank]``; all ranks must have as many steps."""
     assert len({plan.num_steps for plan in plans}) == 1
-    assert len({plan.num_repeated for plan in plans}) == 1
     return [[plan.batch(step).tolist() for plan in plans] for step in range(plans[0].num_steps)]
 
 
@@ -81,10 +81,9 @@ def test_order_takes_numpy_numbers():
 def test_exact_tail_drops_and_pads_nothing(size, batch_size, world_size):
     """Step by step and rank by rank, the batches are the order itself; only fewer samples than ranks repeat."""
     order = epoch_order(size, seed=0, epoch=0)
-    batches, plan = sample_batches(order, batch_size, world_size)
+    batches, _ = sample_batches(order, batch_size, world_size)
     assert joined(batches)[:size] == order.tolist()
-    assert len(joined(batches)) == size + plan.num_repeated
-    assert plan.num_repeated == (world_size - size if 0 < size < world_size else 0)
+    assert len(joined(batches)) == (max(size, world_size) if size else 0)
     assert all(batch for step in batches for batch in step)
 
 
@@ -101,11 +100,10 @@ def test_exact_tail_keeps_batches_even(size, batch_size, world_size):
 @given(st.integers(0, 200), st.integers(1, 12), WORLD_SIZES)
 def test_drop_last_leaves_full_batches_only(size, batch_size, world_size):
     """With drop_last every batch is full, and less than one global batch at the end of the order is left out."""
-    batches, plan = sample_batches(np.arange(size), batch_size, world_size, drop_last=True)
+    batches, _ = sample_batches(np.arange(size), batch_size, world_size, drop_last=True)
     assert all(len(batch) == batch_size for step in batches for batch in step)
     assert joined(batches) == list(range(size))[: len(joined(batches))]
     assert 0 <= size - len(joined(batches)) < batch_size * world_size
-    assert plan.num_repeated == 0
 
 
 @given(st.integers(0, 200), st.integers(1, 12), WORLD_SIZES, st.booleans())
@@ -119,9 +117,8 @@ def test_steps_are_counted_without_a_plan(size, batch_size, world_size, drop_las
 def test_one_rank_gets_ordinary_batches(size, batch_size, drop_last):
     """A single process trains on the batches of torch's own BatchSampler."""
     order = epoch_order(size, seed=5, epoch=0).tolist()
-    batches, plan = sample_batches(np.array(order), batch_size, 1, drop_last=drop_last)
+    batches, _ = sample_batches(np.array(order), batch_size, 1, drop_last=drop_last)
     assert [step[0] for step in batches] == ordinary_batches(order, batch_size, drop_last=drop_last)
-    assert plan.num_repeated == 0
 
 
 @given(st.integers(0, 300), st.integers(1, 3), st.booleans())
@@ -157,15 +154,8 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(size, factor, drop_
 )
 def test_batches_by_example(size, batch_size, world_size, drop_last, expected):
     """Odd sizes end as the rules say: an even extra step, a slightly larger last step, or repeated samples."""
-    batches, plan = sample_batches(np.arange(size), batch_size, world_size, drop_last=drop_last)
+    batches, _ = sample_batches(np.arange(size), batch_size, world_size, drop_last=drop_last)
     assert batches == expected
-    assert plan.num_repeated == len(joined(batches)) - len(set(joined(batches)))
-
-
-def test_samples_before_a_step():
-    """The cursor counts the samples of all ranks."""
-    plan = SamplePlan(np.arange(100), 4, True, 1, 3)
-    assert [plan.samples_before(step) for step in (0, 1, 8)] == [0, 12, 96]
 
 
 def test_plans_take_plain_lists():
@@ -177,9 +167,9 @@ def test_plans_take_plain_lists():
 @pytest.mark.parametrize("step", [-1, 2])
 def test_a_step_outside_the_pass_is_an_error(step):
     """A cursor outside the pass is refused, never served with other samples."""
-    with pytest.raises(IndexError, match=f"Step {step} does not exist: the pass has 2 steps"):
+    with pytest.raises(IndexError, match=rf"Step {step} does not exist \(number of steps in the pass: 2\)"):
         SamplePlan(np.arange(8), 2, False, 0, 2).batch(step)
-    with pytest.raises(IndexError, match=f"Step {step} does not exist: the pass has 2 steps"):
+    with pytest.raises(IndexError, match=rf"Step {step} does not exist \(number of steps in the pass: 2\)"):
         BatchPlan(np.arange(8), np.array([0, 2, 4, 6, 8]), 0, 2).batch(step)
 
 
@@ -214,11 +204,10 @@ def cut(sizes):
 @given(st.lists(st.integers(1, 6), max_size=30), WORLD_SIZES)
 def test_custom_batches_come_exactly_once(sizes, world_size):
     """Every sample of every batch comes once, no batch is empty, and only fewer samples than ranks repeat."""
-    batches, plan = batch_batches(cut(sizes), world_size)
+    batches, _ = batch_batches(cut(sizes), world_size)
     indices = joined(batches)
     assert sorted(set(indices)) == list(range(sum(sizes)))
-    assert len(indices) == sum(sizes) + plan.num_repeated
-    assert plan.num_repeated == (world_size - sum(sizes) if 0 < sum(sizes) < world_size else 0)
+    assert len(indices) == (max(sum(sizes), world_size) if sizes else 0)
     assert all(batch for step in batches for batch in step)
 
 
@@ -243,28 +232,22 @@ def test_one_rank_gets_the_custom_batches(sizes):
 
 
 @pytest.mark.parametrize(
-    ("custom", "world_size", "expected", "num_repeated"),
+    ("custom", "world_size", "expected"),
     [
-        pytest.param([], 2, [], 0, id="no batches"),
-        pytest.param([[5]], 3, [[[5], [5], [5]]], 2, id="one sample for three ranks"),
-        pytest.param([[5, 6, 7]], 2, [[[5, 6], [7]]], 0, id="one batch split"),
-        pytest.param([[1], [2, 3], [4, 5, 6]], 2, [[[1], [2, 3]], [[4, 5], [6]]], 0, id="tail split"),
-        pytest.param([[1], [2], [3, 4]], 2, [[[1], [2]], [[3], [4]]], 0, id="tail of one sample per rank"),
-        pytest.param([[1], [2, 3], [4]], 2, [[[1, 4], [2, 3]]], 0, id="tail joins the last full group"),
-        pytest.param([[1], [2], [3], [4], [5]], 3, [[[1, 4], [2, 5], [3]]], 0, id="two left of three"),
-        pytest.param([[9], [9]], 2, [[[9], [9]]], 0, id="a sampler that repeats by itself"),
+        pytest.param([], 2, [], id="no batches"),
+        pytest.param([[5]], 3, [[[5], [5], [5]]], id="one sample for three ranks"),
+        pytest.param([[5, 6, 7]], 2, [[[5, 6], [7]]], id="one batch split"),
+        pytest.param([[1], [2, 3], [4, 5, 6]], 2, [[[1], [2, 3]], [[4, 5], [6]]], id="tail split"),
+        pytest.param([[1], [2], [3, 4]], 2, [[[1], [2]], [[3], [4]]], id="tail of one sample per rank"),
+        pytest.param([[1], [2, 3], [4]], 2, [[[1, 4], [2, 3]]], id="tail joins the last full group"),
+        pytest.param([[1], [2], [3], [4], [5]], 3, [[[1, 4], [2, 5], [3]]], id="two left of three"),
+        pytest.param([[9], [9]], 2, [[[9], [9]]], id="a sampler that repeats by itself"),
     ],
 )
-def test_custom_batches_by_example(custom, world_size, expected, num_repeated):
+def test_custom_batches_by_example(custom, world_size, expected):
     """A last incomplete group is split, spread over the group before it, or repeated."""
-    batches, plan = batch_batches(custom, world_size)
-    assert (batches, plan.num_repeated) == (expected, num_repeated)
-
-
-def test_samples_before_a_step_of_custom_batches():
-    """The cursor counts samples, not batches, and ends at all of them even if the tail joined the last step."""
-    _, plan = batch_batches([[1], [2, 3], [4, 5], [6], [7]], 2)
-    assert [plan.samples_before(step) for step in range(plan.num_steps + 1)] == [0, 3, 7]
+    batches, _ = batch_batches(custom, world_size)
+    assert batches == expected
 
 
 def test_an_empty_custom_batch_is_named():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sm.data.plan.samples import SampleSeeds
+from lightning_sm.data.plan.seeds import SampleSeeds
 from lightning_sm.errors import DataSettingsError
 
 KEYS = st.recursive(
@@ -95,5 +95,5 @@ def test_seeds_do_not_depend_on_what_was_asked_before():
 
 def test_keys_that_cannot_be_sent_are_refused():
     """The message shows the key and what in it is at fault."""
-    with pytest.raises(DataSettingsError, match=r"sample key \(1, b'x'\) cannot be sent .* it holds a bytes"):
+    with pytest.raises(DataSettingsError, match=r"sample key \(1, b'x'\) cannot be sent .* it contains a bytes"):
         SampleSeeds(0, "train", 0, 0, 0).of((1, b"x"))

@@ -29,7 +29,7 @@ def walk(steps, sizes, window, rng):
             came[step] = shard, offset
         else:
             num_probes += not is_wanted
-            steps.pass_over(step, None if offset < sizes[shard] else sizes[shard])
+            steps.skip(step, None if offset < sizes[shard] else sizes[shard])
         while position in answered:
             position += 1
         steps.forget(position)
@@ -61,15 +61,15 @@ def test_a_pass_from_the_beginning_asks_no_shard_how_far_it_goes():
     """Nor does a shard that ended make others be asked."""
     steps = ShardSteps(3, 0, 1)
     assert [steps.batch(step).tolist() for step in range(4)] == [[3, 0, 0, 1], [3, 1, 0, 1], [3, 2, 0, 1], [3, 0, 1, 1]]
-    steps.pass_over(1, 0)
+    steps.skip(1, 0)
     assert [steps.batch(step).tolist() for step in (4, 5)] == [[3, 2, 1, 1], [3, 0, 2, 1]]
 
 
 @pytest.mark.parametrize("end", [None, 1, -1])
 def test_impossible_ends_are_refused(end):
     """A batch that is wanted is there or not, and its shard ends no later."""
-    with pytest.raises(WireError, match="shard 0 has"):
-        ShardSteps(3, 0, 1).pass_over(0, end)
+    with pytest.raises(WireError, match="shard 0 reports"):
+        ShardSteps(3, 0, 1).skip(0, end)
 
 
 def hosts_of(scheduler, num_steps, now):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sm.data.plan.samples import ShardPlan, default_num_shards, shard_steps
+from lightning_sm.data.plan.shards import ShardPlan, default_num_shards, shard_steps
 from lightning_sm.errors import DataSettingsError
 
 

@@ -1,0 +1,81 @@
+"""The seed of every sample and batch: the same on every data host that computes it. Pure rules."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import numpy as np
+
+from lightning_sm.errors import DataSettingsError
+
+
+def _to_integer(value: object) -> int:
+    if isinstance(value, np.integer):
+        return int(value)
+    raise TypeError(f"it contains a {type(value).__name__}")
+
+
+# Created once: json.dumps creates an encoder for every call that sets an option, which takes longer than the hash.
+_ENCODER = json.JSONEncoder(separators=(",", ":"), default=_to_integer)
+
+
+class SampleSeeds:
+    """The seeds of the samples and batches of one pass.
+
+    Args:
+        seed: Seed of the run.
+        stage: What the pass is for, such as ``train``.
+        loader_index: Position of the loader in its stage.
+        epoch: Epoch of the trainer.
+        pass_index: Counts passes over the same loader within one epoch.
+    """
+
+    def __init__(self, seed: int, stage: str, loader_index: int, epoch: int, pass_index: int) -> None:
+        fields = [int(seed), stage, int(loader_index), int(epoch), int(pass_index)]
+        # One prefix per kind of key, so that an integer sample, any other sample and a batch never collide.
+        self._integers, self._others, self._batches = (
+            hashlib.blake2b(encode_key([f"lightning_sm.{kind}", *fields]), digest_size=8)
+            for kind in ("integer", "key", "batch")
+        )
+
+    def of(self, key: object) -> int:
+        """Return the seed of one sample, an unsigned 64-bit number.
+
+        The key is what the dataset is indexed with: an integer, a string, or tuples and lists of them. A tuple and a
+        list of the same items are the same sample.
+
+        Raises:
+            DataSettingsError: JSON cannot express the key.
+        """
+        if isinstance(key, np.integer):
+            key = int(key)
+        # Nearly every dataset is indexed with integers, and encoding to JSON costs more than hashing.
+        if type(key) is int and -(2**63) <= key < 2**63:
+            state = self._integers.copy()
+            state.update(key.to_bytes(8, "little", signed=True))
+        else:
+            state = self._others.copy()
+            state.update(encode_key(key))
+        return int.from_bytes(state.digest(), "little")
+
+    def of_batch(self, step: int, rank: int) -> int:
+        """Return the seed for collating a batch, an unsigned 64-bit number."""
+        state = self._batches.copy()
+        state.update(encode_key([int(step), int(rank)]))
+        return int.from_bytes(state.digest(), "little")
+
+
+def encode_key(value: object) -> bytes:
+    """Encode a key so that different keys differ: JSON distinguishes 1 from "1", and marks where a sequence ends.
+
+    Raises:
+        DataSettingsError: JSON cannot express the key.
+    """
+    try:
+        return _ENCODER.encode(value).encode("ascii")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataSettingsError(
+            f"The sample key {value!r} cannot be sent to a data host: {error}. Use integers, strings, or tuples and "
+            "lists of them."
+        ) from error
