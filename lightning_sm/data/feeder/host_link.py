@@ -14,7 +14,7 @@ import grpc
 
 from lightning_sm.data.feeder.agreement import Problem
 from lightning_sm.data.protocol import calls, grpc_transport
-from lightning_sm.data.protocol.grpc_transport import FrameKind
+from lightning_sm.data.protocol.frames import FrameKind, frame, frames
 from lightning_sm.data.protocol.tls import closed_hint, fatal_hint
 from lightning_sm.data.settings import Credentials
 from lightning_sm.errors import WireError
@@ -168,7 +168,7 @@ class HostLink:
         while not self._closed.is_set():
             began = time.monotonic()
             try:
-                self.state = calls.beat_reply(self.call("Beat", self._client, _BEAT_TIMEOUT_S))
+                self.state = calls.heartbeat_reply(self.call("Heartbeat", self._client, _BEAT_TIMEOUT_S))
                 self._num_silent = 0
                 self._open_wanted()
             except grpc.RpcError as error:
@@ -240,7 +240,7 @@ class HostLink:
         why = "the data host closed the stream"
         try:
             for message in call:
-                for request_id, kind, value, payload in grpc_transport.frames(message):
+                for request_id, kind, value, payload in frames(message):
                     self._owner.link_frame(self, request_id, kind, value, payload)
         except grpc.RpcError as error:
             why = _text(error)
@@ -282,22 +282,6 @@ class HostLink:
             call.cancel()
 
 
-def failure(payload: memoryview) -> dict[str, str]:
-    """Take the payload of a FAILURE frame apart.
-
-    Args:
-        payload: The payload.
-
-    Raises:
-        WireError: It is malformed.
-    """
-    try:
-        facts = json.loads(bytes(payload))
-        return {name: str(facts[name]) for name in ("error", "text", "where")}
-    except (ValueError, TypeError, KeyError) as error:
-        raise WireError(f"A failure that a data host reported is malformed: {error!r}.") from error
-
-
 def fetch(request_id: int, spec: bytes) -> bytes:
     """Return the message that asks for a batch.
 
@@ -305,7 +289,7 @@ def fetch(request_id: int, spec: bytes) -> bytes:
         request_id: Number of the request.
         spec: The encoded ``BatchSpec``.
     """
-    return grpc_transport.frame(request_id, FrameKind.FETCH, len(spec)) + spec
+    return frame(request_id, FrameKind.FETCH, len(spec)) + spec
 
 
 def _text(error: Any) -> str:

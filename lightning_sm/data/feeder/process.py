@@ -21,7 +21,7 @@ import numpy as np
 
 from lightning_sm._log import show_log_lines
 from lightning_sm.data.feeder.agreement import Openings, Problem
-from lightning_sm.data.feeder.host_link import HostLink, failure, fetch
+from lightning_sm.data.feeder.host_link import HostLink, fetch
 from lightning_sm.data.feeder.pass_buffer import Intake, StepPlan
 from lightning_sm.data.feeder.sampler_orders import (
     Listing,
@@ -34,11 +34,10 @@ from lightning_sm.data.feeder.sampler_orders import (
 from lightning_sm.data.feeder.scheduler import Request, Retry, Scheduler
 from lightning_sm.data.feeder.status import RETRIES, explain, host_state, pass_state
 from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Released
-from lightning_sm.data.ipc.processes import end_with_any_thread, run_and_leave
+from lightning_sm.data.ipc.processes import exit_when_a_thread_fails, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.shards import ShardSteps
-from lightning_sm.data.protocol import grpc_transport
-from lightning_sm.data.protocol.grpc_transport import FrameKind
+from lightning_sm.data.protocol.frames import FrameKind, frame, parse_failure, parse_header
 from lightning_sm.data.protocol.spec import BatchSpec
 from lightning_sm.data.settings import Credentials
 from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
@@ -276,10 +275,10 @@ class Feeder:
 
     def _take(self, intake: Intake, request: Request, kind: int, value: int, payload: memoryview) -> None:
         if kind == FrameKind.FAILURE:
-            self._take_failure(intake, request, failure(payload))
+            self._take_failure(intake, request, parse_failure(payload))
             return
         if kind == FrameKind.HEADER:
-            num_bytes, queue_s, produce_s, header = grpc_transport.parse_header(payload)
+            num_bytes, queue_s, produce_s, header = parse_header(payload)
             intake.take_header(request.request_id, num_bytes, (queue_s, produce_s), header)
         elif kind == FrameKind.DATA:
             intake.take_data(request.request_id, value, payload)
@@ -366,7 +365,7 @@ class Feeder:
             if owner is not None:
                 owner.drop(request.request_id)
             if tell:
-                self._links[request.host].send(grpc_transport.frame(request.request_id, FrameKind.CANCEL))
+                self._links[request.host].send(frame(request.request_id, FrameKind.CANCEL))
 
     def _fail(self, pass_id: int | None, error: str, text: str) -> None:
         self._tell("error", pass_id=pass_id, error=error, text=text)
@@ -393,7 +392,7 @@ def main() -> None:
     # batches until it has. This process ends with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    end_with_any_thread()
+    exit_when_a_thread_fails()
     show_log_lines()
     trainer = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
     message = trainer.receive()
@@ -402,4 +401,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    run_and_exit(main)

@@ -1,4 +1,4 @@
-"""The TLS files that a user names, read and checked before gRPC gets them: it only says later that nothing connects."""
+"""Reads and checks the user's TLS files, because gRPC would only report later that nothing connects."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from lightning_sm.data.settings import Credentials
 from lightning_sm.errors import DataSettingsError
 
 _OTHER_NAME = (
-    "data_service.tls_certificate of the data host is not for the name or address by which this trainer reaches it. "
+    "data_service.tls_certificate of the data host is not valid for the name or address that this trainer connects to. "
     "Add it as a SubjectAlternativeName"
 )
-# How gRPC and BoringSSL name what no further try can mend.
+# Errors of gRPC and BoringSSL that no retry can fix.
 _FATAL = {
-    "WRONG_VERSION_NUMBER": "this trainer uses TLS, the data host does not. Set data_service.tls_* alike on all hosts",
+    "WRONG_VERSION_NUMBER": "this trainer uses TLS, the data host does not. Set data_service.tls_* on all hosts",
     "CERTIFICATE_VERIFY_FAILED": "the data host's certificate is not signed by data_service.tls_authority or, without "
     "one, is not data_service.tls_certificate",
     "Hostname Verification Check failed": _OTHER_NAME,
     "is not in peer certificate": _OTHER_NAME,
 }
-# What a host that refuses the handshake says, but also one that is just leaving.
+# Errors of a host that rejects the handshake, but also of one that is shutting down.
 _CLOSED = ("Socket closed", "Connection reset", "End of TCP stream")
 
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """What TLS needs, in PEM.
+    """Contents of the TLS files, in PEM.
 
     Attributes:
-        certificate: Shown by data hosts; with an authority by trainers, too.
-        key: Its private key.
-        authority: Who signed the certificate of the other end; None: trainers trust the certificate itself, and data
-            hosts want none from trainers.
+        certificate: Presented by data hosts and, with an authority, by trainers.
+        key: Private key of the certificate.
+        authority: Certificate that signed the other end's certificate; None: trainers trust ``certificate`` itself,
+            and data hosts require no certificate from trainers.
     """
 
     certificate: bytes
@@ -42,24 +42,20 @@ class TlsFiles:
 
 
 def read_tls(credentials: Credentials) -> TlsFiles | None:
-    """Read the TLS files.
-
-    Args:
-        credentials: Their paths.
-
-    Returns:
-        Their contents; None if TLS is off.
+    """Read the TLS files; None if TLS is off.
 
     Raises:
-        DataSettingsError: A file cannot be read, is no PEM file of its kind, or key and certificate do not match; or
-            there is an authority, but nothing that it could have signed.
+        DataSettingsError: A file cannot be read or is not a PEM file of its kind, key and certificate do not match, or
+            one of them is not set although another file is.
     """
-    certificate, key, authority = credentials.tls_certificate, credentials.tls_key, credentials.tls_authority
+    certificate = credentials.tls_certificate
+    key = credentials.tls_key
+    authority = credentials.tls_authority
     if certificate is None or key is None:
         if (certificate, key, authority) != (None, None, None):
             raise DataSettingsError(
-                f"TLS needs data_service.tls_certificate (which is {certificate}) and data_service.tls_key (which is "
-                f"{key}); data_service.tls_authority={authority} is only needed for mutual TLS."
+                f"TLS needs both data_service.tls_certificate (now {certificate}) and data_service.tls_key (now {key})."
+                f" data_service.tls_authority (now {authority}) is only for mutual TLS."
             )
         return None
     files = TlsFiles(
@@ -68,7 +64,7 @@ def read_tls(credentials: Credentials) -> TlsFiles | None:
         None if authority is None else _certificates(authority, "tls_authority"),
     )
     try:
-        # A password at hand keeps OpenSSL from asking the terminal for one.
+        # With an empty password, OpenSSL does not ask for one on the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except OSError as error:
         raise DataSettingsError(
@@ -79,23 +75,15 @@ def read_tls(credentials: Credentials) -> TlsFiles | None:
 
 
 def fatal_hint(details: str) -> str:
-    """Return what is wrong if a first connection can never succeed; else nothing.
-
-    Args:
-        details: What gRPC says.
-    """
+    """Return why a first connection with this gRPC error can never succeed; "" if a retry may."""
     return next((f": {hint}." for text, hint in _FATAL.items() if text in details), "")
 
 
 def closed_hint(details: str) -> str:
-    """Return what may be wrong if a data host closes the first connection; else nothing.
-
-    Args:
-        details: What gRPC says.
-    """
+    """Return why a data host may have closed the first connection, with this gRPC error; "" if it did not."""
     if not any(text in details for text in _CLOSED):
         return ""
-    return "; it may want TLS, or a certificate signed by its data_service.tls_authority"
+    return "; it may require TLS, or a certificate signed by its data_service.tls_authority"
 
 
 def _certificates(path: str, setting: str) -> bytes:
@@ -104,7 +92,7 @@ def _certificates(path: str, setting: str) -> bytes:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode("ascii"))
     except (ssl.SSLError, ValueError) as error:
         raise DataSettingsError(
-            f"{path} (data_service.{setting}) holds no certificate in PEM: {_reason(error)}."
+            f"{path} (data_service.{setting}) does not contain a PEM certificate: {_reason(error)}."
         ) from error
     return content
 

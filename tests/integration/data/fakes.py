@@ -12,6 +12,7 @@ import grpc
 
 from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.protocol import grpc_transport
+from lightning_sm.data.protocol.frames import FrameKind, frames
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.data.settings import Credentials, DataServiceSettings
 
@@ -36,14 +37,14 @@ class FakeHost:
     """A data host whose answers are right, unless a test replaces them.
 
     Attributes:
-        beat: Answer to Beat.
+        heartbeat: Answer to Heartbeat.
         opened: Answers to Open: of ``setup``, and of loaders.
         listed: Answer to List.
         answer: Makes the messages that answer a request for a batch.
     """
 
     def __init__(self, answer: Callable[[int], list[bytes]] | None = None, loader: LoaderFacts = LOADER) -> None:
-        self.beat = json.dumps({"name": "fake", "workers": 2, "busy": 0, "queued": 0}).encode()
+        self.heartbeat = json.dumps({"name": "fake", "workers": 2, "busy": 0, "queued": 0}).encode()
         opened = {"structure": 0, "loaders": [loader.to_json()]}
         self.opened = {"": b'{"attributes": {}}', "train": json.dumps(opened).encode()}
         self.listed = b""
@@ -55,7 +56,7 @@ class FakeHost:
         known = known or credentials()
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
         handlers = {
-            "Beat": unary(lambda *_: self.beat),
+            "Heartbeat": unary(lambda *_: self.heartbeat),
             "Open": unary(lambda request, _: self.opened[json.loads(request)["loaders"]]),
             "List": stream(lambda *_: iter([self.listed])),
             "Fetch": stream(self._fetch),
@@ -77,8 +78,8 @@ class FakeHost:
 
     def _fetch(self, requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
         for message in requests:
-            for request_id, kind, _, _ in grpc_transport.frames(message):
-                if kind == grpc_transport.FrameKind.FETCH:
+            for request_id, kind, _, _ in frames(message):
+                if kind == FrameKind.FETCH:
                     yield from self.answer(request_id)
 
 

@@ -13,7 +13,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_sm.data.host.data_host import DataHost
-from lightning_sm.data.protocol.grpc_transport import FrameKind, batch_head, frame, frames
+from lightning_sm.data.protocol.frames import FrameKind, batch_head, frame, frames
 from lightning_sm.data.protocol.spec import BatchSpec
 from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
 from tests.integration.data.cluster import remote
@@ -88,9 +88,9 @@ REPLIES = {
 @pytest.mark.parametrize("what", REPLIES)
 def test_a_nonsensical_answer_to_a_call_is_an_error_of_the_trainer(what):
     """Whatever a data host says of itself or of its loaders, the trainer names it within seconds."""
-    for method in ("beat", "opened"):
+    for method in ("heartbeat", "opened"):
         host = FakeHost()
-        setattr(host, method, REPLIES[what] if method == "beat" else {"": REPLIES[what]})
+        setattr(host, method, REPLIES[what] if method == "heartbeat" else {"": REPLIES[what]})
         began = time.monotonic()
         with (
             host.serving() as address,
@@ -136,7 +136,7 @@ REQUESTS = {
         json.dumps({**OPENING, "run": 10**30}).encode(),
     ],
     "List": [b"1", b'{"opening": 1}', json.dumps({"opening": "x", "loader": True, "seed": 0}).encode()],
-    "Beat": [b"", b'{"client": 7, "world_size": 1}', b'{"client": "x", "world_size": "y"}'],
+    "Heartbeat": [b"", b'{"client": 7, "world_size": 1}', b'{"client": "x", "world_size": "y"}'],
     "Finish": [b"null", b'{"client": "x"}'],
 }
 
@@ -177,7 +177,7 @@ def assert_survives(address, opening):
                     trainer.stream(name, request) if name == "List" else trainer.call(name, request)
                 assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, (name, request[:80])
         with pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
-            trainer.call("Beat", bytes(70 << 20))
+            trainer.call("Heartbeat", bytes(70 << 20))
         for message in BROKEN_STREAMS:
             assert trainer.any_call("Fetch", message) in (grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED)
         for request in (spec("other"), *(spec(opening, **changed) for changed in FAILING_SPECS)):

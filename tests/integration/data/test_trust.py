@@ -98,7 +98,9 @@ def test_calls_without_credentials_are_refused_whatever_they_ask():
     with DataHost(data()) as host:
         for metadata, code in (([], precondition), (right[:2], unauthenticated), (wrong, unauthenticated)):
             with FakeTrainer(host.address, metadata) as trainer:
-                codes = {name: trainer.any_call(name) for name in ("Open", "List", "Fetch", "Beat", "Finish", "Stop")}
+                codes = {
+                    name: trainer.any_call(name) for name in ("Open", "List", "Fetch", "Heartbeat", "Finish", "Stop")
+                }
             assert set(codes.values()) == {code}, codes
         assert num_batches(host.address) == 2
 
@@ -107,7 +109,7 @@ def test_a_trainer_of_another_version_is_told_both_versions(monkeypatch):
     """A data host that speaks another version of the protocol is named at once, with both versions."""
     monkeypatch.setattr(grpc_transport, "PROTOCOL_VERSION", "99")
     with FakeHost().serving() as address:
-        assert "data host fake speaks version 99 of the protocol, this trainer 1." in refusal(address)
+        assert "data host fake speaks version 99 of the protocol, this trainer version 1." in refusal(address)
 
 
 @pytest.mark.parametrize("is_mutual", [False, True])
@@ -142,7 +144,9 @@ def test_a_data_host_with_tls_refuses_trainers_without_their_part_of_it(ours, th
     with FakeHost().serving(credentials(**mutual)) as address:
         for settings in ({}, alone, foreign):
             module = RemoteDataModule(data(), [address], settings=DataServiceSettings(startup_timeout_s=2, **settings))
-            with pytest.raises(DataHostUnreachableError, match=r"may want TLS, or a certificate signed by its data_se"):
+            with pytest.raises(
+                DataHostUnreachableError, match=r"may require TLS, or a certificate signed by its data_se"
+            ):
                 module.setup("fit")
             module.teardown("fit")
 
@@ -152,7 +156,7 @@ def test_a_wrong_tls_file_is_named_before_anything_starts(ours, tmp_path):
     broken = tmp_path / "broken.pem"
     broken.write_text("no certificate")
     settings = DataServiceSettings(**{**ours.settings("localhost"), "tls_certificate": str(broken)})
-    expected = rf"{broken} \(data_service.tls_certificate\) holds no certificate in PEM"
+    expected = rf"{broken} \(data_service.tls_certificate\) does not contain a PEM certificate"
     with pytest.raises(DataSettingsError, match=expected), DataHost(data(), settings=settings):
         pass
     with pytest.raises(DataSettingsError, match=expected):

@@ -23,7 +23,14 @@ LOADER = LoaderFacts(
     identity="i",
     dataset="Numbers of 103",
 ).to_json()
-PARSERS = [calls.OPEN.parse, calls.LIST.parse, calls.BEAT.parse, calls.FINISH.parse, calls.beat_reply, calls.open_reply]
+PARSERS = [
+    calls.OPEN.parse,
+    calls.LIST.parse,
+    calls.HEARTBEAT.parse,
+    calls.FINISH.parse,
+    calls.heartbeat_reply,
+    calls.open_reply,
+]
 
 REPLIES = [
     {"state": "opening"},

@@ -56,14 +56,14 @@ def test_files_come_as_they_are(files):
     [
         (("missing", "key"), "missing (data_service.tls_certificate) cannot be read: No such file or directory."),
         (("certificate", "."), "(data_service.tls_key) cannot be read: Is a directory."),
-        (("text", "key"), "text (data_service.tls_certificate) holds no certificate in PEM"),
-        (("bytes", "key"), "bytes (data_service.tls_certificate) holds no certificate in PEM"),
-        (("key", "key"), "key (data_service.tls_certificate) holds no certificate in PEM"),
-        (("certificate", "key", "text"), "text (data_service.tls_authority) holds no certificate in PEM"),
+        (("text", "key"), "text (data_service.tls_certificate) does not contain a PEM certificate"),
+        (("bytes", "key"), "bytes (data_service.tls_certificate) does not contain a PEM certificate"),
+        (("key", "key"), "key (data_service.tls_certificate) does not contain a PEM certificate"),
+        (("certificate", "key", "text"), "text (data_service.tls_authority) does not contain a PEM certificate"),
         (("certificate", "text"), "text (data_service.tls_key) is not the private key"),
         (("certificate", "other_key"), "other_key (data_service.tls_key) is not the private key"),
         (("certificate", "locked_key"), "locked_key (data_service.tls_key) is not the private key, in PEM and without"),
-        ((None, None, "authority"), "TLS needs data_service.tls_certificate (which is None)"),
+        ((None, None, "authority"), "TLS needs both data_service.tls_certificate (now None)"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_setting(files, names, message):
@@ -77,4 +77,4 @@ def test_hints_are_only_given_for_what_tls_settings_may_mend():
     refused = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0.0.1:7: Connection refused"
     assert fatal_hint(refused) == closed_hint(refused) == fatal_hint("Socket closed") == ""
     assert "SubjectAlternativeName" in fatal_hint("Hostname Verification Check failed.")
-    assert "may want TLS" in closed_hint("ipv4:10.0.0.1:7: Socket closed")
+    assert "may require TLS" in closed_hint("ipv4:10.0.0.1:7: Socket closed")

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sm.data.protocol import grpc_transport
-from lightning_sm.data.protocol.grpc_transport import FrameKind
+from lightning_sm.data.protocol.frames import FRAME_BYTES, FrameKind, frame, frames
 from lightning_sm.errors import WireError
 
 FRAMES = st.lists(
@@ -13,31 +12,29 @@ FRAMES = st.lists(
 )
 
 
-def message_of(frames):
+def message_of(parts):
     """Join frames as they are sent."""
-    return b"".join([part for i, k, v, data in frames for part in (grpc_transport.frame(i, k, len(data), v), data)])
+    return b"".join([part for i, k, v, data in parts for part in (frame(i, k, len(data), v), data)])
 
 
 @given(FRAMES)
-def test_frames_survive_the_wire(frames):
+def test_frames_survive_the_wire(sent):
     """Any number of frames in one message comes apart again."""
-    taken = [
-        (number, kind, value, bytes(data)) for number, kind, value, data in grpc_transport.frames(message_of(frames))
-    ]
-    assert taken == frames
+    taken = [(number, kind, value, bytes(data)) for number, kind, value, data in frames(message_of(sent))]
+    assert taken == sent
 
 
 @given(FRAMES, st.data())
-def test_a_message_that_is_cut_is_refused(frames, data):
+def test_a_message_that_is_cut_is_refused(sent, data):
     """Cut anywhere but between two frames, a message is an error; until there its frames are good."""
-    message = message_of(frames)
+    message = message_of(sent)
     position = data.draw(st.integers(0, len(message)))
     ends, end = {0}, 0
-    for *_, payload in frames:
-        end += grpc_transport.FRAME_BYTES + len(payload)
+    for *_, payload in sent:
+        end += FRAME_BYTES + len(payload)
         ends.add(end)
     if position in ends:
-        list(grpc_transport.frames(message[:position]))
+        list(frames(message[:position]))
     else:
         with pytest.raises(WireError):
-            list(grpc_transport.frames(message[:position]))
+            list(frames(message[:position]))
