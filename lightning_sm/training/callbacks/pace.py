@@ -1,56 +1,54 @@
-"""How often ranks ask each other whether one of them was told to stop. Pure rule; time comes in."""
+"""How often ranks exchange their stop flags. A pure rule: the time is an argument."""
 
 from __future__ import annotations
 
-# Beyond this, sums of float32 are not exact, and ranks could disagree on the pace.
+# Beyond this, float32 sums are not exact, and ranks could disagree on the pace.
 _EXACT_IN_FLOAT32 = 1 << 24
-# A first step may take a hundred times as long as the next ones (compilation): grow in steps.
-_MOST_GROWTH = 4
-# Steps may get slower: with so many between two questions, ten times slower ones still answer within seconds.
-_MOST_TICKS = 100
+# The first step may take a hundred times as long as later ones (compilation): let the interval grow gradually.
+_MAX_GROWTH = 4
+# Steps may become slower: with this limit, exchanges stay seconds apart even if steps take ten times as long.
+_MAX_TICKS = 100
 
 
 class Pace:
-    """Counts ticks (steps, batches) between two questions, so that they come about every few seconds.
+    """Counts ticks (steps or validation batches) so that exchanges are a few seconds apart.
 
-    All ranks see the same ticks and the same sums, so that all ask at the same tick.
+    All ranks see the same ticks and the same sums, so that all of them exchange at the same tick.
 
     Args:
-        every_s: Seconds between two questions, as far as ticks allow.
+        every_s: Target time between two exchanges, in seconds.
         world_size: Number of ranks.
     """
 
     def __init__(self, every_s: float, world_size: int) -> None:
         self._every_s = every_s
         self._world_size = world_size
-        self._ticks = self._wanted = 1
-        self._since: float | None = None
+        self._interval = 1
+        self._ticks_left = 1
+        self._last_exchange: float | None = None
 
-    def is_due(self) -> bool:
-        """Count a tick, and tell whether it is the one to ask at."""
-        self._ticks -= 1
-        return self._ticks <= 0
+    def tick(self) -> bool:
+        """Count a tick, and return whether an exchange is due at it."""
+        self._ticks_left -= 1
+        return self._ticks_left <= 0
 
-    def tick_ms(self, now: float) -> float:
-        """Return this rank's share of the question: milliseconds per tick since the last one.
+    def ms_per_tick(self, now: float) -> float:
+        """Return this rank's share of the exchange: the mean milliseconds per tick since the last one.
+
+        A whole number, limited so that the sum over all ranks is exact in float32.
 
         Args:
-            now: Time, in seconds.
-
-        Returns:
-            A whole number, such that the sum over all ranks is exact in float32.
+            now: Monotonic time, in seconds.
         """
-        elapsed_s = 0.0 if self._since is None else now - self._since
-        self._since = now
+        elapsed_s = 0.0 if self._last_exchange is None else now - self._last_exchange
+        self._last_exchange = now
         limit = _EXACT_IN_FLOAT32 // self._world_size
-        return float(min(limit, round(1000 * elapsed_s / self._wanted)))
+        return float(min(limit, round(1000 * elapsed_s / self._interval)))
 
-    def set_from(self, sum_ms: float) -> None:
-        """Choose when to ask next.
-
-        Args:
-            sum_ms: Sum of ``tick_ms`` over all ranks.
-        """
+    def plan_next(self, sum_ms: float) -> None:
+        """Choose the tick of the next exchange from the sum of ``ms_per_tick`` over all ranks."""
         mean_s = sum_ms / self._world_size / 1000
-        fitting = int(self._every_s / mean_s) if mean_s > 0 else _MOST_GROWTH * self._wanted
-        self._wanted = self._ticks = max(1, min(fitting, _MOST_GROWTH * self._wanted, _MOST_TICKS))
+        longest = _MAX_GROWTH * self._interval
+        fitting = int(self._every_s / mean_s) if mean_s > 0 else longest
+        self._interval = max(1, min(fitting, longest, _MAX_TICKS))
+        self._ticks_left = self._interval

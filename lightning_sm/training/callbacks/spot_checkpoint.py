@@ -1,4 +1,4 @@
-"""SpotCheckpoint: an interrupted training leaves with a checkpoint from which it goes on exactly there."""
+"""SpotCheckpoint: save a checkpoint when training is interrupted, so that the next attempt resumes exactly there."""
 
 from __future__ import annotations
 
@@ -28,42 +28,43 @@ from lightning_sm.training.checkpoints.newest import JOB_KEY
 
 logger = logging.getLogger(__name__)
 
-# The launcher's gentle signal first; SIGTERM where there is none (torchrun, mpirun, the stock toolkit).
+# SIGUSR2 from our launcher; SIGTERM from launchers that know no other (torchrun, mpirun, the stock toolkit).
 STOP_SIGNALS = (GENTLE_SIGNAL, signal.SIGTERM)
-_NAME = re.compile(r"interrupted-epoch=(\d+)-step=(\d+)\.ckpt")
+_NAME = re.compile(r"interrupted-epoch=(?P<epoch>\d+)-step=(?P<step>\d+)\.ckpt")
 
 
-class TrainingInterrupted(SystemExit):  # it is no error: the interpreter leaves with its exit code
+class TrainingInterrupted(SystemExit):  # not an error: the interpreter exits with its code
     """Raised in all ranks at the same step, after the checkpoint was saved."""
 
 
 class _Moment(Enum):
-    """When the checkpoint is saved that is being saved."""
+    """When the current checkpoint is saved: it decides how the saved progress must be corrected."""
 
-    ANY = "whenever another callback saves one"
-    EPOCH_START = "between two epochs, when the next one has its first batch"
-    STEP_START = "between two steps, when the next one has its batch"
-    VALIDATION = "within a validation"
+    OTHER = "when another callback saves one"
+    EPOCH_START = "between two epochs, after the next one has fetched its first batch"
+    STEP_START = "between two steps, after the next one has fetched its batch"
+    VALIDATION = "during a validation"
 
 
 class SpotCheckpoint(Checkpoint):
-    """Save a checkpoint and leave when the job is interrupted or stopped: SIGUSR2 or SIGTERM to any rank.
+    """Save a checkpoint and exit when the job is interrupted or stopped (SIGUSR2 or SIGTERM to any rank).
 
-    The signal handler only takes a note. About every second the ranks add up their notes (a SUM, which every backend
-    has), so that all save at the same step and leave together, with exit code 143. A collective inside the handler, as
-    in Lightning itself, deadlocks whenever the ranks get the signal at different moments (Lightning issue 20806).
+    The signal handler only sets a flag. About every second the ranks add up their flags (a SUM, which every backend
+    supports), so that all ranks save at the same step and exit together, with code 143. A collective call inside the
+    handler, as in Lightning itself, deadlocks whenever the signal reaches the ranks at different moments (Lightning
+    issue 20806).
 
-    The checkpoint says "step n is done": where a validation was interrupted, the resumed run repeats it from its
-    beginning, on the weights that it was interrupted with. Within an accumulation of gradients nothing is saved, as the
-    gradients would be lost; it goes on to the next step.
+    The checkpoint is that of a completed step. If a validation was interrupted, the resumed run repeats it from its
+    start, with the same weights. While gradients accumulate nothing is saved, because they would be lost: training
+    continues to the end of the step.
 
-    ``SageMakerCLI`` puts it into every job; without a checkpoint directory, the checkpoint goes beside the logs.
+    ``SageMakerCLI`` adds it to every job. Without a checkpoint directory, the checkpoint goes next to the logs.
 
     Args:
         dirpath: Folder for the checkpoint.
-        check_every_s: Seconds between two exchanges of notes, as far as steps allow.
-        keep: Checkpoints of this callback to keep; at least two, as the newest may not be uploaded completely.
-        job_facts: Put into every checkpoint of the Trainer, so that a later job knows whose it is.
+        check_every_s: Target time between two exchanges of flags, in seconds; slow steps make it longer.
+        keep: Number of checkpoints of this callback to keep. At least 2: the latest may not be fully uploaded.
+        job_facts: Written into every checkpoint of the Trainer, so that a later job knows which job saved it.
     """
 
     def __init__(
@@ -78,104 +79,102 @@ class SpotCheckpoint(Checkpoint):
         self._check_every_s = check_every_s
         self._keep = max(2, keep)
         self._job_facts = dict(job_facts or {})
-        self._noted: int | None = None
-        self._noted_at = 0.0
         self._owner = os.getpid()
-        self._leaves_at_once = False
-        self._paces: dict[_Moment, Pace] = {}
-        self._is_even_validation = False
-        self._is_told = False
-        self._loader_states: deque[list[dict[str, Any]]] = deque(maxlen=2)
-        self._moment = _Moment.ANY
+        self._is_fit = True
         self._exit_code = INTERRUPTED_EXIT_CODE
-
-    # Signals
+        self._signalled_at: float | None = None
+        self._is_stopping = False  # any rank was signalled; the same on all ranks
+        # One for steps and one for validation batches, which take different times.
+        self._paces: dict[_Moment, Pace] = {}
+        self._can_stop_in_validation = False
+        self._loader_states: deque[list[dict[str, Any]]] = deque(maxlen=2)
+        self._moment = _Moment.OTHER
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take over the signals; they stay with this callback after the run, whose end a late one must not disturb."""
+        """Install the signal handlers. They stay after the run, so that a late signal does not disturb its end."""
         self._owner = os.getpid()
-        self._leaves_at_once = stage != "fit"
-        # Lightning kills rank 0 of a host when another local rank of it leaves with another code than 0.
+        self._is_fit = stage == "fit"
+        # Lightning kills rank 0 of a host when another local rank exits with a code other than 0.
         is_child = Launch.detect(os.environ, os.getppid()).launcher is Launcher.LIGHTNING
         self._exit_code = 0 if is_child else INTERRUPTED_EXIT_CODE
         if threading.current_thread() is not threading.main_thread():
-            logger.warning("SpotCheckpoint: the Trainer runs in a thread, where no signal can be handled.")
+            logger.warning("SpotCheckpoint is inactive: the Trainer runs in a thread, which cannot handle signals.")
             return
         for signum in STOP_SIGNALS:
-            signal.signal(signum, self._note)
-        # Lightning puts its own handler over ours, with the collective in it: it asks for this name when it does.
-        trainer._signal_connector._sigterm_notifier_fn = self._note  # type: ignore[method-assign,assignment]
+            signal.signal(signum, self._on_signal)
+        # Lightning would replace our handler by its own, with the collective call; it takes the handler from here.
+        trainer._signal_connector._sigterm_notifier_fn = self._on_signal  # type: ignore[method-assign,assignment]
 
-    def _note(self, signum: int, _frame: object) -> None:
+    def _on_signal(self, signum: int, _frame: object) -> None:
         if os.getpid() != self._owner:
-            # A child that was forked with this handler. Left to it, Process.terminate() would have no effect, and the
-            # interpreter would wait for ever for a daemon of multiprocessing.
+            # A forked child inherited this handler. Without the default action, Process.terminate() would have no
+            # effect on it, and the interpreter would wait forever for a daemon of multiprocessing.
             if signum == signal.SIGTERM:
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
             return
-        if self._leaves_at_once:
+        if not self._is_fit:
             raise TrainingInterrupted(self._exit_code)
-        if self._noted is None:
-            self._noted, self._noted_at = signum, time.monotonic()
-            # Not a logger: the signal may have come while one holds its lock.
-            os.write(2, f"{signal.Signals(signum).name}: the training will save a checkpoint and leave.\n".encode())
-
-    # Moments at which the training may leave
+        if self._signalled_at is None:
+            self._signalled_at = time.monotonic()
+            # Not a logger: the signal may arrive while one holds its lock.
+            os.write(2, f"{signal.Signals(signum).name}: training will save a checkpoint and exit.\n".encode())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that all ranks go on from the same step, and begin the epoch of which nothing is done yet."""
-        place = (trainer.current_epoch, trainer.global_step)
-        main = trainer.strategy.broadcast(place)
-        if self._sum(trainer, float(place != main)) > 0:
+        """Check that all ranks start at the same step, and correct how Lightning starts an epoch without any batch."""
+        own = (trainer.current_epoch, trainer.global_step)
+        main = trainer.strategy.broadcast(own)
+        (num_different,) = self._sums(trainer, own != main)
+        if num_different > 0:
             raise CheckpointError(
-                f"Rank {trainer.global_rank} goes on from epoch {place[0]}, step {place[1]}, rank 0 from epoch "
-                f"{main[0]}, step {main[1]}. At least one host has other checkpoints in {self._dirpath} than rank 0: "
-                "name the one to use with --ckpt_path."
+                f"Rank {trainer.global_rank} starts at epoch {own[0]}, step {own[1]}, but rank 0 at epoch {main[0]}, "
+                f"step {main[1]}. The checkpoints in {self._dirpath} differ between the hosts: name the one to resume "
+                "from with --ckpt_path."
             )
         epoch_loop = trainer.fit_loop.epoch_loop
         if trainer.fit_loop.restarted_mid_epoch and epoch_loop.batch_progress.current.ready == 0:
-            epoch_loop.restarting = False  # else Lightning goes on as behind a step: with a validation, or its end
+            epoch_loop.restarting = False  # else Lightning continues as after a step: it validates, or ends the epoch
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Leave between two steps; here and not at a step's end, behind which a validation may be due.
+        """Stop between two steps. Not at the end of a step, after which a validation may be due.
 
-        In epochs of a single step, that is between two epochs.
+        If an epoch is a single step, stop between two epochs.
         """
         if batch_idx == 0:
             self._loader_states.clear()
             if trainer.current_epoch > 0 and trainer.num_training_batches <= trainer.accumulate_grad_batches:
-                self._tick(trainer, _Moment.EPOCH_START)
+                self._stop_if_signalled(trainer, _Moment.EPOCH_START)
         elif batch_idx % trainer.accumulate_grad_batches == 0:
-            self._tick(trainer, _Moment.STEP_START)
+            self._stop_if_signalled(trainer, _Moment.STEP_START)
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
-        """Note where loaders stand that keep a state, once it is known that the training leaves."""
-        if self._is_told:
+        """Once a stop is certain, record the states of stateful loaders."""
+        if self._is_stopping:
             self._loader_states.append(trainer.fit_loop._combined_loader._state_dicts())
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End a resumed epoch like any other.
+        """Let Lightning end a resumed epoch like any other: while the flag is set, it skips a ReduceLROnPlateau.
 
-        It is no moment to leave: Lightning steps a ReduceLROnPlateau only after this hook, and never again; with
-        max_steps, it would end the epoch a second time when it goes on from here.
+        This is not a moment to stop. Lightning steps a ReduceLROnPlateau only after this hook, and a resumed run would
+        not make up for it; with max_steps, a resumed run would end the epoch twice.
         """
         if trainer.fit_loop.restarted_mid_epoch:
-            # The epoch is resumed, and that is over now: with the flag, Lightning does not step a ReduceLROnPlateau.
             trainer.fit_loop._restarting = False
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find out whether all ranks have the same number of batches, so that they can meet within the validation."""
-        if self._leaves_at_once:
+        """Determine whether all ranks validate on the same number of batches, so that they can exchange flags."""
+        if not self._is_fit:
             return
         self._paces.pop(_Moment.VALIDATION, None)
-        self._is_even_validation = trainer.world_size == 1 or self._has_even_validation(trainer)
-
-    def _has_even_validation(self, trainer: Trainer) -> bool:
-        lengths = _validation_lengths(trainer)
+        if trainer.world_size == 1:
+            self._can_stop_in_validation = True
+            return
+        combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+        lengths = [_length_of(loader) for loader in (combined.flattened if combined is not None else ())]
         num_batches = [min(pair) for pair in zip(lengths, trainer.num_val_batches, strict=True)]
-        is_other = num_batches != trainer.strategy.broadcast(num_batches)
-        return not self._sum(trainer, float(is_other or math.inf in lengths))
+        is_different = num_batches != trainer.strategy.broadcast(num_batches)
+        (num_unsuited,) = self._sums(trainer, is_different or math.inf in lengths)
+        self._can_stop_in_validation = num_unsuited == 0
 
     def on_validation_batch_end(  # noqa: PLR0917  # Lightning's hook
         self,
@@ -186,159 +185,143 @@ class SpotCheckpoint(Checkpoint):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Leave within a validation, which the resumed run repeats."""
-        if not self._is_even_validation or self._leaves_at_once:
+        """Stop during a validation, which the resumed run repeats."""
+        if not self._can_stop_in_validation or not self._is_fit:
             return
         num_accumulated = trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches
         is_step_done = num_accumulated == 0 or trainer.is_last_batch
-        # With max_steps, a run that goes on from the last step ends at once, without the rest of the validation.
+        # With max_steps, a run that resumes from the last step ends at once, without the rest of the validation.
         is_last_step = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
         if trainer.sanity_checking or (is_step_done and not is_last_step):
-            self._tick(trainer, _Moment.VALIDATION)
+            self._stop_if_signalled(trainer, _Moment.VALIDATION)
 
-    # The exchange of notes
-
-    def _tick(self, trainer: Trainer, moment: _Moment) -> None:
-        if trainer.world_size == 1 or self._pace(trainer, moment).is_due():
-            self._ask(trainer, moment)
-
-    def _pace(self, trainer: Trainer, moment: _Moment) -> Pace:
-        """Steps and batches of a validation take different times."""
-        return self._paces.setdefault(moment, Pace(self._check_every_s, trainer.world_size))
-
-    def _ask(self, trainer: Trainer, moment: _Moment) -> None:
-        """Leave if any rank was told to stop."""
-        if trainer.world_size == 1:
-            num_told = float(self._noted is not None)
-        else:
-            pace = self._pace(trainer, moment)
-            question = [float(self._noted is not None), pace.tick_ms(time.monotonic())]
-            num_told, sum_ms = self._reduced(trainer, question)
-            pace.set_from(sum_ms)
-        self._is_told = num_told > 0
-        # At the start of a step, a loader that keeps a state has given one more batch: its state is taken before that.
-        if self._is_told and (moment is not _Moment.STEP_START or self._has_loader_states(trainer)):
-            self._moment = moment
-            self._leave(trainer)
-
-    def _has_loader_states(self, trainer: Any) -> bool:
-        has_none = not any(trainer.fit_loop._combined_loader._state_dicts())
-        return has_none or len(self._loader_states) > _num_fetched_ahead(trainer)
-
-    def _sum(self, trainer: Trainer, value: float) -> float:
-        return self._reduced(trainer, [value])[0]
-
-    @staticmethod
-    def _reduced(trainer: Trainer, values: list[float]) -> list[float]:
-        tensor = torch.tensor(values, dtype=torch.float32, device=trainer.strategy.root_device)
-        reduced: list[float] = trainer.strategy.reduce(tensor, reduce_op="sum").tolist()
-        return reduced
-
-    def _leave(self, trainer: Trainer) -> None:
+    def _stop_if_signalled(self, trainer: Any, moment: _Moment) -> None:
+        """Exchange flags if it is time, and if any rank was signalled, save a checkpoint and exit."""
+        num_signalled = float(self._signalled_at is not None)
+        if trainer.world_size > 1:
+            pace = self._paces.setdefault(moment, Pace(self._check_every_s, trainer.world_size))
+            if not pace.tick():
+                return
+            num_signalled, sum_ms = self._sums(trainer, num_signalled, pace.ms_per_tick(time.monotonic()))
+            pace.plan_next(sum_ms)
+        self._is_stopping = num_signalled > 0
+        if not self._is_stopping:
+            return
+        # Stateful loaders have already given the batch of a step that starts: wait for their states from before it.
+        needs_states = moment is _Moment.STEP_START and any(trainer.fit_loop._combined_loader._state_dicts())
+        if needs_states and len(self._loader_states) <= _num_prefetched(trainer):
+            return
         if trainer.sanity_checking:
-            logger.info("Interrupted before the first step: there is nothing new to save.")
-            raise TrainingInterrupted(self._exit_code)
-        if self._moment is _Moment.VALIDATION:
-            _swap_averaged_weights_back(trainer)
-        path = self._dirpath / f"interrupted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
-        trainer.save_checkpoint(path)
-        # AsyncCheckpointIO writes in a thread, which this waits for; it raises what went wrong there, too.
-        trainer.strategy.checkpoint_io.teardown()
-        trainer.strategy.barrier("interrupted")  # only rank 0 may have waited
-        if trainer.is_global_zero or self._noted is not None:
-            took = f", {time.monotonic() - self._noted_at:.1f} s after the signal" if self._noted is not None else ""
-            logger.info("Interrupted: step %d is saved in %s%s.", trainer.global_step, path, took)
-        if trainer.is_global_zero:
-            self._remove_older_than((trainer.global_step, trainer.current_epoch))
+            logger.info("Interrupted before the first step: there is nothing to save.")
+        else:
+            self._save(trainer, moment)
         raise TrainingInterrupted(self._exit_code)
 
-    def _remove_older_than(self, saved: tuple[int, int]) -> None:
-        """Keep the furthest of those before it; times of files are, after a restart, those of their download.
+    @staticmethod
+    def _sums(trainer: Trainer, *values: float) -> list[float]:
+        """Sum each value over all ranks; a collective call."""
+        tensor = torch.tensor(values, dtype=torch.float32, device=trainer.strategy.root_device)
+        sums: list[float] = trainer.strategy.reduce(tensor, reduce_op="sum").tolist()
+        return sums
 
-        What is further than it was left by another job, or by this one before it was rolled back.
+    def _save(self, trainer: Trainer, moment: _Moment) -> None:
+        if moment is _Moment.VALIDATION:
+            # Undo WeightAveraging's swap for the validation: it would save the averaged weights as the current ones.
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, WeightAveraging):
+                    callback.on_validation_epoch_end(trainer, trainer.lightning_module)
+        self._moment = moment
+        path = self._dirpath / f"interrupted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        # Waits for the thread in which AsyncCheckpointIO writes, and raises what failed in it.
+        trainer.strategy.checkpoint_io.teardown()
+        trainer.strategy.barrier("interrupted")  # the other ranks have not written, and would exit too early
+        if self._signalled_at is not None:
+            seconds = time.monotonic() - self._signalled_at
+            logger.info(
+                "Interrupted: step %d is saved in %s, %.1f s after the signal.", trainer.global_step, path, seconds
+            )
+        elif trainer.is_global_zero:
+            logger.info("Interrupted: step %d is saved in %s.", trainer.global_step, path)
+        if trainer.is_global_zero:
+            self._remove_older_than(trainer.global_step, trainer.current_epoch)
+
+    def _remove_older_than(self, step: int, epoch: int) -> None:
+        """Of the checkpoints before this step and epoch, keep the furthest ``keep - 1``.
+
+        Names decide, because after a restart file times are those of the download. Checkpoints that are further come
+        from another job, or from before a rollback, and stay.
         """
-        places = [(_place_of(path), path) for path in self._dirpath.glob("interrupted-*.ckpt")]
-        older = sorted((place, path) for place, path in places if place is not None and place < saved)
-        for _, path in older[: 1 - self._keep]:
+        older = []
+        for path in self._dirpath.glob("interrupted-*.ckpt"):
+            match = _NAME.fullmatch(path.name)
+            # The epoch counts, too: the last step of an epoch is also the step at the start of the next.
+            if match is not None and (int(match["step"]), int(match["epoch"])) < (step, epoch):
+                older.append((int(match["step"]), int(match["epoch"]), path))
+        for _, _, path in sorted(older)[: 1 - self._keep]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    # What a checkpoint says
-
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note whose checkpoint it is, and what of the interrupted epoch is done."""
+        """Record which job saves the checkpoint, and correct the progress within the interrupted epoch."""
         if self._job_facts:
             checkpoint[JOB_KEY] = self._job_facts
+        if self._moment is _Moment.OTHER:
+            return
+        loop = checkpoint["loops"]["fit_loop"]
         if self._moment is _Moment.EPOCH_START:
-            _as_at_epoch_start(checkpoint["loops"]["fit_loop"])
+            _rewind_to_epoch_start(loop)
         elif self._moment is _Moment.STEP_START:
-            _as_at_step_end(checkpoint["loops"]["fit_loop"])
-            if "combined_loader" in (state := checkpoint["loops"]["fit_loop"]["state_dict"]) and self._loader_states:
-                state["combined_loader"] = self._loader_states[-1 - _num_fetched_ahead(trainer)]
+            _rewind_to_step_end(loop)
+            if "combined_loader" in loop["state_dict"] and self._loader_states:
+                loop["state_dict"]["combined_loader"] = self._loader_states[-1 - _num_prefetched(trainer)]
         elif self._moment is _Moment.VALIDATION:
-            _as_at_validation_start(checkpoint["loops"]["fit_loop"])
-
-
-def _swap_averaged_weights_back(trainer: Trainer) -> None:
-    """Undo what WeightAveraging does for the time of a validation; it would save either weights as the other."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, WeightAveraging):
-            callback.on_validation_epoch_end(trainer, trainer.lightning_module)
-
-
-def _place_of(path: Path) -> tuple[int, int] | None:
-    """Step and epoch: the last step of an epoch is also that at the beginning of the next."""
-    match = _NAME.fullmatch(path.name)
-    return (int(match[2]), int(match[1])) if match else None
-
-
-def _validation_lengths(trainer: Trainer) -> list[float]:
-    """Batches of each loader; inf for a stream, which may end anywhere, even before the length that it states."""
-    combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
-    return [_length_of(loader) for loader in (combined.flattened if combined is not None else ())]
+            _rewind_to_validation_start(loop)
 
 
 def _length_of(loader: Any) -> float:
+    """Number of batches; inf for a stream, which may end before the length that it states."""
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         return math.inf
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):  # those which Lightning takes for "no length", too
+    except (TypeError, NotImplementedError):  # Lightning, too, takes these for "no length"
         return math.inf
 
 
-def _num_fetched_ahead(trainer: Any) -> int:
-    """Batches that Lightning keeps in order to know the last one; it does so where the length is unknown."""
+def _num_prefetched(trainer: Any) -> int:
+    """Number of batches that Lightning fetches ahead where the length is unknown, to recognize the last batch."""
     fetcher = trainer.fit_loop._data_fetcher
     return getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0
 
 
-def _as_at_epoch_start(loop: dict[str, Any]) -> None:
-    """Turn the progress at the start of an epoch's first step into that before its first batch."""
+def _rewind_to_epoch_start(loop: dict[str, Any]) -> None:
+    """Change the progress at the start of an epoch's first step to that before its first batch."""
     progress = loop["epoch_loop.batch_progress"]
     for count in (progress["total"], progress["current"]):
         count["ready"] -= 1
     progress["is_last_batch"] = False
-    loop["state_dict"].pop("combined_loader", None)  # it has given that batch; without a state, a loader begins anew
+    loop["state_dict"].pop("combined_loader", None)  # the loader has given that batch; without a state it starts over
 
 
-def _as_at_step_end(loop: dict[str, Any]) -> None:
-    """Turn the progress at the start of a step into that at the end of the one before.
+def _rewind_to_step_end(loop: dict[str, Any]) -> None:
+    """Change the progress at the start of a step to that at the end of the previous one.
 
-    Lightning knows how to go on from there without validating, stepping schedulers or counting twice; the start of a
-    step is no moment at which it expects a checkpoint.
+    From there Lightning resumes without validating, stepping schedulers or counting twice. It does not expect a
+    checkpoint from the start of a step.
     """
     progress = loop["epoch_loop.batch_progress"]
     for count in (progress["total"], progress["current"]):
         count["ready"] -= 1
         count["completed"] -= 1
-    progress["is_last_batch"] = False  # the next one may be
+    progress["is_last_batch"] = False  # the next batch may be the last
     loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
-def _as_at_validation_start(loop: dict[str, Any]) -> None:
-    """Turn the progress within a validation into that of one whose first batch is under way: it is repeated."""
+def _rewind_to_validation_start(loop: dict[str, Any]) -> None:
+    """Change the progress during a validation to that during its first batch, so that the validation is repeated."""
     progress = loop["epoch_loop.val_loop.batch_progress"]
-    total, current = progress["total"], progress["current"]
+    total = progress["total"]
+    current = progress["current"]
     before = total["completed"] - current["completed"]
     for count, done in ((total, before), (current, 0)):
         count.update(ready=done + 1, started=done + 1, processed=done, completed=done)

@@ -1,4 +1,4 @@
-"""When ranks ask each other whether one was told to stop."""
+"""When ranks exchange their stop flags."""
 
 import itertools
 
@@ -9,42 +9,42 @@ from lightning_sm.training.callbacks.pace import Pace
 
 
 @given(st.integers(1, 600), st.lists(st.lists(st.floats(0.0, 100.0), min_size=5, max_size=5), max_size=20))
-def test_all_ranks_ask_at_the_same_ticks(world_size, seconds):
-    """However long the ticks of each rank take, every rank asks at the same ones."""
+def test_all_ranks_exchange_at_the_same_ticks(world_size, seconds):
+    """However long the ticks of each rank take, all exchange at the same ones."""
     paces = [Pace(2.0, world_size) for _ in range(min(world_size, 5))]
     clocks = [0.0] * len(paces)
     for tick in seconds:
         clocks = [clock + step for clock, step in zip(clocks, tick, strict=False)]
-        due = [pace.is_due() for pace in paces]
+        due = [pace.tick() for pace in paces]
         assert len(set(due)) == 1
         if due[0]:
-            shares = [pace.tick_ms(clock) for pace, clock in zip(paces, clocks, strict=False)]
+            shares = [pace.ms_per_tick(clock) for pace, clock in zip(paces, clocks, strict=False)]
             total = sum(shares) + shares[0] * (world_size - len(paces))
             assert total <= 1 << 24, "float32 would round it"
             for pace in paces:
-                pace.set_from(total)
+                pace.plan_next(total)
 
 
-def asked(step_s, num_ticks):
-    """The ticks at which one rank asks, whose steps all take the same time."""
+def exchanges(step_s, num_ticks):
+    """The ticks at which a rank exchanges whose steps all take the same time."""
     pace, ticks = Pace(2.0, 1), []
     for tick in range(num_ticks):
-        if pace.is_due():
+        if pace.tick():
             ticks.append(tick)
-            pace.set_from(pace.tick_ms(tick * step_s))
+            pace.plan_next(pace.ms_per_tick(tick * step_s))
     return ticks
 
 
 def test_quick_steps_are_rarely_interrupted():
-    """With steps of 10 ms it settles at one question in a second, within a few questions."""
-    ticks = asked(0.01, 2000)
+    """With steps of 10 ms it settles at one exchange per second, within a few exchanges."""
+    ticks = exchanges(0.01, 2000)
     assert ticks[-1] - ticks[-2] == 100
     assert len(ticks) < 30
 
 
-def test_slow_steps_are_asked_at_each():
-    """With steps of 5 s there is a question at each one."""
-    ticks = asked(5.0, 20)
+def test_slow_steps_exchange_at_each():
+    """With steps of 5 s there is an exchange at each one."""
+    ticks = exchanges(5.0, 20)
     assert ticks[1:] == list(range(ticks[1], 20))
 
 
@@ -54,8 +54,8 @@ def test_the_first_step_says_nothing_about_the_next_ones():
     gaps, now = [], 0.0
     for tick in range(600):
         now += 60.0 if tick == 0 else 0.01 if tick < 300 else 4.0
-        if pace.is_due():
+        if pace.tick():
             gaps.append(tick)
-            pace.set_from(pace.tick_ms(now))
+            pace.plan_next(pace.ms_per_tick(now))
     assert [later - earlier for earlier, later in itertools.pairwise(gaps)][:4] == [4, 16, 64, 100]
     assert gaps[-1] == 599
