@@ -1,19 +1,23 @@
-"""The ``lightning-sm`` command: ``train`` on a SageMaker host, ``local``, ``doctor`` and ``submit`` on any machine."""
+"""The ``lightning-sm`` command: ``train`` on a SageMaker host, all others on any machine."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
 import logging
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+
+from tabulate import tabulate
 
 from lightning_sm._log import show_log_lines
 from lightning_sm.doctor import command as doctor
 from lightning_sm.emulator import options as local
-from lightning_sm.errors import LightningSMError
+from lightning_sm.errors import JobConfigError, LightningSMError
+from lightning_sm.job.variables import SETTINGS, USER_SETTINGS
 from lightning_sm.launcher import train
 
 _LOG = logging.getLogger(__name__)
@@ -32,28 +36,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
     Args:
-        argv: The arguments. Default: those of this process.
+        argv: The arguments. Default: ``sys.argv[1:]``.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
     show_log_lines()
     try:
-        if given[:1] == ["submit"]:  # its options are those of a job file, which argparse knows nothing of
-            return _submit(given[1:])
-        # argparse drops or keeps "--" depending on its version; what follows it is the script's alone.
-        at = given.index("--") if "--" in given and given[0] == "local" else len(given)
-        options = _parser().parse_args(given[:at])
-        if options.subcommand == "train":
-            script, *args = options.command or [None]
-            return train.train(script, args)
-        if options.subcommand == "doctor":
-            return doctor.main(options)
-        options.command += given[at:] if options.command else given[at + 1 :]
-        return local.main(options)
+        return _run(list(sys.argv[1:] if argv is None else argv))
     except LightningSMError as error:
         _LOG.error("lightning-sm: error: %s", error)
         return 2
-    except KeyboardInterrupt:  # before the hosts were started; later the emulator itself listens
+    except KeyboardInterrupt:  # before the hosts were started; later the emulator handles it
         return 128 + signal.SIGINT
+
+
+def _run(argv: list[str]) -> int:
+    if argv[:1] == ["submit"]:  # jsonargparse parses its options, which are the keys of a job file
+        return _submit(argv[1:])
+    # argparse drops or keeps "--" depending on its version; what follows it is the script's command line.
+    end = argv.index("--") if "--" in argv and argv[0] == "local" else len(argv)
+    options = _parser().parse_args(argv[:end])
+    if options.subcommand == "train":
+        script, *args = options.command or [None]
+        return train.train(script, args)
+    if options.subcommand == "doctor":
+        return doctor.main(options)
+    if options.subcommand == "settings":
+        return _show_settings(os.environ, shows_internal=options.all)
+    options.command += argv[end:] if options.command else argv[end + 1 :]
+    return local.main(options)
 
 
 def _submit(argv: Sequence[str]) -> int:
@@ -67,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="lightning-sm", description="Run PyTorch Lightning on Amazon SageMaker clusters."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
-    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="{train,local,doctor,submit}")
+    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="{train,local,doctor,settings,submit}")
     add_parser = partial(commands.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     train = add_parser(
         "train",
@@ -91,16 +100,39 @@ def _parser() -> argparse.ArgumentParser:
     check = add_parser(
         "doctor",
         help="check this host: job, network, GPUs, disks, limits, packages",
-        description="Check this host: what the job is, whether the others can be reached, and what it would fail on.",
+        description="Check this host: its job, whether the other hosts are reachable, and what would make a job fail.",
         epilog=doctor.EXAMPLES,
     )
     doctor.add_arguments(check)
+    show = add_parser(
+        "settings",
+        help="show the environment variables of lightning_sm and their values here",
+        description="Show the environment variables of lightning_sm: value in this environment, default, meaning.",
+        epilog="exit codes: 0 all values are valid, 2 at least one is not",
+    )
+    show.add_argument("--all", action="store_true", help="also those that only lightning_sm's own processes set")
     add_parser("submit", help="check a job file and submit it: dry run, SDK local mode, or cloud")
     return parser
 
 
+def _show_settings(env: Mapping[str, str], *, shows_internal: bool) -> int:
+    rows = []
+    errors = []
+    for setting in SETTINGS if shows_internal else USER_SETTINGS:
+        rows.append([setting.name, env.get(setting.name, ""), setting.default_text, setting.meaning])
+        try:
+            setting.read(env)
+        except JobConfigError as error:
+            errors.append(error)
+    headers = ["variable", "value here", "default", "meaning"]
+    sys.stdout.write(tabulate(rows, headers, disable_numparse=True, maxcolwidths=[None, 24, 24, 48]) + "\n")
+    for error in errors:
+        _LOG.error("lightning-sm: error: %s", error)
+    return 2 if errors else 0
+
+
 class _Version(argparse.Action):
-    """Read the version when it is asked for, as it is only known where the package is installed."""
+    """Read the version only on request: it is known only where the package is installed."""
 
     def __call__(
         self,

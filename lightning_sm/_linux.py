@@ -6,41 +6,32 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping
-
-# Set by the emulator to its process id: the hosts end with it, however it ends.
-EMULATOR_VARIABLE = "LIGHTNING_SM_PARENT_PID"
 
 # linux/prctl.h
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
-def end_with_emulator(env: Mapping[str, str]) -> bool:
-    """Ask for SIGTERM when the emulator dies.
+def terminate_with_parent(parent_pid: int) -> bool:
+    """Get SIGTERM when the parent dies.
 
     Args:
-        env: Environment variables; without the emulator's there is nothing to ask for.
+        parent_pid: Process id that the parent had when it started this process.
 
     Returns:
-        False if the emulator is dead already, so that nobody waits for this process.
+        False if the parent is already dead: then no signal comes.
     """
-    if EMULATOR_VARIABLE not in env:
-        return True
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    return env[EMULATOR_VARIABLE] == str(os.getppid())
+    return os.getppid() == parent_pid
 
 
-def end_with_parent() -> None:
-    """Ask for SIGKILL when the thread that started this process dies: for processes that are nothing without it."""
+def kill_with_parent() -> None:
+    """Get SIGKILL when the thread that started this process dies."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans(wanted: bool) -> None:
-    """Make processes whose parent died ours instead of init's, so that they can be found, ended and reaped.
-
-    Args:
-        wanted: Whether to do so from now on.
-    """
+    """Make processes whose parent died ours instead of init's, so that they can be found, ended and reaped."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(wanted))
 
 

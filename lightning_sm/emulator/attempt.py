@@ -19,7 +19,7 @@ from lightning_sm.emulator.cluster import LocalCluster, LocalHost
 from lightning_sm.emulator.faults import ENDING, RESUMED, Fault, Kind, Moment, Plan, host_name
 from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.running_host import HostProcess
-from lightning_sm.job.rendezvous import SLOW_NAMES_VARIABLE
+from lightning_sm.job.variables import HOST_ADDRESSES, SLOW_NAMES, STEP_FILE
 
 # Between SIGTERM and SIGKILL. After a failure: the launchers of the other hosts give their scripts 15 s, and what they
 # say of the reason counts. After Ctrl-C: who waits at a terminal has decided already.
@@ -29,9 +29,6 @@ _ONE_SIGNAL_S = 0.5
 _POLL_S = 0.1
 # While a fault may be due at a step, of which small models do hundreds per second.
 _FAULT_POLL_S = 0.005
-
-# A file to which rank 0 writes "STEP EPOCH" (lightning_sm.training.callbacks.step_report has the same name).
-STEP_FILE_VARIABLE = "LIGHTNING_SM_STEP_FILE"
 
 
 @dataclass(frozen=True)
@@ -117,12 +114,12 @@ class Attempt:
 
     def _variables(self) -> dict[str, str]:
         """What the hosts are told for the sake of faults."""
-        variables = {STEP_FILE_VARIABLE: str(self._step_file)} if self._plan.settings.faults else {}
+        variables = {STEP_FILE.name: str(self._step_file)} if self._plan.settings.faults else {}
         slow = self._plan.take(Kind.SLOW_DNS)
         if slow:
-            addresses = json.loads(self._cluster.hosts[0].env.get("LIGHTNING_SM_HOST_ADDRESSES") or "{}")
+            addresses = HOST_ADDRESSES.read(self._cluster.hosts[0].env)
             names = {self._name(fault): self._began_at + (fault.seconds or 0.0) for fault in slow}
-            variables[SLOW_NAMES_VARIABLE] = json.dumps({addresses.get(name, name): at for name, at in names.items()})
+            variables[SLOW_NAMES.name] = json.dumps({addresses.get(name, name): at for name, at in names.items()})
         return variables
 
     def _wait(self, variables: Mapping[str, str]) -> Outcome:

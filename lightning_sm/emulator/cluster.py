@@ -22,10 +22,11 @@ from lightning_sm.job.emulated_service import GroupSpec, deal_hosts, resource_co
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.job.hyperparameters import encode
 from lightning_sm.job.topology import Role, Topology
+from lightning_sm.job.variables import DEVICES, HOST_ADDRESSES, MAIN_PORT, PREFIX
 
 # What a launcher, a toolkit or another job left in this shell would be believed by the hosts.
 _LEAKING_PREFIXES = (
-    "LIGHTNING_SM_",
+    PREFIX,
     "MASTER_",
     "OMPI_",
     "PMI",
@@ -52,7 +53,6 @@ _MAX_HOSTS = 253
 # A name has its ports out of 10000; so many taken in a row means that something else is wrong.
 _NAME_ATTEMPTS = 50
 _CHANNEL_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # API_Channel
-_DEVICES = "LIGHTNING_SM_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class LocalCluster:
         draw = random.Random(spec.seed)  # noqa: S311 - not a secret; a seed must repeat the draw
         groups = deal_hosts(spec.groups, _host_names(spec), draw)
         # What the launchers are told by --devices, the service would not tell; it refuses hosts with unequal GPUs.
-        self._stated = {**self._shared, _DEVICES: spec.environment.get(_DEVICES, "")}
+        self._stated = {**self._shared, DEVICES.name: spec.environment.get(DEVICES.name, "")}
         self.name, topology, self._ports = _name_with_ports(groups, self._stated)
         base_dir = base_dir.expanduser().absolute()
         self.job_dir = base_dir / self.name
@@ -266,10 +266,8 @@ def _shared_environment(spec: ClusterSpec, hosts: Sequence[str], env: Mapping[st
         "CUDA_VISIBLE_DEVICES": "",
         "SM_NUM_GPUS": "0",
         "PYTHONUNBUFFERED": "1",
-        _DEVICES: str(spec.devices),
-        "LIGHTNING_SM_HOST_ADDRESSES": json.dumps(
-            {host: f"127.0.0.{1 + number}" for number, host in enumerate(hosts, start=1)}
-        ),
+        DEVICES.name: str(spec.devices),
+        HOST_ADDRESSES.name: json.dumps({host: f"127.0.0.{1 + number}" for number, host in enumerate(hosts, start=1)}),
         **spec.environment,
     }
 
@@ -282,7 +280,7 @@ def _name_with_ports(groups: Sequence[InstanceGroup], shared: Mapping[str, str])
         try:
             return name, topology, reserve_ports(topology)
         except PortInUseError as error:
-            if shared.get("LIGHTNING_SM_MAIN_PORT"):  # another name would not change it
+            if shared.get(MAIN_PORT.name):  # another name would not change it
                 raise
             last = error
     raise PortInUseError(f"None of {_NAME_ATTEMPTS} names of the job had free ports. The last one: {last}") from last

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lightning_sm.errors import JobConfigError
+from lightning_sm.job.variables import STEP_FILE
 
 # What the service leaves between SIGTERM and SIGKILL: "Using Your Own Training Algorithms" (docker stop -t 120).
 SERVICE_GRACE_S = 120.0
 
-HELP = """\
+HELP = f"""\
 faults (--fault, repeatable; each happens once, in the first attempt that comes to it):
   kill:HOST@WHEN                      SIGKILL to all processes of the host at once
   kill-rank:HOST[/LOCAL_RANK]@WHEN    SIGKILL to one training process (default: local rank 0)
@@ -30,7 +31,7 @@ faults (--fault, repeatable; each happens once, in the first attempt that comes 
   WHEN is step=N (N global steps are done), epoch=N (the first step of epoch N, counted from 1 as in the progress
   lines, is done), after=SECONDS (since the attempt began) or start (as soon as the process runs; for SIGTERM: as
   soon as the launchers listen). Steps are those that SageMakerCLI reports; another script may write
-  "STEP EPOCH" to the file that LIGHTNING_SM_STEP_FILE names.
+  "STEP EPOCH" to the file that {STEP_FILE.name} names.
   The next attempt has the job's name, hyperparameters and checkpoint folder (one in the job's folder if
   --checkpoints names none); all other folders are empty, and hosts land in groups anew.
 """

@@ -8,6 +8,7 @@ import socket
 from lightning_sm.errors import PortInUseError
 from lightning_sm.job.rendezvous import check_port_is_free
 from lightning_sm.job.topology import Topology
+from lightning_sm.job.variables import MAIN_PORT
 
 
 def reserve_ports(topology: Topology) -> contextlib.ExitStack:
@@ -47,5 +48,5 @@ def _claim(port: int, claim: socket.socket) -> None:
     except OSError as error:
         raise PortInUseError(
             f"Port {port} belongs to another job that lightning-sm local runs on this machine now. Wait for its end. "
-            "Without LIGHTNING_SM_MAIN_PORT (--env LIGHTNING_SM_MAIN_PORT=...) each job gets ports of its own."
+            f"Without {MAIN_PORT.name} (--env {MAIN_PORT.name}=...) each job gets ports of its own."
         ) from error

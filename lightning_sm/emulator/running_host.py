@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from lightning_sm._linux import EMULATOR_VARIABLE
 from lightning_sm.emulator.cluster import LocalHost
 from lightning_sm.emulator.output import Output
+from lightning_sm.job.variables import PARENT_PID
 
 # After SIGKILL, which only a process that waits for a disk or a network folder does not obey at once.
 _KILL_S = 5.0
@@ -66,7 +66,7 @@ class HostProcess:
         self._started_at = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lightning_sm", "train", *command],
-            env={**host.env, **(variables or {}), EMULATOR_VARIABLE: str(os.getpid())},
+            env={**host.env, **(variables or {}), PARENT_PID.name: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -14,14 +14,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_sm.errors import JobConfigError
+from lightning_sm.job._reader import Source, parse_json
+from lightning_sm.job.variables import DATA_GROUPS, DEVICES, HOST_ADDRESSES, MAIN_PORT, Setting, whole_number
 
 # The toolkit's name for the only group of a job without instance groups (sagemaker-training, environment.py).
 _SINGLE_GROUP = "homogeneousCluster"
 # SDK v3 ships the user's code and its own drivers as input channels of these names.
-_SDK_V3_DRIVERS_CHANNEL, _SDK_V3_CODE_CHANNEL = "sm_drivers", "code"
-# ``lightning-sm submit`` does so with this name, for both SDKs.
+_SDK_V3_DRIVERS_CHANNEL = "sm_drivers"
+_SDK_V3_CODE_CHANNEL = "code"
+# ``lightning-sm submit`` ships the user's code as a channel of this name, with both SDKs.
 CODE_CHANNEL = "lightning_sm_code"
+# SageMaker's variable, not ours; local mode and sagemaker-training set it.
+_NUM_GPUS = Setting[int | None](
+    name="SM_NUM_GPUS",
+    parse=whole_number(0, 1024),
+    default=None,
+    default_text="the device files are counted",
+    meaning="NVIDIA GPUs of this host.",
+)
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ class SageMakerJob:
 
     @property
     def model_dir(self) -> Path:
-        """What is left here becomes ``model.tar.gz``; the files of all hosts meet in one archive."""
+        """Folder that becomes ``model.tar.gz`` when the job ends; one archive holds the files of all hosts."""
         return self.base_dir / "model"
 
     @property
@@ -120,7 +130,7 @@ class SageMakerJob:
 
     @property
     def host_output_dir(self) -> Path:
-        """This host's own folder in ``output.tar.gz``, where the same file name on two hosts would lose one."""
+        """This host's own folder in ``output.tar.gz``, where files of the same name on two hosts would collide."""
         return self.output_dir / "data" / self.current_host
 
     @property
@@ -163,8 +173,8 @@ class SageMakerJob:
             raise resources.error("current_host", current_host, f"one of the hosts {list(hosts)}")
         groups = _groups(resources, hosts)
         _check_current_group(resources, groups, current_host)
-        checkpoint = _Source.load(config_dir / "checkpointconfig.json")
-        tensorboard = _Source.load(config_dir / "tensorboardoutputconfig.json")
+        checkpoint = Source.load(config_dir / "checkpointconfig.json")
+        tensorboard = Source.load(config_dir / "tensorboardoutputconfig.json")
         return cls(
             current_host=current_host,
             hosts=hosts,
@@ -177,99 +187,39 @@ class SageMakerJob:
             checkpoint_dir=_local_path(checkpoint, base / "checkpoints"),
             checkpoint_uri=checkpoint.optional_text("S3Uri") if checkpoint else None,
             tensorboard_dir=_local_path(tensorboard, base / "output" / "tensorboard"),
-            name=env.get("TRAINING_JOB_NAME") or env.get("SAGEMAKER_JOB_NAME") or _name_by_toolkit(env),
+            name=env.get("TRAINING_JOB_NAME") or env.get("SAGEMAKER_JOB_NAME") or _name_from_toolkit(env),
             num_gpus=_num_gpus(env),
-            addresses=_addresses(env),
-            data_groups=_name_list(env, "LIGHTNING_SM_DATA_GROUPS"),
-            main_port=_whole_number(env, "LIGHTNING_SM_MAIN_PORT", 1, 65535),
-            devices=_whole_number(env, "LIGHTNING_SM_DEVICES", 1, 1024),
+            addresses=HOST_ADDRESSES.read(env),
+            data_groups=DATA_GROUPS.read(env),
+            main_port=MAIN_PORT.read(env),
+            devices=DEVICES.read(env),
         )
 
 
 def base_directory(env: Mapping[str, str]) -> Path:
-    """The folder that SageMaker calls ``/opt/ml``.
-
-    Args:
-        env: Environment variables, of which ``SAGEMAKER_BASE_DIR`` moves it.
-    """
+    """Return the folder that SageMaker calls ``/opt/ml``; ``SAGEMAKER_BASE_DIR`` moves it."""
     return Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
 
 
-@dataclass(frozen=True)
-class _Source:
-    """One JSON object and where it came from, with accessors that raise errors naming file, field and value."""
-
-    origin: str
-    fields: Mapping[str, Any]
-
-    @classmethod
-    def load(cls, path: Path) -> _Source | None:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
-        except (OSError, UnicodeDecodeError) as error:
-            raise JobConfigError(f"{path}: cannot be read ({error}).") from error
-        return cls.parse(str(path), text)
-
-    @classmethod
-    def parse(cls, origin: str, text: str) -> _Source:
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:  # ValueError also for numbers of more than 4300 digits
-            msg = f"{origin}: not valid JSON ({error}); it begins with {text[:80]!r}."
-            raise JobConfigError(msg) from error
-        if not isinstance(value, dict):
-            msg = f"{origin}: expected a JSON object, got {_shown(value)}."
-            raise JobConfigError(msg)
-        return cls(origin, value)
-
-    def error(self, name: str, value: object, expected: str) -> JobConfigError:
-        return JobConfigError(f"{self.origin}: field {name!r} is {_shown(value)}; expected {expected}.")
-
-    def text(self, name: str) -> str:
-        value = self.fields.get(name)
-        if not isinstance(value, str) or not value:
-            raise self.error(name, value, "a non-empty string")
-        return value
-
-    def optional_text(self, name: str) -> str | None:
-        return None if self.fields.get(name) in (None, "") else self.text(name)
-
-    def names(self, name: str) -> tuple[str, ...]:
-        value = self.fields.get(name)
-        if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
-            raise self.error(name, value, "a non-empty list of names")
-        if len(set(value)) != len(value):
-            raise self.error(name, value, "every name once")
-        return tuple(value)
-
-
-def _shown(value: object) -> str:
-    return "missing" if value is None else f"{value!r} ({type(value).__name__})"
-
-
-def _read_resources(env: Mapping[str, str], config_dir: Path) -> _Source | None:
-    source = _Source.load(config_dir / "resourceconfig.json")
+def _read_resources(env: Mapping[str, str], config_dir: Path) -> Source | None:
+    source = Source.load(config_dir / "resourceconfig.json") or Source.from_variable(env, "SM_RESOURCE_CONFIG")
     if source is not None:
         return source
-    if env.get("SM_RESOURCE_CONFIG"):
-        return _Source.parse("SM_RESOURCE_CONFIG", env["SM_RESOURCE_CONFIG"])
-    if not env.get("SM_HOSTS"):
+    hosts = env.get("SM_HOSTS")
+    if not hosts:
         return None
-    origin = "SM_HOSTS/SM_CURRENT_HOST"
     fields: dict[str, Any] = {
         "current_host": env.get("SM_CURRENT_HOST"),
-        "hosts": _json_variable(env, "SM_HOSTS"),
+        "hosts": parse_json("SM_HOSTS", hosts),
         "network_interface_name": env.get("SM_NETWORK_INTERFACE_NAME"),
     }
-    if env.get("SM_INSTANCE_GROUPS_DICT"):
-        groups = _Source.parse("SM_INSTANCE_GROUPS_DICT", env["SM_INSTANCE_GROUPS_DICT"]).fields
-        fields["instance_groups"] = list(groups.values())
-    return _Source(origin, fields)
+    groups = Source.from_variable(env, "SM_INSTANCE_GROUPS_DICT")
+    if groups is not None:
+        fields["instance_groups"] = list(groups.fields.values())
+    return Source("SM_HOSTS/SM_CURRENT_HOST", fields)
 
 
-def _groups(resources: _Source, hosts: tuple[str, ...]) -> tuple[InstanceGroup, ...]:
+def _groups(resources: Source, hosts: tuple[str, ...]) -> tuple[InstanceGroup, ...]:
     """The instance groups, checked to be a partition of the hosts."""
     entries = resources.fields.get("instance_groups")
     if entries is None or entries == []:  # v2 and v3 local mode write no groups
@@ -279,7 +229,7 @@ def _groups(resources: _Source, hosts: tuple[str, ...]) -> tuple[InstanceGroup, 
     groups: list[InstanceGroup] = []
     group_of: dict[str, str] = {}
     for index, entry in enumerate(entries):
-        source = _Source(f"{resources.origin}: instance_groups[{index}]", entry)
+        source = Source(f"{resources.origin}: instance_groups[{index}]", entry)
         name = source.text("instance_group_name")
         if any(group.name == name for group in groups):
             raise source.error("instance_group_name", name, "a name that no other group has")
@@ -290,7 +240,11 @@ def _groups(resources: _Source, hosts: tuple[str, ...]) -> tuple[InstanceGroup, 
             if host not in hosts:
                 raise source.error("hosts", list(group.hosts), f"hosts of the job, which are {list(hosts)}")
             if host in group_of:
-                raise source.error("hosts", list(group.hosts), f"no host of group {group_of[host]!r} ({host!r} is)")
+                raise source.error(
+                    "hosts",
+                    list(group.hosts),
+                    f"hosts that no other group has ({host!r} is in group {group_of[host]!r})",
+                )
             group_of[host] = name
         groups.append(group)
     orphans = [host for host in hosts if host not in group_of]
@@ -299,7 +253,7 @@ def _groups(resources: _Source, hosts: tuple[str, ...]) -> tuple[InstanceGroup, 
     return tuple(groups)
 
 
-def _check_current_group(resources: _Source, groups: tuple[InstanceGroup, ...], current_host: str) -> None:
+def _check_current_group(resources: Source, groups: tuple[InstanceGroup, ...], current_host: str) -> None:
     stated = resources.optional_text("current_group_name")
     actual = next(group.name for group in groups if current_host in group.hosts)
     if stated is not None and stated != actual and resources.fields.get("instance_groups"):
@@ -309,16 +263,14 @@ def _check_current_group(resources: _Source, groups: tuple[InstanceGroup, ...], 
 
 
 def _channels(env: Mapping[str, str], base: Path, config_dir: Path) -> dict[str, Channel]:
-    source = _Source.load(config_dir / "inputdataconfig.json")
-    if source is None and env.get("SM_INPUT_DATA_CONFIG"):
-        source = _Source.parse("SM_INPUT_DATA_CONFIG", env["SM_INPUT_DATA_CONFIG"])
+    source = Source.load(config_dir / "inputdataconfig.json") or Source.from_variable(env, "SM_INPUT_DATA_CONFIG")
     if source is None:
         return {}
     channels = {}
     for name, settings in source.fields.items():
         if not isinstance(settings, dict):
             raise source.error(name, settings, "an object with the settings of the channel")
-        entry = _Source(f"{source.origin}: channel {name!r}", settings)
+        entry = Source(f"{source.origin}: channel {name!r}", settings)
         channels[name] = Channel(
             name=name,
             path=base / "input" / "data" / name,
@@ -333,32 +285,32 @@ def _channels(env: Mapping[str, str], base: Path, config_dir: Path) -> dict[str,
 
 
 def _hyperparameters(env: Mapping[str, str], config_dir: Path) -> dict[str, str]:
-    source = _Source.load(config_dir / "hyperparameters.json")
-    if source is None and env.get("SM_HPS"):
-        source = _Source.parse("SM_HPS", env["SM_HPS"])
-        # The toolkit decoded these values; the file holds text, so they become text again.
-        return {name: json.dumps(value) for name, value in source.fields.items()}
-    if source is None:
+    source = Source.load(config_dir / "hyperparameters.json")
+    if source is not None:
+        # The API takes strings only; containers that write the file themselves put plain JSON values in.
+        return {name: value if isinstance(value, str) else json.dumps(value) for name, value in source.fields.items()}
+    decoded = Source.from_variable(env, "SM_HPS")
+    if decoded is None:
         return {}
-    # The API takes strings only; containers that write the file themselves put plain JSON values in.
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in source.fields.items()}
+    # The toolkit decoded these values; the file holds text, so they become text again.
+    return {name: json.dumps(value) for name, value in decoded.fields.items()}
 
 
-def _local_path(source: _Source | None, default: Path) -> Path | None:
+def _local_path(source: Source | None, default: Path) -> Path | None:
     if source is None:
         return None
     stated = source.optional_text("LocalPath")
     return Path(stated) if stated else default
 
 
-def _name_by_toolkit(env: Mapping[str, str]) -> str | None:
-    """The job's name for ranks on other hosts: of all variables, the toolkit's mpirun hands them SM_* only."""
-    text = env.get("SM_TRAINING_ENV")
-    return _Source.parse("SM_TRAINING_ENV", text).optional_text("job_name") if text else None
+def _name_from_toolkit(env: Mapping[str, str]) -> str | None:
+    """The job's name for ranks on other hosts: the toolkit's mpirun passes only variables named ``SM_*`` to them."""
+    training = Source.from_variable(env, "SM_TRAINING_ENV")
+    return training.optional_text("job_name") if training else None
 
 
 def _num_gpus(env: Mapping[str, str]) -> int:
-    stated = _whole_number(env, "SM_NUM_GPUS", 0, 1024)
+    stated = _NUM_GPUS.read(env)
     if stated is not None:
         return stated
     try:
@@ -366,35 +318,3 @@ def _num_gpus(env: Mapping[str, str]) -> int:
         return sum(1 for entry in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", entry))
     except OSError:
         return 0
-
-
-def _addresses(env: Mapping[str, str]) -> dict[str, str]:
-    variable = "LIGHTNING_SM_HOST_ADDRESSES"
-    if not env.get(variable):
-        return {}
-    source = _Source.parse(variable, env[variable])
-    return {host: source.text(host) for host in source.fields}
-
-
-def _name_list(env: Mapping[str, str], variable: str) -> tuple[str, ...] | None:
-    if variable not in env:
-        return None
-    return tuple(name.strip() for name in env[variable].split(",") if name.strip())
-
-
-def _whole_number(env: Mapping[str, str], variable: str, least: int, most: int) -> int | None:
-    text = env.get(variable)
-    if not text:
-        return None
-    if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= most:
-        msg = f"{variable} is {text!r}; expected a whole number from {least} to {most}."
-        raise JobConfigError(msg)
-    return int(text)
-
-
-def _json_variable(env: Mapping[str, str], variable: str) -> object:
-    try:
-        return json.loads(env[variable])
-    except (ValueError, RecursionError) as error:
-        msg = f"{variable} is {env[variable]!r}: not valid JSON ({error})."
-        raise JobConfigError(msg) from error

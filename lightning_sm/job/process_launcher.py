@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lightning_sm.errors import TopologyError
-
-# Set by SageMakerEnvironment to its process id, and so inherited by the local ranks that Lightning starts.
-PARENT_VARIABLE = "LIGHTNING_SM_RANK_ZERO_PID"
+from lightning_sm.job.variables import RANK_ZERO_PID
 
 # What torchrun and Lightning set, and what may be left over from elsewhere.
 RANK_VARIABLES = (
@@ -88,7 +86,7 @@ class Launch:
             )
         if "OMPI_COMM_WORLD_RANK" in env:
             return cls._from_mpi(env)
-        if env.get(PARENT_VARIABLE) == str(parent_pid) and "LOCAL_RANK" in env:
+        if RANK_ZERO_PID.read(env) == parent_pid and "LOCAL_RANK" in env:
             return cls(Launcher.LIGHTNING, local_rank=_number(env, "LOCAL_RANK", "Lightning"))
         return cls(Launcher.PLAIN)
 

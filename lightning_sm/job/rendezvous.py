@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import socket
@@ -16,15 +15,15 @@ import psutil
 from lightning_sm.errors import HostResolutionError, PortInUseError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Topology
+from lightning_sm.job.variables import MAIN_PORT, SLOW_NAMES
 
 logger = logging.getLogger(__name__)
 
 # How long sagemaker-training waits for the hosts of a job to resolve (entry_point.py): a large cluster's last host
 # may start minutes after the first.
 RESOLVE_TIMEOUT_S = 15 * 60.0
-# Set by the emulator: JSON object of addresses and the times, by time.monotonic(), before which they do not resolve.
-SLOW_NAMES_VARIABLE = "LIGHTNING_SM_SLOW_NAMES"
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 1.0, 30.0
+_FIRST_DELAY_S = 1.0
+_LONGEST_DELAY_S = 30.0
 
 
 def resolves(address: str) -> bool:
@@ -33,7 +32,7 @@ def resolves(address: str) -> bool:
     Args:
         address: Host name or IP address.
     """
-    if time.monotonic() < json.loads(os.environ.get(SLOW_NAMES_VARIABLE) or "{}").get(address, 0.0):
+    if time.monotonic() < SLOW_NAMES.read(os.environ).get(address, 0.0):
         return False
     try:
         socket.getaddrinfo(address, None)
@@ -105,7 +104,7 @@ def check_port_is_free(port: int, host: str, listener: str = "rank 0") -> None:
                 raise
             raise PortInUseError(
                 f"Port {port}, on which {listener} must listen on host {host!r}, cannot be used "
-                f"({os.strerror(error.errno)}). Set LIGHTNING_SM_MAIN_PORT to a free port, the same on every host."
+                f"({os.strerror(error.errno)}). Set {MAIN_PORT.name} to a free port, the same on every host."
             ) from error
 
 

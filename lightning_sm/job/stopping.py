@@ -1,56 +1,190 @@
-"""The contract of a stop between launcher, ranks and data hosts: signals, their schedule, exit codes."""
+"""How a host stops: the signals, their schedule, and the rules for its exit code.
+
+Launcher, ranks and data hosts share these. The rules have no I/O: the launcher applies them.
+"""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
 
-from lightning_sm.errors import JobConfigError
-from lightning_sm.job.variables import seconds
+from lightning_sm.job.topology import Role
+from lightning_sm.job.variables import STOP_SCHEDULE
 
-# Asks a training to save a checkpoint and leave. Not SIGTERM, on which Lightning makes a collective call that deadlocks
-# unless all ranks get the signal at the same moment (Lightning issue 20806).
+# Asks a training script to save a checkpoint and exit. Not SIGTERM: on that, Lightning makes a collective call, which
+# deadlocks unless all ranks get the signal at the same moment (Lightning issue 20806).
 GENTLE_SIGNAL = signal.SIGUSR2
-# What was interrupted did not succeed: Lightning's own 0 would make the job "Completed".
+# An interrupted run did not succeed. Lightning exits with 0, by which SageMaker would call the job "Completed".
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGTERM
-_SCHEDULE_VARIABLE = "LIGHTNING_SM_STOP_SCHEDULE"
 
 
 @dataclass(frozen=True)
 class StopSchedule:
-    """What follows when the job is stopped, in seconds since the SIGTERM of the service.
+    """What the launcher sends when SageMaker stops the job, and when, in seconds since SageMaker's SIGTERM.
 
-    The gentle signal comes at once, to the processes that handle it. Where none does, SIGTERM comes at once.
+    At 0 s, the gentle signal goes to the processes that handle it. If no process does, all get SIGTERM at 0 s.
 
     Attributes:
-        term_s: SIGTERM for what is still there. The service sends SIGKILL to everything after 120 s.
-        kill_s: SIGKILL.
+        term_s: When processes that still run get SIGTERM. SageMaker itself sends SIGKILL after 120 s.
+        kill_s: When they get SIGKILL.
     """
 
-    term_s: float = 95.0
-    kill_s: float = 110.0
+    term_s: float
+    kill_s: float
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> StopSchedule:
-        """Read ``LIGHTNING_SM_STOP_SCHEDULE``, two numbers of seconds such as ``95,110``.
-
-        Args:
-            env: Environment variables.
+        """Read ``LIGHTNING_SM_STOP_SCHEDULE``.
 
         Raises:
-            JobConfigError: It is something else.
+            JobConfigError: The value is not two numbers in ascending order.
         """
-        text = env.get(_SCHEDULE_VARIABLE, "")
-        if not text:
-            return cls()
-        try:
-            term_s, kill_s = map(seconds, text.split(","))
-        except ValueError:
-            term_s, kill_s = 1.0, 0.0
-        if term_s > kill_s:
-            raise JobConfigError(
-                f"{_SCHEDULE_VARIABLE}={text!r}: expected the seconds from the stop signal to SIGTERM and to SIGKILL, "
-                "the latter not smaller, such as 95,110."
-            )
-        return cls(term_s, kill_s)
+        return cls(*STOP_SCHEDULE.read(env))
+
+
+# SageMaker shows this much of a failure, and it fits into one message between launchers in any alphabet.
+MAX_REASON_CHARS = 1024
+# A lost host reported no exit code; the job failed all the same.
+_LOST_EXIT_CODE = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the script of one host ended.
+
+    Attributes:
+        exit_code: Its exit code; 128 + n if signal n ended it.
+        reason: Why it failed, the decisive words first; cut at 1024 characters. Empty after success.
+    """
+
+    exit_code: int
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", self.reason[:MAX_REASON_CHARS])
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """How the job ends; the same on all hosts.
+
+    Attributes:
+        kind: ``finished`` if all connected trainer hosts succeeded; ``failed`` if the script of a trainer host, or the
+            scripts of all data hosts, failed; ``lost`` if a trainer host vanished.
+        host: The host that failed or vanished first; empty if none did.
+        exit_code: Exit code of its script; 1 for a lost host, 0 if none failed. 143 is SIGTERM: the host was
+            interrupted, and all others may be at the same moment.
+        reason: Why, the decisive words first, in at most 1024 characters; empty if none failed.
+    """
+
+    kind: Literal["finished", "failed", "lost"]
+    host: str = ""
+    exit_code: int = 0
+    reason: str = ""
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether a trainer host, or every data host, failed or vanished, so that the others cannot succeed either."""
+        return self.kind != "finished"
+
+    @property
+    def is_interruption(self) -> bool:
+        """Whether the first host to fail was interrupted by SIGTERM."""
+        return self.exit_code == INTERRUPTED_EXIT_CODE
+
+    @classmethod
+    def lost(cls, host: str, why: str) -> JobOutcome:
+        """The outcome of a job that lost a host.
+
+        Args:
+            host: Name of the host.
+            why: How its launcher noticed, for people.
+        """
+        return cls("lost", host, _LOST_EXIT_CODE, f"Lost host {host}: {why}"[:MAX_REASON_CHARS])
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> JobOutcome:
+        """Read the outcome that another launcher sent.
+
+        Raises:
+            ValueError: The kind is unknown, or the exit code is not a number.
+            KeyError: A field is missing.
+        """
+        kind: Literal["finished", "failed", "lost"]
+        for kind in ("finished", "failed", "lost"):
+            if message["kind"] == kind:
+                reason = str(message["reason"])[:MAX_REASON_CHARS]
+                return cls(kind, str(message["host"]), int(message["exit_code"]), reason)
+        raise ValueError(f"unknown kind of job outcome: {message['kind']!r}")
+
+
+class Stop(Enum):
+    """Whether SageMaker, or a user, stopped this host."""
+
+    NONE = "it was not stopped"
+    FIRST = "it was stopped before any host had failed by itself"
+    AFTER_FAILURE = "it was stopped because another host had failed"
+
+
+class FinalOutcome(Enum):
+    """How a host exits."""
+
+    OWN = "as its own script did"
+    NOT_NEEDED = "with 0: training succeeded without this data host"
+    FAILED_ELSEWHERE = "with its own exit code or 1, and the reason of the host that failed first"
+
+
+def final_outcome(role: Role, stop: Stop, exit_code: int, job: JobOutcome | None, host: str) -> FinalOutcome:
+    """How this host exits.
+
+    A trainer host never looks successful when another host failed.
+
+    ======= ============== ======================== ===================
+    role    own exit code  job                      this host exits as
+    ======= ============== ======================== ===================
+    data    not 0          finished                 ``NOT_NEEDED``
+    data    any            anything else            ``OWN``
+    trainer any            unknown, finished, or    ``OWN``
+                           failed on this host
+    trainer not 0          failed on another host,  ``OWN``
+                           but the stop was first
+    trainer any            failed on another host   ``FAILED_ELSEWHERE``
+    ======= ============== ======================== ===================
+
+    Args:
+        role: The role of this host.
+        stop: Whether this host was stopped.
+        exit_code: Exit code of the script of this host.
+        job: The outcome of the job; None if this host never learned it.
+        host: Name of this host.
+    """
+    if role is Role.DATA:
+        is_needless = job is not None and not job.is_failure and exit_code != 0
+        return FinalOutcome.NOT_NEEDED if is_needless else FinalOutcome.OWN
+    failed_elsewhere = job is not None and job.is_failure and job.host != host
+    if not failed_elsewhere or (stop is Stop.FIRST and exit_code != 0):
+        return FinalOutcome.OWN
+    return FinalOutcome.FAILED_ELSEWHERE
+
+
+def ends_script(role: Role, stop: Stop, job: JobOutcome, host: str) -> bool:
+    """Whether the outcome of the job leaves the script of this host nothing to do.
+
+    A data host's work ends with the training, however that ended. A trainer host that was stopped has its whole
+    schedule to save a checkpoint: that another host was faster, or vanished, does not shorten it.
+
+    Args:
+        role: The role of this host.
+        stop: Whether this host was stopped.
+        job: The outcome of the job.
+        host: Name of this host.
+    """
+    if job.host == host:
+        return False
+    if role is Role.DATA:
+        return True
+    others_exit_too = job.kind == "lost" or job.is_interruption
+    return job.is_failure and not (stop is not Stop.NONE and others_exit_too)

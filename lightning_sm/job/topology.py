@@ -1,12 +1,11 @@
-"""Who does what in a job: roles, ranks, main address and main port, computed alike on every host.
+"""Who does what in a job: roles, ranks, main host and ports, computed identically on every host.
 
-Pure rules over the facts in ``job.py``. The service shuffles which host lands in which group and leaves the hosts
+Pure rules over the facts of a job. The service shuffles which host lands in which group and leaves the hosts
 of a group unsorted, so that every number here comes from one list: the sorted hosts of all training groups.
 """
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,42 +15,16 @@ from tabulate import tabulate
 
 from lightning_sm.errors import TopologyError
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
-
-# Families with accelerators: P and G (NVIDIA), Trn and Inf (Neuron), DL (Gaudi). Amazon EC2 instance types,
-# "Accelerated computing". All others have CPUs only.
-_ACCELERATED_FAMILIES = frozenset({"p", "g", "gr", "trn", "inf", "dl"})
-
-# GPUs by instance size ("Accelerated computing" again). What is not listed here counts as unknown, not as wrong.
-_G_SIZES = {
-    "xlarge": 1,
-    "2xlarge": 1,
-    "4xlarge": 1,
-    "8xlarge": 1,
-    "16xlarge": 1,
-    "12xlarge": 4,
-    "24xlarge": 4,
-    "48xlarge": 8,
-}
-_GPUS_BY_SIZE = {
-    "g4dn": _G_SIZES,
-    "g5": _G_SIZES,
-    "g6": _G_SIZES,
-    "g6e": _G_SIZES,
-    "p3": {"2xlarge": 1, "8xlarge": 4, "16xlarge": 8},
-    "p3dn": {"24xlarge": 8},
-    "p4d": {"24xlarge": 8},
-    "p4de": {"24xlarge": 8},
-    "p5": {"4xlarge": 1, "48xlarge": 8},
-    "p5e": {"48xlarge": 8},
-    "p5en": {"48xlarge": 8},
-    "p6-b200": {"48xlarge": 8},
-}
+from lightning_sm.job.instance_types import is_accelerated, num_gpus
+from lightning_sm.job.variables import DATA_GROUPS, DEVICES
 
 # Ports below Linux's default ephemeral range (32768-60999), where an outgoing connection could sit on one, and
 # away from those of the toolkits (7777 torchrun, 7592 SMDDP).
-_FIRST_PORT, _NUM_PORTS = 20000, 10000
-# The other ports of a job lie this far below: apart from it, and from those that the system hands out.
-_PEERS_BELOW_MAIN, _DATA_BELOW_MAIN = 5_000, 10_000
+_FIRST_PORT = 20_000
+_NUM_PORTS = 10_000
+# The other ports of a job lie this far below the main port, outside of both ranges.
+_PEERS_BELOW_MAIN = 5_000
+_DATA_BELOW_MAIN = 10_000
 _FIRST_UNPRIVILEGED_PORT = 1024
 
 
@@ -102,7 +75,7 @@ class Topology:
             msg = (
                 f"No group trains: every instance group of the job serves data ({', '.join(sorted(names))}).\n"
                 f"{_groups_table(job.groups, names)}\n"
-                "Add a training group, or name the data groups: LIGHTNING_SM_DATA_GROUPS=name,name (empty: none)."
+                f"Add a training group, or name the data groups: {DATA_GROUPS.name}=name,name (empty: none)."
             )
             raise TopologyError(msg)
         _check_equal_accelerators(job, training, names)
@@ -121,16 +94,16 @@ class Topology:
         return self.role_of(self.current_host)
 
     def role_of(self, host: str) -> Role:
-        """What a host does.
+        """What a host of the job does.
 
         Args:
-            host: Name of a host of the job.
+            host: Name of the host.
         """
         return Role.TRAINER if host in self.trainer_hosts else Role.DATA
 
     @property
     def peers_port(self) -> int:
-        """Port of the main host's launcher, through which the launchers of a job hear of each other."""
+        """Port on which the main host's launcher connects the launchers of the job."""
         port = self.main_port - _PEERS_BELOW_MAIN
         return port if port >= _FIRST_UNPRIVILEGED_PORT else self.main_port + _PEERS_BELOW_MAIN
 
@@ -191,7 +164,7 @@ def _data_group_names(job: SageMakerJob, stated: Sequence[str] | None) -> frozen
         unknown = sorted(set(stated) - {group.name for group in job.groups})
         if unknown:
             msg = (
-                f"Data groups {unknown} were asked for (data_groups= or LIGHTNING_SM_DATA_GROUPS), but the job "
+                f"Data groups {unknown} were requested (by data_groups= or {DATA_GROUPS.name}), but the job "
                 f"({job.source}) has no such group.\n{_groups_table(job.groups, frozenset())}"
             )
             raise TopologyError(msg)
@@ -199,29 +172,15 @@ def _data_group_names(job: SageMakerJob, stated: Sequence[str] | None) -> frozen
     named = frozenset(group.name for group in job.groups if group.name.lower().startswith("data"))
     if named:
         return named
-    accelerated = {group.name: _is_accelerated(group.instance_type) for group in job.groups}
+    accelerated = {group.name: is_accelerated(group.instance_type) for group in job.groups}
     if any(accelerated.values()):
         return frozenset(name for name, has_accelerator in accelerated.items() if has_accelerator is False)
     return frozenset()
 
 
-def _is_accelerated(instance_type: str | None) -> bool | None:
-    """Whether the instance type has accelerators; None for what is no EC2 type, such as local mode's "local"."""
-    match = re.match(r"ml\.([a-z]+)\d", instance_type or "")
-    return match.group(1) in _ACCELERATED_FAMILIES if match else None
-
-
-def _num_gpus(instance_type: str | None) -> int | None:
-    """GPUs of an instance type; 0 for CPU families, None for types that are not listed."""
-    if _is_accelerated(instance_type) is False:
-        return 0
-    family, _, size = (instance_type or "").removeprefix("ml.").partition(".")
-    return _GPUS_BY_SIZE.get(family, {}).get(size)
-
-
 def _check_equal_accelerators(job: SageMakerJob, training: list[InstanceGroup], names: frozenset[str]) -> None:
     """Refuse training groups with unequal accelerator counts: Lightning numbers ranks as node rank x devices."""
-    counts = {group.name: _num_gpus(group.instance_type) for group in training}
+    counts = {group.name: num_gpus(group.instance_type) for group in training}
     known = {count for count in counts.values() if count is not None}
     is_stated = job.devices is not None and job.devices <= min(known, default=0)
     if len(known) > 1 and not is_stated:
@@ -230,7 +189,8 @@ def _check_equal_accelerators(job: SageMakerJob, training: list[InstanceGroup], 
             f"Training groups have different numbers of GPUs per host ({stated}), but Lightning needs the same number "
             f"of devices on every training host.\n{_groups_table(job.groups, names)}\n"
             "Give all training groups one instance type, name the CPU groups that serve data "
-            "(LIGHTNING_SM_DATA_GROUPS=name,name), or use as many GPUs on every host (LIGHTNING_SM_DEVICES=1)."
+            f"({DATA_GROUPS.name}=name,name), or use the same number of GPUs on every host "
+            f"(for example {DEVICES.name}=1)."
         )
         raise TopologyError(msg)
 

@@ -1,73 +1,263 @@
-"""The settings of a job that are environment variables: their names, and how those in seconds are read."""
+"""Every environment variable of lightning_sm: its name, its meaning, its default, and how its text is read.
+
+This is the only place that spells the names. Readers call ``MAIN_PORT.read(env)``; the README, ``lightning-sm doctor``
+and ``lightning-sm settings`` show the same table.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from lightning_sm.errors import JobConfigError
 
-PREPARE_VARIABLE = "LIGHTNING_SM_PREPARE_S"
-_FAREWELL_VARIABLE = "LIGHTNING_SM_FAREWELL_S"
-# All that users set; our own processes pass others on.
-NAMES = (
-    "LIGHTNING_SM_DATA_GROUPS",
-    "LIGHTNING_SM_DEVICES",
-    _FAREWELL_VARIABLE,
-    "LIGHTNING_SM_HOST_ADDRESSES",
-    "LIGHTNING_SM_INSTALL_REQUIREMENTS",
-    "LIGHTNING_SM_MAIN_PORT",
-    PREPARE_VARIABLE,
-    "LIGHTNING_SM_STOP_SCHEDULE",
-)
+PREFIX = "LIGHTNING_SM_"
+_PIDS = (0, 999_999_999)
+# The service shows 1024 characters of a failure's reason: the value must not displace what is wrong with it.
+_MAX_SHOWN_CHARS = 200
+
+_Value = TypeVar("_Value")
 
 
-def prepare_s(env: Mapping[str, str]) -> float:
-    """How long fetching the code, and installing what it needs, may each take, in seconds.
+@dataclass(frozen=True)
+class Setting(Generic[_Value]):
+    """One environment variable.
 
-    Args:
-        env: Environment variables, of which ``LIGHTNING_SM_PREPARE_S`` says so. Default: 1800.
-
-    Raises:
-        JobConfigError: It is no positive number of seconds.
+    Attributes:
+        name: Name of the variable.
+        parse: Turns its text into a value. The message of its ValueError says what it expects.
+        default: The value where the variable is unset or empty.
+        default_text: The default in words.
+        meaning: What the variable decides, in one sentence.
+        is_internal: Whether only our own processes set it, for the processes that they start.
+        accepts_empty: Whether an empty text is a value, and not the default.
     """
-    # A job that waits for a network does so at full price.
-    limit_s = _stated(env, PREPARE_VARIABLE, 1800.0)
-    if limit_s == 0:
-        raise JobConfigError(f"{PREPARE_VARIABLE}={env[PREPARE_VARIABLE]!r}: expected more than 0 seconds.")
-    return limit_s
+
+    name: str
+    parse: Callable[[str], _Value]
+    default: _Value
+    default_text: str
+    meaning: str
+    is_internal: bool = False
+    accepts_empty: bool = False
+
+    def read(self, env: Mapping[str, str]) -> _Value:
+        """Return the value of the variable.
+
+        Raises:
+            JobConfigError: The variable has a value that it cannot have.
+        """
+        text = env.get(self.name)
+        if text is None or (not text and not self.accepts_empty):
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            shown = text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
+            raise JobConfigError(f"{self.name}={shown!r}: {error}.") from error
 
 
-def farewell_s(env: Mapping[str, str]) -> float:
-    """How long a host that has ended waits for hosts that it never heard of, in seconds.
+class Install(Enum):
+    """Whether to install the requirements of the user's code."""
 
-    Args:
-        env: Environment variables, of which ``LIGHTNING_SM_FAREWELL_S`` says so. Default: 10.
-
-    Raises:
-        JobConfigError: It is no number of seconds.
-    """
-    return _stated(env, _FAREWELL_VARIABLE, 10.0)
+    IF_SUBMITTED = ""
+    NEVER = "0"
+    ALWAYS = "1"
+    UNPROTECTED = "unprotected"
 
 
-def seconds(text: str) -> float:
-    """Read a time that can be waited for.
+def whole_number(least: int, most: int) -> Callable[[str], int]:
+    """Make a parser of whole numbers between two bounds, both included."""
 
-    Args:
-        text: A number of seconds.
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= most:
+            raise ValueError(f"expected a whole number from {least} to {most}")
+        return int(text)
 
-    Raises:
-        ValueError: It is no number, negative, or longer than Python's waits and timers can be (292 years).
-    """
-    value = float(text)
+    return parse
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    # Python's waits and timers can be no longer (292 years).
     if not 0 <= value <= threading.TIMEOUT_MAX:
-        raise ValueError(f"{text!r} is no time that can be waited for")
+        raise ValueError("expected a number of seconds, 0 or more")
     return value
 
 
-def _stated(env: Mapping[str, str], variable: str, default: float) -> float:
-    text = env.get(variable, "")
+def _positive_seconds(text: str) -> float:
+    value = _seconds(text)
+    if value == 0:
+        raise ValueError("expected more than 0 seconds")
+    return value
+
+
+def _stop_schedule(text: str) -> tuple[float, float]:
+    term, _, kill = text.partition(",")
+    expected = (
+        "expected the seconds from the stop signal to SIGTERM and to SIGKILL, the latter not smaller, such as 95,110"
+    )
     try:
-        return seconds(text) if text else default
+        term_s, kill_s = _seconds(term), _seconds(kill)
     except ValueError as error:
-        raise JobConfigError(f"{variable}={text!r}: expected a number of seconds.") from error
+        raise ValueError(expected) from error
+    if term_s > kill_s:
+        raise ValueError(expected)
+    return term_s, kill_s
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _install(text: str) -> Install:
+    try:
+        return Install(text)
+    except ValueError as error:
+        raise ValueError(
+            "expected 0 (install nothing), 1 (install requirements.txt even if the image brought it), or unprotected "
+            "(also replace torch and other packages of the image)"
+        ) from error
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected a JSON object, but this is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, but this is {type(value).__name__}")  # noqa: TRY004 - see Setting
+    return value
+
+
+def _addresses(text: str) -> dict[str, str]:
+    addresses = _json_object(text)
+    for host, address in addresses.items():
+        if not isinstance(address, str) or not address:
+            raise ValueError(f"expected an IP address for each host name, but that of {host!r} is {address!r}")
+    return addresses
+
+
+# ---- set by users, in the order of the README
+
+DATA_GROUPS = Setting[tuple[str, ...] | None](
+    name="LIGHTNING_SM_DATA_GROUPS",
+    parse=_names,
+    default=None,
+    default_text="groups named data*, else CPU groups beside GPU groups",
+    meaning="Names of the instance groups that serve data, separated by commas; empty: no group.",
+    accepts_empty=True,
+)
+MAIN_PORT = Setting[int | None](
+    name="LIGHTNING_SM_MAIN_PORT",
+    parse=whole_number(1, 65535),
+    default=None,
+    default_text="20000 to 29999, derived from the job's name",
+    meaning="Port on which rank 0 listens.",
+)
+DEVICES = Setting[int | None](
+    name="LIGHTNING_SM_DEVICES",
+    parse=whole_number(1, 1024),
+    default=None,
+    default_text="one per GPU",
+    meaning="Number of processes on each trainer host.",
+)
+STOP_SCHEDULE = Setting[tuple[float, float]](
+    name="LIGHTNING_SM_STOP_SCHEDULE",
+    parse=_stop_schedule,
+    default=(95.0, 110.0),
+    default_text="95,110",
+    meaning="Seconds from the stop signal to SIGTERM and to SIGKILL for the script.",
+)
+INSTALL_REQUIREMENTS = Setting[Install](
+    name="LIGHTNING_SM_INSTALL_REQUIREMENTS",
+    parse=_install,
+    default=Install.IF_SUBMITTED,
+    default_text="if the code came with the job",
+    meaning="Whether to install the code's requirements.txt: 0 never, 1 always, unprotected (always, and pip may "
+    "replace packages of the image).",
+)
+PREPARE_S = Setting[float](
+    name="LIGHTNING_SM_PREPARE_S",
+    parse=_positive_seconds,
+    # A job that waits for a network is billed while it waits.
+    default=1800.0,
+    default_text="1800",
+    meaning="Seconds that fetching the code, and installing its requirements, may each take.",
+)
+FAREWELL_S = Setting[float](
+    name="LIGHTNING_SM_FAREWELL_S",
+    parse=_seconds,
+    default=10.0,
+    default_text="10",
+    meaning="Seconds that a host whose script has ended waits for hosts that never connected.",
+)
+HOST_ADDRESSES = Setting[Mapping[str, str]](
+    name="LIGHTNING_SM_HOST_ADDRESSES",
+    parse=_addresses,
+    default={},
+    default_text="names are resolved",
+    meaning="JSON object of host name to IP address, for hosts that no resolver knows.",
+)
+
+# ---- passed on by our own processes
+
+PARENT_PID = Setting[int | None](
+    name="LIGHTNING_SM_PARENT_PID",
+    parse=whole_number(*_PIDS),
+    default=None,
+    default_text="not emulated",
+    meaning="Process id of the emulator, with which the launchers of its hosts end.",
+    is_internal=True,
+)
+RANK_ZERO_PID = Setting[int | None](
+    name="LIGHTNING_SM_RANK_ZERO_PID",
+    parse=whole_number(*_PIDS),
+    default=None,
+    default_text="no local ranks",
+    meaning="Process id of SageMakerEnvironment's process; a child of it with a LOCAL_RANK was started by Lightning.",
+    is_internal=True,
+)
+SLOW_NAMES = Setting[Mapping[str, float]](
+    name="LIGHTNING_SM_SLOW_NAMES",
+    parse=_json_object,
+    default={},
+    default_text="none",
+    meaning="JSON object of address to the time (of time.monotonic) before which it does not resolve: a fault of the "
+    "emulator.",
+    is_internal=True,
+)
+STEP_FILE = Setting[Path | None](
+    name="LIGHTNING_SM_STEP_FILE",
+    parse=Path,
+    default=None,
+    default_text="none",
+    meaning="File to which rank 0 writes its step and epoch, so that the emulator injects faults at a given step.",
+    is_internal=True,
+)
+
+SETTINGS: tuple[Setting[Any], ...] = (
+    DATA_GROUPS,
+    MAIN_PORT,
+    DEVICES,
+    STOP_SCHEDULE,
+    INSTALL_REQUIREMENTS,
+    PREPARE_S,
+    FAREWELL_S,
+    HOST_ADDRESSES,
+    PARENT_PID,
+    RANK_ZERO_PID,
+    SLOW_NAMES,
+    STEP_FILE,
+)
+USER_SETTINGS = tuple(setting for setting in SETTINGS if not setting.is_internal)

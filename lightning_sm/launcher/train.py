@@ -20,14 +20,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from lightning_sm._linux import EMULATOR_VARIABLE, end_with_emulator
+from lightning_sm._linux import terminate_with_parent
 from lightning_sm.errors import HyperparameterError, JobConfigError, LightningSMError
 from lightning_sm.job.command_line import job_arguments
 from lightning_sm.job.facts import SageMakerJob, base_directory
 from lightning_sm.job.rendezvous import own_address
 from lightning_sm.job.stopping import StopSchedule
 from lightning_sm.job.topology import Role, Topology
-from lightning_sm.job.variables import farewell_s
+from lightning_sm.job.variables import DEVICES, FAREWELL_S, PARENT_PID
 from lightning_sm.launcher.child_process import ChildProcess, ignore_signals
 from lightning_sm.launcher.failure import failure_reason, is_consequence
 from lightning_sm.launcher.peers.connection import Timings
@@ -66,7 +66,8 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
     Returns:
         The script's exit code; 128 + n if signal n killed it; 2 if it could not be started.
     """
-    if not end_with_emulator(env):
+    emulator_pid = PARENT_PID.read(env)
+    if emulator_pid is not None and not terminate_with_parent(emulator_pid):
         return 128 + signal.SIGTERM
     output_dir = _output_dir(env)
     if output_dir is not None:
@@ -96,10 +97,10 @@ class _Host:
         self._job = job
         self._topology = Topology.from_job(job)
         self._env = env
-        self._farewell_s = farewell_s(env)
+        self._farewell_s = FAREWELL_S.read(env)
         self._known = threading.Event()
         self._was_stopped_before = False
-        self._child = ChildProcess(StopSchedule.from_environment(env), env.get(EMULATOR_VARIABLE))
+        self._child = ChildProcess(StopSchedule.from_environment(env), PARENT_PID.read(env))
         self._steps = Steps(self._child, env)
         self._num_restarts = 0
 
@@ -195,9 +196,9 @@ class _Host:
     ) -> dict[str, str]:
         # Python puts the script's own folder on sys.path; "from app.model import X" needs the one above app as well.
         paths = [*script.module_dirs, *filter(None, [self._env.get("PYTHONPATH")])]
-        env = {name: value for name, value in self._env.items() if name != EMULATOR_VARIABLE}
+        env = {name: value for name, value in self._env.items() if name != PARENT_PID.name}
         if devices is not None:
-            env["LIGHTNING_SM_DEVICES"] = str(devices)
+            env[DEVICES.name] = str(devices)
         env |= toolkit_variables(self._job, program.name, argv, self._env)
         return {**env, "PYTHONPATH": os.pathsep.join(paths)}
 

@@ -33,6 +33,7 @@ from lightning_sm.errors import DataSettingsError, OutputDirectoryError, Topolog
 from lightning_sm.job.command_line import is_toolkit_rendering, job_arguments
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Role, Topology
+from lightning_sm.job.variables import DATA_GROUPS
 from lightning_sm.training.callbacks.line_progress import LineProgress
 from lightning_sm.training.callbacks.local_position import LocalPosition
 from lightning_sm.training.callbacks.outputs import JobOutputs
@@ -246,7 +247,7 @@ class SageMakerCLI(LightningCLI):
             raise DataSettingsError(
                 f"The job has data hosts ({', '.join(self.topology.data_hosts)}), but the script has no "
                 "LightningDataModule for them to serve. Give SageMakerCLI a datamodule_class, or take the data groups "
-                "out of the job (LIGHTNING_SM_DATA_GROUPS= makes all groups train)."
+                f"out of the job ({DATA_GROUPS.name}= makes all groups train)."
             )
         module: LightningDataModule = datamodule
         return module

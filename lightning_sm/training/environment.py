@@ -20,13 +20,14 @@ from lightning_sm._log import show_log_lines
 from lightning_sm._version import __version__
 from lightning_sm.errors import JobConfigError, TopologyError
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.process_launcher import PARENT_VARIABLE, Launch, Launcher, stray_variables
+from lightning_sm.job.process_launcher import Launch, Launcher, stray_variables
 from lightning_sm.job.rendezvous import RESOLVE_TIMEOUT_S, check_port_is_free, wait_for_host
 from lightning_sm.job.topology import Topology
+from lightning_sm.job.variables import DEVICES, RANK_ZERO_PID
 
 logger = logging.getLogger(__name__)
 
-_DEVICES_SETTING = "LIGHTNING_SM_DEVICES (lightning-sm local --devices)"
+_DEVICES_SETTING = f"{DEVICES.name} (lightning-sm local --devices)"
 
 
 class SageMakerEnvironment(ClusterEnvironment):
@@ -239,7 +240,7 @@ class SageMakerEnvironment(ClusterEnvironment):
     def _remove_stray_variables(self) -> None:
         """Remove rank variables of unknown origin, on which Lightning, torch and other libraries would rely."""
         own_pid = str(os.getpid())
-        if self._launch.launcher is Launcher.LIGHTNING or os.environ.get(PARENT_VARIABLE) == own_pid:
+        if self._launch.launcher is Launcher.LIGHTNING or os.environ.get(RANK_ZERO_PID.name) == own_pid:
             return
         strays = stray_variables(os.environ, self._launch)
         if strays:
@@ -248,7 +249,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         for name in strays:
             del os.environ[name]
         if self._launch.launcher is not Launcher.TORCHRUN:
-            os.environ[PARENT_VARIABLE] = own_pid
+            os.environ[RANK_ZERO_PID.name] = own_pid
 
     def _check_launcher_world(self) -> None:
         launcher = self._launch.launcher

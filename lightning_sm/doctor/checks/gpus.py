@@ -6,7 +6,6 @@ import ctypes.util
 import importlib.util
 import json
 import os
-import re
 import resource
 import shutil
 import subprocess
@@ -17,12 +16,13 @@ from pathlib import Path
 
 from lightning_sm.doctor.context import Context, run, text_of
 from lightning_sm.doctor.report import Result, listed, ok, problem, warning
+from lightning_sm.job.instance_types import has_gpus
+from lightning_sm.job.variables import DEVICES
 
 # nvidia-smi takes 1 to 5 s where the driver has to load first (no persistence mode).
 _SMI_S = 15.0
 # An import of torch takes 2 s, and tens of seconds from a disk that is lazily loaded.
 _TORCH_S = 25.0
-_GPU_FAMILIES = re.compile(r"ml\.(p|g|gr)\d")  # Amazon EC2 instance types, "Accelerated computing": NVIDIA
 _AMAZON_VENDOR = "0x1d0f"  # PCI ID of Amazon.com, Inc.
 _HIDING = frozenset({"", "-1"})
 
@@ -163,8 +163,8 @@ def _expected(context: Context) -> str:
         return ""
     if job.num_gpus:
         return f"The job says {job.num_gpus} GPUs (SM_NUM_GPUS),"
-    instance_type = job.current_group.instance_type or ""
-    return f"Instances of type {instance_type} have GPUs," if _GPU_FAMILIES.match(instance_type) else ""
+    instance_type = job.current_group.instance_type
+    return f"Instances of type {instance_type} have GPUs," if has_gpus(instance_type) else ""
 
 
 def _nvidia_smi(context: Context) -> str | None:
@@ -196,9 +196,7 @@ def _compared(context: Context, count: int) -> Iterator[Result]:
     if stated > count:
         yield problem("GPUs", f"The job says {stated} GPUs, but {count} can be seen.", "See NVIDIA_VISIBLE_DEVICES.")
     if devices > count:
-        yield problem(
-            "GPUs", f"LIGHTNING_SM_DEVICES={devices}, but there are {count} GPUs.", "Set it to the number of GPUs."
-        )
+        yield problem("GPUs", f"{DEVICES.name}={devices}, but there are {count} GPUs.", "Set it to the number of GPUs.")
     if _hides_gpus(context) and not context.is_emulated:
         value = context.env["CUDA_VISIBLE_DEVICES"]
         yield warning("GPUs", f"CUDA_VISIBLE_DEVICES={value!r} hides all of them.", "Unset it to train on GPUs.")

@@ -14,6 +14,7 @@ from lightning_sm.job.command_line import job_arguments
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.process_launcher import Launch, stray_variables
 from lightning_sm.job.topology import Role, Topology
+from lightning_sm.job.variables import DATA_GROUPS, MAIN_PORT
 from lightning_sm.launcher.toolkit.distribution import processes_per_host
 
 
@@ -27,7 +28,7 @@ def facts(context: Context) -> Iterator[Result]:
     if context.error is not None:
         advice = "Correct the file or variable that it names. Files of the service are written anew for each job."
         if job is not None:
-            advice = "Change the instance groups of the job, or LIGHTNING_SM_DATA_GROUPS."
+            advice = f"Change the instance groups of the job, or {DATA_GROUPS.name}."
         yield problem("job", f"{type(context.error).__name__}: {context.error}", advice)
     elif job is None:
         path = context.base_dir / "input" / "config" / "resourceconfig.json"
@@ -128,8 +129,6 @@ def _hosts(topology: Topology) -> str:
 def _meeting_point(job: SageMakerJob, topology: Topology) -> str:
     address = job.addresses.get(topology.main_host)
     host = f"{topology.main_host} ({address})" if address else topology.main_host
-    origin = (
-        "LIGHTNING_SM_MAIN_PORT" if job.main_port else f"from the {'name of the job' if job.name else 'host names'}"
-    )
+    origin = MAIN_PORT.name if job.main_port else f"from the {'name of the job' if job.name else 'host names'}"
     data = f"; data hosts listen on {data_port(job, topology)}" if topology.data_hosts else ""
     return f"{host}, port {topology.main_port} ({origin}), interface {job.network_interface or '(none named)'}{data}"

@@ -18,6 +18,7 @@ from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.hyperparameters import unquoted
 from lightning_sm.job.rendezvous import own_address
 from lightning_sm.job.topology import Role, Topology
+from lightning_sm.job.variables import HOST_ADDRESSES, MAIN_PORT
 
 # A resolver that is well answers in milliseconds; by default, one that does not answer is asked again after 5 s
 # (resolv.conf(5), "timeout"), and this leaves it that second chance.
@@ -27,7 +28,6 @@ _SLOW_LOOKUP_S = 1.0
 _CONNECT_S = 5.0
 # To collect what ended at the last moment.
 _GRACE_S = 0.25
-_MAIN_PORT = "LIGHTNING_SM_MAIN_PORT"
 
 _SECURITY_GROUP = (
     "Packets are dropped on the way. In a VPC (subnets=, security_group_ids=), the security group must allow all "
@@ -128,11 +128,11 @@ def own_port(context: Context) -> Iterator[Result]:
         address = job.addresses.get(job.current_host, "")
         yield from _try_port(context, data_port(job, topology), address, "data_service.port")
     elif topology.current_host == topology.main_host:
-        yield from _try_port(context, topology.main_port, "", _MAIN_PORT)
+        yield from _try_port(context, topology.main_port, "", MAIN_PORT.name)
         if len(job.hosts) > 1:
             # Without it the job runs, and its hosts do not hear of each other's failures.
             port, use = topology.peers_port, " (between the launchers)"
-            yield from _try_port(context, port, own_address(job), _MAIN_PORT, use=use, taken=warning)
+            yield from _try_port(context, port, own_address(job), MAIN_PORT.name, use=use, taken=warning)
 
 
 def _names(outcomes: Mapping[str, Outcome[list[str]]]) -> Iterator[Result]:
@@ -142,7 +142,7 @@ def _names(outcomes: Mapping[str, Outcome[list[str]]]) -> Iterator[Result]:
             "names",
             f"{len(lost)} of {len(outcomes)} hosts do not resolve: {listed(lost)}",
             "Right after the start of a job this may take minutes. If it stays so: DNS of the VPC, /etc/resolv.conf; "
-            "off SageMaker, LIGHTNING_SM_HOST_ADDRESSES.",
+            f"off SageMaker, {HOST_ADDRESSES.name}.",
         )
     texts = [
         f"{host} {outcome.value[0]} ({1000 * (outcome.seconds or 0):.1f} ms)"

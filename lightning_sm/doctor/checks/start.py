@@ -3,46 +3,36 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from lightning_sm.doctor.context import Context
 from lightning_sm.doctor.report import Result, listed, ok, problem, warning
-from lightning_sm.errors import LightningSMError
+from lightning_sm.errors import JobConfigError, LightningSMError
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.stopping import StopSchedule
-from lightning_sm.job.variables import NAMES, farewell_s, prepare_s
-from lightning_sm.launcher.user_code import requirements
+from lightning_sm.job.variables import PREFIX, SETTINGS, USER_SETTINGS
 from lightning_sm.launcher.user_code.prepare import unpacked
 from lightning_sm.launcher.user_code.script import find_program, find_script, find_submission
 
-_PREFIX = "LIGHTNING_SM_"
-_SETTINGS = tuple(name.removeprefix(_PREFIX) for name in NAMES)
-# The other settings are facts of the job.
-_READERS: tuple[Callable[[Mapping[str, str]], object], ...] = (
-    StopSchedule.from_environment,
-    farewell_s,
-    prepare_s,
-    requirements.setting,
-)
+_NAMES = tuple(setting.name for setting in USER_SETTINGS)
 
 
 def variables(context: Context) -> Iterator[Result]:
-    """Read the settings that are environment variables, and find what is almost one of them: nothing reads that.
-
-    Args:
-        context: The host.
-    """
-    for read in _READERS:
-        if error := _error(read, context.env):
-            yield problem("variables", error, "Correct the variable: the script would not be started.")
+    """Read every setting, and find misspelled ones, which nothing reads."""
+    for setting in SETTINGS:
+        try:
+            setting.read(context.env)
+        except JobConfigError as error:  # noqa: PERF203 - one row for each
+            yield problem("variables", str(error), "Correct the variable: the launcher would not start the script.")
+    suffixes = [name.removeprefix(PREFIX) for name in _NAMES]
+    known = {setting.name for setting in SETTINGS}
     for name in sorted(context.env):
-        stated = name.removeprefix(_PREFIX)
-        if stated == name or stated in _SETTINGS:
+        if not name.startswith(PREFIX) or name in known:
             continue
-        for near in difflib.get_close_matches(stated, _SETTINGS, n=1):
-            yield warning("variables", f"{name} is set, but nothing reads it.", f"Was {_PREFIX}{near} meant?")
-    found = [name for name in NAMES if name in context.env]
-    yield ok("variables", f"settings: {listed(found) or 'none, and so their defaults'}")
+        # Without the prefix, which would make any two names similar.
+        for near in difflib.get_close_matches(name.removeprefix(PREFIX), suffixes, n=1):
+            yield warning("variables", f"{name} is set, but nothing reads it.", f"Was {PREFIX}{near} meant?")
+    found = [name for name in _NAMES if name in context.env]
+    yield ok("variables", f"settings: {listed(found) or 'none, so all have their defaults'}")
 
 
 def script(context: Context) -> Iterator[Result]:
@@ -65,14 +55,6 @@ def script(context: Context) -> Iterator[Result]:
     except LightningSMError as error:
         advice = "Name a file that is there. (What the command line of lightning-sm train names is not known here.)"
         yield problem("script", str(error), advice)
-
-
-def _error(read: Callable[[Mapping[str, str]], object], env: Mapping[str, str]) -> str:
-    try:
-        read(env)
-    except LightningSMError as error:
-        return str(error)
-    return ""
 
 
 def _script(job: SageMakerJob, env: Mapping[str, str]) -> str:

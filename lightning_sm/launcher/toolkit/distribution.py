@@ -14,6 +14,7 @@ from typing import Any
 from lightning_sm.errors import TopologyError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Topology
+from lightning_sm.job.variables import DATA_GROUPS, DEVICES
 
 _LOG = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def _check_groups(names: Any, topology: Topology) -> None:
         raise TopologyError(
             f"distribution={{...}} names the instance groups {names} ({_GROUPS}), but the groups that train are "
             f"{training}, and those that serve data {data}.\n{topology.table()}\nSet distribution's instance_groups to "
-            "those that train, leave it out, or choose the data groups by LIGHTNING_SM_DATA_GROUPS=name,name (empty: "
+            f"those that train, leave it out, or choose the data groups by {DATA_GROUPS.name}=name,name (empty: "
             "none)."
         )
 
@@ -98,7 +99,7 @@ def _count(job: SageMakerJob, topology: Topology, asked: dict[str, Any]) -> int 
         return None
     if job.devices not in (None, per_host):
         raise TopologyError(
-            f"distribution={{...}} asks for {per_host} processes on each host ({_PER_HOST}), but LIGHTNING_SM_DEVICES "
+            f"distribution={{...}} asks for {per_host} processes on each host ({_PER_HOST}), but {DEVICES.name} "
             f"is {job.devices}. Remove one."
         )
     if in_all not in (None, per_host * topology.num_nodes):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lightning_sm.errors import ScriptError
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.variables import PREPARE_VARIABLE, prepare_s
+from lightning_sm.job.variables import INSTALL_REQUIREMENTS, PREPARE_S
 from lightning_sm.launcher.child_process import ChildProcess
 from lightning_sm.launcher.failure import failure_reason
 from lightning_sm.launcher.user_code import requirements
@@ -50,8 +50,8 @@ class Steps:
     def __init__(self, child: ChildProcess, env: Mapping[str, str]) -> None:
         self._child = child
         self._env = env
-        self._limit_s = prepare_s(env)
-        requirements.setting(env)  # what is wrong is said before anything is fetched
+        self._limit_s = PREPARE_S.read(env)
+        INSTALL_REQUIREMENTS.read(env)  # what is wrong is said before anything is fetched
 
     def fetch(self, submission: Submission, job: SageMakerJob) -> Path:
         """Bring the code of the job here.
@@ -130,7 +130,7 @@ class Steps:
             timer.cancel()
         if is_late.is_set():
             raise ScriptError(
-                f"After {self._limit_s:g} s ({PREPARE_VARIABLE}), {doing} had not ended. Look for its last lines in "
+                f"After {self._limit_s:g} s ({PREPARE_S.name}), {doing} had not ended. Look for its last lines in "
                 "the log, and for a way to what it waits for from the job's network."
             )
         self.check_not_stopped(doing)

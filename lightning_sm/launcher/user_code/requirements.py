@@ -9,15 +9,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lightning_sm._linux import EMULATOR_VARIABLE
-from lightning_sm.errors import JobConfigError
+from lightning_sm.job.variables import INSTALL_REQUIREMENTS, PARENT_PID, Install
 from lightning_sm.launcher.failure import failure_reason
 from lightning_sm.launcher.user_code.script import Script
 
 _LOG = logging.getLogger(__name__)
 
-VARIABLE = "LIGHTNING_SM_INSTALL_REQUIREMENTS"
-_NEVER, _ALWAYS, _UNPROTECTED = "0", "1", "unprotected"
 _FILE, _SETUP = "requirements.txt", "setup.py"
 # What an image is built around: kept as it is. Of the other packages that lightning_sm needs, pip may take any version
 # that it works with.
@@ -48,38 +45,20 @@ def wanted(script: Script, env: Mapping[str, str]) -> list[str]:
         JobConfigError: The variable has another value.
     """
     found = [name for name in (_SETUP, _FILE) if (script.source_dir / name).is_file()]
-    stated = setting(env)
-    if stated == _NEVER or not found:
+    stated = INSTALL_REQUIREMENTS.read(env)
+    if stated is Install.NEVER or not found:
         return []
     names = " and ".join(found)
-    if EMULATOR_VARIABLE in env:
+    if PARENT_PID.read(env) is not None:
         _LOG.info("lightning-sm: not installing %s of %s: the emulator changes no packages.", names, script.source_dir)
         return []
-    if not stated and script.submitted is None:
+    if stated is Install.IF_SUBMITTED and script.submitted is None:
         _LOG.info(
             "lightning-sm: not installing %s of %s, which did not come with the job (%s=1 installs it).",
-            *(names, script.source_dir, VARIABLE),
+            *(names, script.source_dir, INSTALL_REQUIREMENTS.name),
         )
         return []
     return [*(["."] if _SETUP in found else []), *(["-r", _FILE] if _FILE in found else [])]
-
-
-def setting(env: Mapping[str, str]) -> str:
-    """What ``LIGHTNING_SM_INSTALL_REQUIREMENTS`` says, see ``wanted``; empty if it says nothing.
-
-    Args:
-        env: Environment variables.
-
-    Raises:
-        JobConfigError: The variable has another value.
-    """
-    stated = env.get(VARIABLE, "")
-    if stated not in {"", _NEVER, _ALWAYS, _UNPROTECTED}:
-        raise JobConfigError(
-            f"{VARIABLE}={stated!r}: expected 0 (install nothing), 1 (install {_FILE} whoever brought it), or "
-            f"{_UNPROTECTED} (also replace torch and other packages of the image)."
-        )
-    return stated
 
 
 def is_protected(env: Mapping[str, str]) -> bool:
@@ -88,7 +67,7 @@ def is_protected(env: Mapping[str, str]) -> bool:
     Args:
         env: Environment variables.
     """
-    return env.get(VARIABLE) != _UNPROTECTED
+    return INSTALL_REQUIREMENTS.read(env) is not Install.UNPROTECTED
 
 
 def constraints() -> list[str]:
@@ -128,7 +107,7 @@ def failure(output: str, exit_code: int, directory: Path, *, protected: bool) ->
     if protected and "(constraint)" in output:
         reason += (
             "\nConstraints are the versions that the image is built around. Ask for these, or build an image with "
-            f"others ({VARIABLE}={_UNPROTECTED} lets pip replace them)."
+            f"others ({INSTALL_REQUIREMENTS.name}={Install.UNPROTECTED.value} lets pip replace them)."
         )
     elif "No matching distribution found" in said:
         reason += "\nIs there a way to the package index from the job's network? PIP_INDEX_URL names another one."

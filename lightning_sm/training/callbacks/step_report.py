@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sm._lightning import Callback, LightningModule, Trainer
-
-# The emulator sets it when it was asked for faults (lightning_sm.emulator.attempt has the same name, and no Lightning).
-STEP_FILE_VARIABLE = "LIGHTNING_SM_STEP_FILE"
+from lightning_sm.job.variables import STEP_FILE
 
 
 class StepReport(Callback):
@@ -53,4 +51,5 @@ def step_reports(env: Mapping[str, str] = os.environ) -> list[Callback]:
     Args:
         env: Environment variables.
     """
-    return [StepReport(env[STEP_FILE_VARIABLE])] if env.get(STEP_FILE_VARIABLE) else []
+    path = STEP_FILE.read(env)
+    return [] if path is None else [StepReport(path)]

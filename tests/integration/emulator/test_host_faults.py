@@ -7,7 +7,7 @@ import os
 import re
 import signal
 
-from lightning_sm.job.rendezvous import SLOW_NAMES_VARIABLE
+from lightning_sm.job.variables import SLOW_NAMES
 from tests.integration.emulators import processes_of, until
 from tests.integration.faulty_jobs import TIMEOUT_S, read_to_line, row, run_faulty, said_after, started_faulty
 
@@ -110,5 +110,5 @@ def test_slow_names_reach_all_hosts(jobs, work):
 def test_slow_names_are_those_of_the_first_attempt(jobs, work):
     """No host of a job without the fault has the variable."""
     ended = run_faulty(jobs, work, mode="names")
-    assert SLOW_NAMES_VARIABLE not in os.environ
+    assert SLOW_NAMES.name not in os.environ
     assert [text.split()[0] for _, text in said_after(ended.stdout, "names")] == ["None"]

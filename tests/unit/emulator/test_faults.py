@@ -22,6 +22,7 @@ from lightning_sm.emulator.faults import (
     parse,
 )
 from lightning_sm.errors import JobConfigError
+from lightning_sm.job.variables import STEP_FILE
 from lightning_sm.training.callbacks import step_report
 
 _HOSTS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
@@ -220,7 +221,6 @@ def _report(callback, **values):
 
 def test_step_report_is_what_the_emulator_reads(tmp_path):
     """Each report replaces the last one as a whole, also when the numbers become shorter."""
-    assert step_report.STEP_FILE_VARIABLE == attempt.STEP_FILE_VARIABLE
     path = tmp_path / "step"
     callback = step_report.StepReport(path)
     callback.on_train_start(_trainer(), None)
@@ -235,7 +235,7 @@ def test_step_report_is_what_the_emulator_reads(tmp_path):
 def test_steps_are_reported_where_the_emulator_asks_for_it():
     """Without the variable there is no callback."""
     assert step_report.step_reports({}) == []
-    (callback,) = step_report.step_reports({step_report.STEP_FILE_VARIABLE: "step"})
+    (callback,) = step_report.step_reports({STEP_FILE.name: "step"})
     assert isinstance(callback, step_report.StepReport)
 
 

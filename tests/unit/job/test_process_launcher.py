@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_sm.errors import TopologyError
-from lightning_sm.job.process_launcher import PARENT_VARIABLE, RANK_VARIABLES, Launch, Launcher, stray_variables
+from lightning_sm.job.process_launcher import RANK_VARIABLES, Launch, Launcher, stray_variables
+from lightning_sm.job.variables import RANK_ZERO_PID
 
 PARENT = 4242
 TORCHRUN = {
@@ -48,9 +49,11 @@ OF_LIGHTNING = Launch(Launcher.LIGHTNING, local_rank=1)
         pytest.param(MPI, OF_MPI, id="mpirun"),
         pytest.param({**STRAYS, **MPI}, OF_MPI, id="mpirun and stray variables"),
         pytest.param({**MPI, **TORCHRUN}, OF_TORCHRUN, id="torchrun started by mpirun"),
-        pytest.param({PARENT_VARIABLE: str(PARENT), "LOCAL_RANK": "1"}, OF_LIGHTNING, id="Lightning"),
-        pytest.param({PARENT_VARIABLE: str(PARENT)}, Launch(Launcher.PLAIN), id="child without a rank"),
-        pytest.param({PARENT_VARIABLE: "17", "LOCAL_RANK": "1"}, Launch(Launcher.PLAIN), id="child of a grandparent"),
+        pytest.param({RANK_ZERO_PID.name: str(PARENT), "LOCAL_RANK": "1"}, OF_LIGHTNING, id="Lightning"),
+        pytest.param({RANK_ZERO_PID.name: str(PARENT)}, Launch(Launcher.PLAIN), id="child without a rank"),
+        pytest.param(
+            {RANK_ZERO_PID.name: "17", "LOCAL_RANK": "1"}, Launch(Launcher.PLAIN), id="child of a grandparent"
+        ),
     ],
 )
 def test_launcher_is_detected(env, expected):

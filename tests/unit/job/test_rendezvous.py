@@ -9,8 +9,9 @@ import time
 import pytest
 
 from lightning_sm.errors import HostResolutionError
-from lightning_sm.job.rendezvous import SLOW_NAMES_VARIABLE, resolves, wait_for_host
+from lightning_sm.job.rendezvous import resolves, wait_for_host
 from lightning_sm.job.topology import Topology
+from lightning_sm.job.variables import SLOW_NAMES
 from tests.fakes.job_folder import make_job
 
 TOPOLOGY = Topology.from_job(make_job({"gpu": ("algo-1", "algo-2", "algo-3")}, "algo-2"))
@@ -87,5 +88,5 @@ def test_addresses_resolve_as_they_are():
 
 def test_the_emulator_makes_names_slow(monkeypatch):
     """An address that the emulator holds back does not resolve before its time has come."""
-    monkeypatch.setenv(SLOW_NAMES_VARIABLE, json.dumps({"127.0.0.9": time.monotonic() + 60, "127.0.0.8": 0.0}))
+    monkeypatch.setenv(SLOW_NAMES.name, json.dumps({"127.0.0.9": time.monotonic() + 60, "127.0.0.8": 0.0}))
     assert [resolves(f"127.0.0.{number}") for number in (7, 8, 9)] == [True, True, False]

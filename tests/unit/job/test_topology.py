@@ -146,7 +146,7 @@ def test_a_single_group_can_be_stated_to_train():
 
 def test_unknown_data_group_is_an_error_with_the_groups():
     """A misspelled group name shows which groups there are and where they come from."""
-    with pytest.raises(TopologyError, match=r"(?s)\['dta', 'x'\] were asked for.*resourceconfig\.json.*data_group +-"):
+    with pytest.raises(TopologyError, match=r"(?s)\['dta', 'x'\] were requested.*resourceconfig\.json.*data_group +-"):
         Topology.from_job(make_job(GROUPS), data_groups=["x", "gpu", "dta"])
 
 

@@ -1,62 +1,137 @@
-"""The settings that are environment variables: their names, and those in seconds."""
+"""The table of environment variables: complete, the same as README's, and each value checked."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
+import lightning_sm
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.stopping import StopSchedule
-from lightning_sm.job.variables import NAMES, farewell_s, prepare_s
-
-_README = Path(__file__).parents[3] / "README.md"
-_NO_TIMES = ["nan", "inf", "-inf", "-5", "1e10", "1e400", "10s", "x", "1,2", " "]
-
-
-def test_names_are_those_of_the_readme():
-    """Users find every setting in the README, and nothing in it that is none."""
-    table = re.findall(r"^\| `(LIGHTNING_SM_\w+)` \|", _README.read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(table) == sorted(NAMES)
-
-
-@pytest.mark.parametrize(
-    ("read", "name", "default"),
-    [(farewell_s, "LIGHTNING_SM_FAREWELL_S", 10.0), (prepare_s, "LIGHTNING_SM_PREPARE_S", 1800.0)],
+from lightning_sm.job.variables import (
+    DATA_GROUPS,
+    DEVICES,
+    FAREWELL_S,
+    HOST_ADDRESSES,
+    INSTALL_REQUIREMENTS,
+    MAIN_PORT,
+    PREFIX,
+    PREPARE_S,
+    SETTINGS,
+    STEP_FILE,
+    STOP_SCHEDULE,
+    USER_SETTINGS,
+    Install,
 )
-def test_seconds_and_their_defaults(read, name, default):
-    """A number of seconds is taken as it is; nothing, and an empty text, mean the default."""
-    assert read({}) == read({name: ""}) == default
-    assert read({name: "2.5"}) == 2.5
+
+_PACKAGE = Path(lightning_sm.__file__).parent
+_README = Path(__file__).parents[3] / "README.md"
+_NOT_SECONDS = ["nan", "inf", "-inf", "-5", "1e10", "1e400", "10s", "x", "1,2", " "]
+
+
+def _literals(path):
+    """Strings of a module that are not docstrings, those in f-strings included."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value
+
+
+def test_only_the_table_spells_the_names():
+    """A name in a string of another module would be a second place to change, and unknown to the doctor."""
+    others = [path for path in _PACKAGE.rglob("*.py") if path != _PACKAGE / "job" / "variables.py"]
+    found = {str(path): text for path in others for text in _literals(path) if PREFIX in text}
+    assert found == {}
+
+
+def test_the_table_has_all_settings():
+    """Every setting of the module is in the table, once, and its name has the common prefix."""
+    names = [setting.name for setting in SETTINGS]
+    assert sorted(names) == sorted(
+        {text for text in _literals(_PACKAGE / "job" / "variables.py") if PREFIX in text} - {PREFIX}
+    )
+    assert all(name.startswith(PREFIX) for name in names)
+
+
+def test_readme_shows_the_table():
+    """README has the same rows in the same order, but for its markup."""
+    rows = re.findall(
+        r"^\| `(LIGHTNING_SM_\w+)` \| (.*) \| (.*) \|$", _README.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    shown = [tuple(cell.replace("`", "") for cell in row) for row in rows]
+    assert shown == [(setting.name, setting.default_text, setting.meaning) for setting in USER_SETTINGS]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_unset_means_the_default(setting):
+    """A variable that is not set, and an empty one unless that is a value, mean the default."""
+    assert setting.read({}) == setting.default
+    if not setting.accepts_empty:
+        assert setting.read({setting.name: ""}) == setting.default
+
+
+@pytest.mark.parametrize("setting", [PREPARE_S, FAREWELL_S, STOP_SCHEDULE], ids=lambda setting: setting.name)
+def test_the_default_is_what_people_read(setting):
+    """Where the default is a value, its text is one that the parser reads as that value."""
+    assert setting.parse(setting.default_text) == setting.default
 
 
 @pytest.mark.parametrize(
-    ("read", "name", "text"),
+    ("setting", "text", "value"),
     [
-        *((farewell_s, "LIGHTNING_SM_FAREWELL_S", text) for text in _NO_TIMES),
-        *((prepare_s, "LIGHTNING_SM_PREPARE_S", text) for text in [*_NO_TIMES, "0"]),
+        (DATA_GROUPS, "", ()),
+        (DATA_GROUPS, " a , b,,", ("a", "b")),
+        (MAIN_PORT, "65535", 65535),
+        (DEVICES, "1", 1),
+        (PREPARE_S, "2.5", 2.5),
+        (FAREWELL_S, "0", 0.0),
+        (STOP_SCHEDULE, "0, 2.5", (0.0, 2.5)),
+        (INSTALL_REQUIREMENTS, "unprotected", Install.UNPROTECTED),
+        (HOST_ADDRESSES, '{"algo-1": "10.0.0.1"}', {"algo-1": "10.0.0.1"}),
+        (STEP_FILE, "/tmp/step", Path("/tmp/step")),
     ],
 )
-def test_what_is_no_time_is_an_error_that_quotes_it(read, name, text):
-    """What no wait or timer of Python takes is refused with the variable and its value."""
-    with pytest.raises(JobConfigError, match=re.escape(f"{name}={text!r}: expected ")):
-        read({name: text})
+def test_a_value_is_parsed(setting, text, value):
+    """Each kind of value, at the bounds that it may have."""
+    assert setting.read({setting.name: text}) == value
 
 
-def test_a_host_need_not_wait_for_others():
-    """Without a farewell a host leaves at once."""
-    assert farewell_s({"LIGHTNING_SM_FAREWELL_S": "0"}) == 0
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        *((FAREWELL_S, text) for text in _NOT_SECONDS),
+        *((PREPARE_S, text) for text in [*_NOT_SECONDS, "0"]),
+        *(
+            (STOP_SCHEDULE, text)
+            for text in ["abc", "95", "1,2,3", "2,1", "-1,1", "nan,1", "1,nan", "1,inf", "95,1e10"]
+        ),
+        *((MAIN_PORT, text) for text in ["0", "65536", "-1", "1.5", "\u0663", " 80"]),
+        *((INSTALL_REQUIREMENTS, text) for text in ["maybe", "2"]),
+        *((HOST_ADDRESSES, text) for text in ["x", "[]", '{"a": 1}', '{"a": ""}']),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_quotes_it(setting, text):
+    """The message has the variable, its value and what the value may be."""
+    with pytest.raises(JobConfigError, match=re.escape(f"{setting.name}={text!r}: expected ")):
+        setting.read({setting.name: text})
 
 
-def test_stop_schedule_is_two_times():
-    """The seconds until SIGTERM and SIGKILL, the defaults if nothing is said."""
+def test_a_long_wrong_value_is_cut():
+    """The service shows 1024 characters of an error; what is wrong comes after the value."""
+    with pytest.raises(JobConfigError, match=r"x\.\.\.': expected a JSON object") as raised:
+        HOST_ADDRESSES.read({HOST_ADDRESSES.name: "x" * 5000})
+    assert len(str(raised.value)) < 500
+
+
+def test_stop_schedule_is_read_from_the_environment():
+    """Two times, the defaults if the variable is empty."""
     assert StopSchedule.from_environment({"LIGHTNING_SM_STOP_SCHEDULE": ""}) == StopSchedule(95, 110)
     assert StopSchedule.from_environment({"LIGHTNING_SM_STOP_SCHEDULE": "0, 2.5"}) == StopSchedule(0, 2.5)
-
-
-@pytest.mark.parametrize("text", ["abc", "95", "1,2,3", "2,1", "-1,1", "nan,1", "1,nan", "1,inf", "95,1e10"])
-def test_another_stop_schedule_is_an_error(text):
-    """What is not two times in order, for which the kernel's timer could be set, is refused."""
-    with pytest.raises(JobConfigError, match=re.escape(f"LIGHTNING_SM_STOP_SCHEDULE={text!r}: expected ")):
-        StopSchedule.from_environment({"LIGHTNING_SM_STOP_SCHEDULE": text})

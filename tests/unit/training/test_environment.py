@@ -14,7 +14,8 @@ import pytest
 
 from lightning_sm._lightning import rank_zero_only
 from lightning_sm.errors import JobConfigError, TopologyError
-from lightning_sm.job.process_launcher import PARENT_VARIABLE, RANK_VARIABLES
+from lightning_sm.job.process_launcher import RANK_VARIABLES
+from lightning_sm.job.variables import RANK_ZERO_PID
 from lightning_sm.training import environment as module
 from lightning_sm.training.environment import SageMakerEnvironment
 from tests.fakes.job_folder import make_job, resource_config, write_job
@@ -28,7 +29,7 @@ ADDRESSES = {"algo-1": "127.0.0.2", "algo-2": "127.0.0.3"}
 @pytest.fixture(autouse=True)
 def _fresh_process(monkeypatch):
     """No rank variables, no environment before this one, and Lightning's rank put back afterwards."""
-    for name in (*RANK_VARIABLES, *TORCHRUN, *MPI, PARENT_VARIABLE, "SM_CURRENT_HOST"):
+    for name in (*RANK_VARIABLES, *TORCHRUN, *MPI, RANK_ZERO_PID.name, "SM_CURRENT_HOST"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(SageMakerEnvironment, "_consulted", False)
     monkeypatch.setattr(SageMakerEnvironment, "_announced", False)
@@ -119,7 +120,7 @@ def test_stated_devices_count_in_the_rank_from_the_start():
 
 def test_ranks_of_a_child_that_lightning_started():
     """Lightning's child knows its local rank, and starts no processes itself."""
-    environment = _environment("algo-2", variables={PARENT_VARIABLE: str(os.getppid()), "LOCAL_RANK": "1"})
+    environment = _environment("algo-2", variables={RANK_ZERO_PID.name: str(os.getppid()), "LOCAL_RANK": "1"})
     assert (environment.node_rank(), environment.local_rank()) == (1, 1)
     assert environment.creates_processes_externally
 

@@ -1,0 +1,63 @@
+"""Instance types of SageMaker: which have accelerators, and how many GPUs.
+
+Source:
+    Amazon EC2 instance types, "Accelerated computing".
+"""
+
+from __future__ import annotations
+
+import re
+
+_NVIDIA_FAMILIES = frozenset({"p", "g", "gr"})
+# Neuron (Trn, Inf) and Gaudi (DL).
+_OTHER_ACCELERATED_FAMILIES = frozenset({"trn", "inf", "dl"})
+
+_G_SIZES = {
+    "xlarge": 1,
+    "2xlarge": 1,
+    "4xlarge": 1,
+    "8xlarge": 1,
+    "16xlarge": 1,
+    "12xlarge": 4,
+    "24xlarge": 4,
+    "48xlarge": 8,
+}
+# GPUs by family and size. A type that is not listed counts as unknown, not as wrong: new ones appear every year.
+_GPUS = {
+    "g4dn": _G_SIZES,
+    "g5": _G_SIZES,
+    "g6": _G_SIZES,
+    "g6e": _G_SIZES,
+    "p3": {"2xlarge": 1, "8xlarge": 4, "16xlarge": 8},
+    "p3dn": {"24xlarge": 8},
+    "p4d": {"24xlarge": 8},
+    "p4de": {"24xlarge": 8},
+    "p5": {"4xlarge": 1, "48xlarge": 8},
+    "p5e": {"48xlarge": 8},
+    "p5en": {"48xlarge": 8},
+    "p6-b200": {"48xlarge": 8},
+}
+
+
+def is_accelerated(instance_type: str | None) -> bool | None:
+    """Whether the instances have accelerators; None for what is not an EC2 type, such as local mode's "local"."""
+    family = _family(instance_type)
+    return None if family is None else family in _NVIDIA_FAMILIES | _OTHER_ACCELERATED_FAMILIES
+
+
+def has_gpus(instance_type: str | None) -> bool:
+    """Whether the instances are known to have NVIDIA GPUs."""
+    return _family(instance_type) in _NVIDIA_FAMILIES
+
+
+def num_gpus(instance_type: str | None) -> int | None:
+    """GPUs of an instance; 0 for CPU families, None for types that are not listed."""
+    if is_accelerated(instance_type) is False:
+        return 0
+    family, _, size = (instance_type or "").removeprefix("ml.").partition(".")
+    return _GPUS.get(family, {}).get(size)
+
+
+def _family(instance_type: str | None) -> str | None:
+    match = re.match(r"ml\.([a-z]+)\d", instance_type or "")
+    return match.group(1) if match else None
