@@ -17,16 +17,16 @@ from xdist.workermanage import NodeManager
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _TESTS = Path(__file__).parent
-# Their jobs have fixed names, and hence the same ports; all others choose ports that nobody has.
+# Their jobs have fixed names, and hence the same ports; all others choose free ones.
 _SHARE_PORTS = {
-    "test_custom_code.py",
-    "test_doctor.py",
-    "test_environment.py",
-    "test_launcher.py",
-    "test_launcher_processes.py",
-    "test_requirements.py",
-    "test_sdk3_driver.py",
-    "test_toolkit_variables.py",
+    "integration/doctor/test_doctor.py",
+    "integration/launcher/test_custom_code.py",
+    "integration/launcher/test_requirements.py",
+    "integration/launcher/test_sdk3_driver.py",
+    "integration/launcher/test_toolkit_variables.py",
+    "integration/launcher/test_train.py",
+    "integration/launcher/test_train_processes.py",
+    "unit/training/test_environment.py",
 }
 _NO_SKIPS = "LIGHTNING_SM_TEST_NO_SKIPS"
 
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         path = item.path.relative_to(_TESTS).as_posix()
         if path.startswith("containers/"):
             item.add_marker(pytest.mark.xdist_group("containers"))
-        elif item.path.name in _SHARE_PORTS:
+        elif path in _SHARE_PORTS:
             item.add_marker(pytest.mark.xdist_group("ports"))
         elif not path.startswith("unit/"):
             item.add_marker(pytest.mark.xdist_group(path))
