@@ -126,7 +126,7 @@ def test_a_heterogeneous_job_trains(submit):
     )
     assert ended.returncode == 0, output_of(ended)
     assert "checkpoints: local mode has none" in ended.stderr
-    assert "The data host leaves" in output_of(ended)
+    assert "The data host exits" in output_of(ended)
 
 
 @pytest.mark.sdk3

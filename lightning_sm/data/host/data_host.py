@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 
 from lightning_sm.data.ipc.messages import MessageSocket
-from lightning_sm.data.ipc.processes import ending, with_import_path
+from lightning_sm.data.ipc.processes import describe_exit, with_import_path
 from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
 from lightning_sm.errors import DataServiceError
@@ -92,7 +92,7 @@ class DataHost:
             raise
         if message is None or message.kind != "listening":
             self.close()
-            text = ending(self._process.wait()) if message is None else message.facts["text"]
+            text = describe_exit(self._process.wait()) if message is None else message.facts["text"]
             raise DataServiceError(f"The data host at {self.address} did not start:\n{text}")
         self.address = message.facts["address"]
         return self

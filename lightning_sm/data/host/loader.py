@@ -71,7 +71,7 @@ class ServedLoader:
         self.facts = self._describe(name)
         self._is_positional = self.facts.order in ("sampler", "batch_sampler") and not self._yields_indices()
 
-    def listing(
+    def sampler_order(
         self, seed: int, epoch: int, pass_index: int, num_shards: int = 0
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Run the user's sampler for one pass; of an iterable dataset, count the batches.

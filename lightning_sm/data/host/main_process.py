@@ -1,7 +1,7 @@
-"""The main process of a data host: owns the user's DataModule, its workers and the network process.
+"""The main process of a data host: owns the user's DataModule, the worker processes and the gRPC server's process.
 
-It has no threads and never loads gRPC, so that it may fork its workers. When anything that it started dies, it starts
-it again; when it dies itself, everything goes with it.
+It has no threads and never loads gRPC, so that it can fork its workers. It restarts every child that dies. When it dies
+itself, its children die with it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import numpy as np
 from lightning_sm._log import show_log_lines
 from lightning_sm.data.host.datamodule import ServedModule
 from lightning_sm.data.host.worker import run_worker
-from lightning_sm.data.ipc.messages import Message, MessageSocket
-from lightning_sm.data.ipc.processes import ending, run_and_leave, with_import_path
+from lightning_sm.data.ipc.messages import Finished, Message, MessageSocket
+from lightning_sm.data.ipc.processes import describe_exit, run_and_exit, with_import_path
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataServiceError
@@ -38,32 +38,28 @@ logger = logging.getLogger(__name__)
 # One slot is filled while the other is sent.
 _SLOTS_PER_WORKER = 2
 
-# How often in a row a network process may die before it has answered a trainer.
-_MAX_NETWORK_STARTS = 5
+# How often in a row the server process may die before a trainer has asked it for loaders.
+_MAX_SERVER_STARTS = 5
 
-# The network process hands out what it has begun to send, and a last word to the trainers.
+# Time for the server process to finish the batches that it is sending, and to notify the trainers.
 _STOP_TIMEOUT_S = 5.0
-
-_LISTING_FACTS = ("seed", "epoch", "pass_index", "num_shards")
-_TERMINATED = Message("finished", {"reason": "it was terminated (SIGTERM)"})
-_NOT_NEEDED = Message("finished", {"reason": "the job was stopped before anything was served"})
 
 
 class _Terminated(BaseException):
-    """Ends a hook of the user; no ``except Exception`` of the user's keeps it."""
+    """Interrupts a hook of the user. Not an Exception, so that the user's ``except Exception`` does not catch it."""
 
 
 @dataclass
 class _Child:
     pidfd: int
-    ended: Callable[[int], None]
+    on_exit: Callable[[int], None]
 
 
 class HostProcess:
     """Serves a DataModule from the current process until the trainers have finished.
 
-    It has failed if the user's hooks did so when it was last asked to open loaders, and then the training: it could not
-    do without.
+    The host has failed if the user's hooks failed when trainers last asked for loaders, and the training failed, too: a
+    training that succeeds did not need those loaders.
 
     Args:
         datamodule: The user's DataModule.
@@ -77,18 +73,17 @@ class HostProcess:
         self._listening = listening
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, _Child] = {}
-        # By id: process id. By number: id of the newest, which is replaced when it dies.
-        self._workers: dict[int, int] = {}
-        self._newest: dict[int, int] = {}
+        self._worker_pids: dict[int, int] = {}  # by worker id
+        self._current_ids: dict[int, int] = {}  # by worker number: the id of the worker to replace when it dies
         self._num_forks = 0
-        self._network_starts = 0
-        self._network: MessageSocket | None = None
-        self._outcome: Message | None = None
-        self._is_in_hook = False
-        self._is_job_ending = False
-        # Why the last opening failed; trainers go no further while one does.
+        self._server: MessageSocket | None = None
+        self._server_starts = 0
+        self._outcome: Finished | None = None
+        self._in_hook = False
+        self._job_is_ending = False
+        # Why the last request for loaders failed; the trainers cannot continue without them.
         self._problem: dict[str, str] | None = None
-        self._has_training_succeeded = False
+        self._training_succeeded = False
 
     def serve(self, until: MessageSocket | None = None) -> None:
         """Serve until the trainers have finished, until SIGTERM, or until the other end of a socket is closed.
@@ -97,179 +92,239 @@ class HostProcess:
             until: The socket, if any.
 
         Raises:
-            DataServiceError: The host cannot serve: its address is taken, no trainer ever came, or the user's hooks
+            DataServiceError: The host cannot serve: its address is taken, no trainer connected, or the user's hooks
                 failed.
         """
         if until is not None:
-            self._selector.register(until, selectors.EVENT_READ, self._stop)
-        self._start_network()
-        wakened, waker = socket.socketpair()
+            self._selector.register(until, selectors.EVENT_READ, self._on_owner_closed)
+        self._start_server()
+        wakeup, waker = socket.socketpair()
         waker.setblocking(False)
-        self._selector.register(wakened, selectors.EVENT_READ, lambda: self._wakened(wakened))
-        # First: a signal that is only noted would not end the wait.
+        self._selector.register(wakeup, selectors.EVENT_READ, lambda: self._on_wakeup(wakeup))
+        # Before the handlers: Python restarts an interrupted wait when a handler only sets a flag.
         signal.set_wakeup_fd(waker.fileno())
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(GENTLE_SIGNAL, self._on_gentle_signal)
         try:
-            outcome = self._await_outcome()
+            outcome = self._wait_for_outcome()
         except _Terminated:
-            outcome = self._outcome or _NOT_NEEDED
+            outcome = self._outcome or Finished("the job was stopped before it served anything")
         finally:
-            self._hear_finished_trainers()
+            # Outcomes that came before or together with SIGTERM, which follows when the trainers have left.
+            if self._server is not None and _is_readable(self._server.fileno(), timeout_s=0.0):
+                self._note_outcomes(self._server.pending())
             self._close()
-            # For good: the interpreter takes a second to leave, for which it restores what is not ignored, and a signal
-            # that comes then, as the job is over, must not replace the exit code.
+            # For the rest of the process: the interpreter takes a second to exit and restores the default handlers. A
+            # signal of the ending job that arrives in this second must not replace the exit code.
             for signum in (signal.SIGTERM, GENTLE_SIGNAL):
                 signal.signal(signum, signal.SIG_IGN)
             signal.set_wakeup_fd(-1)
-            wakened.close()
+            wakeup.close()
             waker.close()
-        if "error" in outcome.facts:
-            raise DataServiceError(outcome.facts["error"])
-        # Whoever closes a host by hand has seen the error on the other end.
-        if until is None and self._problem is not None and not self._has_training_succeeded:
-            raise self._failure(self._problem)
-        logger.info("The data host leaves: %s", outcome.facts["reason"])
+        if outcome.is_error:
+            raise DataServiceError(outcome.reason)
+        # With an owner, the trainers' error is in the owner's own process already.
+        if until is None and self._problem is not None and not self._training_succeeded:
+            where, text = self._problem["where"], self._problem["text"]
+            # The launcher reports the first traceback in the log: it must be the user's own error.
+            logger.error("Data host %s failed in %s:\n%s", self._settings.name, where, text)
+            raise DataServiceError(
+                f"Data host {self._settings.name} could not open its loaders, and the training failed: "
+                f"{where} raised {_last_line(text)}"
+            )
+        logger.info("The data host exits: %s.", outcome.reason)
 
-    def _failure(self, problem: dict[str, str]) -> DataServiceError:
-        # The launcher looks for the first traceback: the user's own error is the reason of the failure.
-        logger.error("Data host %s failed in %s:\n%s", self._settings.name, problem["where"], problem["text"])
-        return DataServiceError(
-            f"Data host {self._settings.name} could not open what was asked for, and the training failed: "
-            f"{problem['where']} raised {_last_line(problem['text'])}"
-        )
-
-    def _await_outcome(self) -> Message:
+    def _wait_for_outcome(self) -> Finished:
         while True:
             for key, _ in self._selector.select():
                 key.data()
                 if self._outcome is not None:
                     return self._outcome
 
-    def _stop(self) -> None:
-        self._outcome = Message("finished", {"reason": "it was closed"})
+    def _on_owner_closed(self) -> None:
+        self._outcome = Finished("its owner closed it")
 
     def _on_sigterm(self, *_: object) -> None:
-        """Leave at the next chance; a hook of the user, which may download for hours, is interrupted."""
-        self._outcome = _TERMINATED
-        if self._is_in_hook:
+        """Exit as soon as possible. A hook of the user is interrupted: it may download for hours."""
+        self._outcome = Finished("it was terminated (SIGTERM)")
+        if self._in_hook:
             raise _Terminated
 
     def _on_gentle_signal(self, *_: object) -> None:
-        """The job ends, but trainers need batches until all of them have come to save a checkpoint."""
-        self._is_job_ending = True
-        if self._is_in_hook and not self._module.loaders:
+        """Note that the job is ending. Trainers need batches until all ranks have come to save a checkpoint."""
+        self._job_is_ending = True
+        if self._in_hook and not self._module.loaders:
             raise _Terminated
 
-    def _wakened(self, wakened: socket.socket) -> None:
-        """Do what a signal asked for that only took a note and ended the wait."""
-        wakened.recv(4096)
-        if self._is_job_ending:
+    def _on_wakeup(self, wakeup: socket.socket) -> None:
+        """Send what the handler of the gentle signal noted."""
+        wakeup.recv(4096)
+        if self._job_is_ending:
             self._send("job_ends")
 
-    # The network process
+    # The server process
 
-    def _start_network(self) -> None:
-        self._network_starts += 1
-        self._network, theirs = MessageSocket.pair()
+    def _start_server(self) -> None:
+        self._server_starts += 1
+        self._server, theirs = MessageSocket.pair()
         with theirs:
-            command = [sys.executable, "-m", "lightning_sm.data.server.process", str(theirs.fileno())]
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=with_import_path())
-        self._watch(process.pid, lambda status: self._network_ended(process, status))
-        self._network.send("serve", settings=asdict(self._settings))
+            process = subprocess.Popen(
+                [sys.executable, "-m", "lightning_sm.data.server.process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=with_import_path(),
+            )
+        self._watch(process.pid, lambda status: self._on_server_exit(process, status))
+        self._server.send("serve", settings=asdict(self._settings))
         for opening, reply in self._module.replies.items():
-            self._network.send("opened", opening=opening, **reply)
-        if self._is_job_ending:
-            self._network.send("job_ends")
-        self._selector.register(self._network, selectors.EVENT_READ, self._hear_network)
+            self._server.send("opened", opening=opening, **reply)
+        if self._job_is_ending:
+            self._server.send("job_ends")
+        self._selector.register(self._server, selectors.EVENT_READ, self._on_server_messages)
 
-    def _hear_network(self) -> None:
-        network = self._network
-        if network is None:
+    def _on_server_messages(self) -> None:
+        server = self._server
+        if server is None:
             return
-        for message in self._pending(network):
+        messages = server.pending()
+        self._note_outcomes(messages)  # first: SIGTERM may interrupt a hook that another message calls
+        for message in messages:
             if message.kind == "listening":
-                # Where trainers will look for it, should the network process have to be started again.
+                # A restarted server process must listen where trainers know it.
                 self._settings = replace(self._settings, address=message.facts["address"])
                 self._listening(message.facts["address"])
             elif message.kind == "open":
-                self._network_starts = 0
+                self._server_starts = 0
                 self._open(message.facts)
-            elif message.kind == "list":
-                self._list(message.facts)
+            elif message.kind == "run_sampler":
+                self._run_sampler(message.facts)
             elif message.kind == "kill":
-                self._kill(message.facts["worker"])
+                self._kill_worker(message.facts["worker"])
             elif message.kind == "finished":
-                self._outcome = message
-        if network.is_at_end:
-            self._selector.unregister(network)
+                self._outcome = Finished(**message.facts)
+        if server.is_at_end:
+            self._selector.unregister(server)
 
-    def _hear_finished_trainers(self) -> None:
-        """Hear what came before or together with SIGTERM, which follows when the trainers have left."""
-        if self._network is not None and _wait(self._network.fileno(), 0.0):
-            self._pending(self._network)
+    def _note_outcomes(self, messages: list[Message]) -> None:
+        """Remember whether any trainer succeeded; ``serve`` decides by it whether this host has failed."""
+        for message in messages:
+            if message.kind == "trainer_finished" and message.facts["is_success"]:
+                self._training_succeeded = True
 
-    def _pending(self, network: MessageSocket) -> list[Message]:
-        messages = network.pending()
-        # Before anything else that came: a hook, which the other messages may call, is interrupted.
-        successes = (message.facts["is_success"] for message in messages if message.kind == "trainer_finished")
-        self._has_training_succeeded |= any(successes)
-        return messages
-
-    def _network_ended(self, process: subprocess.Popen[bytes], status: int) -> None:
+    def _on_server_exit(self, process: subprocess.Popen[bytes], status: int) -> None:
         process.returncode = status
         if self._outcome is not None:
             return
-        if self._network_starts >= _MAX_NETWORK_STARTS:
-            reason = f"its network process {ending(status)}, {self._network_starts} times in a row"
-            self._outcome = Message("finished", {"error": f"Data host gives up: {reason}."})
+        how = describe_exit(status)
+        if self._server_starts >= _MAX_SERVER_STARTS:
+            self._outcome = Finished(
+                f"The data host's gRPC server {how}, {self._server_starts} times in a row.", is_error=True
+            )
             return
-        logger.warning("The network process %s; starting it again.", ending(status))
-        if self._network is not None:
-            if self._network.fileno() in {key.fd for key in self._selector.get_map().values()}:
-                self._selector.unregister(self._network)
-            self._network.close()
-        self._start_network()
+        logger.warning("The data host's gRPC server %s. Restarting it.", how)
+        if self._server is not None:
+            if self._server.fileno() in {key.fd for key in self._selector.get_map().values()}:
+                self._selector.unregister(self._server)
+            self._server.close()
+        self._start_server()
         self._fork_workers()
 
     def _open(self, request: dict[str, Any]) -> None:
         before = set(self._module.loaders)
-        self._is_in_hook = True
+        self._in_hook = True
         try:
             reply = self._module.open(request)
         finally:
-            self._is_in_hook = False
+            self._in_hook = False
         if set(self._module.loaders) != before:
             self._fork_workers()
-        self._problem = reply if "error" in reply else None
         if "error" in reply:
-            logger.warning("%s failed, as trainers are told: %s", reply["where"], _last_line(reply["text"]))
+            self._problem = reply
+            logger.warning("%s failed; trainers get the error: %s", reply["where"], _last_line(reply["text"]))
+        else:
+            self._problem = None
         self._send("opened", opening=request["opening"], **reply)
 
-    # Children
+    def _send(self, kind: str, fds: tuple[int, ...] = (), **facts: Any) -> bool:
+        if self._server is None:
+            return False
+        try:
+            self._server.send(kind, fds=fds, **facts)
+        except OSError:
+            logger.debug("The server process is gone; it will be restarted.")
+            return False
+        return True
+
+    # Forked children: workers and samplers
 
     def _fork_workers(self) -> None:
-        for number in range(self._settings.workers if self._module.loaders else 0):
-            self._fork_worker(number)
+        if self._module.loaders:
+            for number in range(self._settings.workers):
+                self._fork_worker(number)
 
     def _fork_worker(self, number: int) -> None:
         self._num_forks += 1
         worker_id = self._num_forks
         ring = Ring.create(_SLOTS_PER_WORKER, self._settings.max_batch_bytes)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+
+        def run() -> None:
+            ours.close()  # a worker with its own copy of the other end would never see that end closed
+            run_worker(theirs, ring, self._module.loaders, number, self._settings.workers)
+
         with ours, theirs:
-
-            def serve() -> None:
-                ours.close()  # with its own copy of the other end, a worker would never see that end closed
-                run_worker(theirs, ring, self._module.loaders, number, self._settings.workers)
-
-            pid = self._fork(serve)
-            facts = {"worker": worker_id, "number": number, "openings": list(self._module.loaders)}
-            sizes = {"num_slots": ring.num_slots, "slot_bytes": ring.slot_bytes}
-            self._send("worker", fds=(ours.fileno(), ring.fd), **facts, **sizes, pid=pid)
+            pid = self._fork(run)
+            self._send(
+                "worker",
+                fds=(ours.fileno(), ring.fd),
+                worker=worker_id,
+                number=number,
+                openings=list(self._module.loaders),
+                num_slots=ring.num_slots,
+                slot_bytes=ring.slot_bytes,
+            )
         ring.close()
-        self._workers[worker_id], self._newest[number] = pid, worker_id
-        self._watch(pid, lambda status: self._worker_ended(worker_id, number, status))
+        self._worker_pids[worker_id] = pid
+        self._current_ids[number] = worker_id
+        self._watch(pid, lambda status: self._on_worker_exit(worker_id, number, status))
+
+    def _on_worker_exit(self, worker_id: int, number: int, status: int) -> None:
+        del self._worker_pids[worker_id]
+        was_sent = self._send("lost", worker=worker_id, why=describe_exit(status))
+        # Other workers exit on purpose: when newer loaders were opened, or when their server process died.
+        if self._outcome is None and self._current_ids[number] == worker_id and was_sent:
+            logger.warning("Worker %d %s. Starting a new one.", number, describe_exit(status))
+            self._fork_worker(number)
+
+    def _kill_worker(self, worker_id: int) -> None:
+        if worker_id in self._worker_pids:
+            os.kill(self._worker_pids[worker_id], signal.SIGKILL)
+
+    def _run_sampler(self, request: dict[str, Any]) -> None:
+        """Run a sampler in a fork: every host starts from the same state, and nothing waits for the sampler."""
+        fd = os.memfd_create("lightning_sm_sampler_order", os.MFD_CLOEXEC)
+
+        def run() -> None:
+            with os.fdopen(os.dup(fd), "wb") as file:
+                try:
+                    loader = self._module.loaders[request["opening"]][request["loader"]]
+                    keys, offsets = loader.sampler_order(
+                        request["seed"], request["epoch"], request["pass_index"], request["num_shards"]
+                    )
+                except Exception:  # noqa: BLE001  # the error of the user's sampler is sent to the trainers
+                    file.write(json.dumps({"text": traceback.format_exc()}).encode() + b"\n")
+                    return
+                sizes = {"num_keys": len(keys), "num_offsets": 0 if offsets is None else len(offsets)}
+                file.write(json.dumps(sizes).encode() + b"\n")
+                for part in (keys, offsets):
+                    if part is not None:
+                        file.write(np.ascontiguousarray(part, "<i8").tobytes())
+
+        def on_exit(status: int) -> None:
+            why = describe_exit(status) if status else None
+            self._send("sampler_order", fds=(fd,), key=request["key"], why=why)
+            os.close(fd)
+
+        self._watch(self._fork(run), on_exit)
 
     def _fork(self, target: Callable[[], None]) -> int:
         for stream in (sys.stdout, sys.stderr):
@@ -282,8 +337,8 @@ class HostProcess:
             signal.set_wakeup_fd(-1)
             for signum in (signal.SIGTERM, GENTLE_SIGNAL):
                 signal.signal(signum, signal.SIG_DFL)
-            if self._network is not None:
-                self._network.close()
+            if self._server is not None:
+                self._server.close()
             target()
             code = 0
         except BaseException:  # noqa: BLE001  # a forked child must never return into its parent's code
@@ -293,43 +348,10 @@ class HostProcess:
                 stream.flush()
             os._exit(code)
 
-    def _worker_ended(self, worker_id: int, number: int, status: int) -> None:
-        del self._workers[worker_id]
-        is_heard = self._send("lost", worker=worker_id, why=ending(status))
-        # Others were let go because newer loaders were opened, or ended with their network process.
-        if self._outcome is None and self._newest[number] == worker_id and is_heard:
-            logger.warning("Worker %d %s; starting another one.", number, ending(status))
-            self._fork_worker(number)
+    # All children
 
-    def _kill(self, worker_id: int) -> None:
-        if worker_id in self._workers:
-            os.kill(self._workers[worker_id], signal.SIGKILL)
-
-    def _list(self, request: dict[str, Any]) -> None:
-        """Run a sampler in a child, so that each host starts from the same state, and none waits for it."""
-        fd = os.memfd_create("lightning_sm_listing", os.MFD_CLOEXEC)
-
-        def listing() -> None:
-            with os.fdopen(os.dup(fd), "wb") as file:
-                try:
-                    loader = self._module.loaders[request["opening"]][request["loader"]]
-                    keys, offsets = loader.listing(*(request[name] for name in _LISTING_FACTS))
-                except Exception:  # noqa: BLE001  # whatever the user's sampler raises belongs to the trainers
-                    file.write(json.dumps({"text": traceback.format_exc()}).encode() + b"\n")
-                    return
-                sizes = {"num_keys": len(keys), "num_offsets": 0 if offsets is None else len(offsets)}
-                file.write(json.dumps(sizes).encode() + b"\n")
-                for part in (keys, offsets):
-                    file.write(b"" if part is None else np.ascontiguousarray(part, "<i8").tobytes())
-
-        def ended(status: int) -> None:
-            self._send("listed", fds=(fd,), listing=request["listing"], why=ending(status) if status else None)
-            os.close(fd)
-
-        self._watch(self._fork(listing), ended)
-
-    def _watch(self, pid: int, ended: Callable[[int], None]) -> None:
-        child = _Child(os.pidfd_open(pid), ended)
+    def _watch(self, pid: int, on_exit: Callable[[int], None]) -> None:
+        child = _Child(os.pidfd_open(pid), on_exit)
         self._children[pid] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._reap(pid))
 
@@ -338,26 +360,16 @@ class HostProcess:
         self._selector.unregister(child.pidfd)
         os.close(child.pidfd)
         _, status = os.waitpid(pid, 0)
-        child.ended(os.waitstatus_to_exitcode(status))
-
-    def _send(self, kind: str, fds: tuple[int, ...] = (), **facts: Any) -> bool:
-        if self._network is None:
-            return False
-        try:
-            self._network.send(kind, fds=fds, **facts)
-        except OSError:
-            logger.debug("The network process is gone; it will be started again.")
-            return False
-        return True
+        child.on_exit(os.waitstatus_to_exitcode(status))
 
     def _close(self) -> None:
-        """End all children; the network process first, which tells the trainers."""
-        if self._network is not None:
-            self._network.close()
-        for pid in self._workers.values():
+        """Stop all children. The server process gets time to notify the trainers."""
+        if self._server is not None:
+            self._server.close()
+        for pid in self._worker_pids.values():
             os.kill(pid, signal.SIGKILL)
-        for pid, child in list(self._children.items()):
-            if not _wait(child.pidfd, _STOP_TIMEOUT_S):
+        for pid, child in self._children.items():
+            if not _is_readable(child.pidfd, _STOP_TIMEOUT_S):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             os.close(child.pidfd)
@@ -370,13 +382,13 @@ def _last_line(text: str) -> str:
     return next(reversed(text.strip().splitlines()), "")
 
 
-def _wait(fd: int, timeout_s: float) -> bool:
+def _is_readable(fd: int, timeout_s: float) -> bool:
     return bool(select.select([fd], [], [], timeout_s)[0])
 
 
 def main() -> None:
     """Serve a DataModule for a ``DataHost`` in another process; the argument is the connection to it."""
-    # The process that made the DataHost decides what Ctrl-C means; it closes the connection.
+    # The owner of the DataHost decides what Ctrl-C means, and closes the connection to stop this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     show_log_lines()
     owner = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
@@ -384,9 +396,8 @@ def main() -> None:
     if message is None:
         return
     try:
-        datamodule = cloudpickle.loads(message.payload)
         host = HostProcess(
-            datamodule,
+            cloudpickle.loads(message.payload),
             HostSettings.from_json(message.facts["settings"]),
             lambda address: owner.send("listening", address=address),
         )
@@ -397,4 +408,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    run_and_exit(main)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from lightning_sm._linux import end_with_parent
+from lightning_sm._linux import kill_with_parent
 from lightning_sm.data.batch.arena import Arena
 from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.batch.encode import encode
@@ -46,7 +46,7 @@ def run_worker(
         worker_id: Number of the worker on its host.
         num_workers: Workers on the host.
     """
-    end_with_parent()
+    kill_with_parent()
     # The terminal's Ctrl-C and the launcher's SIGTERM go to the whole group; workers end when their socket closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -19,12 +19,12 @@ _MAX_FDS = 8
 
 @dataclass(frozen=True)
 class Message:
-    """What one process tells another.
+    """A message from one process to another.
 
     Attributes:
         kind: What the message is about.
         facts: JSON values.
-        payload: Bytes that go with them.
+        payload: Raw bytes, for what is not JSON.
         fds: Open file descriptors, owned by the receiver.
     """
 
@@ -34,8 +34,21 @@ class Message:
     fds: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Finished:
+    """Why a data host stops serving.
+
+    Attributes:
+        reason: A clause for the log, or the whole text of the error.
+        is_error: Whether the host has failed.
+    """
+
+    reason: str
+    is_error: bool = False
+
+
 class MessageSocket:
-    """One end of a socket pair. Sending is safe from any thread; receiving belongs to one."""
+    """One end of a socket pair. Any thread may send; only one may receive."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -46,12 +59,12 @@ class MessageSocket:
 
     @classmethod
     def pair(cls) -> tuple[MessageSocket, socket.socket]:
-        """Return this process's end, and the socket of the other one, to be inherited by a child."""
+        """Return this process's end, and the socket of the other end, which a child inherits."""
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return cls(own), other
 
     def fileno(self) -> int:
-        """Return the descriptor, to wait on."""
+        """Return the descriptor, for select and selectors."""
         return self._socket.fileno()
 
     def send(self, kind: str, payload: bytes = b"", fds: Sequence[int] = (), **facts: Any) -> None:
@@ -59,12 +72,12 @@ class MessageSocket:
 
         Args:
             kind: What the message is about.
-            payload: Bytes that go with it.
-            fds: File descriptors to pass; they stay open here, too.
+            payload: Raw bytes.
+            fds: File descriptors to pass; they stay open in this process.
             **facts: JSON values.
 
         Raises:
-            BrokenPipeError: The other end is gone.
+            BrokenPipeError: The other end is closed.
         """
         head = json.dumps({"kind": kind, "num_fds": len(fds), **facts}, separators=(",", ":")).encode()
         data = b"".join((_LENGTHS.pack(len(head), len(payload)), head, payload))
@@ -77,13 +90,13 @@ class MessageSocket:
         """Wait for the next message.
 
         Args:
-            timeout_s: Seconds to wait; None: for ever, or until the other end is gone.
+            timeout_s: Seconds to wait; None: until the other end is closed.
 
         Raises:
-            TimeoutError: Nothing came in time.
+            TimeoutError: No message arrived in time.
 
         Returns:
-            The message; None when the other end is gone.
+            The message; None when the other end is closed.
         """
         while (message := self._next()) is None:
             if self._is_at_end:
@@ -94,12 +107,12 @@ class MessageSocket:
         return message
 
     def pending(self) -> list[Message]:
-        """Read once and return all messages that are complete; to be called when the socket is readable."""
+        """Read once and return all complete messages. Call it when the socket is readable."""
         self._read()
         return self.buffered()
 
     def buffered(self) -> list[Message]:
-        """Return all messages that are complete, without reading; for what came along with an earlier message."""
+        """Return the complete messages that an earlier read received, without reading again."""
         messages = []
         while (message := self._next()) is not None:
             messages.append(message)
@@ -107,7 +120,7 @@ class MessageSocket:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the other end is gone, and everything that it sent was received."""
+        """Whether the other end is closed, and everything that it sent was received."""
         return self._is_at_end and len(self._received) < _LENGTHS.size
 
     def close(self) -> None:
@@ -127,7 +140,8 @@ class MessageSocket:
         if len(self._received) < _LENGTHS.size:
             return None
         head, payload = _LENGTHS.unpack_from(self._received)
-        start, stop = _LENGTHS.size + head, _LENGTHS.size + head + payload
+        start = _LENGTHS.size + head
+        stop = start + payload
         if len(self._received) < stop:
             return None
         facts = json.loads(self._received[_LENGTHS.size : start])
@@ -141,13 +155,13 @@ class MessageSocket:
         return message
 
 
-# Kind, number of the ring or of the pass, slot or step. Far below PIPE_BUF, so that writes are atomic.
+# A ``Released``, the number of the ring or of the pass, and the slot or step. Writes up to PIPE_BUF bytes are atomic.
 RELEASE = struct.Struct("<IIQ")
 
 
 class Released(IntEnum):
-    """What a record is about."""
+    """What a record of the release pipe releases."""
 
-    SLOT = 1  # number: the ring; value: the slot, which nothing aliases any more
-    STEP = 2  # number: the pass; value: every step below was taken
+    SLOT = 1  # number: the ring; value: the slot, which no tensor aliases now
+    STEP = 2  # number: the pass; value: all steps below it were taken
     PASS = 3  # number: the pass, which is over

@@ -1,4 +1,4 @@
-"""Python processes that the data service starts, and how they end."""
+"""Helpers for the Python processes of the data service: how they start, fork and exit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from lightning_sm._linux import end_with_parent
+from lightning_sm._linux import kill_with_parent
 
 # malloc.h: M_MMAP_THRESHOLD, of which glibc takes no more than 32 MiB; M_TRIM_THRESHOLD; M_TOP_PAD.
 _MALLOPT = ((-3, 32 << 20), (-1, 128 << 20), (-2, 16 << 20))
@@ -25,10 +25,10 @@ def with_import_path() -> dict[str, str]:
 
 
 def keep_freed_memory() -> None:
-    """Let the allocator keep what was freed; without effect where the C library has no ``mallopt``.
+    """Make the allocator keep freed memory; no effect where the C library has no ``mallopt``.
 
-    glibc returns large blocks to the system as soon as they are freed, and the next batch pays for new ones with page
-    faults, which cost more than the copy: without this, receiving takes 1.6 times as long, collating 3 times.
+    glibc returns large blocks to the system as soon as they are freed. The next batch then needs new ones, whose page
+    faults cost more than the copy: without this, receiving takes 1.6 times as long and collating 3 times.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -36,37 +36,34 @@ def keep_freed_memory() -> None:
             mallopt(parameter, value)
 
 
-def ending(status: int) -> str:
-    """Tell how a process ended.
+def describe_exit(status: int) -> str:
+    """Return how a process exited, as a predicate: "was killed by SIGSEGV".
 
     Args:
         status: Exit code, or minus the number of the signal.
     """
     if status >= 0:
-        return f"ended with exit code {status}"
+        return f"exited with code {status}"
     name = signal.Signals(-status).name
     return f"was killed by {name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
 
 
 def in_fork(function: Callable[[], Any]) -> Any:
-    """Return what a function returns, called in a fork of this process: objects that it changes stay as they are here.
-
-    Args:
-        function: What to call; its result is pickled.
+    """Call a function in a fork, so that it changes no object of this process, and return its pickled result.
 
     Raises:
-        Exception: What the function raised.
+        Exception: The function raised it.
         ChildProcessError: The fork was killed.
     """
     readable, writable = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            end_with_parent()
+            kill_with_parent()
             outcome: tuple[Any, Exception | None]
             try:
                 outcome = function(), None
-            except Exception as error:  # noqa: BLE001  # it is raised in the parent
+            except Exception as error:  # noqa: BLE001  # the parent raises it
                 outcome = None, error
             with os.fdopen(writable, "wb") as pipe:
                 pickle.dump(outcome, pipe)
@@ -77,39 +74,37 @@ def in_fork(function: Callable[[], Any]) -> Any:
         data = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if status or not data:
-        raise ChildProcessError(f"a fork of this process {ending(status)} before it had a result")
-    result, problem = pickle.loads(data)  # noqa: S301  # from a copy of this very process
+        raise ChildProcessError(f"a fork of this process {describe_exit(status)} before it returned a result")
+    result, problem = pickle.loads(data)  # noqa: S301  # from a fork of this process
     if problem is not None:
         raise problem
     return result
 
 
-def end_with_any_thread() -> None:
-    """Let an exception in any thread end the process: its starter notices that, but never a thread that is missing."""
+def exit_when_a_thread_fails() -> None:
+    """Exit when any thread raises: the parent notices a process that has exited, but not one that lacks a thread."""
 
-    def leave(failed: Any) -> None:
+    def exit_process(failed: Any) -> None:
         if failed.exc_type is not SystemExit:
             traceback.print_exception(failed.exc_value)
             sys.stderr.flush()
             os._exit(1)
 
-    threading.excepthook = leave
+    threading.excepthook = exit_process
 
 
-def run_and_leave(main: Callable[[], None]) -> NoReturn:
-    """Run a process, and leave without waiting for threads or for the interpreter to tidy up.
+def run_and_exit(main: Callable[[], None]) -> NoReturn:
+    """Run the main function of a process, and exit without waiting for threads or the interpreter's cleanup.
 
-    Calls of gRPC whose other side is gone may still have threads; freeing all that torch made takes a second.
-
-    Args:
-        main: What the main thread does.
+    gRPC calls whose other side is gone may still have threads, and freeing everything that torch allocated takes a
+    second.
     """
     code = 1
     keep_freed_memory()
     try:
         main()
         code = 0
-    except BaseException:  # noqa: BLE001  # it is printed, and the exit code tells
+    except BaseException:  # noqa: BLE001  # it is printed, and the exit code is 1
         traceback.print_exc()
     finally:
         atexit._run_exitfuncs()

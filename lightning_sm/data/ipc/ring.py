@@ -51,10 +51,6 @@ class Ring:
         """
         return np.frombuffer(self._map, np.uint8, self.slot_bytes, index * self.slot_bytes)
 
-    def discard(self) -> None:
-        """Give the memory of all slots back to the system; their contents become zeros."""
-        self._map.madvise(mmap.MADV_REMOVE)
-
     def close(self) -> None:
         """Close the descriptor. The mapping goes with the last array over it."""
         if self.fd >= 0:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from lightning_sm import errors
 from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Released
-from lightning_sm.data.ipc.processes import ending, with_import_path
+from lightning_sm.data.ipc.processes import describe_exit, with_import_path
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.settings import Credentials
 
@@ -304,7 +304,7 @@ class FeederClient:
     def _raise_ended(self) -> NoReturn:
         status = self._process.wait()
         raise errors.DataServiceError(
-            f"The feeder process of this rank (pid {self._process.pid}) {ending(status)}. It receives the batches; "
+            f"The feeder process of this rank (pid {self._process.pid}) {describe_exit(status)}. It receives the batches; "
             "without it, this rank cannot go on."
         )
 

@@ -44,7 +44,7 @@ class Host:
 
     @property
     def network(self) -> psutil.Process:
-        """Its network process."""
+        """Its server process."""
         return next(child for child in self.main.children() if _is_network(child))
 
     @property

@@ -178,7 +178,7 @@ def test_a_data_host_whose_main_process_dies_is_started_again(cluster, how, plac
     """The trainers find it again by themselves; nobody fails."""
     assert cluster.fit(how, place) == (0, 0), cluster.log(TRAINER) + cluster.log(DATA)
     assert cluster.log(DATA).count("starting it again in 1 s") == 1
-    assert "all 1 trainer ranks are through" in cluster.log(DATA) or "it was terminated" in cluster.log(DATA)
+    assert "the trainer rank has finished" in cluster.log(DATA) or "it was terminated" in cluster.log(DATA)
     assert cluster.failure(TRAINER) is None
     assert cluster.failure(DATA) is None
 
@@ -240,7 +240,7 @@ def test_a_trainer_that_never_comes_is_a_failure_after_the_time_for_the_start(cl
     """The failure file says for how long the host has waited."""
     cluster.start(DATA, "fit", "--data_service.startup_timeout_s=1", BROKEN_HOW="", BROKEN_PLACE="")
     assert cluster.code(DATA) == 1
-    assert "DataServiceError: No trainer came within 1 s." in cluster.failure(DATA)
+    assert "DataServiceError: No trainer connected within 1 s." in cluster.failure(DATA)
 
 
 class Script(Job):
@@ -290,7 +290,7 @@ def test_a_training_that_could_do_without_a_broken_host_succeeds(script, outcome
     ended, said = script.end()
     assert ended == code, said
     assert (
-        "could not open what was asked for, and the training failed: setup('fit') raised ValueError" in said
+        "could not open its loaders, and the training failed: setup('fit') raised ValueError" in said
     ) == bool(code)
 
 
@@ -303,7 +303,7 @@ def test_a_gentle_stop_lets_trainers_go_on(script):
     module.close("stopped")
     code, said = script.end()
     assert code == 0, said
-    assert "The data host leaves: all 1 trainer ranks are through (stopped)" in said
+    assert "The data host exits: the trainer rank has finished (stopped)" in said
 
 
 def test_a_gentle_stop_outlives_the_network_process(script):
@@ -320,7 +320,7 @@ def test_a_gentle_stop_outlives_the_network_process(script):
     network.kill()
     code, said = script.end()
     assert code == 0, said
-    assert "the job was stopped before a trainer came" in said
+    assert "the job was stopped before a trainer connected" in said
     module.close()
 
 
@@ -331,7 +331,7 @@ def test_a_gentle_stop_before_any_trainer_came_ends_the_host(script):
     script.host.send_signal(signal.SIGUSR2)
     code, said = script.end()
     assert code == 0, said
-    assert "the job was stopped before a trainer came" in said
+    assert "the job was stopped before a trainer connected" in said
 
 
 def test_a_gentle_stop_interrupts_the_first_setup(script):
@@ -346,5 +346,5 @@ def test_a_gentle_stop_interrupts_the_first_setup(script):
     script.host.send_signal(signal.SIGUSR2)
     code, said = script.end()
     assert code == 0, said
-    assert "the job was stopped before anything was served" in said
+    assert "the job was stopped before it served anything" in said
     module.close()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.processes
 
 LENGTH, BATCH_SIZE, NUM_STEPS, NUM_ACTIONS = 2400, 8, 300, 14
 
-# The only host left may lose its network process, and is reached again after a second or two; more on a busy machine.
+# The only host left may lose its server process, and is reached again after a second or two; more on a busy machine.
 LONGEST_GAP_S = 6.0
 
 NUM_SCHEDULES = int(os.environ.get("LIGHTNING_SM_FAILURE_SCHEDULES", "6"))

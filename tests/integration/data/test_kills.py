@@ -91,13 +91,13 @@ def test_a_killed_feeder_is_an_error(host):
 
 
 def test_a_killed_training_process_takes_everything_with_it():
-    """Feeder, data host, workers and network process of the same script end by themselves."""
+    """Feeder, data host, workers and server process of the same script end by themselves."""
     command = [sys.executable, "-m", "tests.integration.data.training_process"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as script:
         try:
             assert script.stdout.readline() == b"training\n"
             processes = psutil.Process(script.pid).children(recursive=True)
-            assert len(processes) == 5  # feeder, main process, network process, 2 workers
+            assert len(processes) == 5  # feeder, main process, server process, 2 workers
         finally:
             script.kill()
     assert_gone(processes)
@@ -129,7 +129,7 @@ def test_a_feeder_ends_although_a_child_of_the_training_process_lives_on(host):
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_killed_data_host_takes_its_children_with_it(host, is_frozen):
-    """Workers and network process are nothing without the main process, and end with it even while they are stopped."""
+    """Workers and server process are nothing without the main process, and end with it even while they are stopped."""
     with remote([host], batch_timeout_s=20.0) as module:
         next(iter(module.train_dataloader()))
         processes = host.processes()
@@ -152,7 +152,7 @@ def test_a_data_host_closes_at_once(host):
 
 
 def test_a_data_host_whose_network_process_hangs_can_be_closed(host):
-    """A network process that does not answer is killed."""
+    """A server process that does not answer is killed."""
     host.network.suspend()
     processes = host.processes()
     host._host.close()

@@ -41,5 +41,5 @@ def test_jobs_without_a_token_are_apart():
 
 
 def test_there_is_a_worker_on_any_machine():
-    """One CPU is left to the network process, where there is more than one."""
+    """One CPU is left to the server process, where there is more than one."""
     assert default_workers() >= 1

@@ -28,14 +28,11 @@ def test_slots_are_whole_pages():
 
 
 def test_memory_is_taken_as_far_as_it_is_written():
-    """A slot may be declared far larger than the batches that come; discarding gives the memory back."""
+    """A slot may be declared far larger than the batches that come."""
     ring = Ring.create(4, 1 << 30)
     assert os.fstat(ring.fd).st_blocks == 0
     ring.slot(2)[: 3 * mmap.PAGESIZE] = 1
     assert os.fstat(ring.fd).st_blocks * 512 == 3 * mmap.PAGESIZE
-    ring.discard()
-    assert os.fstat(ring.fd).st_blocks == 0
-    assert ring.slot(2)[0] == 0
     ring.close()
 
 

@@ -224,12 +224,12 @@ def test_a_task_waits_for_a_worker_with_its_loaders(pool, worker, workers):
     assert pool.state()["queued"] == 1
 
 
-def test_state_counts_workers_and_batches(pool, worker):
-    """What a data host tells of itself."""
+def test_state_counts_workers_and_tasks(pool, worker):
+    """What a data host reports about its workers."""
     submit(pool, b"a")
     worker.asked()
     state = pool.state()
-    assert (state["workers"], state["busy"], state["queued"], state["batches"]) == (1, 1, 0, 0)
+    assert (state["workers"], state["busy"], state["queued"]) == (1, 1, 0)
 
 
 def test_a_pool_closes_whose_thread_has_ended_first(monkeypatch):
