@@ -1,4 +1,4 @@
-"""Checkpoints that appear whole or not at all in a folder that is copied to S3 in the background."""
+"""Write checkpoints atomically into a folder that SageMaker copies to S3 in the background."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
     from lightning_fabric.plugins import CheckpointIO
     from lightning_fabric.utilities.types import _PATH
 
-# Hidden names of what is being written: in the folder itself, and (with the folder's name before it) beside it.
+# Part of the hidden names of unfinished checkpoints: in the folder itself, and next to it (after the folder's name).
 _INCOMING = ".incoming-"
 # torch.save reports a full disk as a RuntimeError: of PytorchStreamWriter, of its source file, or of its stream.
 _STREAM_WRITER = re.compile(r"PytorchStreamWriter|inline_container|iostream error")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
-# Of the module, because strategies that spawn pickle the Trainer, and a lock cannot be pickled.
+# Not an attribute: strategies that spawn pickle the Trainer, and a lock cannot be pickled.
 _removals = threading.Lock()
 
 
 class DurableCheckpointIO(WrappingCheckpointIO):
-    """Let another CheckpointIO write outside a folder, and move what it wrote into the folder when it is whole.
+    """Let another CheckpointIO write outside a folder, and move each checkpoint into the folder once it is complete.
 
     SageMaker copies the checkpoint folder to S3 file by file whenever a file changes: half a file that it finds there
     is half a file after a restart. Used on rank 0, where Lightning's strategies call it, in any thread; it goes inside
-    of ``AsyncCheckpointIO``. Paths that are not in the folder are left to the other CheckpointIO.
+    ``AsyncCheckpointIO``. The other CheckpointIO alone handles paths outside the folder.
 
-    The newest checkpoint may be half uploaded when the host is taken away, so that a checkpoint is not deleted before
-    the next removal: while a job trains, at least two are there.
+    The latest checkpoint may be partly uploaded when the host is taken away. So a checkpoint that Lightning removes is
+    kept until the next removal: while a job trains, the folder has at least two.
 
     Args:
-        checkpoint_io: What writes and reads the checkpoints, as files or as folders.
-        folder: The folder that is copied to S3.
+        checkpoint_io: Writes and reads the checkpoints, as files or as folders.
+        folder: The folder that SageMaker copies to S3.
     """
 
     def __init__(self, checkpoint_io: CheckpointIO, folder: str | os.PathLike[str]) -> None:
@@ -53,32 +53,27 @@ class DurableCheckpointIO(WrappingCheckpointIO):
         self._removed: list[Path] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
-        """Write a checkpoint.
-
-        Args:
-            checkpoint: What to write.
-            path: Where it is to appear. What was there before is intact until then.
-            storage_options: For the other CheckpointIO.
+        """Write a checkpoint. An earlier one at the same path stays intact until the new one is complete.
 
         Raises:
-            CheckpointError: It could not be written: the disk is full, or the folder cannot be written to.
+            CheckpointError: The disk is full, the folder is not writable, or the other CheckpointIO wrote nothing.
         """
         target = self._inside(path)
         if target is None:
             self._inner.save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         with _explained(target), _temporary_folder(self._staging_parents()) as staging:
-            # Of the caller's type, which the other CheckpointIO can take.
+            # The other CheckpointIO gets the caller's type of path.
             staged = str(staging / target.name) if isinstance(path, str) else staging / target.name
             self._inner.save_checkpoint(checkpoint, staged, storage_options=storage_options)
-            # The checkpoint itself comes last, should there be files beside it.
+            # If there are several files, move the checkpoint itself last.
             names = sorted(os.listdir(staging), key=lambda name: (name == target.name, name))
             if not names:
-                # Lightning's own returns as if all were well when it is not permitted to write (_atomic_save).
+                # Lightning's own CheckpointIO returns without an error when it lacks permission (_atomic_save).
                 raise CheckpointError(
-                    f"{type(self._inner).__name__} has not written the checkpoint {target} when it returned. One that "
-                    "writes in the background must be a _WrappingCheckpointIO around one that does not; else see "
-                    f"whether {tempfile.gettempdir()} and {target.parent} can be written to."
+                    f"{type(self._inner).__name__} returned without writing the checkpoint {target}. Check that "
+                    f"{tempfile.gettempdir()} and {target.parent} are writable. A CheckpointIO that writes in the "
+                    "background must be a _WrappingCheckpointIO around one that does not."
                 )
             target.parent.mkdir(parents=True, exist_ok=True)
             with _removals:
@@ -87,44 +82,34 @@ class DurableCheckpointIO(WrappingCheckpointIO):
                 _move(staging / name, target.parent / name)
 
     def load_checkpoint(self, path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a checkpoint.
-
-        Args:
-            path: Where it is.
-            *args: For the other CheckpointIO.
-            **kwargs: For the other CheckpointIO.
-        """
-        # Lightning 2.6 asks for weights_only=None of each, also of one that was written for 2.5.
+        """Read a checkpoint with the other CheckpointIO."""
+        # Lightning 2.6 passes weights_only=None, which a CheckpointIO written for 2.5 does not accept.
         if kwargs.get("weights_only", ...) is None and not _takes(self._inner.load_checkpoint, "weights_only"):
             del kwargs["weights_only"]
         return self._inner.load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: _PATH) -> None:
-        """Remove the checkpoint that was to be removed before this one; this one stays until the next call.
-
-        Args:
-            path: Where the checkpoint is that is not needed any more.
-        """
+        """Remove the checkpoint of the previous call, and keep this one until the next call."""
         target = self._inside(path)
         if target is None:
             self._inner.remove_checkpoint(path)
             return
         with _removals:
-            # One may be named before it is there: AsyncCheckpointIO writes it in a thread. Only what is there counts.
             self._removed = [*(removed for removed in self._removed if removed != target), target]
-            there = [removed for removed in self._removed if os.path.lexists(removed)]
-            if there:
-                self._removed = self._removed[self._removed.index(there[-1]) :]
-        for removed in there[:-1]:
+            # AsyncCheckpointIO writes in a thread: a checkpoint may be removed before it exists.
+            existing = [removed for removed in self._removed if os.path.lexists(removed)]
+            if existing:
+                self._removed = self._removed[self._removed.index(existing[-1]) :]
+        for removed in existing[:-1]:
             self._inner.remove_checkpoint(str(removed))
 
     def teardown(self) -> None:
-        """Pass the end of the Trainer on."""
+        """Tear the other CheckpointIO down."""
         self._inner.teardown()
 
     @property
     def _inner(self) -> CheckpointIO:
-        assert self.checkpoint_io is not None  # noqa: S101 - it is set in __init__; None is for Lightning's wrappers
+        assert self.checkpoint_io is not None  # noqa: S101 - set in __init__; only Lightning's own wrappers have None
         return self.checkpoint_io
 
     def _inside(self, path: _PATH) -> Path | None:
@@ -132,12 +117,13 @@ class DurableCheckpointIO(WrappingCheckpointIO):
         if "://" in text:
             return None
         target = Path(os.path.abspath(text))
-        # Links are followed up to the file itself: a link of its name is replaced.
-        folder, parent = os.path.realpath(self._folder), os.path.realpath(target.parent)
+        # The links of the parents are followed, but not one of the file's own name: a new checkpoint replaces it.
+        folder = os.path.realpath(self._folder)
+        parent = os.path.realpath(target.parent)
         return target if os.path.commonpath([folder, parent]) == folder else None
 
     def _staging_parents(self) -> Iterator[tuple[str, Path]]:
-        """Where to write, best first: beside the folder, unless that is another file system."""
+        """Prefixes and parents of the temporary folder, best first: next to the folder if on the same file system."""
         prefix = f".{self._folder.name}{_INCOMING}"
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._folder.stat().st_dev == self._folder.parent.stat().st_dev:
@@ -146,14 +132,10 @@ class DurableCheckpointIO(WrappingCheckpointIO):
 
 
 def make_durable(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
-    """Let a Trainer write its checkpoints in ``folder`` through ``DurableCheckpointIO``; a second call does nothing.
+    """Make a Trainer write its checkpoints in ``folder`` through ``DurableCheckpointIO``; a second call does nothing.
 
-    Its innermost CheckpointIO is wrapped, so that ``AsyncCheckpointIO`` and the user's own wrappers stay as they are.
-    On rank 0 it removes what an earlier run, which was killed, was writing. Sharded strategies write by themselves.
-
-    Args:
-        trainer: The Trainer, before it runs.
-        folder: The folder that is copied to S3.
+    It wraps the innermost CheckpointIO, so that ``AsyncCheckpointIO`` and the user's own wrappers stay in place. On
+    rank 0 it also removes the unfinished checkpoints of a killed run. Sharded strategies write without a CheckpointIO.
     """
     outer: WrappingCheckpointIO | None = None
     inner: CheckpointIO | None = trainer.strategy.checkpoint_io
@@ -161,26 +143,22 @@ def make_durable(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
         if isinstance(inner, DurableCheckpointIO):
             return
         outer, inner = inner, inner.checkpoint_io
-    assert inner is not None  # noqa: S101 - the strategy fills its wrappers when it is asked for them
+    assert inner is not None  # noqa: S101 - strategy.checkpoint_io has filled its wrappers
     durable = DurableCheckpointIO(inner, folder)
     if outer is None:
         trainer.strategy.checkpoint_io = durable
     else:
-        outer._checkpoint_io = durable  # its setter takes no second one
-    if trainer.is_global_zero:
-        _remove_leftovers(durable._folder)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    beside = f".{folder.name}{_INCOMING}"
-    leftovers = [path for path in folder.parent.iterdir() if path.name.startswith(beside)] if folder.exists() else []
-    for leftover in (*leftovers, *folder.rglob(f"{_INCOMING}*")):
-        shutil.rmtree(leftover, ignore_errors=True)
+        outer._checkpoint_io = durable  # its setter refuses to replace one
+    root = durable._folder
+    if trainer.is_global_zero and root.exists():
+        beside = [path for path in root.parent.iterdir() if path.name.startswith(f".{root.name}{_INCOMING}")]
+        for unfinished in (*beside, *root.rglob(f"{_INCOMING}*")):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextmanager
 def _explained(target: Path) -> Iterator[None]:
-    """Turn errors of writing into one that says what to do, after everything that was half written is removed."""
+    """Raise a CheckpointError with advice in place of errors of writing."""
     try:
         yield
     except CheckpointError:
@@ -193,14 +171,14 @@ def _explained(target: Path) -> Iterator[None]:
         if is_stream or code in _FULL:
             advice = "Keep fewer checkpoints (save_top_k), or give the job a larger volume (volume_size)."
         elif code in _FORBIDDEN:
-            advice = "Let this process write to both."
+            advice = "Give this process write permission for both folders."
         else:
-            advice = "See whether both are in order."
+            advice = "Check that both folders are writable."
         free = " and ".join(_free(folder) for folder in (target.parent, Path(tempfile.gettempdir())))
         cause = str(error).splitlines()[0] if str(error) else ""
         raise CheckpointError(
-            f"The checkpoint {target} was not written: {type(error).__name__}: {cause}. {free}. What was there under "
-            f"this name is intact. {advice}"
+            f"The checkpoint {target} was not written: {type(error).__name__}: {cause}. {free}. An earlier checkpoint "
+            f"of this name is intact. {advice}"
         ) from error
 
 
@@ -212,7 +190,7 @@ def _free(folder: Path) -> str:
 
 @contextmanager
 def _temporary_folder(parents: Iterator[tuple[str, Path]]) -> Iterator[Path]:
-    """Make a folder in the first place that can be written to, and remove it with all that is still in it."""
+    """Make a temporary folder in the first parent that is writable."""
     errors: list[OSError] = []
     for prefix, parent in parents:
         try:
@@ -233,8 +211,7 @@ def _move(source: Path, destination: Path) -> None:
     try:
         _replace(source, destination, source.parent)
     except OSError as error:
-        # Also on one file system, between two mounts of it.
-        if error.errno != errno.EXDEV:
+        if error.errno != errno.EXDEV:  # which also occurs between two mounts of one file system
             raise
         with _temporary_folder(iter([(_INCOMING, destination.parent)])) as nearby:
             copy = nearby / destination.name
@@ -250,7 +227,7 @@ def _replace(source: Path, destination: Path, aside: Path) -> None:
     if not os.path.lexists(destination) or not (source.is_dir() or destination.is_dir()):
         os.replace(source, destination)
         return
-    # rename(2) replaces no folder that holds something: for a moment there is none of that name.
+    # rename(2) does not replace a folder with files in it: move it aside, so that for a moment the name is unused.
     old = aside / f"{destination.name}.old"
     os.replace(destination, old)
     try:
@@ -261,7 +238,7 @@ def _replace(source: Path, destination: Path, aside: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Have the disk hold a file, or all files of a folder, before they get their names."""
+    """Flush a file, or all files of a folder, to the disk."""
     files = [Path(parent, name) for parent, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
     for file in files:
         with file.open("rb") as opened:

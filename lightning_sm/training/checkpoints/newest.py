@@ -1,7 +1,7 @@
-"""Which checkpoint a restarted job goes on from: decided by what is in the files.
+"""Find the latest valid checkpoint, from which a restarted job resumes, by the contents of the files.
 
-Every host starts with all files of the job's checkpoint folder in S3. Their times are those of the download, their
-names are the user's, and the newest may be half a file: it was being uploaded when its host was taken away.
+Every host starts with all files of the job's checkpoint folder in S3. Their times are those of the download, the user
+chose their names, and the latest may be truncated: its host may have been taken away during the upload.
 """
 
 from __future__ import annotations
@@ -27,102 +27,100 @@ JOB_KEY = "lightning_sm.job"
 Load = Callable[[Path], Any]
 
 _SUFFIX = ".ckpt"
-# Of a zip archive that holds something; torch.save writes nothing else since 1.6.
+# Start of a zip archive with entries; torch.save writes this format since 1.6.
 _ZIP_MAGIC = b"PK\x03\x04"
-# What torch.distributed.checkpoint and Lightning put into the folder of a sharded checkpoint, beside the shards.
+# Files that torch.distributed.checkpoint and Lightning write into a sharded checkpoint's folder, besides the shards.
 _SHARDS_INDEX, _SHARDS_META = ".metadata", "meta.pt"
 
 
 def job_facts(job: SageMakerJob) -> dict[str, str | None]:
-    """Return what a checkpoint says of the job that wrote it, under ``JOB_KEY``.
-
-    Args:
-        job: The job.
-    """
+    """Return what a checkpoint holds under ``JOB_KEY``: facts that identify the job that wrote it."""
     return {"name": job.name, "checkpoint_s3_uri": job.checkpoint_uri}
 
 
 def newest_checkpoint(
     folder: str | os.PathLike[str], job: SageMakerJob | None = None, load: Load | None = None
 ) -> Path | None:
-    """Find the checkpoint that is furthest among those that training can go on from.
+    """Find the valid checkpoint with the most progress.
 
-    Looks at files and folders named ``*.ckpt`` at any depth, not at hidden ones. Every host finds the same one in the
-    same files. Logs a warning for each that is passed over though it may be further.
+    Looks at files and folders named ``*.ckpt`` at any depth, except hidden ones. Hosts with the same files find the
+    same checkpoint. Logs a warning for each invalid one that may have more progress.
 
     Args:
         folder: The checkpoint folder; it need not exist.
-        job: The current job. Checkpoints of another job with another S3 address, as a warm pool may leave them behind,
-            are passed over. None takes checkpoints of any job.
-        load: Reads what Lightning itself and torch.distributed.checkpoint have not written: that of a ``CheckpointIO``.
+        job: The current job. Checkpoints of another job with another S3 address, which a warm pool may leave behind,
+            are invalid. None accepts checkpoints of any job.
+        load: ``load_checkpoint`` of a ``CheckpointIO``, for formats other than those of Lightning and
+            torch.distributed.checkpoint.
 
     Returns:
-        The file, or the folder of a sharded checkpoint; None if there is none.
+        The file, or the folder of a sharded checkpoint; None if there is no valid checkpoint.
     """
     readings = [_read(path, job, load) for path in sorted(_candidates(Path(folder)))]
-    best = max((reading for reading in readings if not reading.fault), key=lambda one: one.progress, default=None)
+    best = max((reading for reading in readings if reading.fault is None), key=lambda one: one.progress, default=None)
     for reading in readings:
-        if not reading.fault:
+        if reading.fault is None:
             continue
         if best is None:
             logger.warning("%s %s.", reading.path, reading.fault)
         elif not reading.progress or reading.progress > best.progress:
             step = best.progress[0]
-            logger.warning("%s %s: taking %s, of step %d, instead.", reading.path, reading.fault, best.path, step)
+            logger.warning("%s %s. Using %s of step %d instead.", reading.path, reading.fault, best.path, step)
     if readings and best is None:
-        logger.warning("No checkpoint in %s can be resumed: training starts from the beginning.", folder)
+        logger.warning("No checkpoint in %s is valid: training starts from the beginning.", folder)
     return None if best is None else best.path
 
 
 class _UnusableError(Exception):
-    """Why a checkpoint is passed over, as the end of a sentence about it."""
+    """Why a checkpoint is invalid: the predicate of a sentence whose subject is the checkpoint."""
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """What was found in one checkpoint.
+    """What one checkpoint contains.
 
     Attributes:
         path: The file or folder.
-        progress: How far the training was, the optimizer steps first; empty if that is not known.
-        fault: Why training cannot go on from it; empty if it can.
+        progress: Counts of optimizer steps, epochs, and more (see ``_progress``); empty if unknown.
+        fault: Why training cannot resume from it; None if it is valid.
     """
 
     path: Path
     progress: tuple[int, ...] = ()
-    fault: str = ""
+    fault: str | None = None
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
-    """All ``*.ckpt`` that are no links: what a link inside the folder points to is found by itself."""
+    """All ``*.ckpt`` except links: the walk finds the target of a link itself, if it is inside the folder."""
     inside = os.path.realpath(folder)
     for parent, folders, files in os.walk(folder):
-        # In place: os.walk enters what is left, and never a link.
         checkpoints = [name for name in (*folders, *files) if name.endswith(_SUFFIX) and not name.startswith(".")]
+        # In place: os.walk descends into the folders that remain in this list, but not into links.
         folders[:] = [name for name in folders if not name.startswith(".") and name not in checkpoints]
-        links = [name for name in (*folders, *checkpoints) if os.path.islink(os.path.join(parent, name))]
-        for name in links:
-            target = os.path.realpath(os.path.join(parent, name))
+        for name in (*folders, *checkpoints):
+            path = Path(parent, name)
+            if not path.is_symlink():
+                if name in checkpoints:
+                    yield path
+                continue
+            target = os.path.realpath(path)
             if os.path.commonpath([inside, target]) != inside:
-                logger.warning("%s is ignored: it links to %s, outside.", os.path.join(parent, name), target)
+                logger.warning("Ignoring %s: it links to %s, outside of the folder.", path, target)
             elif not os.path.exists(target):
-                logger.warning("%s is ignored: it links to %s, which is gone.", os.path.join(parent, name), target)
-        yield from (Path(parent, name) for name in checkpoints if name not in links)
+                logger.warning("Ignoring %s: it links to %s, which does not exist.", path, target)
 
 
 def _read(path: Path, job: SageMakerJob | None, load: Load | None) -> _Reading:
     try:
         checkpoint = _contents(path, load)
         progress = _progress(checkpoint)
-        foreign = _foreign(checkpoint.get(JOB_KEY), job)
+        _check_job(checkpoint.get(JOB_KEY), job)
     except _UnusableError as error:
         return _Reading(path, fault=str(error))
-    except Exception as error:  # noqa: BLE001 - a broken file may raise anything, in the user's classes, too
+    except Exception as error:  # noqa: BLE001 - a broken file may raise anything, also in the user's classes
         return _Reading(path, fault=f"cannot be read ({_brief(error)})")
-    if foreign:
-        return _Reading(path, fault=foreign)
-    # Lightning refuses to resume such a checkpoint (ModelCheckpoint(save_weights_only=True)).
-    fault = "" if "lr_schedulers" in checkpoint else "holds the weights only"
+    # Lightning refuses to resume from such a checkpoint (ModelCheckpoint(save_weights_only=True)).
+    fault = None if "lr_schedulers" in checkpoint else "contains weights only"
     return _Reading(path, progress, fault)
 
 
@@ -131,7 +129,7 @@ def _contents(path: Path, load: Load | None) -> Any:
         return _load_shards(path) if path.is_dir() else _load(path)
     except Exception:
         if load is not None:
-            with contextlib.suppress(Exception):  # then it is broken in any format, and the first error says more
+            with contextlib.suppress(Exception):  # then it is invalid in either format; the first error says more
                 return load(path)
         raise
 
@@ -144,34 +142,36 @@ def _load(path: Path) -> Any:
         is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
     if is_zip:
         _check_archive(path, size)
-    # weights_only=False: a job of the user's wrote the file, and hyperparameters in it may be of any type. Mapped, the
-    # tensors cost nothing; on the device "meta", a user's class that looks at one while it is unpickled would fail.
+    # weights_only=False: the user's own job wrote the file, and hyperparameters in it may be of any type. Mapped
+    # tensors cost nothing; with the device "meta", classes that read tensors while they are unpickled would fail.
     return torch.load(path, map_location="cpu", weights_only=False, mmap=is_zip)
 
 
 def _check_archive(path: Path, size: int) -> None:
-    # The list of the entries is at the end: what was cut off has none.
+    # The list of entries is at the end of the file: a truncated file has none.
     try:
         with zipfile.ZipFile(path) as archive:
             end = max((entry.header_offset + entry.compress_size for entry in archive.infolist()), default=0)
     except zipfile.BadZipFile as error:
-        raise _UnusableError(f"is truncated, at {size} bytes ({_brief(error)})") from error
+        raise _UnusableError(f"is truncated at {size} bytes ({_brief(error)})") from error
     if end > size:
-        raise _UnusableError(f"is truncated: it has {size} bytes, and lists entries up to byte {end}")
+        raise _UnusableError(f"is truncated: it has {size} bytes, but lists entries up to byte {end}")
 
 
 def _load_shards(path: Path) -> Any:
-    """Return all but the weights of a sharded checkpoint, whose shards are there."""
+    """Check that a sharded checkpoint has all its shards, and return its contents without the weights."""
     index = path / _SHARDS_INDEX
     for file in (index, path / _SHARDS_META):
         if not file.is_file():
-            raise _UnusableError(f"is a folder without {file.name}: half a sharded checkpoint, or of another kind")
+            raise _UnusableError(
+                f"is a folder without {file.name}: an incomplete sharded checkpoint, or another format"
+            )
     ends: dict[str, int] = {}
     for info in pickle.loads(index.read_bytes()).storage_data.values():  # noqa: S301 - trusted like the checkpoint
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for name, end in sorted(ends.items()):
         if not (path / name).is_file():
-            raise _UnusableError(f"lacks its shard {name}")
+            raise _UnusableError(f"has no shard {name}")
         size = (path / name).stat().st_size
         if size < end:
             raise _UnusableError(f"is truncated: its shard {name} has {size} bytes of {end}")
@@ -182,34 +182,31 @@ def _load_shards(path: Path) -> Any:
 
 
 def _progress(checkpoint: Any) -> tuple[int, ...]:
-    """How far the training was; the later numbers tell checkpoints of the same optimizer step apart."""
+    """Return counts to compare checkpoints by, optimizer steps first; the others order checkpoints of one step."""
     if not isinstance(checkpoint, Mapping) or not {"global_step", "epoch", "loops"} <= checkpoint.keys():
-        raise _UnusableError("is no checkpoint of a Lightning Trainer")
+        raise _UnusableError("is not a checkpoint of a Lightning Trainer")
     fit_loop = checkpoint["loops"]["fit_loop"]
-    epochs, batches, validation = (
-        fit_loop.get(name, {}).get("total", {})
-        for name in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress")
-    )
-    counts = [counter.get("processed", 0) for counter in (epochs, batches, validation)]
-    return tuple(int(count) for count in (checkpoint["global_step"], checkpoint["epoch"], *counts))
+    progress = [int(checkpoint["global_step"]), int(checkpoint["epoch"])]
+    for name in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
+        progress.append(int(fit_loop.get(name, {}).get("total", {}).get("processed", 0)))
+    return tuple(progress)
 
 
-def _foreign(facts: Any, job: SageMakerJob | None) -> str:
-    """Say why a checkpoint is none of this job's; empty if it may be."""
+def _check_job(facts: Any, job: SageMakerJob | None) -> None:
+    """Raise if a checkpoint belongs to another job."""
     if job is None or not isinstance(facts, Mapping):
-        return ""
-    name, uri = facts.get("name"), facts.get("checkpoint_s3_uri")
-    # A restart has the same name; a new job that is to go on where another one ended has its S3 address.
-    if None in (name, job.name) or name == job.name or _folder_of(uri) == _folder_of(job.checkpoint_uri):
-        return ""
-    return (
-        f"is left over from job {name!r} (checkpoint_s3_uri={uri!r}); this is job {job.name!r} "
-        f"(checkpoint_s3_uri={job.checkpoint_uri!r})"
-    )
-
-
-def _folder_of(uri: str | None) -> str | None:
-    return None if uri is None else uri.rstrip("/")
+        return
+    name = facts.get("name")
+    uri = facts.get("checkpoint_s3_uri")
+    if None in (name, job.name):
+        return
+    # A restart has the same name; a new job that continues another one has the same S3 address.
+    is_same_address = (uri or "").rstrip("/") == (job.checkpoint_uri or "").rstrip("/")
+    if name != job.name and not is_same_address:
+        raise _UnusableError(
+            f"is left over from job {name!r} (checkpoint_s3_uri={uri!r}); this is job {job.name!r} "
+            f"(checkpoint_s3_uri={job.checkpoint_uri!r})"
+        )
 
 
 def _brief(error: BaseException) -> str:

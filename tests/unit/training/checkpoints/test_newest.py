@@ -173,7 +173,7 @@ def test_a_truncated_file_is_never_taken(tmp_path, warnings_of, is_zip):
         assert newest_checkpoint(tmp_path) == good, size
         (warning,) = warnings_of()
         assert warning.startswith(f"{bad} "), size
-        assert warning.endswith(f": taking {good}, of step 2, instead."), size
+        assert warning.endswith(f". Using {good} of step 2 instead."), size
     bad.write_bytes(whole)
     assert newest_checkpoint(tmp_path) == bad
 
@@ -185,7 +185,7 @@ def test_a_truncated_checkpoint_of_a_trainer_is_passed_over(tmp_path, warnings_o
     os.truncate(newest, newest.stat().st_size // 2)
     assert newest_checkpoint(tmp_path) == tmp_path / "step=1.ckpt"
     (warning,) = warnings_of()
-    assert f"{newest} is truncated, at {newest.stat().st_size} bytes" in warning
+    assert f"{newest} is truncated at {newest.stat().st_size} bytes" in warning
 
 
 def test_an_archive_that_lists_more_than_it_has_is_truncated(tmp_path, warnings_of):
@@ -220,10 +220,10 @@ def test_other_content_starts_from_the_beginning(tmp_path, warnings_of, content,
 
 @pytest.mark.parametrize("content", [torch.ones(2), {"weight": torch.ones(2)}, {"global_step": 1}, [1]])
 def test_what_no_trainer_wrote_is_passed_over(tmp_path, warnings_of, content):
-    """A file that torch can load and Lightning cannot resume is no checkpoint of a Trainer."""
+    """A file that torch can load but Lightning cannot resume from is not a checkpoint of a Trainer."""
     save(tmp_path / "x.ckpt", content)
     assert newest_checkpoint(tmp_path) is None
-    assert "is no checkpoint of a Lightning Trainer" in warnings_of()[0]
+    assert "is not a checkpoint of a Lightning Trainer" in warnings_of()[0]
 
 
 def test_a_checkpoint_of_the_weights_only_is_passed_over(tmp_path, warnings_of):
@@ -235,7 +235,7 @@ def test_a_checkpoint_of_the_weights_only_is_passed_over(tmp_path, warnings_of):
     (tmp_path / "whole" / "step=4.ckpt").unlink()
     assert newest_checkpoint(tmp_path) == tmp_path / "whole" / "step=3.ckpt"
     (warning,) = warnings_of()
-    assert "step=4.ckpt holds the weights only: taking" in warning
+    assert "step=4.ckpt contains weights only. Using" in warning
 
 
 class _Picky:
@@ -285,7 +285,7 @@ def test_a_whole_sharded_checkpoint_is_taken(tmp_path, warnings_of):
     [
         (".metadata", "is a folder without .metadata"),
         ("meta.pt", "is a folder without meta.pt"),
-        ("__0_0.distcp", "lacks its shard __0_0.distcp"),
+        ("__0_0.distcp", "has no shard __0_0.distcp"),
     ],
 )
 def test_a_sharded_checkpoint_without_a_file_is_passed_over(tmp_path, warnings_of, name, fault):
@@ -315,7 +315,7 @@ def test_a_folder_of_another_kind_is_passed_over(tmp_path, warnings_of):
     """A folder that is not of torch.distributed.checkpoint is named, and nothing in it is taken for a checkpoint."""
     save(tmp_path / "deepspeed.ckpt" / "checkpoint" / "inner.ckpt", step=9)
     assert newest_checkpoint(tmp_path) is None
-    assert "deepspeed.ckpt is a folder without .metadata: half a sharded checkpoint" in warnings_of()[0]
+    assert "deepspeed.ckpt is a folder without .metadata: an incomplete sharded checkpoint" in warnings_of()[0]
 
 
 # ---- links
@@ -331,9 +331,9 @@ def test_links_to_the_outside_are_ignored(tmp_path, warnings_of):
     (folder / "gone.ckpt").symlink_to("gone")
     assert newest_checkpoint(folder) == good
     assert sorted(warnings_of()) == [
-        f"{folder / 'file.ckpt'} is ignored: it links to {outside / 'far.ckpt'}, outside.",
-        f"{folder / 'folder'} is ignored: it links to {outside}, outside.",
-        f"{folder / 'gone.ckpt'} is ignored: it links to {folder / 'gone'}, which is gone.",
+        f"Ignoring {folder / 'file.ckpt'}: it links to {outside / 'far.ckpt'}, outside of the folder.",
+        f"Ignoring {folder / 'folder'}: it links to {outside}, outside of the folder.",
+        f"Ignoring {folder / 'gone.ckpt'}: it links to {folder / 'gone'}, which does not exist.",
     ]
 
 
@@ -382,7 +382,7 @@ def test_checkpoints_of_another_job_with_another_address_are_left_over(tmp_path,
 
 
 def test_only_leftovers_start_from_the_beginning(tmp_path, warnings_of):
-    """With nothing but checkpoints of another job, training starts anew, and says so; also with sharded ones."""
+    """With nothing but checkpoints of another job, training starts from the beginning; sharded ones count, too."""
     facts = job_facts(a_job("job-0", "s3://bucket/other"))
     save(tmp_path / "other.ckpt", step=2, facts=facts)
     save_sharded(tmp_path / "sharded.ckpt", step=3, facts=facts)

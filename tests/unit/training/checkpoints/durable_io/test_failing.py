@@ -91,7 +91,7 @@ def test_a_full_disk_is_explained(folder, write, size):
 def test_other_errors_are_explained(folder, code):
     """What may not be written to is named, and the cause is chained."""
     error = OSError(code, os.strerror(code))
-    advice = "in order" if code == errno.EIO else "Let this process write to both"
+    advice = "Check that both" if code == errno.EIO else "write permission for both"
     with pytest.raises(CheckpointError, match=rf"{os.strerror(code)}.*{advice}") as caught:
         DurableCheckpointIO(Failing(error), folder).save_checkpoint(NEW, folder / "a.ckpt")
     assert caught.value.__cause__ is error
@@ -132,7 +132,7 @@ def test_what_was_not_written_is_an_error(folder):
         def save_checkpoint(self, checkpoint, path, storage_options=None):
             pass
 
-    with pytest.raises(CheckpointError, match=r"^_Silent has not written the checkpoint .*a\.ckpt when it returned"):
+    with pytest.raises(CheckpointError, match=r"^_Silent returned without writing the checkpoint .*a\.ckpt\."):
         DurableCheckpointIO(_Silent(), folder).save_checkpoint(NEW, folder / "a.ckpt")
 
 
