@@ -1,4 +1,4 @@
-"""DataHost: serves a DataModule from this machine, for tests and for clusters that are put together by hand."""
+"""DataHost: serves a DataModule from this machine, for tests and for clusters that are set up by hand."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lightning_sm.errors import DataServiceError
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 15.0
 
-# The job of hosts and trainers that are put together by hand.
+# The job of hosts and trainers that are set up by hand.
 LOCAL_JOB = "local"
 
 
 class DataHost:
-    """A data host of its own processes, which live as long as the ``with`` block.
+    """A data host in processes of its own, which live as long as the ``with`` block.
 
     Example::
 
@@ -34,11 +34,11 @@ class DataHost:
             trainer.fit(model, RemoteDataModule(MyDataModule("data"), addresses=[host.address]))
 
     Args:
-        datamodule: The user's DataModule. Nothing of it was run before; this process keeps its own copy.
-        address: Where to listen: ``host:port`` (port 0: any), or ``unix:path``.
+        datamodule: The user's DataModule, of which no hook has run yet. The data host gets a copy.
+        address: Where to listen: ``host:port`` (port 0: any free port), or ``unix:path``.
         workers: Worker processes.
-        settings: Everything else.
-        job: Name of the job; trainers must use the same.
+        settings: Limits, credentials.
+        job: Name of the job; trainers must use the same name.
         name: Name of the host in messages. Default: its address.
     """
 
@@ -68,10 +68,10 @@ class DataHost:
         self._socket: MessageSocket | None = None
 
     def __enter__(self) -> DataHost:
-        """Start to listen.
+        """Start the processes, and wait until they listen.
 
         Raises:
-            DataSettingsError: A TLS file is wrong.
+            DataSettingsError: A TLS file is missing or invalid.
             DataServiceError: The address is taken, or the DataModule cannot be copied to another process.
         """
         read_tls(self._settings.credentials)
@@ -100,12 +100,12 @@ class DataHost:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop, whatever trainers are connected."""
+        """Stop the processes, even while trainers are connected."""
         self.close()
 
     @property
     def pid(self) -> int:
-        """Process id of the main process of the host; its workers and its network process are its children."""
+        """Process id of the main process; the workers and the server process are its children."""
         if self._process is None:
             raise DataServiceError("The data host has not been started: use it in a with statement.")
         return self._process.pid
@@ -124,7 +124,7 @@ class DataHost:
 
 
 def _without_trainer(datamodule: Any) -> Any:
-    """A copy that does not take the Trainer and the model along."""
+    """Return a copy without the Trainer, which refers to the model."""
     if getattr(datamodule, "trainer", None) is None:
         return datamodule
     detached = copy.copy(datamodule)

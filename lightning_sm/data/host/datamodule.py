@@ -1,4 +1,4 @@
-"""The user's DataModule on a data host: its hooks in their order, and the loaders that trainers asked for."""
+"""The user's DataModule on a data host: its hooks in Lightning's order, and the loaders that trainers requested."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from lightning_sm.errors import DataSettingsError
 
 logger = logging.getLogger(__name__)
 
-# Attributes of a DataModule that are copied to the trainers are numbers and names, not data.
+# The attributes of a DataModule that are copied to the trainers are numbers and names, not data.
 _MAX_ATTRIBUTE_BYTES = 1 << 16
 
 
 class ServedModule:
-    """A DataModule whose hooks run when trainers ask for it.
+    """A DataModule whose hooks run when trainers request it.
 
     Args:
         datamodule: The user's DataModule.
 
     Attributes:
-        loaders: The opened loaders, by the name of the opening.
-        replies: What was answered to openings that worked.
+        loaders: The opened loaders, by the name of their opening.
+        replies: The replies to successful requests, by opening.
     """
 
     def __init__(self, datamodule: Any) -> None:
@@ -40,20 +40,20 @@ class ServedModule:
         self._left_runs: set[int] = set()
 
     def open(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Run ``prepare_data``, ``setup`` and a ``*_dataloader`` hook, as far as they have not run yet.
+        """Run ``prepare_data``, ``setup`` and a ``*_dataloader`` hook, each unless it has run already.
 
         Args:
-            request: Name of the opening, run of the Trainer, stage, hook, and what the Trainer knows.
+            request: Name of the opening, run of the Trainer, stage, hook, and attributes of the Trainer.
 
         Returns:
-            The structure and the facts of the loaders, or the attributes that ``setup`` left, or what failed.
+            The structure and the facts of the loaders; or the attributes that ``setup`` set; or the error.
         """
         opening = request["opening"]
         try:
             if opening not in self.replies:
-                self.replies[opening] = self._opened(request)
+                self.replies[opening] = self._run_hooks(request)
             return self.replies[opening]
-        except Exception as error:  # noqa: BLE001  # whatever the user's hooks raise belongs to the trainers
+        except Exception as error:  # noqa: BLE001  # the error of the user's hook is sent to the trainers
             where = f"{request['loaders']}_dataloader()" if request["loaders"] else f"setup({request['stage']!r})"
             if isinstance(error, DataSettingsError):
                 return {"error": "DataSettingsError", "text": str(error), "where": where}
@@ -61,7 +61,7 @@ class ServedModule:
             return {"error": "RemoteTransformError", "text": text, "where": where}
 
     def leave(self) -> None:
-        """Run ``teardown``, if anything was set up."""
+        """Run ``teardown``, if ``setup`` has run."""
         if self._run is None:
             return
         self.loaders.clear()
@@ -70,19 +70,19 @@ class ServedModule:
         self._run = None
         self._datamodule.teardown(self._stage)
 
-    def _opened(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _run_hooks(self, request: dict[str, Any]) -> dict[str, Any]:
         self._enter(request)
         if not request["loaders"]:
             return {"attributes": self._attributes()}
         hook = f"{request['loaders']}_dataloader"
-        logger.info("Opening %s()", hook)
+        logger.info("Running %s()", hook)
         structure, loaders = describe_structure(getattr(self._datamodule, hook)(), hook, request["loaders"])
-        self._forget_reloaded(request["opening"])
+        self._forget_older_loaders(request["opening"])
         self.loaders[request["opening"]] = loaders
         return {"structure": structure, "loaders": [loader.facts.to_json() for loader in loaders]}
 
-    def _forget_reloaded(self, opening: str) -> None:
-        """Keep the loaders before these, which a slower rank may still read, but none that are older."""
+    def _forget_older_loaders(self, opening: str) -> None:
+        """Forget all loaders that a hook has returned but the last, which a slower rank may still read."""
         stage = opening.rpartition("/")[0]
         older = [name for name in self.loaders if name.rpartition("/")[0] == stage]
         for name in older[:-1]:
@@ -92,26 +92,27 @@ class ServedModule:
         """Run the hooks of a new ``fit``, ``validate``, ``test`` or ``predict``."""
         if request["run"] in self._left_runs:
             raise DataSettingsError(
-                "Another training has taken over this data host, which serves one at a time. Start data hosts of its "
-                "own for each training."
+                "Another training has taken over this data host, which serves one training at a time. Start separate "
+                "data hosts for each training."
             )
         self._datamodule.trainer = TrainerFacts(request["trainer"])
         if request["run"] == self._run:
             return
         if not self._is_prepared:
-            logger.info("prepare_data()")
+            logger.info("Running prepare_data()")
             self._datamodule.prepare_data()
             self._is_prepared = True
         self.leave()
-        logger.info("setup(%r)", request["stage"])
+        logger.info("Running setup(%r)", request["stage"])
         before = dict(vars(self._datamodule))
         self._datamodule.setup(request["stage"])
-        # Of all runs: a later setup() may set what an earlier one has set already.
+        # Accumulated over all runs: a later setup() may set the same objects again.
         self._changed |= {name for name, value in vars(self._datamodule).items() if before.get(name) is not value}
-        self._run, self._stage = request["run"], request["stage"]
+        self._run = request["run"]
+        self._stage = request["stage"]
 
     def _attributes(self) -> dict[str, Any]:
-        """Plain values that ``setup`` left on the DataModule, such as the number of classes."""
+        """Return the plain values that ``setup`` has set on the DataModule, such as the number of classes."""
         attributes = {}
         for name in sorted(self._changed):
             value = getattr(self._datamodule, name)
@@ -125,10 +126,10 @@ class ServedModule:
 
 
 class TrainerFacts:
-    """Stands in for the ``Trainer`` on a data host, where there is none.
+    """Stands in for the ``Trainer``, which a data host does not have.
 
     It has ``current_epoch``, ``global_step``, ``max_epochs``, ``max_steps``, ``num_nodes``, ``num_devices`` and
-    ``world_size`` of the trainer that opened the loaders, and rank 0: a data host serves all ranks.
+    ``world_size`` of the Trainer that requested the loaders, and rank 0: a data host serves all ranks.
 
     Args:
         facts: The values.
@@ -143,6 +144,6 @@ class TrainerFacts:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"self.trainer.{name} is not known on a data host. There are {', '.join(TRAINER_FACTS)} and rank 0. "
-            "Give the DataModule what else it needs as an argument."
+            f"self.trainer.{name} is not available on a data host, only {', '.join(TRAINER_FACTS)} and rank 0. Pass "
+            "other values to the DataModule as arguments."
         )

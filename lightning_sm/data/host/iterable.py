@@ -1,8 +1,8 @@
 """Iterable datasets, cut into virtual shards that do not depend on the shape of the cluster.
 
-Shard v of V is what ``iter(dataset)`` yields when ``get_worker_info()`` says worker v of V: the protocol by which
-iterable datasets split themselves for ``DataLoader`` workers. Batch k of a shard is found by its number, so that a
-shard can go on in any worker of any host: it is opened anew there and skipped to the number.
+Shard v of V is what ``iter(dataset)`` yields when ``get_worker_info()`` returns worker v of V: the protocol by which
+iterable datasets split themselves for ``DataLoader`` workers. A batch is requested by shard and offset, so that any
+worker of any host can continue a shard: it opens the shard and skips to the offset.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,34 +22,39 @@ from lightning_sm.data.host.random_state import RandomStates, seed_all
 from lightning_sm.data.plan.seeds import SampleSeeds
 from lightning_sm.data.protocol.spec import BatchSpec
 
-# Ranks that all read the whole dataset need an iterator each. More would be too much for datasets with large buffers.
+# Open iterators per shard: ranks that all read the whole dataset need one each, but its buffers may be large.
 _MAX_COPIES = 8
 
+_END = object()
 
-_NOTHING = object()
 
-
-class ShardAnswer:
-    """What a shard answers in place of a batch.
+class ShardAnswer(NamedTuple):
+    """The answer for a shard when there is no batch to send.
 
     Attributes:
-        end: Number of batches in the shard; None: there are more than were asked about.
+        end: Number of batches in the shard; None: more than the requested offset.
     """
 
-    def __init__(self, end: int | None) -> None:
-        self.end = end
+    end: int | None
 
 
 class ShardError(Exception):
     """The user's code failed in a shard; the cause is the user's exception.
 
     Args:
-        where: Which shard, and which batch of it.
+        where: The shard, and the batch of it.
     """
 
     def __init__(self, where: str) -> None:
         super().__init__(where)
         self.where = where
+
+
+class _Pass(NamedTuple):
+    seed: int
+    epoch: int
+    pass_index: int
+    num_shards: int
 
 
 class OpenShards:
@@ -71,63 +76,58 @@ class OpenShards:
         """Return the collated batch, or a ``ShardAnswer``.
 
         Args:
-            spec: The batch; its keys are number of shards, shard, offset, and whether the batch itself is wanted.
+            spec: The batch; its keys are number of shards, shard, offset, and whether to return the batch itself.
 
         Raises:
             ShardError: The user's code failed.
         """
         num_shards, number, offset, is_wanted = spec.keys.tolist()
-        which = (spec.seed, spec.epoch, spec.pass_index, num_shards)
-        shard = self._shard(which, number, offset)
+        shard = self._shard(_Pass(spec.seed, spec.epoch, spec.pass_index, num_shards), number, offset)
         try:
             samples = shard.samples(offset)
             if samples is None:
                 return ShardAnswer(shard.next_offset)
-            return self._collated(shard, samples, offset) if is_wanted else ShardAnswer(None)
+            if not is_wanted:
+                return ShardAnswer(None)
+            with shard.showing_worker_info():
+                # The state of the samples must not be used: it depends on whether the batches before were collated.
+                seed_all(shard.seeds.of_batch(offset, number))
+                return self._loader.collate_fn(samples[0] if self._loader.batch_size is None else samples)
         except Exception as error:
-            # An iterator that has raised is at its end, and must not be asked again.
+            # A generator that has raised would seem to be at its end.
             self._open[number].remove(shard)
             raise ShardError(f"batch {offset} of shard {number} of {num_shards}") from error
 
     def count(self, num_shards: int, seed: int, epoch: int, pass_index: int) -> list[int]:
-        """Return the number of batches in every shard, by reading all of them.
+        """Return the number of batches in every shard, by reading all of them."""
+        which = _Pass(seed, epoch, pass_index, num_shards)
+        return [self._new(which, number).count() for number in range(num_shards)]
 
-        Args:
-            num_shards: Shards.
-            seed: Base of all random states.
-            epoch: Epoch of the training.
-            pass_index: Number of the pass within the epoch.
-        """
-        which = (seed, epoch, pass_index, num_shards)
-        return [self._new(which, number).num_left() for number in range(num_shards)]
-
-    def _collated(self, shard: _Shard, samples: list[Any], offset: int) -> Any:
-        # A state of its own: shards that were skipped to this batch have not collated those before.
-        with shard.showing_worker_info():
-            seed_all(shard.seeds.of_batch(offset, shard.number))
-            return self._loader.collate_fn(samples[0] if self._loader.batch_size is None else samples)
-
-    def _shard(self, which: tuple[int, int, int, int], number: int, offset: int) -> _Shard:
-        """Return the one that has the shortest way to an offset, or a new one."""
-        known = [shard for shard in self._open.get(number, ()) if shard.which == which][-_MAX_COPIES:]
-        near = [shard for shard in known if shard.next_offset <= offset]
-        shard = max(near, key=lambda shard: shard.next_offset) if near else self._new(which, number)
-        self._open[number] = [*(other for other in known if other is not shard), shard]
+    def _shard(self, which: _Pass, number: int, offset: int) -> _Shard:
+        """Return the open iterator over a shard that is closest before an offset, or a new one."""
+        shards = [shard for shard in self._open.get(number, ()) if shard.which == which][-_MAX_COPIES:]
+        before = [shard for shard in shards if shard.next_offset <= offset]
+        if before:
+            shard = max(before, key=lambda shard: shard.next_offset)
+            shards.remove(shard)
+        else:
+            shard = self._new(which, number)
+        self._open[number] = [*shards, shard]
         return shard
 
-    def _new(self, which: tuple[int, int, int, int], number: int) -> _Shard:
-        seed, epoch, pass_index, _ = which
-        return _Shard(self._loader, which, number, SampleSeeds(seed, self._stage, self._index, epoch, pass_index))
+    def _new(self, which: _Pass, number: int) -> _Shard:
+        seeds = SampleSeeds(which.seed, self._stage, self._index, which.epoch, which.pass_index)
+        return _Shard(self._loader, which, number, seeds)
 
 
 def show_worker_info(worker_id: int, num_workers: int, seed: int, dataset: Any) -> None:
-    """Make ``torch.utils.data.get_worker_info()`` answer as in a ``DataLoader`` worker.
+    """Make ``torch.utils.data.get_worker_info()`` return what it returns in a ``DataLoader`` worker.
 
     Args:
         worker_id: Number of the worker, or of the virtual shard.
-        num_workers: How many there are.
+        num_workers: Number of workers, or of virtual shards.
         seed: Seed of the worker.
-        dataset: The dataset.
+        dataset: The worker's copy of the dataset.
     """
     info: Any = torch_worker.WorkerInfo(id=worker_id, num_workers=num_workers, seed=seed, dataset=dataset)
     torch_worker._worker_info = info
@@ -136,11 +136,8 @@ def show_worker_info(worker_id: int, num_workers: int, seed: int, dataset: Any) 
 def own_copy(dataset: Any) -> Any:
     """Copy a dataset, so that several iterators over it in one process do not disturb each other.
 
-    Copied are datasets, the datasets that they hold, alone or in lists, tuples and dicts, and generators of random
-    numbers. Everything else is shared: a dataset that holds its samples in memory would be copied for every shard.
-
-    Args:
-        dataset: The dataset.
+    This copies the dataset, the datasets that it holds (directly, or in lists, tuples and dicts), and random
+    generators. All else is shared: samples in memory would otherwise be copied for every shard.
     """
     return _copied(dataset, {})
 
@@ -167,11 +164,11 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
 class _Shard:
     """An open iterator over one virtual shard."""
 
-    def __init__(
-        self, loader: DataLoader[Any], which: tuple[int, int, int, int], number: int, seeds: SampleSeeds
-    ) -> None:
-        self.which, self.number, self.seeds = which, number, seeds
+    def __init__(self, loader: DataLoader[Any], which: _Pass, number: int, seeds: SampleSeeds) -> None:
+        self.which = which
+        self.seeds = seeds
         self.next_offset = 0
+        self._number = number
         self._loader = loader
         self._random = RandomStates(seeds.of(number))
         self._dataset: Any = None
@@ -179,7 +176,7 @@ class _Shard:
         self._is_over = False
 
     def samples(self, offset: int) -> list[Any] | None:
-        """Return the samples of the batch at an offset that is not behind ``next_offset``; None if it has ended."""
+        """Return the samples of the batch at an offset, at least ``next_offset``; None: the shard has fewer batches."""
         with self.showing_worker_info(), self._random:
             while (samples := self._take()) is not None:
                 self.next_offset += 1
@@ -187,7 +184,7 @@ class _Shard:
                     return samples
         return None
 
-    def num_left(self) -> int:
+    def count(self) -> int:
         """Read to the end, and return the number of batches."""
         with self.showing_worker_info(), self._random:
             while self._take() is not None:
@@ -196,12 +193,13 @@ class _Shard:
 
     @contextmanager
     def showing_worker_info(self) -> Iterator[None]:
-        """Be worker ``number`` for the user's code; other loaders of the process are not."""
+        """Make ``get_worker_info()`` return this shard, only for the code of this loader."""
         before = torch_worker._worker_info
         if self._dataset is None and not self._is_over:
-            is_prepared = self._loader.worker_init_fn is not None
-            self._dataset = copy.deepcopy(self._loader.dataset) if is_prepared else own_copy(self._loader.dataset)
-        show_worker_info(self.number, self.which[-1], self.seeds.of(self.number), self._dataset)
+            # A worker_init_fn may change any part of its dataset.
+            has_init = self._loader.worker_init_fn is not None
+            self._dataset = copy.deepcopy(self._loader.dataset) if has_init else own_copy(self._loader.dataset)
+        show_worker_info(self._number, self.which.num_shards, self.seeds.of(self._number), self._dataset)
         try:
             yield
         finally:
@@ -212,15 +210,17 @@ class _Shard:
             return None
         if self._samples is None:
             if self._loader.worker_init_fn is not None:
-                self._loader.worker_init_fn(self.number)
+                self._loader.worker_init_fn(self._number)
             self._samples = iter(self._dataset)
         size = self._loader.batch_size or 1
         taken: list[Any] = []
-        # Not by iter(), as loops do: a dataset that is its own iterator would begin anew.
-        while len(taken) < size and (sample := next(self._samples, _NOTHING)) is not _NOTHING:
+        # Not with a for loop, which calls iter(): a dataset that is its own iterator would start again.
+        while len(taken) < size and (sample := next(self._samples, _END)) is not _END:
             taken.append(sample)
         if taken and not (self._loader.drop_last and len(taken) < size):
             return taken
         self._is_over = True
-        self._samples = self._dataset = None  # buffers and files
+        # They may hold buffers and files.
+        self._samples = None
+        self._dataset = None
         return None

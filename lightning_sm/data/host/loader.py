@@ -1,4 +1,4 @@
-"""A loader of the user on a data host: what it is, which order its samplers give, and its batches."""
+"""A loader of the user on a data host: its description, the order of its samplers, and its batches."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ class ServedLoader:
 
     Args:
         loader: The user's loader.
-        name: Where it stands in what ``*_dataloader()`` returned.
+        name: Its place in what ``*_dataloader()`` returned, for messages: ``train_dataloader()["a"]``.
         stage: "train", "val", "test" or "predict".
         index: Position among the loaders of the stage.
 
     Raises:
-        DataSettingsError: It is nothing that can be served.
+        DataSettingsError: It is not a DataLoader.
     """
 
     def __init__(self, loader: Any, name: str, stage: str, index: int) -> None:
         if not isinstance(loader, DataLoader):
             raise DataSettingsError(
-                f"{name} is a {type(loader).__name__}. Data hosts serve torch.utils.data.DataLoader objects, alone or "
-                "in dicts, lists, tuples and CombinedLoader."
+                f"{name} is a {type(loader).__name__}. Data hosts serve torch.utils.data.DataLoader objects, also in "
+                "dicts, lists, tuples and CombinedLoader."
             )
         self._loader = loader
         self._dataset = loader.dataset
@@ -69,14 +69,15 @@ class ServedLoader:
         self._keys: tuple[tuple[int, int, int], list[Any]] | None = None
         self._fetches_lists = _has_own_getitems(self._dataset)
         self.facts = self._describe(name)
+        # Keys that are not integers stay on the data hosts; trainers request their positions instead.
         self._is_positional = self.facts.order in ("sampler", "batch_sampler") and not self._yields_indices()
 
     def sampler_order(
         self, seed: int, epoch: int, pass_index: int, num_shards: int = 0
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Run the user's sampler for one pass; of an iterable dataset, count the batches.
+        """Run the user's sampler for one pass; for an iterable dataset, count the batches instead.
 
-        Call it in a process of its own: samplers keep state, and every data host must get the same list.
+        Call it in a fork: samplers keep state, and every data host must return the same order.
 
         Args:
             seed: Base of all random states.
@@ -85,40 +86,35 @@ class ServedLoader:
             num_shards: Virtual shards of an iterable dataset.
 
         Returns:
-            Keys, int64 of shape (samples,); for a batch sampler also where each batch starts, int64 of shape
-            (batches + 1,). For an iterable dataset the batches in every shard, int64 of shape (num_shards,).
+            Keys, int64 of shape (samples,); for a batch sampler also the start of each batch, int64 of shape
+            (batches + 1,). For an iterable dataset the number of batches in every shard, int64 of shape (num_shards,).
         """
         if self.facts.order == "shards":
             return np.array(self._shards.count(num_shards, seed, epoch, pass_index), np.int64), None
         batches = self._run_sampler(seed, epoch, pass_index)
         if self.facts.order == "sampler":
-            keys = np.arange(len(batches)) if self._is_positional else np.array(batches, np.int64)
-            return keys, None
+            return np.arange(len(batches)) if self._is_positional else np.array(batches, np.int64), None
         offsets = np.concatenate([[0], np.cumsum([len(batch) for batch in batches], dtype=np.int64)])
         if self._is_positional:
             return np.arange(offsets[-1]), offsets
         return np.fromiter((key for batch in batches for key in batch), np.int64, offsets[-1]), offsets
 
     def batch(self, spec: BatchSpec, arena: Arena) -> Any:
-        """Produce a batch, in the arena as far as the collate function allows.
-
-        Args:
-            spec: The batch.
-            arena: Where to put it.
+        """Return a batch, built in the arena if the collate function is torch's own.
 
         Raises:
             SampleError: The user's dataset, transform or collate function failed.
 
         Returns:
-            The collated batch; for shards a ``ShardAnswer`` when the shard has no batch at this offset.
+            The collated batch, or a ``ShardAnswer`` for a shard without a batch at the requested offset.
         """
         if self.facts.order == "shards":
             return self._shards.batch(spec)
         seeds = SampleSeeds(spec.seed, self._stage, self._index, spec.epoch, spec.pass_index)
         keys: list[Any] = spec.keys.tolist()
         if self._is_positional:
-            table = self._key_table(spec)
-            keys = [table[position] for position in keys]
+            all_keys = self._all_keys(spec)
+            keys = [all_keys[position] for position in keys]
         samples = self._samples(keys, seeds, spec)
         seed_all(seeds.of_batch(spec.step, spec.rank))
         try:
@@ -129,7 +125,7 @@ class ServedLoader:
             raise SampleError(keys) from error
 
     def enter_worker(self, worker_id: int, num_workers: int) -> None:
-        """Make ``get_worker_info()`` answer, and run the user's ``worker_init_fn``; shards run it when they open.
+        """Set ``get_worker_info()`` and run the user's ``worker_init_fn``; shards do both when they open.
 
         Args:
             worker_id: Number of the worker on its host.
@@ -157,43 +153,47 @@ class ServedLoader:
                 raise SampleError(key) from error
         return samples
 
-    def _key_table(self, spec: BatchSpec) -> list[Any]:
-        """The keys of a sampler that yields something else than integers, which travel as positions."""
+    def _all_keys(self, spec: BatchSpec) -> list[Any]:
+        """Return the keys of a pass, for a sampler that does not yield integers."""
         which = (spec.seed, spec.epoch, spec.pass_index)
         if self._keys is None or self._keys[0] != which:
-            # Samplers that keep state must give every worker, and every one that replaces it, the same list.
-            listed = in_fork(lambda: self._run_sampler(*which))
-            flat = listed if self.facts.order == "sampler" else [key for batch in listed for key in batch]
-            self._keys = (which, flat)
+            # In a fork: samplers keep state, and all workers, also later ones, must get the same keys.
+            keys = in_fork(lambda: self._run_sampler(*which))
+            if self.facts.order == "batch_sampler":
+                keys = [key for batch in keys for key in batch]
+            self._keys = (which, keys)
         return self._keys[1]
 
+    @property
+    def _sampler(self) -> Any:
+        return self._loader.sampler if self.facts.order == "sampler" else self._loader.batch_sampler
+
     def _run_sampler(self, seed: int, epoch: int, pass_index: int) -> list[Any]:
-        sampler: Any = self._loader.sampler if self.facts.order == "sampler" else self._loader.batch_sampler
         seed_all(SampleSeeds(seed, self._stage, self._index, epoch, pass_index).of("sampler"))
-        candidates: list[Any] = [sampler, getattr(sampler, "sampler", None)]
-        for candidate in candidates:
-            if hasattr(candidate, "set_epoch"):
-                candidate.set_epoch(epoch)
-            if isinstance(getattr(candidate, "generator", None), torch.Generator):
-                candidate.generator.manual_seed(torch.initial_seed())
-        return list(sampler)
+        samplers: list[Any] = [self._sampler, getattr(self._sampler, "sampler", None)]
+        for sampler in samplers:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            if isinstance(getattr(sampler, "generator", None), torch.Generator):
+                sampler.generator.manual_seed(torch.initial_seed())
+        return list(self._sampler)
 
     def _yields_indices(self) -> bool:
-        sampler: Any = self._loader.sampler if self.facts.order == "sampler" else self._loader.batch_sampler
         state = torch.random.get_rng_state()
-        first: Any = next(iter(sampler), 0)
+        first: Any = next(iter(self._sampler), 0)
         torch.random.set_rng_state(state)
         if self.facts.order == "batch_sampler":
             first = next(iter(first), 0)
         return isinstance(first, (int, np.integer)) or (isinstance(first, torch.Tensor) and first.ndim == 0)
 
     def _describe(self, name: str) -> LoaderFacts:
-        loader, dataset = self._loader, self._dataset
-        order, num_samples, batch_size, drop_last = _order_of(loader, name)
+        order, num_samples, batch_size, drop_last = _order_of(self._loader)
+        cls = type(self._dataset)
+        fingerprint = getattr(self._dataset, "fingerprint", None)
         data = [
-            f"{type(dataset).__module__}.{type(dataset).__qualname__}",
+            f"{cls.__module__}.{cls.__qualname__}",
             str(num_samples),
-            str(_call_if_defined(dataset, "fingerprint")),
+            str(fingerprint() if callable(fingerprint) else None),
         ]
         versions = [torch.__version__, np.__version__, platform.python_version()]
         return LoaderFacts(
@@ -204,21 +204,21 @@ class ServedLoader:
             drop_last=drop_last,
             identity=_short_hash(data),
             fingerprint=_short_hash([*data, *versions]),
-            dataset=f"{type(dataset).__qualname__}" + (f" of {num_samples}" if num_samples is not None else ""),
-            is_split=type(_sampler_of(loader)) is DistributedSampler,
+            dataset=cls.__qualname__ if num_samples is None else f"{cls.__qualname__} of {num_samples}",
+            is_split=type(_sampler_of(self._loader)) is DistributedSampler,
         )
 
 
 def describe_structure(loaders: Any, name: str, stage: str) -> tuple[Any, list[ServedLoader]]:
-    """Take apart what a ``*_dataloader()`` hook returned.
+    """Separate the loaders that a ``*_dataloader()`` hook returned from their containers.
 
     Args:
-        loaders: A loader, or a list, tuple, dict or ``CombinedLoader`` of them, nested at will.
+        loaders: A loader, or nested lists, tuples, dicts and ``CombinedLoader``s of loaders.
         name: The hook, for messages.
         stage: "train", "val", "test" or "predict".
 
     Raises:
-        DataSettingsError: It holds something else.
+        DataSettingsError: It contains something else.
 
     Returns:
         The structure as JSON values, with positions in place of loaders, and the loaders.
@@ -239,8 +239,8 @@ def describe_structure(loaders: Any, name: str, stage: str) -> tuple[Any, list[S
     return take_apart(loaders, f"{name}()"), served
 
 
-def _order_of(loader: DataLoader[Any], name: str) -> tuple[Order, int | None, int | None, bool]:
-    """Tell who decides on the order: order, number of samples, batch size, drop_last."""
+def _order_of(loader: DataLoader[Any]) -> tuple[Order, int | None, int | None, bool]:
+    """Return the order of a loader, the number of samples, the batch size, and whether the last batch is dropped."""
     if isinstance(loader.dataset, IterableDataset):
         return "shards", None, loader.batch_size, loader.drop_last
     batch_sampler: Any = loader.batch_sampler
@@ -255,19 +255,19 @@ def _order_of(loader: DataLoader[Any], name: str) -> tuple[Order, int | None, in
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(dataset):
         return "shuffled", len(sampler), size, drop_last
     if type(sampler) is DistributedSampler:
-        # The user split the data by hand; the plan does the same for any number of ranks, and pads nothing.
+        # It splits the data over the ranks, as the plan does, but the plan fits any number of ranks without padding.
         return "shuffled" if sampler.shuffle else "sequential", len(dataset), size, drop_last or sampler.drop_last
     return "sampler", len(sampler) if hasattr(sampler, "__len__") else None, size, drop_last
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
-    """The sampler of single samples, if the loader has one."""
+    """Return the sampler of single samples, if the loader has one."""
     batch_sampler: Any = loader.batch_sampler
     return batch_sampler.sampler if type(batch_sampler) is BatchSampler else loader.sampler
 
 
 def _has_own_getitems(dataset: Any) -> bool:
-    """Whether the dataset fetches whole lists. ``Subset`` only passes the list on to the dataset below it."""
+    """Return whether a dataset fetches lists of samples. ``Subset`` only passes a list on to the dataset in it."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
@@ -275,8 +275,3 @@ def _has_own_getitems(dataset: Any) -> bool:
 
 def _short_hash(parts: list[str]) -> str:
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
-
-
-def _call_if_defined(instance: Any, method: str) -> Any:
-    function = getattr(instance, method, None)
-    return function() if callable(function) else None

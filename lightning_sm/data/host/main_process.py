@@ -17,7 +17,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import cloudpickle
@@ -49,12 +49,6 @@ class _Terminated(BaseException):
     """Interrupts a hook of the user. Not an Exception, so that the user's ``except Exception`` does not catch it."""
 
 
-@dataclass
-class _Child:
-    pidfd: int
-    on_exit: Callable[[int], None]
-
-
 class HostProcess:
     """Serves a DataModule from the current process until the trainers have finished.
 
@@ -72,7 +66,7 @@ class HostProcess:
         self._settings = settings
         self._listening = listening
         self._selector = selectors.DefaultSelector()
-        self._children: dict[int, _Child] = {}
+        self._pidfds: dict[int, int] = {}  # by process id, of all children
         self._worker_pids: dict[int, int] = {}  # by worker id
         self._current_ids: dict[int, int] = {}  # by worker number: the id of the worker to replace when it dies
         self._num_forks = 0
@@ -351,16 +345,17 @@ class HostProcess:
     # All children
 
     def _watch(self, pid: int, on_exit: Callable[[int], None]) -> None:
-        child = _Child(os.pidfd_open(pid), on_exit)
-        self._children[pid] = child
-        self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._reap(pid))
+        pidfd = os.pidfd_open(pid)
+        self._pidfds[pid] = pidfd
 
-    def _reap(self, pid: int) -> None:
-        child = self._children.pop(pid)
-        self._selector.unregister(child.pidfd)
-        os.close(child.pidfd)
-        _, status = os.waitpid(pid, 0)
-        child.on_exit(os.waitstatus_to_exitcode(status))
+        def reap() -> None:
+            del self._pidfds[pid]
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
+            _, status = os.waitpid(pid, 0)
+            on_exit(os.waitstatus_to_exitcode(status))
+
+        self._selector.register(pidfd, selectors.EVENT_READ, reap)
 
     def _close(self) -> None:
         """Stop all children. The server process gets time to notify the trainers."""
@@ -368,12 +363,12 @@ class HostProcess:
             self._server.close()
         for pid in self._worker_pids.values():
             os.kill(pid, signal.SIGKILL)
-        for pid, child in self._children.items():
-            if not _is_readable(child.pidfd, _STOP_TIMEOUT_S):
+        for pid, pidfd in self._pidfds.items():
+            if not _is_readable(pidfd, _STOP_TIMEOUT_S):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            os.close(child.pidfd)
-        self._children.clear()
+            os.close(pidfd)
+        self._pidfds.clear()
         self._selector.close()
         self._module.leave()
 

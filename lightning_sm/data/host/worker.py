@@ -1,7 +1,7 @@
 """A worker of a data host: runs the user's dataset, transforms and collate function, one batch after the other.
 
-Workers are forked from the data host's main process, which never loads gRPC and has no threads: they share the
-dataset's memory, need no pickling, and one that dies is replaced in milliseconds. This is what ``DataLoader`` does.
+Workers are forked from the data host's main process, as ``DataLoader`` forks its own. It never loads gRPC and has no
+threads, so that forking it is safe. Forks share the dataset's memory, need no pickling, and start in milliseconds.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ def run_worker(
     """Serve requests until the other end of the socket is closed.
 
     Args:
-        sock: Connection to the network process.
-        ring: Where finished batches are put.
-        openings: The loaders that were opened so far, by the name of the opening.
+        sock: Connection to the server process.
+        ring: The slots for finished batches.
+        openings: The loaders that were opened so far, by the name of their opening.
         worker_id: Number of the worker on its host.
         num_workers: Workers on the host.
     """
     kill_with_parent()
-    # The terminal's Ctrl-C and the launcher's SIGTERM go to the whole group; workers end when their socket closes.
+    # Ctrl-C and the launcher's SIGTERM go to the whole process group; workers exit when their socket is closed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     keep_freed_memory()
     torch.set_num_threads(1)
     requests = MessageSocket(sock)
-    problem = _enter(openings, worker_id, num_workers)
-    with contextlib.suppress(BrokenPipeError):  # the network process died while a batch was in the making
+    problem = _run_worker_init_fns(openings, worker_id, num_workers)
+    with contextlib.suppress(BrokenPipeError):  # the server process died while this worker built a batch
         requests.send("ready", pid=os.getpid())
         while (message := requests.receive()) is not None:
             if problem is not None:
@@ -63,13 +63,15 @@ def run_worker(
                 _serve(requests, message, ring, openings)
 
 
-def _enter(openings: Mapping[str, Sequence[ServedLoader]], worker_id: int, num_workers: int) -> Exception | None:
-    """Run the user's worker_init_fn; what it raises is the answer to every request."""
+def _run_worker_init_fns(
+    openings: Mapping[str, Sequence[ServedLoader]], worker_id: int, num_workers: int
+) -> Exception | None:
+    """Run the user's worker_init_fn of every loader; return its error, which is the answer to every request."""
     try:
         for loaders in openings.values():
             for loader in loaders:
                 loader.enter_worker(worker_id, num_workers)
-    except Exception as error:  # noqa: BLE001  # whatever the user's code raises belongs to the trainer
+    except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
         return error
     return None
 
@@ -77,7 +79,7 @@ def _enter(openings: Mapping[str, Sequence[ServedLoader]], worker_id: int, num_w
 def _serve(
     requests: MessageSocket, message: Message, ring: Ring, openings: Mapping[str, Sequence[ServedLoader]]
 ) -> None:
-    began = time.perf_counter()
+    started = time.perf_counter()
     slot = message.facts["slot"]
     spec = BatchSpec.decode(message.payload)
     arena = Arena(ring.slot(slot))
@@ -88,28 +90,28 @@ def _serve(
             return
         header = encode(batch, arena)
         num_bytes = arena.used
-        pieces = _compressed(ring.slot(slot)[:num_bytes], arena, spec.compression)
+        pieces = _compress(ring.slot(slot)[:num_bytes], arena, spec.compression) if spec.compression else []
     except SampleError as error:
         _fail(requests, slot, error.__cause__ or error, f"index {error.key!r}")
     except ShardError as error:
         _fail(requests, slot, error.__cause__ or error, error.where)
     except (BatchTypeError, BatchTooLargeError, DataSettingsError) as error:
         requests.send("failed", slot=slot, error=type(error).__name__, text=str(error))
-    except Exception as error:  # noqa: BLE001  # whatever the user's code raises belongs to the trainer
+    except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
         _fail(requests, slot, error, f"step {spec.step}")
     else:
-        seconds = time.perf_counter() - began
-        requests.send("done", header, slot=slot, num_bytes=num_bytes, pieces=pieces, produce_s=seconds)
+        produce_s = time.perf_counter() - started
+        requests.send("done", header, slot=slot, num_bytes=num_bytes, pieces=pieces, produce_s=produce_s)
 
 
-def _compressed(data: np.ndarray, arena: Arena, compression: str) -> list[tuple[int, int]]:
-    """Compress a batch into the rest of its slot, piece by piece, and return where the pieces lie.
+def _compress(data: np.ndarray, arena: Arena, compression: str) -> list[tuple[int, int]]:
+    """Compress a batch into the rest of its slot, piece by piece, and return where the pieces lie, as (start, size).
 
-    Empty if it is not wanted, does not pay, or finds no room.
+    Return no pieces if compression does not make the batch smaller, or the slot has no room.
     """
-    if not compression:
-        return []
-    codec, pieces, total = codec_of(compression), [], 0
+    codec = codec_of(compression)
+    pieces: list[tuple[int, int]] = []
+    total = 0
     for start in range(0, len(data), CHUNK_BYTES):
         packed = codec.compress(data[start : start + CHUNK_BYTES].data)
         total += len(packed)

@@ -101,7 +101,7 @@ def test_only_rank_0_reports_the_channels(hosts):
 def test_the_data_host_serves_and_leaves_without_a_trace(hosts):
     """It serves both trainers, leaves with them, says so, and writes no file."""
     log = log_of(hosts[2])
-    assert "Opening train_dataloader()" in log
+    assert "Running train_dataloader()" in log
     assert "The data host exits: all 2 trainer ranks have finished" in log
     assert not files_in(hosts[2] / "output" / "data")
 
