@@ -9,7 +9,7 @@ def make(*hosts, num_credits=1, window=4, stop=100, **options):
     """Return a scheduler with hosts up and pass 1 open."""
     scheduler = Scheduler(**options)
     for host in hosts:
-        scheduler.host_up(host, num_credits, 0.0)
+        scheduler.host_up(host, num_credits)
     scheduler.open_pass(1, 0, stop, window)
     return scheduler
 
@@ -25,7 +25,7 @@ def warm(latencies, *, num_credits=1, **options):
         scheduler.advance(1, scheduler.snapshot().passes[0].waiting_for)
     scheduler.close_pass(1)
     for host in latencies:
-        scheduler.host_up(host, num_credits, now)
+        scheduler.host_up(host, num_credits)
     return scheduler, now
 
 

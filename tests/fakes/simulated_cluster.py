@@ -8,9 +8,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from lightning_sm.data.feeder.scheduler import HostState, Scheduler
-
-HEDGE_BUDGET, HEDGE_BURST = 0.05, 4
+from lightning_sm.data.feeder.scheduler import HEDGE_BUDGET, HEDGE_BURST, HostState, Scheduler
 
 
 @dataclass
@@ -54,15 +52,15 @@ class Consumer:
 class Cluster:
     """A discrete-event simulation of data hosts, one scheduler and its consumers, which checks every invariant."""
 
-    def __init__(self, machines, seed=0, *, crossing=0.0, failure=None, **settings):
-        self.scheduler = Scheduler(hedge_budget=HEDGE_BUDGET, hedge_burst=HEDGE_BURST, **settings)
+    def __init__(self, machines, seed=0, *, crossing=0.0, failure=None):
+        self.scheduler = Scheduler()
         self.machines = {machine.name: machine for machine in machines}
         self.rng = random.Random(seed)
         self.crossing, self.failure = crossing, failure
         self.now, self.events, self.order = 0.0, [], itertools.count()
         self.consumers, self.live, self.wakeup, self.num_events, self.sent = {}, {}, None, 0, []
         for machine in machines:
-            self.scheduler.host_up(machine.name, machine.num_credits, 0.0)
+            self.scheduler.host_up(machine.name, machine.num_credits)
 
     def at(self, time, action, *arguments):
         """Schedule an action."""
@@ -103,11 +101,11 @@ class Cluster:
             self.at(self.now + detected_after_s, self._suspect, name)
 
     def thaw(self, name):
-        """Let a frozen host go on where it was; what it was busy with comes out late."""
+        """Let a frozen host resume; the requests that it was busy with are answered late."""
         machine = self.machines[name]
         machine.is_frozen, stuck, machine.stuck = False, machine.stuck, []
         if machine.is_alive:
-            self.scheduler.host_up(name, machine.num_credits, self.now)
+            self.scheduler.host_up(name, machine.num_credits)
             for request in stuck:
                 self._finish(name, machine.life, request)
             self._start(machine)
@@ -117,13 +115,13 @@ class Cluster:
         machine = self.machines[name]
         machine.is_alive, machine.life = False, machine.life + 1
         machine.queue.clear(), machine.running.clear(), machine.stuck.clear()
-        self._cancel(self.scheduler.host_down(name, self.now, "killed"))
+        self._cancel(self.scheduler.host_down(name))
 
     def revive(self, name):
         """Start a lost host again."""
         machine = self.machines[name]
         machine.is_alive, machine.is_frozen = True, False
-        self.scheduler.host_up(name, machine.num_credits, self.now)
+        self.scheduler.host_up(name, machine.num_credits)
 
     def set_rate(self, name, rate):
         """Change the speed of a host."""
@@ -131,7 +129,7 @@ class Cluster:
 
     def _suspect(self, name):
         if self.machines[name].is_frozen:
-            self._cancel(self.scheduler.host_suspect(name, self.now, "silent"))
+            self._cancel(self.scheduler.host_suspect(name))
 
     def _pump(self):
         progress = True
@@ -200,8 +198,8 @@ class Cluster:
             return
         is_live = self.live.pop(request.request_id, None) is not None
         if is_live and self.failure and (retry := self.failure(self.rng, request)):
-            verdict = self.scheduler.failed(request.request_id, self.now, retry=retry, reason="simulated")
-            assert not verdict.is_fatal
+            decision = self.scheduler.failed(request.request_id, self.now, retry=retry, reason="simulated")
+            assert not decision.is_fatal
             return
         completion = self.scheduler.completed(request.request_id, self.now)
         assert completion.is_accepted is is_live

@@ -233,14 +233,14 @@ class Feeder:
         workers = max(1, int(link.state["workers"]))
         num_credits = -(-workers // self._num_ranks) + _EXTRA_CREDITS
         with self._lock:
-            self._scheduler.host_up(link.address, num_credits, time.monotonic())
+            self._scheduler.host_up(link.address, num_credits)
         self._ask()
 
     def link_lost(self, link: HostLink, why: str, *, is_silent: bool) -> None:
         """Ask others for what was asked of this host."""
         leave = self._scheduler.host_suspect if is_silent else self._scheduler.host_down
         with self._lock:
-            self._cancel(leave(link.address, time.monotonic(), why), None, tell=False)
+            self._cancel(leave(link.address), None, tell=False)
         self._ask()
 
     def link_opened(self, link: HostLink, opening: str, reply: dict[str, Any]) -> str:
@@ -329,17 +329,17 @@ class Feeder:
         host = self._links[request.host].name
         retry = RETRIES.get(facts["error"], Retry.NEVER)
         reason = f"{facts['where']}\n{facts['text']}" if facts["where"] else facts["text"]
-        verdict = self._scheduler.failed(request.request_id, time.monotonic(), retry=retry, reason=reason)
+        decision = self._scheduler.failed(request.request_id, time.monotonic(), retry=retry, reason=reason)
         self._requests.pop(request.request_id, None)
         intake.drop(request.request_id)
-        if not verdict.is_fatal:
+        if not decision.is_fatal:
             if facts["error"] == "NotOpen":
                 self._links[request.host].reopen()
             logger.warning("Data host %s could not make the batch of step %d: %s", host, request.step, reason)
             self._ask()
             return
-        self._cancel(verdict.cancel, intake)
-        self._fail(intake.pass_id, *explain(facts["error"], request.step, verdict, intake.keys(request.step)))
+        self._cancel(decision.cancel, intake)
+        self._fail(intake.pass_id, *explain(facts["error"], request.step, decision, intake.keys(request.step)))
 
     # What is asked for
 

@@ -1,9 +1,11 @@
-"""Which batch is asked of which data host, and when: the rules of one trainer rank's feeder process.
+"""Which batch is requested from which data host, and when: the rules of one trainer rank's feeder process.
 
-Pure rules: no I/O, no clock, no thread, no chance. Events come in with their time (``now``, seconds of one clock that
-never goes back); requests to send and to cancel come out. A step of a pass (one iteration over one loader) is TODO,
-then in flight (twice when hedged), then ready. It becomes ready once, by whichever answer comes first; every other
-answer, late or for a closed pass, is refused. So each step is delivered exactly once, whatever the hosts do.
+Pure rules: no I/O, no clock, no thread, no randomness. The caller passes in events with their time (``now``, seconds of
+a monotonic clock), and gets back the requests to send and to cancel.
+
+A step of a pass (one iteration over one loader) is first TODO, then in flight (twice when hedged), then ready. The
+first answer makes it ready; all others, late or for a closed pass, are rejected. So each step is delivered exactly
+once, whatever the hosts do.
 """
 
 from __future__ import annotations
@@ -13,23 +15,50 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count, takewhile
+from typing import NamedTuple
 
-# A new sample's weight in the moving average: one heavy batch must not make a slow host.
+# Weight of a new sample in a host's moving average: one heavy batch must not make a host look slow.
 _LATENCY_WEIGHT = 0.25
-# A host that is so many times slower than the fastest lags.
-LAG_FACTOR = 2.0
-# A lagging host is tried again after so many times its latency.
-_CANARY_FACTOR = 10.0
-# After a refusal: else an overloaded host that is alone would be asked again in a busy loop.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+# A host lags that is this many times slower than the fastest.
+_LAG_FACTOR = 2.0
+# So does a host with this many requests overtaken by their hedges, without an answer in between: one may be a heavy
+# batch, two are a host that does not answer.
+_NUM_LATE_TO_LAG = 2
+# A lagging host gets a probe after this many times its latency.
+_PROBE_FACTOR = 10.0
+# Pauses after failures: without them, an overloaded host that is alone would get requests in a busy loop.
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
+
+# Hedges allowed: a fraction of the answers so far, and beyond it this many and the credits of the largest host.
+HEDGE_BUDGET = 0.05
+HEDGE_BURST = 4
+# No request is hedged before this age.
+_HEDGE_MINIMUM_S = 0.05
+# Latencies of which the median is taken: enough to outvote the stragglers of one host, and few enough to adapt soon
+# after a change of pass.
+_NUM_RECENT = 64
+# With fewer latencies no request counts as late.
+_NUM_SAMPLES_TO_HEDGE = 3
+# Hedges on the same host: another worker may answer for a frozen one, but all workers may simply be busy.
+_SAME_HOST_FACTOR = 10.0
+_SAME_HOST_MINIMUM_S = 2.0
+# Hedges beyond the budget: later than any slow host that still works would take.
+_STUCK_FACTOR = 30.0
+_STUCK_MINIMUM_S = 3.0
+# Hedges of shards: another host has to read the shard from its beginning, which takes as long as it took this one.
+_MOVE_FACTOR = 30.0
+_MOVE_MINIMUM_S = 20.0
+# Weight of a new sample in the mean interval between answers: equal workers answer in bursts.
+_INTERVAL_WEIGHT = 1 / 32
 
 
 class HostState(Enum):
-    """What the feeder knows of a data host; one that was not reached yet is DOWN."""
+    """The state of a data host; one that was never reached is DOWN."""
 
     UP = "up"
     SUSPECT = "suspect"
@@ -39,10 +68,10 @@ class HostState(Enum):
 class Retry(Enum):
     """What a failed request means for its step.
 
-    ELSEWHERE: not the request's fault (connection lost, host overloaded); asked again until it succeeds.
-    LIMITED: perhaps its fault (a worker died of it); asked again, ``max_attempts`` times in all.
-    ONCE: the user's code raised; asked once more, of another host if one is up (a disk may be broken).
-    NEVER: asking again cannot help.
+    ELSEWHERE: not the request's fault (connection lost, host overloaded); retried until it succeeds.
+    LIMITED: perhaps its fault (a worker was killed); a few attempts in all.
+    ONCE: the user's code raised; retried once, on another host if one is up (a disk may be broken).
+    NEVER: a retry cannot succeed.
     """
 
     ELSEWHERE = "elsewhere"
@@ -51,15 +80,18 @@ class Retry(Enum):
     NEVER = "never"
 
 
+# Failures of a kind that end the pass.
+_MAX_FAILURES = {Retry.LIMITED: 4, Retry.ONCE: 2, Retry.NEVER: 1}
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One step asked of one host; ``attempt`` counts the requests of the step from 1."""
+    """One step requested from one host."""
 
     request_id: int
     host: str
     pass_id: int
     step: int
-    attempt: int
     is_hedge: bool
     sent_at: float
 
@@ -73,8 +105,8 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Whether a failure ends the pass; if so, the failures that led there ("host: reason") and requests to cancel."""
+class FailureDecision:
+    """Whether a failure ends the pass; if so, all failures of the step ("host: reason") and requests to cancel."""
 
     is_fatal: bool
     failures: tuple[str, ...] = ()
@@ -87,8 +119,6 @@ class HostStatus:
 
     host: str
     state: HostState = HostState.DOWN
-    reason: str = ""
-    since: float = 0.0
     num_credits: int = 0
     num_in_flight: int = 0
     latency_s: float | None = None
@@ -100,11 +130,11 @@ class HostStatus:
 
 @dataclass(frozen=True, slots=True)
 class PassStatus:
-    """One pass: the step that is awaited, of which hosts it was asked and when, and the steps in the window."""
+    """One pass: the step that its consumer waits for, the requests for that step, and the steps in the window."""
 
     pass_id: int
     waiting_for: int
-    asked: tuple[Request, ...]
+    requests: tuple[Request, ...]
     num_todo: int
     num_in_flight: int
     num_ready: int
@@ -112,7 +142,7 @@ class PassStatus:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All hosts and open passes, and the answers refused so far."""
+    """All hosts and open passes, and the number of answers that were rejected."""
 
     hosts: tuple[HostStatus, ...]
     passes: tuple[PassStatus, ...]
@@ -120,42 +150,53 @@ class Snapshot:
 
 
 @dataclass(slots=True)
-class Host(HostStatus):
+class _Host(HostStatus):
     """One host, as the scheduler sees it."""
 
     num_late: int = 0
-    num_refusals: int = 0
+    num_pauses: int = 0
     last_sent_at: float = -math.inf
     paused_until: float = -math.inf
 
     def has_credit(self, now: float) -> bool:
-        """Tell whether it may be asked for something now."""
+        """Return whether it may get a request now."""
         return self.state is HostState.UP and self.num_in_flight < self.num_credits and self.paused_until <= now
 
     @property
-    def rank(self) -> tuple[bool, float, float]:
-        """The order in which hosts choose: lagging ones last, as the oldest steps are for the others."""
+    def priority(self) -> tuple[bool, float, float]:
+        """The order in which hosts choose steps: lagging ones last, so that the others take the oldest steps."""
         return self.is_lagging, self.num_in_flight / self.num_credits, self.latency_s or 0.0
 
     @property
-    def canary_at(self) -> float:
-        """When it is tried again while it lags."""
-        return self.last_sent_at + _CANARY_FACTOR * (self.latency_s or 0.0)
+    def probe_due_at(self) -> float:
+        """When it gets the next probe, while it lags."""
+        return self.last_sent_at + _PROBE_FACTOR * (self.latency_s or 0.0)
 
-    def learn(self, latency_s: float) -> None:
-        """Average, but believe a lagging host's recovery at once: its canaries are rare."""
-        if self.latency_s is None or (self.is_lagging and latency_s < self.latency_s / LAG_FACTOR):
+    @property
+    def answers(self) -> bool:
+        """Whether it answers at all, if perhaps slowly."""
+        return self.num_late < _NUM_LATE_TO_LAG
+
+    def record_latency(self, latency_s: float) -> None:
+        """Average, but believe a lagging host's recovery at once: its probes are rare."""
+        if self.latency_s is None or (self.is_lagging and latency_s < self.latency_s / _LAG_FACTOR):
             self.latency_s = latency_s
         self.latency_s += _LATENCY_WEIGHT * (latency_s - self.latency_s)
 
     def pause(self, now: float) -> None:
-        """Leave it alone for a moment, longer every time."""
-        self.paused_until = now + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self.num_refusals, 10))
-        self.num_refusals += 1
+        """Send it nothing for a moment, twice as long each time."""
+        self.paused_until = now + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self.num_pauses, 10))
+        self.num_pauses += 1
+
+
+class _Failure(NamedTuple):
+    retry: Retry
+    host: str
+    reason: str
 
 
 @dataclass(slots=True)
-class Pass:
+class _Pass:
     """One pass, as the scheduler sees it."""
 
     pass_id: int
@@ -164,51 +205,12 @@ class Pass:
     window: int
     cursor: int  # no step from here on was ever put into todo
     todo: list[int] = field(default_factory=list)  # sorted
-    flights: dict[int, list[Request]] = field(default_factory=dict)  # one or two per step
+    in_flight: dict[int, list[Request]] = field(default_factory=dict)  # one or two per step
     ready: set[int] = field(default_factory=set)
     fatal: set[int] = field(default_factory=set)
-    attempts: dict[int, int] = field(default_factory=dict)
-    failures: dict[int, list[tuple[Retry, str, str]]] = field(default_factory=dict)  # kind, host, reason
-    shard_of: Callable[[int], int] | None = None  # of a step, for datasets that are iterated over
-    homes: dict[int, str] = field(default_factory=dict)  # of shards: the hosts that have their iterators
-
-    def refill(self) -> None:
-        """Bring the TODO steps in line with the window after it moved, grew or shrank."""
-        limit = self.position + self.window
-        limit = limit if self.stop_step is None else min(limit, self.stop_step)
-        del self.todo[bisect_left(self.todo, limit) :]
-        new = range(self.cursor, limit)
-        self.todo += [s for s in new if s not in self.flights and s not in self.ready and s not in self.fatal]
-        self.cursor = limit
-
-    def failed_on(self, step: int, host: str) -> bool:
-        """Tell whether a step has failed on a host."""
-        return any(name == host for _, name, _ in self.failures.get(step, ()))
-
-    def has_raised(self, step: int) -> bool:
-        """Tell whether the user's code failed in a step."""
-        return any(kind is Retry.ONCE for kind, _, _ in self.failures.get(step, ()))
-
-    def home(self, step: int, hosts: Sequence[Host]) -> str:
-        """Return the host that has the shard of a step, or that takes it from now on: one of ``hosts``, all UP."""
-        shard = 0 if self.shard_of is None else self.shard_of(step)
-        if self.homes.get(shard) not in {host.host for host in hosts}:
-            self.homes.pop(shard, None)
-            # Ranks begin with different shards, and so with different hosts.
-            turn = {host.host: (order - shard) % len(hosts) for order, host in enumerate(hosts)}
-            self.homes[shard] = min(hosts, key=lambda h: (self._load(h, 1), turn[h.host])).host
-        return self.homes[shard]
-
-    def share_with(self, newcomer: Host, hosts: Sequence[Host]) -> None:
-        """Give a host that came up its part of the shards, from those that have the most."""
-        while self.homes:
-            giver = max(hosts, key=lambda host: self._load(host, 0))
-            if giver is newcomer or self._load(newcomer, 1) >= self._load(giver, 0):
-                return
-            self.homes[max(shard for shard, home in self.homes.items() if home == giver.host)] = newcomer.host
-
-    def _load(self, host: Host, more: int) -> float:
-        return (sum(home == host.host for home in self.homes.values()) + more) / host.num_credits
+    failures: dict[int, list[_Failure]] = field(default_factory=dict)
+    shard_of: Callable[[int], int] | None = None  # shard of a step, for iterable datasets
+    assigned_hosts: dict[int, str] = field(default_factory=dict)  # by shard: the host that has its iterator
 
     @property
     def waiting_for(self) -> int:
@@ -220,83 +222,126 @@ class Pass:
         """Fraction of the window that is in flight or ready."""
         return (self.cursor - self.position - len(self.todo)) / self.window
 
+    def refill(self) -> None:
+        """Adjust the TODO steps after the window has moved, grown or shrunk."""
+        limit = self.position + self.window
+        if self.stop_step is not None:
+            limit = min(limit, self.stop_step)
+        del self.todo[bisect_left(self.todo, limit) :]
+        for step in range(self.cursor, limit):
+            if step not in self.in_flight and step not in self.ready and step not in self.fatal:
+                self.todo.append(step)
+        self.cursor = limit
 
-# How far back the median latency looks: enough to outvote the stragglers of one host, and soon past a change of pass.
-# With fewer samples than the second number nothing is called late.
-_NUM_RECENT, _NUM_SAMPLES_TO_HEDGE = 64, 3
-# Another worker of the same host may answer for a frozen one, but all may as well be busy: wait longer.
-_SAME_HOST_FACTOR, _SAME_HOST_MINIMUM_S = 10.0, 2.0
-# Later than any slow host that still works would take.
-_STUCK_FACTOR, _STUCK_MINIMUM_S = 30.0, 3.0
-# Another host has to read a shard from its beginning, which takes as long as it took this one.
-_MOVE_FACTOR, _MOVE_MINIMUM_S = 30.0, 20.0
-# A new sample's weight in the mean interval: equal workers answer in volleys.
-_INTERVAL_WEIGHT = 1 / 32
-# A lost race is a heavy batch; two without an answer in between are a host that does not answer.
-_NUM_LATE_TO_LAG = 2
+    def todo_from(self, step: int) -> list[int]:
+        """Return the TODO steps from one on."""
+        return self.todo[bisect_left(self.todo, step) :]
+
+    def failed_on(self, step: int, host: str) -> bool:
+        """Return whether a step has failed on a host."""
+        return any(failure.host == host for failure in self.failures.get(step, ()))
+
+    def failed_on_all(self, step: int, hosts: Sequence[_Host]) -> bool:
+        """Return whether a step has failed on all of these hosts."""
+        return all(self.failed_on(step, host.host) for host in hosts)
+
+    def has_raised(self, step: int) -> bool:
+        """Return whether the user's code has raised in a step."""
+        return any(failure.retry is Retry.ONCE for failure in self.failures.get(step, ()))
+
+    def assigned_host(self, step: int, hosts: Sequence[_Host]) -> str:
+        """Return the host that has the iterator of a step's shard; assign one of ``hosts``, all UP, if none has."""
+        shard = 0 if self.shard_of is None else self.shard_of(step)
+        if self.assigned_hosts.get(shard) not in {host.host for host in hosts}:
+            self.assigned_hosts.pop(shard, None)
+            # Ranks begin with different shards, and so with different hosts.
+            turn = {host.host: (order - shard) % len(hosts) for order, host in enumerate(hosts)}
+            chosen = min(hosts, key=lambda host: (self._load(host, 1), turn[host.host]))
+            self.assigned_hosts[shard] = chosen.host
+        return self.assigned_hosts[shard]
+
+    def rebalance(self, newcomer: _Host, hosts: Sequence[_Host]) -> None:
+        """Give a host that came up its part of the shards, from those that have the most."""
+        while self.assigned_hosts:
+            giver = max(hosts, key=lambda host: self._load(host, 0))
+            if giver is newcomer or self._load(newcomer, 1) >= self._load(giver, 0):
+                return
+            last_shard = max(shard for shard, host in self.assigned_hosts.items() if host == giver.host)
+            self.assigned_hosts[last_shard] = newcomer.host
+
+    def _load(self, host: _Host, more: int) -> float:
+        """Return the shards per credit of a host that is assigned so many more shards."""
+        num_shards = sum(assigned == host.host for assigned in self.assigned_hosts.values())
+        return (num_shards + more) / host.num_credits
 
 
 class Scheduler:
     """Assign the steps of all open passes to data hosts, hedge late requests, and accept each step once.
 
-    The caller reports every event, sends what ``next_requests`` returns and cancels what other calls return; without
+    The caller reports every event, sends what ``next_requests`` returns and cancels what other calls return. Without
     an event it calls ``next_requests`` again at ``next_wakeup``. A cancelled request frees its credit at once.
 
     Args:
         hedge_factor: A request is late after this many times the median latency; 0: never.
-        hedge_budget: Hedges allowed, as a fraction of the answers so far.
-        hedge_minimum_s: No request is late before.
-        hedge_burst: Hedges allowed beyond that fraction, besides as many as the largest host has credits.
-        max_attempts: Failures of kind ``Retry.LIMITED`` that make a step fatal.
     """
 
-    def __init__(
-        self,
-        *,
-        hedge_factor: float = 3.0,
-        hedge_budget: float = 0.05,
-        hedge_minimum_s: float = 0.05,
-        hedge_burst: int = 4,
-        max_attempts: int = 4,
-    ) -> None:
-        self._hedge_factor, self._hedge_minimum_s = hedge_factor, hedge_minimum_s
-        self._hedge_budget, self._hedge_burst, self._burst = hedge_budget, hedge_burst, hedge_burst
-        self._max_failures = {Retry.LIMITED: max_attempts, Retry.ONCE: 2, Retry.NEVER: 1}
-        self._hosts: dict[str, Host] = {}
-        self._passes: dict[int, Pass] = {}
+    def __init__(self, hedge_factor: float = 3.0) -> None:
+        self._hedge_factor = hedge_factor
+        self._burst = HEDGE_BURST
+        self._hosts: dict[str, _Host] = {}
+        self._passes: dict[int, _Pass] = {}
         self._requests: dict[int, Request] = {}  # in flight, oldest first
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
-        self._median_s = self._interval_s = self._measured_until = 0.0
-        self._num_sent = self._num_hedges = self._num_completed = self._num_duplicates = 0
+        self._median_s = 0.0
+        self._interval_s = 0.0
+        self._measured_until = 0.0
+        self._num_sent = 0
+        self._num_hedges = 0
+        self._num_completed = 0
+        self._num_duplicates = 0
 
-    def host_up(self, host: str, num_credits: int, now: float) -> None:
-        """Let a host take at most ``num_credits`` requests at a time; the first call with a name adds the host.
+    # Events of hosts
+
+    def host_up(self, name: str, num_credits: int) -> None:
+        """Send a host at most ``num_credits`` requests at a time; the first call with a name adds the host.
 
         Raises:
-            ValueError: ``num_credits`` is below 1: the host could never be asked.
+            ValueError: ``num_credits`` is below 1: the host would never get a request.
         """
         if num_credits < 1:
-            raise ValueError(f"num_credits of host {host!r} is {num_credits}; it must be at least 1.")
-        known = self._hosts.setdefault(host, Host(host))
-        if known.state is not HostState.UP:
-            if known.state is HostState.DOWN:  # another process, perhaps; one that was only silent keeps its pace
-                known.latency_s = None
-            known.state, known.reason, known.since = HostState.UP, "", now
-            known.num_late = known.num_refusals = 0
-            known.last_sent_at = known.paused_until = -math.inf
-            known.num_credits = num_credits
+            raise ValueError(f"num_credits of host {name!r} is {num_credits}; it must be at least 1.")
+        host = self._hosts.setdefault(name, _Host(name))
+        was_up = host.state is HostState.UP
+        if host.state is HostState.DOWN:  # it may be another process now; a host that was only silent keeps its latency
+            host.latency_s = None
+        host.state = HostState.UP
+        host.num_credits = num_credits
+        if not was_up:
+            host.num_late = 0
+            host.num_pauses = 0
+            host.last_sent_at = -math.inf
+            host.paused_until = -math.inf
             for current in self._passes.values():
-                current.share_with(known, self._up())
-        known.num_credits = num_credits
-        self._judge_hosts()
+                current.rebalance(host, self._up())
+        self._find_lagging_hosts()
 
-    def host_suspect(self, host: str, now: float, reason: str = "") -> tuple[Request, ...]:
-        """Ask a silent host nothing until ``host_up``; its requests, returned, are asked elsewhere."""
-        return self._leave(host, HostState.SUSPECT, now, reason)
+    def host_suspect(self, name: str) -> tuple[Request, ...]:
+        """Send a silent host nothing until ``host_up``; its requests, returned, are sent to others."""
+        return self._host_lost(name, HostState.SUSPECT)
 
-    def host_down(self, host: str, now: float, reason: str = "") -> tuple[Request, ...]:
-        """Ask an unreachable host nothing until ``host_up``; its requests, returned, are asked elsewhere."""
-        return self._leave(host, HostState.DOWN, now, reason)
+    def host_down(self, name: str) -> tuple[Request, ...]:
+        """Send an unreachable host nothing until ``host_up``; its requests, returned, are sent to others."""
+        return self._host_lost(name, HostState.DOWN)
+
+    def _host_lost(self, name: str, state: HostState) -> tuple[Request, ...]:
+        host = self._hosts.setdefault(name, _Host(name))
+        host.state = state
+        lost = self._end_requests([request for request in self._requests.values() if request.host == name])
+        host.num_retries += len(lost)
+        self._find_lagging_hosts()
+        return lost
+
+    # Events of passes
 
     def open_pass(
         self,
@@ -306,37 +351,39 @@ class Scheduler:
         window: int,
         shard_of: Callable[[int], int] | None = None,
     ) -> None:
-        """Begin to ask for the steps of a pass, from ``first_step`` to before ``stop_step`` (None: not known yet).
+        """Begin to request the steps of a pass, from ``first_step`` to before ``stop_step`` (None: not known yet).
 
-        At most ``window`` steps from the oldest that the consumer has not taken are in flight or ready. Steps of the
-        same shard (``shard_of``) are asked of the same host, in order, as long as it is up and does what it is asked.
+        At most ``window`` steps, counted from the oldest that the consumer has not taken, are in flight or ready. Steps
+        of the same shard (``shard_of``) are requested in order from the same host, as long as it is up and answers.
 
         Raises:
             ValueError: The pass is open already, or the window is below 1.
         """
         if pass_id in self._passes or window < 1:
-            raise ValueError(f"Pass {pass_id} cannot be opened with a window of {window}; open: {list(self._passes)}.")
-        self._passes[pass_id] = Pass(pass_id, first_step, stop_step, window, cursor=first_step, shard_of=shard_of)
+            raise ValueError(f"Cannot open pass {pass_id} with window={window} (open passes: {list(self._passes)}).")
+        self._passes[pass_id] = _Pass(pass_id, first_step, stop_step, window, cursor=first_step, shard_of=shard_of)
         self._passes[pass_id].refill()
 
     def set_window(self, pass_id: int, window: int) -> None:
-        """Change the window of a pass; requests beyond a smaller one go on. A closed pass is ignored."""
-        if (current := self._passes.get(pass_id)) is not None:
+        """Change the window of a pass; requests beyond a smaller one stay in flight. Ignores a closed pass."""
+        current = self._passes.get(pass_id)
+        if current is not None:
             current.window = max(window, 1)
             current.refill()
 
     def set_stop(self, pass_id: int, stop_step: int) -> tuple[Request, ...]:
-        """End a pass before ``stop_step``; returns requests from there on, to be cancelled. Ignores a closed pass."""
-        if (current := self._passes.get(pass_id)) is None:
+        """End a pass before ``stop_step``; return requests from there on, to be cancelled. Ignores a closed pass."""
+        current = self._passes.get(pass_id)
+        if current is None:
             return ()
         current.stop_step = stop_step
         current.refill()
         current.ready = {step for step in current.ready if step < stop_step}
-        return self._forget([r for r in self._requests.values() if r.pass_id == pass_id and r.step >= stop_step])
+        return self._end_requests([r for r in self._requests.values() if r.pass_id == pass_id and r.step >= stop_step])
 
     def close_pass(self, pass_id: int) -> tuple[Request, ...]:
-        """Forget a pass; returns its requests, to be cancelled. Ignores a closed pass."""
-        superfluous = self._forget([request for request in self._requests.values() if request.pass_id == pass_id])
+        """Forget a pass; return its requests, to be cancelled. Ignores a closed pass."""
+        superfluous = self._end_requests([r for r in self._requests.values() if r.pass_id == pass_id])
         self._passes.pop(pass_id, None)
         return superfluous
 
@@ -346,29 +393,83 @@ class Scheduler:
         Raises:
             ValueError: A step below is not ready, and would never be delivered.
         """
-        if (current := self._passes.get(pass_id)) is None or step <= current.position:
+        current = self._passes.get(pass_id)
+        if current is None or step <= current.position:
             return
-        if step > (missing := current.waiting_for):
+        missing = current.waiting_for
+        if step > missing:
             raise ValueError(f"Pass {pass_id} cannot advance to step {step}: step {missing} is not ready.")
         current.ready.difference_update(range(current.position, step))
         current.position = step
         current.refill()
 
+    # Events of requests
+
+    def completed(self, request_id: int, now: float) -> Completion:
+        """Accept the first answer to a step of an open pass; any other is rejected, and never an error."""
+        request = self._requests.get(request_id)
+        if request is None:
+            self._num_duplicates += 1
+            return Completion(is_accepted=False)
+        self._record_answer(request, now)
+        current = self._passes[request.pass_id]
+        losers = [other for other in current.in_flight[request.step] if other is not request]
+        for loser in losers:
+            host = self._hosts[loser.host]
+            age_s = now - loser.sent_at
+            if age_s > (host.latency_s or 0.0):  # a younger request says nothing about the host
+                host.record_latency(age_s)
+        current.ready.add(request.step)
+        current.failures.pop(request.step, None)
+        self._end_requests([request, *losers])
+        self._find_lagging_hosts()
+        return Completion(is_accepted=True, cancel=tuple(losers))
+
+    def failed(self, request_id: int, now: float, *, retry: Retry, reason: str = "") -> FailureDecision:
+        """Record a failure, and retry if ``retry`` allows it; the failure of a superfluous request is ignored."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return FailureDecision(is_fatal=False)
+        current = self._passes[request.pass_id]
+        host = self._hosts[request.host]
+        failures = current.failures.setdefault(request.step, [])
+        if retry is not Retry.ELSEWHERE or not current.failed_on(request.step, host.host):
+            failures.append(_Failure(retry, host.host, reason))
+        if retry in (Retry.ELSEWHERE, Retry.LIMITED):
+            host.pause(now)
+        num_alike = sum(failure.retry is retry for failure in failures)
+        if num_alike < _MAX_FAILURES.get(retry, math.inf):
+            host.num_retries += 1
+            self._end_requests([request])
+            return FailureDecision(is_fatal=False)
+        current.fatal.add(request.step)
+        cancel = self._end_requests(list(current.in_flight[request.step]))
+        return FailureDecision(
+            is_fatal=True,
+            failures=tuple(f"{f.host}: {f.reason}" for f in failures if f.retry is not Retry.ELSEWHERE),
+            cancel=tuple(other for other in cancel if other is not request),
+        )
+
+    # Decisions
+
     def next_requests(self, now: float) -> list[Request]:
         """Decide what to send now; the caller sends all of it.
 
-        First a late step for which a consumer waits is hedged, then free credits take TODO steps, then hosts that
-        found nothing to do hedge other late steps.
+        First, a late step that a consumer waits for is hedged. Then free credits take TODO steps. Last, hosts that
+        still have credits hedge other late steps.
         """
         requests = self._hedge(now, is_urgent=True)
-        free = [host for host in self._hosts.values() if host.has_credit(now)]
-        queue = [(host.rank, order) for order, host in enumerate(free)]
-        heapq.heapify(queue)
-        while queue:
-            _, order = heapq.heappop(queue)
-            if chosen := self._choose(free[order], now):
-                requests.append(self._send(free[order], *chosen, now, is_hedge=False))
-                heapq.heappush(queue, (free[order].rank, order))
+        free = []
+        for order, host in enumerate(self._hosts.values()):
+            if host.has_credit(now):
+                free.append((host.priority, order, host))
+        heapq.heapify(free)
+        while free:
+            _, order, host = heapq.heappop(free)
+            chosen = self._choose(host, now)
+            if chosen is not None:
+                requests.append(self._send(host, *chosen, now, is_hedge=False))
+                heapq.heappush(free, (host.priority, order, host))
         return requests + self._hedge(now, is_urgent=False)
 
     def next_wakeup(self, now: float) -> float | None:
@@ -379,196 +480,178 @@ class Scheduler:
             if has_todo or self._requests:
                 times.append(host.paused_until)
             if has_todo and host.is_lagging and not host.num_in_flight:
-                times.append(host.canary_at)
-        after_s = self._late_after_s()
-        late_at = (request.sent_at + after_s for request in self._alone())
+                times.append(host.probe_due_at)
+        after_s = self._hedge_after_s()
+        late_at = (request.sent_at + after_s for request in self._without_hedge())
         times.append(next((time for time in late_at if time > now), math.inf))
-        urgent_s = self._late_after_s(is_urgent=True)
-        times += [r.sent_at + urgent_s for r in self._alone() if r.step == self._passes[r.pass_id].position]
+        urgent_s = self._hedge_after_s(is_urgent=True)
+        urgent = (r for r in self._without_hedge() if r.step == self._passes[r.pass_id].position)
+        times += [request.sent_at + urgent_s for request in urgent]
         return min((time for time in times if now < time < math.inf), default=None)
 
-    def completed(self, request_id: int, now: float) -> Completion:
-        """Take an answer; any but the first to a step of an open pass is refused, and never an error."""
-        if (request := self._requests.get(request_id)) is None:
-            self._num_duplicates += 1
-            return Completion(is_accepted=False)
-        self._measure(request, now)
-        current = self._passes[request.pass_id]
-        losers = [other for other in current.flights[request.step] if other is not request]
-        for loser in losers:
-            host, age_s = self._hosts[loser.host], now - loser.sent_at
-            if age_s > (host.latency_s or 0.0):  # less says nothing: it was cancelled
-                host.learn(age_s)
-        current.ready.add(request.step)
-        current.attempts.pop(request.step)
-        current.failures.pop(request.step, None)
-        self._forget([request, *losers])
-        self._judge_hosts()
-        return Completion(is_accepted=True, cancel=tuple(losers))
-
-    def failed(self, request_id: int, now: float, *, retry: Retry, reason: str = "") -> Verdict:
-        """Take a failure, and ask again if ``retry`` allows; that of a request no longer needed is ignored."""
-        if (request := self._requests.get(request_id)) is None:
-            return Verdict(is_fatal=False)
-        current, step = self._passes[request.pass_id], request.step
-        failures = current.failures.setdefault(step, [])
-        if retry is not Retry.ELSEWHERE or not current.failed_on(step, request.host):
-            failures.append((retry, request.host, reason))
-        if retry in (Retry.ELSEWHERE, Retry.LIMITED):
-            self._hosts[request.host].pause(now)
-        if sum(kind is retry for kind, _, _ in failures) >= self._max_failures.get(retry, math.inf):
-            current.fatal.add(step)
-            cancel = self._forget(list(current.flights[step]))
-            texts = tuple(f"{host}: {text}" for kind, host, text in failures if kind is not Retry.ELSEWHERE)
-            return Verdict(is_fatal=True, failures=texts, cancel=tuple(r for r in cancel if r is not request))
-        self._hosts[request.host].num_retries += 1
-        self._forget([request])
-        return Verdict(is_fatal=False)
-
     def snapshot(self) -> Snapshot:
-        """Return what messages and metrics tell about hosts and passes."""
-        passes: list[PassStatus] = []
+        """Return the state of all hosts and passes, for messages and metrics."""
+        passes = []
         for current in self._passes.values():
-            asked = tuple(current.flights.get(current.waiting_for, ()))
-            counts = len(current.todo), len(current.flights), len(current.ready)
-            passes.append(PassStatus(current.pass_id, current.waiting_for, asked, *counts))
+            status = PassStatus(
+                current.pass_id,
+                waiting_for=current.waiting_for,
+                requests=tuple(current.in_flight.get(current.waiting_for, ())),
+                num_todo=len(current.todo),
+                num_in_flight=len(current.in_flight),
+                num_ready=len(current.ready),
+            )
+            passes.append(status)
         return Snapshot(tuple(map(copy.copy, self._hosts.values())), tuple(passes), self._num_duplicates)
 
-    def _up(self) -> list[Host]:
-        """In the order of their names, so that what is decided does not depend on who came first."""
-        return [host for _, host in sorted(self._hosts.items()) if host.state is HostState.UP]
+    # Requests
 
-    def _leave(self, name: str, state: HostState, now: float, reason: str) -> tuple[Request, ...]:
-        host = self._hosts.setdefault(name, Host(name))
-        host.state, host.reason, host.since = state, reason, now
-        lost = self._forget([request for request in self._requests.values() if request.host == name])
-        host.num_retries += len(lost)
-        self._judge_hosts()
-        return lost
-
-    def _send(self, host: Host, current: Pass, step: int, now: float, *, is_hedge: bool) -> Request:
+    def _send(self, host: _Host, current: _Pass, step: int, now: float, *, is_hedge: bool) -> Request:
         if not self._requests:
             self._measured_until = now
-        attempt = current.attempts[step] = current.attempts.get(step, 0) + 1
-        request = Request(self._num_sent, host.host, current.pass_id, step, attempt, is_hedge, now)
+        request = Request(self._num_sent, host.host, current.pass_id, step, is_hedge, now)
         self._num_sent += 1
         self._num_hedges += is_hedge
         host.num_hedges += is_hedge
         host.num_in_flight += 1
         host.last_sent_at = now
         self._requests[request.request_id] = request
-        current.flights.setdefault(step, []).append(request)
+        current.in_flight.setdefault(step, []).append(request)
         if not is_hedge:
             current.todo.remove(step)
         return request
 
-    def _forget(self, requests: list[Request]) -> tuple[Request, ...]:
-        """End requests; a step that has no other one, and was neither answered nor given up, is TODO again."""
+    def _end_requests(self, requests: list[Request]) -> tuple[Request, ...]:
+        """End requests; a step is TODO again that has no other one, and is neither ready nor fatal."""
         for request in requests:
             del self._requests[request.request_id]
             self._hosts[request.host].num_in_flight -= 1
-            current, step = self._passes[request.pass_id], request.step
-            current.flights[step].remove(request)
-            if not current.flights[step]:
-                del current.flights[step]
+            current = self._passes[request.pass_id]
+            step = request.step
+            current.in_flight[step].remove(request)
+            if not current.in_flight[step]:
+                del current.in_flight[step]
                 if step < current.cursor and step not in current.ready and step not in current.fatal:
                     insort(current.todo, step)
         return tuple(requests)
 
-    def _measure(self, request: Request, now: float) -> None:
+    def _record_answer(self, request: Request, now: float) -> None:
         host = self._hosts[request.host]
-        host.learn(now - request.sent_at)
+        latency_s = now - request.sent_at
+        host.record_latency(latency_s)
         host.num_completed += 1
-        host.num_late = host.num_refusals = 0
-        self._recent.append(now - request.sent_at)
+        host.num_late = 0
+        host.num_pauses = 0
+        self._recent.append(latency_s)
         self._median_s = sorted(self._recent)[len(self._recent) // 2]
         self._num_completed += 1
         # Time in which nothing was in flight (a long checkpoint) says nothing about the pace of the hosts.
-        interval_s, self._measured_until = now - self._measured_until, now
+        interval_s = now - self._measured_until
+        self._measured_until = now
         self._interval_s += max(_INTERVAL_WEIGHT, 1 / self._num_completed) * (interval_s - self._interval_s)
 
-    def _judge_hosts(self) -> None:
+    # Which host takes which step
+
+    def _up(self) -> list[_Host]:
+        """Return the hosts that are up, by name, so that decisions do not depend on which connected first."""
+        return [host for _, host in sorted(self._hosts.items()) if host.state is HostState.UP]
+
+    def _find_lagging_hosts(self) -> None:
         """Find the hosts that lag: far slower than the fastest, or silent. At least one does not."""
         up = self._up()
-        # So many that all requests of one host that fell silent can be hedged; fewer, and the window may be stuck.
-        self._burst = self._hedge_burst + max((host.num_credits for host in up), default=0)
-        answering = [host for host in up if host.num_late < _NUM_LATE_TO_LAG] or up
-        fastest_s = min((host.latency_s for host in answering if host.latency_s is not None), default=math.inf)
+        # Enough to hedge all requests of one host that became silent: with fewer, the window could be stuck.
+        self._burst = HEDGE_BURST + max((host.num_credits for host in up), default=0)
+        answering = [host for host in up if host.answers]
+        latencies_s = [host.latency_s for host in answering or up if host.latency_s is not None]
+        fastest_s = min(latencies_s, default=math.inf)
         for host in up:
-            is_slow = (host.latency_s or 0.0) > LAG_FACTOR * fastest_s
-            host.is_lagging = is_slow or (answering is not up and host.num_late >= _NUM_LATE_TO_LAG)
+            is_slow = (host.latency_s or 0.0) > _LAG_FACTOR * fastest_s
+            is_silent = not host.answers and len(answering) > 0
+            host.is_lagging = is_slow or is_silent
 
-    def _choose(self, host: Host, now: float) -> tuple[Pass, int] | None:
-        """Return the step that a host takes, if it has a credit: of the pass whose window is emptiest."""
+    def _choose(self, host: _Host, now: float) -> tuple[_Pass, int] | None:
+        """Return the step that a host takes, if it has a credit: from the pass whose window is emptiest."""
         if not host.has_credit(now):
             return None
-        for current in sorted((c for c in self._passes.values() if c.todo), key=lambda c: c.fullness):
+        passes = [current for current in self._passes.values() if current.todo]
+        for current in sorted(passes, key=lambda current: current.fullness):
             for step in self._candidates(host, current, now):
-                if (not current.failures and current.shard_of is None) or self._may_take(host, current, step):
+                if self._may_take(host, current, step):
                     return current, step
         return None
 
-    def _candidates(self, host: Host, current: Pass, now: float) -> Iterable[int]:
-        """Return steps in order of preference; a lagging host leaves those alone that are needed before it answers."""
+    def _candidates(self, host: _Host, current: _Pass, now: float) -> Sequence[int]:
+        """Return the steps that a host may take, best first.
+
+        A lagging host would hold up the window, so it only takes
+        1. steps that failed on every steady host,
+        2. steps so far ahead that they are not needed before it answers,
+        3. one probe, to notice that it has recovered.
+        """
         if not host.is_lagging or current.shard_of is not None:
             return current.todo
         steady = [other for other in self._up() if not other.is_lagging]
-        retried = [step for step in sorted(current.failures) if step in current.todo]
-        chosen = [step for step in retried if all(current.failed_on(step, other.host) for other in steady)]
-        if host.num_late < _NUM_LATE_TO_LAG and self._interval_s > 0.0:
-            ahead = math.ceil((host.latency_s or 0.0) / self._interval_s)
-            chosen += current.todo[bisect_left(current.todo, current.position + ahead) :]
-        if not host.num_in_flight and host.canary_at <= now:
-            chosen.append(current.todo[-1])
-        return chosen
+        failed = (step for step in current.todo if step in current.failures)
+        steps = [step for step in failed if current.failed_on_all(step, steady)]
+        if host.answers and self._interval_s > 0.0:
+            num_ahead = math.ceil((host.latency_s or 0.0) / self._interval_s)
+            steps += current.todo_from(current.position + num_ahead)
+        if not host.num_in_flight and host.probe_due_at <= now:
+            steps.append(current.todo[-1])
+        return steps
 
-    def _may_take(self, host: Host, current: Pass, step: int) -> bool:
-        """Tell whether the step has not failed on this host, or has failed on all; its shard must be there, too."""
+    def _may_take(self, host: _Host, current: _Pass, step: int) -> bool:
+        """Return whether a step belongs on a host: its shard is there, and it did not fail only there."""
         if current.shard_of is not None and not current.has_raised(step):
-            return current.home(step, self._up()) == host.host
-        return not current.failed_on(step, host.host) or all(current.failed_on(step, o.host) for o in self._up())
+            return current.assigned_host(step, self._up()) == host.host
+        return not current.failed_on(step, host.host) or current.failed_on_all(step, self._up())
 
-    def _late_after_s(self, *, is_urgent: bool = False) -> float:
-        """Return the age from which a request may be hedged; infinite while hedges are used up or have no measure.
-
-        They are never used up for the step for which a consumer waits: a worker that is frozen would hold it for ever.
-        """
-        if len(self._recent) < _NUM_SAMPLES_TO_HEDGE or not self._hedge_budget * self._hedge_factor:
-            return math.inf
-        if self._num_hedges + 1 > self._burst + self._hedge_budget * self._num_completed:
-            return max(_STUCK_MINIMUM_S, _STUCK_FACTOR * self._median_s) if is_urgent else math.inf
-        if len(self._up()) > 1:
-            return max(self._hedge_minimum_s, self._hedge_factor * self._median_s)
-        return max(_SAME_HOST_MINIMUM_S, _SAME_HOST_FACTOR * self._median_s)
-
-    def _move_after_s(self) -> float:
-        """Return the age from which a shard may be opened on another host, too, and skipped to where it is."""
-        return max(_MOVE_MINIMUM_S, _MOVE_FACTOR * self._median_s)
-
-    def _alone(self) -> Iterator[Request]:
-        """Yield the requests that have no duplicate, oldest first."""
-        for request in self._requests.values():
-            if len(self._passes[request.pass_id].flights[request.step]) == 1:
-                yield request
+    # Hedges
 
     def _hedge(self, now: float, *, is_urgent: bool) -> list[Request]:
-        """Duplicate late requests: that for which a consumer waits, or any for which a steady host has the time."""
+        """Duplicate late requests: only those that a consumer waits for, or any that a steady host has time for."""
         requests: list[Request] = []
-        after_s = self._late_after_s(is_urgent=is_urgent)
-        for late in list(takewhile(lambda request: request.sent_at + after_s <= now, self._alone())):
-            current, owner = self._passes[late.pass_id], self._hosts[late.host]
-            if (is_urgent and late.step != current.position) or math.isinf(self._late_after_s(is_urgent=is_urgent)):
+        after_s = self._hedge_after_s(is_urgent=is_urgent)
+        for late in list(takewhile(lambda request: request.sent_at + after_s <= now, self._without_hedge())):
+            current = self._passes[late.pass_id]
+            if is_urgent and late.step != current.position:
                 continue
-            if current.shard_of is not None and (len(self._up()) == 1 or late.sent_at + self._move_after_s() > now):
-                continue
-            if (host := self._rescuer(late, current, now)) is not None:
+            if math.isinf(self._hedge_after_s(is_urgent=is_urgent)):  # the last hedge used up the budget
+                break
+            if current.shard_of is not None:
+                move_after_s = max(_MOVE_MINIMUM_S, _MOVE_FACTOR * self._median_s)
+                if len(self._up()) == 1 or late.sent_at + move_after_s > now:
+                    continue
+            host = self._hedge_host(late, current, now)
+            if host is not None:
                 requests.append(self._send(host, current, late.step, now, is_hedge=True))
-                owner.num_late += now - late.sent_at > (owner.latency_s or 0.0)
-                self._judge_hosts()
+                late_host = self._hosts[late.host]
+                late_host.num_late += now - late.sent_at > (late_host.latency_s or 0.0)
+                self._find_lagging_hosts()
         return requests
 
-    def _rescuer(self, late: Request, current: Pass, now: float) -> Host | None:
-        """Return the idle host that duplicates a request; a lagging one only where the consumer waits."""
+    def _without_hedge(self) -> Iterator[Request]:
+        """Yield the requests that have no duplicate, oldest first."""
+        for request in self._requests.values():
+            if len(self._passes[request.pass_id].in_flight[request.step]) == 1:
+                yield request
+
+    def _hedge_after_s(self, *, is_urgent: bool = False) -> float:
+        """Return the age from which a request may be hedged; infinite without enough samples, or beyond the budget.
+
+        The budget does not limit the hedge of the step that a consumer waits for (``is_urgent``): a frozen worker would
+        block it forever.
+        """
+        if len(self._recent) < _NUM_SAMPLES_TO_HEDGE or not self._hedge_factor:
+            return math.inf
+        if self._num_hedges + 1 > self._burst + HEDGE_BUDGET * self._num_completed:
+            return max(_STUCK_MINIMUM_S, _STUCK_FACTOR * self._median_s) if is_urgent else math.inf
+        if len(self._up()) > 1:
+            return max(_HEDGE_MINIMUM_S, self._hedge_factor * self._median_s)
+        return max(_SAME_HOST_MINIMUM_S, _SAME_HOST_FACTOR * self._median_s)
+
+    def _hedge_host(self, late: Request, current: _Pass, now: float) -> _Host | None:
+        """Return the idle host that duplicates a request; a lagging one only for the step that the consumer needs."""
         others = [host for host in self._up() if host.host != late.host] or self._up()
         steady = [host for host in others if not host.is_lagging]
         if not steady and late.step != current.position:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from lightning_sm.data.feeder.scheduler import HostState, HostStatus, PassStatus, Retry, Verdict
+from lightning_sm.data.feeder.scheduler import FailureDecision, HostState, HostStatus, PassStatus, Retry
 
 # What a data host reports, and whether another try can help.
 RETRIES = {
@@ -31,13 +31,13 @@ class Link(Protocol):
         """Name of the host."""
 
 
-def explain(error: str, step: int, verdict: Verdict, keys: list[int]) -> tuple[str, str]:
+def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -> tuple[str, str]:
     """Tell why a pass cannot go on.
 
     Args:
         error: What the data host reported last.
         step: The step that failed.
-        verdict: All failures of the step.
+        decision: All failures of the step.
         keys: Indices of the step.
 
     Returns:
@@ -47,12 +47,12 @@ def explain(error: str, step: int, verdict: Verdict, keys: list[int]) -> tuple[s
         more = len(keys) - _NUM_SHOWN_KEYS
         shown = f"{keys[:_NUM_SHOWN_KEYS]}" + (f" and {more} more" if more > 0 else "")
         return "DataServiceError", (
-            f"Step {step} kills the workers of data hosts: {'; '.join(verdict.failures)}. Look for samples that crash "
+            f"Step {step} kills the workers of data hosts: {'; '.join(decision.failures)}. Look for samples that crash "
             f"native code or take too much memory; indices {shown}."
         )
     return (
         error if error in _ERRORS else "DataServiceError",
-        f"The batch of step {step} failed on {verdict.failures[-1]}",
+        f"The batch of step {step} failed on {decision.failures[-1]}",
     )
 
 
@@ -87,7 +87,7 @@ def pass_state(status: PassStatus, now: float) -> dict[str, Any]:
     return {
         "pass_id": status.pass_id,
         "waiting_for": status.waiting_for,
-        "asked": [{"host": request.host, "for_s": now - request.sent_at} for request in status.asked],
+        "asked": [{"host": request.host, "for_s": now - request.sent_at} for request in status.requests],
         "ready": status.num_ready,
         "in_flight": status.num_in_flight,
     }

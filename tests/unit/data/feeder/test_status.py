@@ -1,6 +1,6 @@
 """Failures end with words that name the step, its indices and every host that tried."""
 
-from lightning_sm.data.feeder.scheduler import Verdict
+from lightning_sm.data.feeder.scheduler import FailureDecision
 from lightning_sm.data.feeder.status import explain, host_state
 
 FAILURES = ("algo-2: worker 1 was killed by SIGSEGV", "algo-3: worker 0 was killed by SIGSEGV")
@@ -14,7 +14,7 @@ class Link:
 
 def test_a_batch_that_kills_workers_names_its_indices():
     """Of many indices the first are shown, and the number of the others."""
-    name, text = explain("WorkerLost", 7, Verdict(is_fatal=True, failures=FAILURES), list(range(40)))
+    name, text = explain("WorkerLost", 7, FailureDecision(is_fatal=True, failures=FAILURES), list(range(40)))
     assert name == "DataServiceError"
     assert text.startswith(f"Step 7 kills the workers of data hosts: {'; '.join(FAILURES)}.")
     assert text.endswith("12, 13, 14, 15] and 24 more.")
@@ -22,12 +22,12 @@ def test_a_batch_that_kills_workers_names_its_indices():
 
 def test_an_error_of_the_user_keeps_its_name():
     """The last failure is the one with the traceback; unknown names become the general error."""
-    verdict = Verdict(is_fatal=True, failures=("algo-2: Traceback", "algo-3: Traceback again"))
-    assert explain("RemoteTransformError", 3, verdict, []) == (
+    decision = FailureDecision(is_fatal=True, failures=("algo-2: Traceback", "algo-3: Traceback again"))
+    assert explain("RemoteTransformError", 3, decision, []) == (
         "RemoteTransformError",
         "The batch of step 3 failed on algo-3: Traceback again",
     )
-    assert explain("Anything", 3, verdict, [])[0] == "DataServiceError"
+    assert explain("Anything", 3, decision, [])[0] == "DataServiceError"
 
 
 def test_a_host_that_was_never_reached_is_down():

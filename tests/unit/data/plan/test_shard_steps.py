@@ -88,14 +88,14 @@ def test_a_shard_stays_with_its_host_until_that_is_gone():
     """Shards are spread over the hosts; those of a lost host move; a host that comes back gets its part."""
     scheduler = Scheduler()
     for host in "ab":
-        scheduler.host_up(host, 2, 0.0)
+        scheduler.host_up(host, 2)
     scheduler.open_pass(1, 0, None, 4, lambda step: step % 4)
     before = {shard: set(hosts) for shard, hosts in hosts_of(scheduler, 20, 0.0).items()}
     assert sorted(map(sorted, before.values())) == [["a"], ["a"], ["b"], ["b"]]
-    scheduler.host_down("a", 1.0)
+    scheduler.host_down("a")
     alone = hosts_of(scheduler, 20, 1.0)
     assert {host for hosts in alone.values() for host in hosts} == {"b"}
-    scheduler.host_up("a", 2, 2.0)
+    scheduler.host_up("a", 2)
     after = {shard: set(hosts) for shard, hosts in hosts_of(scheduler, 20, 2.0).items()}
     assert sorted(map(sorted, after.values())) == [["a"], ["a"], ["b"], ["b"]]
     assert all(host.state is HostState.UP for host in scheduler.snapshot().hosts)
@@ -105,7 +105,7 @@ def test_a_late_shard_is_left_where_it_is():
     """Elsewhere it would be read from its beginning; only after very long another host is asked, too."""
     scheduler = Scheduler()
     for host in "ab":
-        scheduler.host_up(host, 4, 0.0)
+        scheduler.host_up(host, 4)
     scheduler.open_pass(1, 0, None, 4, lambda step: step % 4)
     requests = scheduler.next_requests(0.0)
     for request in requests[1:]:
