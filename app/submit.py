@@ -24,7 +24,7 @@ def main(learning_rates: list[str]) -> None:
     """
     for learning_rate in learning_rates:
         job = read_job(_JOB, [f"--hyperparameters.model.learning_rate={learning_rate}"])
-        description = send(job, waits=False)
+        description = send(job, wait=False)
         _LOG.info("learning rate %s: %s", learning_rate, description["TrainingJobName"])
 
 

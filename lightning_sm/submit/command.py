@@ -1,4 +1,4 @@
-"""The command line of ``lightning-sm submit``: a job file, options that win over it, and what to do with it."""
+"""``lightning-sm submit``: a job file, options that override it, and what to do with the job."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from jsonargparse import ArgumentError, ArgumentParser
 from jsonargparse.typing import PositiveFloat
@@ -18,12 +17,13 @@ from lightning_sm.submit.sdk.version import sdk_version
 
 _LOG = logging.getLogger(__name__)
 
-_MODES = ("dry_run", "local", "cloud")
+_FLAGS = {"--dry-run", "--local", "--cloud", "--keep"}
 _USAGE = "lightning-sm submit JOB.yaml (--dry-run | --local | --cloud) [--KEY=VALUE ...]"
 _DESCRIPTION = """\
-Submit a training job: from one YAML file to the SageMaker SDK, version 2 or 3, whichever is installed.
-"lightning-sm submit job.yaml --dry-run" checks the job and shows the request; "--local" runs it in the SDK's local
-mode; "--cloud" sends it. Every key of the file is an option, too, and wins over the file: --groups.trainer.count=4.
+Submit a training job that is described in a YAML file, with version 2 or 3 of the SageMaker SDK, whichever is
+installed. "lightning-sm submit job.yaml --dry-run" checks the job and prints the request; "--local" runs it in the
+SDK's local mode; "--cloud" submits it. Every key of the file is also an option and overrides the file, for example
+--groups.trainer.count=4.
 """
 
 
@@ -37,44 +37,36 @@ def main(argv: Sequence[str]) -> int:
         0; 1 if the job failed in the cloud; in local mode the exit code of a host.
 
     Raises:
-        SDKError: There is no SDK.
+        SDKError: The SDK is not installed.
         SubmitError: The job cannot be submitted; nothing was sent.
     """
-    parser = _parser()
     try:
-        job, options = parse_job(parser, _with_job_option(argv))
+        job, options = parse_job(_parser(), _with_job_option(argv))
     except ArgumentError as error:
-        raise SubmitError(f"{error}\n{_USAGE}") from error
-    stated = [f"--{mode.replace('_', '-')}" for mode in _MODES if options[mode]]
-    if len(stated) != 1:
-        raise SubmitError(f"Say what to do, with one of them: {' and '.join(stated) or 'nothing'} is stated.\n{_USAGE}")
-    sdk_version()  # with the SDK, boto3 is there, too
+        raise SubmitError(f"{error}\nusage: {_USAGE}") from error
+    sdk_version()  # before the next import, which needs boto3: it comes with the SDK
     from lightning_sm.submit import submit  # noqa: PLC0415
 
     if options.dry_run:
-        with contextlib.redirect_stdout(sys.stderr):  # where SDK v2 writes what it reads
+        with contextlib.redirect_stdout(sys.stderr):  # SDK v2 prints which configuration files it reads
             request = submit.dry_run(job)
         json.dump(request, sys.stdout, indent=2)
         sys.stdout.write("\n")
         return 0
     if options.local:
-        return submit.run_locally(job, timeout_s=options.timeout_s, keeps=options.keep)
-    return _sent(submit.send(job, waits=options.wait))
-
-
-def _sent(description: Mapping[str, Any]) -> int:
+        return submit.run_locally(job, timeout_s=options.timeout_s, keep=options.keep)
+    description = submit.send(job, wait=options.wait)
     status = description.get("TrainingJobStatus")
-    if status in {None, "Completed"}:  # None: nobody waited
+    if status == "Completed" or not options.wait:
         return 0
     _LOG.error("lightning-sm: the job is %s: %s", status, description.get("FailureReason", "no reason given"))
     return 1
 
 
 def _with_job_option(argv: Sequence[str]) -> list[str]:
-    """Let the file be named without --job, wherever no option takes the word as its value."""
+    """Insert --job before a file that is named without it, unless the word may be the value of an option."""
     words = list(argv)
-    flags = {f"--{mode.replace('_', '-')}" for mode in _MODES} | {"--keep"}
-    at = next((index for index, word in enumerate(words) if word not in flags), len(words))
+    at = next((index for index, word in enumerate(words) if word not in _FLAGS), len(words))
     if at < len(words) and not words[at].startswith("-"):
         words.insert(at, "--job")
     return words
@@ -82,11 +74,12 @@ def _with_job_option(argv: Sequence[str]) -> list[str]:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--dry-run", action="store_true", help="check the job and print the request; send nothing")
-    parser.add_argument("--local", action="store_true", help="run it in the SDK's local mode, with Docker")
-    parser.add_argument("--cloud", action="store_true", help="send it, and wait for its end")
-    parser.add_argument("--wait", type=bool, default=True, help="with --cloud: false to return after submission")
-    parser.add_argument("--timeout_s", type=PositiveFloat | None, help="with --local: end everything after that long")
-    parser.add_argument("--keep", action="store_true", help="with --local: leave the containers for a closer look")
+    modes = parser.add_mutually_exclusive_group(required=True)
+    modes.add_argument("--dry-run", action="store_true", help="check the job and print the request; send nothing")
+    modes.add_argument("--local", action="store_true", help="run the job in the SDK's local mode, with Docker")
+    modes.add_argument("--cloud", action="store_true", help="submit the job and wait until it ends")
+    parser.add_argument("--wait", type=bool, default=True, help="with --cloud: false returns right after submission")
+    parser.add_argument("--timeout_s", type=PositiveFloat | None, help="with --local: stop the job after this time")
+    parser.add_argument("--keep", action="store_true", help="with --local: keep the containers")
     add_arguments(parser)
     return parser

@@ -1,9 +1,9 @@
-"""Reading a job: from a YAML file and the options that win over it."""
+"""The job file: its keys, and how it is read together with the options that override it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,9 +12,8 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from lightning_sm.errors import SubmitError
 
-Mode = Literal["dry-run", "local", "cloud"]
-# More than any job of a day needs, and the SDK's own default.
-_DAY_S = 24 * 60 * 60
+_DAY_S = 24 * 60 * 60  # the SDK's own default
+_HYPERPARAMETER = "--hyperparameters."
 
 
 @dataclass
@@ -36,10 +35,10 @@ class Channel:
 
     Attributes:
         uri: s3://bucket/prefix; with --local also file:///folder.
-        groups: Names of the groups that get it (default: all).
-        mode: File copies everything before the script starts; FastFile fetches what is read, when it is read.
-        distribution: ShardedByS3Key gives each host another part of the files.
-        content_type: MIME type, passed on.
+        groups: Names of the groups that receive the channel (default: all).
+        mode: File copies all files before the script starts; FastFile downloads a file when it is read.
+        distribution: With ShardedByS3Key each host receives a different part of the files.
+        content_type: MIME type.
     """
 
     uri: str
@@ -51,10 +50,10 @@ class Channel:
 
 @dataclass
 class Spot:
-    """Spot capacity: cheaper, and interrupted at times.
+    """Spot capacity: cheaper, but AWS may interrupt the job.
 
     Attributes:
-        max_wait_s: Seconds from submission to the end, waiting and restarts included; at least max_run_s.
+        max_wait_s: Seconds from submission to the end of the job, including waiting and restarts; at least max_run_s.
     """
 
     max_wait_s: int
@@ -62,7 +61,7 @@ class Spot:
 
 @dataclass
 class Vpc:
-    """The network that the hosts are put into.
+    """The network in which the hosts run.
 
     Attributes:
         subnets: Subnet ids.
@@ -75,11 +74,11 @@ class Vpc:
 
 @dataclass
 class Retries:
-    """What to do when there is no capacity: submit again, later.
+    """Resubmission when there is no capacity.
 
     Attributes:
-        max_tries: Submissions at most; 1 for no second one.
-        first_pause_s: Seconds before the second submission, doubled each time and drawn at random around that.
+        max_tries: Maximum number of submissions; 1 disables retries.
+        first_pause_s: Seconds before the second submission; doubled each time and shortened at random by up to a half.
         max_pause_s: Longest pause.
     """
 
@@ -92,34 +91,34 @@ class Retries:
 class Job:
     """A training job.
 
-    Relative paths in a job file, or in options that go with one, start from the folder of the file.
+    Relative paths in a job file, or in options that are given together with one, start from the folder of the file.
 
     Attributes:
-        image: The image: <account>.dkr.ecr.<region>.amazonaws.com/name:tag, or with --local any that Docker knows.
-        groups: Instance groups by name. One makes an ordinary job, several a heterogeneous one; hosts of groups
-            named data* make the batches.
-        role: ARN of the role that the job runs under (needless with --local).
-        name: Beginning of the job's name; the time is added.
+        image: Docker image: <account>.dkr.ecr.<region>.amazonaws.com/name:tag, or with --local any local image.
+        groups: Instance groups by name. With more than one the cluster is heterogeneous; hosts of groups named data*
+            build the batches.
+        role: ARN of the role that the job runs under (not needed with --local).
+        name: Start of the job's name; the time is appended.
         channels: Input channels by name.
         config: Configuration file of the script (LightningCLI); its content becomes hyperparameters.
-        hyperparameters: Options of the script by name, such as data.batch_size. They win over the config file.
+        hyperparameters: Options of the script by name, such as data.batch_size. They override the config file.
         subcommand: Subcommand of the script (default: fit).
-        script: Training script, relative to source_dir (default: the one that the image names).
-        source_dir: Folder with code of yours, which goes along with the job; its requirements.txt is installed.
+        script: Training script, relative to source_dir (default: the image's script).
+        source_dir: Folder with your own code, which is sent with the job; its requirements.txt is installed.
         environment: Environment variables of all hosts.
-        output: S3 prefix for the model and the logs (default: the bucket that the SDK makes for the account).
-        checkpoints: S3 prefix that the checkpoint folder is synchronised with, in both directions.
-        tensorboard: S3 prefix that TensorBoard files are uploaded to during training.
+        output: S3 prefix for the model and the logs (default: the bucket that the SDK creates for the account).
+        checkpoints: S3 prefix that is synchronized with the checkpoint folder, in both directions.
+        tensorboard: S3 prefix to which TensorBoard files are uploaded during training.
         metrics: Names of metrics, as LineProgress prints them, for CloudWatch.
-        metric_patterns: Metrics from other lines: name and regular expression, whose first group is the number.
-        max_run_s: Seconds of training at most.
+        metric_patterns: Metrics from other log lines: name and regular expression, whose first group is the number.
+        max_run_s: Maximum training time in seconds.
         spot: Use spot capacity.
-        retries: When there is no capacity.
-        max_retry_attempts: How often the service itself restarts a job after one of its own errors (1 to 30).
-        keep_alive_s: Seconds that the hosts are kept for the next job (warm pool), and paid for.
-        volume_gb: Size of each host's disk; channels in File mode must fit.
-        encrypt_between_hosts: Encrypt what hosts send to each other. It costs speed.
-        vpc: Put the hosts into a network of yours.
+        retries: Resubmission when there is no capacity.
+        max_retry_attempts: How often SageMaker itself restarts a job after an internal error (1 to 30).
+        keep_alive_s: Seconds that the hosts are kept, and billed, for the next job (warm pool).
+        volume_gb: Disk size of each host in GB; channels in File mode must fit.
+        encrypt_between_hosts: Encrypt the traffic between hosts, which makes it slower.
+        vpc: Run the hosts in your own network.
         tags: Tags of the job.
         remote_debug: Allow a shell on the running hosts (SSM).
     """
@@ -157,80 +156,48 @@ class Job:
         return sum(group.count for group in self.groups.values())
 
 
-_HYPERPARAMETER = "--hyperparameters."
-
-
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add an option for every key of a job file, and one for the file itself.
-
-    Args:
-        parser: The parser.
-    """
-    parser.add_argument("--job", action="config", help="YAML file with any of the options below")
+    """Add an option for every key of a job file, and ``--job`` for the file itself."""
+    parser.add_argument("--job", action="config", help="job file: YAML with any of the options below")
     parser.add_class_arguments(Job, as_group=False)
 
 
 def parse_job(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Job, Namespace]:
-    """Parse options, and make the job of them.
+    """Parse options into a job.
 
     Args:
         parser: Has the arguments of ``add_arguments``, and perhaps others.
         argv: The options.
 
     Returns:
-        The job, and everything that was parsed.
+        The job, and all parsed options.
 
     Raises:
         ArgumentError: The options or the file are wrong; the message names key and value.
     """
     words, hyperparameters = _split_hyperparameters(argv)
     options = parser.parse_args(words)
-    # A key without a value, perhaps because all of its lines are comments, is as good as none.
+    # A key without a value, perhaps because all lines below it are comments, counts as missing.
     for name, default in vars(parser.get_defaults()).items():
-        options[name] = default if options[name] is None else options[name]
+        if options[name] is None:
+            options[name] = default
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # the name before 4.49
     values = vars(instantiate(options))
-    # The last file, where there are several.
+    # Paths start from the last file if there are several.
     folder = Path(os.fspath(options.job[-1])).absolute().parent if options.job else Path.cwd()
     for name in ("config", "source_dir"):
-        values[name] = None if values[name] is None else str(folder / values[name])
+        if values[name] is not None:
+            values[name] = str(folder / values[name])
     job = Job(**{name: values[name] for name in Job.__dataclass_fields__})
     _check_names(job)
-    _override(job.hyperparameters, hyperparameters)
+    for name, value in hyperparameters.items():
+        # An option replaces the file's value of the same hyperparameter and of its parts. A value that contains it
+        # can stay, because the script applies data.size after data.
+        for stated in list(job.hyperparameters):
+            if stated == name or stated.startswith(f"{name}."):
+                del job.hyperparameters[stated]
+        job.hyperparameters[name] = value
     return job, options
-
-
-def _split_hyperparameters(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Take out ``--hyperparameters.NAME=VALUE``: NAME is one key, dots and all, and not a path into a dict."""
-    words, hyperparameters, left = list[str](), dict[str, Any](), list(argv)
-    values = ArgumentParser(exit_on_error=False)
-    values.add_argument("--value", type=Any)  # reads text as values in a job file are read
-    while left:
-        word = left.pop(0)
-        if not word.startswith(_HYPERPARAMETER):
-            words.append(word)
-            continue
-        name, equals, text = word.removeprefix(_HYPERPARAMETER).partition("=")
-        if not equals and not left:
-            raise ArgumentError(None, f"{word}: expected a value, as in {word}=1.")
-        text = text if equals else left.pop(0)
-        hyperparameters[name] = values.parse_args([f"--value={text}"]).value
-    return words, hyperparameters
-
-
-def _override(hyperparameters: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Put options over the file's values: those of the same name, of a part of it, and of what it is a part of."""
-    for name, value in options.items():
-        for stated in [key for key in hyperparameters if key == name or key.startswith(f"{name}.")]:
-            del hyperparameters[stated]
-        hyperparameters[name] = value  # the last one wins, and what is dotted wins over a dict
-
-
-def _check_names(job: Job) -> None:
-    for key, value in vars(job).items():
-        wrong = [name for name in value if not isinstance(name, str)] if isinstance(value, dict) else []
-        if wrong:
-            raise ArgumentError(None, f"{key}: the name {wrong[0]!r} is a {type(wrong[0]).__name__}; put it in quotes.")
 
 
 def read_job(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job:
@@ -238,10 +205,10 @@ def read_job(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job
 
     Args:
         path: The file.
-        overrides: Options that win over the file, such as ``["--groups.trainer.count=4"]``.
+        overrides: Options that override the file, such as ``["--groups.trainer.count=4"]``.
 
     Raises:
-        SubmitError: The file cannot be read, has an unknown key, a value of the wrong type, or lacks a key.
+        SubmitError: The file cannot be read, lacks a required key, has an unknown one, or a value of the wrong type.
     """
     parser = ArgumentParser(exit_on_error=False)
     add_arguments(parser)
@@ -249,3 +216,32 @@ def read_job(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job
         return parse_job(parser, ["--job", os.fspath(path), *overrides])[0]
     except ArgumentError as error:
         raise SubmitError(f"{os.fspath(path)}: {error}") from error
+
+
+def _split_hyperparameters(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Separate ``--hyperparameters.NAME=VALUE`` from the other options.
+
+    Dots in NAME are part of the hyperparameter's name; jsonargparse would take them for a path into nested dicts.
+    """
+    others: list[str] = []
+    hyperparameters: dict[str, Any] = {}
+    values = ArgumentParser(exit_on_error=False)
+    values.add_argument("--value", type=Any)  # converts text as in a job file
+    words = iter(argv)
+    for word in words:
+        if not word.startswith(_HYPERPARAMETER):
+            others.append(word)
+            continue
+        name, equals, text = word.removeprefix(_HYPERPARAMETER).partition("=")
+        value = text if equals else next(words, None)
+        if value is None:
+            raise ArgumentError(None, f"{word}: expected a value, as in {word}=1.")
+        hyperparameters[name] = values.parse_args([f"--value={value}"]).value
+    return others, hyperparameters
+
+
+def _check_names(job: Job) -> None:
+    for key, value in vars(job).items():
+        for name in value if isinstance(value, dict) else ():
+            if not isinstance(name, str):
+                raise ArgumentError(None, f"{key}: the name {name!r} is of type {type(name).__name__}; quote it.")

@@ -1,23 +1,24 @@
-"""Metric definitions: from names to the regular expressions with which the service reads the log."""
+"""Metric definitions: the regular expressions with which CloudWatch extracts metrics from the log."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 
-# What "%.6g" prints (LineProgress), as one group. CloudWatch takes neither NaN nor infinity: no match, no data point.
+# A number that LineProgress prints with "%.6g", as one group. CloudWatch accepts neither NaN nor infinity, so they
+# do not match.
 _NUMBER = r"(-?[0-9.]+(?:e[-+][0-9]+)?)"
 
 
 def metric_definitions(names: Sequence[str], patterns: Mapping[str, str]) -> list[dict[str, str]]:
-    """Make the definitions that CreateTrainingJob takes.
+    """Build the metric definitions of CreateTrainingJob.
 
-    A name finds ``name=number`` in the lines of ``LineProgress``, where every metric follows a space: ``acc`` does not
-    match within ``val_acc``, nor within ``val/acc``.
+    A name matches ``name=number`` in the lines of ``LineProgress``, where a space precedes every metric: ``acc``
+    matches neither in ``val_acc`` nor in ``val/acc``.
 
     Args:
         names: Metrics as LineProgress prints them.
-        patterns: Other metrics: name to regular expression.
+        patterns: Regular expressions of other metrics by name.
 
     Returns:
         ``{"Name": ..., "Regex": ...}`` for each.
@@ -27,13 +28,12 @@ def metric_definitions(names: Sequence[str], patterns: Mapping[str, str]) -> lis
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """Say what is wrong with a regular expression, or None.
+    """Explain what is wrong with a regular expression, or return None.
 
-    Args:
-        pattern: As the user wrote it. Python's syntax and the service's agree in all that logs need.
+    Python's syntax and the service's agree in everything that log lines need.
     """
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        return f"it is no regular expression ({error})"
-    return None if groups else "it has no group (...) around the number"
+        return f"not a valid regular expression ({error})"
+    return None if groups else "no group (...) around the number"

@@ -1,4 +1,4 @@
-"""Send a job, again if there is no capacity, and watch it to its end."""
+"""Submit a job, retry when there is no capacity, and follow it until it ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_sm.submit.job_file import Retries
 
 _LOG = logging.getLogger(__name__)
 
-# At submission: quotas of instances that other jobs may give back, and requests that came too fast.
+# Refusals that may pass: a quota that other jobs use up at the moment, no capacity, throttling.
 _TRANSIENT_CODES = frozenset(
     {
         "ResourceLimitExceeded",
@@ -27,35 +27,34 @@ _TRANSIENT_CODES = frozenset(
 )
 # "... is 0 Instances, with current utilization of 0 Instances and a request delta of 1 Instances."
 _QUOTA = re.compile(r"is (\d+) Instances.* delta of (\d+) Instances", re.DOTALL)
-# In the FailureReason of a job that got no hosts: "CapacityError: Unable to provision requested ML compute capacity".
-_CAPACITY = "CapacityError"
+# The FailureReason of a job without hosts: "CapacityError: Unable to provision requested ML compute capacity".
+_NO_CAPACITY = "CapacityError"
 _FINAL = frozenset({"Completed", "Failed", "Stopped"})
 _POLL_S = 20.0
 
-Wait = Callable[[float], object]
-_NEVER = threading.Event()
+_sleep = threading.Event().wait
 
 
-def run_until_capacity(
+def submit_until_capacity(
     submit: Callable[[], str],
     watch: Callable[[str], Mapping[str, Any]] | None,
     retries: Retries,
-    wait: Wait = _NEVER.wait,
+    sleep: Callable[[float], object] = _sleep,
 ) -> Mapping[str, Any]:
-    """Submit a job until there is capacity for it, and return how it ended.
+    """Submit a job until there is capacity for it, and return its final description.
 
     Args:
         submit: Starts the job under a new name, and returns the name.
-        watch: Waits for the end of a job, and returns its description; None not to wait.
-        retries: How often, and how long to pause.
-        wait: Sleeps for some seconds.
+        watch: Waits until the job with a name ends, and returns its description; None does not wait.
+        retries: Maximum number of submissions, and the pauses between them.
+        sleep: Sleeps for some seconds.
 
     Returns:
-        The description of the last job; with no ``watch``, only its ``TrainingJobName``.
+        The description of the last job; without ``watch`` only its ``TrainingJobName``.
 
     Raises:
-        ClientError: The service refused the job for another reason, or for a quota that is smaller than the job, or the
-            last try for lack of capacity.
+        ClientError: The service rejected the job for another reason than capacity, because its quota is smaller than
+            the job, or in the last try.
     """
     attempt = 0
     while True:
@@ -63,79 +62,85 @@ def run_until_capacity(
         try:
             name = submit()
         except ClientError as error:
-            if attempt == retries.max_tries or not _may_pass(error):
+            if attempt >= retries.max_tries or not _may_pass(error):
                 raise
             reason = str(error)
         else:
-            _LOG.info("Job %s was submitted.", name)
-            description = {"TrainingJobName": name} if watch is None else watch(name)
+            _LOG.info("Submitted job %s.", name)
+            if watch is None:
+                return {"TrainingJobName": name}
+            description = watch(name)
             reason = description.get("FailureReason", "")
-            if attempt == retries.max_tries or _CAPACITY not in reason:
+            if attempt >= retries.max_tries or _NO_CAPACITY not in reason:
                 return description
         pause_s = pause_after(attempt, retries)
-        _LOG.warning("No hosts at try %d of %d (%s); again in %.0f s.", *(attempt, retries.max_tries, reason, pause_s))
-        wait(pause_s)
+        _LOG.warning(
+            "No capacity in try %d of %d (%s). Retrying in %.0f s.", attempt, retries.max_tries, reason, pause_s
+        )
+        sleep(pause_s)
 
 
 def _may_pass(error: ClientError) -> bool:
-    """Whether the service may take the same job later."""
+    """Whether the service may accept the same job later."""
     if error.response["Error"]["Code"] not in _TRANSIENT_CODES:
         return False
     quota = _QUOTA.search(str(error))
-    return quota is None or int(quota[2]) <= int(quota[1])  # else the account may not have that many at any time
+    return quota is None or int(quota[2]) <= int(quota[1])  # a job larger than the quota never fits
 
 
 def pause_after(attempt: int, retries: Retries) -> float:
-    """Seconds to wait after a try: doubled each time, half of it at random, so that submitters do not meet again.
+    """Seconds to wait after a try, the first of which is 1.
 
-    Args:
-        attempt: The number of the try, from 1.
-        retries: The first and the longest pause.
+    The pause doubles each time; half of it is random, so that clients that failed together do not retry together.
     """
     longest_s: float = min(retries.max_pause_s, retries.first_pause_s * 2 ** (attempt - 1))
     return longest_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
 
 
-def watch(client: Any, name: str, region: str, wait: Wait = _NEVER.wait) -> Mapping[str, Any]:
-    """Wait for the end of a job, with a line for every change of its state.
+def watch(client: Any, name: str, region: str, sleep: Callable[[float], object] = _sleep) -> Mapping[str, Any]:
+    """Wait until a job ends, and log every change of its state.
 
-    Ctrl-C stops the waiting, not the job, and says how to look at it and how to stop it; so does an error.
+    Ctrl-C or an error stops the waiting, not the job; a warning then shows how to inspect and stop the job.
 
     Args:
         client: A boto3 client of SageMaker.
         name: Name of the job.
         region: Its region.
-        wait: Sleeps for some seconds.
+        sleep: Sleeps for some seconds.
 
     Returns:
-        What DescribeTrainingJob says at the end.
+        The last answer of DescribeTrainingJob.
 
     Raises:
-        ClientError: The service does not tell, perhaps because the credentials have expired.
-        BotoCoreError: It cannot be asked.
+        ClientError: The service rejects the request, for example because the credentials have expired.
+        BotoCoreError: The service cannot be reached.
     """
     _LOG.info(
-        "Its log: aws logs tail /aws/sagemaker/TrainingJobs --log-stream-name-prefix %s --follow --region %s",
-        *(name, region),
+        "To follow its log: aws logs tail /aws/sagemaker/TrainingJobs --log-stream-name-prefix %s --follow --region %s",
+        name,
+        region,
     )
-    seen = ""
+    last_state = ""
     try:
         while True:
             description: Mapping[str, Any] = client.describe_training_job(TrainingJobName=name)
+            status = description["TrainingJobStatus"]
             transitions = description.get("SecondaryStatusTransitions") or [{}]
             message = transitions[-1].get("StatusMessage", "")
-            state = f"{description['TrainingJobStatus']}: {description.get('SecondaryStatus', '')} {message}".rstrip()
-            if state != seen:
+            state = f"{status}: {description.get('SecondaryStatus', '')} {message}".rstrip()
+            if state != last_state:
                 _LOG.info("Job %s is %s", name, state)
-            if description["TrainingJobStatus"] in _FINAL:
+            if status in _FINAL:
                 return description
-            seen = state
-            wait(_POLL_S)
-    except (KeyboardInterrupt, ClientError, BotoCoreError):  # of the latter: credentials that expired meanwhile
-        of_job = f"--training-job-name {name} --region {region}"
+            last_state = state
+            sleep(_POLL_S)
+    except (KeyboardInterrupt, ClientError, BotoCoreError):
+        options = f"--training-job-name {name} --region {region}"
         _LOG.warning(
-            "Not waiting any more; the job goes on, and costs money.\n  How it is: aws sagemaker describe-training-job "
-            "%s\n  Stop it:   aws sagemaker stop-training-job %s",
-            *(of_job, of_job),
+            "Stopped waiting. The job is still running and billed.\n"
+            "  Status: aws sagemaker describe-training-job %s\n"
+            "  Stop:   aws sagemaker stop-training-job %s",
+            options,
+            options,
         )
         raise

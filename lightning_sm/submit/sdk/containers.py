@@ -1,4 +1,4 @@
-"""The containers of a local job, as Docker tells of them."""
+"""The containers of a local job, according to Docker."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any
 
 from lightning_sm.errors import SubmitError
 
-# Docker answers such questions in milliseconds, unless it is broken.
+# Docker answers these commands in milliseconds unless it is broken.
 _TIMEOUT_S = 60.0
 _LIST = ("ps", "--all", "--no-trunc", "--format", "{{.ID}}\t{{.Mounts}}")
-# What Compose calls a host, and with it the SDK.
+# The SDK names the Compose service after the host.
 _SERVICE_LABEL = "com.docker.compose.service"
 
 
 @dataclass(frozen=True)
 class Container:
-    """How one host of a local job ended.
+    """One host of a local job.
 
     Attributes:
         identity: Docker's id.
         host: Name of the host.
         status: For example exited or running.
-        exit_code: 0 while it runs.
-        is_training: Whether it was started as the service does, with ``train``.
+        exit_code: 0 while the container runs.
+        is_training: Whether it was started with the argument ``train``, as on the service.
     """
 
     identity: str
@@ -40,18 +40,18 @@ class Container:
 
 
 def find_containers(root: Path) -> list[Container]:
-    """All containers, running or not, that mount something from a folder.
-
-    Args:
-        root: The folder.
+    """Find all containers, running or not, that mount something from a folder.
 
     Raises:
-        SubmitError: Docker does not answer.
+        SubmitError: Docker is missing or does not answer.
     """
     inside = f"{root.resolve()}{os.sep}"
-    # Only then more about those of this job: others may be removed meanwhile.
-    listed = (line.partition("\t") for line in _docker(*_LIST).splitlines())
-    own = [identity for identity, _, mounts in listed if any(mount.startswith(inside) for mount in mounts.split(","))]
+    own: list[str] = []
+    for line in _docker(*_LIST).splitlines():
+        identity, _, mounts = line.partition("\t")
+        if any(mount.startswith(inside) for mount in mounts.split(",")):
+            own.append(identity)
+    # Inspect only these: containers of other jobs may be removed in the meantime.
     found: list[dict[str, Any]] = json.loads(_docker("inspect", *own)) if own else []
     return [
         Container(
@@ -66,36 +66,31 @@ def find_containers(root: Path) -> list[Container]:
 
 
 def remove(containers: Sequence[Container]) -> None:
-    """End and remove containers; the SDK leaves them.
-
-    Args:
-        containers: Which.
-    """
+    """Stop and remove containers, which the SDK does not."""
     if containers:
         _docker("rm", "--force", "--volumes", *(container.identity for container in containers))
 
 
 def entry_point(image: str) -> list[str]:
-    """The command that an image starts with.
-
-    Args:
-        image: Its name.
+    """Return the entry point of an image.
 
     Raises:
-        SubmitError: Docker does not know the image.
+        SubmitError: Docker does not have the image.
     """
-    stated: list[str] | None = json.loads(_docker("image", "inspect", "--format", "{{json .Config.Entrypoint}}", image))
-    return stated or []
+    command: list[str] | None = json.loads(
+        _docker("image", "inspect", "--format", "{{json .Config.Entrypoint}}", image)
+    )
+    return command or []
 
 
 def _docker(*arguments: str) -> str:
     program = shutil.which("docker")
     if program is None:
-        raise SubmitError("Local mode needs Docker with Compose. Without: lightning-sm local emulates a cluster.")
+        raise SubmitError("Local mode needs Docker with Compose. Without Docker, use lightning-sm local.")
     try:
         done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
     except subprocess.CalledProcessError as error:
         raise SubmitError(f"docker {arguments[0]} failed: {error.stderr.strip()}") from error
     except subprocess.TimeoutExpired as error:
-        raise SubmitError(f"docker {arguments[0]} gave no answer within {_TIMEOUT_S:g} s.") from error
+        raise SubmitError(f"docker {arguments[0]} did not answer within {_TIMEOUT_S:g} s.") from error
     return done.stdout

@@ -1,4 +1,4 @@
-"""A boto3 session that can be cut off from AWS: the SDKs run as usual, and the request that they would send is kept."""
+"""A boto3 session without network: the SDK runs as usual, and its CreateTrainingJob request is captured."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from botocore.exceptions import BotoCoreError
 
 from lightning_sm.errors import SubmitError
 
-# What the SDKs ask for on the way to a request. The account is a placeholder: nobody was asked.
+# Answers to what the SDKs request before CreateTrainingJob. The account is a placeholder.
 _ACCOUNT = "000000000000"
 _ANSWERS: dict[str, dict[str, Any]] = {
     "GetCallerIdentity": {"Account": _ACCOUNT, "Arn": f"arn:aws:iam::{_ACCOUNT}:user/rehearsal", "UserId": "rehearsal"},
     "GetRole": {"Role": {}},
     "ListBuckets": {"Buckets": []},
 }
-# How the SDKs and what they use say that they do not like a job; pydantic's errors are ValueErrors.
+# What the SDKs and their libraries raise for an invalid job; pydantic's errors are ValueErrors.
 _REFUSALS = (TypeError, ValueError, RuntimeError, BotoCoreError, Boto3Error)
 
 
 @dataclass(frozen=True)
 class _Reply:
-    """As much of an HTTP response as botocore looks at."""
+    """The part of an HTTP response that botocore reads."""
 
     status_code: int = 200
 
 
 class _RequestReadyError(Exception):
-    """Ends a rehearsal: the request is complete."""
+    """Ends a rehearsal when the request is complete."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         super().__init__("rehearsal")
@@ -40,10 +40,10 @@ class _RequestReadyError(Exception):
 
 
 class Gate:
-    """Stands between a boto3 session and the network, by botocore's events.
+    """Stands between a boto3 session and the network, by means of botocore's events.
 
     Args:
-        boto_session: The session; clients made from it later are behind the gate, too.
+        boto_session: The session. The gate also applies to clients that are created from it later.
     """
 
     def __init__(self, boto_session: boto3.Session) -> None:
@@ -52,7 +52,7 @@ class Gate:
         boto_session.events.register_first("provide-client-params.sagemaker.CreateTrainingJob", self._stop)
 
     def rehearse(self, submit: Callable[[], object]) -> dict[str, Any]:
-        """Run a submission up to CreateTrainingJob; nothing leaves this machine.
+        """Run a submission up to CreateTrainingJob without network.
 
         Args:
             submit: Calls the SDK with this session.
@@ -61,20 +61,21 @@ class Gate:
             The request.
 
         Raises:
-            SubmitError: The SDK refused the job, or came to an end without a request.
+            SubmitError: The SDK rejected the job, or finished without a request.
         """
-        self._is_closed, level = True, logging.root.manager.disable
-        logging.disable()  # the SDK calls it an error that the request was not sent
+        level = logging.root.manager.disable
+        logging.disable()  # the SDK logs an error because the request was not sent
+        self._is_closed = True
         try:
             submit()
         except _RequestReadyError as ready:
             return ready.request
         except _REFUSALS as error:
-            raise SubmitError(f"The SDK refuses the job: {error}") from error
+            raise SubmitError(f"The SDK rejected the job: {error}") from error
         finally:
             self._is_closed = False
             logging.disable(level)
-        raise SubmitError("The SDK made no CreateTrainingJob request; lightning-sm and the SDK do not fit together.")
+        raise SubmitError("The SDK sent no CreateTrainingJob request; this lightning-sm and this SDK are incompatible.")
 
     def _answer(self, model: Any, **_: object) -> tuple[_Reply, dict[str, Any]] | None:
         if not self._is_closed:

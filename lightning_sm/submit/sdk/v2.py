@@ -12,63 +12,49 @@ from sagemaker.instance_group import InstanceGroup
 from sagemaker.session import Session
 
 from lightning_sm.submit.plan import Plan
-from lightning_sm.submit.sdk.version import code_location, without_telemetry
+from lightning_sm.submit.sdk.version import without_telemetry
 
 
-class Submission:
-    """A plan and the session that it is submitted with.
+def submit(plan: Plan, boto_session: Any) -> str:
+    """Start a job under a new name, and return the name.
 
-    Args:
-        plan: The job.
-        boto_session: Credentials and region.
+    Raises:
+        ClientError: The service rejects the request.
     """
-
-    def __init__(self, plan: Plan, boto_session: Any) -> None:
-        config = without_telemetry(load_sagemaker_config())
-        self._plan = plan
-        self._session = Session(boto_session=boto_session, sagemaker_config=config)
-
-    def submit(self) -> str:
-        """Start the job under a new name, and return the name.
-
-        Raises:
-            ClientError: The service refuses the request.
-        """
-        plan = self._plan
-        if plan.job.source_dir is not None:
-            plan = plan.with_code(self._session.upload_data(plan.job.source_dir, **code_location(plan.job)))
-        estimator = Estimator(**estimator_arguments(plan), sagemaker_session=self._session)
-        # The SDK's own waiting swallows Ctrl-C.
-        estimator.fit(training_inputs(plan) or None, wait=False)
-        return str(estimator.latest_training_job.name)
+    session = Session(boto_session=boto_session, sagemaker_config=without_telemetry(load_sagemaker_config()))
+    plan = plan.upload_code(session)
+    estimator = Estimator(**_estimator_arguments(plan), sagemaker_session=session)
+    # With wait=True the SDK swallows Ctrl-C.
+    estimator.fit(_training_inputs(plan) or None, wait=False)
+    return str(estimator.latest_training_job.name)
 
 
 def run_locally(plan: Plan, root: str) -> None:
-    """Run the job in local mode; what this raises or not says nothing about the job (see ``local_mode``).
+    """Run a job in local mode. Whether this raises says nothing about the job (see ``local_mode``).
 
     Args:
-        plan: The job, made for local mode.
+        plan: The job, adapted to local mode.
         root: Folder for everything that the SDK writes.
     """
     from lightning_sm.submit.sdk.v2_local_session import HeterogeneousLocalSession  # noqa: PLC0415 - needs sagemaker[local]
 
     session = HeterogeneousLocalSession()
     session.config = {"local": {"local_code": True, "container_root": root}}
-    Estimator(**estimator_arguments(plan), sagemaker_session=session).fit(training_inputs(plan) or None)
+    Estimator(**_estimator_arguments(plan), sagemaker_session=session).fit(_training_inputs(plan) or None)
 
 
-def estimator_arguments(plan: Plan) -> dict[str, Any]:
-    """Name everything as ``Estimator`` does.
-
-    Args:
-        plan: The job.
-    """
+def _estimator_arguments(plan: Plan) -> dict[str, Any]:
     job = plan.job
+    if plan.single_group is not None:
+        hosts = {"instance_type": plan.single_group.instance_type, "instance_count": plan.single_group.count}
+    else:
+        groups = [InstanceGroup(name, group.instance_type, group.count) for name, group in job.groups.items()]
+        hosts = {"instance_groups": groups}
     return {
         "image_uri": job.image,
         "role": job.role,
         "base_job_name": job.name,
-        **_hosts(plan),
+        **hosts,
         "volume_size": job.volume_gb,
         "keep_alive_period_in_seconds": job.keep_alive_s,
         "hyperparameters": dict(plan.hyperparameters),
@@ -76,28 +62,23 @@ def estimator_arguments(plan: Plan) -> dict[str, Any]:
         "metric_definitions": plan.metrics or None,
         "output_path": job.output,
         "checkpoint_s3_uri": job.checkpoints,
-        "tensorboard_output_config": None if job.tensorboard is None else TensorBoardOutputConfig(job.tensorboard),
+        "tensorboard_output_config": TensorBoardOutputConfig(job.tensorboard) if job.tensorboard else None,
         "max_run": job.max_run_s,
         "use_spot_instances": job.spot is not None,
-        "max_wait": None if job.spot is None else job.spot.max_wait_s,
+        "max_wait": job.spot.max_wait_s if job.spot else None,
         "max_retry_attempts": job.max_retry_attempts,
         "encrypt_inter_container_traffic": job.encrypt_between_hosts or None,
-        "subnets": None if job.vpc is None else job.vpc.subnets,
-        "security_group_ids": None if job.vpc is None else job.vpc.security_groups,
+        "subnets": job.vpc.subnets if job.vpc else None,
+        "security_group_ids": job.vpc.security_groups if job.vpc else None,
         "tags": [{"Key": key, "Value": value} for key, value in job.tags.items()] or None,
         "enable_remote_debug": job.remote_debug or None,
-        # Debugger and profiler need libraries in the image, and know no instance groups.
+        # Debugger and profiler need libraries in the image, and do not support instance groups.
         "debugger_hook_config": False,
         "disable_profiler": True,
     }
 
 
-def training_inputs(plan: Plan) -> dict[str, TrainingInput]:
-    """Name the channels as ``fit`` does.
-
-    Args:
-        plan: The job.
-    """
+def _training_inputs(plan: Plan) -> dict[str, TrainingInput]:
     return {
         name: TrainingInput(
             channel.uri,
@@ -108,10 +89,3 @@ def training_inputs(plan: Plan) -> dict[str, TrainingInput]:
         )
         for name, channel in plan.channels.items()
     }
-
-
-def _hosts(plan: Plan) -> dict[str, Any]:
-    if plan.single_group is not None:
-        return {"instance_type": plan.single_group.instance_type, "instance_count": plan.single_group.count}
-    groups = plan.job.groups.items()
-    return {"instance_groups": [InstanceGroup(name, group.instance_type, group.count) for name, group in groups]}

@@ -1,7 +1,7 @@
-"""SageMaker local mode with instance groups: CPU and GPU groups of one job as containers on this machine.
+"""SageMaker local mode with instance groups: the CPU and GPU groups of a job as containers on this machine.
 
-The local mode of SDK v2 ends in ``KeyError: 'InstanceType'`` for ``instance_groups``, and gives every channel to every
-host. ``HeterogeneousLocalSession`` replaces the three places where it does so; all else is the SDK's.
+The local mode of SDK v2 fails with ``KeyError: 'InstanceType'`` for ``instance_groups``, and gives every channel to
+every host. ``HeterogeneousLocalSession`` replaces the three classes that do so; everything else is the SDK's.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sm.job.emulated_service import GroupSpec, deal_hosts, group_of, resource_config_of
-from lightning_sm.submit.sdk.v2_internals import Method, changed_sdk, check_attributes, check_methods, missing_sdk
-from lightning_sm.submit.sdk.v2_local_groups import check_supported, groups_by_channel, requested_groups
+from lightning_sm.submit.sdk.v2_internals import Method, check_methods, missing_sdk
+from lightning_sm.submit.sdk.v2_local_groups import check_no_pipe, groups_by_channel, requested_groups
 
 try:
     from sagemaker.local import LocalSession
@@ -27,49 +27,29 @@ except ImportError as error:
 _MODEL_DIR = "/opt/ml/model"
 _CHANNELS_DIR = "/opt/ml/input/data/"
 
-# All that is overridden or called below, as it is from sagemaker 2.257.1 to 2.257.7.
+# Everything that is overridden or called below, as in sagemaker 2.257.1 to 2.257.7.
 _METHODS = (
-    Method(LocalSagemakerClient, "__init__", ("self", "sagemaker_session")),
+    Method(LocalSagemakerClient, "__init__", "self, sagemaker_session"),
     Method(
         LocalSagemakerClient,
         "create_training_job",
-        (
-            "self",
-            "TrainingJobName",
-            "AlgorithmSpecification",
-            "OutputDataConfig",
-            "ResourceConfig",
-            "InputDataConfig",
-            "Environment",
-            "kwargs",
-        ),
+        "self, TrainingJobName, AlgorithmSpecification, OutputDataConfig, ResourceConfig, InputDataConfig, "
+        "Environment, kwargs",
     ),
-    Method(_LocalTrainingJob, "__init__", ("self", "container")),
+    Method(_LocalTrainingJob, "__init__", "self, container"),
     Method(
         _LocalTrainingJob,
         "start",
-        ("self", "input_data_config", "output_data_config", "hyperparameters", "environment", "job_name"),
+        "self, input_data_config, output_data_config, hyperparameters, environment, job_name",
     ),
     Method(
         _SageMakerContainer,
         "__init__",
-        (
-            "self",
-            "instance_type",
-            "instance_count",
-            "image",
-            "sagemaker_session",
-            "container_entrypoint",
-            "container_arguments",
-        ),
+        "self, instance_type, instance_count, image, sagemaker_session, container_entrypoint, container_arguments",
     ),
-    Method(_SageMakerContainer, "write_config_files", ("self", "host", "hyperparameters", "input_data_config")),
-    Method(
-        _SageMakerContainer,
-        "_create_docker_host",
-        ("self", "host", "environment", "optml_subdirs", "command", "volumes"),
-    ),
-    Method(_Volume, "__init__", ("self", "host_dir", "container_dir", "channel")),
+    Method(_SageMakerContainer, "write_config_files", "self, host, hyperparameters, input_data_config"),
+    Method(_SageMakerContainer, "_create_docker_host", "self, host, environment, optml_subdirs, command, volumes"),
+    Method(_Volume, "__init__", "self, host_dir, container_dir, channel"),
 )
 
 
@@ -88,27 +68,25 @@ class HeterogeneousLocalSession(LocalSession):  # type: ignore[misc]  # the SDK 
             output_path="file:///tmp/output",
         ).fit({"training": TrainingInput("file:///tmp/data", instance_groups=["data"])})
 
-    Jobs without instance groups run as in ``LocalSession``. In both, two things are as on the service rather than as
-    in the SDK: ``resourceconfig.json`` names the groups and their hosts, which are dealt out at random; and each host
-    has a model folder of its own, whose files meet in one ``model.tar.gz``.
+    Jobs without instance groups run as in ``LocalSession``. With and without groups, two things are as on the service
+    rather than as in the SDK: ``resourceconfig.json`` lists the groups and their hosts, which are assigned at random;
+    and each host has its own model folder, whose files are combined in one ``model.tar.gz``.
 
-    Instance types are labels, from which the hosts take their roles; no container sees a GPU. A group of the type
-    ``local_gpu`` gives each of its containers all GPUs of this machine, as the SDK does for a single host; to give
-    them to groups of other types, too, set ``container_config`` in ``session.config["local"]``: it goes into the
-    Compose file of every container.
+    Instance types only decide the roles of the hosts; no container sees a GPU. In a group of the type ``local_gpu``
+    each container sees all GPUs of this machine, as the SDK does for a single host. To make them visible in other
+    groups, set ``container_config`` in ``session.config["local"]``: it is added to every container in the Compose file.
 
-    As in ``LocalSession``, the first container that ends makes Compose end all others, with SIGTERM and, 10 s later,
-    SIGKILL (``container_config={"stop_grace_period": "120s"}`` makes it 120 s), and ``fit`` may return as if nothing
-    had happened when another container failed. The hosts of ``lightning-sm train`` leave together after a success of
-    all, and the one that failed leaves first.
+    As in ``LocalSession``, Compose stops all containers when the first one ends, with SIGTERM and, 10 s later, SIGKILL
+    (``container_config={"stop_grace_period": "120s"}`` waits 120 s), and ``fit`` may return normally although another
+    container failed. Hosts that run ``lightning-sm train`` exit together after success, and a failed host exits first.
 
     Args:
-        boto_session: The boto3 session. Default: one made from the environment, which must name a region.
-        seed: Decides which host lands in which group; None for another draw in each job, as on the service.
+        boto_session: The boto3 session. Default: one that is created from the environment, which must name a region.
+        seed: Seed of the assignment of hosts to groups; None for a different one in each job, as on the service.
         settings: Further arguments of ``LocalSession``.
 
     Raises:
-        SDKError: The installed SDK is inside not what this class was written for.
+        SDKError: The internals of the installed SDK differ from those that this class was written for.
 
     Source:
         sagemaker 2.257.7, ``local/local_session.py`` (``create_training_job``) and ``local/image.py``.
@@ -116,54 +94,47 @@ class HeterogeneousLocalSession(LocalSession):  # type: ignore[misc]  # the SDK 
 
     def __init__(self, boto_session: Any = None, *, seed: int | None = None, **settings: Any) -> None:
         check_methods(_METHODS)
-        check_attributes(_Volume("/host", "/container"), ["container_dir"])
         super().__init__(boto_session, **settings)
-        check_attributes(self, ["sagemaker_client"])
         self.sagemaker_client = _Client(self, seed)
 
 
 class _Client(LocalSagemakerClient):  # type: ignore[misc]  # the SDK has no types
     def __init__(self, sagemaker_session: LocalSession, seed: int | None) -> None:
         super().__init__(sagemaker_session)
-        check_attributes(self, ["_training_jobs"])
         self._seed = seed
 
-    def create_training_job(
-        self,
-        *,
-        TrainingJobName: str,  # noqa: N803 - boto3's names
-        AlgorithmSpecification: Mapping[str, Any],  # noqa: N803
-        OutputDataConfig: Mapping[str, Any],  # noqa: N803
-        ResourceConfig: Mapping[str, Any],  # noqa: N803
-        InputDataConfig: Sequence[dict[str, Any]] | None = None,  # noqa: N803
-        Environment: Mapping[str, str] | None = None,  # noqa: N803
-        **kwargs: Any,
-    ) -> None:
-        """Run a training job to its end, as the SDK's method does, whose container class cannot be replaced.
+    def create_training_job(self, **request: Any) -> None:
+        """Run a training job until it ends, as the SDK's method does, whose container class cannot be replaced.
 
         Raises:
             TopologyError: The groups are malformed.
-            ChannelError: A channel is meant for a group that does not exist.
-            JobConfigError: A job with groups asks for what local mode cannot do.
+            ChannelError: A channel is assigned to a group that does not exist.
+            JobConfigError: A job with groups uses Pipe mode.
         """
-        channels = InputDataConfig or []
-        specs = requested_groups(ResourceConfig)
-        if "InstanceGroups" in ResourceConfig:
-            check_supported(kwargs, channels, AlgorithmSpecification)
+        channels = request.get("InputDataConfig") or []
+        algorithm = request["AlgorithmSpecification"]
+        specs = requested_groups(request["ResourceConfig"])
+        if "InstanceGroups" in request["ResourceConfig"]:
+            check_no_pipe(algorithm, channels)
         container = _Container(
-            AlgorithmSpecification["TrainingImage"],
             specs,
             groups_by_channel(channels, specs),
-            seed=self._seed,
+            self._seed,
+            image=algorithm["TrainingImage"],
             sagemaker_session=self.sagemaker_session,
+            container_entrypoint=algorithm.get("ContainerEntrypoint"),
+            container_arguments=algorithm.get("ContainerArguments"),
         )
-        container.container_entrypoint = AlgorithmSpecification.get("ContainerEntrypoint")
-        container.container_arguments = AlgorithmSpecification.get("ContainerArguments")
         job = _LocalTrainingJob(container)
-        hyperparameters = kwargs.get("HyperParameters", {})
-        job.start(channels, OutputDataConfig, hyperparameters, Environment or {}, TrainingJobName)
-        # Where describe_training_job looks, which tells the Estimator where the model is.
-        self._training_jobs[TrainingJobName] = job
+        job.start(
+            channels,
+            request["OutputDataConfig"],
+            request.get("HyperParameters", {}),
+            request.get("Environment") or {},
+            request["TrainingJobName"],
+        )
+        # describe_training_job reads this; the Estimator learns from it where the model is.
+        self._training_jobs[request["TrainingJobName"]] = job
 
 
 class _Container(_SageMakerContainer):  # type: ignore[misc]  # the SDK has no types
@@ -171,19 +142,13 @@ class _Container(_SageMakerContainer):  # type: ignore[misc]  # the SDK has no t
 
     def __init__(
         self,
-        image: str,
         specs: Sequence[GroupSpec],
         channel_groups: Mapping[str, frozenset[str]],
-        *,
         seed: int | None,
-        sagemaker_session: LocalSession,
+        **settings: Any,
     ) -> None:
-        num_hosts = sum(spec.num_hosts for spec in specs)
-        super().__init__(specs[0].instance_type, num_hosts, image, sagemaker_session=sagemaker_session)
-        check_attributes(self, ["container_arguments", "container_entrypoint", "container_root", "hosts"])
-        if len(self.hosts) != num_hosts:
-            raise changed_sdk([f"{num_hosts} hosts were asked for, and {self.hosts} were made"])
-        # A text as the seed: whole numbers that are close to each other have similar first draws.
+        super().__init__(specs[0].instance_type, sum(spec.num_hosts for spec in specs), **settings)
+        # The seed is a text because the first draws of similar numbers are similar.
         draw = random.Random(None if seed is None else f"{seed} groups")  # noqa: S311 - no secret
         self._groups = deal_hosts(specs, self.hosts, draw)
         self._channel_groups = channel_groups
@@ -191,7 +156,7 @@ class _Container(_SageMakerContainer):  # type: ignore[misc]  # the SDK has no t
     def write_config_files(
         self, host: str, hyperparameters: Mapping[str, str], input_data_config: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Write the files of a host: its own channels only, and the groups as the service writes them."""
+        """Write the files of a host: only its own channels, and the groups as the service writes them."""
         own = [channel for channel in input_data_config if self._sees(host, channel["ChannelName"])]
         super().write_config_files(host, hyperparameters, own)
         path = self._folder(host) / "input" / "config" / "resourceconfig.json"
@@ -201,23 +166,20 @@ class _Container(_SageMakerContainer):  # type: ignore[misc]  # the SDK has no t
     def _create_docker_host(
         self, host: str, environment: Sequence[str], optml_subdirs: set[str], command: str, volumes: Sequence[Any]
     ) -> dict[str, Any]:
-        own = [self._own_model_volume(host)]
+        model_dir = self._folder(host) / "model"
+        model_dir.mkdir(exist_ok=True)
+        own = [_Volume(str(model_dir), _MODEL_DIR)]
         for volume in volumes:
             channel = volume.container_dir.removeprefix(_CHANNELS_DIR)
             if channel in self._channel_groups and not self._sees(host, channel):
-                # The SDK has made a mount point, which would look like an empty channel.
+                # The SDK has created a mount point, which would look like an empty channel.
                 (self._folder(host) / "input" / "data" / channel).rmdir()
             elif volume.container_dir != _MODEL_DIR:
                 own.append(volume)
-        # The SDK gives GPUs to a container if this is "local_gpu".
+        # The SDK adds GPUs to a container if this is "local_gpu".
         self.instance_type = group_of(self._groups, host).instance_type
         described: dict[str, Any] = super()._create_docker_host(host, environment, optml_subdirs, command, own)
         return described
-
-    def _own_model_volume(self, host: str) -> Any:
-        folder = self._folder(host) / "model"
-        folder.mkdir(exist_ok=True)
-        return _Volume(str(folder), _MODEL_DIR)
 
     def _folder(self, host: str) -> Path:
         return Path(self.container_root) / host

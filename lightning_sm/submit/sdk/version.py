@@ -1,54 +1,50 @@
-"""Which version of the SageMaker SDK is installed, and what to tell either of them."""
+"""Which version of the SageMaker SDK is installed, and its adapter."""
 
 from __future__ import annotations
 
 import copy
 import importlib
 import os
-import secrets
-import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 
 from lightning_sm.errors import SDKError
-from lightning_sm.submit.job_file import Job
 
-SDK_WITHOUT_ESTIMATOR = 3
-# What pyproject.toml calls the extra "launch".
+# The same as the extra "launch" in pyproject.toml.
 INSTALL_V2 = "pip install 'sagemaker[local]>=2.257.1,<3'"
 _INSTALL_V3 = "pip install 'sagemaker-train>=1.27,<2'"
-# Older ones send everything with the first session of the process: a rehearsal of a second job would send it.
+# Older versions keep the first session of the process for everything: a rehearsal of a second job would submit it.
 _FIRST_CORE = "2.24"
 
 
-def sdk_version() -> int:
-    """Major version of the installed SDK: 2 has ``Estimator``, 3 has ``ModelTrainer``.
+def sdk_version() -> Literal["v2", "v3"]:
+    """Version of the installed SDK: v2 has ``Estimator``, v3 has ``ModelTrainer``.
 
     Raises:
-        SDKError: There is none.
+        SDKError: The SDK is not installed.
     """
+    # Version 3 is the distribution sagemaker-train 1; its distribution "sagemaker" is empty.
     for distribution in ("sagemaker-train", "sagemaker"):
         try:
             found = version(distribution)
         except PackageNotFoundError:
             continue
-        # Version 3 is sagemaker-train 1, beside which the distribution "sagemaker" is empty.
-        return SDK_WITHOUT_ESTIMATOR if distribution == "sagemaker-train" else int(found.split(".")[0])
+        return "v2" if distribution == "sagemaker" and found.startswith("2.") else "v3"
     raise SDKError(
-        f"No SageMaker SDK is installed here. Version 2: {INSTALL_V2}; version 3: {_INSTALL_V3}. Without either: "
-        "lightning-sm local runs the script on an emulated cluster."
+        f"The SageMaker SDK is not installed. For version 2: {INSTALL_V2}. For version 3: {_INSTALL_V3}. Without the "
+        "SDK, 'lightning-sm local' runs the script on an emulated cluster."
     )
 
 
 def adapter() -> Any:
-    """Import the module that speaks with the installed SDK: ``v2`` or ``v3``.
+    """Import the adapter of the installed SDK: the module ``v2`` or ``v3``, with ``submit`` and ``run_locally``.
 
     Raises:
-        SDKError: There is no SDK, or it is too old.
+        SDKError: The SDK is not installed, or is too old.
     """
-    os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")  # version 2 tells its end three times per command
-    name = "v2" if sdk_version() < SDK_WITHOUT_ESTIMATOR else "v3"
+    os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")  # printed three times per command
+    name = sdk_version()
     from packaging.version import Version  # noqa: PLC0415 - comes with either SDK
 
     if name == "v3" and Version(found := version("sagemaker-core")) < Version(_FIRST_CORE):
@@ -57,11 +53,7 @@ def adapter() -> Any:
 
 
 def without_telemetry(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The SDK's configuration, with its reports to its makers switched off: a dry run sends nothing to anybody.
-
-    Args:
-        config: The configuration as the SDK loaded it.
-    """
+    """Return the SDK's configuration with its telemetry disabled: a dry run must not send anything."""
     changed = copy.deepcopy(dict(config))
     changed.setdefault("SchemaVersion", "1.0")
     node = changed
@@ -69,20 +61,3 @@ def without_telemetry(config: Mapping[str, Any]) -> dict[str, Any]:
         node = node.setdefault(name, {})
     node["TelemetryOptOut"] = True
     return changed
-
-
-def code_location(job: Job) -> dict[str, str]:
-    """Where the code of one submission goes: beside the output, else into the SDK's own bucket.
-
-    Args:
-        job: What the file says.
-
-    Returns:
-        ``bucket``, if known, and ``key_prefix``, as ``Session.upload_data`` calls them.
-    """
-    # Two submissions may fall into one second.
-    own = f"{job.name}/code/{time.strftime('%Y-%m-%d-%H-%M-%S', time.gmtime())}-{secrets.token_hex(2)}"
-    if job.output is None:
-        return {"key_prefix": own}
-    bucket, _, prefix = job.output.removeprefix("s3://").partition("/")
-    return {"bucket": bucket, "key_prefix": "/".join(filter(None, (prefix.strip("/"), own)))}

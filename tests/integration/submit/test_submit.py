@@ -181,7 +181,7 @@ def test_no_capacity_is_tried_again(submit, service):
     ended = submit(JOB, "--cloud")
     assert ended.returncode == 0, ended.stderr
     assert len({request["TrainingJobName"] for request in service.requests}) == 2
-    assert "No hosts at try 1 of 2 (CapacityError: none left)" in ended.stderr
+    assert "No capacity in try 1 of 2 (CapacityError: none left)" in ended.stderr
 
 
 def test_a_failed_job_is_a_failed_command(submit, service):
@@ -197,7 +197,7 @@ def test_a_missing_folder_is_no_traceback(submit, service):
     """What the rules say of it is said, and not what the SDK stumbles over."""
     ended = submit({**JOB, "source_dir": "nope"}, "--dry-run")
     assert ended.returncode == 2
-    assert "nope', which is no folder" in ended.stderr
+    assert "nope', which is not a directory" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert service.seen == []
 

@@ -83,7 +83,7 @@ def test_a_key_without_a_value_is_as_good_as_none(job_file, key):
         (SMALL + "channels: {a: {uri: s3://b/c, mode: Fast}}\n", ["channels", "mode", "Fast"]),
         (SMALL.replace("count: 2", "count: two"), ["groups", "count", "two"]),
         ("image: x\n", ["groups"]),
-        (SMALL + "hyperparameters: {1: 2}\n", ["hyperparameters", "1", "int", "quotes"]),
+        (SMALL + "hyperparameters: {1: 2}\n", ["hyperparameters", "1", "int", "quote"]),
         (SMALL + "channels: {1: {uri: s3://b/c}}\n", ["channels", "1", "int"]),
         ("image: [x\n", ["line 1"]),
     ],

@@ -69,7 +69,9 @@ def test_patterns_are_passed_on():
     assert metric_definitions([], {"speed": "speed: ([0-9]+)"}) == [{"Name": "speed", "Regex": "speed: ([0-9]+)"}]
 
 
-@pytest.mark.parametrize(("pattern", "problem"), [("a=(.*)", None), ("a=.*", "no group"), ("a=(", "no regular")])
+@pytest.mark.parametrize(
+    ("pattern", "problem"), [("a=(.*)", None), ("a=.*", "no group"), ("a=(", "not a valid regular expression")]
+)
 def test_patterns_that_cannot_work_are_refused(pattern, problem):
     """An expression that is none, or that has no group around the number."""
     said = pattern_problem(pattern)

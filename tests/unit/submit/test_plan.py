@@ -1,16 +1,17 @@
 """What is filled in: groups of channels, hyperparameters, local mode."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from lightning_sm.errors import HyperparameterError, TopologyError
+from lightning_sm.errors import HyperparameterError
 from lightning_sm.job.hyperparameters import to_argv
 from lightning_sm.submit.job_file import Channel, Group, Job, Retries, Spot, Vpc
-from lightning_sm.submit.plan import data_groups, encode_hyperparameters, for_local_mode, make_plan
+from lightning_sm.submit.plan import encode_hyperparameters, for_local_mode, make_plan
 
 GPU, CPU = Group("ml.g5.xlarge", 2), Group("ml.c5.xlarge")
 JOB = Job(image="x", groups={"trainer": GPU, "data": CPU})
@@ -33,6 +34,28 @@ def test_groups_are_for_all_channels_or_for_none():
     assert plan.with_code("s3://b/c").channels["lightning_sm_code"].groups == ["trainer", "data"]
     plan = make_plan(replace(JOB, channels={"b": Channel("s3://b/b")}), {})
     assert {channel.groups for channel in plan.with_code("s3://b/c").channels.values()} == {None}
+
+
+@pytest.mark.parametrize(
+    ("output", "bucket", "folder"), [("s3://bucket/a/b/", "bucket", "a/b/digits/code/"), (None, None, "digits/code/")]
+)
+def test_code_goes_below_the_output(output, bucket, folder):
+    """Into the same bucket; into the SDK's own if there is no output."""
+
+    class Session:
+        """The SDK's session, of which only the upload is needed."""
+
+        def upload_data(self, path, bucket, key_prefix):
+            """Note where the code goes."""
+            self.uploaded = (path, bucket, key_prefix)
+            return "s3://b/code"
+
+    session = Session()
+    plan = make_plan(replace(JOB, name="digits", output=output, source_dir="/src"), {})
+    assert plan.upload_code(session).channels["lightning_sm_code"].uri == "s3://b/code"
+    assert session.uploaded[:2] == ("/src", bucket)
+    assert re.fullmatch(rf"{folder}\d{{4}}(-\d\d){{5}}-[0-9a-f]{{4}}", session.uploaded[2])
+    assert make_plan(JOB, {}).upload_code(None).channels == {}
 
 
 def test_a_single_group_is_an_ordinary_job():
@@ -87,36 +110,6 @@ def test_a_config_file_that_is_none_is_an_error(tmp_path, content):
         encode_hyperparameters(replace(JOB, config=str(path)))
 
 
-@pytest.mark.parametrize(
-    ("groups", "stated", "expected"),
-    [
-        ({"trainer": GPU, "data": CPU}, None, ["data"]),
-        ({"gpus": GPU, "cpus": CPU}, None, ["cpus"]),
-        ({"a": CPU, "b": CPU}, None, []),
-        ({"a": CPU, "b": CPU}, " b ", ["b"]),
-        ({"data": CPU, "b": CPU}, "", []),
-    ],
-)
-def test_data_groups_follow_the_rule_of_the_job(groups, stated, expected):
-    """By name, by instance type, or as LIGHTNING_SM_DATA_GROUPS says."""
-    environment = {} if stated is None else {"LIGHTNING_SM_DATA_GROUPS": stated}
-    assert data_groups(Job(image="x", groups=groups, environment=environment)) == expected
-
-
-@pytest.mark.parametrize(
-    ("groups", "environment", "words"),
-    [
-        ({"data": CPU}, {}, "No group trains"),
-        ({"a": GPU, "b": Group("ml.p4d.24xlarge")}, {}, "different numbers of GPUs"),
-        ({"a": GPU}, {"LIGHTNING_SM_DATA_GROUPS": "nix"}, "nix"),
-    ],
-)
-def test_groups_that_cannot_work_are_refused(groups, environment, words):
-    """As they would be in the job, minutes later."""
-    with pytest.raises(TopologyError, match=words):
-        data_groups(Job(image="x", groups=groups, environment=environment))
-
-
 @pytest.mark.parametrize(("cpus", "threads"), [(8, "2"), (2, "1")])
 def test_local_mode_shares_the_cpus_among_the_hosts(monkeypatch, cpus, threads):
     """PyTorch starts no more threads than there are CPUs for its host, unless the job says otherwise."""
@@ -142,7 +135,7 @@ def test_local_mode_leaves_out_what_it_has_not():
     local, warnings = for_local_mode(job, Path("/out"))
     assert (local.spot, local.checkpoints, local.tensorboard, local.vpc, local.keep_alive_s) == (None,) * 5
     assert (local.channels["a"].mode, local.output, local.groups) == ("File", "file:///out", job.groups)
-    assert [warning.split(":")[0] for warning in warnings] == [
+    assert [warning.split()[0] for warning in warnings] == [
         "spot",
         "checkpoints",
         "tensorboard",

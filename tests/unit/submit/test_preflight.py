@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
 
 from lightning_sm.errors import SubmitError
-from lightning_sm.submit.job_file import Channel, Group, Job, Retries, Spot
-from lightning_sm.submit.preflight import Findings, check, presentable
+from lightning_sm.submit.job_file import Channel, Group, Job, Spot
+from lightning_sm.submit.preflight import Findings, check, with_placeholders
 
 pytestmark = pytest.mark.sdk2
 
@@ -33,9 +33,12 @@ def test_a_good_job_has_neither_problems_nor_warnings():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"groups": {}, "channels": {}}, ["groups", "none"]),
+        ({"groups": {}, "channels": {}}, ["groups is empty"]),
         ({"groups": {"a": Group("ml.g5.xlarge", 0)}, "channels": {}}, ["groups.a.count", "0"]),
         ({"groups": {"data": CPU}}, ["No group trains"]),
+        ({"groups": {"a": GPU, "b": Group("ml.p4d.24xlarge")}, "channels": {}}, ["different numbers of GPUs"]),
+        ({"environment": {"LIGHTNING_SM_DATA_GROUPS": "nix"}}, ["nix"]),
+        ({"environment": {"LIGHTNING_SM_DATA_GROUPS": ""}}, ["different numbers of GPUs"]),
         ({"channels": {"a": Channel("s3://bucket/a", ["nix"])}}, ["channels.a.groups", "nix", "trainer"]),
         ({"channels": {"a": Channel("s3://bucket/a", [])}}, ["channels.a.groups", "empty"]),
         ({"channels": {"lightning_sm_code": Channel("s3://bucket/a")}}, ["lightning_sm_code", "source_dir"]),
@@ -60,8 +63,6 @@ def test_a_good_job_has_neither_problems_nor_warnings():
             },
             ["keep_alive_s", "spot"],
         ),
-        ({"retries": Retries(0)}, ["retries.max_tries", "0"]),
-        ({"retries": Retries(2, 10.0, 5.0)}, ["first_pause_s", "10", "max_pause_s", "5"]),
         ({"script": "a.py", "hyperparameters": {"sagemaker_program": "b.py"}}, ["script", "a.py", "b.py"]),
         ({"subcommand": "fit", "hyperparameters": {"subcommand": "test"}}, ["subcommand", "fit", "test"]),
         ({"source_dir": "/nix/nirgends"}, ["source_dir", "/nix/nirgends"]),
@@ -82,7 +83,7 @@ def test_every_contradiction_is_a_problem(changes, words):
     for word in words:
         assert word in problem
     with pytest.raises(SubmitError, match="1 problem; nothing was sent"):
-        findings.raise_problems()
+        findings.report()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_what_is_rarely_meant_is_a_warning(changes, region, words):
     findings = check(replace(JOB, **changes), "cloud", region)
     (warning,) = findings.warnings
     assert all(word in warning for word in words)
-    findings.raise_problems()
+    findings.report()
 
 
 def test_code_that_cannot_be_uploaded_is_a_problem(tmp_path):
@@ -122,7 +123,7 @@ def test_what_is_not_meant_to_be_uploaded_is_a_warning(tmp_path):
     (tmp_path / "linked").symlink_to(tmp_path / ".git")
     findings = check(replace(JOB, source_dir=str(tmp_path)), "cloud", "us-east-1")
     assert [warning.split()[2].rstrip(",") for warning in findings.warnings] == [".env", ".git", "linked"]
-    findings.raise_problems()
+    findings.report()
 
 
 def test_local_mode_needs_neither_role_nor_registry(tmp_path):
@@ -139,13 +140,13 @@ def test_all_problems_are_said_at_once():
     """In one error, a line for each."""
     findings = check(replace(JOB, role=None, image="x", name="_", max_run_s=10**9), "cloud")
     with pytest.raises(SubmitError) as caught:
-        findings.raise_problems()
+        findings.report()
     assert str(caught.value).startswith("4 problems; nothing was sent:\n")
     assert str(caught.value).count("\n  - ") == 4
 
 
 def test_what_the_sdk_would_stumble_over_has_a_stand_in():
     """So that the request can be made and checked; what is good stays."""
-    shown = presentable(replace(JOB, role="training", name="a_b"))
+    shown = with_placeholders(replace(JOB, role="training", name="a_b"))
     assert check(shown, "cloud").problems == []
-    assert presentable(JOB) == JOB
+    assert with_placeholders(JOB) == JOB

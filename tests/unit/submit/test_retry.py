@@ -9,7 +9,7 @@ pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
 from botocore.exceptions import ClientError, EndpointConnectionError
 
 from lightning_sm.submit.job_file import Retries
-from lightning_sm.submit.retry import pause_after, run_until_capacity, watch
+from lightning_sm.submit.retry import pause_after, submit_until_capacity, watch
 
 pytestmark = pytest.mark.sdk2
 
@@ -58,7 +58,7 @@ class Service:
 
     def run(self, retries=RETRIES, *, waits=True):
         """Submit until there is capacity."""
-        return run_until_capacity(self.submit, self.watch if waits else None, retries, self.pauses.append)
+        return submit_until_capacity(self.submit, self.watch if waits else None, retries, self.pauses.append)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_lack_of_capacity_is_tried_again_under_a_new_name(obstacle, caplog):
     assert service.names == ["job-0", "job-1", "job-2"]
     assert 5 <= service.pauses[0] <= 10
     assert 7.5 <= service.pauses[1] <= 15
-    assert "No hosts at try 1 of 3" in caplog.messages[0]
+    assert "No capacity in try 1 of 3" in caplog.messages[0]
 
 
 def test_the_last_try_is_the_last():
@@ -144,7 +144,7 @@ class Client:
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), refusal("ExpiredTokenException"), EndpointConnectionError(endpoint_url="x")]
 )
-def test_whoever_stops_watching_is_told_that_the_job_goes_on(caplog, error):
+def test_who_stops_watching_learns_that_the_job_is_still_running(caplog, error):
     """Whether by Ctrl-C, because the credentials have expired, or because the network is gone."""
     client = Client(("InProgress", "Starting", ""))
 
@@ -153,7 +153,7 @@ def test_whoever_stops_watching_is_told_that_the_job_goes_on(caplog, error):
 
     with caplog.at_level("WARNING", "lightning_sm"), pytest.raises(type(error)):
         watch(client, "job", "us-east-1", wait)
-    assert "the job goes on, and costs money" in caplog.text
+    assert "The job is still running and billed." in caplog.text
     for verb in ("describe", "stop"):
         assert f"aws sagemaker {verb}-training-job --training-job-name job --region us-east-1" in caplog.messages[-1]
 

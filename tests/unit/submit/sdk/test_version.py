@@ -1,23 +1,19 @@
 """Which SDK is installed."""
 
 import importlib.metadata
-import re
 
 import pytest
 
 from lightning_sm.errors import SDKError
-from lightning_sm.submit.job_file import Group, Job
 from lightning_sm.submit.sdk import version
-
-JOB = Job(image="x", groups={"a": Group("ml.g5.xlarge")}, name="digits")
 
 
 @pytest.mark.parametrize(
     ("installed", "expected"),
     [
-        ({"sagemaker": "2.257.7"}, 2),
-        ({"sagemaker": "3.27.0", "sagemaker-train": "1.27.0"}, 3),
-        ({"sagemaker-train": "1.27.0"}, 3),
+        ({"sagemaker": "2.257.7"}, "v2"),
+        ({"sagemaker": "3.27.0", "sagemaker-train": "1.27.0"}, "v3"),
+        ({"sagemaker-train": "1.27.0"}, "v3"),
     ],
 )
 def test_the_version_is_that_of_the_distribution(monkeypatch, installed, expected):
@@ -61,12 +57,3 @@ def test_telemetry_is_off_and_the_rest_of_the_configuration_stays():
     }
     assert "TelemetryOptOut" not in given["SageMaker"]["PythonSDK"]["Modules"]
     assert version.without_telemetry({})["SchemaVersion"] == "1.0"
-
-
-def test_code_goes_below_the_output():
-    """Into the same bucket; into the SDK's own if there is no output."""
-    stamp = r"digits/code/\d{4}(-\d\d){5}-[0-9a-f]{4}"
-    assert re.fullmatch(stamp, version.code_location(JOB)["key_prefix"])
-    where = version.code_location(Job(image="x", groups={}, name="digits", output="s3://bucket/a/b/"))
-    assert where["bucket"] == "bucket"
-    assert re.fullmatch(f"a/b/{stamp}", where["key_prefix"])
