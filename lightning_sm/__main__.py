@@ -123,11 +123,11 @@ def _show_settings(env: Mapping[str, str], *, shows_internal: bool) -> int:
         try:
             setting.read(env)
         except JobConfigError as error:
-            errors.append(error)
+            errors.append(str(error))
     headers = ["variable", "value here", "default", "meaning"]
     sys.stdout.write(tabulate(rows, headers, disable_numparse=True, maxcolwidths=[None, 24, 24, 48]) + "\n")
-    for error in errors:
-        _LOG.error("lightning-sm: error: %s", error)
+    for message in errors:
+        _LOG.error("lightning-sm: error: %s", message)
     return 2 if errors else 0
 
 

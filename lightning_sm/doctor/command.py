@@ -29,19 +29,15 @@ examples:
 exit codes: 0 no problem, 1 at least one (with --strict: or a warning), 2 wrong arguments
 """
 
-# Two lookups and two connections that time out, one after the other, and an import of torch from a cold disk.
+# An import of torch from a cold disk is the slowest check.
 _DEFAULT_TIMEOUT_S = 30.0
-# Where the width is unknown: two of them fit beside each other on a screen.
+# Where the terminal's width is unknown.
 _DEFAULT_SIZE = (120, 24)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the doctor.
-
-    Args:
-        parser: The parser of the subcommand.
-    """
-    parser.add_argument("--strict", action="store_true", help="exit with 1 on warnings, too")
+    """Add the options of the doctor to the parser of its subcommand."""
+    parser.add_argument("--strict", action="store_true", help="exit with 1 for warnings, too")
     parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
     parser.add_argument(
         "--timeout",
@@ -53,12 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace, env: Mapping[str, str] = os.environ) -> int:
-    """Check this host, write the report to stdout and return the exit code.
-
-    Args:
-        options: What the parser of ``add_arguments`` made of the command line.
-        env: Environment variables.
-    """
+    """Check this host, write the report to stdout and return the exit code."""
     started = time.monotonic()
     results = examine(Context.of(env, options.timeout))
     seconds = time.monotonic() - started
@@ -82,17 +73,17 @@ def _seconds(text: str) -> float:
 
 
 def _write(text: str) -> bool:
-    """Write to stdout; False if nobody can read it."""
-    if sys.stdout is None:  # closed by who started this process
+    """Write to stdout; False if that fails."""
+    if sys.stdout is None:  # the parent process closed it
         return False
     try:
-        # A terminal whose encoding lacks a character must not cost the report.
+        # A character that the terminal's encoding lacks must not lose the report.
         sys.stdout.buffer.write(f"{text}\n".encode(sys.stdout.encoding or "utf-8", errors="backslashreplace"))
         sys.stdout.buffer.flush()
     except OSError as error:
         # Python would complain again when it closes stdout (Python documentation, "Note on SIGPIPE").
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # "| head" has read enough; a full disk is another matter
+        if not isinstance(error, BrokenPipeError):  # else "| head" has read enough
             _LOG.error("lightning-sm doctor: the report cannot be written: %s.", error.strerror)
             return False
     return True

@@ -1,4 +1,4 @@
-"""What the checks look at: one host, through its variables, its files and its kernel, and how long they may take."""
+"""What the checks examine: one host, by its variables, files and kernel; and how long they may take."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lightning_sm.errors import LightningSMError
 from lightning_sm.job.facts import SageMakerJob, base_directory
 from lightning_sm.job.topology import Topology
 
-# To tell of what did not end in time: a tenth of the time there is, and never more than this.
+# To report what did not end in time: a tenth of the whole time, and at most this.
 _MOST_MARGIN_S = 1.0
-# A killed program frees its pipe at once, unless the kernel holds it.
+# A killed program closes its pipes at once, unless it hangs in the kernel.
 _KILLED_S = 1.0
 
 
@@ -46,22 +46,13 @@ class Context:
 
     @classmethod
     def of(cls, env: Mapping[str, str], timeout_s: float) -> Context:
-        """Look at this host.
-
-        Args:
-            env: Environment variables.
-            timeout_s: Seconds for all checks together.
-        """
+        """This host, with seconds for all checks together."""
         margin_s = min(_MOST_MARGIN_S, timeout_s / 10)
         return cls(env, base_directory(env), time.monotonic() + timeout_s, margin_s)
 
     def seconds(self, most: float) -> float:
-        """How long one call may take.
-
-        Args:
-            most: Seconds that it gets if so much is left.
-        """
-        # Never 0, which sockets take as "do not wait at all" and answer with another error.
+        """How long one call may take: the seconds that it wants, or those that remain."""
+        # Never 0: a socket would not wait at all, and raise another error.
         return max(0.01, min(most, self.ends_at - self.margin_s - time.monotonic()))
 
     @property
@@ -89,7 +80,7 @@ class Context:
         except ValueError:
             return False
 
-    # Read by the checks that ask, in their threads: what hangs there hangs them, and ends with their deadline.
+    # Read in the threads of the checks that need it: a file that hangs hangs only them, until their deadline.
     @cached_property
     def _facts(self) -> tuple[SageMakerJob | None, Topology | None, LightningSMError | None]:
         job = None
@@ -105,11 +96,7 @@ class Context:
 
 
 def text_of(path: Path) -> str | None:
-    """Read a small file; None where there is none, or it may not be read.
-
-    Args:
-        path: The file.
-    """
+    """Read a small file; None if it does not exist or cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -117,15 +104,10 @@ def text_of(path: Path) -> str | None:
 
 
 def run(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a program and return what it wrote; whatever it started is killed when the time is over.
-
-    Args:
-        command: Program and arguments.
-        env: Its environment.
-        timeout_s: Seconds that it may take.
+    """Run a program and return its output; after the timeout, kill it and its children.
 
     Raises:
-        OSError: It cannot be started.
+        OSError: The program cannot be started.
         subprocess.TimeoutExpired: It did not end in time.
     """
     process = subprocess.Popen(

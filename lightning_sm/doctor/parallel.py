@@ -1,4 +1,4 @@
-"""Calls that may hang, side by side, with one deadline for all: a dead resolver or a dead file system ends nothing."""
+"""Calls that may hang, side by side, with one deadline: a dead resolver or file system delays no other check."""
 
 from __future__ import annotations
 
@@ -30,13 +30,8 @@ class Outcome(Generic[_Value]):
 def in_parallel(function: Callable[[_Item], _Value], items: Sequence[_Item], timeout_s: float) -> list[Outcome[_Value]]:
     """Call a function for each item, each in a thread of its own.
 
-    Threads that do not end in time are left behind: neither ``getaddrinfo`` nor ``statvfs`` can be interrupted. As
-    daemons they do not keep the process alive.
-
-    Args:
-        function: What to call.
-        items: Its arguments.
-        timeout_s: Seconds to wait for all of them.
+    Threads that do not end within ``timeout_s`` are abandoned: neither ``getaddrinfo`` nor ``statvfs`` can be
+    interrupted. They are daemons, which do not keep the process alive.
     """
     outcomes: list[Outcome[_Value]] = [Outcome() for _ in items]
 
@@ -44,7 +39,7 @@ def in_parallel(function: Callable[[_Item], _Value], items: Sequence[_Item], tim
         started = time.monotonic()
         try:
             value = function(item)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is what the caller reports
+        except Exception as error:  # noqa: BLE001 - the caller reports it
             outcomes[index] = Outcome(error=error, seconds=time.monotonic() - started)
         else:
             outcomes[index] = Outcome(value, seconds=time.monotonic() - started)
@@ -55,7 +50,7 @@ def in_parallel(function: Callable[[_Item], _Value], items: Sequence[_Item], tim
         thread = threading.Thread(target=call, args=(index, item), daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the limit of processes is reached
+        except RuntimeError as error:  # the limit of threads is reached
             outcomes[index] = Outcome(error=error, seconds=0.0)
         else:
             threads.append(thread)

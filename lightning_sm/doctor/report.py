@@ -1,4 +1,4 @@
-"""What the checks found: as a table for people, as JSON and an exit code for scripts."""
+"""The results of the checks: a table for people, JSON and an exit code for scripts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from enum import Enum
 
 from tabulate import tabulate
 
-# Narrower tables break every path, wider ones nobody reads.
-_LEAST_WIDTH, _MOST_WIDTH = 80, 200
-_NAME_WIDTH, _STATUS_WIDTH, _GAPS = 16, 7, 6
-# What was found is longer than what to do, which is often nothing.
+# Narrower tables break every path; wider ones are hard to read.
+_LEAST_WIDTH = 80
+_MOST_WIDTH = 200
+_NAME_WIDTH = 16
+_STATUS_WIDTH = 7
+_GAPS = 6
+# The finding is longer than the advice, which is often empty.
 _FOUND_SHARE = 0.58
 
 
@@ -42,55 +45,28 @@ class Result:
 
 
 def ok(name: str, found: str) -> Result:
-    """Make a result that asks for nothing.
-
-    Args:
-        name: What was checked.
-        found: What was found.
-    """
+    """Make a result that needs no action."""
     return Result(name, Status.OK, found)
 
 
 def warning(name: str, found: str, advice: str) -> Result:
-    """Make a result that hurts some jobs only, or only slows them down.
-
-    Args:
-        name: What was checked.
-        found: What was found.
-        advice: What to do.
-    """
+    """Make a result that some jobs would fail on, or that slows jobs down."""
     return Result(name, Status.WARNING, found, advice)
 
 
 def problem(name: str, found: str, advice: str) -> Result:
-    """Make a result that a training job would fail on.
-
-    Args:
-        name: What was checked.
-        found: What was found.
-        advice: What to do.
-    """
+    """Make a result that a training job would fail on."""
     return Result(name, Status.PROBLEM, found, advice)
 
 
 def exit_code(results: Sequence[Result], *, strict: bool = False) -> int:
-    """Return 1 if a training job would fail here, else 0.
-
-    Args:
-        results: The results.
-        strict: Whether warnings count, too.
-    """
+    """Return 1 if a training job would fail here, else 0; if strict, 1 for warnings, too."""
     statuses = {result.status for result in results}
     return int(Status.PROBLEM in statuses or (strict and Status.WARNING in statuses))
 
 
 def table(results: Sequence[Result], width: int) -> str:
-    """Draw the results, one row each.
-
-    Args:
-        results: The results.
-        width: Width of the terminal, in characters.
-    """
+    """Draw the results, one row each, for a terminal of that many characters."""
     room = min(max(width, _LEAST_WIDTH), _MOST_WIDTH) - _NAME_WIDTH - _STATUS_WIDTH - _GAPS
     found_width = int(room * _FOUND_SHARE)
     rows = [
@@ -106,12 +82,7 @@ def table(results: Sequence[Result], width: int) -> str:
 
 
 def summary(results: Sequence[Result], seconds: float) -> str:
-    """Say in one line how many results are how bad, and name those that are.
-
-    Args:
-        results: The results.
-        seconds: How long the checks took.
-    """
+    """Count the results in one line, and name problems and warnings."""
     parts = [
         _counted(results, Status.PROBLEM, "problem"),
         _counted(results, Status.WARNING, "warning"),
@@ -121,13 +92,7 @@ def summary(results: Sequence[Result], seconds: float) -> str:
 
 
 def as_json(results: Sequence[Result], seconds: float, code: int) -> str:
-    """Write everything as one JSON object.
-
-    Args:
-        results: The results.
-        seconds: How long the checks took.
-        code: Exit code of the command.
-    """
+    """Write everything as one JSON object."""
     counts = {status.value: sum(result.status is status for result in results) for status in Status}
     facts = {
         "exit_code": code,
@@ -139,12 +104,7 @@ def as_json(results: Sequence[Result], seconds: float, code: int) -> str:
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """Join names with commas; of many, only the first.
-
-    Args:
-        names: The names.
-        most: How many to show.
-    """
+    """Join names with commas; of many, only the first."""
     rest = f", ... ({len(names)} in all)" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
 
@@ -156,7 +116,7 @@ def _counted(results: Sequence[Result], status: Status, noun: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Escape what a terminal would obey or could not show: the files and variables shown are anybody's."""
+    """Escape control characters and what a terminal cannot show: files and variables may hold anything."""
     return "".join(
         char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode("ascii") for char in text
     )

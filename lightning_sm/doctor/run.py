@@ -1,4 +1,4 @@
-"""All checks, and how to survive them."""
+"""All checks, run side by side, each with its own failure."""
 
 from __future__ import annotations
 
@@ -12,44 +12,30 @@ from lightning_sm.doctor.report import Result, problem
 
 Check = Callable[[Context], Iterable[Result]]
 
-# In the order of the report. They run side by side.
+# In the order of the report.
 CHECKS: tuple[Check, ...] = (
     job.facts,
     job.channels,
     job.hyperparameters,
-    job.rank_variables,
     start.variables,
     start.script,
     network.hosts,
-    network.interface,
     network.own_port,
     gpus.gpus,
     gpus.torch_cuda,
     gpus.fabric,
     folders.disk,
     folders.writable,
-    folders.leftovers,
-    folders.shared_memory,
-    host.memory,
-    host.processors,
-    host.open_files,
-    host.clock,
-    host.kernel,
+    host.machine,
     host.signals,
     packages.versions,
-    packages.lightnings,
     packages.requirements,
 )
 
 
 def examine(context: Context, checks: Sequence[Check] = CHECKS) -> list[Result]:
-    """Run all checks and return their results in order; a check that fails or hangs is a result, too.
-
-    Args:
-        context: The host.
-        checks: What to run.
-    """
-    # Outside of the threads, so that what a check found before it hung is kept.
+    """Run all checks and return their results in order; a check that fails or hangs is a result, too."""
+    # Outside of the threads, to keep what a check found before it hung.
     found: list[list[Result]] = [[] for _ in checks]
 
     def run(index: int) -> None:
@@ -64,7 +50,7 @@ def examine(context: Context, checks: Sequence[Check] = CHECKS) -> list[Result]:
         name = check.__name__.replace("_", " ")
         if outcome.error is not None:
             text = f"The check itself failed: {type(outcome.error).__name__}: {outcome.error}"
-            results.append(problem(name, text, "Look at what it names. If that is sound, report a bug."))
+            results.append(problem(name, text, "Check what the error names. If that is in order, report a bug."))
         elif outcome.seconds is None:
             text = f"The check did not end within {context.ends_at - started:.0f} s."
             results.append(problem(name, text, "A file system, device or resolver hangs. --timeout allows more time."))

@@ -1,4 +1,4 @@
-"""Checks of what the host knows about its job: files of the service, channels, arguments, variables of launchers."""
+"""Checks of what the host knows about its job: files of the service, channels, hyperparameters."""
 
 from __future__ import annotations
 
@@ -8,25 +8,21 @@ from pathlib import Path
 
 from lightning_sm.doctor.checks.network import data_port
 from lightning_sm.doctor.context import Context
-from lightning_sm.doctor.report import Result, listed, ok, problem, warning
+from lightning_sm.doctor.report import Result, listed, ok, problem
 from lightning_sm.errors import HyperparameterError, TopologyError
 from lightning_sm.job.command_line import job_arguments
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.process_launcher import Launch, stray_variables
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import DATA_GROUPS, MAIN_PORT
 from lightning_sm.launcher.toolkit.distribution import processes_per_host
 
 
 def facts(context: Context) -> Iterator[Result]:
-    """Show what the job is and where that was read.
-
-    Args:
-        context: The host.
-    """
-    job, topology = context.job, context.topology
+    """Show the job, the role of this host, and where both were read."""
+    job = context.job
+    topology = context.topology
     if context.error is not None:
-        advice = "Correct the file or variable that it names. Files of the service are written anew for each job."
+        advice = "Correct the file or variable that the error names. The service rewrites its files for each job."
         if job is not None:
             advice = f"Change the instance groups of the job, or {DATA_GROUPS.name}."
         yield problem("job", f"{type(context.error).__name__}: {context.error}", advice)
@@ -49,33 +45,25 @@ def facts(context: Context) -> Iterator[Result]:
 
 
 def channels(context: Context) -> Iterator[Result]:
-    """List the input channels and miss the folders that are not there.
-
-    Args:
-        context: The host.
-    """
+    """List the input channels, and find those without a folder."""
     if context.job is None:
         return
     shown = []
     for channel in context.job.channels.values():
         sharded = "" if channel.distribution == "FullyReplicated" else f", {channel.distribution}"
         shown.append(f"{channel.name} ({channel.mode}{sharded})")
-        # In Pipe mode there are FIFOs beside the path, none of them before the service is asked for data.
+        # In Pipe mode there is no folder, only FIFOs whose names begin with the path.
         if channel.mode != "Pipe" and not os.path.isdir(channel.path):
             yield problem(
                 "channels",
                 f"Channel {channel.name!r} ({channel.mode}) has no folder {channel.path}.",
-                "Look at fit(inputs=...); in a container of your own, mount the folder.",
+                "Check fit(inputs=...); in a container of your own, mount the folder.",
             )
     yield ok("channels", listed(shown) or "none")
 
 
 def hyperparameters(context: Context) -> Iterator[Result]:
-    """Count the hyperparameters, and try to make arguments and a number of processes of them.
-
-    Args:
-        context: The host.
-    """
+    """Turn the hyperparameters into the script's arguments, and read the number of processes in them."""
     if context.job is None:
         return
     try:
@@ -83,35 +71,12 @@ def hyperparameters(context: Context) -> Iterator[Result]:
         if context.topology is not None:
             processes_per_host(context.job, context.topology)
     except (HyperparameterError, TopologyError) as error:
-        yield problem("hyperparameters", str(error), "Change the hyperparameter: the script would not be started.")
+        yield problem(
+            "hyperparameters", str(error), "Correct the hyperparameter: the launcher would not start the script."
+        )
         return
     # The values stay out of the report, which people paste into tickets.
     yield ok("hyperparameters", f"{len(context.job.hyperparameters)}; arguments of the script: {len(arguments)}")
-
-
-def rank_variables(context: Context) -> Iterator[Result]:
-    """Find ranks and addresses that no launcher of this process can have set.
-
-    Args:
-        context: The host.
-    """
-    try:
-        launch = Launch.detect(context.env, os.getppid())
-    except TopologyError as error:
-        yield problem("rank variables", str(error), "Start a new shell, or the launcher again.")
-        return
-    stray = list(stray_variables(context.env, launch))
-    # Lightning takes a process with this one for a task of Slurm; outside of a job, it may be one.
-    if context.job is not None and "SLURM_NTASKS" in context.env:
-        stray.append("SLURM_NTASKS")
-    if stray:
-        yield warning(
-            "rank variables",
-            f"Set, but not by a launcher of this process: {', '.join(f'{name}={context.env[name]}' for name in stray)}",
-            "Unset them in the Dockerfile or shell. SageMakerEnvironment ignores them; other code believes them.",
-        )
-    else:
-        yield ok("rank variables", f"none left behind; started as {launch.launcher.value}")
 
 
 def _own_place(job: SageMakerJob, topology: Topology) -> str:

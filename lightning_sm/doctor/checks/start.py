@@ -1,4 +1,4 @@
-"""Checks of what the launcher would refuse before it starts the script, by the launcher's own functions."""
+"""Checks of the settings and of the script, by the launcher's own functions."""
 
 from __future__ import annotations
 
@@ -36,30 +36,31 @@ def variables(context: Context) -> Iterator[Result]:
 
 
 def script(context: Context) -> Iterator[Result]:
-    """Look for the script that a job on this host starts.
-
-    Args:
-        context: The host.
-    """
+    """Look for the script that a job on this host starts."""
     job = context.job
-    # The emulator names the script to each launcher, and nobody else does.
+    # On hosts of the emulator, only the launcher's command line names the script.
     if context.is_emulated or (job is None and context.error is not None):
         return
     if job is None:
-        if not context.env.get("SAGEMAKER_PROGRAM"):  # a laptop, or an image whose jobs bring their script along
+        if not context.env.get("SAGEMAKER_PROGRAM"):  # a laptop, or an image whose jobs bring their script
             return
-        # An image: what it would start in a job of one host that says nothing itself.
+        # An image: what it would start in a job of one host that names no script itself.
         job = SageMakerJob("algo-1", ("algo-1",), (), "the image", context.base_dir)
     try:
         yield ok("script", _script(job, context.env))
     except LightningSMError as error:
-        advice = "Name a file that is there. (What the command line of lightning-sm train names is not known here.)"
+        advice = (
+            "Name a file that exists. (The doctor does not know a script on the command line of lightning-sm train.)"
+        )
         yield problem("script", str(error), advice)
 
 
 def _script(job: SageMakerJob, env: Mapping[str, str]) -> str:
-    program, submission = find_program(None, job, env), find_submission(job, env)
+    program = find_program(None, job, env)
+    submission = find_submission(job, env)
     folder = None if submission is None else unpacked(submission)
     if submission is not None and folder is None:
-        return f"{program.name} ({program.origin}), in the code at {submission.address}, which is not looked into"
+        return (
+            f"{program.name} ({program.origin}), in the code at {submission.address}, which the doctor does not fetch"
+        )
     return f"{' '.join(find_script(program, job, env, folder).shown)} ({program.origin})"

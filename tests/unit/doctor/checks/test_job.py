@@ -1,4 +1,4 @@
-"""The doctor's checks of the job: files, channels, arguments, variables."""
+"""The doctor's checks of the job: files, channels, arguments."""
 
 from __future__ import annotations
 
@@ -110,26 +110,3 @@ def test_distribution_that_the_launcher_refuses_is_a_problem(tmp_path, name, val
     assert result.status is Status.PROBLEM
     assert name in result.found
     assert said in result.found
-
-
-def test_stray_rank_variables_are_a_warning(tmp_path):
-    """Variables of another launcher are named with their values."""
-    (result,) = job.rank_variables(_context(tmp_path, NODE_RANK="0", MASTER_ADDR="elsewhere"))
-    assert result.status is Status.WARNING
-    assert "MASTER_ADDR=elsewhere, NODE_RANK=0" in result.found
-
-
-def test_slurm_variable_is_stray_in_a_job_only(tmp_path):
-    """On a cluster of Slurm its variable is right, in a SageMaker job it misleads Lightning."""
-    assert next(job.rank_variables(_context(tmp_path, SLURM_NTASKS="4"))).status is Status.OK
-    base = write_job(tmp_path, resource_config(_GROUPS, "algo-1"))
-    assert next(job.rank_variables(_context(base, SLURM_NTASKS="4"))).status is Status.WARNING
-
-
-def test_variables_of_torchrun_are_its_own(tmp_path):
-    """Rank variables are no leftovers where torchrun is at work, and a problem where one of them is missing."""
-    ranks = {"LOCAL_RANK": "0", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1", "MASTER_PORT": "1"}
-    (result,) = job.rank_variables(_context(tmp_path, TORCHELASTIC_RUN_ID="x", **ranks))
-    assert (result.status, result.found) == (Status.OK, "none left behind; started as torchrun")
-    (result,) = job.rank_variables(_context(tmp_path, TORCHELASTIC_RUN_ID="x"))
-    assert result.status is Status.PROBLEM
