@@ -1,7 +1,7 @@
 """Run PyTorch Lightning on Amazon SageMaker clusters with one unmodified script.
 
-Public names are loaded on first use (PEP 562): the launcher and the emulator start without torch, which costs 2 to
-5 s and 1 GB of address space per process.
+The names in ``__all__`` are the public API; everything else may change without notice. They are loaded on first use
+(PEP 562): the commands start without torch, which costs 2 to 5 s and 1 GB of address space per process.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_sm.data.trainer.datamodule import RemoteDataModule
     from lightning_sm.job.facts import Channel, InstanceGroup, SageMakerJob
     from lightning_sm.job.topology import Role, Topology
+    from lightning_sm.submit.sdk.v2_local_session import HeterogeneousLocalSession
     from lightning_sm.training.callbacks.local_position import LocalPosition
     from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
     from lightning_sm.training.cli import SageMakerCLI
@@ -27,6 +28,7 @@ __all__ = [
     "Channel",
     "DataHost",
     "DataServiceSettings",
+    "HeterogeneousLocalSession",
     "InstanceGroup",
     "LocalPosition",
     "RemoteDataModule",
@@ -44,6 +46,7 @@ _MODULE_OF = {
     "Channel": "lightning_sm.job.facts",
     "DataHost": "lightning_sm.data.host.data_host",
     "DataServiceSettings": "lightning_sm.data.settings",
+    "HeterogeneousLocalSession": "lightning_sm.submit.sdk.v2_local_session",
     "InstanceGroup": "lightning_sm.job.facts",
     "LocalPosition": "lightning_sm.training.callbacks.local_position",
     "RemoteDataModule": "lightning_sm.data.trainer.datamodule",

@@ -24,7 +24,7 @@ from tests.containers.engine import docker
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLE = "arn:aws:iam::111111111111:role/unused"
-HETEROGENEOUS = "lightning_sm.submit.sdk.v2_local_session.HeterogeneousLocalSession"
+HETEROGENEOUS = "lightning_sm.HeterogeneousLocalSession"
 _FIT = Path(__file__).parent / "scripts" / "fit.py"
 # Starts a command in a network namespace of its own, where there is only loopback.
 OFFLINE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")

@@ -1,4 +1,4 @@
-"""The names that users import, and what importing them costs."""
+"""The names that users import, and what an import of them loads."""
 
 import subprocess
 import sys
@@ -9,10 +9,22 @@ import lightning_sm
 
 
 def test_every_public_name_can_be_imported():
-    """Each name of ``__all__`` is there, and belongs to this package."""
-    for name in set(lightning_sm.__all__) - {"__version__"}:
+    """Each name of ``__all__`` exists, and belongs to this package; one needs the SageMaker SDK, version 2."""
+    for name in set(lightning_sm.__all__) - {"HeterogeneousLocalSession", "__version__"}:
         assert getattr(lightning_sm, name).__module__.startswith("lightning_sm.")
+
+
+def test_the_namespace_is_the_public_api():
+    """``dir`` shows what ``__all__`` names and nothing else, and every name can be loaded."""
     assert dir(lightning_sm) == sorted(lightning_sm.__all__)
+    assert {*lightning_sm._MODULE_OF, "__version__"} == set(lightning_sm.__all__)
+
+
+@pytest.mark.sdk2
+@pytest.mark.filterwarnings("ignore")  # the SDK's own warnings, at its import
+def test_local_session_comes_with_the_sdk():
+    """The session is loaded from the package, too."""
+    assert lightning_sm.HeterogeneousLocalSession.__module__ == "lightning_sm.submit.sdk.v2_local_session"
 
 
 def test_an_unknown_name_is_an_attribute_error():

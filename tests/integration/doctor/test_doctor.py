@@ -252,7 +252,7 @@ def test_report_that_cannot_be_written_is_said(tmp_path):
 
 
 def test_doctor_starts_without_torch_and_lightning():
-    """Torch and Lightning may be what is sick, and take seconds to import."""
+    """Torch and Lightning may be broken, and take seconds to import."""
     code = (
         "import sys\nfrom lightning_sm.doctor.context import Context\n"
         "from lightning_sm.doctor.run import examine\nexamine(Context.of({}, 20))\n"
