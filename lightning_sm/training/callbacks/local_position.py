@@ -1,7 +1,7 @@
-"""Where a run stands in the data that it reads itself: DataLoaders of the user, without data hosts.
+"""LocalPosition: resume DataLoaders that read the data in the training process, without data hosts.
 
-Lightning restores how many batches of an epoch are done, but begins the loaders anew: a resumed epoch would train on
-its first batches twice, and never on its last ones.
+Lightning restores the number of batches of an epoch that are done, but restarts the loaders: a resumed epoch would
+train on its first batches twice, and never on its last ones.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ _CHECKPOINT_KEY = "lightning_sm.random_states"
 
 
 class LocalPosition(Callback):
-    """Go on in the middle of an epoch with the batch, and the random numbers, that would have come next.
+    """Resume in the middle of an epoch, with the batch and the random numbers that would have come next.
 
-    Every checkpoint holds random states of each rank: those that the orders of its loaders were drawn with, and that at
-    the step. The orders and what the training process draws (dropout, augmentation without workers) are those of a run
-    that was not interrupted; what workers of a DataLoader draw is not.
+    Every checkpoint holds random states of each rank: those with which its loaders drew their orders, and that after
+    the last step. The orders, and the random numbers of the training process (dropout, augmentation without workers),
+    are those of an uninterrupted run. The random numbers that the workers of a DataLoader draw are not.
+
+    ``SageMakerCLI`` adds it to every job.
     """
 
     def __init__(self) -> None:
@@ -37,17 +39,17 @@ class LocalPosition(Callback):
         self._orders: list[_Order] = []
         self._step_state: _State | None = None
         self._loaded: dict[str, Any] | None = None
-        self._loads_here = True
+        self._loads_in_process = True
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take the random states; checkpoints of other programs have none."""
+        """Take the random states, if the checkpoint has any."""
         self._loaded = checkpoint.get(_CHECKPOINT_KEY)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the random states of all ranks, each of which calls this."""
+        """Save the random states of all ranks; a collective call."""
         if self._step_state is None:
             return
-        if not (self._loads_here or trainer.validating):
+        if not (self._loads_in_process or trainer.validating):
             self._step_state = _State.now()
         own = {"orders": [order.saved() for order in self._orders], "step": self._step_state.saved()}
         states: list[Any] = [own]
@@ -57,63 +59,68 @@ class LocalPosition(Callback):
         checkpoint[_CHECKPOINT_KEY] = {"ranks": states}
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Put the loaders of a resumed run where it stands."""
-        loaded, self._loaded = self._loaded, None
-        states = {} if loaded is None else loaded["ranks"][trainer.global_rank % len(loaded["ranks"])]
-        fit_loop, loaders = trainer.fit_loop, _local_loaders(trainer)
+        """Set the loaders of a resumed run to its position."""
+        states: dict[str, Any] = {}
+        if self._loaded is not None:
+            ranks = self._loaded["ranks"]
+            states = ranks[trainer.global_rank % len(ranks)]
+            self._loaded = None
+        fit_loop = trainer.fit_loop
+        loaders = _resumable_loaders(trainer)
         self._orders = [_Order.of(loader) for loader in loaders]
         for order, saved in zip(self._orders, states.get("orders", ()), strict=False):
             order.restore(saved)
-        self._loads_here = any(
+        self._loads_in_process = any(
             isinstance(loader, DataLoader) and loader.num_workers == 0 for loader in _all_loaders(trainer)
         )
-        # At the end of an epoch, Lightning took it for the one before and would load again, for the order of epoch 0.
+        # After a resume at the end of an epoch, Lightning has stored the previous epoch here. It would reload the
+        # loaders, and with them the order of epoch 0.
         fit_loop._last_train_dl_reload_epoch = trainer.current_epoch
-        done = int(fit_loop.epoch_loop.batch_progress.current.processed)
-        if fit_loop.restarted_mid_epoch and done < trainer.num_training_batches:
-            _go_on(trainer, loaders, done)
+        num_done = int(fit_loop.epoch_loop.batch_progress.current.processed)
+        if fit_loop.restarted_mid_epoch and num_done < trainer.num_training_batches:
+            _resume_epoch(trainer, loaders, num_done)
         if states:
             _State.of(states["step"]).restore()
         if not (fit_loop.restarted_mid_epoch or fit_loop.restarted_on_epoch_end):
-            # A new epoch begins, with what was drawn before any hook.
+            # The run starts with a new epoch, whose orders were drawn before any hook could restore the random state.
             is_resumed = fit_loop.epoch_progress.current.processed > 0
-            _begin_anew(trainer, [loader for loader in loaders if is_resumed or not _Order.of(loader).follows_epoch])
+            _restart_iterators(trainer, [one for one in loaders if is_resumed or not _Order.of(one).follows_epoch])
         self._step_state = _State.now()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Follow the orders of loaders that come with the epoch (``reload_dataloaders_every_n_epochs``)."""
-        self._orders = [_Order.of(loader) for loader in _local_loaders(trainer)]
+        """Take the loaders of the epoch: ``reload_dataloaders_every_n_epochs`` replaces them."""
+        self._orders = [_Order.of(loader) for loader in _resumable_loaders(trainer)]
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note the random state after a step, if something draws from it before it can be saved.
+        """Record the random state after a step if something may draw from it before a checkpoint is saved.
 
-        That is the next batch, if it is made in this process, or a validation, which is repeated if it is interrupted
-        (and which draws before any of its hooks is called).
+        That is the next batch, if this process loads it, or a validation: a resumed run repeats an interrupted one,
+        and it draws before any of its hooks is called.
         """
-        if self._loads_here or trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
+        if self._loads_in_process or trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
             self._step_state = _State.now()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the random state after a validation, which a resumed run does not repeat."""
+        """Record the random state after a validation, which a resumed run does not repeat."""
         if not trainer.sanity_checking:
             self._step_state = _State.now()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the random state after an epoch."""
+        """Record the random state after an epoch."""
         self._step_state = _State.now()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the loaders as they were: Lightning makes a new one from the parts of one that is given to predict."""
-        for loader in _local_loaders(trainer):
+        """Restore the loaders' samplers: for ``predict``, Lightning rebuilds a loader from its parts."""
+        for loader in _resumable_loaders(trainer):
             _Order.of(loader).remove(loader)
 
 
 class _State:
-    """All random numbers of this process, and of a generator.
+    """The random states of this process, and of a generator.
 
-    Often taken and rarely saved: nothing is converted before that.
+    It is often taken and rarely saved, so that only saving converts it.
     """
 
     def __init__(
@@ -124,22 +131,25 @@ class _State:
         cuda: torch.Tensor | None,
         generator: torch.Tensor | None,
     ) -> None:
-        self._torch, self._numpy, self._python = torch_state, numpy_state, python_state
-        self._cuda, self._generator = cuda, generator
+        self._torch = torch_state
+        self._numpy = numpy_state
+        self._python = python_state
+        self._cuda = cuda
+        self._generator = generator
 
     @classmethod
     def now(cls, generator: torch.Generator | None = None) -> _State:
         has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return cls(
             torch.get_rng_state(),
-            np.random.get_state(),  # the one that users' code draws from
+            np.random.get_state(),  # the global state, which users' code draws from
             random.getstate(),
             torch.cuda.get_rng_state() if has_cuda else None,
             None if generator is None else generator.get_state(),
         )
 
     def saved(self) -> dict[str, Any]:
-        """What ``torch.load(weights_only=True)`` accepts."""
+        """Convert to values that ``torch.load(weights_only=True)`` accepts."""
         name, keys, *rest = self._numpy
         version, numbers, gauss = self._python
         return {
@@ -154,14 +164,17 @@ class _State:
     def of(cls, saved: dict[str, Any]) -> _State:
         name, keys, *rest = saved["numpy"]
         version, numbers, gauss = saved["python"]
-        numpy_state = (name, keys.cpu().numpy().astype(np.uint32), *rest)
-        python_state = (version, tuple(numbers.tolist()), gauss)
-        cuda, generator = (None if state is None else state.cpu() for state in (saved["cuda"], saved["generator"]))
-        return cls(saved["torch"].cpu(), numpy_state, python_state, cuda, generator)
+        return cls(
+            saved["torch"].cpu(),
+            (name, keys.cpu().numpy().astype(np.uint32), *rest),
+            (version, tuple(numbers.tolist()), gauss),
+            None if saved["cuda"] is None else saved["cuda"].cpu(),
+            None if saved["generator"] is None else saved["generator"].cpu(),
+        )
 
     def restore(self, generator: torch.Generator | None = None) -> None:
         torch.set_rng_state(self._torch)
-        np.random.set_state(self._numpy)  # as above
+        np.random.set_state(self._numpy)
         random.setstate(self._python)
         if self._cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(self._cuda)
@@ -174,65 +187,70 @@ def _all_loaders(trainer: Trainer) -> list[Any]:
     return [] if combined is None else combined.flattened
 
 
-def _local_loaders(trainer: Any) -> list[DataLoader[Any]]:
-    """The training loaders that can be told where to go on, and do not know it themselves."""
-    every = _all_loaders(trainer)
-    local = [
+def _resumable_loaders(trainer: Any) -> list[DataLoader[Any]]:
+    """The training loaders whose position this callback can set: DataLoaders that are not stateful themselves."""
+    loaders = _all_loaders(trainer)
+    resumable = [
         loader
-        for loader in every
+        for loader in loaders
         if isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)
         and not hasattr(loader, "load_state_dict")
     ]
-    # Beside a stream of unknown length, of which a batch is fetched before any hook, together with one of the others.
-    is_fetched = len(local) < len(every) and trainer.fit_loop._data_fetcher.length is None
-    return [] if is_fetched else local
+    # Together with a stream of unknown length, Lightning fetches a first batch from every loader before any hook.
+    is_prefetched = len(resumable) < len(loaders) and trainer.fit_loop._data_fetcher.length is None
+    return [] if is_prefetched else resumable
 
 
-def _go_on(trainer: Any, loaders: list[DataLoader[Any]], done: int) -> None:
-    """Begin the pass over the training loaders again, without its first batches."""
+def _resume_epoch(trainer: Any, loaders: list[DataLoader[Any]], num_done: int) -> None:
+    """Restart the pass over the training loaders, without its first batches."""
     is_cycle = trainer.fit_loop._combined_loader._mode == "max_size_cycle"
     for loader in loaders:
-        _Order.of(loader).go_on(_done_in_pass(loader, done) if is_cycle else done)
-    _begin_anew(trainer, loaders)
+        _Order.of(loader).skip_next(_num_done_in_cycle(loader, num_done) if is_cycle else num_done)
+    _restart_iterators(trainer, loaders)
     for loader in _all_loaders(trainer):
-        if done and loader not in loaders and not hasattr(loader, "load_state_dict"):
+        if num_done and loader not in loaders and not hasattr(loader, "load_state_dict"):
             logger.warning(
-                "The training goes on after batch %d, but %s begins at its beginning: it cannot be told where to go "
-                "on. torchdata's StatefulDataLoader can, and so can data hosts.",
-                done,
+                "Training resumes after batch %d of the epoch, but %s restarts from the first batch: it is not "
+                "stateful. torchdata's StatefulDataLoader is, and so are data hosts.",
+                num_done,
                 type(getattr(loader, "dataset", loader)).__name__,
             )
-    # Lightning's warning that the loaders cannot be told where to go on; they were, or it has been said.
+    # Lightning warns that the loaders are not stateful; here they have been set, or the warning above names them.
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
 
 
-def _done_in_pass(loader: DataLoader[Any], done: int) -> int:
-    """Count the batches since Lightning began a loader again that is shorter than another one."""
+def _num_done_in_cycle(loader: DataLoader[Any], num_done: int) -> int:
+    """Number of batches since Lightning last restarted a loader that is shorter than another one."""
     try:
         length = len(loader)
     except TypeError:  # a batch sampler without a length
-        return done
-    return (done - 1) % length + 1 if done and length else done
+        return num_done
+    return (num_done - 1) % length + 1 if num_done and length else num_done
 
 
-def _begin_anew(trainer: Any, loaders: list[DataLoader[Any]]) -> None:
-    """Begin passes again: the first ones began before any hook, and before Lightning told samplers the epoch.
+def _restart_iterators(trainer: Any, loaders: list[DataLoader[Any]]) -> None:
+    """Restart the iterators of loaders: they started before any hook, and before samplers had their epoch.
 
-    Nothing else is begun again: a stream may be read only once, and a loader may have just been put into its state.
+    The iterators of other loaders stay: a stream may be readable only once, and a stateful loader has just got its
+    state.
     """
-    fit_loop, combined = trainer.fit_loop, trainer.fit_loop._combined_loader
+    fit_loop = trainer.fit_loop
+    combined = fit_loop._combined_loader
     for loader in loaders:
-        _Order.of(loader).tell_epoch(fit_loop.epoch_progress.current.processed)
+        _Order.of(loader).announce_epoch(fit_loop.epoch_progress.current.processed)
     if loaders and len(loaders) == len(combined.flattened):
-        iter(fit_loop._data_fetcher)  # which fetches a batch, if the length is unknown
+        iter(fit_loop._data_fetcher)  # which also fetches a batch if the length is unknown
         return
     for loader in loaders:
         combined._iterator.iterators[combined.flattened.index(loader)] = iter(loader)
 
 
 class _Order:
-    """The sampler of a loader, which notes what its order is drawn with, and can leave out the first items."""
+    """Wraps the sampler of a loader: records the random state with which an order is drawn, and can skip first items.
+
+    Everything else is the wrapped sampler's: Lightning and users look for attributes such as ``sampler`` on it.
+    """
 
     def __init__(self, sampler: Any, inner: list[Any]) -> None:
         self._sampler = sampler
@@ -240,28 +258,28 @@ class _Order:
         generators = [getattr(each, "generator", None) for each in inner]
         self._generator = next((own for own in generators if isinstance(own, torch.Generator)), None)
         self._drawn_with: _State | None = None
-        self._num_left_out: int | None = None
+        self._num_skipped: int | None = None
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> _Order:
-        """The one in a loader, which is put there if there is none."""
+        """Return the one in a loader; if there is none, put one in."""
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         if isinstance(sampler, cls):
             return sampler
-        # Both is where Lightning looks for ``set_epoch``.
+        # Lightning looks for ``set_epoch`` in these two places.
         order = cls(sampler, [loader.sampler, getattr(loader.batch_sampler, "sampler", None)])
-        _put(loader, order)
+        _set_sampler(loader, order)
         return order
 
     def remove(self, loader: DataLoader[Any]) -> None:
-        _put(loader, self._sampler)
+        _set_sampler(loader, self._sampler)
 
     @property
     def follows_epoch(self) -> bool:
-        """Whether the order comes from the number of the epoch, not from random numbers of the process."""
+        """Whether the order depends on the epoch's number, not on the random state of the process."""
         return any(hasattr(sampler, "set_epoch") for sampler in self._inner)
 
-    def tell_epoch(self, epoch: int) -> None:
+    def announce_epoch(self, epoch: int) -> None:
         for sampler in self._inner:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
@@ -273,26 +291,27 @@ class _Order:
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Take what another run saved: its generator, for the next pass, and what its last pass was drawn with."""
+        """Restore what another run saved: its generator, and the state with which it drew its last order."""
         self._drawn_with = None if saved["drawn_with"] is None else _State.of(saved["drawn_with"])
         if self._generator is not None and saved["generator"] is not None:
             self._generator.set_state(saved["generator"].cpu())
 
-    def go_on(self, num_left_out: int) -> None:
-        """Let the next pass be the rest of the one that was restored."""
-        self._num_left_out = num_left_out
+    def skip_next(self, num_skipped: int) -> None:
+        """Draw the next order with the restored state, and skip its first items."""
+        self._num_skipped = num_skipped
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: the order is drawn with the first item.
-        num_left_out, self._num_left_out = self._num_left_out, None
+        num_skipped = self._num_skipped
+        self._num_skipped = None
         now = _State.now(self._generator)
         items = iter(self._sampler)
-        if num_left_out is None or self._drawn_with is None:
+        if num_skipped is None or self._drawn_with is None:
             self._drawn_with = now
-        if num_left_out is not None:
+        if num_skipped is not None:
             self._drawn_with.restore(self._generator)
-            first = list(itertools.islice(items, num_left_out, num_left_out + 1))
-            if num_left_out > 0:  # else the first batch is made with what comes behind the order
+            first = list(itertools.islice(items, num_skipped, num_skipped + 1))
+            if num_skipped > 0:  # else the first batch draws from the state right after the order was drawn
                 now.restore()
             yield from first
         yield from items
@@ -304,8 +323,8 @@ class _Order:
         return getattr(self._sampler, name)
 
 
-def _put(loader: Any, sampler: Any) -> None:
-    # DataLoader forbids to set it, as an iterator holds the old one; that of persistent workers for ever.
+def _set_sampler(loader: Any, sampler: Any) -> None:
+    # DataLoader forbids setting it, because an iterator keeps the old one; with persistent workers, forever.
     object.__setattr__(loader, "sampler" if loader.batch_sampler is None else "batch_sampler", sampler)
     if loader._iterator is not None:
         loader._iterator._index_sampler = sampler

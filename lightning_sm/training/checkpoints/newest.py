@@ -186,10 +186,9 @@ def _progress(checkpoint: Any) -> tuple[int, ...]:
     if not isinstance(checkpoint, Mapping) or not {"global_step", "epoch", "loops"} <= checkpoint.keys():
         raise _UnusableError("is not a checkpoint of a Lightning Trainer")
     fit_loop = checkpoint["loops"]["fit_loop"]
-    progress = [int(checkpoint["global_step"]), int(checkpoint["epoch"])]
-    for name in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
-        progress.append(int(fit_loop.get(name, {}).get("total", {}).get("processed", 0)))
-    return tuple(progress)
+    names = ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress")
+    processed = [fit_loop.get(name, {}).get("total", {}).get("processed", 0) for name in names]
+    return tuple(int(count) for count in (checkpoint["global_step"], checkpoint["epoch"], *processed))
 
 
 def _check_job(facts: Any, job: SageMakerJob | None) -> None:
