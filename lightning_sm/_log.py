@@ -1,8 +1,21 @@
-"""Make the log lines of lightning_sm visible, as Lightning does with its own."""
+"""Log lines of lightning_sm: visible by default, and those of the commands with the command's name."""
 
 from __future__ import annotations
 
 import logging
+
+
+def command_logger(name: str) -> logging.Logger:
+    """Return a logger whose messages begin with ``lightning-sm: ``, whatever handlers and formatters see them.
+
+    For the commands, whose lines stand among those of the scripts that they run.
+
+    Args:
+        name: Name of the logger.
+    """
+    logger = logging.getLogger(name)
+    logger.addFilter(_add_command_name)
+    return logger
 
 
 def show_log_lines() -> None:
@@ -16,3 +29,8 @@ def show_log_lines() -> None:
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.addHandler(handler)
     logger.propagate = False
+
+
+def _add_command_name(record: logging.LogRecord) -> bool:
+    record.msg = f"lightning-sm: {record.msg}"
+    return True

@@ -170,21 +170,21 @@ def final_outcome(role: Role, stop: Stop, exit_code: int, job: JobOutcome | None
     return FinalOutcome.FAILED_ELSEWHERE
 
 
-def ends_script(role: Role, stop: Stop, job: JobOutcome, host: str) -> bool:
+def ends_script(role: Role, job: JobOutcome, host: str, *, is_stopped: bool) -> bool:
     """Whether the outcome of the job leaves the script of this host nothing to do.
 
-    A data host's work ends with the training, however that ended. A trainer host that was stopped has its whole
-    schedule to save a checkpoint: that another host was faster, or vanished, does not shorten it.
+    A data host's work ends with the training, however that ended. A trainer host that was stopped keeps its whole
+    schedule to save a checkpoint, even if another host exits earlier.
 
     Args:
         role: The role of this host.
-        stop: Whether this host was stopped.
         job: The outcome of the job.
         host: Name of this host.
+        is_stopped: Whether this host was stopped.
     """
     if job.host == host:
         return False
     if role is Role.DATA:
         return True
-    others_exit_too = job.kind == "lost" or job.is_interruption
-    return job.is_failure and not (stop is not Stop.NONE and others_exit_too)
+    has_first_host_left = job.kind == "lost" or job.is_interruption
+    return job.is_failure and not (is_stopped and has_first_host_left)

@@ -1,4 +1,4 @@
-"""The commands of a host, each in a process group of its own: start, pass signals on, leave nothing behind."""
+"""Runs a host's commands, each in its own process group: starts them, forwards signals, leaves no process behind."""
 
 from __future__ import annotations
 
@@ -20,46 +20,48 @@ from lightning_sm._linux import adopt_orphans
 from lightning_sm.errors import ScriptError
 from lightning_sm.job.stopping import GENTLE_SIGNAL, StopSchedule
 
-# Enough for the tracebacks of 8 local ranks with deep stacks; the service shows 1024 characters of it.
+# Enough for the tracebacks of 8 local ranks with deep stacks; SageMaker shows 1024 characters of it.
 _TAIL_BYTES = 64 * 1024
-# Local ranks end within moments of rank 0 when all is well: they met at the same last barrier.
+# After a success, local ranks end within moments of rank 0: they passed the same last barrier.
 _LEFTOVERS_GRACE_S = 10.0
-# After SIGTERM, for what outlives its parent.
+# Between SIGTERM and SIGKILL for processes that outlive the command.
 _KILL_GRACE_S = 5
-# Between SIGTERM and SIGKILL for a script of a job that has failed on another host: it may log what it knows.
+# Between SIGTERM and SIGKILL for the script of a job that failed on another host, so that it can log its state.
 _END_GRACE_S = 15.0
 # To read what a pipe still holds (64 KiB on Linux).
 _DRAIN_S = 2.0
 _POLL_S = 0.05
-# A stage that is no signal.
+# A stage that is not a signal.
 _KILL_IF_ORPHANED = 0
 
 
 def ignore_signals() -> None:
-    """Let signals change nothing any more: on its way out Python restores their default, which ends the process."""
+    """Ignore all signals from now on: at exit Python restores their defaults, and a late one would end the process."""
     if threading.current_thread() is threading.main_thread():
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(signum, signal.SIG_IGN)
 
 
 class ChildProcess:
-    """One command after the other, each in a process group of its own, with the end of its stderr at hand.
+    """Runs one command after the other, each in its own process group, and keeps the last part of its stderr.
 
     Args:
-        schedule: What follows when this process is told to stop.
+        schedule: What to send to the command, and when, after this process was told to stop.
         parent: Process id of the emulator, with which the command ends; None on SageMaker.
 
     Attributes:
-        stopped_by: The signal by which this process was told to stop; None if it was not.
-        is_ended: Whether ``end`` was called.
-        late_signal: Called when a signal comes after a command has ended.
+        stopped_by: The signal that told this process to stop; None if there was none.
+        end_requested: Whether ``end`` was called.
+        on_late_signal: Called when a signal arrives after a command has exited.
     """
 
-    def __init__(self, schedule: StopSchedule, parent: str | None = None) -> None:
+    def __init__(self, schedule: StopSchedule, parent: int | None = None) -> None:
         self.stopped_by: int | None = None
-        self.is_ended = False
-        self.late_signal: Callable[[], None] = lambda: None
-        self._has_ended = self._is_ending = self._is_handling = False
+        self.end_requested = False  # written by any thread; the others below only by the main thread
+        self.on_late_signal: Callable[[], None] = lambda: None
+        self._is_end_scheduled = False
+        self._is_listening = False
+        self._has_exited = False
         self._schedule = schedule
         self._stages: list[tuple[float, int]] = []
         self._parent = parent
@@ -67,30 +69,30 @@ class ChildProcess:
         self._tail = bytearray()
 
     @property
-    def is_over(self) -> bool:
-        """Whether this process was told to stop, or ``end`` was called: nothing is to be started any more."""
-        return self.stopped_by is not None or self.is_ended
+    def must_exit(self) -> bool:
+        """Whether this process was told to stop, or ``end`` was called, so that no further command may start."""
+        return self.stopped_by is not None or self.end_requested
 
     @property
     def stderr_tail(self) -> str:
-        """The last 64 KiB that the processes of the group of the last command wrote to stderr."""
+        """The last 64 KiB that the last command and its processes wrote to stderr."""
         return bytes(self._tail).decode("utf-8", errors="replace")
 
     def listen(self) -> None:
-        """Take note of signals from now on, and pass them on to what runs: SIGTERM by the schedule, SIGINT at once."""
-        # Before a command starts: a signal that comes meanwhile must reach it, not end the launcher. And for good:
-        # one that comes after its end must not replace its exit code, nor prevent the failure file.
+        """Handle signals from now on. They are forwarded to the command: SIGTERM by the schedule, SIGINT at once."""
+        # Called before a command starts: a signal that arrives meanwhile must reach it, and must not end the launcher.
+        # The handlers stay: a signal after its exit must not replace its exit code, nor prevent the failure file.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._forward)
             signal.signal(signal.SIGINT, self._forward)
             signal.signal(signal.SIGALRM, self._next_stage)
             signal.signal(signal.SIGCHLD, self._reap_orphans)
-            self._is_handling = True
+            self._is_listening = True
 
     def run(self, command: Sequence[str], directory: Path, env: Mapping[str, str]) -> int:
-        """Start a command, pass signals on to its group, and wait until the whole group is gone.
+        """Start a command, forward signals to its process group, and wait until the whole group has ended.
 
-        When it has ended, another one may be run.
+        May be called again after that, for another command.
 
         Args:
             command: Program and arguments; no shell is involved.
@@ -98,37 +100,38 @@ class ChildProcess:
             env: Its environment.
 
         Returns:
-            Its exit code, 128 + n if signal n killed it.
+            Its exit code; 128 + n if signal n killed it.
 
         Raises:
             ScriptError: The operating system refused to start it.
         """
-        adopt_orphans(True)  # local ranks that outlive the script become ours, to wait for and to reap
-        self._has_ended = False
-        self._tail = tail = bytearray()  # a new one: what the last command left behind may still write to the old one
+        adopt_orphans(True)  # local ranks that outlive the script become our children: wait for them and reap them
+        self._has_exited = False
+        tail = bytearray()  # a new one: a process of the last command may still write to the old one
+        self._tail = tail
         self.listen()
         process = self._start(command, directory, env)
         copier = threading.Thread(target=_copy_stderr, args=(process, tail), daemon=True)
         copier.start()
         exit_code = process.wait()
-        self._has_ended = True
+        self._has_exited = True
         self._end_leftovers(process.pid, _LEFTOVERS_GRACE_S if exit_code == 0 else 0.0)
         self._process = None  # its number may soon belong to another process
-        copier.join(timeout=_DRAIN_S)  # a process that left the group may keep the pipe open
+        copier.join(timeout=_DRAIN_S)  # a process that has left the group may keep the pipe open
         return 128 - exit_code if exit_code < 0 else exit_code
 
     def end(self) -> None:
-        """Let the main thread end the command: SIGTERM, and some time later SIGKILL. May be called from any thread."""
-        self.is_ended = True
+        """Let the main thread end the command: SIGTERM, and 15 s later SIGKILL. May be called from any thread."""
+        self.end_requested = True
         main_thread = threading.main_thread().ident
         # Without a handler the signal would end this process.
-        if self._is_handling and not self._has_ended and main_thread is not None:
-            # To the thread, not to the process: a thread that was stopped and goes on may be handed it instead, and the
-            # main thread would wait for the script for ever.
+        if self._is_listening and not self._has_exited and main_thread is not None:
+            # To the thread, not to the process: the kernel might give it to another thread that resumes after a
+            # SIGSTOP, and the main thread would wait for the script forever.
             signal.pthread_kill(main_thread, signal.SIGALRM)
 
     def _reap_orphans(self, _signum: int, _frame: FrameType | None) -> None:
-        """Reap what the script left to its own end: without it, PID 1 collects a zombie for each until the job ends."""
+        """Reap processes that the script started and left: they would stay zombies until the job ends."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 if self._process is None or ended.si_pid == self._process.pid:
@@ -147,22 +150,23 @@ class ChildProcess:
             )
         except OSError as error:
             raise ScriptError(f"{shlex.join(command)} cannot be started: {error}.") from error
-        if self.stopped_by is not None:  # meanwhile
+        if self.stopped_by is not None:  # while the command started
             self._send(self.stopped_by)
-        if self.is_ended and self._is_handling:
+        if self.end_requested and self._is_listening:
             os.kill(os.getpid(), signal.SIGALRM)
         return self._process
 
     def _forward(self, signum: int, _frame: FrameType | None) -> None:
-        if self._has_ended:
-            self.late_signal()
-        is_repeated, self.stopped_by = self.stopped_by == signum, signum
+        if self._has_exited:
+            self.on_late_signal()
+        is_repeated = self.stopped_by == signum
+        self.stopped_by = signum
         now = time.monotonic()
         if self._parent is not None:
             self._stages.append((now + _KILL_GRACE_S, _KILL_IF_ORPHANED))
         if signum != signal.SIGTERM:
             self._send(signum)
-        elif not is_repeated:  # timeout(1), and whoever passes on what a terminal sent to all, sends it twice
+        elif not is_repeated:  # timeout(1), and programs that forward what a terminal sent to all, send it twice
             self._stop_gently(now)
         self._set_alarm()
 
@@ -174,7 +178,7 @@ class ChildProcess:
             return
         self._stages.append((now + self._schedule.term_s, signal.SIGTERM))
         for process in handling:
-            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            with contextlib.suppress(psutil.Error):  # it has just ended
                 process.send_signal(GENTLE_SIGNAL)
 
     def _set_alarm(self) -> None:
@@ -183,25 +187,26 @@ class ChildProcess:
             signal.setitimer(signal.ITIMER_REAL, max(0.001, self._stages[-1][0] - time.monotonic()))
 
     def _next_stage(self, _signum: int, _frame: FrameType | None) -> None:
-        if self.is_ended and self._process is not None and not self._is_ending:
-            self._is_ending = True
-            self._stages += [(time.monotonic(), signal.SIGTERM), (time.monotonic() + _END_GRACE_S, signal.SIGKILL)]
+        if self.end_requested and self._process is not None and not self._is_end_scheduled:
+            self._is_end_scheduled = True
+            now = time.monotonic()
+            self._stages += [(now, signal.SIGTERM), (now + _END_GRACE_S, signal.SIGKILL)]
             self._stages.sort(reverse=True)
         while self._stages and self._stages[-1][0] <= time.monotonic():
             _, signum = self._stages.pop()
             if signum != _KILL_IF_ORPHANED:
                 self._send(signum)
-            # Only now, not when the signal came: the kernel sends it while threads of a killed emulator still end, and
-            # until they have, it is still the parent. One that lives sends SIGKILL itself.
-            elif self._parent != str(os.getppid()):
+            # Checked only now, not when the signal arrived: the kernel sends it while threads of a killed emulator
+            # still end, and until they have, the emulator is still the parent. If it lives, it sends SIGKILL itself.
+            elif self._parent != os.getppid():
                 self._send(signal.SIGKILL)
         self._set_alarm()
 
     def _handling(self, signum: int) -> Iterator[psutil.Process]:
-        """The processes below this one that handle a signal; it would end all others."""
+        """The descendants of this process that handle a signal. It would end all others."""
         for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(OSError):  # it is gone
-                # A name that the kernel cut off in the middle of a character is no text.
+            with contextlib.suppress(OSError):  # it has just ended
+                # The kernel may cut the name off in the middle of a character.
                 fields = Path(f"/proc/{process.pid}/status").read_text(errors="replace").splitlines()
                 caught = next((line.split()[1] for line in fields if line.startswith("SigCgt:")), "0")
                 if int(caught, 16) >> (signum - 1) & 1:
@@ -212,7 +217,7 @@ class ChildProcess:
             _signal_group(self._process.pid, signum)
 
     def _end_leftovers(self, group: int, grace_s: float) -> None:
-        """Wait for what is left of the process group, then end it."""
+        """Wait for the remaining processes of the group, then end them."""
         if _group_ended(group, grace_s):
             return
         _signal_group(group, signal.SIGTERM)
@@ -230,7 +235,7 @@ def _copy_stderr(process: subprocess.Popen[bytes], tail: bytearray) -> None:
             tail += chunk
             del tail[:-_TAIL_BYTES]
             if target is not None and not _write_all(target, chunk):
-                target = None  # nobody reads any more; go on, else the script would block
+                target = None  # nobody reads our stderr; keep reading the pipe, else the script would block
 
 
 def _write_all(target: int, data: bytes) -> bool:
@@ -250,7 +255,7 @@ def _signal_group(group: int, signum: int) -> None:
 
 
 def _group_ended(group: int, timeout_s: float) -> bool:
-    """Reap the processes of a group until none is left, or the time is over."""
+    """Reap the processes of a group; return whether none is left before the time is up."""
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()
     while True:

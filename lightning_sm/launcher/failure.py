@@ -1,7 +1,7 @@
-"""What SageMaker shows as the reason of a failed job, taken from the end of the script's stderr.
+"""The failure file: what SageMaker shows as the reason of a failed job, and users read first.
 
-The service keeps the first 1024 characters of ``/opt/ml/output/failure``, so that the exception itself comes first
-and what led to it after it. (sagemaker-training begins with the command line, which often fills the space alone.)
+SageMaker keeps the first 1024 characters of ``/opt/ml/output/failure``. So the exception comes first, and its
+traceback after it. (sagemaker-training begins with the command line, which often fills the space alone.)
 """
 
 from __future__ import annotations
@@ -10,33 +10,38 @@ import re
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
-# SageMaker developer guide, "How Amazon SageMaker Signals Algorithm Success and Failure".
-_MAX_CHARS = 1024
+from lightning_sm._log import command_logger
+from lightning_sm.errors import LightningSMError
+from lightning_sm.job.stopping import MAX_REASON_CHARS, JobOutcome
+
+_LOG = command_logger(__name__)
+
 # The exception may take this much, so that the frame that raised it always fits behind it.
 _MAX_EXCEPTION_CHARS = 700
-# A message of several lines (our own tables, CUDA's hints) is followed by whatever other processes write.
+# A message of several lines (our own tables, CUDA's hints) may be followed by the output of other processes.
 _MAX_EXCEPTION_LINES = 12
 # argparse's, and so jsonargparse's.
 _USAGE_EXIT_CODE = 2
-# Exit codes of processes that a signal killed are above.
+# A process that signal n killed has exit code 128 + n.
 _SIGNALS = 128
 
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-# torch.distributed prefixes every line of an uncaught exception with its rank; a progress bar that was not ended
-# by a newline may precede it.
+# torch.distributed prefixes every line of an uncaught exception with its rank. A progress bar without a newline may
+# precede it.
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _START = re.compile(r"(\[rank\d+\]: )?(?:Original )?Traceback \(most recent call last\):\s*$")
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<name>.+))?')
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:: .*|:)?$")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-# What one process raises because another one ended: never the reason, as long as there is any other.
+# What one process raises because another one ended: not the reason, unless there is no other exception.
 _CONSEQUENCE = re.compile(
     r"SIGTERM|KeyboardInterrupt|SystemExit|BrokenPipe|Broken pipe|ConnectionReset|Connection reset|ConnectionRefused"
     r"|Connection closed by (?:remote )?peer|ProcessRaisedException|ProcessExitedException"
     r"|^\S+: Caught \w+ in DataLoader worker"
 )
-# NCCL's, and PyTorch's for NCCL and TCPStore, on any line of the message: what led to it comes first.
+# Messages of NCCL, and of PyTorch for NCCL and TCPStore. They may stand on any line of an exception, after its cause.
 _LOST_PEER = re.compile(
     r"remote process exited or there was a network error|ncclRemoteError|NCCL communicator was aborted"
     r"|DistStoreError: (?:Socket Timeout|wait timeout)"
@@ -51,10 +56,10 @@ class _Traceback:
     """One exception as Python printed it.
 
     Attributes:
-        frames: The calls, the raising one last: ``File "train.py", line 3, in main: code``.
+        frames: The frames, the raising one last: ``File "train.py", line 3, in main: code``.
         exception: The lines of the exception: type and message.
-        is_chained: Whether it was raised while the exception before it was handled.
-        is_ignored: Whether it was raised where Python ignores exceptions, such as ``__del__``.
+        is_chained: Whether it was raised while the previous exception was handled.
+        is_ignored: Whether it was raised where Python ignores exceptions, such as in ``__del__``.
     """
 
     frames: list[str] = field(default_factory=list)
@@ -70,11 +75,11 @@ class _Traceback:
 
 
 def failure_reason(stderr_tail: str, exit_code: int) -> str:
-    """Say in at most 1024 characters why a training script failed, the decisive words first.
+    """Say in at most 1024 characters why a process failed, the decisive words first.
 
     Args:
-        stderr_tail: The end of what the script and its local ranks wrote to stderr.
-        exit_code: Exit code of the script, 128 + n if signal n killed it.
+        stderr_tail: The end of what the process and its children (the local ranks) wrote to stderr.
+        exit_code: Its exit code; 128 + n if signal n killed it.
     """
     lines = _lines(stderr_tail)
     ending = _ending(exit_code)
@@ -82,27 +87,89 @@ def failure_reason(stderr_tail: str, exit_code: int) -> str:
     if exit_code == _USAGE_EXIT_CODE and usage_error is not None:
         return _limited("\n".join([*_message(lines[usage_error:]), ending]))
     tracebacks = list(_tracebacks(lines))
-    traceback = _reason(tracebacks)
+    traceback = _cause(tracebacks)
     if traceback is None and exit_code < _SIGNALS:
-        # Nothing but consequences: the script ended with the last one. (One that was killed did not.)
+        # Only consequences: the last one ended the script. (A script that was killed was not ended by them.)
         traceback = next((last for last in reversed(tracebacks) if not last.is_ignored), None)
     if traceback is not None:
         exception = _limited("\n".join(traceback.exception), _MAX_EXCEPTION_CHARS)
         return _with_frames(exception, traceback.frames, ending)
-    said = [line for line in lines if line]
-    if not said:
-        return f"The training script ended without a word on stderr: {ending}."
-    return _with_end_of(said, ending)
+    written = [line for line in lines if line]
+    if not written:
+        return f"The training script failed without writing to stderr: {ending}."
+    return _with_last_lines(written, ending)
+
+
+def script_reason(stderr_tail: str, exit_code: int, stopped_by: int | None, num_restarts: int) -> str:
+    """Say why the training script of this host failed.
+
+    Args:
+        stderr_tail: The end of what the script and its local ranks wrote to stderr.
+        exit_code: Exit code of the script; 128 + n if signal n killed it.
+        stopped_by: The signal that told this host to stop, if there was one.
+        num_restarts: How often the script was killed and restarted.
+    """
+    reason = failure_reason(stderr_tail, exit_code)
+    if num_restarts:
+        times = "once" if num_restarts == 1 else f"{num_restarts} times"
+        reason = f"The data host's script was killed and restarted {times}. {reason}"
+    if stopped_by is not None:
+        reason = f"The job was stopped or interrupted ({signal.Signals(stopped_by).name}). {reason}"
+    return reason
+
+
+def not_started_reason(stopped_by: int | None, doing: str) -> str:
+    """Say why a host never started its script although nothing failed there.
+
+    Args:
+        stopped_by: The signal that told this host to stop; None if the job ended on another host.
+        doing: What the host was doing, such as "fetching s3://bucket/code.tar.gz".
+    """
+    if stopped_by is None:
+        return f"The job has ended. This host was {doing}."
+    return f"The job was stopped or interrupted ({signal.Signals(stopped_by).name}). This host was {doing}."
+
+
+def failed_elsewhere_reason(job: JobOutcome) -> str:
+    """Say that another host failed first, and why."""
+    return f"Host {job.host} failed first, with exit code {job.exit_code}: {job.reason}"
+
+
+def error_reason(error: Exception) -> str:
+    """Say why the launcher failed before or besides its script: an error of lightning_sm, or else a bug."""
+    reason = f"{type(error).__name__}: {error}"
+    return reason if isinstance(error, LightningSMError) else f"The launcher failed: {reason}"
 
 
 def is_consequence(stderr_tail: str) -> bool:
-    """Tell whether a script failed only because a process on another host had ended.
+    """Whether a script failed only because a process on another host had ended.
 
     Args:
         stderr_tail: The end of what the script and its local ranks wrote to stderr.
     """
     tracebacks = list(_tracebacks(_lines(stderr_tail)))
     return bool(tracebacks) and all(traceback.is_consequence for traceback in tracebacks)
+
+
+def remove_failure(output_dir: Path) -> None:
+    """Remove the failure file of an earlier job in the same container (a warm pool)."""
+    path = output_dir / "failure"
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _LOG.warning("cannot remove %s, which an earlier job left: %s", path, error)
+
+
+def write_failure(output_dir: Path, reason: str) -> None:
+    """Write the failure file, unless the script has written its own."""
+    path = output_dir / "failure"
+    try:
+        if path.exists():
+            return
+        output_dir.mkdir(parents=True, exist_ok=True)
+        path.write_text(reason[:MAX_REASON_CHARS], encoding="utf-8", errors="replace")
+    except OSError as error:
+        _LOG.warning("cannot write %s (%s). The reason of the failure: %s", path, error, reason)
 
 
 def _lines(stderr_tail: str) -> list[str]:
@@ -117,8 +184,8 @@ def _ending(exit_code: int) -> str:
         return f"exit code {exit_code}"
 
 
-def _reason(tracebacks: list[_Traceback]) -> _Traceback | None:
-    """The first exception that no other process caused; of exceptions raised from each other, the last."""
+def _cause(tracebacks: list[_Traceback]) -> _Traceback | None:
+    """The first exception that is not a consequence; in a chain of exceptions, the last such one."""
     chains: list[list[_Traceback]] = []
     for traceback in tracebacks:
         if traceback.is_chained and chains:
@@ -143,7 +210,7 @@ def _tracebacks(lines: list[str]) -> Iterator[_Traceback]:
             traceback.is_chained = bool(before) and any(text in before[0] for text in _CHAINED)
             traceback.is_ignored = bool(before) and before[0].startswith("Exception ignored")
         elif _FRAME.match(line) and (index == 0 or not lines[index - 1].startswith((" ", "Traceback", "["))):
-            traceback = _parsed(lines[index:])  # a script that does not compile: Python prints no headline
+            traceback = _parsed(lines[index:])  # a syntax error in the script: Python prints no headline
             if not traceback.exception or "Error: " not in traceback.exception[0]:
                 continue
         else:
@@ -153,7 +220,7 @@ def _tracebacks(lines: list[str]) -> Iterator[_Traceback]:
 
 
 def _parsed(lines: list[str]) -> _Traceback:
-    """Read frames up to the exception. Lines of other processes that came in between are passed over."""
+    """Read frames up to the exception, and skip lines that other processes wrote in between."""
     traceback = _Traceback()
     for index, raw in enumerate(lines):
         line = _RANK.sub("", raw)
@@ -173,7 +240,7 @@ def _parsed(lines: list[str]) -> _Traceback:
 
 
 def _message(lines: list[str]) -> list[str]:
-    """The first line and those that belong to it."""
+    """The first line and the lines that continue it."""
     message = lines[:1]
     for line in lines[1:_MAX_EXCEPTION_LINES]:
         if not line or _START.search(line):
@@ -183,22 +250,22 @@ def _message(lines: list[str]) -> list[str]:
 
 
 def _with_frames(exception: str, frames: list[str], ending: str) -> str:
-    """Add the frames nearest to the raise: the raising one, then those in code that is the user's own."""
+    """Add frames, the nearest first: the raising one, then those in the user's own code."""
     nearest = frames[::-1]
     wanted = nearest[:1] + [frame for frame in nearest[1:] if not _LIBRARY.search(frame)]
     reason = exception
     for frame in wanted:
-        if len(reason) + len(frame) + len(ending) + 2 > _MAX_CHARS:
+        if len(reason) + len(frame) + len(ending) + 2 > MAX_REASON_CHARS:
             break
         reason += f"\n{frame}"
     return _limited(f"{reason}\n{ending}")
 
 
-def _with_end_of(said: list[str], ending: str) -> str:
-    reason = f"{ending}; the last lines of stderr were:"
-    room = _MAX_CHARS - len(reason)
+def _with_last_lines(written: list[str], ending: str) -> str:
+    reason = f"{ending}; last lines of stderr:"
+    room = MAX_REASON_CHARS - len(reason)
     kept: list[str] = []
-    for line in reversed(said):
+    for line in reversed(written):
         room -= len(line) + 1
         if room < 0 and kept:
             break
@@ -206,5 +273,5 @@ def _with_end_of(said: list[str], ending: str) -> str:
     return _limited("\n".join([reason, *kept]))
 
 
-def _limited(text: str, limit: int = _MAX_CHARS) -> str:
+def _limited(text: str, limit: int = MAX_REASON_CHARS) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -100,7 +100,7 @@ def test_whichever_host_fails_the_command_does(python, submit, host):
     ended = submit(python, f"--hyperparameters.fail={host}")
     assert ended.returncode == 1, output_of(ended)
     # SDK v2 keeps the failure file of one host, whichever it copies last.
-    told = f"(Host {host}-\\w+ was the first to fail, with exit code 1: )?"
+    told = f"(Host {host}-\\w+ failed first, with exit code 1: )?"
     assert re.search(f"a host failed: {told}RuntimeError: meant to fail", ended.stderr), output_of(ended)
 
 

@@ -1,4 +1,4 @@
-"""The main host's end of the star: it hears every launcher, decides how the job ends, and tells all of them."""
+"""The main host's end of the star: receives every launcher's report, decides the job's outcome, and sends it to all."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 
-from lightning_sm.launcher.peers.connection import Link, Message, Timings
-from lightning_sm.launcher.peers.outcome import Endings, Outcome, Verdict
+from lightning_sm.job.stopping import JobOutcome, Outcome
+from lightning_sm.launcher.peers.connection import Connection, Message, Timings
+from lightning_sm.launcher.peers.outcome import JobOutcomeTracker
 
 _LOG = logging.getLogger(__name__)
 
-# Connections that have not said yet who they are, besides one for each host: port scanners must not lock hosts out.
+# Connections that have not introduced themselves, besides one for each host: port scanners must not lock hosts out.
 _MAX_STRANGERS = 64
 # Of hosts in one message, which must fit into a line.
 _MAX_NAMES = 20
@@ -34,10 +35,10 @@ class Hub:
         timings: How long things may take.
 
     Attributes:
-        awaited: Hosts that the end of this host waits for.
+        awaited: Hosts that must end, or acknowledge the job's end, before this host may end.
 
     Raises:
-        OSError: The address cannot be listened on.
+        OSError: The hub cannot listen on the address.
     """
 
     def __init__(
@@ -53,27 +54,30 @@ class Hub:
         timings: Timings,
     ) -> None:
         self.awaited: list[str] = []
-        self._selector, self._own, self._key, self._timings = selector, own, key, timings
+        self._selector = selector
+        self._own = own
+        self._key = key
+        self._timings = timings
         self._data_hosts = frozenset(data_hosts)
-        self._endings = Endings(
+        self._tracker = JobOutcomeTracker(
             trainers,
             data_hosts,
-            return_s=timings.return_s,
-            absent_s=timings.farewell_s,
-            ending_s=timings.ending_s,
+            reconnect_s=timings.reconnect_s,
+            absent_s=timings.peers_timeout_s,
+            after_failure_s=timings.after_failure_s,
         )
-        self._endings.joined(own, now)
-        self._max_links = len(trainers) + len(data_hosts) + _MAX_STRANGERS
-        self._links: list[Link] = []
-        self._told: Message | None = None
-        self._over_at = 0.0
-        self._unheard: set[str] = set()
-        self._noted: set[str] = set()
+        self._tracker.joined(own, now)
+        self._max_connections = len(trainers) + len(data_hosts) + _MAX_STRANGERS
+        self._connections: list[Connection] = []
+        self._sent: Message | None = None
+        self._sent_at = 0.0
+        self._unacknowledged: set[str] = set()
+        self._logged_strangers: set[str] = set()
         self._server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             self._server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._server.bind(address)
-            self._server.listen(self._max_links)
+            self._server.listen(self._max_connections)
         except OSError:
             self._server.close()
             raise
@@ -81,19 +85,15 @@ class Hub:
         selector.register(self._server, selectors.EVENT_READ, self._accept)
 
     @property
-    def verdict(self) -> Verdict | None:
+    def job_outcome(self) -> JobOutcome | None:
         """How the job ends, once that is known."""
-        return self._endings.verdict
+        return self._tracker.job_outcome
 
     def is_done(self, now: float) -> bool:
-        """Whether this host may end: the job is over, and all connected launchers know, or do not listen.
-
-        Args:
-            now: The time.
-        """
-        if not self._endings.is_over:
+        """Whether this host may end: the job is over, and all connected launchers know it, or do not answer."""
+        if not self._tracker.is_over:
             return False
-        return not self._unheard or now - self._over_at >= self._timings.farewell_s
+        return not self._unacknowledged or now - self._sent_at >= self._timings.peers_timeout_s
 
     def tick(self, now: float, outcome: Outcome | None) -> None:
         """Do what is due.
@@ -103,114 +103,118 @@ class Hub:
             outcome: How the script of this host ended, once it has.
         """
         if outcome is not None:
-            self._endings.reported(self._own, outcome, now)
-        ping = {"type": "ping", "awaited": self._endings.awaited[:_MAX_NAMES]}
-        for link in list(self._links):
-            self._attempt(link, partial(link.keep, now, self._timings, ping), now)
-        self._endings.settle(now)
-        self._tell_all(now)
-        self.awaited = sorted(self._unheard) if self._endings.is_over else self._endings.awaited
+            self._tracker.reported(self._own, outcome, now)
+        heartbeat = {"type": "heartbeat", "awaited": self._tracker.awaited[:_MAX_NAMES]}
+        for connection in list(self._connections):
+            self._attempt(connection, partial(connection.heartbeat, now, self._timings, heartbeat), now)
+        self._tracker.update(now)
+        self._send_outcome_to_all(now)
+        self.awaited = sorted(self._unacknowledged) if self._tracker.is_over else self._tracker.awaited
 
     def close(self) -> None:
         """Release the port and all connections."""
-        for link in self._links:
-            link.finish()
-        for sock in (self._server, *(link.sock for link in self._links)):
+        for connection in self._connections:
+            connection.finish()
+        for sock in (self._server, *(connection.sock for connection in self._connections)):
             self._selector.unregister(sock)
             sock.close()
-        self._links.clear()
+        self._connections.clear()
 
     def _accept(self, now: float) -> None:
         for _ in range(_MAX_STRANGERS):
             try:
                 sock, (address, _port) = self._server.accept()
-            except OSError:  # none waits, or the one that did is gone
+            except OSError:  # none waits, or it has closed already
                 return
-            if len(self._links) >= self._max_links:
-                strangers = [link for link in self._links if not link.is_known]
+            if len(self._connections) >= self._max_connections:
+                strangers = [connection for connection in self._connections if not connection.is_known]
                 self._drop(strangers[0], "too many connections have not introduced themselves", now)
-            link = Link(sock, self._key, now)
-            link.host = address
-            self._links.append(link)
-            self._selector.register(sock, selectors.EVENT_READ, partial(self._read, link))
+            connection = Connection(sock, self._key, now)
+            connection.host = address
+            self._connections.append(connection)
+            self._selector.register(sock, selectors.EVENT_READ, partial(self._read, connection))
 
-    def _read(self, link: Link, now: float) -> None:
-        if link in self._links:  # else it was closed since the selector saw it
-            self._attempt(link, partial(self._receive, link, now), now)
+    def _read(self, connection: Connection, now: float) -> None:
+        if connection in self._connections:  # else it was closed after the selector returned it
+            self._attempt(connection, partial(self._receive, connection, now), now)
 
-    def _attempt(self, link: Link, action: Callable[[], None], now: float) -> None:
+    def _attempt(self, connection: Connection, action: Callable[[], None], now: float) -> None:
         try:
             action()
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            self._drop(link, str(error) or type(error).__name__, now)
+            self._drop(connection, str(error) or type(error).__name__, now)
 
-    def _receive(self, link: Link, now: float) -> None:
-        for message in link.receive(now):
-            self._handle(link, message, now)
+    def _receive(self, connection: Connection, now: float) -> None:
+        for message in connection.receive(now):
+            self._handle(connection, message, now)
 
-    def _handle(self, link: Link, message: Message, now: float) -> None:
+    def _handle(self, connection: Connection, message: Message, now: float) -> None:
         kind = message["type"]
-        if not link.is_known:
-            self._welcome(link, message, now)
+        if not connection.is_known:
+            self._welcome(connection, message, now)
         elif kind == "report":
-            self._note_report(link.host, Outcome(int(message["exit_code"]), str(message["reason"])), now)
-        elif kind == "heard":
-            self._unheard.discard(link.host)
-        elif kind != "ping":
+            self._note_report(connection.host, Outcome(int(message["exit_code"]), str(message["reason"])), now)
+        elif kind == "acknowledge":
+            self._unacknowledged.discard(connection.host)
+        elif kind != "heartbeat":
             raise ValueError(f"it sent a message of the unknown type {kind!r}")
 
-    def _welcome(self, link: Link, message: Message, now: float) -> None:
+    def _welcome(self, connection: Connection, message: Message, now: float) -> None:
         host = message["host"]
-        if message["type"] != "hello" or host == self._own or not self._endings.has(host):
-            raise ValueError(f"it introduced itself as {host!r}, which is no other host of this job")
-        for other in [other for other in self._links if other.is_known and other.host == host]:
-            self._forget(other)  # half open: a host connects again when its end is gone
-        link.is_known, link.host = True, host
-        self._endings.joined(host, now)
+        if message["type"] != "hello" or host == self._own or not self._tracker.has(host):
+            raise ValueError(f"it introduced itself as {host!r}, which is not another host of this job")
+        for other in list(self._connections):
+            if other.is_known and other.host == host:
+                self._forget(other)  # half open: a host reconnects only when its own end is closed
+        connection.is_known = True
+        connection.host = host
+        self._tracker.joined(host, now)
         _LOG.debug("Host %s joined.", host)
-        link.send({"type": "welcome"})
-        if self._told is not None:
-            self._tell(link, self._told)
+        connection.send({"type": "welcome"})
+        if self._sent is not None:
+            self._send_outcome(connection, self._sent)
 
     def _note_report(self, host: str, outcome: Outcome, now: float) -> None:
-        is_news = not self._endings.has_ended(host)
-        self._endings.reported(host, outcome, now)
-        if host in self._data_hosts and outcome.exit_code != 0 and is_news and self.verdict is None:
+        is_first_report = not self._tracker.has_ended(host)
+        self._tracker.reported(host, outcome, now)
+        if host in self._data_hosts and outcome.exit_code != 0 and is_first_report and self.job_outcome is None:
             _LOG.warning(
-                "The script on data host %s ended with exit code %d; the training goes on without it. %s",
+                "The script on data host %s failed with exit code %d. Training continues without it. Cause: %s",
                 host,
                 outcome.exit_code,
                 outcome.reason,
             )
 
-    def _tell_all(self, now: float) -> None:
-        if self.verdict is None:
+    def _send_outcome_to_all(self, now: float) -> None:
+        if self.job_outcome is None:
             return
-        state = {"type": "verdict", **asdict(self.verdict), "is_over": self._endings.is_over}
-        if state != self._told:
-            self._told, self._over_at = state, now
-            for link in [link for link in self._links if link.is_known]:
-                self._attempt(link, partial(self._tell, link, state), now)
+        message = {"type": "job_outcome", **asdict(self.job_outcome), "is_over": self._tracker.is_over}
+        if message != self._sent:
+            self._sent = message
+            self._sent_at = now
+            for connection in [connection for connection in self._connections if connection.is_known]:
+                self._attempt(connection, partial(self._send_outcome, connection, message), now)
 
-    def _tell(self, link: Link, state: Message) -> None:
-        if state["is_over"]:
-            self._unheard.add(link.host)
-        link.send(state)
+    def _send_outcome(self, connection: Connection, message: Message) -> None:
+        if message["is_over"]:
+            self._unacknowledged.add(connection.host)
+        connection.send(message)
 
-    def _drop(self, link: Link, why: str, now: float) -> None:
-        """Close a connection and note what that means."""
-        self._forget(link)
-        if link.is_known:
-            self._unheard.discard(link.host)
-            if link.host in self._data_hosts and not self._endings.has_ended(link.host) and self.verdict is None:
-                _LOG.warning("Data host %s is gone (%s).", link.host, why)
-            self._endings.left(link.host, now, why)
-        elif link.host not in self._noted and len(self._noted) < _MAX_STRANGERS:
-            self._noted.add(link.host)
-            _LOG.info("A connection from %s was closed: %s.", link.host, why)
+    def _drop(self, connection: Connection, why: str, now: float) -> None:
+        """Close a connection and note what that means for its host."""
+        self._forget(connection)
+        host = connection.host
+        if connection.is_known:
+            self._unacknowledged.discard(host)
+            if host in self._data_hosts and not self._tracker.has_ended(host) and self.job_outcome is None:
+                _LOG.warning("Lost connection to the launcher on data host %s: %s.", host, why)
+            self._tracker.left(host, now, why)
+        elif host not in self._logged_strangers and len(self._logged_strangers) < _MAX_STRANGERS:
+            self._logged_strangers.add(host)
+            _LOG.info("Closed a connection from %s: %s.", host, why)
 
-    def _forget(self, link: Link) -> None:
-        if link in self._links:
-            self._links.remove(link)
-            self._selector.unregister(link.sock)
-            link.sock.close()
+    def _forget(self, connection: Connection) -> None:
+        if connection in self._connections:
+            self._connections.remove(connection)
+            self._selector.unregister(connection.sock)
+            connection.sock.close()

@@ -1,4 +1,4 @@
-"""``Peers``: what the launcher of a host knows of, and says to, the launchers of the other hosts of the job."""
+"""``Peers``: one launcher's view of the launchers on the other hosts of the job."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
+from lightning_sm.job.stopping import JobOutcome, Outcome
+from lightning_sm.job.variables import MAIN_PORT
 from lightning_sm.launcher.peers.client import Client
 from lightning_sm.launcher.peers.connection import Timings, job_key
 from lightning_sm.launcher.peers.hub import Hub
-from lightning_sm.launcher.peers.outcome import Outcome, Verdict
 
-logger = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
-# A thread that resolves a name cannot be interrupted; it ends with the process.
+# A thread that resolves a name cannot be interrupted. It is a daemon, and ends with the process.
 _JOIN_S = 2.0
 
 
@@ -25,17 +26,17 @@ class Peers:
     """The other launchers of the job, as seen from one of them. A context manager.
 
     Args:
-        job_identity: What tells this job from all others: its ARN or name, the same on every host.
+        job_identity: The job's ARN or name, the same on every host.
         own: Name of this host.
         trainers: Names of all trainer hosts.
         data_hosts: Names of all data hosts.
         main_host: The trainer host whose launcher is the hub.
-        addresses: IP addresses of hosts that no resolver knows.
+        addresses: IP addresses of hosts that cannot be resolved by name.
         port: Port of the hub, ``Topology.peers_port``.
         bind: Address on which the hub listens.
-        on_verdict: Called once, from a thread of this object, as soon as it is known how the job ends; also when it
-            is this host that failed. It must not block.
-        timings: How long things may take. Default: what suits the hosts of a cluster.
+        on_job_outcome: Called once, from a thread of this object, as soon as the job's outcome is known; also if it was
+            this host that failed. It must not block.
+        timings: How long things may take. Default: values for the hosts of a cluster.
     """
 
     def __init__(
@@ -49,18 +50,22 @@ class Peers:
         addresses: Mapping[str, str],
         port: int,
         bind: str,
-        on_verdict: Callable[[Verdict], None],
+        on_job_outcome: Callable[[JobOutcome], None],
         timings: Timings | None = None,
     ) -> None:
         self._key = job_key(job_identity)
-        self._own, self._main_host = own, main_host
-        self._trainers, self._data_hosts = tuple(trainers), tuple(data_hosts)
-        self._hub_address, self._bind = (addresses.get(main_host, main_host), port), (bind, port)
-        self._on_verdict = on_verdict
+        self._own = own
+        self._main_host = main_host
+        self._trainers = tuple(trainers)
+        self._data_hosts = tuple(data_hosts)
+        self._hub_address = (addresses.get(main_host, main_host), port)
+        self._bind = (bind, port)
+        self._on_job_outcome = on_job_outcome
         self._timings = timings or Timings()
-        self._verdict: Verdict | None = None
+        self._job_outcome: JobOutcome | None = None
         self._outcome: Outcome | None = None
-        self._is_leaving = self._is_closing = False
+        self._must_not_wait = False
+        self._is_closing = False
         self._done = threading.Event()
         self._end: Hub | Client | None = None
         self._thread: threading.Thread | None = None
@@ -68,13 +73,13 @@ class Peers:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other host is ever heard: there is none, or the hub cannot listen."""
+        """Whether this launcher never connects to others: there are none, or the hub cannot listen."""
         return self._end is None
 
     @property
-    def verdict(self) -> Verdict | None:
-        """How the job ends, as far as that is known here."""
-        return self._verdict
+    def job_outcome(self) -> JobOutcome | None:
+        """How the job ends; None until this host knows it."""
+        return self._job_outcome
 
     def __enter__(self) -> Peers:
         selector = selectors.DefaultSelector()
@@ -97,35 +102,31 @@ class Peers:
         self.close()
 
     def report(self, outcome: Outcome) -> None:
-        """Tell the other hosts how the script of this host ended. Only the first report counts.
-
-        Args:
-            outcome: How it ended.
-        """
+        """Report to the other hosts how the script of this host ended. Only the first report counts."""
         if self._outcome is None:
             self._outcome = outcome
             self._wake()
 
-    def farewell(self) -> Verdict | None:
-        """Wait, after ``report``, until all trainer hosts have ended or are gone.
+    def wait_for_peers(self) -> JobOutcome | None:
+        """Wait, after ``report``, until all trainer hosts have ended or are lost.
 
-        Hosts whose launchers live are waited for as long as their scripts run; after a failure, for ``ending_s`` at
-        most. Hosts that were never heard of are waited for ``farewell_s``.
+        Connected hosts are waited for as long as their scripts run; after a failure, at most for ``after_failure_s``.
+        Hosts that never connected are waited for ``peers_timeout_s``.
 
         Returns:
-            How the job ends; None if nothing was heard of the main host, or if there is no other host.
+            How the job ends; None if the main host never answered, or if there is no other host.
         """
         while self._end is not None and self._outcome is not None and not self._done.wait(self._timings.log_s):
-            logger.info("The script of this host has ended; waiting for hosts %s.", ", ".join(self._end.awaited))
-        return self._verdict
+            _LOG.info("The script of this host has ended. Waiting for: %s.", ", ".join(self._end.awaited))
+        return self._job_outcome
 
-    def leave(self) -> None:
-        """Make ``farewell`` return at once, now or later. A signal handler may call it."""
-        self._is_leaving = True
+    def stop_waiting(self) -> None:
+        """Make ``wait_for_peers`` return at once, now and from now on. A signal handler may call it."""
+        self._must_not_wait = True
         self._wake()
 
     def close(self) -> None:
-        """Release the port and all connections. What was reported is sent before, if there is a connection."""
+        """Send what was reported, if there is a connection; then release the port and all connections."""
         self._is_closing = True
         self._wake()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -159,12 +160,13 @@ class Peers:
                 timings=self._timings,
             )
         except OSError as error:
-            logger.warning(
-                "The launcher of this host cannot listen on %s:%d (%s). The hosts will not hear of each other's "
+            _LOG.warning(
+                "The launcher of this host cannot listen on %s:%d (%s). The hosts will not learn of each other's "
                 "failures: when one fails, the others may hang until their collectives time out. "
-                "LIGHTNING_SM_MAIN_PORT moves this port, too.",
+                "Set %s to use other ports.",
                 *self._bind,
                 error.strerror,
+                MAIN_PORT.name,
             )
             return None
 
@@ -172,38 +174,38 @@ class Peers:
         try:
             is_closing = False
             while not is_closing:
-                is_closing = self._is_closing  # before the last round, which sends what was reported
+                is_closing = self._is_closing  # read before the last round, which sends what was reported
                 selector.select(0 if is_closing else self._timings.tick_s)
-                # The clock is read after the pause, and before what came is: a launcher that was itself stopped for
-                # a while must hear the others before it calls them silent. (What came is asked for once more, as
-                # select returns nothing when SIGCONT interrupts it.)
+                # Read the clock after the pause, and before the messages: a launcher that was itself suspended must
+                # read the others' heartbeats before it calls them silent. (Select again, as the first select returns
+                # nothing when SIGCONT interrupts it.)
                 now = time.monotonic()
                 for key, _ in selector.select(0):
                     key.data(now)
                 end.tick(now, self._outcome)
-                self._announce(end.verdict)
-                if end.is_done(now) or self._is_leaving:
+                self._announce(end.job_outcome)
+                if end.is_done(now) or self._must_not_wait:
                     self._done.set()
-        except Exception:  # the script goes on: it is worth more than what this thread is for
-            logger.exception("The launchers of the other hosts are not heard any more.")
+        except Exception:  # noqa: BLE001 - the script is worth more than this thread
+            _LOG.exception("The launcher of this host failed to communicate with the others. The script continues.")
         finally:
             self._done.set()
             end.close()
             selector.close()
             woken.close()
 
-    def _announce(self, verdict: Verdict | None) -> None:
-        if self._verdict is not None or verdict is None:
+    def _announce(self, job_outcome: JobOutcome | None) -> None:
+        if self._job_outcome is not None or job_outcome is None:
             return
-        self._verdict = verdict
+        self._job_outcome = job_outcome
         try:
-            self._on_verdict(verdict)
-        except Exception:
-            logger.exception("The launcher could not act on %s.", verdict)
+            self._on_job_outcome(job_outcome)
+        except Exception:  # noqa: BLE001 - this thread must not end: the other hosts need it
+            _LOG.exception("The launcher could not act on %s.", job_outcome)
 
     def _wake(self) -> None:
         if self._waker is not None:
             try:
                 self._waker.send(b"\0")
-            except OSError:  # it has been woken often enough, or has ended
+            except OSError:  # the buffer is full of earlier wake-ups, or the thread has ended
                 return

@@ -1,1 +1,1 @@
-"""What sagemaker-training promises to scripts: its variables, and the SDK's ``distribution``."""
+"""What sagemaker-training offers to scripts: its variables, and the SDK's ``distribution``."""

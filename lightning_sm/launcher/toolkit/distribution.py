@@ -1,22 +1,22 @@
-"""What ``distribution={...}`` of the SageMaker SDK asks the launchers of other images for, and what that means here.
+"""What ``distribution={...}`` of the SageMaker SDK means here.
 
-``distribution`` becomes hyperparameters by which sagemaker-training chooses mpirun, torchrun or a library of its own to
-start the ranks. Here Lightning starts them, one process per device on every trainer host: the same ranks, unasked.
+The SDK turns it into hyperparameters, by which sagemaker-training chooses mpirun, torchrun or another library to start
+the ranks. Here Lightning always starts the same ranks, one process per device on every trainer host.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-import logging
 from typing import Any
 
+from lightning_sm._log import command_logger
 from lightning_sm.errors import TopologyError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import DATA_GROUPS, DEVICES
 
-_LOG = logging.getLogger(__name__)
+_LOG = command_logger(__name__)
 
 _SAME_RANKS = {
     "sagemaker_torch_distributed_enabled": "torchrun",
@@ -30,48 +30,46 @@ _OTHER_LIBRARIES = {
     "sagemaker_parameter_server_enabled": "TensorFlow's parameter server",
     "sagemaker_multi_worker_mirrored_strategy_enabled": "TensorFlow's MultiWorkerMirroredStrategy",
 }
-_PER_HOST, _IN_ALL = "sagemaker_mpi_num_of_processes_per_host", "sagemaker_mpi_num_processes"
+_PER_HOST = "sagemaker_mpi_num_of_processes_per_host"
+_IN_ALL = "sagemaker_mpi_num_processes"
 _MPI_OPTIONS = ("sagemaker_mpi_custom_mpi_options", "sagemaker_distributed_dataparallel_custom_mpi_options")
 _GROUPS = "sagemaker_distribution_instance_groups"
 
 
 def processes_per_host(job: SageMakerJob, topology: Topology) -> int | None:
-    """Take note of the ``distribution`` that a job asks for.
-
-    Args:
-        job: The facts.
-        topology: The layout of the job.
+    """Check the ``distribution`` that a job asks for, and log what differs here.
 
     Returns:
-        How many processes it wants on each trainer host; None if it leaves that open.
+        How many processes it asks for on each trainer host; None if it does not say.
 
     Raises:
-        TopologyError: It contradicts the job, or asks for what other images have.
+        TopologyError: It contradicts the job, or asks for a library that only other images have.
     """
     asked = {name: _value(text) for name, text in job.hyperparameters.items()}
     for name, library in _OTHER_LIBRARIES.items():
         if asked.get(name):
             raise TopologyError(
-                f"The hyperparameter {name} asks for {library}, which this image does not have. Take it out of "
-                "distribution={...}; a strategy of Lightning, such as fsdp or deepspeed, is set by trainer.strategy."
+                f"The hyperparameter {name} asks for {library}, which this image does not have. Remove it from "
+                "distribution={...}. To use a strategy of Lightning, such as fsdp or deepspeed, set trainer.strategy."
             )
     _check_groups(asked.get(_GROUPS), topology)
     if asked.get(_SMDDP):
         _LOG.warning(
-            "lightning-sm: smdistributed.dataparallel (distribution={...}) is not supported; the ranks are the same, "
-            "and average their gradients as trainer.strategy says, by NCCL."
+            "smdistributed.dataparallel (distribution={...}) is not supported. This launcher starts the same ranks, "
+            "which average their gradients by NCCL, as trainer.strategy says."
         )
     starters = sorted({starter for name, starter in _SAME_RANKS.items() if asked.get(name)})
     if starters:
         _LOG.info(
-            "lightning-sm: distribution={...} asks for %s; this launcher starts the same ranks by itself.",
+            "distribution={...} asks for %s. This launcher starts the same ranks without it.",
             " and ".join(starters),
         )
     for name in _MPI_OPTIONS:
         if asked.get(name):
             _LOG.warning(
-                "lightning-sm: %s=%r is not used, as there is no mpirun; set variables by Estimator(environment=...).",
-                *(name, asked[name]),
+                "ignoring %s=%r: this launcher does not use mpirun. Set variables by Estimator(environment=...).",
+                name,
+                asked[name],
             )
     return _count(job, topology, asked)
 
@@ -80,21 +78,21 @@ def _check_groups(names: Any, topology: Topology) -> None:
     if names is None:
         return
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise TopologyError(f"The hyperparameter {_GROUPS} is {names!r}; expected a list of names of groups.")
+        raise TopologyError(f"The hyperparameter {_GROUPS} is {names!r}; expected a list of group names.")
     known = {group.name: group for group in topology.groups}
     training = [name for name, group in known.items() if group.hosts[0] in topology.trainer_hosts]
     if sorted(names) != sorted(training):
         data = [name for name in known if name not in training]
         raise TopologyError(
-            f"distribution={{...}} names the instance groups {names} ({_GROUPS}), but the groups that train are "
-            f"{training}, and those that serve data {data}.\n{topology.table()}\nSet distribution's instance_groups to "
-            f"those that train, leave it out, or choose the data groups by {DATA_GROUPS.name}=name,name (empty: "
-            "none)."
+            f"distribution={{...}} names the instance groups {names} ({_GROUPS}), but the training groups are "
+            f"{training}, and the data groups {data}.\n{topology.table()}\nSet distribution's instance_groups to the "
+            f"training groups, leave it out, or choose the data groups by {DATA_GROUPS.name}=name,name (empty: none)."
         )
 
 
 def _count(job: SageMakerJob, topology: Topology, asked: dict[str, Any]) -> int | None:
-    per_host, in_all = _number(asked, _PER_HOST), _number(asked, _IN_ALL)
+    per_host = _number(asked, _PER_HOST)
+    in_all = _number(asked, _IN_ALL)
     if per_host is None:
         return None
     if job.devices not in (None, per_host):
@@ -105,8 +103,8 @@ def _count(job: SageMakerJob, topology: Topology, asked: dict[str, Any]) -> int 
     if in_all not in (None, per_host * topology.num_nodes):
         raise TopologyError(
             f"distribution={{...}} asks for {in_all} processes in all ({_IN_ALL}) and {per_host} on each host "
-            f"({_PER_HOST}), but the job has {topology.num_nodes} trainer host(s).\n{topology.table()}\n"
-            f"Leave {_IN_ALL} out."
+            f"({_PER_HOST}), but the number of trainer hosts is {topology.num_nodes}.\n{topology.table()}\n"
+            f"Remove {_IN_ALL}."
         )
     return per_host
 
@@ -119,7 +117,7 @@ def _number(asked: dict[str, Any], name: str) -> int | None:
 
 
 def _value(text: str) -> Any:
-    """The value of a hyperparameter: JSON by framework estimators, Python's notation by the generic one."""
+    """The value of a hyperparameter: framework estimators write JSON, the generic one Python literals."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,28 +1,29 @@
-"""The variables with which sagemaker-training tells a script about its job: ``SM_HOSTS``, ``SM_HP_*`` and so on.
+"""The environment variables of sagemaker-training that describe a job to its script: ``SM_HOSTS``, ``SM_HP_*`` etc.
 
-Scripts that were written for the toolkit read them; lightning_sm itself reads the files of the service. Made here, not
-by the toolkit's ``Environment``: that imports boto3, starts nvidia-smi, neuron-ls and which, makes folders and changes
-the variables of the process that asks. A test compares each variable with the toolkit's.
+Scripts written for the toolkit read them; lightning_sm itself reads SageMaker's files. They are built here because the
+toolkit's ``Environment`` imports boto3, starts nvidia-smi, neuron-ls and which, creates folders, and changes variables
+of the calling process. A test compares each variable with the toolkit's.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_sm._log import command_logger
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.facts import SageMakerJob
 
-_LOG = logging.getLogger(__name__)
+_LOG = command_logger(__name__)
 
 _PREFIX = "sagemaker_"
-# What the toolkit keeps to itself, besides what has its prefix (params.SAGEMAKER_HYPERPARAMETERS) ...
+# Hyperparameters that the toolkit does not pass to scripts, besides those with its prefix
+# (params.SAGEMAKER_HYPERPARAMETERS).
 _NOT_FOR_SCRIPTS = ("_tuning_objective_metric", "default_user_module_name")
-# ... and what of it does not count as a parameter of a framework either.
+# Of those with its prefix, the ones that are not parameters of a framework either.
 _OWN = (
     "program",
     "submit_directory",
@@ -43,27 +44,27 @@ _DISTRIBUTIONS = (
 )
 _SINGLE_GROUP = "homogeneousCluster"
 _INFO = 20
-# Linux, MAX_ARG_STRLEN: one "NAME=value" with its zero byte. Beyond it, no process can be started at all.
+# Linux, MAX_ARG_STRLEN: one "NAME=value" with its zero byte. With a longer one, no process can be started at all.
 _MAX_BYTES = 128 * 1024
 
 
 def toolkit_variables(
     job: SageMakerJob, entry_point: str, args: Sequence[str], env: Mapping[str, str]
 ) -> dict[str, str]:
-    """Make the variables that the toolkit's ``train`` sets for its script.
+    """Build the variables that the toolkit's ``train`` sets for its script.
 
     Args:
-        job: The facts.
-        entry_point: The script, as it was named.
-        args: The arguments that the script gets. (The toolkit's own have another form.)
+        job: The job.
+        entry_point: Name of the script, as the user gave it.
+        args: Arguments of the script. (The toolkit writes them in another form.)
         env: Environment variables.
 
     Returns:
-        The variables; none where the hosts came from variables, which another launcher has set then, and without those
-        that are too long for an environment.
+        The variables, without those that are too long for an environment. None at all where SageMaker's files are
+        missing: then another launcher has set them already.
 
     Raises:
-        JobConfigError: A file of the service cannot be read.
+        JobConfigError: A file of SageMaker cannot be read.
 
     Source:
         sagemaker-training 5.1, ``environment.Environment`` and ``mapping.to_env_vars``.
@@ -88,7 +89,7 @@ def toolkit_variables(
     texts = {
         **{f"SM_{name.upper()}": _text(value) for name, value in variables.items()},
         "CURRENT_HOST": job.current_host,
-        # The toolkit replaces these two by nothing where the job does not say; what is set stays here.
+        # The toolkit empties these two if the hyperparameters lack them; here the environment's values stay.
         "SAGEMAKER_JOB_NAME": _text(own.get("sagemaker_job_name") or env.get("SAGEMAKER_JOB_NAME")),
         "SAGEMAKER_REGION": _text(
             own.get("sagemaker_region") or env.get("AWS_DEFAULT_REGION") or env.get("AWS_REGION")
@@ -116,7 +117,8 @@ def _facts(job: SageMakerJob, resources: Mapping[str, Any], entry_point: str, en
     """The properties of the toolkit's ``Environment``."""
     for_script, own = _hyperparameters(job)
     framework = {name: value for name, value in own.items() if name not in (*_NOT_FOR_SCRIPTS, *map(_prefixed, _OWN))}
-    base, inputs = job.base_dir, _read(job, "inputdataconfig.json")
+    base = job.base_dir
+    inputs = _read(job, "inputdataconfig.json")
     return {
         "additional_framework_parameters": framework,
         "channel_input_dirs": {name: str(base / "input" / "data" / name) for name in inputs},
@@ -175,7 +177,7 @@ def _groups(resources: Mapping[str, Any], job: SageMakerJob, framework: Mapping[
 
 
 def _hyperparameters(job: SageMakerJob) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those of the script, and those of the toolkit, decoded."""
+    """The hyperparameters of the script, and those of the toolkit, decoded."""
     decoded = {name: _decoded(text) for name, text in job.hyperparameters.items()}
     own = {name for name in decoded if name.startswith(_PREFIX) or name in _NOT_FOR_SCRIPTS}
     for_script = {name: value for name, value in decoded.items() if name not in own}
@@ -206,20 +208,21 @@ def _is_possible(name: str, text: str) -> bool:
     if size <= _MAX_BYTES and not {"=", "\0"} & set(name) and "\0" not in text:
         return True
     _LOG.info(
-        "lightning-sm: %.80s is not set for the script: with %d bytes, or because of its characters, it fits into no "
-        "environment. The files of the job have it.",
-        *(name, size),
+        "not setting %.80s for the script: with %d bytes, or because of its characters, it does not fit into an "
+        "environment. The job's files contain it.",
+        name,
+        size,
     )
     return False
 
 
 def _read(job: SageMakerJob, name: str) -> dict[str, Any]:
-    """A file that ``SageMakerJob`` has read and checked before, whole."""
+    """The whole content of a file that ``SageMakerJob`` has already checked."""
     path: Path = job.base_dir / "input" / "config" / name
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise JobConfigError(f"{path}: cannot be read ({error}).") from error
+        raise JobConfigError(f"Cannot read {path}: {error}.") from error
     return dict(content)

@@ -1,4 +1,4 @@
-"""The user's own code in a job: which script, where it is, how it gets here, and what it needs installed.
+"""The user's own code in a job: which script to run, where it is, how it is fetched, and which packages it needs.
 
-Names are those of sagemaker-training, in whose place this works; docs/custom-code.md has what differs.
+This replaces sagemaker-training and uses its names; docs/custom-code.md lists the differences.
 """

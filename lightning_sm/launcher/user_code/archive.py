@@ -1,9 +1,9 @@
 """``python -m lightning_sm.launcher.user_code.archive ADDRESS FOLDER``: fetch an archive of code and unpack it.
 
-A process of its own, which the launcher can end at any moment, and which takes boto3 along when it leaves.
+Runs in its own process, so that the launcher can end it at any moment, and need not import boto3 itself.
 
-``sagemaker_training.files.download_and_extract`` does the same, but leaves it at the code of the image if its folder is
-not empty, skips members that it does not like with a warning, and has no deadline.
+``sagemaker_training.files.download_and_extract`` does the same, but keeps the image's code if its folder is not empty,
+skips unsafe members with a warning, and has no timeout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from urllib.parse import urlsplit
 
 from lightning_sm.errors import ScriptError
 
-_CONNECT_S, _READ_S, _ATTEMPTS = 10, 30, 6
+_CONNECT_S = 10
+_READ_S = 30
+_ATTEMPTS = 6
 _USAGE_EXIT_CODE = 2
 
 
@@ -29,11 +31,11 @@ def unpack(address: str, folder: Path, env: Mapping[str, str] = os.environ) -> N
 
     Args:
         address: ``s3://bucket/key``, or a path.
-        folder: Where to unpack it; it exists and is empty.
+        folder: Where to unpack it; exists and is empty.
         env: Environment variables.
 
     Raises:
-        ScriptError: It cannot be fetched, is no tar archive, or has members that would land outside of the folder.
+        ScriptError: The archive cannot be fetched, is not a tar archive, or has members outside of the folder.
     """
     with tempfile.TemporaryDirectory(prefix="lightning-sm-") as scratch:
         path = Path(address)
@@ -45,12 +47,13 @@ def unpack(address: str, folder: Path, env: Mapping[str, str] = os.environ) -> N
 
 def _download(address: str, path: Path, env: Mapping[str, str]) -> None:
     parts = urlsplit(address)
-    bucket, key = parts.netloc, parts.path.lstrip("/")
+    bucket = parts.netloc
+    key = parts.path.lstrip("/")
     if parts.scheme != "s3" or not bucket or not key:
-        raise ScriptError(f"The code is at {address!r}; expected s3://bucket/key of a tar archive, or a folder.")
+        raise ScriptError(f"The code's address is {address!r}; expected s3://bucket/key of a tar archive, or a folder.")
     boto3, botocore = _aws()
     try:
-        # Without a session of its own, AWS_REGION, which the service sets, is no region to boto3.
+        # boto3 ignores AWS_REGION, which SageMaker sets.
         client = boto3.session.Session().client(
             "s3",
             region_name=env.get("AWS_REGION") or env.get("SAGEMAKER_REGION") or None,
@@ -64,22 +67,22 @@ def _download(address: str, path: Path, env: Mapping[str, str]) -> None:
         client.download_file(bucket, key, str(path))
     except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, boto3.exceptions.Boto3Error) as error:
         raise ScriptError(
-            f"The code of the job, {address}, cannot be fetched: {error}. Look for s3:GetObject in the job's role, "
-            "and for a way to S3 from its network (a VPC needs an endpoint)."
+            f"Cannot fetch the code of the job, {address}: {error}. Check that the job's role has s3:GetObject, and "
+            "that its network can reach S3 (a VPC needs an endpoint)."
         ) from error
     except OSError as error:
-        raise ScriptError(f"The code of the job, {address}, cannot be written to {path.parent}: {error}.") from error
+        raise ScriptError(f"Cannot write the code of the job, {address}, to {path.parent}: {error}.") from error
 
 
 def _aws() -> tuple[Any, Any]:
-    try:  # installed in images (it comes with sagemaker-training), not on laptops
+    try:  # images have it (it comes with sagemaker-training), laptops may not
         import boto3  # noqa: PLC0415
         import boto3.exceptions  # noqa: PLC0415
         import botocore.config  # noqa: PLC0415
         import botocore.exceptions  # noqa: PLC0415
     except ImportError as error:
         raise ScriptError(
-            f"The code of the job is in S3, and boto3 is not installed in the image ({error}). Install boto3 there."
+            f"The code of the job is in S3, but boto3 is not installed in the image ({error}). Install boto3 there."
         ) from error
     return boto3, botocore
 
@@ -87,17 +90,17 @@ def _aws() -> tuple[Any, Any]:
 def _extract(path: Path, address: str, folder: Path) -> None:
     if not hasattr(tarfile, "data_filter"):
         raise ScriptError(
-            f"Python {sys.version.split()[0]} cannot unpack {address} safely; Python 3.10.12, 3.11.4 and later can."
+            f"Python {sys.version.split()[0]} cannot unpack {address} safely. Use Python 3.10.12, 3.11.4 or later."
         )
     try:
         with tarfile.open(path, "r:*") as archive:
             archive.extractall(folder, filter="data")
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        raise ScriptError(f"The code of the job, {address}, cannot be unpacked into {folder}: {error}.") from error
+        raise ScriptError(f"Cannot unpack the code of the job, {address}, into {folder}: {error}.") from error
 
 
 def main() -> int:
-    """Fetch and unpack what the command line says, and return the exit code."""
+    """Fetch and unpack the archive that the command line names; return the exit code."""
     address, folder = sys.argv[1:]
     try:
         unpack(address, Path(folder))

@@ -1,34 +1,34 @@
-"""What a host does before its script starts: fetch the code of the job, find the script, install what it asks for."""
+"""What a host does before its script starts: fetch the code of the job, and install its requirements."""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from lightning_sm._log import command_logger
 from lightning_sm.errors import ScriptError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.variables import INSTALL_REQUIREMENTS, PREPARE_S
 from lightning_sm.launcher.child_process import ChildProcess
-from lightning_sm.launcher.failure import failure_reason
+from lightning_sm.launcher.failure import failure_reason, not_started_reason
 from lightning_sm.launcher.user_code import requirements
 from lightning_sm.launcher.user_code.script import Script, Submission
 
-_LOG = logging.getLogger(__name__)
+_LOG = command_logger(__name__)
 
 
-class Stopped(Exception):  # noqa: N818 - no error: the job ends before the script was started
-    """The host was told to end before its script was started; the message says by what, and what it was doing.
+class Stopped(Exception):  # noqa: N818 - not an error
+    """The host was told to end before its script started.
 
     Args:
-        message: The reason, for people.
-        exit_code: 128 + n for the signal n by which it was stopped.
+        message: What stopped it, and what it was doing.
+        exit_code: 128 + n for the signal n that stopped it.
     """
 
     def __init__(self, message: str, exit_code: int) -> None:
@@ -36,43 +36,40 @@ class Stopped(Exception):  # noqa: N818 - no error: the job ends before the scri
         self.exit_code = exit_code
 
 
-class Steps:
-    """The steps before the script, each in a process that ends when the host is told to.
+class Preparation:
+    """The steps before the script. Each runs in a process that ends when the host is told to end.
 
     Args:
-        child: What runs them.
+        child: Runs the processes.
         env: Environment variables.
 
     Raises:
-        JobConfigError: ``LIGHTNING_SM_PREPARE_S`` or ``LIGHTNING_SM_INSTALL_REQUIREMENTS`` is wrong.
+        JobConfigError: ``LIGHTNING_SM_PREPARE_S`` or ``LIGHTNING_SM_INSTALL_REQUIREMENTS`` is invalid.
     """
 
     def __init__(self, child: ChildProcess, env: Mapping[str, str]) -> None:
         self._child = child
         self._env = env
         self._limit_s = PREPARE_S.read(env)
-        INSTALL_REQUIREMENTS.read(env)  # what is wrong is said before anything is fetched
+        INSTALL_REQUIREMENTS.read(env)  # an invalid value must fail before the download
 
     def fetch(self, submission: Submission, job: SageMakerJob) -> Path:
-        """Bring the code of the job here.
-
-        Args:
-            submission: Where it is.
-            job: The facts.
+        """Fetch and unpack the code of the job.
 
         Returns:
-            The folder with the code: its own, if it is one already; ``/opt/ml/code`` if that is empty; else a new one,
-            as what is there belongs to the image, or to the last job of a container that is used again.
+            The folder with the code: the submitted folder, if it is one already; ``/opt/ml/code`` if that is empty;
+            else a new folder, as ``/opt/ml/code`` holds code of the image, or of an earlier job in the same container.
 
         Raises:
-            ScriptError: It cannot be fetched or unpacked.
+            ScriptError: The code cannot be fetched or unpacked.
             Stopped: The host was told to end.
         """
-        if (folder := unpacked(submission)) is not None:
+        folder = unpacked(submission)
+        if folder is not None:
             return folder
-        address, origin = submission.address, submission.origin
+        address = submission.address
         folder = _empty_folder(job)
-        _LOG.info("lightning-sm: the code of the job, %s (%s), is unpacked into %s.", address, origin, folder)
+        _LOG.info("unpacking the code of the job, %s (%s), into %s.", address, submission.origin, folder)
         command = [sys.executable, "-m", "lightning_sm.launcher.user_code.archive", address, str(folder)]
         exit_code = self._run(command, f"fetching {address}")
         if exit_code:
@@ -80,20 +77,17 @@ class Steps:
         return folder
 
     def install(self, script: Script) -> None:
-        """Install what the code of the script asks for.
-
-        Args:
-            script: The script.
+        """Install the requirements of the script's code.
 
         Raises:
-            ScriptError: pip failed; the message has its reason.
+            ScriptError: pip failed; the message says why.
             Stopped: The host was told to end.
         """
         arguments = requirements.wanted(script, self._env)
         if not arguments:
             return
         is_protected = requirements.is_protected(self._env)
-        _LOG.info("lightning-sm: pip install %s in %s", " ".join(arguments), script.source_dir)
+        _LOG.info("pip install %s in %s", " ".join(arguments), script.source_dir)
         with _scratch_folder() as scratch:
             file = scratch / "constraints.txt"
             file.write_text("\n".join(requirements.constraints()) + "\n", encoding="utf-8")
@@ -104,47 +98,48 @@ class Steps:
             raise ScriptError(requirements.failure(output, exit_code, script.source_dir, protected=is_protected))
 
     def check_not_stopped(self, doing: str) -> None:
-        """Make sure that the host goes on.
+        """Raise if this host was told to end.
 
         Args:
-            doing: What it is about to do.
+            doing: What the host is doing, such as "starting the script".
 
         Raises:
-            Stopped: It was told to end.
+            Stopped: The host was told to end.
         """
-        if self._child.is_over:
-            signum = signal.Signals(self._child.stopped_by or signal.SIGTERM)
-            how = f"stopped or interrupted ({signum.name})" if self._child.stopped_by else "over"
-            raise Stopped(f"The job was {how}. This host was {doing}.", 128 + signum)
+        if self._child.must_exit:
+            stopped_by = self._child.stopped_by
+            raise Stopped(not_started_reason(stopped_by, doing), 128 + (stopped_by or signal.SIGTERM))
 
     def _run(self, command: Sequence[str], doing: str) -> int:
         self.check_not_stopped(doing)
         is_late = threading.Event()
-        timer = threading.Timer(self._limit_s, _in_turn(is_late.set, self._child.end))
+
+        def end() -> None:
+            is_late.set()
+            self._child.end()
+
+        timer = threading.Timer(self._limit_s, end)
         timer.daemon = True
         timer.start()
         try:
-            # In a folder without modules of anybody: Python looks for its own there first.
+            # Python imports modules from its working directory first: start it where there are none.
             exit_code = self._child.run(command, Path("/"), self._env)
         finally:
             timer.cancel()
         if is_late.is_set():
             raise ScriptError(
-                f"After {self._limit_s:g} s ({PREPARE_S.name}), {doing} had not ended. Look for its last lines in "
-                "the log, and for a way to what it waits for from the job's network."
+                f"Timeout: {doing} took longer than {self._limit_s:g} s ({PREPARE_S.name}). See its last lines in the "
+                "log, and check that the job's network can reach what it waited for."
             )
         self.check_not_stopped(doing)
         return exit_code
 
 
 def unpacked(submission: Submission) -> Path | None:
-    """The folder of the code that came with the job, if it is one already; None if it must be fetched or unpacked.
-
-    Args:
-        submission: Where it is.
+    """The folder of the code that came with the job; None if the code must be fetched or unpacked first.
 
     Raises:
-        ScriptError: There is nothing.
+        ScriptError: There is neither a folder nor a file.
     """
     address = submission.address
     if "://" in address or Path(address).is_file():
@@ -152,16 +147,8 @@ def unpacked(submission: Submission) -> Path | None:
     if Path(address).is_dir():
         return Path(address).absolute()
     raise ScriptError(
-        f"{submission.origin} says that the code is at {address!r}, where there is neither folder nor file."
+        f"{submission.origin} says that the code is at {address!r}, but there is neither a folder nor a file."
     )
-
-
-def _in_turn(*actions: Callable[[], None]) -> Callable[[], None]:
-    def act() -> None:
-        for action in actions:
-            action()
-
-    return act
 
 
 @contextmanager
@@ -170,7 +157,7 @@ def _scratch_folder() -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="lightning-sm-") as folder:
             yield Path(folder)
     except OSError as error:
-        raise ScriptError(f"Temporary files cannot be written to {tempfile.gettempdir()}: {error}.") from error
+        raise ScriptError(f"Cannot write temporary files to {tempfile.gettempdir()}: {error}.") from error
 
 
 def _empty_folder(job: SageMakerJob) -> Path:
@@ -180,8 +167,8 @@ def _empty_folder(job: SageMakerJob) -> Path:
         if not any(folder.iterdir()) and os.access(folder, os.W_OK):
             return folder
     except OSError as error:
-        _LOG.info("lightning-sm: %s cannot be used (%s).", folder, error)
+        _LOG.info("cannot use %s (%s).", folder, error)
     try:
         return Path(tempfile.mkdtemp(prefix="lightning-sm-code-"))
     except OSError as error:
-        raise ScriptError(f"There is no folder to unpack the code of the job into: {error}.") from error
+        raise ScriptError(f"Cannot create a folder to unpack the code of the job into: {error}.") from error

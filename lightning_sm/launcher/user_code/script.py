@@ -23,12 +23,12 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 @dataclass(frozen=True)
 class Program:
-    """The script that is to run, as it was named.
+    """The name of the script to run.
 
     Attributes:
         name: Path, relative to the code.
-        origin: Who named it, for messages.
-        overruled: Other names, by those who come after.
+        origin: Where it was named, for messages.
+        overruled: Different names from places with lower priority.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Submission:
 
     Attributes:
         address: ``s3://bucket/key`` of a tar archive, or the path of a folder or an archive.
-        origin: Who named it, for messages.
+        origin: Where it was named, for messages.
     """
 
     address: str
@@ -51,13 +51,13 @@ class Submission:
 
 @dataclass(frozen=True)
 class Script:
-    """What is to be started.
+    """What to start.
 
     Attributes:
         command: Program and first arguments; those of the script follow.
         shown: The same for people: the path of the script, or ``-m`` and its module.
-        directory: The folder that relative paths start from, to start it in.
-        submitted: The folder of the code that came with the job, if any; the script may still be one of the image.
+        directory: Working directory to start it in.
+        submitted: The folder of the code that came with the job, if any; the script may still be part of the image.
     """
 
     command: tuple[str, ...]
@@ -67,7 +67,7 @@ class Script:
 
     @property
     def source_dir(self) -> Path:
-        """The folder whose requirements count."""
+        """The folder whose requirements are installed."""
         return self.submitted or self.directory
 
     @property
@@ -77,14 +77,14 @@ class Script:
 
 
 def find_program(script: str | None, job: SageMakerJob, env: Mapping[str, str]) -> Program:
-    """Find out which script is to run.
+    """Find out which script to run.
 
-    The job's own ``entry_point=`` (a hyperparameter) comes before the variable, which images set to name the script
-    that they bring along. sagemaker-training decides the other way round: there, the image silently wins.
+    The job's ``entry_point=`` (a hyperparameter) takes precedence over the variable, by which images name a script of
+    their own. In sagemaker-training the image silently wins.
 
     Args:
-        script: The script that the command line names, or None.
-        job: The facts.
+        script: The script that the command line names, if it names one.
+        job: The hyperparameters.
         env: Environment variables.
 
     Raises:
@@ -101,7 +101,7 @@ def find_program(script: str | None, job: SageMakerJob, env: Mapping[str, str]) 
     ]
     if not named:
         raise ScriptError(
-            "No training script is named. Name it on the command line (lightning-sm train app/train.py), in "
+            "No training script was given. Name it on the command line (lightning-sm train app/train.py), in "
             "SAGEMAKER_PROGRAM, or in the hyperparameter sagemaker_program (Estimator(entry_point=...))."
         )
     first, *others = named
@@ -109,16 +109,14 @@ def find_program(script: str | None, job: SageMakerJob, env: Mapping[str, str]) 
 
 
 def find_submission(job: SageMakerJob, env: Mapping[str, str]) -> Submission | None:
-    """Find out whether code came with the job, and from where.
+    """Find out whether code came with the job, and where it is.
 
-    Args:
-        job: The facts.
-        env: Environment variables. A folder in ``SAGEMAKER_SUBMIT_DIRECTORY`` is part of the image.
+    A folder in the variable ``SAGEMAKER_SUBMIT_DIRECTORY`` is part of the image.
     """
     address = unquoted(job.hyperparameters.get("sagemaker_submit_directory"))
     if address:
-        is_code_dir = Path(address) == _CONTAINER_CODE_DIR
-        address = str(job.code_dir) if is_code_dir else address
+        if Path(address) == _CONTAINER_CODE_DIR:
+            address = str(job.code_dir)
         return Submission(address, "hyperparameter sagemaker_submit_directory")
     address = env.get("SAGEMAKER_SUBMIT_DIRECTORY")
     if address and "://" in address:
@@ -130,13 +128,13 @@ def find_script(program: Program, job: SageMakerJob, env: Mapping[str, str], sub
     """Find the script and how to start it.
 
     Args:
-        program: Which script.
-        job: The facts.
+        program: Its name.
+        job: Knows the folders of the container.
         env: Environment variables.
         submitted: The folder of the code that came with the job, if any.
 
     Raises:
-        ScriptError: It is not where it could be, or nothing that can be started.
+        ScriptError: The script does not exist, or cannot be started.
     """
     folders = _folders(program, job, env, submitted)
     for folder in folders:
@@ -158,7 +156,7 @@ _PYTHON = (sys.executable, "-u")
 
 
 def _folders(program: Program, job: SageMakerJob, env: Mapping[str, str], submitted: Path | None) -> Sequence[Path]:
-    # A script of the same name in the image is another one: the job's entry point is in the job's code, or nowhere.
+    # A script of the same name in the image is a different script: entry_point= means the job's code only.
     if submitted is not None and program.origin == _HYPERPARAMETER:
         return [submitted]
     folders = [] if submitted is None else [submitted]
@@ -167,8 +165,9 @@ def _folders(program: Program, job: SageMakerJob, env: Mapping[str, str], submit
     if stated and "://" not in stated:
         folders.append(Path(stated).absolute())
     folders.append(job.code_dir.absolute())
-    # Where SDK v3 puts the code, in case its driver starts this launcher: SourceCode(command="lightning-sm train ...").
-    if (sdk_v3 := (job.base_dir / "input" / "data" / "code").absolute()).is_dir():
+    # SDK v3 puts the code here. Its driver starts this launcher with SourceCode(command="lightning-sm train ...").
+    sdk_v3 = (job.base_dir / "input" / "data" / "code").absolute()
+    if sdk_v3.is_dir():
         folders.append(sdk_v3)
     return folders
 
@@ -176,8 +175,7 @@ def _folders(program: Program, job: SageMakerJob, env: Mapping[str, str], submit
 def _interpreter(path: Path) -> tuple[str, ...]:
     """What starts a file: Python, the interpreter of its first line, sh, or nothing for a program.
 
-    The first line is read here, and not by the kernel, as files of an archive or of a mounted folder may lack the right
-    to be executed.
+    Not left to the kernel, as files of an archive or of a mounted folder may lack the permission to be executed.
     """
     if path.suffix == ".py":
         return _PYTHON
@@ -187,7 +185,7 @@ def _interpreter(path: Path) -> tuple[str, ...]:
     except OSError as error:
         raise ScriptError(f"The training script {path} cannot be read: {error.strerror}.") from error
     if first.startswith(b"#!"):
-        words = first[2:].decode("utf-8", errors="replace").strip().split(None, 1)  # as the kernel does: one argument
+        words = first[2:].decode("utf-8", errors="replace").strip().split(None, 1)  # one argument, as for the kernel
         if words:
             return tuple(words)
     if path.suffix == ".sh":
@@ -195,6 +193,6 @@ def _interpreter(path: Path) -> tuple[str, ...]:
     if first.startswith(b"\x7fELF"):
         return ()
     raise ScriptError(
-        f"The training script {path} is neither a Python file (*.py) nor a shell script (*.sh, or a first line such as "
-        "#!/bin/sh) nor a program."
+        f"The training script {path} is not a Python file (*.py), a shell script (*.sh, or a first line such as "
+        "#!/bin/sh), or a program."
     )

@@ -177,7 +177,7 @@ def test_only_a_script_that_was_killed_is_started_again(exit_code, num_restarts,
 def test_a_data_host_whose_main_process_dies_is_started_again(cluster, how, place):
     """The trainers find it again by themselves; nobody fails."""
     assert cluster.fit(how, place) == (0, 0), cluster.log(TRAINER) + cluster.log(DATA)
-    assert cluster.log(DATA).count("starting it again in 1 s") == 1
+    assert cluster.log(DATA).count("Restarting it in 1 s") == 1
     assert "the trainer rank has finished" in cluster.log(DATA) or "it was terminated" in cluster.log(DATA)
     assert cluster.failure(TRAINER) is None
     assert cluster.failure(DATA) is None
@@ -188,10 +188,10 @@ def test_a_data_host_that_dies_again_and_again_gives_up(cluster):
     """After three restarts it fails with the signal, and its failure file tells how often it has tried."""
     cluster.start(DATA)
     assert cluster.code(DATA) == 128 + signal.SIGKILL
-    assert re.findall(r"again in (\d) s", cluster.log(DATA)) == ["1", "2", "4"]
+    assert re.findall(r"Restarting it in (\d) s", cluster.log(DATA)) == ["1", "2", "4"]
     assert cluster.log(DATA).count("started\n") == 4
     reason = cluster.failure(DATA)
-    assert reason.startswith("The data host's script was killed, and started again 3 times. killed by SIGKILL")
+    assert reason.startswith("The data host's script was killed and restarted 3 times. killed by SIGKILL")
 
 
 @pytest.mark.parametrize("cluster", [KILLED], indirect=True)
@@ -206,7 +206,7 @@ def test_a_trainer_that_is_killed_is_not_started_again(cluster):
 def test_a_stop_between_two_starts_is_heard(cluster):
     """The script is not started again, and the host has not failed."""
     cluster.start(DATA)
-    wait_until(lambda: "again in 4 s" in cluster.log(DATA))
+    wait_until(lambda: "Restarting it in 4 s" in cluster.log(DATA))
     cluster.processes[DATA].terminate()
     assert cluster.code(DATA) == 0, cluster.log(DATA)
     assert cluster.log(DATA).count("started\n") == 3
@@ -221,7 +221,7 @@ def test_a_data_host_that_cannot_open_anything_fails_after_the_trainers_were_tol
     for host in (TRAINER, DATA):
         assert cluster.failure(host).startswith("ValueError: no such column\nFile ")
         assert f"in {place}: reached(" in cluster.failure(host)
-    assert "starting it again" not in cluster.log(DATA)
+    assert "Restarting it" not in cluster.log(DATA)
 
 
 def test_a_port_that_is_taken_is_the_failure_of_the_data_host(cluster):

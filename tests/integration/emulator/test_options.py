@@ -33,14 +33,14 @@ def test_help_has_examples():
         (["--devices", "0"], "0 devices"),
         (["--channel", "x"], "--channel 'x': expected NAME=DIR"),
         (["--channel", "x=nix"], "Channel 'x': the folder 'nix' does not exist"),
-        (["--channel", "x=.", "--channel", "x=."], "'x' is named twice"),
+        (["--channel", "x=.", "--channel", "x=."], "'x' is given twice"),
         (["--channel", "a/b=."], "Channel 'a/b'"),
         (["--channel", "..=."], "Channel '..'"),
         (["--env", "X"], "--env 'X': expected NAME=VALUE"),
         (["--hyperparameters", "nix.json"], "nix.json"),
         (["--hyperparameters", "broken.json"], "broken.json"),
         (["--hyperparameters", "broken.yaml"], "broken.yaml"),
-        (["--hyperparameters", "list.yaml"], "expected names and values, got list"),
+        (["--hyperparameters", "list.yaml"], "expected a mapping from names to values"),
         (["--base-dir", "broken.yaml"], "broken.yaml"),
         (["--checkpoints", "broken.yaml"], "broken.yaml"),
     ],
@@ -63,7 +63,7 @@ def test_bad_options_start_nothing(jobs, work, args, message):
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ([], "No training script is named"),
+        ([], "No training script was given"),
         (["nix.py"], "'nix.py' cannot be read"),
         (["notes.txt"], "neither a Python file"),
         (["broken.py"], "broken.py:2: "),
@@ -84,11 +84,11 @@ def test_bad_scripts_start_nothing(jobs, work, script, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--fault", "explode"], "--fault 'explode': there is no fault 'explode'; expected one of\n  kill:HOST@WHEN\n"),
-        (["--fault", "kill:algo-9@start"], "there is no host 'algo-9'; the hosts are algo-1, or by their place"),
+        (["--fault", "explode"], "--fault 'explode': unknown fault 'explode'; expected one of\n  kill:HOST@WHEN\n"),
+        (["--fault", "kill:algo-9@start"], "there is no host 'algo-9'; the hosts are algo-1, or by position"),
         (["--fault", "kill-rank:algo-1/1@start"], "there is no local rank 1; --devices is 1"),
-        (["--grace-s", "-1"], "--grace-s -1: expected a number of seconds from 0."),
-        (["--max-attempts", "0"], "--max-attempts 0: expected a number from 1."),
+        (["--grace-s", "-1"], "--grace-s -1: expected 0 seconds or more."),
+        (["--max-attempts", "0"], "--max-attempts 0: expected at least 1."),
     ],
 )
 def test_wrong_faults_start_nothing(jobs, work, options, message):

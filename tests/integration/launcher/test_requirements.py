@@ -94,7 +94,7 @@ def test_a_requirement_that_does_not_exist_fails_the_host(base, python, index):
     ended = _run(base, python, index)
     assert (ended.returncode, ended.stdout) == (2, "")
     said = failure(base).splitlines()
-    assert said[0].startswith("ScriptError: pip could not install what ")
+    assert said[0].startswith("ScriptError: pip could not install the requirements of ")
     assert "No matching distribution found for tiny==9.9" in failure(base)
     assert "PIP_INDEX_URL" in said[-1]
 
@@ -232,7 +232,7 @@ def test_the_failure_of_another_host_ends_pip(tmp_path, python):
             with started(bases["algo-2"], bases["algo-2"], **variables) as second:
                 assert second.process.wait(TIMEOUT_S) == 1
             assert first.process.wait(TIMEOUT_S) == 143
-    assert failure(bases["algo-1"]).startswith("Host algo-2 was the first to fail, with exit code 1: ")
+    assert failure(bases["algo-1"]).startswith("Host algo-2 failed first, with exit code 1: ")
     assert "no such data" in failure(bases["algo-1"])
 
 
@@ -249,5 +249,5 @@ def test_the_emulator_installs_nothing(tmp_path):
         timeout=TIMEOUT_S,
     )
     assert ended.returncode == 0, ended.stdout
-    assert "the emulator changes no packages" in ended.stdout
+    assert "the emulator does not change packages" in ended.stdout
     assert not Path(tmp_path / "jobs").exists()

@@ -45,12 +45,12 @@ def test_data_hosts_start_the_same_script(base, work):
     ("script", "code", "reason"),
     [
         ("raise ValueError('bad data')", 1, "ValueError: bad data\nFile "),
-        ("import sys; sys.exit(7)", 7, "The training script ended without a word on stderr: exit code 7."),
-        ("import sys; sys.exit('no data')", 1, "exit code 1; the last lines of stderr were:\nno data"),
+        ("import sys; sys.exit(7)", 7, "The training script failed without writing to stderr: exit code 7."),
+        ("import sys; sys.exit('no data')", 1, "exit code 1; last lines of stderr:\nno data"),
         (
             "import os; os.kill(os.getpid(), 9)",
             137,
-            "The training script ended without a word on stderr: killed by SIGKILL",
+            "The training script failed without writing to stderr: killed by SIGKILL",
         ),
         (
             "import argparse; argparse.ArgumentParser(prog='x').parse_args(['-b'])",
@@ -79,7 +79,7 @@ def test_failure_file_of_the_script_is_kept(base, work):
 
 
 def test_the_reason_of_an_earlier_job_is_removed(base, work):
-    """In the container of a warm pool, an old failure file is no reason of this job, whether it fails or not."""
+    """In the container of a warm pool, an old failure file is not the reason of this job, whether it fails or not."""
     (base / "output").mkdir()
     for script, code in (("raise SystemExit(3)", 3), ("", 0)):
         (base / "output" / "failure").write_text("of another job")
@@ -89,7 +89,7 @@ def test_the_reason_of_an_earlier_job_is_removed(base, work):
 
 
 def test_a_host_that_is_alone_waits_for_nobody_when_it_fails(base, work):
-    """Neither for a reason that another host may have, nor for others to hear its own."""
+    """Neither for the reason of another host, nor for others to receive its own."""
     write_job(base, resource_config({"g": ["algo-1"]}, "algo-1"))
     (work / "train.py").write_text("raise BrokenPipeError('of nobody')")
     ended = train(base, work, "train.py", LIGHTNING_SM_FAREWELL_S="86400")
@@ -125,11 +125,11 @@ def test_unwritable_failure_file_does_not_mask_the_error(base, work):
     (work / "train.py").write_text("raise SystemExit(5)")
     ended = train(base, work, "train.py")
     assert ended.returncode == 5
-    assert "failure cannot be written" in ended.stderr
+    assert "lightning-sm: cannot write " in ended.stderr
 
 
 def test_output_that_is_not_text_passes(base, work):
-    """Bytes that are no UTF-8 reach stderr unchanged and do not break the failure file."""
+    """Bytes that are not UTF-8 reach stderr unchanged and do not break the failure file."""
     (work / "train.py").write_text("import os\nos.write(2, b'\\xff\\xfe oops\\n')\nraise SystemExit(3)")
     ended = train(base, work, "train.py")
     assert ended.returncode == 3
@@ -182,7 +182,7 @@ def test_a_distribution_of_the_sdk_sets_the_devices(base, work):
     (work / "train.py").write_text("import os\nprint(os.environ['LIGHTNING_SM_DEVICES'])")
     ended = train(base, work, "train.py")
     assert ended.stdout == "2\n"
-    assert ended.stderr.count("this launcher starts the same ranks by itself") == 1
+    assert ended.stderr.count("This launcher starts the same ranks without it") == 1
 
 
 def test_a_distribution_on_a_data_group_is_refused(base, work):
@@ -275,7 +275,7 @@ def test_missing_script_names_everything_tried(base, work, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("args", "message"), [(["notes.txt"], "neither a Python file"), ([], "No training script is named")]
+    ("args", "message"), [(["notes.txt"], "is not a Python file"), ([], "No training script was given")]
 )
 def test_unusable_script_is_refused(base, work, args, message):
     """A file that nothing can run, and no script at all, are errors that say what is expected."""

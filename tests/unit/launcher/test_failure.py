@@ -80,7 +80,7 @@ def test_first_exception_that_is_no_consequence_wins(consequence):
 def test_consequence_is_the_reason_when_there_is_nothing_else():
     """A lone "connection closed by peer" opens the reason, unless the script was killed."""
     assert failure_reason(_PEER + "bye\n", 1).startswith("RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection")
-    assert failure_reason(_PEER + "Segmentation fault\n", 139).startswith("killed by SIGSEGV (exit code 139); the last")
+    assert failure_reason(_PEER + "Segmentation fault\n", 139).startswith("killed by SIGSEGV (exit code 139); last")
 
 
 def test_rank_prefixes_and_progress_bars_do_not_hide_a_traceback():
@@ -158,7 +158,7 @@ def test_signal_is_named(code, name):
 
 def test_silent_failure_is_a_plain_sentence():
     """Without a word on stderr the exit code is all there is."""
-    assert failure_reason("\n \n", 3) == "The training script ended without a word on stderr: exit code 3."
+    assert failure_reason("\n \n", 3) == "The training script failed without writing to stderr: exit code 3."
 
 
 def test_colours_are_stripped():

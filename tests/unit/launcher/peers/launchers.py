@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 
+from lightning_sm.job.stopping import Outcome
 from lightning_sm.launcher.peers.connection import Timings
-from lightning_sm.launcher.peers.outcome import Outcome
 from lightning_sm.launcher.peers.peers import Peers
 from tests.fakes.reserved_job import reserve_job
 
@@ -19,12 +19,12 @@ TIMEOUT_S = 20
 MAIN, DATA = "algo-1", "data-1"
 # Short, but long against the pauses of a busy machine.
 FAST = {
-    "farewell_s": 0.5,
-    "ending_s": 5.0,
-    "ping_s": 0.1,
+    "peers_timeout_s": 0.5,
+    "after_failure_s": 5.0,
+    "heartbeat_s": 0.1,
     "silence_s": 5.0,
-    "return_s": 0.3,
-    "hub_return_s": 0.5,
+    "reconnect_s": 0.3,
+    "hub_reconnect_s": 0.5,
     "hello_s": 2.0,
     "first_retry_s": 0.02,
     "longest_retry_s": 0.1,
@@ -47,9 +47,9 @@ class Job:
         exits.enter_context(ports)
         self.port = topology.main_port  # any port of its own
 
-    def make(self, own, *, on_verdict=None, **timings):
-        """The launcher of a host, not started; its verdicts are in ``heard``."""
-        heard = queue.Queue()
+    def make(self, own, *, on_job_outcome=None, **timings):
+        """The launcher of a host, not started; the job outcomes that it gets are in ``received``."""
+        received = queue.Queue()
         peers = Peers(
             job_identity=self.identity,
             own=own,
@@ -59,10 +59,10 @@ class Job:
             addresses={MAIN: self.bind},
             port=self.port,
             bind=self.bind,
-            on_verdict=on_verdict or heard.put,
+            on_job_outcome=on_job_outcome or received.put,
             timings=Timings(**{**FAST, **timings}),
         )
-        peers.heard = heard
+        peers.received = received
         return peers
 
     def start(self, own, **options):
@@ -105,19 +105,19 @@ def joined(lines, *hosts):
     lines.wait_for(*(f"Host {host} joined." for host in hosts))
 
 
-def farewells(launchers):
-    """What farewell returned on each host, all called at once."""
+def outcomes_after_waiting(launchers):
+    """What wait_for_peers returned on each host, all called at once."""
     results = {}
 
     def wait(host, peers):
-        results[host] = peers.farewell()
+        results[host] = peers.wait_for_peers()
 
     threads = [threading.Thread(target=wait, args=item, daemon=True) for item in launchers.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT_S)
-    assert set(results) == set(launchers), "a farewell did not return"
+    assert set(results) == set(launchers), "wait_for_peers did not return"
     return results
 
 
@@ -127,8 +127,8 @@ from lightning_sm.launcher.peers.connection import Timings
 from lightning_sm.launcher.peers.peers import Peers
 own, identity, bind, port, trainers, silence_s = sys.argv[1:7]
 with Peers(job_identity=identity, own=own, trainers=trainers.split(), data_hosts=[], main_host="algo-1",
-           addresses={"algo-1": bind}, port=int(port), bind=bind, on_verdict=lambda verdict: None,
-           timings=Timings(silence_s=float(silence_s), ping_s=0.1, tick_s=0.02, first_retry_s=0.02,
+           addresses={"algo-1": bind}, port=int(port), bind=bind, on_job_outcome=lambda job_outcome: None,
+           timings=Timings(silence_s=float(silence_s), heartbeat_s=0.1, tick_s=0.02, first_retry_s=0.02,
                            longest_retry_s=0.1)):
     print("started", flush=True)
     sys.stdin.read()

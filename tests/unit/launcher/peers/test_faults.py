@@ -1,4 +1,4 @@
-"""Hosts that are killed or stopped, programs that are no launchers, and ports that are taken."""
+"""Hosts that are killed or suspended, programs that are not launchers, and ports that are in use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ import time
 
 import pytest
 
+from lightning_sm.job.stopping import JobOutcome, Outcome
 from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Timings, job_key, sealed
-from lightning_sm.launcher.peers.outcome import Outcome, Verdict
 from lightning_sm.launcher.peers.peers import Peers
-from tests.unit.launcher.peers.launchers import BROKEN, FAST, MAIN, TIMEOUT_S, Job, farewells, host_process, joined
+from tests.unit.launcher.peers.launchers import (
+    BROKEN,
+    FAST,
+    MAIN,
+    TIMEOUT_S,
+    Job,
+    host_process,
+    joined,
+    outcomes_after_waiting,
+)
 
 
 def test_killed_launcher_is_noticed_at_once(exits, lines):
@@ -23,9 +32,9 @@ def test_killed_launcher_is_noticed_at_once(exits, lines):
     process = host_process(exits, job, "algo-3")
     joined(lines, "algo-2", "algo-3")
     process.kill()
-    expected = Verdict("lost", "algo-3", 1, "Host algo-3 is gone: its connection ended")
-    assert hub.heard.get(timeout=TIMEOUT_S) == expected
-    assert other.heard.get(timeout=TIMEOUT_S) == expected
+    expected = JobOutcome("lost", "algo-3", 1, "Lost host algo-3: it closed the connection")
+    assert hub.received.get(timeout=TIMEOUT_S) == expected
+    assert other.received.get(timeout=TIMEOUT_S) == expected
 
 
 def test_killed_hub_is_noticed(exits, lines):
@@ -36,46 +45,46 @@ def test_killed_hub_is_noticed(exits, lines):
     lines.wait_for("Host algo-2 was welcomed.", "Host algo-3 was welcomed.")
     process.kill()
     for peers in others.values():
-        verdict = peers.heard.get(timeout=TIMEOUT_S)
-        assert (verdict.kind, verdict.host, verdict.exit_code) == ("lost", MAIN, 1)
+        outcome = peers.received.get(timeout=TIMEOUT_S)
+        assert (outcome.kind, outcome.host, outcome.exit_code) == ("lost", MAIN, 1)
         peers.report(Outcome(143))
-    assert {verdict.host for verdict in farewells(others).values()} == {MAIN}
+    assert {outcome.host for outcome in outcomes_after_waiting(others).values()} == {MAIN}
 
 
 def test_silent_host_is_noticed(exits, lines):
-    """A trainer host that says nothing any more, as after a power cut, is lost after silence_s."""
+    """A trainer host that falls silent, as after a power cut, is lost after silence_s."""
     job = Job(exits)
     hub = job.start(MAIN, silence_s=0.5)
     process = host_process(exits, job, "algo-2")
     joined(lines, "algo-2")
     process.send_signal(signal.SIGSTOP)
-    expected = Verdict("lost", "algo-2", 1, "Host algo-2 is gone: nothing was heard of it for 0.5 s")
-    assert hub.heard.get(timeout=TIMEOUT_S) == expected
+    expected = JobOutcome("lost", "algo-2", 1, "Lost host algo-2: it sent no heartbeat for 0.5 s")
+    assert hub.received.get(timeout=TIMEOUT_S) == expected
 
 
 def test_silent_hub_is_noticed(exits, lines):
-    """A main host that says nothing any more is lost, although its kernel still accepts connections."""
+    """A main host that falls silent is lost, although its kernel still accepts connections."""
     job = Job(exits)
     process = host_process(exits, job, MAIN)
     peers = job.start("algo-2", silence_s=0.5)
     lines.wait_for("Host algo-2 was welcomed.")
     process.send_signal(signal.SIGSTOP)
-    verdict = peers.heard.get(timeout=TIMEOUT_S)
-    assert (verdict.kind, verdict.reason) == ("lost", "Host algo-1 is gone: nothing was heard of it for 0.5 s")
+    outcome = peers.received.get(timeout=TIMEOUT_S)
+    assert (outcome.kind, outcome.reason) == ("lost", "Lost host algo-1: it sent no heartbeat for 0.5 s")
 
 
 def test_launcher_that_was_stopped_calls_nobody_silent(exits, lines):
-    """A launcher that wakes up after a pause hears what came meanwhile before it looks at the clock."""
+    """A launcher that resumes after a suspension reads the messages that arrived before it looks at the clock."""
     job = Job(exits)
     hub = job.start(MAIN, silence_s=TIMEOUT_S)
     process = host_process(exits, job, "algo-2", silence_s=0.5)
     joined(lines, "algo-2")
     process.send_signal(signal.SIGSTOP)
     with pytest.raises(queue.Empty):
-        hub.heard.get(timeout=1)
+        hub.received.get(timeout=1)
     process.send_signal(signal.SIGCONT)
     with pytest.raises(queue.Empty):
-        hub.heard.get(timeout=0.6)
+        hub.received.get(timeout=0.6)
     with pytest.raises(queue.Empty):  # it did not even connect again
         lines.queue.get_nowait()
 
@@ -86,21 +95,21 @@ def test_living_hosts_are_not_silent(exits, lines):
     hub, other = job.start(MAIN, silence_s=2.0), job.start("algo-2", silence_s=2.0)
     joined(lines, "algo-2")
     with pytest.raises(queue.Empty):
-        other.heard.get(timeout=3.0)
-    assert hub.heard.empty()
+        other.received.get(timeout=3.0)
+    assert hub.received.empty()
 
 
 def _lines_of_strangers(job):
     key = job_key(job.identity)
     hello = {"type": "hello", "host": "algo-2"}
     return {
-        "GET / HTTP/1.1": (b"GET / HTTP/1.1\r\n\r\n", "no launcher of this job and version"),
-        "another job": (sealed(job_key("another"), hello), "no launcher of this job and version"),
-        "wrong MAC": (sealed(key, hello).replace(b"algo-2", b"algo-3"), "no launcher of this job and version"),
-        "binary": (bytes(range(256)) * 4 + b"\n", "no launcher of this job and version"),
-        "endless line": (b"x" * (MAX_LINE_BYTES + 1), "it sent a line of more than 8192 bytes"),
-        "endless line with an end": (b"x" * MAX_LINE_BYTES + b"\n", "it sent a line of more than 8192 bytes"),
-        "no object": (sealed(key, [1]), "it sent no object"),
+        "GET / HTTP/1.1": (b"GET / HTTP/1.1\r\n\r\n", "it is not a launcher of this job and version"),
+        "another job": (sealed(job_key("another"), hello), "it is not a launcher of this job and version"),
+        "wrong MAC": (sealed(key, hello).replace(b"algo-2", b"algo-3"), "it is not a launcher of this job and version"),
+        "binary": (bytes(range(256)) * 4 + b"\n", "it is not a launcher of this job and version"),
+        "endless line": (b"x" * (MAX_LINE_BYTES + 1), "it sent a line longer than 8192 bytes"),
+        "endless line with an end": (b"x" * MAX_LINE_BYTES + b"\n", "it sent a line longer than 8192 bytes"),
+        "no object": (sealed(key, [1]), "it sent JSON that is not an object"),
         "no type": (sealed(key, {"host": "algo-2"}), "host"),
         "no hello": (sealed(key, {"type": "report", "host": "algo-2"}), "it introduced itself as 'algo-2'"),
         "unknown host": (sealed(key, {"type": "hello", "host": "algo-9"}), "it introduced itself as 'algo-9'"),
@@ -110,7 +119,7 @@ def _lines_of_strangers(job):
 
 
 @pytest.mark.parametrize("kind", list(_lines_of_strangers(Job)))
-def test_rubbish_is_dropped(exits, lines, kind):
+def test_garbage_is_dropped(exits, lines, kind):
     """The hub closes connections that send what no launcher of this job sends, says why, and works on."""
     job = Job(exits)
     hub = job.start(MAIN)
@@ -124,24 +133,24 @@ def test_rubbish_is_dropped(exits, lines, kind):
     other = job.start("algo-2")
     for peers in (hub, other):
         peers.report(Outcome(0))
-    assert set(farewells({MAIN: hub, "algo-2": other}).values()) == {Verdict("finished")}
+    assert set(outcomes_after_waiting({MAIN: hub, "algo-2": other}).values()) == {JobOutcome("finished")}
 
 
 @pytest.mark.parametrize(
     "message", [{"type": "what"}, {"type": "report"}, {"type": "report", "exit_code": "x", "reason": ""}]
 )
-def test_launcher_that_breaks_the_protocol_counts_as_gone(exits, lines, message):
+def test_launcher_that_breaks_the_protocol_counts_as_lost(exits, lines, message):
     """What a launcher of this job must not send ends its connection, and nothing else."""
     job = Job(exits)
     hub = job.start(MAIN)
     host = job.connect()
     key = job_key(job.identity)
     host.sendall(sealed(key, {"type": "hello", "host": "algo-2"}) + sealed(key, message))
-    assert hub.heard.get(timeout=TIMEOUT_S).kind == "lost"
+    assert hub.received.get(timeout=TIMEOUT_S).kind == "lost"
 
 
 def test_main_host_waits_only_so_long_for_those_that_do_not_listen(exits, lines):
-    """A launcher that never confirms that it heard of the end holds the main host up for farewell_s."""
+    """A launcher that never acknowledges the job's end holds the main host up for peers_timeout_s."""
     job = Job(exits)
     hub = job.start(MAIN, silence_s=TIMEOUT_S)
     key, silent = job_key(job.identity), job.connect()
@@ -150,23 +159,23 @@ def test_main_host_waits_only_so_long_for_those_that_do_not_listen(exits, lines)
     joined(lines, "algo-2")
     started = time.monotonic()
     hub.report(Outcome(0))
-    assert hub.farewell() == Verdict("finished")
-    assert FAST["farewell_s"] <= time.monotonic() - started < TIMEOUT_S / 2
+    assert hub.wait_for_peers() == JobOutcome("finished")
+    assert FAST["peers_timeout_s"] <= time.monotonic() - started < TIMEOUT_S / 2
 
 
 def test_launcher_that_ends_without_confirming_is_not_waited_for(exits, lines):
     """A connection that ends after the job is over says as much as a confirmation."""
     job = Job(exits)
-    hub = job.start(MAIN, farewell_s=TIMEOUT_S)
+    hub = job.start(MAIN, peers_timeout_s=TIMEOUT_S)
     key, host = job_key(job.identity), job.connect()
     report = {"type": "report", "exit_code": 0, "reason": ""}
     host.sendall(sealed(key, {"type": "hello", "host": "algo-2"}) + sealed(key, report))
     joined(lines, "algo-2")
     started = time.monotonic()
     hub.report(Outcome(0))
-    assert hub.heard.get(timeout=TIMEOUT_S) == Verdict("finished")
+    assert hub.received.get(timeout=TIMEOUT_S) == JobOutcome("finished")
     host.close()
-    hub.farewell()
+    hub.wait_for_peers()
     assert time.monotonic() - started < TIMEOUT_S / 2
 
 
@@ -184,9 +193,9 @@ def test_second_connection_of_a_host_replaces_the_first(exits, lines):
     while first.recv(1024):  # the welcome and pings, then the end
         pass
     with pytest.raises(queue.Empty):
-        hub.heard.get(timeout=3 * FAST["return_s"])
+        hub.received.get(timeout=3 * FAST["reconnect_s"])
     second.close()
-    assert hub.heard.get(timeout=TIMEOUT_S).kind == "lost"
+    assert hub.received.get(timeout=TIMEOUT_S).kind == "lost"
 
 
 def test_strangers_do_not_lock_hosts_out(exits, lines):
@@ -198,12 +207,12 @@ def test_strangers_do_not_lock_hosts_out(exits, lines):
     joined(lines, "algo-2")
     for peers in (hub, other):
         peers.report(Outcome(0))
-    assert set(farewells({MAIN: hub, "algo-2": other}).values()) == {Verdict("finished")}
+    assert set(outcomes_after_waiting({MAIN: hub, "algo-2": other}).values()) == {JobOutcome("finished")}
     assert all(stranger.recv(1) == b"" for stranger in strangers)
 
 
 def test_trickling_stranger_is_closed(exits, lines):
-    """Byte by byte is no way to stay connected: the time for the first line is counted from the start."""
+    """Sending byte by byte does not keep a connection: the first line must arrive within hello_s."""
     job = Job(exits)
     job.start(MAIN, hello_s=0.3)
     stranger = job.connect()
@@ -232,7 +241,7 @@ def test_another_program_on_the_port_is_not_the_hub(exits, lines):
     hub = job.start(MAIN)
     for host in (peers, hub):
         host.report(Outcome(0))
-    assert set(farewells({MAIN: hub, "algo-2": peers}).values()) == {Verdict("finished")}
+    assert set(outcomes_after_waiting({MAIN: hub, "algo-2": peers}).values()) == {JobOutcome("finished")}
 
 
 def test_taken_port_is_a_warning(exits, lines):
@@ -242,11 +251,11 @@ def test_taken_port_is_a_warning(exits, lines):
         hub = job.start(MAIN)
         lines.wait_for(f"cannot listen on 127.0.0.2:{job.port} (Address already in use)")
         hub.report(BROKEN)
-        assert hub.farewell() is None
+        assert hub.wait_for_peers() is None
 
 
 def test_name_that_does_not_resolve_is_waited_for(exits):
-    """A main host whose name is not known yet is no error."""
+    """A main host whose name does not resolve yet is not an error."""
     job = Job(exits)
     peers = Peers(
         job_identity=job.identity,
@@ -257,9 +266,9 @@ def test_name_that_does_not_resolve_is_waited_for(exits):
         addresses={MAIN: "algo-1.invalid"},
         port=job.port,
         bind=job.bind,
-        on_verdict=lambda _: None,
+        on_job_outcome=lambda _: None,
         timings=Timings(**FAST),
     )
     with peers:
         peers.report(Outcome(0))
-        assert peers.farewell() is None
+        assert peers.wait_for_peers() is None

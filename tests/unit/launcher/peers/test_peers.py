@@ -11,30 +11,30 @@ import time
 
 import pytest
 
-from lightning_sm.launcher.peers.outcome import Outcome, Verdict
-from tests.unit.launcher.peers.launchers import BROKEN, DATA, FAST, MAIN, TIMEOUT_S, Job, farewells, joined
+from lightning_sm.job.stopping import JobOutcome, Outcome
+from tests.unit.launcher.peers.launchers import BROKEN, DATA, FAST, MAIN, TIMEOUT_S, Job, joined, outcomes_after_waiting
 
 
 def test_failure_reaches_all_hosts(exits, lines):
-    """All hosts hear of the first failure at once, with host, exit code and reason; later ones change nothing."""
+    """All hosts learn of the first failure at once, with host, exit code and reason; later ones change nothing."""
     job = Job(exits, 3, 1)
     launchers = job.start_all()
     joined(lines, "algo-2", "algo-3", DATA)
     started = time.monotonic()
     launchers["algo-3"].report(BROKEN)
-    expected = Verdict("failed", "algo-3", 3, "ValueError: broken")
-    assert {peers.heard.get(timeout=TIMEOUT_S) for peers in launchers.values()} == {expected}
+    expected = JobOutcome("failed", "algo-3", 3, "ValueError: broken")
+    assert {peers.received.get(timeout=TIMEOUT_S) for peers in launchers.values()} == {expected}
     assert time.monotonic() - started < 1
     launchers["algo-2"].report(Outcome(143, "terminated"))
     launchers[MAIN].report(Outcome(1, "another"))
     del launchers[DATA]
-    assert set(farewells(launchers).values()) == {expected}
-    assert all(peers.heard.empty() for peers in launchers.values())
+    assert set(outcomes_after_waiting(launchers).values()) == {expected}
+    assert all(peers.received.empty() for peers in launchers.values())
     assert expected.is_failure
 
 
 def test_nobody_leaves_before_the_last_trainer(exits, lines):
-    """Hosts that finished first wait for the last one, in silence for the others; then all hear that it is over."""
+    """Hosts that finished first wait for the last one; then all learn that the job is over."""
     job = Job(exits, 3, 1)
     launchers = job.start_all()
     joined(lines, "algo-2", "algo-3", DATA)
@@ -42,92 +42,94 @@ def test_nobody_leaves_before_the_last_trainer(exits, lines):
 
     def end(host):
         launchers[host].report(Outcome(0))
-        launchers[host].farewell()
+        launchers[host].wait_for_peers()
         events.put(host)
 
     early = [threading.Thread(target=end, args=(host,), daemon=True) for host in (MAIN, "algo-2", DATA)]
     for thread in early:
         thread.start()
     with pytest.raises(queue.Empty):
-        events.get(timeout=1.5 * FAST["farewell_s"])
+        events.get(timeout=1.5 * FAST["peers_timeout_s"])
     events.put("the last one ends")
     launchers["algo-3"].report(Outcome(0))
-    assert launchers["algo-3"].farewell() == Verdict("finished")
+    assert launchers["algo-3"].wait_for_peers() == JobOutcome("finished")
     for thread in early:
         thread.join(TIMEOUT_S)
     assert events.get() == "the last one ends"
-    assert {peers.heard.get(timeout=TIMEOUT_S) for peers in launchers.values()} == {Verdict("finished")}
-    assert not Verdict("finished").is_failure
+    assert {peers.received.get(timeout=TIMEOUT_S) for peers in launchers.values()} == {JobOutcome("finished")}
+    assert not JobOutcome("finished").is_failure
 
 
-def test_data_host_hears_of_the_end_while_it_serves(exits, lines):
-    """A data host whose script runs hears that the trainers have finished, and does not hold them up."""
+def test_data_host_learns_of_the_end_while_it_serves(exits, lines):
+    """A data host whose script runs learns that the trainers have finished, and does not hold them up."""
     job = Job(exits, 2, 1)
     launchers = job.start_all()
     joined(lines, "algo-2", DATA)
     data = launchers.pop(DATA)
     for peers in launchers.values():
         peers.report(Outcome(0))
-    assert set(farewells(launchers).values()) == {Verdict("finished")}
-    assert data.heard.get(timeout=TIMEOUT_S) == Verdict("finished")
+    assert set(outcomes_after_waiting(launchers).values()) == {JobOutcome("finished")}
+    assert data.received.get(timeout=TIMEOUT_S) == JobOutcome("finished")
 
 
 def test_failed_data_host_ends_nothing(exits, lines):
-    """A data host that fails or vanishes is named in the log; the training goes on without it."""
+    """A data host that fails or vanishes is named in the log; training continues without it."""
     job = Job(exits, 1, 3)
     launchers = job.start_all()
     joined(lines, *job.data_hosts)
     launchers["data-1"].report(BROKEN)
-    lines.wait_for("The script on data host data-1 ended with exit code 3; the training goes on without it. ValueError")
+    lines.wait_for(
+        "The script on data host data-1 failed with exit code 3. Training continues without it. Cause: ValueError"
+    )
     launchers["data-2"].close()
-    lines.wait_for("Data host data-2 is gone (its connection ended).")
+    lines.wait_for("Lost connection to the launcher on data host data-2: it closed the connection.")
     launchers[MAIN].report(Outcome(0))
-    assert launchers[MAIN].farewell() == Verdict("finished")
-    assert launchers["data-1"].farewell() == Verdict("finished")
+    assert launchers[MAIN].wait_for_peers() == JobOutcome("finished")
+    assert launchers["data-1"].wait_for_peers() == JobOutcome("finished")
 
 
 def test_failure_before_anything_else_frees_the_data_hosts(exits):
-    """A script that fails at its first import is heard of, whoever connects first."""
+    """A script's failure at its first import reaches all hosts, in whatever order they connect."""
     job = Job(exits, 2, 1)
     data, other = job.start(DATA), job.start("algo-2")
     other.report(BROKEN)
     hub = job.start(MAIN)
-    expected = Verdict("failed", "algo-2", 3, "ValueError: broken")
-    assert data.heard.get(timeout=TIMEOUT_S) == expected
+    expected = JobOutcome("failed", "algo-2", 3, "ValueError: broken")
+    assert data.received.get(timeout=TIMEOUT_S) == expected
     hub.report(Outcome(143))
-    assert set(farewells({"algo-2": other, MAIN: hub}).values()) == {expected}
+    assert set(outcomes_after_waiting({"algo-2": other, MAIN: hub}).values()) == {expected}
 
 
-def test_late_host_hears_at_once(exits):
-    """A host that starts after the failure hears of it as soon as it connects, as long as the main host lingers."""
+def test_late_host_is_notified_at_once(exits):
+    """A host that starts after the failure learns of it as soon as it connects, while the main host waits."""
     job = Job(exits, 3)
-    hub, other = job.start(MAIN, farewell_s=TIMEOUT_S, ending_s=2 * TIMEOUT_S), job.start("algo-2")
+    hub, other = job.start(MAIN, peers_timeout_s=TIMEOUT_S, after_failure_s=2 * TIMEOUT_S), job.start("algo-2")
     other.report(BROKEN)
-    assert hub.heard.get(timeout=TIMEOUT_S).host == "algo-2"
+    assert hub.received.get(timeout=TIMEOUT_S).host == "algo-2"
     hub.report(Outcome(143))
     late = job.start("algo-3")
-    assert late.heard.get(timeout=TIMEOUT_S).host == "algo-2"
+    assert late.received.get(timeout=TIMEOUT_S).host == "algo-2"
     late.report(Outcome(143))
     hosts = {MAIN: hub, "algo-2": other, "algo-3": late}
-    assert {verdict.host for verdict in farewells(hosts).values()} == {"algo-2"}
+    assert {outcome.host for outcome in outcomes_after_waiting(hosts).values()} == {"algo-2"}
 
 
 def test_main_host_waits_only_so_long_for_hosts_that_never_came(exits):
-    """Hosts without a launcher of ours are no error: the main host waits farewell_s and calls the job finished."""
+    """Hosts without a launcher of ours are no error: the main host waits peers_timeout_s and calls the job finished."""
     hub = Job(exits, 3, 1).start(MAIN)
     started = time.monotonic()
     hub.report(Outcome(0))
-    assert hub.farewell() == Verdict("finished")
-    assert FAST["farewell_s"] <= time.monotonic() - started < TIMEOUT_S / 2
+    assert hub.wait_for_peers() == JobOutcome("finished")
+    assert FAST["peers_timeout_s"] <= time.monotonic() - started < TIMEOUT_S / 2
 
 
 def test_other_host_waits_only_so_long_for_the_main_host(exits):
-    """Where the main host has no launcher of ours, a host ends as it would alone, farewell_s later."""
+    """Where the main host has no launcher of ours, a host ends as it would alone, peers_timeout_s later."""
     peers = Job(exits).start("algo-2")
     started = time.monotonic()
     peers.report(Outcome(0))
-    assert peers.farewell() is None
-    assert FAST["farewell_s"] <= time.monotonic() - started < TIMEOUT_S / 2
+    assert peers.wait_for_peers() is None
+    assert FAST["peers_timeout_s"] <= time.monotonic() - started < TIMEOUT_S / 2
 
 
 def test_only_host_needs_no_port(exits):
@@ -136,16 +138,16 @@ def test_only_host_needs_no_port(exits):
     peers = Job(exits, 1).start(MAIN)
     assert threading.active_count() == threads
     peers.report(Outcome(1))
-    peers.leave()
-    assert peers.farewell() is None
+    peers.stop_waiting()
+    assert peers.wait_for_peers() is None
 
 
-def test_interruption_is_a_verdict(exits, lines):
-    """A host that SIGTERM ended is heard of like one that failed, with the exit code that says so."""
+def test_interruption_counts_as_failure(exits, lines):
+    """A host that SIGTERM ended counts as failed, with exit code 143."""
     launchers = Job(exits).start_all()
     joined(lines, "algo-2")
     launchers[MAIN].report(Outcome(143, "killed by SIGTERM"))
-    assert launchers["algo-2"].heard.get(timeout=TIMEOUT_S) == Verdict("failed", MAIN, 143, "killed by SIGTERM")
+    assert launchers["algo-2"].received.get(timeout=TIMEOUT_S) == JobOutcome("failed", MAIN, 143, "killed by SIGTERM")
 
 
 @pytest.mark.parametrize("character", ["x", "\0", "\n", "\U0001f600", "\ud800", '"'])
@@ -154,63 +156,63 @@ def test_any_reason_arrives(exits, lines, character):
     launchers = Job(exits).start_all()
     joined(lines, "algo-2")
     launchers["algo-2"].report(Outcome(1, character * 5000))
-    reason = launchers[MAIN].heard.get(timeout=TIMEOUT_S).reason
+    reason = launchers[MAIN].received.get(timeout=TIMEOUT_S).reason
     assert reason == character.replace("\ud800", "?") * 1024
 
 
-def test_leave_ends_the_farewell(exits, lines):
-    """Who is told to stop need not wait any longer; until then the log says who is waited for."""
+def test_stop_waiting_ends_the_wait(exits, lines):
+    """A host that is told to stop waits no longer; until then the log names the hosts that it waits for."""
     job = Job(exits)
     hub = job.start(MAIN, log_s=0.05)
     job.start("algo-2")
     joined(lines, "algo-2")
     hub.report(Outcome(0))
-    ended = threading.Thread(target=hub.farewell, daemon=True)
+    ended = threading.Thread(target=hub.wait_for_peers, daemon=True)
     ended.start()
-    lines.wait_for("The script of this host has ended; waiting for hosts algo-2.")
+    lines.wait_for("The script of this host has ended. Waiting for: algo-2.")
     assert ended.is_alive()
-    hub.leave()
+    hub.stop_waiting()
     ended.join(TIMEOUT_S)
     assert not ended.is_alive()
 
 
-def test_farewell_without_a_report_returns(exits):
+def test_waiting_without_a_report_returns(exits):
     """A launcher that never started a script has nothing to wait for."""
-    assert Job(exits).start(MAIN).farewell() is None
+    assert Job(exits).start(MAIN).wait_for_peers() is None
 
 
 def test_failing_callback_is_logged(exits, lines):
     """An error in the launcher's callback does not end the thread that others rely on."""
 
-    def fail(_verdict):
+    def fail(_job_outcome):
         raise RuntimeError("callback")
 
     job = Job(exits)
-    hub, other = job.start(MAIN, on_verdict=fail), job.start("algo-2")
+    hub, other = job.start(MAIN, on_job_outcome=fail), job.start("algo-2")
     joined(lines, "algo-2")
     other.report(BROKEN)
     lines.wait_for("The launcher could not act on")
     hub.report(Outcome(143))
-    assert {verdict.host for verdict in farewells({MAIN: hub, "algo-2": other}).values()} == {"algo-2"}
+    assert {outcome.host for outcome in outcomes_after_waiting({MAIN: hub, "algo-2": other}).values()} == {"algo-2"}
 
 
 def test_brief_interruption_of_a_connection_loses_nobody(exits, lines):
     """A host that comes back in time is not lost, and reports as if nothing had happened."""
     job = Job(exits)
-    hub = job.start(MAIN, return_s=TIMEOUT_S)
+    hub = job.start(MAIN, reconnect_s=TIMEOUT_S)
     with job.make("algo-2"):
         joined(lines, "algo-2")
     again = job.start("algo-2")
     joined(lines, "algo-2")
     hub.report(Outcome(0))
     again.report(Outcome(0))
-    assert set(farewells({MAIN: hub, "algo-2": again}).values()) == {Verdict("finished")}
+    assert set(outcomes_after_waiting({MAIN: hub, "algo-2": again}).values()) == {JobOutcome("finished")}
 
 
 def test_restarted_hub_learns_everything_again(exits, lines):
-    """A main host that comes back in time hears all reports again."""
+    """A main host that comes back in time gets all reports again."""
     job = Job(exits, 3)
-    others = {host: job.start(host, hub_return_s=TIMEOUT_S) for host in ("algo-2", "algo-3")}
+    others = {host: job.start(host, hub_reconnect_s=TIMEOUT_S) for host in ("algo-2", "algo-3")}
     with job.make(MAIN):
         joined(lines, "algo-2", "algo-3")
         others["algo-2"].report(Outcome(0))
@@ -218,7 +220,7 @@ def test_restarted_hub_learns_everything_again(exits, lines):
     joined(lines, "algo-2", "algo-3")
     for peers in (others["algo-3"], hub):
         peers.report(Outcome(0))
-    assert set(farewells({**others, MAIN: hub}).values()) == {Verdict("finished")}
+    assert set(outcomes_after_waiting({**others, MAIN: hub}).values()) == {JobOutcome("finished")}
 
 
 def test_fifty_hosts(exits, lines):
@@ -228,11 +230,11 @@ def test_fifty_hosts(exits, lines):
     joined(lines, *job.trainers[1:])
     started = time.monotonic()
     launchers["algo-50"].report(BROKEN)
-    assert {peers.heard.get(timeout=TIMEOUT_S).host for peers in launchers.values()} == {"algo-50"}
+    assert {peers.received.get(timeout=TIMEOUT_S).host for peers in launchers.values()} == {"algo-50"}
     assert time.monotonic() - started < 3
     for peers in launchers.values():
         peers.report(Outcome(143))
-    assert {verdict.host for verdict in farewells(launchers).values()} == {"algo-50"}
+    assert {outcome.host for outcome in outcomes_after_waiting(launchers).values()} == {"algo-50"}
 
 
 def test_port_is_free_after_close(exits, lines):
@@ -260,18 +262,18 @@ def test_close_while_connecting(exits):
 
 
 def test_report_is_sent_before_close(exits, lines):
-    """A launcher that reports and closes at once, without a farewell, is heard if it was connected."""
+    """A launcher that reports and closes at once, without waiting, is noticed if it was connected."""
     job = Job(exits)
     hub = job.start(MAIN)
     with job.make("algo-2") as other:
         lines.wait_for("Host algo-2 was welcomed.")
         other.report(BROKEN)
-    assert hub.heard.get(timeout=TIMEOUT_S) == Verdict("failed", "algo-2", 3, "ValueError: broken")
+    assert hub.received.get(timeout=TIMEOUT_S) == JobOutcome("failed", "algo-2", 3, "ValueError: broken")
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_all_survivors_agree(exits, seed):
-    """In any order of starts, reports and kills, every surviving host ends in time, and all that heard agree."""
+    """In any order of starts, reports and kills, every surviving host ends in time, and all outcomes agree."""
     chance = random.Random(seed)
     job = Job(exits, 4)
     steps = {host: ["start", chance.choice(["succeed", "succeed", "fail", "kill"])] for host in job.trainers}
@@ -290,9 +292,9 @@ def test_all_survivors_agree(exits, seed):
             launchers[host].report(Outcome(0) if step == "succeed" else Outcome(int(host[-1]), host))
         if chance.random() < 0.5 and host in launchers:
             with contextlib.suppress(queue.Empty):
-                launchers[host].heard.get(timeout=chance.choice([0.01, 0.1, 0.5]))
+                launchers[host].received.get(timeout=chance.choice([0.01, 0.1, 0.5]))
     survivors = {host: peers for host, peers in launchers.items() if host not in killed}
-    verdicts = set(farewells(survivors).values()) - {None}
-    assert len(verdicts) <= 1
+    outcomes = set(outcomes_after_waiting(survivors).values()) - {None}
+    assert len(outcomes) <= 1
     if MAIN in survivors:
-        assert len(verdicts) == 1
+        assert len(outcomes) == 1

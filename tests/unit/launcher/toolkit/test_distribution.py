@@ -39,7 +39,7 @@ def test_launchers_of_other_images_are_needless(caplog, name, starter, value):
     caplog.set_level(logging.INFO, "lightning_sm")
     assert processes({name: value}) is None
     assert [record.getMessage() for record in caplog.records] == [
-        f"lightning-sm: distribution={{...}} asks for {starter}; this launcher starts the same ranks by itself."
+        f"lightning-sm: distribution={{...}} asks for {starter}. This launcher starts the same ranks without it."
     ]
 
 
@@ -61,7 +61,7 @@ def test_the_number_of_processes_is_taken():
 def test_options_of_mpirun_are_not_silently_dropped(caplog):
     """A warning quotes them and says where variables go."""
     processes({"sagemaker_mpi_enabled": "true", "sagemaker_mpi_custom_mpi_options": '"-x NCCL_DEBUG=INFO"'})
-    assert "sagemaker_mpi_custom_mpi_options='-x NCCL_DEBUG=INFO' is not used" in caplog.text
+    assert "ignoring sagemaker_mpi_custom_mpi_options='-x NCCL_DEBUG=INFO'" in caplog.text
     assert "Estimator(environment=...)" in caplog.text
 
 
@@ -84,16 +84,16 @@ def test_smdistributed_dataparallel_is_named_as_missing(caplog):
         (
             {"sagemaker_mpi_num_of_processes_per_host": "4", "sagemaker_mpi_num_processes": "12"},
             {},
-            ["12 processes in all", "4 on each host", "2 trainer host(s)"],
+            ["12 processes in all", "4 on each host", "number of trainer hosts is 2"],
         ),
         ({"sagemaker_mpi_num_of_processes_per_host": '"many"'}, {}, ["'many'", "whole number"]),
         ({"sagemaker_mpi_num_of_processes_per_host": "0"}, {}, ["is 0", "whole number"]),
         ({"sagemaker_mpi_num_of_processes_per_host": "true"}, {}, ["is True", "whole number"]),
-        ({"sagemaker_distribution_instance_groups": "gpu"}, {"groups": GROUPS}, ["'gpu'", "list of names"]),
+        ({"sagemaker_distribution_instance_groups": "gpu"}, {"groups": GROUPS}, ["'gpu'", "list of group names"]),
         (
             {"sagemaker_distribution_instance_groups": '["data"]'},
             {"groups": GROUPS},
-            ["names the instance groups ['data']", "that train are ['gpu']", "that serve data ['data']", "algo-3"],
+            ["names the instance groups ['data']", "training groups are ['gpu']", "data groups ['data']", "algo-3"],
         ),
         (
             {"sagemaker_distribution_instance_groups": '["gpu"]'},

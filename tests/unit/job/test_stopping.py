@@ -1,0 +1,82 @@
+"""How a host exits, and what ends its script: the rules as tables, without a process."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_sm.job.stopping import (
+    INTERRUPTED_EXIT_CODE,
+    MAX_REASON_CHARS,
+    FinalOutcome,
+    JobOutcome,
+    Outcome,
+    Stop,
+    ends_script,
+    final_outcome,
+)
+from lightning_sm.job.topology import Role
+
+_HOST = "algo-1"
+_UNKNOWN = None
+_FINISHED = JobOutcome("finished")
+_FAILED_HERE = JobOutcome("failed", _HOST, 7, "ValueError: broken")
+_FAILED_ELSEWHERE = JobOutcome("failed", "algo-2", 7, "ValueError: broken")
+_STOPPED_ELSEWHERE = JobOutcome("failed", "algo-2", INTERRUPTED_EXIT_CODE, "killed by SIGTERM")
+_LOST_ELSEWHERE = JobOutcome.lost("algo-2", "it closed the connection")
+_ALL = (_UNKNOWN, _FINISHED, _FAILED_HERE, _FAILED_ELSEWHERE, _STOPPED_ELSEWHERE, _LOST_ELSEWHERE)
+_ELSEWHERE = (_FAILED_ELSEWHERE, _STOPPED_ELSEWHERE, _LOST_ELSEWHERE)
+
+
+@pytest.mark.parametrize("stop", Stop)
+@pytest.mark.parametrize("exit_code", [0, 1, INTERRUPTED_EXIT_CODE])
+@pytest.mark.parametrize("job", _ALL)
+def test_a_data_host_exits_as_its_script_unless_training_succeeded_without_it(stop, exit_code, job):
+    """Neither a stop nor a failure elsewhere changes its exit code."""
+    expected = FinalOutcome.NOT_NEEDED if job is _FINISHED and exit_code != 0 else FinalOutcome.OWN
+    assert final_outcome(Role.DATA, stop, exit_code, job, _HOST) is expected
+
+
+@pytest.mark.parametrize(
+    ("stop", "exit_code", "jobs", "expected"),
+    [
+        *((stop, code, (_UNKNOWN, _FINISHED, _FAILED_HERE), FinalOutcome.OWN) for stop in Stop for code in (0, 1)),
+        (Stop.NONE, 0, _ELSEWHERE, FinalOutcome.FAILED_ELSEWHERE),
+        (Stop.NONE, 1, _ELSEWHERE, FinalOutcome.FAILED_ELSEWHERE),
+        (Stop.AFTER_FAILURE, 0, _ELSEWHERE, FinalOutcome.FAILED_ELSEWHERE),
+        (Stop.AFTER_FAILURE, 143, _ELSEWHERE, FinalOutcome.FAILED_ELSEWHERE),
+        (Stop.FIRST, 143, _ELSEWHERE, FinalOutcome.OWN),
+        (Stop.FIRST, 0, _ELSEWHERE, FinalOutcome.FAILED_ELSEWHERE),
+    ],
+)
+def test_a_trainer_host_never_looks_successful_when_another_failed(stop, exit_code, jobs, expected):
+    """Of a job that was stopped first, each host that did not succeed gives its own reason."""
+    for job in jobs:
+        assert final_outcome(Role.TRAINER, stop, exit_code, job, _HOST) is expected
+
+
+@pytest.mark.parametrize(
+    ("role", "is_stopped", "ending"),
+    [
+        (Role.TRAINER, False, _ELSEWHERE),
+        (Role.TRAINER, True, (_FAILED_ELSEWHERE,)),
+        (Role.DATA, False, (_FINISHED, *_ELSEWHERE)),
+        (Role.DATA, True, (_FINISHED, *_ELSEWHERE)),
+    ],
+)
+def test_which_outcomes_of_the_job_end_a_script(role, is_stopped, ending):
+    """A data host has nothing to do after the training. A stopped trainer keeps its time to save a checkpoint."""
+    for job in (_FINISHED, _FAILED_HERE, *_ELSEWHERE):
+        assert ends_script(role, job, _HOST, is_stopped=is_stopped) is (job in ending), job
+
+
+def test_reasons_are_cut_at_what_sagemaker_shows():
+    """Whether a reason comes from the script or from another launcher."""
+    assert Outcome(1, "x" * 5000).reason == "x" * MAX_REASON_CHARS
+    message = {"kind": "failed", "host": "algo-2", "exit_code": 1, "reason": "x" * 5000}
+    assert JobOutcome.from_message(message) == JobOutcome("failed", "algo-2", 1, "x" * MAX_REASON_CHARS)
+
+
+def test_unknown_kind_of_outcome_is_refused():
+    """A launcher of another version may send one."""
+    with pytest.raises(ValueError, match="unknown kind of job outcome: 'won'"):
+        JobOutcome.from_message({"kind": "won", "host": "", "exit_code": 0, "reason": ""})
