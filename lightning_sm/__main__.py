@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -119,13 +120,16 @@ def _show_settings(env: Mapping[str, str], *, shows_internal: bool) -> int:
     rows = []
     errors = []
     for setting in SETTINGS if shows_internal else USER_SETTINGS:
-        rows.append([setting.name, env.get(setting.name, ""), setting.default_text, setting.meaning])
+        # Not by tabulate's maxcolwidths, which takes 95,110 for a number and fails.
+        value = "" if setting.name not in env else env[setting.name] or "(empty)"
+        texts = [value, setting.default_text, setting.meaning]
+        rows.append([setting.name, *map(textwrap.fill, texts, (24, 24, 48))])
         try:
             setting.read(env)
         except JobConfigError as error:
             errors.append(str(error))
     headers = ["variable", "value here", "default", "meaning"]
-    sys.stdout.write(tabulate(rows, headers, disable_numparse=True, maxcolwidths=[None, 24, 24, 48]) + "\n")
+    sys.stdout.write(tabulate(rows, headers, disable_numparse=True) + "\n")
     for message in errors:
         _LOG.error("lightning-sm: error: %s", message)
     return 2 if errors else 0

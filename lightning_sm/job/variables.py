@@ -98,7 +98,7 @@ def _seconds(text: str) -> float:
 def _positive_seconds(text: str) -> float:
     value = _seconds(text)
     if value == 0:
-        raise ValueError("expected more than 0 seconds")
+        raise ValueError("expected a number of seconds, more than 0")
     return value
 
 
