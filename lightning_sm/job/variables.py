@@ -195,8 +195,8 @@ PREPARE_S = Setting[float](
     default_text="1800",
     meaning="Seconds that fetching the code, and installing its requirements, may each take.",
 )
-FAREWELL_S = Setting[float](
-    name="LIGHTNING_SM_FAREWELL_S",
+PEERS_TIMEOUT_S = Setting[float](
+    name="LIGHTNING_SM_PEERS_TIMEOUT_S",
     parse=_seconds,
     default=10.0,
     default_text="10",
@@ -253,7 +253,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     STOP_SCHEDULE,
     INSTALL_REQUIREMENTS,
     PREPARE_S,
-    FAREWELL_S,
+    PEERS_TIMEOUT_S,
     HOST_ADDRESSES,
     PARENT_PID,
     RANK_ZERO_PID,

@@ -37,7 +37,7 @@ from lightning_sm.job.stopping import (
     final_outcome,
 )
 from lightning_sm.job.topology import Role, Topology
-from lightning_sm.job.variables import DEVICES, FAREWELL_S, PARENT_PID
+from lightning_sm.job.variables import DEVICES, PARENT_PID, PEERS_TIMEOUT_S
 from lightning_sm.launcher.child_process import ChildProcess, ignore_signals
 from lightning_sm.launcher.failure import (
     error_reason,
@@ -114,7 +114,7 @@ class _HostLauncher:
         self._job = job
         self._topology = Topology.from_job(job)
         self._env = env
-        self._peers_timeout_s = FAREWELL_S.read(env)
+        self._peers_timeout_s = PEERS_TIMEOUT_S.read(env)
         self._child = ChildProcess(StopSchedule.from_environment(env), PARENT_PID.read(env))
         self._preparation = Preparation(self._child, env)
         self._num_restarts = 0

@@ -248,5 +248,5 @@ def read_to_line(emulator: subprocess.Popen[str], start: str) -> str:
 def _arguments(work: Path, options: Sequence[str], mode: str) -> list[str]:
     (work / "train.py").write_text(_TRAIN)
     # Launchers wait for those of hosts that vanished; here in vain.
-    variables = ["--env", f"MODE={mode}", "--env", "LIGHTNING_SM_FAREWELL_S=0.5"]
+    variables = ["--env", f"MODE={mode}", "--env", "LIGHTNING_SM_PEERS_TIMEOUT_S=0.5"]
     return ["--seed", "1", *variables, *options, "--", "train.py"]

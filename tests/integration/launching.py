@@ -26,7 +26,7 @@ def variables_of(base: Path, **variables: str) -> dict[str, str]:
         variables: Other variables.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-    return {**inherited, "SAGEMAKER_BASE_DIR": str(base), "LIGHTNING_SM_FAREWELL_S": "0", **variables}
+    return {**inherited, "SAGEMAKER_BASE_DIR": str(base), "LIGHTNING_SM_PEERS_TIMEOUT_S": "0", **variables}
 
 
 def train(

@@ -197,7 +197,7 @@ def test_a_data_host_that_dies_again_and_again_gives_up(cluster):
 @pytest.mark.parametrize("cluster", [KILLED], indirect=True)
 def test_a_trainer_that_is_killed_is_not_started_again(cluster):
     """Its other ranks cannot go on without it."""
-    cluster.start(TRAINER, LIGHTNING_SM_FAREWELL_S="0")
+    cluster.start(TRAINER, LIGHTNING_SM_PEERS_TIMEOUT_S="0")
     assert cluster.code(TRAINER) == 128 + signal.SIGKILL
     assert cluster.log(TRAINER).count("started\n") == 1
 

@@ -62,6 +62,7 @@ def test_off_sagemaker_nothing_is_wrong(tmp_path):
     assert ended.stderr == ""
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("number", [0, 2])
 def test_hosts_of_the_emulator_are_well(tmp_path, number):
     """On each host of an emulated cluster the facts of the job are shown, and no check of it finds a problem."""
@@ -95,7 +96,7 @@ def test_broken_file_of_the_service_is_a_problem(base):
     ("hyperparameters", "variables"),
     [
         ({}, {"LIGHTNING_SM_STOP_SCHEDULE": "abc"}),
-        ({}, {"LIGHTNING_SM_FAREWELL_S": "10s"}),
+        ({}, {"LIGHTNING_SM_PEERS_TIMEOUT_S": "10s"}),
         ({}, {"LIGHTNING_SM_PREPARE_S": "x"}),
         ({}, {"LIGHTNING_SM_INSTALL_REQUIREMENTS": "maybe"}),
         ({}, {"SAGEMAKER_PROGRAM": "app/trian.py"}),
@@ -150,6 +151,7 @@ def test_names_that_do_not_resolve_are_found_by_the_deadline(base):
     assert "2 of 2 hosts do not resolve: algo-1 (" in ended.stdout
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("address", ["192.0.2.1", "203.0.113.1"])
 def test_addresses_that_nobody_has_are_out_of_reach(base, address):
     """Addresses that are reserved for documentation do not hold the run up, whatever the network makes of them."""
@@ -213,6 +215,7 @@ def test_strict_makes_warnings_count(tmp_path):
     assert (ended.returncode, json.loads(ended.stdout)["exit_code"]) == (1, 1)
 
 
+@pytest.mark.matrix(first=2)
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "x"])
 def test_timeout_that_is_none_is_refused(seconds):
     """A timeout must be a positive number."""

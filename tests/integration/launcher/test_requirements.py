@@ -77,6 +77,7 @@ def test_requirements_of_the_job_are_installed_first(base, python, index):
     assert "Successfully installed tiny-1.0" in ended.stderr
 
 
+@pytest.mark.proof
 def test_relative_paths_in_requirements_start_from_the_code(base, python, index):
     """A wheel that came with the code is named by its path in it; modules of the code do not get in pip's way."""
     _source(base, "./wheels/tiny-2.0-py3-none-any.whl\n")
@@ -99,6 +100,7 @@ def test_a_requirement_that_does_not_exist_fails_the_host(base, python, index):
     assert "PIP_INDEX_URL" in said[-1]
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("how", ["directly", "by another package"])
 def test_requirements_that_would_replace_torch_are_refused(base, python, index, how):
     """A requirements.txt for another torch is an error with both versions, however it asks for it."""
@@ -128,6 +130,7 @@ def test_requirements_that_the_image_has_change_nothing(base, python, index):
     assert "Successfully installed" not in ended.stderr
 
 
+@pytest.mark.matrix(first=2)
 @pytest.mark.parametrize(
     ("setting", "is_installed"), [(None, False), ("0", False), ("1", True)], ids=["default", "never", "always"]
 )
@@ -223,7 +226,7 @@ def test_the_failure_of_another_host_ends_pip(tmp_path, python):
             "PIP_NO_CACHE_DIR": "1",
             "PIP_INDEX_URL": f"{server.url}/simple/",
             "LIGHTNING_SM_HOST_ADDRESSES": addresses,
-            "LIGHTNING_SM_FAREWELL_S": "20",
+            "LIGHTNING_SM_PEERS_TIMEOUT_S": "20",
             "TRAINING_JOB_NAME": tmp_path.name,
             "python": str(python),
         }

@@ -92,7 +92,7 @@ def test_a_host_that_is_alone_waits_for_nobody_when_it_fails(base, work):
     """Neither for the reason of another host, nor for others to receive its own."""
     write_job(base, resource_config({"g": ["algo-1"]}, "algo-1"))
     (work / "train.py").write_text("raise BrokenPipeError('of nobody')")
-    ended = train(base, work, "train.py", LIGHTNING_SM_FAREWELL_S="86400")
+    ended = train(base, work, "train.py", LIGHTNING_SM_PEERS_TIMEOUT_S="86400")
     assert ended.returncode == 1
     assert failure(base).startswith("BrokenPipeError: of nobody")
 
@@ -159,6 +159,7 @@ def test_hyperparameters_become_arguments(base, work):
     assert path[0] == str(work)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("value", ["fit", '"fit"'])
 @pytest.mark.parametrize("args", [[], ["fit"]])
 def test_subcommand_is_passed_once(base, work, value, args):
@@ -224,6 +225,7 @@ def test_files_of_the_config_channel_become_config_options(base, work, config_ch
     assert argv == ["fit", f"--config={config_channel}/a.json", f"--config={config_channel}/b.yaml", "--x=1"]
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("value", ["b.yaml", '"b.yaml"', '["b.yaml"]'])
 def test_config_hyperparameter_chooses_a_file_of_the_channel(base, work, config_channel, value):
     """A config that is found in the channel only is taken from there, and the channel's other files are not passed."""
@@ -288,10 +290,10 @@ def test_unusable_script_is_refused(base, work, args, message):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("LIGHTNING_SM_FAREWELL_S", "inf"),
-        ("LIGHTNING_SM_FAREWELL_S", "1e10"),
-        ("LIGHTNING_SM_FAREWELL_S", "nan"),
-        ("LIGHTNING_SM_FAREWELL_S", "-5"),
+        ("LIGHTNING_SM_PEERS_TIMEOUT_S", "inf"),
+        ("LIGHTNING_SM_PEERS_TIMEOUT_S", "1e10"),
+        ("LIGHTNING_SM_PEERS_TIMEOUT_S", "nan"),
+        ("LIGHTNING_SM_PEERS_TIMEOUT_S", "-5"),
         ("LIGHTNING_SM_PREPARE_S", "0"),
         ("LIGHTNING_SM_STOP_SCHEDULE", "95,1e10"),
         ("LIGHTNING_SM_INSTALL_REQUIREMENTS", "maybe"),

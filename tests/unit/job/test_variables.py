@@ -14,10 +14,10 @@ from lightning_sm.job.stopping import StopSchedule
 from lightning_sm.job.variables import (
     DATA_GROUPS,
     DEVICES,
-    FAREWELL_S,
     HOST_ADDRESSES,
     INSTALL_REQUIREMENTS,
     MAIN_PORT,
+    PEERS_TIMEOUT_S,
     PREFIX,
     PREPARE_S,
     SETTINGS,
@@ -78,7 +78,7 @@ def test_unset_means_the_default(setting):
         assert setting.read({setting.name: ""}) == setting.default
 
 
-@pytest.mark.parametrize("setting", [PREPARE_S, FAREWELL_S, STOP_SCHEDULE], ids=lambda setting: setting.name)
+@pytest.mark.parametrize("setting", [PREPARE_S, PEERS_TIMEOUT_S, STOP_SCHEDULE], ids=lambda setting: setting.name)
 def test_the_default_is_what_people_read(setting):
     """Where the default is a value, its text is one that the parser reads as that value."""
     assert setting.parse(setting.default_text) == setting.default
@@ -92,7 +92,7 @@ def test_the_default_is_what_people_read(setting):
         (MAIN_PORT, "65535", 65535),
         (DEVICES, "1", 1),
         (PREPARE_S, "2.5", 2.5),
-        (FAREWELL_S, "0", 0.0),
+        (PEERS_TIMEOUT_S, "0", 0.0),
         (STOP_SCHEDULE, "0, 2.5", (0.0, 2.5)),
         (INSTALL_REQUIREMENTS, "unprotected", Install.UNPROTECTED),
         (HOST_ADDRESSES, '{"algo-1": "10.0.0.1"}', {"algo-1": "10.0.0.1"}),
@@ -107,7 +107,7 @@ def test_a_value_is_parsed(setting, text, value):
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        *((FAREWELL_S, text) for text in _NOT_SECONDS),
+        *((PEERS_TIMEOUT_S, text) for text in _NOT_SECONDS),
         *((PREPARE_S, text) for text in [*_NOT_SECONDS, "0"]),
         *(
             (STOP_SCHEDULE, text)

@@ -30,8 +30,8 @@ def base(tmp_path, monkeypatch):
     ("name", "value"),
     [
         ("STOP_SCHEDULE", "abc"),
-        ("FAREWELL_S", "10s"),
-        ("FAREWELL_S", "inf"),
+        ("PEERS_TIMEOUT_S", "10s"),
+        ("PEERS_TIMEOUT_S", "inf"),
         ("PREPARE_S", "x"),
         ("INSTALL_REQUIREMENTS", "maybe"),
         ("DEVICES", "0"),
@@ -45,10 +45,10 @@ def test_setting_that_the_launcher_refuses_is_a_problem(tmp_path, name, value):
 
 def test_settings_are_named(tmp_path):
     """The variables that are set are shown by name; an empty one means the default."""
-    context = _context(tmp_path, LIGHTNING_SM_FAREWELL_S="", LIGHTNING_SM_PREPARE_S="60")
+    context = _context(tmp_path, LIGHTNING_SM_PEERS_TIMEOUT_S="", LIGHTNING_SM_PREPARE_S="60")
     (result,) = start.variables(context)
     assert result.status is Status.OK
-    assert result.found == "settings: LIGHTNING_SM_PREPARE_S, LIGHTNING_SM_FAREWELL_S"
+    assert result.found == "settings: LIGHTNING_SM_PREPARE_S, LIGHTNING_SM_PEERS_TIMEOUT_S"
 
 
 @pytest.mark.parametrize(
