@@ -12,6 +12,8 @@ import psutil
 import pytest
 from xdist.workermanage import NodeManager
 
+from tests.tiers import mark_tiers
+
 # Workers of pytest-xdist and hosts of emulated jobs share the cores. Threads that find none keep the others of their
 # process waiting: an epoch of 20 s took more than four minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -43,6 +45,7 @@ def pytest_configure() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep what shares a resource in one worker of pytest-xdist: the Docker engine, ports, the fixtures of a file."""
+    mark_tiers(items)
     for item in items:
         path = item.path.relative_to(_TESTS).as_posix()
         if path.startswith("containers/"):

@@ -1,35 +1,54 @@
 """The two tiers of tests: ``make test`` runs one representative of each property, ``make proof`` the others as well.
 
-What only widens a property (further rows of a matrix, another SDK, another example) has the marker ``proof``.
+What only widens a property has the marker ``proof``; version 3 of the SDK and other sets of Lightning distributions
+always do. Of a test with parameters and the marker ``matrix``, ``make test`` runs as many rows as show each value of each
+parameter once; with ``matrix(first=n)`` it runs the first ``n`` rows, and with ``matrix(rows=[...])`` those whose id
+contains one of these texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import product
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable
 
 import pytest
 
-
-def matrix(*factors: Sequence[Any]) -> list[Any]:
-    """Combine all values of some factors, for ``pytest.mark.parametrize``.
-
-    ``make test`` runs as many combinations as show every value at least once, ``make proof`` the others.
-
-    Args:
-        factors: Hashable values of each argument.
-    """
-    shown = {tuple(factor[row % len(factor)] for factor in factors) for row in range(max(map(len, factors)))}
-    return [row if row in shown else pytest.param(*row, marks=pytest.mark.proof) for row in product(*factors)]
+_VARIANTS = ("sdk3", "lightning_variants")
 
 
-def sample(rows: Sequence[Any], *representatives: Any) -> list[Any]:
-    """Return all values of one argument, of which ``make test`` runs the representatives only.
+def mark_tiers(items: Iterable[pytest.Item]) -> None:
+    """Give the marker ``proof`` to variants, and to rows of matrices that represent nothing new.
 
     Args:
-        rows: The values.
-        representatives: Some of them. Default: the first.
+        items: All collected tests; a test that was selected by its name keeps its tier.
     """
-    chosen = representatives or rows[:1]
-    return [row if row in chosen else pytest.param(row, marks=pytest.mark.proof) for row in rows]
+    matrices = defaultdict(list)
+    for item in items:
+        if any(item.get_closest_marker(name) for name in _VARIANTS):
+            item.add_marker(pytest.mark.proof)
+        if item.get_closest_marker("matrix") is not None:
+            matrices[item.nodeid.partition("[")[0]].append(item)
+    for rows in matrices.values():
+        chosen = rows[0].get_closest_marker("matrix").kwargs
+        if "first" in chosen:
+            shown = rows[: chosen["first"]]
+        elif "rows" in chosen:
+            shown = [row for row in rows if any(text in row.callspec.id for text in chosen["rows"])]
+        else:
+            shown = _covering(rows)
+        for row in rows:
+            if row not in shown:
+                row.add_marker(pytest.mark.proof)
+
+
+def _covering(rows: list[pytest.Item]) -> list[pytest.Item]:
+    """Some rows that show every value of every parameter."""
+    shown: list[pytest.Item] = []
+    seen: set[tuple[str, str]] = set()
+    for enough in (all, any):  # first the rows that are new in every parameter
+        for row in rows:
+            values = {(name, repr(value)) for name, value in row.callspec.params.items()}
+            if enough(value not in seen for value in values):
+                shown.append(row)
+                seen |= values
+    return shown

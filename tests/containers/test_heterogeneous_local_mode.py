@@ -55,6 +55,7 @@ def test_a_data_host_feeds_two_trainers(run):
     assert "failure" not in job.artifacts
 
 
+@pytest.mark.proof
 def test_a_failing_trainer_fails_the_job_on_every_trainer(run):
     """When one trainer fails, no trainer ends with 0; the data host is done; its reason is in the failure file."""
     environment = {"SAGEMAKER_PROGRAM": "train_with_groups.py", "FAILS_ON": "1"}
@@ -68,6 +69,7 @@ def test_a_failing_trainer_fails_the_job_on_every_trainer(run):
     assert job.model == {}
 
 
+@pytest.mark.proof
 def test_hosts_of_all_groups_find_each_other_and_share_no_model_folder(run):
     """Any program, without our launcher: hosts reach each other by name, and each sees its own model only."""
     job = run("describe_host.py", container_entry_point=["python", "/opt/ml/code/describe_host.py"])

@@ -113,6 +113,7 @@ def test_stopping_reaches_the_script(image, container_name, tmp_path):
     )
 
 
+@pytest.mark.proof
 def test_the_baked_app_trains(image, container_name, tmp_path):
     """Without anything but the service's files, the app in the image trains and leaves its model."""
     hyperparameters = {"config": "app/configs/smoke.yaml"}

@@ -58,6 +58,7 @@ def _own_code(folder, image, num_hosts, **hyperparameters):
     return folder / "job", estimator, {"training": own_code.points(folder).as_uri()}
 
 
+@pytest.mark.proof
 def test_the_app_of_the_image_trains(image, tmp_path):
     """Without an entry point the image's own script runs, with the types of all hyperparameters restored."""
     data = tmp_path / "digits"
@@ -80,6 +81,7 @@ def test_the_app_of_the_image_trains(image, tmp_path):
     assert [name for name in job.artifacts if name.endswith("c d/version_3/metrics.csv")]
 
 
+@pytest.mark.proof
 def test_own_code_runs_instead_of_the_app(image, tmp_path):
     """An entry point's script runs with its modules beside it, and every rank sees the same typed hyperparameters."""
     hyperparameters = {f"model.{name}": value for name, value in own_code.ARGUMENTS.items()}
@@ -102,6 +104,7 @@ def test_own_code_runs_instead_of_the_app(image, tmp_path):
             assert (one["max_epochs"], one["interface"], one["has_requirements"]) == (1, "eth0", True)
 
 
+@pytest.mark.proof
 def test_failure_of_one_host_fails_all(image, tmp_path):
     """When one rank fails no container ends with 0, so that ``fit`` raises, and the reason is the first rank's."""
     job = fit(*_own_code(tmp_path, image, 2, **{"model.fails_on": 1}), is_offline=True)
@@ -113,6 +116,7 @@ def test_failure_of_one_host_fails_all(image, tmp_path):
     assert job.model == {}
 
 
+@pytest.mark.proof
 def test_stopped_job_saves_a_checkpoint(image, tmp_path):
     """``docker stop`` in the middle: a checkpoint of all ranks, exit code 143 on all hosts, and the reason."""
     label = new_label()

@@ -83,6 +83,7 @@ def output_of(ended):
     return ended.stdout + ended.stderr
 
 
+@pytest.mark.proof
 def test_own_code_runs_on_two_hosts_and_leaves_a_model(python, submit, tmp_path):
     """The image's launcher starts the script from source_dir, with its options and its channel."""
     ended = submit(python)
@@ -94,6 +95,7 @@ def test_own_code_runs_on_two_hosts_and_leaves_a_model(python, submit, tmp_path)
         assert {Path(name).name for name in archive.getnames()} >= {"algo-1", "algo-2"}
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("host", ["algo-1", "algo-2"])
 def test_whichever_host_fails_the_command_does(python, submit, host):
     """Though the SDK itself may call that a success; the reason is that of the script."""
@@ -104,12 +106,14 @@ def test_whichever_host_fails_the_command_does(python, submit, host):
     assert re.search(f"a host failed: {told}RuntimeError: meant to fail", ended.stderr), output_of(ended)
 
 
+@pytest.mark.proof
 def test_a_job_that_hangs_ends_with_the_time_limit(python, submit):
     """With all its containers."""
     ended = submit(python, "--hyperparameters.hang=true", "--timeout_s=25")
     assert ended.returncode == 124, output_of(ended)
 
 
+@pytest.mark.proof
 @pytest.mark.sdk2
 def test_a_heterogeneous_job_trains(submit):
     """A heterogeneous job trains the app fed by its data host; what local mode lacks is left out with a warning."""

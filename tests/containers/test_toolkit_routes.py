@@ -73,6 +73,7 @@ def _check(job, places, started_by):
     assert set(job.model) == {"model.ckpt", "state_dict.pt", "config.yaml"}
 
 
+@pytest.mark.proof
 def test_mpirun_torchrun_and_our_launcher_start_the_same_ranks(image, toolkit_image, tmp_path):
     """What ``distribution={...}`` makes the toolkit start has the ranks that our entry point gives without it."""
     with ThreadPoolExecutor(2) as pool:
@@ -91,6 +92,7 @@ def test_mpirun_torchrun_and_our_launcher_start_the_same_ranks(image, toolkit_im
 # _pytorch_distribution_configuration), and the toolkit starts a torchrun in every group, for its hosts alone.
 
 
+@pytest.mark.proof
 def test_torchrun_in_a_data_group_does_no_harm(toolkit_image, tmp_path):
     """A data host serves under a torchrun that the SDK did not mean to start; the trainers have one of their own."""
     groups = [["data", "ml.c5.xlarge", 1], ["trainer", "ml.c5.xlarge", 2]]
@@ -103,6 +105,7 @@ def test_torchrun_in_a_data_group_does_no_harm(toolkit_image, tmp_path):
     ]
 
 
+@pytest.mark.proof
 def test_torchrun_in_each_of_two_training_groups_is_refused_with_advice_that_helps(toolkit_image, tmp_path):
     """Two training groups with a torchrun each fail instead of training two models; the advice joins the groups."""
     groups = [["one", "ml.c5.xlarge", 1], ["two", "ml.c5.xlarge", 1]]

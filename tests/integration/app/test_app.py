@@ -67,6 +67,7 @@ def test_digits_are_the_default_data(run, capsys):
     assert data["init_args"]["data_dir"] is None
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
 def test_each_configuration_is_accepted(run, capsys, config):
     """The files in app/configs parse, keep the best and the last checkpoint, and name no absolute path."""

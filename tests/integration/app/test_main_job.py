@@ -66,6 +66,7 @@ def test_make_train_reaches_the_accuracy_and_leaves_one_model(tmp_path):
     torch.testing.assert_close(model.eval()(images), plain.eval()(images))
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(
     ("groups", "augment"), [(((), ()), False), ((("--group", "data=1"), ("--group", "data=2")), True)]
 )

@@ -61,6 +61,7 @@ def test_failing_host_ends_the_others(jobs, work):
     assert not processes_of(jobs)
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_stopping_the_emulator_stops_all_hosts(jobs, work, signum, code):
     """Ctrl-C and its kin end every process within seconds."""
@@ -111,6 +112,7 @@ def test_second_signal_kills_at_once(jobs, work):
         assert not processes_of(jobs)
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("script", [_WAIT, _STUBBORN])
 def test_killing_the_emulator_leaves_no_process(jobs, work, script):
     """Even after SIGKILL of the emulator every host ends, also one that ignores SIGTERM."""

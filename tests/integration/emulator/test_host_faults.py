@@ -44,7 +44,7 @@ def test_killed_launcher_leaves_its_script(jobs, work):
     options = ["--group", "trainer=2", "--fault", "kill-launcher:algo-2@step=10"]
     ended = run_faulty(jobs, work, *options, mode="watch_launcher")
     assert ended.returncode == 137
-    assert "algo-2 left no reason" in ended.stdout
+    assert "algo-2 wrote no reason" in ended.stdout
     assert int(dict(said_after(ended.stdout, "left of algo-2:"))["algo-1"]) >= 1
     assert not processes_of(jobs)
 
@@ -56,7 +56,7 @@ def test_hanging_host_goes_on_after_its_time(jobs, work):
     assert ended.returncode == 0, ended.stdout
     lines = [line for line in ended.stdout.splitlines() if "stopped" in line or line.startswith(("Fault", "Host"))]
     assert lines[0].startswith("Fault hang:algo-2,for=1@step=1: algo-2 at step 1")
-    assert sorted(lines[1:]) == ["Host algo-2 goes on.", "algo-1 | all stopped", "algo-1 | none stopped"]
+    assert sorted(lines[1:]) == ["Host algo-2 resumed.", "algo-1 | all stopped", "algo-1 | none stopped"]
 
 
 def test_frozen_host_ends_with_a_killed_emulator(jobs, work):

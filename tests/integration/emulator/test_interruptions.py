@@ -72,7 +72,7 @@ def test_interruption_of_one_host(jobs, work):
     assert ended.returncode == 137
     assert [host for host, _ in said_after(ended.stdout, "told")] == ["algo-2"]
     for host, num_columns in (("algo-1", 4), ("algo-2", 5)):
-        assert f"Host {host} is killed: 0.5 s are over." in ended.stdout
+        assert f"Killing host {host}: the grace period of 0.5 s is over." in ended.stdout
         assert len(row(ended.stdout, host)) == num_columns
     assert "Attempt" not in ended.stdout
 
@@ -81,7 +81,9 @@ def test_stubborn_hosts_are_killed_when_the_time_is_over(jobs, work):
     """Who ignores SIGTERM gets SIGKILL after --grace-s, and the next attempt begins all the same."""
     ended = run_faulty(jobs, work, "--fault", "interrupt@step=1", "--grace-s", "0.5", mode="stubborn")
     assert ended.returncode == 0
-    assert ended.stdout.index("Host algo-1 is killed: 0.5 s are over.") < ended.stdout.index("Attempt 2 of 2")
+    assert ended.stdout.index("Killing host algo-1: the grace period of 0.5 s is over.") < ended.stdout.index(
+        "Attempt 2 of 2"
+    )
     assert row(ended.stdout, "algo-1", 1)[2] == "137"
     assert 0.5 <= float(row(ended.stdout, "algo-1", 1)[4]) < 10
 
@@ -91,7 +93,7 @@ def test_signal_before_the_launcher_listens_is_lost(jobs, work):
     options = ["--fault", "hang:algo-1@start", "--fault", "interrupt@after=0", "--grace-s", "0.2"]
     ended = run_faulty(jobs, work, *options)
     assert ended.returncode == 0
-    assert "Host algo-1 does not listen to SIGTERM (yet): it is lost." in ended.stdout
+    assert "Host algo-1 has no SIGTERM handler yet: the signal is lost." in ended.stdout
     assert row(ended.stdout, "algo-1", 1)[2] == "137"
     assert "algo-1 | starts 0" in ended.stdout
 
@@ -115,7 +117,8 @@ def test_stopped_job_has_no_other_attempt(jobs, work):
     ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "stop@step=5", "--max-attempts", "2")
     assert ended.returncode == 143
     assert "Attempt 2" not in ended.stdout
-    assert "Host algo" not in ended.stdout
+    assert "Killing host" not in ended.stdout
+    assert "failed with exit code" not in ended.stdout
     assert len(row(ended.stdout, "algo-1")) == 5
 
 

@@ -103,6 +103,7 @@ def test_stray_variables_do_not_reach_the_hosts(jobs, work):
     assert env["AWS_REGION"]
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(
     ("name", "text"), [("h.json", '{"a": {"b": 1}, "c": "x y"}'), ("h.yaml", "a: {b: 1}\nc: x y\n")]
 )

@@ -19,6 +19,7 @@ def test_help_has_examples():
         assert example in ended.stdout
 
 
+@pytest.mark.matrix(first=6)
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -30,7 +31,7 @@ def test_help_has_examples():
         (["--group", "a=1", "--group", "a=2"], "Group 'a' is named twice"),
         (["--group", "data=1", "--group", "data2=1"], "No group trains"),
         (["--group", "a=1:ml.g5.xlarge", "--group", "b=1:ml.g5.12xlarge"], "different numbers of GPUs"),
-        (["--devices", "0"], "0 devices"),
+        (["--devices", "0"], "--devices is 0"),
         (["--channel", "x"], "--channel 'x': expected NAME=DIR"),
         (["--channel", "x=nix"], "Channel 'x': the folder 'nix' does not exist"),
         (["--channel", "x=.", "--channel", "x=."], "'x' is given twice"),
@@ -60,6 +61,7 @@ def test_bad_options_start_nothing(jobs, work, args, message):
     assert not jobs.exists()
 
 
+@pytest.mark.matrix(first=2)
 @pytest.mark.parametrize(
     ("script", "message"),
     [
@@ -81,6 +83,7 @@ def test_bad_scripts_start_nothing(jobs, work, script, message):
     assert not jobs.exists()
 
 
+@pytest.mark.matrix(first=2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -177,6 +177,7 @@ def test_errors_of_the_server_are_survived(base, work, s3):
     assert _run(base, work, s3).stdout == "here\n"
 
 
+@pytest.mark.matrix(first=2)
 @pytest.mark.parametrize(
     ("content", "address", "reason"),
     [
@@ -248,6 +249,7 @@ def test_fetching_has_a_time_limit(base, work, s3):
 _SHELL = 'printf "%s|" "$0" "$@"; echo "$SM_HP_NAME|$(pwd)"; exit 7\n'
 
 
+@pytest.mark.matrix(first=2)
 @pytest.mark.parametrize("first_line", ["", "#!/bin/sh\n", "#!/usr/bin/env bash\n", "#! /bin/bash -e\n"])
 def test_shell_scripts_run_with_arguments_and_exit_code(base, work, first_line):
     """A shell script without the right to be executed gets its arguments unchanged, and its exit code is the host's."""

@@ -1,7 +1,7 @@
-"""Ways of dying x roles x moments, each a job of the emulator: two trainer hosts with one rank each, and data hosts.
+"""Failure modes x roles x moments, each a job of the emulator: two trainer hosts with one rank each, and data hosts.
 
-``MATRIX`` makes the tests, and the table in docs/lifecycle.md
-(``python -m tests.integration.launcher.test_failure_modes``).
+``MATRIX`` holds the parameters of the test, and the table in docs/lifecycle.md
+(``python -m tests.integration.launcher.test_failure_modes`` prints it).
 """
 
 import re
@@ -19,9 +19,9 @@ TIMEOUT_S = 120
 TOGETHER_S = 40.0
 MAX_REASON_CHARS = 1024
 PAGE = REPOSITORY / "docs" / "lifecycle.md"
-# Less than the emulator's time for leaving, unlike their defaults.
-IMPATIENT = ("--data_service.lease_s", "5", "--data_service.batch_timeout_s", "5")
-EITHER = (1, 143)  # what the other rank meets first: a peer that is gone, or SIGTERM
+# Below the 20 s after which the emulator kills, unlike their defaults.
+SHORT_TIMEOUTS = ("--data_service.lease_s", "5", "--data_service.batch_timeout_s", "5")
+EITHER = (1, 143)  # whatever reaches the other rank first: a lost peer, or SIGTERM
 STOPPED = r"The job was stopped or interrupted \(SIGTERM\)\. "
 PEER_LEFT = r"RuntimeError: .*by peer"  # the other rank met the failure first, and left
 KILLED = r"killed by SIGKILL \(exit code 137\)"
@@ -29,26 +29,26 @@ KILLED = r"killed by SIGKILL \(exit code 137\)"
 
 @dataclass(frozen=True)
 class Cell:
-    """One way of dying, of one role, at one moment.
+    """One failure mode, of one role, at one moment.
 
     Attributes:
-        way: How.
-        role: Who.
+        mode: What happens.
+        role: To which hosts.
         moment: When.
         main: Exit codes that the main trainer's host may have.
-        other: Those of the other trainer's host.
-        data: Those of every data host.
+        other: Exit codes that the other trainer's host may have.
+        data: Exit codes that every data host may have.
         job: Exit code of the emulator: that of the host that failed first.
-        first: Which host leaves the reason that the others name; None where nobody can.
+        first: The host whose reason the others repeat; None if no host can write one.
         reason: How the failure file of that host begins (a regular expression).
-        said: How the failure files of all other trainers begin that leave one.
+        other_reasons: Without such a host: how the failure files of the trainers begin, if there are any.
         fails: FAILS and FAILS_ON, for the script.
         options: Options of the emulator.
         arguments: Arguments of the script.
-        hosts: Number of data hosts.
+        num_data_hosts: Number of data hosts.
     """
 
-    way: str
+    mode: str
     role: str
     moment: str
     main: tuple[int, ...] = (0,)
@@ -57,19 +57,19 @@ class Cell:
     job: int = 0
     first: str | None = None
     reason: str = ""
-    said: str = ""
+    other_reasons: str = ""
     fails: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
-    hosts: int = 1
+    num_data_hosts: int = 1
 
     def __str__(self) -> str:
-        return f"{self.way}, {self.role}, {self.moment}"
+        return f"{self.mode}, {self.role}, {self.moment}"
 
     def row(self) -> str:
         """The line of the table in the documentation."""
         codes = [" or ".join(map(str, codes)) for codes in (self.main, self.other, self.data)]
-        return "| " + " | ".join([self.way, self.role, self.moment, *codes, str(self.job)]) + " |"
+        return "| " + " | ".join([self.mode, self.role, self.moment, *codes, str(self.job)]) + " |"
 
 
 def fault(kind, when, *more):
@@ -87,135 +87,224 @@ EARLY = tuple(
     for word in pair
 )
 EXCEPTION = r"ArithmeticError: rank \d fails at step (\d+|val)\n"
+LAST_LINES = "exit code {}; last lines of stderr"
 MATRIX = [
     Cell("success", "all", "end"),
     Cell("early stopping", "all", "after the first validation", arguments=EARLY),
-    *(
-        Cell("exception", "main trainer", moment, (1,), EITHER, job=1, first="main", reason=EXCEPTION, fails=at)
-        for moment, at in {"first step": ("exception@0", "0")}.items()
+    Cell(
+        "exception",
+        "main trainer",
+        "first step",
+        main=(1,),
+        other=EITHER,
+        job=1,
+        first="main",
+        reason=EXCEPTION,
+        fails=("exception@0", "0"),
     ),
     Cell(
-        *("exception", "other trainer", "validation", EITHER, (1,)),
+        "exception",
+        "other trainer",
+        "validation",
+        main=EITHER,
+        other=(1,),
         job=1,
         first="other",
         reason=EXCEPTION,
         fails=("exception@val", "1"),
     ),
     Cell(
-        *("os._exit(7)", "main trainer", "last step", (7,), EITHER),
+        "os._exit(7)",
+        "main trainer",
+        "last step",
+        main=(7,),
+        other=EITHER,
         job=7,
         first="main",
-        reason="exit code 7; the last lines of stderr",
+        reason=LAST_LINES.format(7),
         fails=("exit@59", "0"),
     ),
     Cell(
-        *("sys.exit(9)", "other trainer", "mid-epoch", EITHER, (9,)),
+        "sys.exit(9)",
+        "other trainer",
+        "mid-epoch",
+        main=EITHER,
+        other=(9,),
         job=9,
         first="other",
-        reason="exit code 9; the last lines of stderr",
+        reason=LAST_LINES.format(9),
         fails=("sys.exit@10", "1"),
     ),
     Cell(
-        *("SIGKILL of a rank", "main trainer", "mid-epoch", (137,), EITHER),
+        "SIGKILL of a rank",
+        "main trainer",
+        "mid-epoch",
+        main=(137,),
+        other=EITHER,
         job=137,
         first="main",
         reason=KILLED,
         options=fault("kill-rank:trainer-1", "step=10"),
     ),
     Cell(
-        *("SIGKILL of a rank", "other trainer", "last step", EITHER, (137,)),
+        "SIGKILL of a rank",
+        "other trainer",
+        "last step",
+        main=EITHER,
+        other=(137,),
         job=137,
         first="other",
         reason=KILLED,
         fails=("kill@59", "1"),
     ),
     Cell(
-        *("SIGKILL of the launcher", "main trainer", "second epoch", (137,), EITHER),
+        "SIGKILL of the launcher",
+        "main trainer",
+        "second epoch",
+        main=(137,),
+        other=EITHER,
         job=137,
-        said=STOPPED,
+        other_reasons=STOPPED,
         options=fault("kill-launcher:trainer-1", "epoch=2"),
-        arguments=IMPATIENT,
+        arguments=SHORT_TIMEOUTS,
     ),
     Cell(
-        *("SIGKILL of the launcher", "other trainer", "mid-epoch", EITHER, (137,)),
+        "SIGKILL of the launcher",
+        "other trainer",
+        "mid-epoch",
+        main=EITHER,
+        other=(137,),
         job=137,
-        said=STOPPED,
+        other_reasons=STOPPED,
         options=fault("kill-launcher:trainer-2", "step=10"),
-        arguments=IMPATIENT,
+        arguments=SHORT_TIMEOUTS,
     ),
     Cell(
-        *("SIGKILL of the whole host", "main trainer", "mid-epoch", (137,), EITHER),
+        "SIGKILL of the whole host",
+        "main trainer",
+        "mid-epoch",
+        main=(137,),
+        other=EITHER,
         job=137,
-        said=STOPPED,
+        other_reasons=STOPPED,
         options=fault("kill:trainer-1", "step=10"),
-        arguments=IMPATIENT,
+        arguments=SHORT_TIMEOUTS,
     ),
     Cell(
-        *("SIGKILL of the whole host", "other trainer", "first step", EITHER, (137,)),
+        "SIGKILL of the whole host",
+        "other trainer",
+        "first step",
+        main=EITHER,
+        other=(137,),
         job=137,
-        said=STOPPED,
+        other_reasons=STOPPED,
         options=fault("kill:trainer-2", "step=1"),
-        arguments=IMPATIENT,
+        arguments=SHORT_TIMEOUTS,
     ),
     Cell(
-        *("import error", "all", "start-up", EITHER, EITHER, (0, 1)),
+        "import error",
+        "all",
+        "start-up",
+        main=EITHER,
+        other=EITHER,
+        data=(0, 1),
         job=1,
         first="any",
         reason="ImportError: ",
         fails=("import", "all"),
     ),
     Cell(
-        *("import error", "other trainer", "start-up", EITHER, (1,)),
+        "import error",
+        "other trainer",
+        "start-up",
+        main=EITHER,
+        other=(1,),
         job=1,
         first="other",
         reason="ImportError: ",
         fails=("import", "1"),
     ),
     Cell(
-        *("SIGTERM to all hosts", "all", "mid-epoch", (143,), (143,)),
+        "SIGTERM to all hosts",
+        "all",
+        "mid-epoch",
+        main=(143,),
+        other=(143,),
         job=143,
-        said=STOPPED,
+        other_reasons=STOPPED,
         options=fault("stop", "step=10,skew=0.05"),
     ),
     Cell(
-        *("SIGTERM to all hosts", "all", "start-up", (143,), (143,)),
+        "SIGTERM to all hosts",
+        "all",
+        "start-up",
+        main=(143,),
+        other=(143,),
         job=143,
-        said=STOPPED,
+        other_reasons=STOPPED,
         options=fault("stop", "start"),
     ),
     Cell(
-        *("SIGKILL of the whole host", "only data host", "mid-epoch", EITHER, EITHER, (137,)),
+        "SIGKILL of the whole host",
+        "only data host",
+        "mid-epoch",
+        main=EITHER,
+        other=EITHER,
+        data=(137,),
         job=137,
-        said=STOPPED + rf"(lightning_sm\.errors\.Data|{PEER_LEFT})",
+        other_reasons=STOPPED + rf"(lightning_sm\.errors\.Data|{PEER_LEFT})",
         options=fault("kill:data-1", "step=10"),
-        arguments=IMPATIENT,
+        arguments=SHORT_TIMEOUTS,
     ),
     Cell(
-        *("SIGKILL of the launcher", "only data host", "mid-epoch", (143,), (143,), (137,)),
+        "SIGKILL of the launcher",
+        "only data host",
+        "mid-epoch",
+        main=(143,),
+        other=(143,),
+        data=(137,),
         job=137,
-        said=STOPPED,
+        other_reasons=STOPPED,
         options=fault("kill-launcher:data-1", "step=10"),
     ),
     Cell(
-        *("hangs for good", "only data host", "mid-epoch", EITHER, EITHER, (137,)),
+        "hangs forever",
+        "only data host",
+        "mid-epoch",
+        main=EITHER,
+        other=EITHER,
+        data=(137,),
         job=1,
         first="any",
         reason=r"lightning_sm\.errors\.Data(Timeout|HostUnreachable)Error: ",
         options=fault("hang:data-1", "step=10"),
-        arguments=IMPATIENT,
+        arguments=SHORT_TIMEOUTS,
     ),
-    Cell(*("os._exit(7)", "one of two data hosts", "opening"), fails=("exit@open", "data-0"), hosts=2),
     Cell(
-        *("os._exit(7)", "only data host", "opening", (137,), (137,), (7,)),
+        "os._exit(7)",
+        "one of two data hosts",
+        "creating the DataLoader",
+        fails=("exit@open", "data-0"),
+        num_data_hosts=2,
+    ),
+    Cell(
+        "os._exit(7)",
+        "only data host",
+        "creating the DataLoader",
+        main=(137,),
+        other=(137,),
+        data=(7,),
         job=7,
         first="any",
-        reason="exit code 7; the last lines of stderr",
+        reason=LAST_LINES.format(7),
         fails=("exit@open", "data-0"),
     ),
     Cell(
-        *("hangs for 8 s", "one of two data hosts", "mid-epoch"),
+        "hangs for 8 s",
+        "one of two data hosts",
+        "mid-epoch",
         options=fault("hang:data-1,for=8", "step=10"),
-        hosts=2,
+        num_data_hosts=2,
     ),
 ]
 
@@ -225,7 +314,16 @@ def run_job(folder, cell):
     fails = dict(zip(("FAILS", "FAILS_ON"), cell.fails, strict=False))
     env = {"NOTES": str(folder / "notes"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **fails}
     command = [
-        *(sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2", "--group", f"data={cell.hosts}"),
+        *(
+            sys.executable,
+            "-m",
+            "lightning_sm",
+            "local",
+            "--group",
+            "trainer=2",
+            "--group",
+            f"data={cell.num_data_hosts}",
+        ),
         *("--seed", "1", "--keep", "--base-dir", str(folder / "jobs"), "--checkpoints", str(folder / "checkpoints")),
         *(word for name, value in env.items() for word in ("--env", f"{name}={value}")),
         *cell.options,
@@ -250,8 +348,8 @@ def hosts_of(folder, output):
 
 
 def left_of(folder):
-    """Command lines of processes whose host lay in the folder."""
-    processes = psutil.process_iter(["environ", "cmdline"])  # None for what may not be seen, or has ended
+    """Command lines of processes that belong to hosts in the folder."""
+    processes = psutil.process_iter(["environ", "cmdline"])  # None for processes that are not readable, or have ended
     return [
         process.info["cmdline"]
         for process in processes
@@ -260,15 +358,24 @@ def left_of(folder):
 
 
 @pytest.mark.processes
+@pytest.mark.matrix(
+    rows=[
+        "exception, main trainer, first step",
+        "SIGKILL of the launcher, other trainer",
+        "SIGKILL of the whole host, only data host",
+        "os._exit(7), one of two data hosts",
+        "os._exit(7), only data host",
+    ]
+)
 @pytest.mark.parametrize("cell", MATRIX, ids=str)
 def test_a_job_ends_well_however_it_ends(tmp_path, cell):
-    """Every host has its exit code and its reason, all end together, and no process is left."""
+    """Every host has its exit code and its reason, all end together, and no process is left behind."""
     code, output = run_job(tmp_path, cell)
     hosts = hosts_of(tmp_path, output)
     assert code == cell.job, output
     assert "did not happen" not in output
     data = [host for part, host in hosts.items() if part not in {"main", "other"}]
-    assert len(data) == cell.hosts
+    assert len(data) == cell.num_data_hosts
     assert hosts["main"][0] in cell.main, output
     assert hosts["other"][0] in cell.other, output
     assert all(host[0] in cell.data for host in data), output
@@ -283,33 +390,33 @@ def test_a_job_ends_well_however_it_ends(tmp_path, cell):
     else:
         for part in ("main", "other"):
             exit_code, _, reason, _ = hosts[part]
-            assert reason is None if exit_code in {0, 137} else re.match(cell.said, reason), output
+            assert reason is None if exit_code in {0, 137} else re.match(cell.other_reasons, reason), output
 
 
 def check_first(cell, hosts, output):
-    """Its own reason is on the host that failed first; the other trainer names that host, and tells it, too.
+    """The host that failed first has its own reason. The other trainer repeats it, and names that host.
 
-    It heard so from the launcher of the host that failed, before the emulator ended the others: who is first told to
-    stop says that instead.
+    The launcher of the failed host reports before the emulator ends the others; a host that is stopped first would give
+    that as its reason.
     """
-    if cell.first == "any":  # all had the same reason, and which was the first is chance
+    if cell.first == "any":  # all had the same reason, and any of them may have been first
         assert any(re.search(cell.reason, host[2] or "") for host in hosts.values()), output
         assert all(re.match(f"({cell.reason}|{STOPPED}|Host )", hosts[part][2]) for part in ("main", "other")), output
         return
     exit_code, _, reason, name = hosts[cell.first]
     assert re.match(cell.reason, reason), output
-    told = f"Host {name} was the first to fail, with exit code {exit_code}: {reason}"
-    assert hosts["other" if cell.first == "main" else "main"][2] == told[:MAX_REASON_CHARS], output
+    repeated = f"Host {name} failed first, with exit code {exit_code}: {reason}"
+    assert hosts["other" if cell.first == "main" else "main"][2] == repeated[:MAX_REASON_CHARS], output
 
 
 def table():
     """The table of the documentation."""
-    names = ["way of dying", "who", "when", "main trainer", "other trainer", "data hosts", "job"]
+    names = ["failure mode", "who", "when", "main trainer", "other trainer", "data hosts", "job"]
     return "\n".join(["| " + " | ".join(names) + " |", "|" + "---|" * len(names), *(cell.row() for cell in MATRIX)])
 
 
 def test_the_documentation_has_the_matrix():
-    """The page for users shows the cells that are tested, with the exit codes that are asserted."""
+    """The page for users shows the tested cells with the asserted exit codes."""
     assert table() in PAGE.read_text(encoding="utf-8"), (
         "python -m tests.integration.launcher.test_failure_modes prints it"
     )

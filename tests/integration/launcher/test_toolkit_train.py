@@ -106,6 +106,7 @@ def test_contradicting_hyperparameter_fails_the_job(tmp_path):
         assert not (hosts.folder / host / "output" / "success").exists()
 
 
+@pytest.mark.proof
 def test_the_example_app_trains_by_the_stock_toolkit(tmp_path):
     """``SAGEMAKER_PROGRAM=app/train.py`` runs the app unchanged, and the first host leaves the model."""
     hosts, ended = _train(

@@ -131,6 +131,7 @@ def _dumped(output):
     return {name: text for name, text in variables.items() if name.startswith(_PREFIXES)}, arguments, folder
 
 
+@pytest.mark.matrix(first=2)
 def test_the_same_variables_have_the_same_text(dumps):
     """Names are the same, and every text but those of the known differences."""
     (toolkit, _, _), (ours, _, _) = dumps
@@ -139,6 +140,7 @@ def test_the_same_variables_have_the_same_text(dumps):
     assert {name: texts for name, texts in different.items() if name not in _DIFFERENT} == {}
 
 
+@pytest.mark.matrix(first=2)
 def test_what_the_toolkit_knows_of_names_and_regions_is_the_same(dumps):
     """Where the toolkit's text is not empty, ours is no other."""
     (toolkit, _, _), (ours, _, _) = dumps
@@ -146,6 +148,7 @@ def test_what_the_toolkit_knows_of_names_and_regions_is_the_same(dumps):
         assert toolkit[name] in ("", ours[name])
 
 
+@pytest.mark.matrix(first=2)
 def test_user_args_are_the_arguments_of_the_script(dumps):
     """SM_USER_ARGS is true on both sides, and both start the script in the folder of the code."""
     for variables, arguments, folder in dumps:
@@ -153,6 +156,7 @@ def test_user_args_are_the_arguments_of_the_script(dumps):
         assert folder == variables["SAGEMAKER_BASE_DIR"] + "/code"
 
 
+@pytest.mark.matrix(first=2)
 def test_our_own_code_reads_the_same_job_under_both(dumps):
     """What SageMakerJob makes of either environment is the same."""
     from lightning_sm.job.facts import SageMakerJob

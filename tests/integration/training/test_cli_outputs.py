@@ -84,6 +84,7 @@ class TestModel:
         assert config["data"]["data_dir"] == str(host.channel("training"))
         assert (config["trainer"]["num_nodes"], config["seed_everything"]) == (1, 1)
 
+    @pytest.mark.matrix
     @pytest.mark.parametrize(
         ("arguments", "epoch"),
         [
@@ -219,6 +220,7 @@ class TestFolders:
         assert "lightning_logs/version_0/config.yaml" in found
         assert not files_in(Path.cwd())
 
+    @pytest.mark.matrix
     @pytest.mark.parametrize(
         ("folder", "expected"),
         [("logs", "{output}/logs"), (".", "{output}"), ("/abs/logs", "/abs/logs"), ("s3://bucket/x", "s3://bucket/x")],
@@ -231,6 +233,7 @@ class TestFolders:
         trainer = host.make("--trainer.logger=false", *arguments, trainer_defaults=defaults).trainer
         assert trainer.default_root_dir == expected.format(output=host.output_dir)
 
+    @pytest.mark.matrix
     @pytest.mark.parametrize("folder", ["logs", "/abs/logs"])
     @pytest.mark.parametrize("several", [True, False])
     def test_folders_of_loggers(self, host, folder, several):

@@ -36,6 +36,7 @@ def interrupt(host, checkpoints, epochs):
 class TestCkptPath:
     """What ckpt_path means in a job."""
 
+    @pytest.mark.matrix
     @pytest.mark.parametrize("stated", [None, "null", "last"])
     @pytest.mark.parametrize("source", ["line", "file"])
     def test_the_newest_checkpoint(self, host, checkpoints, stated, source):
@@ -96,7 +97,7 @@ class TestCkptPath:
 class TestWithoutRun:
     """A script that calls trainer.fit itself."""
 
-    def test_it_is_told_what_to_go_on_from(self, host, checkpoints, caplog):
+    def test_ckpt_path_is_the_checkpoint_to_resume_from(self, host, checkpoints, caplog):
         """The CLI has the newest checkpoint as an attribute, and one line says what to do with it."""
         fit(host)
         caplog.set_level("INFO", "lightning_sm")
@@ -110,7 +111,7 @@ class TestWithoutRun:
         assert cli.trainer.global_step == 4
 
     @pytest.mark.parametrize("has_checkpoint_dir", [True, False])
-    def test_nothing_to_go_on_from(self, host, caplog, has_checkpoint_dir):
+    def test_nothing_to_resume_from(self, host, caplog, has_checkpoint_dir):
         """In a first attempt, and in a job without a checkpoint folder, it is None, and nothing is said."""
         caplog.set_level("INFO", "lightning_sm")
         host.configure(checkpoint={"LocalPath": str(host.base_dir / "ck")} if has_checkpoint_dir else None)
@@ -129,6 +130,7 @@ class OwnCheckpoint(SmallModel):
 class TestFoldersOfInstances:
     """A ModelCheckpoint that the script makes, which has made its folder absolute."""
 
+    @pytest.mark.matrix
     @pytest.mark.parametrize("way", ["defaults", "model"])
     @pytest.mark.parametrize("has_checkpoint_dir", [True, False])
     def test_a_relative_folder(self, host, caplog, way, has_checkpoint_dir):
@@ -145,6 +147,7 @@ class TestFoldersOfInstances:
         _, found = fit(host, epochs=2, model=settings.get("model", SmallModel))
         assert (found is not None and Path(found).parent == last.parent) == has_checkpoint_dir
 
+    @pytest.mark.matrix
     @pytest.mark.parametrize("here", ["code", "", "/"])
     @pytest.mark.parametrize("folder", ["{base}/ck/sub", "{base}/own", "/fsx/ck", "memory://ck"])
     def test_another_folder(self, host, checkpoints, monkeypatch, here, folder):
@@ -155,6 +158,7 @@ class TestFoldersOfInstances:
         host.make(trainer_defaults={"callbacks": [callback]}, save_config_callback=None)
         assert callback.dirpath == dirpath
 
+    @pytest.mark.matrix(first=1)
     @pytest.mark.parametrize("here", ["code", "checkpoints", ""])
     def test_a_working_directory_among_the_jobs_folders(self, host, checkpoints, monkeypatch, here):
         """The code's folder is no place for checkpoints; the checkpoint folder is, and in base_dir nobody can tell."""

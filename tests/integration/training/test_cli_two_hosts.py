@@ -94,7 +94,7 @@ def test_only_rank_0_writes_progress(hosts):
 
 def test_only_rank_0_reports_the_channels(hosts):
     """The channel that fits nothing is reported by one trainer, and by the data host, which reads it."""
-    assert [log_of(host).count("'extra' fits no argument") for host in hosts] == [1, 0, 1]
+    assert [log_of(host).count("'extra' matches none of") for host in hosts] == [1, 0, 1]
     assert [log_of(host).count("'training': data.data_dir = ") for host in hosts] == [1, 0, 1]
 
 

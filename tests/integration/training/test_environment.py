@@ -114,6 +114,7 @@ def test_asked_environment_ends_without_a_complaint(plain):
     assert all("trained alone" not in end.output for end in ended.values())
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("order", [("algo-1", "algo-2"), ("algo-2", "algo-1")])
 def test_torchrun_decides_on_ranks_and_main_address(hosts, order):
     """Ranks, main address and port are torchrun's, also where it orders the hosts differently."""
@@ -138,7 +139,8 @@ def test_torchrun_of_one_host_alone_is_refused(hosts):
     (end,) = hosts.run(_torchrun(hosts, ("algo-2",), "meet.py", {"devices": 2}, "fit")).values()
     assert end.code == 1
     assert (
-        "TopologyError: torchrun set world size 2 and local world size 2, but the job needs world size 4: " in end.output
+        "TopologyError: torchrun set world size 2 and local world size 2, but the job needs world size 4: "
+        in end.output
     )
     assert "algo-2*  homogeneousCluster" in end.output
 
@@ -159,6 +161,7 @@ def test_spawned_workers_get_their_own_ranks(hosts):
     assert _in_group_at_exit(hosts) == [False] * 6
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(
     ("variables", "settings"),
     [
@@ -261,11 +264,11 @@ def test_name_that_resolves_later_is_waited_for(hosts, tmp_path):
 
 
 def test_name_that_never_resolves_ends_the_process(hosts):
-    """After resolve_timeout_s the error names the hosts without an address."""
+    """After resolve_timeout_s the error names the hosts that do not resolve."""
     addresses = {"algo-1": "algo-1.invalid", "algo-2": hosts.address("algo-2")}
     ended = hosts.run({"algo-2": script("find_main.py", "0")}, {"LIGHTNING_SM_HOST_ADDRESSES": json.dumps(addresses)})
     assert ended["algo-2"].code == 1
     expected = (
-        "HostResolutionError: The main host 'algo-1' did not resolve within 0 s; hosts without an address: algo-1."
+        "HostResolutionError: The name of the main host 'algo-1' did not resolve within 0 s. Unresolved hosts: algo-1."
     )
     assert expected in ended["algo-2"].output

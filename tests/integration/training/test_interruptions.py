@@ -60,6 +60,7 @@ def exit_codes(output):
     return sorted((int(attempt or 1), role, int(code)) for attempt, role, code in rows)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("step", "skew"), [(20, 0), (20, 1.0), (32, 0.05)])
 @pytest.mark.parametrize("groups", [(), ("--group", "data=1")], ids=["own data", "data host"])
 def test_an_interrupted_job_goes_on_exactly_where_it_was(tmp_path, references, groups, step, skew):

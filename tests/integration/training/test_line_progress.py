@@ -34,6 +34,7 @@ def test_one_line_for_each_epoch_and_one_at_the_end(host, lines):
     assert end.startswith("finished: epochs=3 step=6 ")
 
 
+@pytest.mark.matrix(first=2)
 @pytest.mark.parametrize("score", [1e-5, 123456.0, 0.0, -2.5, 1e20])
 def test_numbers_of_any_size_can_be_read(host, lines, score):
     """Metric definitions find the number, and it has not been rounded away."""

@@ -124,6 +124,7 @@ def noisy(samples):
     return x + torch.randn(1) + np.random.rand() + random.random(), y
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("cls", POSITIONED)
 @pytest.mark.parametrize(
     "moment",
@@ -136,6 +137,7 @@ def test_random_numbers_go_on(tmp_path, uninterrupted, cls, moment):
     assert whole(gone_on(tmp_path / "run", model).events) == uninterrupted(cls)
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("cls", POSITIONED)
 def test_a_run_from_the_end_of_an_epoch_can_be_interrupted(tmp_path, uninterrupted, cls):
     """The epoch that begins with the resumed run has the order of an uninterrupted one, and goes on, too."""
@@ -143,6 +145,7 @@ def test_a_run_from_the_end_of_an_epoch_can_be_interrupted(tmp_path, uninterrupt
     assert whole(interrupted_after(tmp_path, model, saved)) == uninterrupted(cls)
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("cls", POSITIONED)
 def test_epochs_of_one_step_have_their_orders(tmp_path, cls):
     """A run that is left when the only batch of an epoch is fetched goes on with that batch."""
@@ -153,6 +156,7 @@ def test_epochs_of_one_step_have_their_orders(tmp_path, cls):
     assert whole(gone_on(tmp_path / "run", model, **settings).events) == reference.events
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("cls", POSITIONED)
 def test_loaders_that_come_with_the_epoch(tmp_path, cls):
     """Where loaders are made anew for each epoch, the rest of an epoch has the order of its beginning, too."""
@@ -246,6 +250,7 @@ class Stream(IterableDataset):
         return iter(self.samples)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("cls", [KeepsPlace, KeepsPlaceInStream, KeepsPlaceBesideOther])
 @pytest.mark.parametrize("moment", ["a step's end", "a later step", "the first step of an epoch"])
 def test_loaders_that_keep_their_place_go_on(tmp_path, uninterrupted, cls, moment):

@@ -68,6 +68,7 @@ def uninterrupted(tmp_path_factory):
     return model
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_an_interrupted_run_and_its_continuation_make_a_whole_one(tmp_path, uninterrupted, name, moment):
@@ -82,6 +83,7 @@ def test_an_interrupted_run_and_its_continuation_make_a_whole_one(tmp_path, unin
     assert torch.equal(model.line.weight, reference.line.weight)
 
 
+@pytest.mark.matrix(rows=["within a validation", "the last step of an epoch"])
 @pytest.mark.parametrize("scheduler", ["epoch", "plateau"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_schedulers_go_on(tmp_path, uninterrupted, scheduler, moment):
@@ -92,6 +94,7 @@ def test_schedulers_go_on(tmp_path, uninterrupted, scheduler, moment):
     assert whole(model.events) == reference.events
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("scheduler", ["step", "epoch", "plateau"])
 @pytest.mark.parametrize("moment", ["the last step of an epoch", "end of a validation", "end of an epoch"])
 def test_schedulers_go_on_between_epochs_of_one_step(tmp_path, uninterrupted, scheduler, moment):
@@ -121,6 +124,7 @@ def averaged(tmp_path_factory):
     return model
 
 
+@pytest.mark.matrix(rows=["within a validation", "backward"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_averaged_weights_go_on(tmp_path, averaged, moment):
     """The average of the weights, and the weights beside it, are those of an uninterrupted run."""
