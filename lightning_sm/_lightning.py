@@ -1,8 +1,8 @@
-"""Which Lightning our classes derive from: ``pytorch_lightning`` or ``lightning.pytorch``. Decided once, here.
+"""The Lightning that our classes derive from, ``pytorch_lightning`` or ``lightning.pytorch``: chosen once, here.
 
 The two distributions hold the same code twice, and their classes are different objects: a callback of one is not a
-callback to the other. Whichever the script imported first wins; if it imported neither, ``pytorch_lightning`` does
-when it is installed. Everything else in lightning_sm takes its Lightning names from this module.
+callback for the other. The one that the script imported first wins; if it imported neither, ``pytorch_lightning``
+wins if it is installed. All other modules of lightning_sm import Lightning's names from this one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DISTRIBUTIONS = ("pytorch_lightning", "lightning.pytorch")
 
 
 def _choose() -> str:
-    # sys.modules keeps the order of import.
+    # sys.modules is in the order of import.
     imported = [name for name in sys.modules if name in _DISTRIBUTIONS]
     if imported:
         return imported[0]

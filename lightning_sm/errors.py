@@ -6,20 +6,20 @@ The tree::
     |- JobConfigError(ValueError)        a SageMaker file, variable or setting is malformed
     |- TopologyError(ValueError)         groups, hosts or Trainer settings contradict each other
     |- HyperparameterError(ValueError)   hyperparameters.json cannot become a command line
-    |- ChannelError(ValueError)          a channel mapping names what does not exist
+    |- ChannelError(ValueError)          a channel mapping names a channel or argument that does not exist
     |- ScriptError(ValueError)           the training script cannot be found or started
-    |- HostResolutionError(TimeoutError) a host name never resolved
+    |- HostResolutionError(TimeoutError) a host name did not resolve in time
     |- PortInUseError(OSError)           the main port is taken
     |- OutputDirectoryError(OSError)     an output directory cannot be written
     |- CheckpointError(OSError)          a checkpoint could not be written
-    |- SubmitError(ValueError)           a job cannot be submitted as described, or from here
+    |- SubmitError(ValueError)           a job cannot be submitted: wrong description, or something is missing here
     |- MixedLightningError(ImportError)  pytorch_lightning and lightning.pytorch classes were mixed
-    |- SDKError(ImportError)             the SageMaker SDK is missing, or not one that this can work with
-    `- DataServiceError                  the data service cannot go on
+    |- SDKError(ImportError)             the SageMaker SDK is missing, or its version is not supported
+    `- DataServiceError                  the data service cannot continue
        |- DataSettingsError(ValueError)       a setting, or a DataModule that cannot be served
-       |- DataHostUnreachableError(ConnectionError)  no data host can be reached (any more)
+       |- DataHostUnreachableError(ConnectionError)  no data host can be reached
        |- DataTimeoutError(TimeoutError)      a batch did not arrive in time
-       |- DataHostMismatchError(ValueError)   another job, version or token, or another dataset than the other hosts
+       |- DataHostMismatchError(ValueError)   a data host has another job, version, token or dataset than its peers
        |- RemoteTransformError(RuntimeError)  the user's code failed on a data host
        |- BatchTypeError(TypeError)           a batch holds something that cannot be sent
        |- BatchTooLargeError(ValueError)      a batch does not fit into a slot of the ring
@@ -69,7 +69,7 @@ class OutputDirectoryError(LightningSMError, OSError):
 
 
 class CheckpointError(LightningSMError, OSError):
-    """A checkpoint could not be written; the one of that name that was there before is intact."""
+    """A checkpoint could not be written; an earlier one of the same name is intact."""
 
 
 class SubmitError(LightningSMError, ValueError):
@@ -81,11 +81,11 @@ class MixedLightningError(LightningSMError, ImportError):
 
 
 class SDKError(LightningSMError, ImportError):
-    """The SageMaker SDK is not installed, or is a version that lightning_sm cannot work with."""
+    """The SageMaker SDK is not installed, or lightning_sm does not support its version."""
 
 
 class DataServiceError(LightningSMError):
-    """The data service cannot go on."""
+    """The data service cannot continue."""
 
 
 class DataSettingsError(DataServiceError, ValueError):
@@ -93,7 +93,7 @@ class DataSettingsError(DataServiceError, ValueError):
 
 
 class DataHostUnreachableError(DataServiceError, ConnectionError):
-    """No data host can be reached, or none is left."""
+    """No data host can be reached."""
 
 
 class DataTimeoutError(DataServiceError, TimeoutError):
@@ -101,7 +101,7 @@ class DataTimeoutError(DataServiceError, TimeoutError):
 
 
 class DataHostMismatchError(DataServiceError, ValueError):
-    """A data host belongs to another job, speaks another version, or serves other data than its peers."""
+    """A data host belongs to another job, has another version, or serves other data than its peers."""
 
 
 class RemoteTransformError(DataServiceError, RuntimeError):

@@ -44,7 +44,7 @@ def route(
         channels: Names of the channels of this host.
         parameters: Names of the DataModule's parameters.
         mapping: Channel name to argument: a parameter of the DataModule, or a dotted key such as ``model.weights``.
-        all_channels_known: False in a heterogeneous job, where another group may have channels that this host lacks.
+        all_channels_known: False in a heterogeneous job, where other groups may have channels that this host lacks.
 
     Raises:
         ChannelError: ``mapping`` names a channel or a parameter that does not exist.
@@ -53,12 +53,12 @@ def route(
     unknown = sorted(set(mapping) - set(names))
     if unknown and all_channels_known:
         raise ChannelError(
-            f"Channels {unknown} are mapped to arguments, but the job has the channels {sorted(names)}. "
-            f"Name the channel in fit(inputs={{{unknown[0]!r}: ...}}) or take it out of SageMakerCLI(channels=...)."
+            f"SageMakerCLI(channels=...) maps the channels {unknown}, but the job has the channels {sorted(names)}. "
+            f"Add fit(inputs={{{unknown[0]!r}: ...}}), or remove the channel from SageMakerCLI(channels=...)."
         )
     channel_of: dict[str, str] = {}
     unused = []
-    # Longest rules first: a channel with a parameter of its own must not lose data_dir to another.
+    # Mapped channels first, then those with a parameter of their own: the others get what remains.
     for name in sorted(names, key=lambda name: (name not in mapping, f"{_identifier(name)}_dir" not in parameters)):
         key = _mapped_key(name, mapping[name], parameters) if name in mapping else _fitting_key(name, names, parameters)
         if name in mapping and key in channel_of:
@@ -71,14 +71,14 @@ def route(
 
 
 def channel_for(parameter: str, mapping: Mapping[str, str]) -> str | None:
-    """Name the channel that feeds a parameter of the DataModule, on hosts that have it.
+    """Name the channel that feeds a parameter of the DataModule, on hosts that have the channel.
 
     Args:
         parameter: Name of the parameter.
         mapping: As in ``route``.
 
     Returns:
-        The channel; None for a parameter that is not the folder of one.
+        The channel; None for a parameter that is not a channel's folder.
     """
     for channel, target in mapping.items():
         if _key(target) == f"data.{parameter}":

@@ -1,4 +1,4 @@
-"""The command line that a job asks for: from its hyperparameters and its ``config`` channel."""
+"""The command line of the training script, from the job's hyperparameters and its ``config`` channel."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 def job_arguments(job: SageMakerJob, directory: Path) -> list[str]:
     """Build the arguments of the training script from the facts of a job.
 
-    The files of a channel named ``config`` become ``--config`` options: they are the way around the service's limit
-    of 2500 characters per hyperparameter. A ``config`` hyperparameter that names one of them chooses it alone.
+    The files of a channel named ``config`` become ``--config`` options, beyond the service's limit of 2500 characters
+    per hyperparameter. A ``config`` hyperparameter that names one of them selects only that one.
 
     Args:
         job: The facts.
-        directory: Folder that relative paths of config files start from.
+        directory: Folder that relative paths of config files refer to.
 
     Raises:
         HyperparameterError: A hyperparameter cannot become an argument.
@@ -34,10 +34,10 @@ def job_arguments(job: SageMakerJob, directory: Path) -> list[str]:
 
 
 def is_toolkit_rendering(argv: Sequence[str], job: SageMakerJob) -> bool:
-    """Whether sagemaker-training or an SDK v3 driver made a command line from the job's hyperparameters.
+    """Whether sagemaker-training or an SDK v3 driver built a command line from the job's hyperparameters.
 
-    Both write ``--name value`` pairs, one for each hyperparameter, and mangle values on the way (None becomes an empty
-    string, a dict ``a=1,b=2``): the script is better off with ``job_arguments``.
+    Both write a ``--name value`` pair for each hyperparameter, and lose types (None becomes an empty string, a dict
+    ``a=1,b=2``); ``job_arguments`` keeps them.
 
     Args:
         argv: Arguments of this process, without the program.
@@ -50,10 +50,10 @@ def is_toolkit_rendering(argv: Sequence[str], job: SageMakerJob) -> bool:
 
 
 def _in_config_channel(argument: str, job: SageMakerJob, directory: Path) -> str:
-    """The argument, or the path in the config channel for ``--config=name`` of a file that is nowhere else."""
+    """Replace ``--config=name`` by the path in the config channel, unless the file exists elsewhere."""
     option, _, name = argument.partition("=")
     channel = job.channels.get(CONFIG_CHANNEL)
-    # os.path.exists is False where Path.exists raises, for a text that is no path (an inline config is too long).
+    # os.path.exists is False where Path.exists raises, for a text that is not a path (an inline config is too long).
     if option != "--config" or channel is None or os.path.exists(directory / name):
         return argument
     path = channel.path / name

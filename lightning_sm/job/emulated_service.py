@@ -1,6 +1,6 @@
-"""Instance groups on this machine: which host is in which group, and what the files of a host say of it.
+"""What the service decides about instance groups: which host is in which group, and what each host reads about it.
 
-The emulator and local mode stand in for the service here.
+For the emulator and SDK local mode, which replace the service on this machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DEFAULT_INSTANCE_TYPE = "ml.m5.xlarge"
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """One instance group as it is asked for.
+    """One instance group as requested.
 
     Attributes:
         name: Name of the group; a name that starts with "data" makes its hosts serve data.
@@ -31,12 +31,12 @@ class GroupSpec:
 
 
 def deal_hosts(specs: Sequence[GroupSpec], hosts: Sequence[str], draw: random.Random) -> tuple[InstanceGroup, ...]:
-    """Deal the hosts out at random: on the service, too, any host may land in any group, in any order.
+    """Assign the hosts to the groups at random, as the service does.
 
     Args:
-        specs: The groups, which have as many hosts together as there are.
+        specs: The groups; their numbers of hosts add up to ``len(hosts)``.
         hosts: Names of all hosts.
-        draw: Decides. In the same state it deals the same positions of ``hosts`` to the same groups.
+        draw: The random state. The same state assigns the same positions of ``hosts`` to the same groups.
     """
     names = list(hosts)
     draw.shuffle(names)
@@ -48,21 +48,12 @@ def deal_hosts(specs: Sequence[GroupSpec], hosts: Sequence[str], draw: random.Ra
 
 
 def group_of(groups: Sequence[InstanceGroup], host: str) -> InstanceGroup:
-    """The group of a host.
-
-    Args:
-        groups: All groups.
-        host: Name of the host.
-    """
+    """Return the group of a host."""
     return next(group for group in groups if host in group.hosts)
 
 
 def resource_config_of(groups: Sequence[InstanceGroup], host: str) -> dict[str, Any]:
-    """What the service writes into a host's ``resourceconfig.json``, but for the network interface.
-
-    Args:
-        groups: All groups of the job.
-        host: Name of the host.
+    """Return what the service writes to a host's ``resourceconfig.json``, except the network interface.
 
     Source:
         Logs of real jobs: ``hosts`` are sorted as text (algo-10 before algo-2), the hosts of a group are not.

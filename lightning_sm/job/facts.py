@@ -1,7 +1,7 @@
 """The facts of a SageMaker training job, read once and frozen.
 
-The service, the sagemaker-training toolkit, the local modes of SDK v2 and v3 and the user's own images each set
-a different part of the container contract. ``SageMakerJob`` reads them in one order and says where each came from.
+The service, the sagemaker-training toolkit, the local modes of SDK v2 and v3 and users' own images each set a
+different part of the container contract. ``SageMakerJob`` reads them in one order, and keeps where the hosts came from.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class InstanceGroup:
     Attributes:
         name: Name of the group, as given to ``Estimator(instance_groups=...)``.
         hosts: Names of its hosts, in the order that the service wrote (shuffled).
-        instance_type: For example ``ml.g5.xlarge``; None where the source does not say.
+        instance_type: For example ``ml.g5.xlarge``; None if unknown.
     """
 
     name: str

@@ -48,7 +48,9 @@ from typing import Any
 from lightning_sm.errors import HyperparameterError
 
 # SageMaker API, CreateTrainingJob, HyperParameters: at most 100 keys of 256 characters, values of 2500.
-_MAX_KEYS, _MAX_KEY_LENGTH, _MAX_VALUE_LENGTH = 100, 256, 2500
+_MAX_KEYS = 100
+_MAX_KEY_LENGTH = 256
+_MAX_VALUE_LENGTH = 2500
 # ASCII JSON text at most doubles when it is quoted (quotes and backslashes), and gains two quotes.
 _CHUNK_LENGTH = (_MAX_VALUE_LENGTH - 2) // 2
 
@@ -63,7 +65,7 @@ _YAML_SPELLING = {
     **dict.fromkeys(("inf", "Infinity"), ".inf"),
     **dict.fromkeys(("-inf", "-Infinity"), "-.inf"),
 }
-# JSON that PyYAML, through which jsonargparse reads values, refuses or reads as something else. It takes no tabs
+# JSON that PyYAML, with which jsonargparse reads values, refuses or reads as something else. It accepts no tabs
 # between tokens, does not join surrogate pairs, folds the line separators 85, 2028 and 2029 and refuses the rest.
 _NOT_YAML = re.compile(r"NaN|Infinity|\\u[dD][89a-fA-F]|[^\n -~]")
 _ESCAPED_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
@@ -86,8 +88,8 @@ def to_argv(hyperparameters: Mapping[str, str], *, config_files: Sequence[str] =
         For example ``["fit", "--config=gpu.yaml", "--data.batch_size=32"]``.
 
     Raises:
-        HyperparameterError: A key cannot be an option, a value cannot be an argument, the subcommand is no word, or
-            chunks are incomplete; the message names the keys.
+        HyperparameterError: A key cannot be an option, a value cannot be an argument, the subcommand is not a word,
+            or chunks are incomplete; the message names the keys.
     """
     kept = {key: value for key, value in hyperparameters.items() if not is_for_toolkit(key)}
     is_json = all(_json(value) is not _NOT_JSON for value in kept.values())
@@ -187,7 +189,7 @@ def _python_container(text: str) -> Any:
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the compiler warns about text such as "[1](2)" that is no literal
+            warnings.simplefilter("ignore")  # the compiler warns about text such as "[1](2)"
             value = ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
@@ -208,12 +210,15 @@ def _as_yaml(text: str, *, is_json: bool) -> str:
         return text
     try:
         return _dump(container)
-    except (TypeError, RecursionError):  # no configuration has a set or bytes inside, or is that deep: it was text
+    except (
+        TypeError,
+        RecursionError,
+    ):  # a configuration holds neither sets nor bytes, nor is it that deep: this is text
         return text
 
 
 def _dump(value: Any) -> str:
-    """JSON that YAML reads alike; not ``json.dumps``, which has other names for nan and escapes what YAML must see."""
+    """JSON that YAML reads as the same value; ``json.dumps`` writes nan and some characters differently."""
     if isinstance(value, dict):
         texts = {key if isinstance(key, str) else json.dumps(key): _dump(item) for key, item in value.items()}
         return "{" + ", ".join(f"{_dump(key)}: {text}" for key, text in texts.items()) + "}"
@@ -253,7 +258,7 @@ def _join_chunks(values: Mapping[str, str], *, is_json: bool) -> dict[str, str]:
 
 
 def _paths(config: str) -> list[str]:
-    """The paths in the text of the ``config`` key; a text that is no list is one path (or one inline config)."""
+    """The paths in the text of the ``config`` key; a text that is not a list is one path (or one inline config)."""
     paths = _json(config)
     if paths is None:
         return []

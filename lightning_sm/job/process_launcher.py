@@ -1,8 +1,8 @@
-"""How this process was started, and which ranks its starter gave it.
+"""How this process was started, and which ranks its launcher assigned to it.
 
 Pure rules over environment variables. Variables such as ``NODE_RANK`` or ``MASTER_ADDR`` survive in base images,
-shells and other launchers, so that none is believed without proof of the launcher that sets it (Lightning issues
-5651 and 13639: stray values make every host "node 0", or hang the job).
+shells and other launchers, so none counts without proof of the launcher that sets it (Lightning issues 5651 and
+13639: stray values make every host "node 0", or hang the job).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import Enum
 from lightning_sm.errors import TopologyError
 from lightning_sm.job.variables import RANK_ZERO_PID
 
-# What torchrun and Lightning set, and what may be left over from elsewhere.
+# torchrun and Lightning set them; base images and shells may, too.
 RANK_VARIABLES = (
     "GROUP_RANK",
     "LOCAL_RANK",
@@ -67,7 +67,8 @@ class Launch:
             parent_pid: Process id of the parent of this process.
 
         Raises:
-            TopologyError: A launcher is at work, but a variable that it always sets is missing or not a number.
+            TopologyError: A launcher started this process, but a variable that it always sets is missing or not a
+                number.
 
         Source:
             torchrun: PyTorch documentation, "torchrun (Elastic Launch)", environment variables. Open MPI 4:
@@ -98,19 +99,15 @@ class Launch:
         node_rank, position = divmod(rank, devices)
         if position != local_rank:
             raise TopologyError(
-                f"mpirun gave rank {rank} local rank {local_rank} of {devices}, but Lightning numbers the ranks of a "
-                "host one after the other. Start mpirun with --map-by slot and the same number of slots on each host."
+                f"mpirun assigned local rank {local_rank} of {devices} to rank {rank}, but Lightning numbers the "
+                "ranks of each host consecutively. Start mpirun with --map-by slot, and give each host the same number "
+                "of slots."
             )
         return cls(Launcher.MPI, local_rank, node_rank, devices, world_size)
 
 
 def stray_variables(env: Mapping[str, str], launch: Launch) -> tuple[str, ...]:
-    """Names of the rank variables in ``env`` that the launcher of this process did not set.
-
-    Args:
-        env: Environment variables.
-        launch: How this process was started.
-    """
+    """Names of the rank variables in ``env`` that the launcher of this process did not set."""
     if launch.launcher in (Launcher.TORCHRUN, Launcher.LIGHTNING):
         return ()
     return tuple(name for name in RANK_VARIABLES if name in env)
@@ -120,7 +117,7 @@ def _number(env: Mapping[str, str], variable: str, launcher: str) -> int:
     text = env.get(variable, "")
     if not text.isdecimal():
         raise TopologyError(
-            f"This process was started by {launcher}, which sets {variable} to a number, but it is "
-            f"{env.get(variable)!r}. Remove what changes the variables between {launcher} and the script."
+            f"{launcher} started this process and always sets {variable} to a number, but it is "
+            f"{env.get(variable)!r}. Find what changes the variable between {launcher} and the script."
         )
     return int(text)

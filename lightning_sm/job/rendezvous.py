@@ -1,4 +1,4 @@
-"""Before the processes of a job meet: the main host's name must resolve, and the main port must be free."""
+"""Before the ranks of a job connect: the main host's name must resolve, and the main port must be free."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ _LONGEST_DELAY_S = 30.0
 
 
 def resolves(address: str) -> bool:
-    """Whether a host name or IP address can be connected to by that name.
-
-    Args:
-        address: Host name or IP address.
-    """
+    """Whether a host name or IP address resolves."""
     if time.monotonic() < SLOW_NAMES.read(os.environ).get(address, 0.0):
         return False
     try:
@@ -54,28 +50,29 @@ def wait_for_host(
 
     Args:
         host: The host to wait for.
-        topology: All hosts; those that do not resolve either are named in the log.
+        topology: All hosts; the log names all that do not resolve.
         addresses: IP addresses of hosts that no resolver knows.
         timeout_s: Seconds to wait.
         is_known: Whether an address resolves.
-        pause: Waits for some seconds. Default: really.
+        pause: Waits for a number of seconds. Default: on an event.
 
     Raises:
         HostResolutionError: The name did not resolve in time.
     """
     pause = pause or threading.Event().wait
-    deadline, delay_s = time.monotonic() + timeout_s, _FIRST_DELAY_S
+    deadline = time.monotonic() + timeout_s
+    delay_s = _FIRST_DELAY_S
     while not is_known(addresses.get(host, host)):
         missing = [name for name in topology.trainer_hosts if not is_known(addresses.get(name, name))] or [host]
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             raise HostResolutionError(
-                f"The main host {host!r} did not resolve within {timeout_s:.0f} s; hosts without an address: "
+                f"The name of the main host {host!r} did not resolve within {timeout_s:.0f} s. Unresolved hosts: "
                 f"{', '.join(missing)}.\n{topology.table()}\n"
-                "If the hosts start later than that, raise SageMakerEnvironment(resolve_timeout_s=...)."
+                "If hosts may start later than that, raise SageMakerEnvironment(resolve_timeout_s=...)."
             )
         logger.info(
-            "Waiting for the names of hosts %s to resolve (main host: %s; %.0f s left).",
+            "Waiting for the names of hosts %s to resolve (main host: %s; timeout in %.0f s).",
             ", ".join(missing),
             host,
             remaining_s,
@@ -85,7 +82,7 @@ def wait_for_host(
 
 
 def check_port_is_free(port: int, host: str, listener: str = "rank 0") -> None:
-    """Fail at once on a taken port; torch would leave the other hosts waiting for half an hour.
+    """Fail immediately if a port is taken: torch would leave the other hosts waiting for half an hour.
 
     Args:
         port: Port on which this process is about to listen.
@@ -93,7 +90,7 @@ def check_port_is_free(port: int, host: str, listener: str = "rank 0") -> None:
         listener: What listens on the port, for the error message.
 
     Raises:
-        PortInUseError: Another process listens on the port, or this one has no right to.
+        PortInUseError: Another process listens on the port, or this process lacks the permission to.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -109,11 +106,7 @@ def check_port_is_free(port: int, host: str, listener: str = "rank 0") -> None:
 
 
 def own_address(job: SageMakerJob) -> str:
-    """The address of the job's interface: what serves the other hosts must not be open on others.
-
-    Args:
-        job: The job.
-    """
+    """Return the address of the job's interface, so that servers for the other hosts listen only there."""
     if job.current_host in job.addresses:
         return job.addresses[job.current_host]
     for address in psutil.net_if_addrs().get(job.network_interface or "", []):
@@ -123,8 +116,8 @@ def own_address(job: SageMakerJob) -> str:
         return socket.gethostbyname(job.current_host)
     except OSError:
         logger.warning(
-            "Host %s has no interface %s and does not resolve its own name: listening on all interfaces.",
+            "Host %s has no interface %s, and its own name does not resolve. Listening on all interfaces.",
             job.current_host,
             job.network_interface,
         )
-        return "0.0.0.0"  # noqa: S104  # said in the warning
+        return "0.0.0.0"  # noqa: S104 - the warning says so

@@ -138,13 +138,15 @@ class Topology:
         """Draw the hosts of the job, one line each: host, group, instance type, role, node rank, global ranks.
 
         Args:
-            devices: Processes on each trainer host, if known.
+            devices: Number of processes on each trainer host, if known.
         """
         group_of = {host: group for group in self.groups for host in group.hosts}
         rows = []
         for host in (*self.trainer_hosts, *self.data_hosts):
-            group, role = group_of[host], self.role_of(host)
-            node_rank, ranks = "-", "-"
+            group = group_of[host]
+            role = self.role_of(host)
+            node_rank = "-"
+            ranks = "-"
             if role is Role.TRAINER:
                 rank = self.trainer_hosts.index(host)
                 node_rank = str(rank)
@@ -209,6 +211,6 @@ def _groups_table(groups: Sequence[InstanceGroup], data_names: frozenset[str]) -
 
 
 def _port_of(job: SageMakerJob) -> int:
-    """A port that is the same on every host and likely differs between jobs that meet on one network."""
+    """A port that is the same on every host, and probably differs between jobs on the same network."""
     identity = job.name or " ".join(sorted(job.hosts))
     return _FIRST_PORT + zlib.crc32(identity.encode()) % _NUM_PORTS

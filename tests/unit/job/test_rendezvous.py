@@ -69,7 +69,7 @@ def test_host_that_never_resolves_is_an_error():
     """When the time is over, the error names all missing hosts, and has the table of hosts."""
     names = Names()
     names.known.add("algo-2")
-    expected = r"(?s)'algo-1' did not resolve within 0 s; hosts without an address: algo-1, algo-3\..*algo-2\*"
+    expected = r"(?s)'algo-1' did not resolve within 0 s\. Unresolved hosts: algo-1, algo-3\..*algo-2\*"
     with pytest.raises(HostResolutionError, match=expected):
         _wait(names, timeout_s=0)
 
