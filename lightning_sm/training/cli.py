@@ -1,4 +1,4 @@
-"""SageMakerCLI: LightningCLI that fits itself into a SageMaker job, and is LightningCLI anywhere else."""
+"""SageMakerCLI: a LightningCLI that adapts its configuration to a SageMaker job, and is LightningCLI elsewhere."""
 
 from __future__ import annotations
 
@@ -46,50 +46,51 @@ from lightning_sm.training.environment import SageMakerEnvironment, leave_at_exi
 
 logger = logging.getLogger(__name__)
 
-# Arguments of the data service, in --help and in configuration files.
+# Name of the data service's arguments in --help and in configuration files.
 _DATA_SERVICE = "data_service"
 
 
 class SageMakerCLI(LightningCLI):
     """The ``LightningCLI`` of a script that runs unchanged on a laptop, on one host and on a cluster.
 
-    Off SageMaker it is ``LightningCLI``. In a SageMaker job it also
+    Outside SageMaker it is ``LightningCLI``. In a SageMaker job it also
 
-    - takes its arguments from the hyperparameters, and ``fit`` as the subcommand if none is given;
-    - sets ``trainer.num_nodes``, the devices that a launcher such as torchrun decided, and the cluster environment;
-    - sends channels to the DataModule: channel ``x`` to ``x_dir``; ``training``, ``train`` or the only one to
-      ``data_dir`` or ``root``;
-    - sends logs to the output data directory (each host to its own folder) and TensorBoard and checkpoints to their
-      synchronised folders, if the job has them; a relative folder in the configuration, or of a ``ModelCheckpoint``,
-      becomes one below these;
-    - goes on from the newest sound checkpoint in the checkpoint directory, unless ``ckpt_path`` names another, and
-      saves one there when it is interrupted; with ``run=False`` the script does, with
+    - reads its arguments from the hyperparameters, and runs ``fit`` if they name no subcommand;
+    - sets ``trainer.num_nodes``, the devices if a launcher such as torchrun sets their number, and the cluster
+      environment;
+    - sets arguments of the DataModule to the paths of channels: ``x_dir`` to channel ``x``; ``data_dir`` or ``root``
+      to ``training``, ``train`` or the only channel;
+    - writes logs to the output data directory (one folder per host), and TensorBoard logs and checkpoints to the
+      folders that SageMaker uploads during training, if the job has them. Relative folders in the configuration or in
+      a ``ModelCheckpoint`` become relative to these;
+    - resumes from the latest valid checkpoint in the checkpoint directory, unless ``ckpt_path`` names another, and
+      saves one there when the job is interrupted. With ``run=False``, the script resumes with
       ``trainer.fit(..., ckpt_path=cli.ckpt_path)``;
     - writes the best model to the model directory;
     - logs progress as lines;
-    - on the hosts of a data group serves the DataModule's batches, and on the trainers fetches them from there.
+    - serves the DataModule's batches from the hosts of data groups, and fetches them from there on the trainers.
 
-    What the user sets comes before all of it. A value that contradicts the cluster is an error.
+    Values that the user sets take precedence. A value that contradicts the cluster is an error.
 
     Args:
         model_class: As in ``LightningCLI``.
         datamodule_class: As in ``LightningCLI``.
-        channels: Channel name to argument, where the rule above does not fit: a parameter of the DataModule, or a
-            dotted key such as ``model.weights``.
+        channels: Maps channel names to arguments where the rule above does not fit: to a parameter of the DataModule,
+            or to a dotted key such as ``model.weights``.
         main_port: Port on which rank 0 listens. Default: derived from the job.
         resolve_timeout_s: Seconds to wait for the main host's name to resolve.
-        *args: Everything else that ``LightningCLI`` takes, by position.
-        **kwargs: Everything else that ``LightningCLI`` takes.
+        *args: Other positional arguments of ``LightningCLI``.
+        **kwargs: Other keyword arguments of ``LightningCLI``.
 
     Attributes:
-        ckpt_path: In a job with a checkpoint directory, the checkpoint that ``fit`` goes on from. None if there is
-            nothing to go on from, for other subcommands, on data hosts, and off SageMaker.
+        ckpt_path: In a job with a checkpoint directory, the checkpoint from which ``fit`` resumes. None if there is no
+            valid one, for other subcommands, on data hosts, and outside SageMaker.
 
     Raises:
         JobConfigError: The job's files are malformed.
         TopologyError: ``num_nodes`` or ``devices`` contradict the cluster.
         ChannelError: ``channels`` names a channel or an argument that does not exist.
-        OutputDirectoryError: A directory of the job cannot be written.
+        OutputDirectoryError: A directory of the job is not writable.
         MixedLightningError: The classes derive from the other distribution of Lightning.
     """
 
@@ -111,30 +112,29 @@ class SageMakerCLI(LightningCLI):
         self.ckpt_path: str | None = None
         self._resume_from: Callable[[Load], str | None] | None = None
         self.job = SageMakerJob.from_environment()
-        leave_at_exit()  # off SageMaker, too: two processes of a laptop use Gloo
+        leave_at_exit()  # also outside SageMaker: two processes on a laptop use Gloo
         if self.job is not None:
             show_log_lines()
             self.topology = Topology.from_job(self.job)
             self._environment_settings: dict[str, Any] = {"main_port": main_port}
             if resolve_timeout_s is not None:
                 self._environment_settings["resolve_timeout_s"] = resolve_timeout_s
-            # A resumed job finds the config.yaml of its first attempt.
+            # Without it, a resumed job fails because the config.yaml of its first attempt exists.
             settings["save_config_kwargs"] = {"overwrite": True, **(settings.get("save_config_kwargs") or {})}
         super().__init__(**settings)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the arguments, then fill in what the job knows and the user did not set."""
+        """Parse the arguments, then set values that follow from the job where the user has not set any."""
         if self.job is None:
             super().parse_arguments(parser, args)
-            self._take_data_service_settings()
-            return
-        if args is None:
-            args = self._job_arguments(self.job)
-        with _links_postponed([parser, *getattr(self, "_subcommand_parsers", {}).values()]):
-            self.config = _parse(parser, args)
-            # Without defaults and default_config_files, what remains is what the user set.
-            explicit = _parse(parser, args, defaults=False)
-        self._fit_into_job(self.job, parser, explicit)
+        else:
+            if args is None:
+                args = self._job_arguments(self.job)
+            with _links_postponed([parser, *getattr(self, "_subcommand_parsers", {}).values()]):
+                self.config = _parse(parser, args)
+                # Without defaults and default_config_files, only the user's values remain.
+                explicit = _parse(parser, args, defaults=False)
+            self._adapt_to_job(self.job, parser, explicit)
         self._take_data_service_settings()
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -143,114 +143,110 @@ class SageMakerCLI(LightningCLI):
         parser.add_class_arguments(DataServiceSettings, _DATA_SERVICE)
 
     def instantiate_classes(self) -> None:
-        """Instantiate model, DataModule and trainer; a data host makes its DataModule only, serves it, and leaves."""
+        """Instantiate model, DataModule and trainer; a data host instantiates and serves the DataModule, then exits."""
         if self.job is None or not self.topology.data_hosts:
             super().instantiate_classes()
             return
         if self.topology.role is Role.DATA:
-            serve(self._only_datamodule(), self.job, self.topology, self.data_service)
+            serve(self._datamodule_alone(), self.job, self.topology, self.data_service)
             sys.exit(0)
         super().instantiate_classes()
-        self.datamodule = remote(self._checked(self.datamodule), self.job, self.topology, self.data_service)
+        self.datamodule = remote(self._required(self.datamodule), self.job, self.topology, self.data_service)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Instantiate the trainer; in a job with the cluster environment and the job's callbacks."""
-        if self.job is None:
+        """Instantiate the trainer, in a job with the cluster environment and the job's callbacks."""
+        job = self.job
+        if job is None:
             return super().instantiate_trainer(**kwargs)
         settings = {**self._get(self.config_init, "trainer", default={}), **kwargs}
         kwargs["plugins"] = self._with_environment(_as_list(settings.get("plugins")), settings.get("strategy"))
-        outputs = JobOutputs(self.job, self._config_text())
-        own = [*self._progress(settings), LocalPosition(), *step_reports(), outputs]
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        outputs = JobOutputs(job, str(self._parser(self.subcommand).dump(config, skip_none=False)))
+        own = [*self._line_progress(settings), LocalPosition(), *step_reports(), outputs]
         kwargs["callbacks"] = [*_as_list(settings.get("callbacks")), *own]
         trainer = super().instantiate_trainer(**kwargs)
         outputs.route_checkpoints(trainer)
-        self._survive_interruptions(trainer, self.job)
+        if job.checkpoint_dir is not None:
+            make_durable(trainer, job.checkpoint_dir)
+        # Added afterwards: a Trainer that gets a Checkpoint callback does not add its default ModelCheckpoint.
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, SpotCheckpoint) for callback in callbacks):
+            folder = job.checkpoint_dir or job.host_output_dir / "checkpoints"
+            callbacks.append(SpotCheckpoint(folder, job_facts=job_facts(job)))
         if self._resume_from is not None:
             self.ckpt_path = self._resume_from(trainer.strategy.checkpoint_io.load_checkpoint)
         self.environment.announce(trainer.num_devices)
         return trainer
 
-    @staticmethod
-    def _survive_interruptions(trainer: Any, job: SageMakerJob) -> None:
-        """Put in what saves a checkpoint when the job is interrupted, and what lets no half of one be uploaded."""
-        if job.checkpoint_dir is not None:
-            make_durable(trainer, job.checkpoint_dir)
-        # Not by the arguments of the Trainer, which makes no ModelCheckpoint of its own beside another Checkpoint.
-        if not any(isinstance(callback, SpotCheckpoint) for callback in trainer.callbacks):
-            folder = job.checkpoint_dir or job.host_output_dir / "checkpoints"
-            trainer.callbacks.append(SpotCheckpoint(folder, job_facts=job_facts(job)))
-
     def _job_arguments(self, job: SageMakerJob) -> list[str]:
         arguments = sys.argv[1:]
-        # No arguments: there are no hyperparameters, or SDK v3 dropped them (Source(command=...), issue 5226).
+        # No arguments: the job has no hyperparameters, or SDK v3 dropped them (Source(command=...), issue 5226).
         if not arguments or is_toolkit_rendering(arguments, job):
             arguments = job_arguments(job, Path.cwd())
         subcommands = getattr(self, "_subcommand_parsers", {})
-        # Hyperparameters have no positional arguments, so that a job without "subcommand" among them means fit.
+        # Hyperparameters cannot be positional, so that most jobs name no subcommand.
         if subcommands and not {*subcommands, "-h", "--help"} & set(arguments):
             arguments = ["fit", *arguments]
         return arguments
 
-    def _fit_into_job(self, job: SageMakerJob, parser: LightningArgumentParser, explicit: Namespace) -> None:
+    def _adapt_to_job(self, job: SageMakerJob, parser: LightningArgumentParser, explicit: Namespace) -> None:
         subcommand = self.config.get("subcommand")
         config = self.config[subcommand] if subcommand else self.config
         overlay = JobOverlay(config, explicit[subcommand] if subcommand else explicit)
-        if self.topology.role is Role.TRAINER:
-            self._fit_trainer_into_job(job, overlay, subcommand)
+        is_trainer = self.topology.role is Role.TRAINER
+        if is_trainer:
+            for folder in (job.model_dir, job.host_output_dir, job.checkpoint_dir, job.tensorboard_dir):
+                if folder is not None:
+                    _check_writable(folder)
+            self.environment = SageMakerEnvironment(job, **self._environment_settings)
+            overlay.fit_trainer(self.environment)
+            overlay.route_outputs(job, self._parser(subcommand).callback_keys)
+            if subcommand in (None, "fit") and job.checkpoint_dir is not None:
+                self._resume_from = partial(overlay.resume_from, job.checkpoint_dir, job, is_fit=subcommand == "fit")
         overlay.route_channels(job, self._channel_mapping)
-        if self.topology.role is Role.TRAINER and self.topology.data_hosts:
-            required = _required_parameters(_named_class(config.get("data"), self.datamodule_class))
+        if is_trainer and self.topology.data_hosts:
+            required = _required_parameters(_class_of(config.get("data"), self.datamodule_class))
             overlay.fill_missing_folders(job, required, self._channel_mapping)
         self.config = parser.parse_object({subcommand: overlay.changes} if subcommand else overlay.changes, self.config)
 
-    def _fit_trainer_into_job(self, job: SageMakerJob, overlay: JobOverlay, subcommand: str | None) -> None:
-        for folder in filter(None, (job.model_dir, job.host_output_dir, job.checkpoint_dir, job.tensorboard_dir)):
-            _check_writable(folder)
-        self.environment = SageMakerEnvironment(job, **self._environment_settings)
-        overlay.fit_trainer(self.environment)
-        overlay.route_outputs(job, self._parser(subcommand).callback_keys)
-        if subcommand in (None, "fit") and job.checkpoint_dir is not None:
-            self._resume_from = partial(overlay.resume_from, job.checkpoint_dir, job, is_fit=subcommand == "fit")
-
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs: dict[str, Any] = super()._prepare_subcommand_kwargs(subcommand)
-        # Not by the configuration: it is saved beside the model, and the next job that reads it has no such file.
+        # Not in the configuration: that is saved next to the model, and a later job that reads it has no such file.
         if self.ckpt_path is not None and "ckpt_path" in kwargs:
             kwargs["ckpt_path"] = self.ckpt_path
         return kwargs
 
     def _take_data_service_settings(self) -> None:
-        """Take the settings out of the configuration, which stays that of ``LightningCLI`` where they are not used."""
+        """Remove the settings from the configuration if they are defaults, so that ``LightningCLI`` can read it."""
         subcommand = self.config.get("subcommand")
         config = self.config[subcommand] if subcommand else self.config
         values = config.pop(_DATA_SERVICE)
         self.data_service = DataServiceSettings(**vars(values))
-        # The configuration is saved beside the model, where a secret does not belong.
+        # The configuration is saved next to the model, where a secret does not belong.
         values["token"] = None
         if DataServiceSettings(**vars(values)) != DataServiceSettings():
             config[_DATA_SERVICE] = values
 
-    def _only_datamodule(self) -> LightningDataModule:
-        """Make the DataModule without trainer, loggers and callbacks, and without the model unless a link needs it."""
-        parser, subcommand = self._parser(self.subcommand), self.subcommand
-        config = self.config[subcommand] if subcommand else self.config
+    def _datamodule_alone(self) -> LightningDataModule:
+        """Instantiate the DataModule without trainer, loggers and callbacks, and the model only if a link needs it."""
+        parser = self._parser(self.subcommand)
+        config = self.config[self.subcommand] if self.subcommand else self.config
         links = parser._links_group._group_actions if hasattr(parser, "_links_group") else []
         needs_model = any(link.apply_on == "instantiate" and link.target[0].startswith("data.") for link in links)
-        sections = ("data", "model") if needs_model else ("data",)
         wanted = config.clone()
-        for name in set(vars(config)) - set(sections):
-            del wanted[name]
-        return self._checked(parser.instantiate_classes(wanted).get("data"))
+        for name in vars(config):
+            if name != "data" and not (name == "model" and needs_model):
+                del wanted[name]
+        return self._required(parser.instantiate_classes(wanted).get("data"))
 
-    def _checked(self, datamodule: Any) -> LightningDataModule:
+    def _required(self, datamodule: LightningDataModule | None) -> LightningDataModule:
         if datamodule is None:
             raise DataSettingsError(
                 f"The job has data hosts ({', '.join(self.topology.data_hosts)}), but the script has no "
-                "LightningDataModule for them to serve. Give SageMakerCLI a datamodule_class, or take the data groups "
-                f"out of the job ({DATA_GROUPS.name}= makes all groups train)."
+                "LightningDataModule for them to serve. Pass a datamodule_class to SageMakerCLI, or remove the data "
+                f"groups from the job (with {DATA_GROUPS.name}= in the environment, all groups train)."
             )
-        module: LightningDataModule = datamodule
-        return module
+        return datamodule
 
     def _with_environment(self, plugins: list[Any], strategy: Any) -> list[Any]:
         candidates = [*plugins, getattr(strategy, "cluster_environment", None)]
@@ -260,42 +256,39 @@ class SageMakerCLI(LightningCLI):
         if not isinstance(environments[0], SageMakerEnvironment):
             where = "trainer.plugins" if environments[0] in plugins else "trainer.strategy"
             raise TopologyError(
-                f"{where} has {type(environments[0]).__name__}, but SageMakerCLI puts in SageMakerEnvironment, "
-                f"which knows torchrun and mpirun, too. Take it out of {where}."
+                f"{where} has {type(environments[0]).__name__}, but SageMakerCLI adds SageMakerEnvironment, which "
+                f"also supports torchrun and mpirun. Remove {type(environments[0]).__name__} from {where}."
             )
         return plugins
 
-    def _progress(self, settings: Mapping[str, Any]) -> list[Callback]:
-        keys = self._parser(self.subcommand).callback_keys
+    def _line_progress(self, settings: Mapping[str, Any]) -> list[Callback]:
+        """Return a LineProgress, unless the user turned progress off or chose another progress bar."""
+        if settings.get("enable_progress_bar") is False or settings.get("barebones"):
+            return []
         callbacks = [
             *_as_list(settings.get("callbacks")),
             *_as_list(self.trainer_defaults.get("callbacks")),
-            *(self._get(self.config_init, key) for key in keys),
+            *(self._get(self.config_init, key) for key in self._parser(self.subcommand).callback_keys),
         ]
-        is_off = settings.get("enable_progress_bar") is False or settings.get("barebones")
-        return [] if is_off or any(isinstance(item, ProgressBar) for item in callbacks) else [LineProgress()]
-
-    def _config_text(self) -> str:
-        config = self.config[self.subcommand] if self.subcommand else self.config
-        return str(self._parser(self.subcommand).dump(config, skip_none=False))
+        return [] if any(isinstance(item, ProgressBar) for item in callbacks) else [LineProgress()]
 
 
 def _check_writable(folder: Path) -> None:
-    """Write to a folder once, hours before the first result."""
+    """Fail at the start instead of hours later, at the first result."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise OutputDirectoryError(
-            f"{folder} cannot be written ({error}). SageMaker mounts it writable; look for a read-only mount, a full "
-            "disk, or a container user without rights to it."
+            f"{folder} is not writable ({error}). SageMaker mounts it writable: look for a read-only mount, a full "
+            "disk, or a container user without permission."
         ) from error
 
 
 @contextmanager
 def _links_postponed(parsers: Sequence[LightningArgumentParser]) -> Iterator[None]:
-    """Parse without the links between arguments: their sources may come from defaults, or from a channel only."""
+    """Parse without links between arguments, whose sources may not be known before defaults and channels."""
     links = [parser._links_group._group_actions for parser in parsers if hasattr(parser, "_links_group")]
     kept = [list(actions) for actions in links]
     try:
@@ -308,14 +301,14 @@ def _links_postponed(parsers: Sequence[LightningArgumentParser]) -> Iterator[Non
 
 
 def _parse(parser: LightningArgumentParser, args: Any, *, defaults: bool = True) -> Namespace:
-    """Parse, but leave the check to the last step: a channel may fill what is required."""
+    """Parse without validation, because a channel may still provide a required argument."""
     parse = parser.parse_object if isinstance(args, (dict, Namespace)) else parser.parse_args
     config: Namespace = parse(args, defaults=defaults, _skip_validation=True)
     return config
 
 
-def _named_class(section: Any, default: Any) -> Any:
-    """The class that a section of the configuration names; None if there is no such class, which the parser reports."""
+def _class_of(section: Any, default: Any) -> Any:
+    """The class that a section of the configuration names; None if it does not exist, which the parser reports."""
     if not isinstance(section, Namespace) or "class_path" not in section:
         return default
     try:
@@ -325,7 +318,7 @@ def _named_class(section: Any, default: Any) -> Any:
 
 
 def _required_parameters(maker: Any) -> list[str]:
-    """Parameters of a class or function that have no default; ``**kwargs`` are those of the base class."""
+    """Parameters of a class or function without a default; ``**kwargs`` stand for those of the base class."""
     functions = [maker] if callable(maker) else []
     if isinstance(maker, type):
         functions = [vars(base)["__init__"] for base in maker.__mro__ if "__init__" in vars(base)]

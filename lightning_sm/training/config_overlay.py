@@ -1,4 +1,4 @@
-"""What a job changes in a parsed LightningCLI configuration, where the user has not set it."""
+"""The changes that a job makes to a parsed LightningCLI configuration, where the user has not set a value."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _log_once = rank_zero_only(logger.info)
 
 
 class JobOverlay:
-    """A parsed configuration, what of it the user set, and the changes that a job asks for.
+    """Collects the changes that a job makes to a configuration, without overriding what the user set.
 
     Args:
         config: The configuration of one subcommand, or the whole one without subcommands.
-        explicit: The part that the user set, on the command line, in a file or by environment variable.
+        explicit: The part that the user set on the command line, in a file or by environment variable.
 
     Attributes:
         changes: Nested dict for ``parse_object``, so that jsonargparse checks and converts each value.
@@ -39,11 +39,11 @@ class JobOverlay:
         self.changes: dict[str, Any] = {}
 
     def route_channels(self, job: SageMakerJob, mapping: Mapping[str, str]) -> None:
-        """Send the channels of a job to the DataModule's arguments.
+        """Set the DataModule's arguments to the paths of the job's channels.
 
         Args:
             job: The job with its channels.
-            mapping: Channel name to argument, before the rules (see ``channels.route``).
+            mapping: Channel name to argument; it comes before the rules of ``channels.route``.
 
         Raises:
             ChannelError: ``mapping`` names a channel or an argument that does not exist.
@@ -59,48 +59,43 @@ class JobOverlay:
                     "See --help for the arguments."
                 )
             if _has(self._explicit, key):
-                _log_once("Channel %r: not used, because %s is set.", channel, key)
+                _log_once("Channel %r: not used, because %s is already set.", channel, key)
             else:
                 self._set(key, str(job.channels[channel].path))
                 _log_once("Channel %r: %s = %s", channel, key, job.channels[channel].path)
         for channel in routing.unused:
             _log_once(
-                "Channel %r fits no argument of the DataModule, which has %s. It stays at %s; "
-                "SageMakerCLI(channels={%r: ...}) sends it somewhere.",
+                "Channel %r matches none of the DataModule's arguments (%s). It is at %s; "
+                "SageMakerCLI(channels={%r: ...}) maps it to an argument.",
                 channel,
-                sorted(parameters),
+                ", ".join(sorted(parameters)),
                 job.channels[channel].path,
                 channel,
             )
 
     def fill_missing_folders(self, job: SageMakerJob, required: Iterable[str], mapping: Mapping[str, str]) -> None:
-        """Give a DataModule on a trainer the folders of the channels that only the data hosts have.
+        """On a trainer, set the DataModule's required folders to those of channels that only the data hosts have.
 
         Call it after ``route_channels``.
 
         Args:
             job: The job.
-            required: Parameters without which the DataModule cannot be made.
+            required: Parameters of the DataModule without a default.
             mapping: As in ``route_channels``.
         """
-        filled = []
         for parameter in required:
-            key, channel = f"data.{parameter}", channel_for(parameter, mapping)
+            key = f"data.{parameter}"
+            channel = channel_for(parameter, mapping)
             if channel is not None and key not in self._routed and _value(self._config, key) is None:
                 folder = job.base_dir / "input" / "data" / channel
                 self._set(key, str(folder))
-                filled.append(f"{key} = {folder}")
-        if filled:
-            _log_once("%s: this host has no channel for it; the data hosts read the data.", ", ".join(filled))
+                _log_once("%s = %s: this host does not have the channel; the data hosts read it.", key, folder)
 
     def fit_trainer(self, environment: SageMakerEnvironment) -> None:
         """Set ``num_nodes`` and ``devices``.
 
-        Args:
-            environment: The cluster environment that knows both.
-
         Raises:
-            TopologyError: The user set one that contradicts the cluster.
+            TopologyError: The user set a value that contradicts the cluster.
         """
         stated_nodes = self._stated("trainer.num_nodes")
         stated_devices = _num_devices(self._stated("trainer.devices"))
@@ -113,11 +108,11 @@ class JobOverlay:
             self._set("trainer.devices", environment.devices)
 
     def route_outputs(self, job: SageMakerJob, callback_keys: Iterable[str]) -> None:
-        """Send logs and checkpoints to the job's folders; a relative folder becomes one below these.
+        """Direct logs and checkpoints to the job's folders, and make relative folders relative to these.
 
         Args:
             job: The job with its folders.
-            callback_keys: Keys of the callbacks that a script added to the parser, beside ``trainer.callbacks``.
+            callback_keys: Keys of callbacks that the script added to the parser, besides ``trainer.callbacks``.
         """
         root = self._config.get("trainer.default_root_dir")
         if not _is_fixed(root):
@@ -126,50 +121,52 @@ class JobOverlay:
         has_default_logger = loggers in (None, True) and not self._config.get("trainer.barebones")
         if has_default_logger and job.tensorboard_dir is not None:
             if importlib.util.find_spec("tensorboard") is None:
-                logger.warning("The job has a TensorBoard output, but the package tensorboard is not installed.")
-            else:
-                arguments = {"save_dir": str(job.tensorboard_dir)}
-                self._set(
-                    "trainer.logger",
-                    {"class_path": f"{DISTRIBUTION}.loggers.TensorBoardLogger", "init_args": arguments},
+                logger.warning(
+                    "The job has a TensorBoard output, but the package tensorboard is not installed: "
+                    "pip install tensorboard, or add it to requirements.txt."
                 )
+            else:
+                class_path = f"{DISTRIBUTION}.loggers.TensorBoardLogger"
+                arguments = {"save_dir": str(job.tensorboard_dir)}
+                self._set("trainer.logger", {"class_path": class_path, "init_args": arguments})
         for item in _class_entries(loggers):
-            tensorboard = job.tensorboard_dir if item.class_path.endswith(".TensorBoardLogger") else None
-            _rebase(item, "save_dir", tensorboard or job.host_output_dir)
-        sections = [self._config.get(key) for key in ("trainer.callbacks", *callback_keys)]
-        for item in (entry for section in sections for entry in _class_entries(section)):
-            _rebase(item, "dirpath", job.checkpoint_dir or job.host_output_dir)
+            is_tensorboard = item.class_path.endswith(".TensorBoardLogger")
+            folder = job.tensorboard_dir if is_tensorboard else None
+            _rebase(item, "save_dir", folder or job.host_output_dir)
+        for key in ("trainer.callbacks", *callback_keys):
+            for item in _class_entries(self._config.get(key)):
+                _rebase(item, "dirpath", job.checkpoint_dir or job.host_output_dir)
         for item in _class_entries(self._config.get("trainer.profiler")):
             _rebase(item, "dirpath", job.host_output_dir)
 
     def resume_from(self, folder: Path, job: SageMakerJob, load: Load, *, is_fit: bool) -> str | None:
-        """Say which checkpoint to go on from: the newest one, unless the user named another.
+        """Return the checkpoint to resume from: the latest valid one, unless the user named another.
 
         Args:
             folder: The job's checkpoint folder.
-            job: The job, whose checkpoints count.
-            load: How the Trainer reads checkpoints.
+            job: The current job; checkpoints of other jobs are not valid.
+            load: ``load_checkpoint`` of the Trainer's ``CheckpointIO``.
             is_fit: Whether the CLI itself calls ``fit``, and not the script.
         """
         stated = self._stated("ckpt_path")
-        # Lightning's "last" does not look for what is saved when the job is interrupted.
-        newest = newest_checkpoint(folder, job, load) if stated in (None, "last") else None
-        if newest is None:
+        # Lightning's own "last" ignores checkpoints of SpotCheckpoint.
+        latest = newest_checkpoint(folder, job, load) if stated in (None, "last") else None
+        if latest is None:
             return None if stated is None else str(stated)
-        hint = "" if is_fit else " To go on from it, pass ckpt_path=cli.ckpt_path to trainer.fit."
-        _log_once("ckpt_path = %s: the newest checkpoint of the job.%s", newest, hint)
-        return str(newest)
+        hint = "" if is_fit else " To resume from it, pass ckpt_path=cli.ckpt_path to trainer.fit."
+        _log_once("ckpt_path = %s: the latest valid checkpoint of the job.%s", latest, hint)
+        return str(latest)
 
     def _stated(self, key: str) -> Any:
         return _value(self._explicit, key)
 
     def _set(self, key: str, value: Any) -> None:
-        if _has(self._config, key):  # a trainer_class of the script's own need not take all arguments
+        if _has(self._config, key):  # the script's own trainer_class need not accept every argument
             _merge(self.changes, _overlay(self._config, key.split("."), value))
 
 
 def _arguments_of(section: Namespace) -> Iterator[str]:
-    """Names of the arguments of a class section, written flat or as class_path and init_args."""
+    """Names of the arguments of a class section, in the flat form or with class_path and init_args."""
     arguments = section.get("init_args") if "class_path" in section else section
     yield from vars(arguments) if isinstance(arguments, Namespace) else ()
 
@@ -179,7 +176,7 @@ def _has(config: Any, key: str) -> bool:
 
 
 def _value(config: Any, key: str, default: Any = None) -> Any:
-    """What a configuration has for an argument; ``init_args`` in between are not named."""
+    """Return the value of an argument; ``key`` leaves out ``init_args``."""
     for part in key.split("."):
         if isinstance(config, Namespace) and "class_path" in config:
             config = config.get("init_args")
@@ -190,7 +187,7 @@ def _value(config: Any, key: str, default: Any = None) -> Any:
 
 
 def _overlay(config: Any, parts: list[str], value: Any) -> Any:
-    """A nested dict that sets one argument. It repeats each class_path: without it, jsonargparse resets the class."""
+    """A nested dict that sets one argument. It repeats each class_path, without which jsonargparse resets the class."""
     if not parts:
         return value
     if isinstance(config, Namespace) and "class_path" in config:
@@ -208,12 +205,14 @@ def _merge(target: dict[str, Any], source: Mapping[str, Any]) -> None:
 
 
 def _class_entries(value: Any) -> Iterator[Namespace]:
-    """The entries of a setting that takes one class, several, or a plain value."""
-    yield from (item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Namespace))
+    """The classes in a setting that takes one class, a list of classes, or a plain value."""
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, Namespace):
+            yield item
 
 
 def _rebase(item: Namespace, argument: str, folder: Path) -> None:
-    """Turn a relative folder among the arguments of a class into one below ``folder``."""
+    """Make a relative folder in an argument of a class relative to ``folder``."""
     arguments = item.get("init_args") if "class_path" in item else item
     stated = arguments.get(argument) if isinstance(arguments, Namespace) else None
     if stated is not None and not _is_fixed(stated):
@@ -221,16 +220,16 @@ def _rebase(item: Namespace, argument: str, folder: Path) -> None:
 
 
 def _is_fixed(folder: Any) -> bool:
-    """Whether the user named a place and not a relative one: an absolute folder, or an address such as s3://."""
+    """Whether a folder is absolute, or an address such as s3://."""
     return folder is not None and ("://" in str(folder) or Path(folder).is_absolute())
 
 
 def _num_devices(setting: Any) -> int | None:
-    """Processes on a host that a ``devices`` setting asks for; None if it leaves that open ("auto", -1)."""
+    """Number of processes per host that a ``devices`` setting states; None if it states none ("auto", -1)."""
     if isinstance(setting, str):
         numbers = [part for part in setting.split(",") if part.strip()]
-        if setting == "auto" or not all(part.strip().lstrip("-").isdecimal() for part in numbers):
-            return None  # Lightning's own check names what is wrong with it
+        if not all(part.strip().lstrip("-").isdecimal() for part in numbers):
+            return None  # "auto", or invalid: Lightning's own check names the fault
         setting = int(numbers[0]) if len(numbers) == 1 else numbers
     if isinstance(setting, list):
         return len(setting)

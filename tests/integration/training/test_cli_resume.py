@@ -1,4 +1,4 @@
-"""SageMakerCLI in a job with a checkpoint folder: what a restarted job goes on from, and what it finds there."""
+"""SageMakerCLI in a job with a checkpoint folder: what a restarted job resumes from, and what it finds there."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def checkpoints(host):
 
 
 def fit(host, *arguments, epochs=1, **kwargs):
-    """Train up to an epoch, and return what the Trainer went on from beside the CLI."""
+    """Train up to an epoch, and return what the Trainer resumed from."""
     cli = host.start("fit", f"--trainer.max_epochs={epochs}", *QUIET, *arguments, **kwargs)
     return cli, cli.trainer.ckpt_path
 
@@ -40,7 +40,7 @@ class TestCkptPath:
     @pytest.mark.parametrize("stated", [None, "null", "last"])
     @pytest.mark.parametrize("source", ["line", "file"])
     def test_the_newest_checkpoint(self, host, checkpoints, stated, source):
-        """Without ckpt_path, or with null or last, it is the newest checkpoint that is taken, an interruption's too."""
+        """Without ckpt_path, or with null or last, the latest valid checkpoint is taken, also that of an interruption."""
         _, first = fit(host, KEEP_LAST)
         assert first is None
         interrupted = interrupt(host, checkpoints, epochs=2)
@@ -97,8 +97,8 @@ class TestCkptPath:
 class TestWithoutRun:
     """A script that calls trainer.fit itself."""
 
-    def test_ckpt_path_is_the_checkpoint_to_resume_from(self, host, checkpoints, caplog):
-        """The CLI has the newest checkpoint as an attribute, and one line says what to do with it."""
+    def test_the_script_gets_the_checkpoint_to_resume_from(self, host, checkpoints, caplog):
+        """The CLI has the latest valid checkpoint as an attribute, and one line says what to do with it."""
         fit(host)
         caplog.set_level("INFO", "lightning_sm")
         cli = host.make("--trainer.max_epochs=2", *QUIET)
