@@ -1,4 +1,4 @@
-"""The hosts of an emulated job: their folders, files and environments, as the service makes them."""
+"""The hosts of an emulated job: their folders, files and environments, as on the service."""
 
 from __future__ import annotations
 
@@ -24,18 +24,8 @@ from lightning_sm.job.hyperparameters import encode
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import DEVICES, HOST_ADDRESSES, MAIN_PORT, PREFIX
 
-# What a launcher, a toolkit or another job left in this shell would be believed by the hosts.
-_LEAKING_PREFIXES = (
-    PREFIX,
-    "MASTER_",
-    "OMPI_",
-    "PMI",
-    "SAGEMAKER_",
-    "SLURM_",
-    "SM_",
-    "TORCHELASTIC_",
-    "TRAINING_JOB_",
-)
+# Variables that a launcher, a toolkit or another job left in this shell; the hosts would take them for their own.
+_LEAKING_PREFIXES = (PREFIX, "MASTER_", "OMPI_", "PMI", "SAGEMAKER_", "SLURM_", "SM_", "TORCHELASTIC_", "TRAINING_JOB_")
 _LEAKING_NAMES = frozenset(
     {
         "CURRENT_HOST",
@@ -50,9 +40,10 @@ _LEAKING_NAMES = frozenset(
 )
 # Host algo-i has the address 127.0.0.(1 + i): none is 127.0.0.1, which would hide a wrong main address.
 _MAX_HOSTS = 253
-# A name has its ports out of 10000; so many taken in a row means that something else is wrong.
+# Each name leads to ports out of 10000; so many occupied ports in a row mean that something else is wrong.
 _NAME_ATTEMPTS = 50
 _CHANNEL_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # API_Channel
+_CHANNEL_CONFIG = {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
 
 
 @dataclass(frozen=True)
@@ -62,13 +53,13 @@ class ClusterSpec:
     Attributes:
         groups: The instance groups.
         devices: Processes on each trainer host.
-        hyperparameters: Values as a user would give them to the Estimator.
+        hyperparameters: Values as a user would pass them to the Estimator.
         channels: Folder of each input channel.
-        checkpoint_dir: Folder that all hosts share as their checkpoint folder, or None for a job without one.
-        keeps_checkpoints: Whether the job has a checkpoint folder in any case: one inside its own folder, if
+        checkpoint_dir: Checkpoint folder that all hosts share, or None for a job without one.
+        keeps_checkpoints: Whether the job needs a checkpoint folder, which is inside its own folder if
             ``checkpoint_dir`` is None.
-        environment: Variables as a user would give them to ``Estimator(environment=...)``.
-        seed: Decides which host lands in which group; None for another draw each time, as the service does.
+        environment: Variables as a user would pass them to ``Estimator(environment=...)``.
+        seed: Seed of the assignment of hosts to groups; None for a different one each time, as on the service.
     """
 
     groups: Sequence[GroupSpec] = (GroupSpec("trainer", 1),)
@@ -88,9 +79,9 @@ class LocalHost:
     Attributes:
         name: Its name, ``algo-1`` and so on.
         group: Name of its instance group.
-        role: What it does in the job.
-        base_dir: The folder that it sees as ``/opt/ml``.
-        env: The whole environment of its processes.
+        role: Its role in the job.
+        base_dir: The folder that takes the place of ``/opt/ml``.
+        env: The complete environment of its processes.
     """
 
     name: str
@@ -105,22 +96,22 @@ class LocalCluster:
 
     Args:
         spec: What to emulate.
-        base_dir: Where to make the folder of the job.
-        env: The environment that the hosts inherit, less what belongs to other launchers and jobs.
+        base_dir: Parent of the job's folder.
+        env: The environment that the hosts inherit, without the variables of other launchers and jobs.
 
     Attributes:
         name: Name of the job.
-        job_dir: Folder of the job, with one folder for each host.
-        checkpoint_dir: Folder that all hosts share as their checkpoint folder, or None.
-        attempt: Which attempt the hosts are of, counted from 1.
+        job_dir: Folder of the job, with one folder per host.
+        checkpoint_dir: Checkpoint folder that all hosts share, or None.
+        attempt: Number of the current attempt, from 1.
         hosts: The hosts, in the order of their numbers.
-        keep: Whether to leave the folders on exit.
+        keep: Whether to keep the folders on exit.
 
     Raises:
         JobConfigError: A group, a channel or a value is wrong.
         TopologyError: The groups contradict each other, or none of them trains.
-        HyperparameterError: A hyperparameter has a value that the service could not carry.
-        OutputDirectoryError: A folder cannot be made.
+        HyperparameterError: A hyperparameter has a value that the service cannot pass on.
+        OutputDirectoryError: A folder cannot be created.
         PortInUseError: No free ports were found.
     """
 
@@ -131,9 +122,8 @@ class LocalCluster:
         self._spec = spec
         self._hyperparameters = encode(spec.hyperparameters)
         self._shared = _shared_environment(spec, _host_names(spec), env)
-        draw = random.Random(spec.seed)  # noqa: S311 - not a secret; a seed must repeat the draw
-        groups = deal_hosts(spec.groups, _host_names(spec), draw)
-        # What the launchers are told by --devices, the service would not tell; it refuses hosts with unequal GPUs.
+        groups = deal_hosts(spec.groups, _host_names(spec), random.Random(spec.seed))  # noqa: S311 - no secret
+        # Without --devices, which the service does not have: hosts with unequal GPUs are to be rejected as there.
         self._stated = {**self._shared, DEVICES.name: spec.environment.get(DEVICES.name, "")}
         self.name, topology, self._ports = _name_with_ports(groups, self._stated)
         base_dir = base_dir.expanduser().absolute()
@@ -164,22 +154,22 @@ class LocalCluster:
             self.remove()
 
     def remove(self) -> None:
-        """Remove the folders of the job, and the folder around it if it was made for this job and is empty."""
+        """Remove the folder of the job, and its parent if that was created for this job and is empty."""
         shutil.rmtree(self.job_dir, ignore_errors=True)
         if self._made_base_dir:
             try:
                 self.job_dir.parent.rmdir()
             except OSError:
-                return  # another job is in it
+                return  # another job uses it
 
     def next_attempt(self) -> None:
-        """Deal the hosts out anew, into empty folders in the same places; only the checkpoint folder stays.
+        """Reassign the hosts to groups at random, with empty folders at the same paths; only checkpoints stay.
 
-        The folders of the last attempt are put aside: a path that a checkpoint remembers from there must lead to
-        nothing, as on the service.
+        The folders of the last attempt are moved away: a path from there in a checkpoint must not exist, as on the
+        service.
 
         Raises:
-            OutputDirectoryError: A folder cannot be made.
+            OutputDirectoryError: A folder cannot be created.
         """
         aside = self.job_dir / f"attempt-{self.attempt}"
         self.attempt += 1
@@ -193,13 +183,9 @@ class LocalCluster:
             raise OutputDirectoryError(f"{error.filename}: cannot be written ({error.strerror}).") from error
 
     def draw(self, purpose: str) -> random.Random:
-        """Random numbers of this attempt that repeat with the seed.
-
-        Args:
-            purpose: What they are for; another purpose has others.
-        """
+        """Return random numbers for one purpose in this attempt, which repeat with the seed."""
         seed = self._spec.seed
-        # A text as the seed: whole numbers that are close to each other have similar first draws.
+        # The seed is a text because the first draws of similar numbers are similar.
         return random.Random(None if seed is None else f"{seed} {self.attempt} {purpose}")  # noqa: S311 - no secret
 
     def _make_hosts(self, groups: Sequence[InstanceGroup], topology: Topology) -> tuple[LocalHost, ...]:
@@ -207,15 +193,14 @@ class LocalCluster:
 
     def _make_host(self, name: str, groups: Sequence[InstanceGroup], topology: Topology) -> LocalHost:
         base_dir = self.job_dir / name
-        config_dir, data_dir = base_dir / "input" / "config", base_dir / "input" / "data"
+        config_dir = base_dir / "input" / "config"
+        data_dir = base_dir / "input" / "data"
         for folder in (config_dir, data_dir, base_dir / "model", base_dir / "output" / "data"):
             folder.mkdir(parents=True)
         resources = {**resource_config_of(groups, name), "network_interface_name": "lo"}
         _write_json(config_dir / "resourceconfig.json", resources)
         _write_json(config_dir / "hyperparameters.json", self._hyperparameters)
-        _write_json(
-            config_dir / "inputdataconfig.json", {channel: _channel_config() for channel in self._spec.channels}
-        )
+        _write_json(config_dir / "inputdataconfig.json", dict.fromkeys(self._spec.channels, _CHANNEL_CONFIG))
         for channel, folder in self._spec.channels.items():
             (data_dir / channel).symlink_to(folder.absolute(), target_is_directory=True)
         if self.checkpoint_dir is not None:
@@ -228,27 +213,23 @@ class LocalCluster:
 def _check(spec: ClusterSpec) -> None:
     for index, group in enumerate(spec.groups):
         if group.num_hosts < 1:
-            raise JobConfigError(f"Group {group.name!r} has {group.num_hosts} hosts; a group needs at least 1.")
+            raise JobConfigError(f"Group {group.name!r} has {group.num_hosts} hosts; a group needs at least 1 host.")
         if any(other.name == group.name for other in spec.groups[:index]):
-            raise JobConfigError(f"Group {group.name!r} is named twice; every group needs a name of its own.")
+            raise JobConfigError(f"Group {group.name!r} is named twice; every group needs its own name.")
     total = sum(group.num_hosts for group in spec.groups)
     if not 1 <= total <= _MAX_HOSTS:
-        raise JobConfigError(f"The groups have {total} hosts; from 1 to {_MAX_HOSTS} can be emulated.")
+        raise JobConfigError(f"The groups have {total} hosts; the emulator supports 1 to {_MAX_HOSTS}.")
     if spec.devices < 1:
-        raise JobConfigError(f"{spec.devices} devices were asked for; a trainer host needs at least 1.")
+        raise JobConfigError(f"--devices is {spec.devices}; a trainer host needs at least 1 process.")
     for name, folder in spec.channels.items():
         if not _CHANNEL_NAME.fullmatch(name) or name in {".", ".."}:
-            raise JobConfigError(f"Channel {name!r}: expected up to 64 letters, digits, '.', '-' or '_'.")
+            raise JobConfigError(f"Channel {name!r}: expected at most 64 letters, digits, '.', '-' or '_'.")
         if not folder.is_dir():
             raise JobConfigError(f"Channel {name!r}: the folder {str(folder)!r} does not exist.")
 
 
 def _host_names(spec: ClusterSpec) -> list[str]:
     return [f"algo-{number}" for number in range(1, sum(group.num_hosts for group in spec.groups) + 1)]
-
-
-def _channel_config() -> dict[str, str]:
-    return {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
 
 
 def _shared_environment(spec: ClusterSpec, hosts: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
@@ -260,7 +241,7 @@ def _shared_environment(spec: ClusterSpec, hosts: Sequence[str], env: Mapping[st
     num_processes = len(hosts) * spec.devices
     return {
         "AWS_REGION": "us-east-1",
-        # All hosts share the CPUs of this machine; PyTorch would start one thread per CPU in every process.
+        # All hosts share this machine's CPUs, and PyTorch would start one thread per CPU in every process.
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_processes)),
         **inherited,
         "CUDA_VISIBLE_DEVICES": "",
@@ -273,23 +254,25 @@ def _shared_environment(spec: ClusterSpec, hosts: Sequence[str], env: Mapping[st
 
 
 def _name_with_ports(groups: Sequence[InstanceGroup], shared: Mapping[str, str]) -> tuple[str, Topology, ExitStack]:
-    """Choose a job name whose ports nobody has: they follow from the name."""
+    """Choose a job name whose ports are free; they are derived from the name."""
     for _ in range(_NAME_ATTEMPTS):
         name = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         topology = _topology(groups, shared, name)
         try:
             return name, topology, reserve_ports(topology)
         except PortInUseError as error:
-            if shared.get(MAIN_PORT.name):  # another name would not change it
+            if shared.get(MAIN_PORT.name):  # does not depend on the name
                 raise
             last = error
-    raise PortInUseError(f"None of {_NAME_ATTEMPTS} names of the job had free ports. The last one: {last}") from last
+    raise PortInUseError(
+        f"Tried {_NAME_ATTEMPTS} job names, none of which has free ports. Last error: {last}"
+    ) from last
 
 
 def _topology(groups: Sequence[InstanceGroup], shared: Mapping[str, str], name: str) -> Topology:
     resources = json.dumps(resource_config_of(groups, groups[0].hosts[0]))
     env = {**shared, "SM_RESOURCE_CONFIG": resources, "TRAINING_JOB_NAME": name}
-    # No such folder: the job is read from the variable.
+    # A folder that does not exist, so that the job is read from the variable.
     job = SageMakerJob.from_environment(env, base_dir=name)
     if job is None:
         raise JobConfigError(f"The job {name} has no hosts.")

@@ -1,4 +1,4 @@
-"""Faults on request: what ``--fault`` asks for, checked, and which faults are due. Nothing here touches a process."""
+"""Faults to inject: the syntax of ``--fault``, its checks, and which faults are due. Nothing here touches a process."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from enum import Enum
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.variables import STEP_FILE
 
-# What the service leaves between SIGTERM and SIGKILL: "Using Your Own Training Algorithms" (docker stop -t 120).
+# The service's time from SIGTERM to SIGKILL: "Using Your Own Training Algorithms" (docker stop -t 120).
 SERVICE_GRACE_S = 120.0
 
 HELP = f"""\
-faults (--fault, repeatable; each happens once, in the first attempt that comes to it):
+faults (--fault, repeatable; each is injected once, in the first attempt that reaches it):
   kill:HOST@WHEN                      SIGKILL to all processes of the host at once
   kill-rank:HOST[/LOCAL_RANK]@WHEN    SIGKILL to one training process (default: local rank 0)
-  kill-launcher:HOST@WHEN             SIGKILL to the launcher alone
-  hang:HOST[,for=SECONDS]@WHEN        SIGSTOP to all processes of the host, SIGCONT after the time if one is given
+  kill-launcher:HOST@WHEN             SIGKILL to the launcher only
+  hang:HOST[,for=SECONDS]@WHEN        SIGSTOP to all processes of the host; SIGCONT after SECONDS, if given
   interrupt[:HOST]@WHEN[,skew=SECONDS]
-                                      a spot interruption: SIGTERM to the launcher of every host (or of one), in
-                                      random order and SECONDS apart, after --grace-s SIGKILL to all that is left;
-                                      then the next attempt
-  stop@WHEN[,skew=SECONDS]            StopTrainingJob: the same, and no other attempt
+                                      spot interruption: SIGTERM to the launcher of every host (or of one host), in
+                                      random order and SECONDS apart; after --grace-s SIGKILL to all remaining
+                                      processes; then the next attempt
+  stop@WHEN[,skew=SECONDS]            StopTrainingJob: like interrupt, but without another attempt
   restart@WHEN                        SIGKILL to everything, then the next attempt, as after a hardware failure
-  slow-dns:HOST=SECONDS               the name of the host does not resolve before SECONDS have passed
-  late:HOST=SECONDS                   the host starts that much later
-  HOST is a name (algo-2) or a place in a group (data-1: the first host of group data by number).
-  WHEN is step=N (N global steps are done), epoch=N (the first step of epoch N, counted from 1 as in the progress
-  lines, is done), after=SECONDS (since the attempt began) or start (as soon as the process runs; for SIGTERM: as
-  soon as the launchers listen). Steps are those that SageMakerCLI reports; another script may write
-  "STEP EPOCH" to the file that {STEP_FILE.name} names.
-  The next attempt has the job's name, hyperparameters and checkpoint folder (one in the job's folder if
-  --checkpoints names none); all other folders are empty, and hosts land in groups anew.
+  slow-dns:HOST=SECONDS               the host's name does not resolve for the first SECONDS
+  late:HOST=SECONDS                   the host starts SECONDS later
+  HOST is a host name (algo-2) or a position in a group (data-1: the host of group data with the lowest number).
+  WHEN is one of
+    step=N          after N global steps
+    epoch=N         after the first step of epoch N (epochs count from 1, as in the progress lines)
+    after=SECONDS   since the start of the attempt
+    start           as soon as the process runs; for SIGTERM, as soon as the launchers can handle it
+  SageMakerCLI reports the steps. Other scripts can write "STEP EPOCH" to the file {STEP_FILE.name}.
+  The next attempt keeps the job's name, hyperparameters and checkpoint folder (without --checkpoints, one in the
+  job's folder). All other folders are empty, and hosts are reassigned to groups at random.
 """
 
 
@@ -51,8 +53,7 @@ class Kind(Enum):
     LATE = "late"
 
 
-# Those that end the attempt, and among them those after which the job goes on with another.
-ENDING = frozenset({Kind.INTERRUPT, Kind.STOP, Kind.RESTART})
+# Faults after which the job resumes in another attempt.
 RESUMED = frozenset({Kind.INTERRUPT, Kind.RESTART})
 
 _SECONDS = r"\d{1,6}(?:\.\d{1,6})?"
@@ -76,11 +77,11 @@ _WHENS = "WHEN is start, step=N, epoch=N (N from 1) or after=SECONDS"
 
 @dataclass(frozen=True)
 class Moment:
-    """How far an attempt is.
+    """The progress of an attempt.
 
     Attributes:
         seconds: Seconds since the attempt began.
-        step: Global steps that are done, 0 before the first report.
+        step: Global steps done; 0 before the first report.
         epoch: Epoch of the last step, counted from 1; 0 before the first report.
     """
 
@@ -100,10 +101,10 @@ class Fault:
     Attributes:
         text: As the user wrote it.
         kind: What it does.
-        host: Name of a host, or its place in a group; None for all hosts.
+        host: Name of a host, or its position in a group; None for all hosts.
         local_rank: Which training process of the host.
-        not_before: It is due when none of these is ahead any more.
-        at_start: Whether it waits for nothing but its target.
+        not_before: The fault is due when the attempt has reached all of these.
+        at_start: Whether the fault is due as soon as its target runs.
         seconds: ``for``, ``skew``, or the delay; None if not given.
     """
 
@@ -116,11 +117,7 @@ class Fault:
     seconds: float | None = None
 
     def is_due(self, moment: Moment) -> bool:
-        """Whether the time of the fault has come.
-
-        Args:
-            moment: How far the attempt is.
-        """
+        """Whether the attempt has reached the fault."""
         return (
             moment.seconds >= self.not_before.seconds
             and moment.step >= self.not_before.step
@@ -130,12 +127,12 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultSettings:
-    """What the user asked for.
+    """The faults of a job.
 
     Attributes:
         faults: All faults.
         grace_s: Seconds between SIGTERM and SIGKILL of an interruption.
-        max_attempts: How often the job starts at most; None for once more than it is interrupted or restarted.
+        max_attempts: Maximum number of attempts; None for one more than there are interruptions and restarts.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -144,29 +141,26 @@ class FaultSettings:
 
     @property
     def num_attempts(self) -> int:
-        """How often the job starts at most."""
+        """Maximum number of attempts."""
         return self.max_attempts or 1 + sum(fault.kind in RESUMED for fault in self.faults)
 
     @property
     def needs_checkpoints(self) -> bool:
-        """Whether an attempt may have to go on from where another ended."""
+        """Whether an attempt may have to resume from an earlier one."""
         return any(fault.kind in RESUMED for fault in self.faults)
 
 
 def parse(text: str) -> Fault:
-    """Read one fault.
-
-    Args:
-        text: What follows ``--fault``.
+    """Parse the value of one ``--fault``.
 
     Raises:
-        JobConfigError: The kind is unknown, or the rest does not have the form of that kind.
+        JobConfigError: The kind is unknown, or the text does not have the form of its kind.
     """
     name = re.split("[:@]", text, maxsplit=1)[0]
     kind = next((kind for kind in Kind if kind.value == name), None)
     if kind is None:
         raise JobConfigError(
-            f"--fault {text!r}: there is no fault {name!r}; expected one of\n"
+            f"--fault {text!r}: unknown fault {name!r}; expected one of\n"
             + "\n".join(f"  {form}" for form, _ in _FORMS.values())
         )
     form = _FORMS[kind][0]
@@ -192,7 +186,7 @@ def parse(text: str) -> Fault:
 
 
 def check(settings: FaultSettings, sizes: Mapping[str, int], devices: int) -> None:
-    """Refuse what this cluster has no target for.
+    """Reject faults whose target does not exist in this cluster.
 
     Args:
         settings: The faults.
@@ -200,19 +194,19 @@ def check(settings: FaultSettings, sizes: Mapping[str, int], devices: int) -> No
         devices: Processes on each trainer host.
 
     Raises:
-        JobConfigError: A host or local rank does not exist, or a number makes no sense.
+        JobConfigError: A host or a local rank does not exist, or a number is out of range.
     """
     if not 0 <= settings.grace_s < float("inf"):
-        raise JobConfigError(f"--grace-s {settings.grace_s:g}: expected a number of seconds from 0.")
+        raise JobConfigError(f"--grace-s {settings.grace_s:g}: expected 0 seconds or more.")
     if settings.max_attempts is not None and settings.max_attempts < 1:
-        raise JobConfigError(f"--max-attempts {settings.max_attempts}: expected a number from 1.")
+        raise JobConfigError(f"--max-attempts {settings.max_attempts}: expected at least 1.")
     names = [f"algo-{number}" for number in range(1, sum(sizes.values()) + 1)]
     places = [f"{group}-{number}" for group, size in sizes.items() for number in range(1, size + 1)]
     for fault in settings.faults:
         if fault.host is not None and fault.host not in {*names, *places}:
             raise JobConfigError(
                 f"--fault {fault.text!r}: there is no host {fault.host!r}; the hosts are {', '.join(names)}, "
-                f"or by their place in a group {', '.join(places)}."
+                f"or by position in their groups {', '.join(places)}."
             )
         if fault.local_rank >= devices:
             raise JobConfigError(
@@ -221,28 +215,25 @@ def check(settings: FaultSettings, sizes: Mapping[str, int], devices: int) -> No
 
 
 def host_name(host: str, members: Mapping[str, Sequence[str]]) -> str:
-    """The name of a host.
+    """Return the name of a host.
 
     Args:
-        host: Its name, or its place in a group. A name wins over a place in a group called ``algo``.
+        host: Its name, or its position in a group. In a group called ``algo`` the name takes precedence.
         members: Names of hosts by group, in any order.
     """
     if any(host in names for names in members.values()):
         return host
     group, _, place = host.rpartition("-")
-    # By number: as text, algo-10 would come before algo-2.
+    # By number, because as text algo-10 would come before algo-2.
     return sorted(members[group], key=lambda name: int(name.rpartition("-")[2]))[int(place) - 1]
 
 
 class Plan:
-    """The faults that did not happen yet.
-
-    Args:
-        settings: What the user asked for.
+    """The faults that have not happened yet, over all attempts.
 
     Attributes:
-        settings: What the user asked for.
-        pending: Those that did not happen yet, in the order in which they were given.
+        settings: The faults of the job.
+        pending: The faults that have not happened yet, in the order of the command line.
     """
 
     def __init__(self, settings: FaultSettings) -> None:
@@ -250,30 +241,18 @@ class Plan:
         self.pending = list(settings.faults)
 
     def due(self, moment: Moment) -> list[Fault]:
-        """The faults whose time has come; they stay until they are ``done``, as their target may not be there yet.
-
-        Args:
-            moment: How far the attempt is.
-        """
-        # Those that decide how a host starts are taken when it does.
+        """Return the faults that are due. They stay pending until ``done``, as their target may not run yet."""
+        # LATE and SLOW_DNS apply to the start of an attempt, which takes them.
         waiting = [fault for fault in self.pending if fault.kind not in (Kind.LATE, Kind.SLOW_DNS)]
         return [fault for fault in waiting if fault.is_due(moment)]
 
     def done(self, fault: Fault) -> None:
-        """Note that a fault happened.
-
-        Args:
-            fault: The fault.
-        """
-        # By identity: the same fault may have been given twice, to happen in two attempts.
+        """Remove a fault that has happened."""
+        # By identity: the same fault may be given twice, for two attempts.
         self.pending = [other for other in self.pending if other is not fault]
 
     def take(self, kind: Kind) -> list[Fault]:
-        """All pending faults of a kind, which count as done.
-
-        Args:
-            kind: The kind.
-        """
+        """Remove and return all pending faults of a kind."""
         taken = [fault for fault in self.pending if fault.kind is kind]
         self.pending = [fault for fault in self.pending if fault.kind is not kind]
         return taken

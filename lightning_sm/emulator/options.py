@@ -1,4 +1,4 @@
-"""The command line of ``lightning-sm local``, checked in full before any host starts."""
+"""The options of ``lightning-sm local``, all checked before any host starts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lightning_sm.job.emulated_service import DEFAULT_INSTANCE_TYPE, GroupSpec
 
 EXAMPLES = f"""\
 examples:
-  two trainer hosts, one process each:
+  two trainer hosts with one process each:
     lightning-sm local --group trainer=2 -- app/train.py fit --config app/configs/digits.yaml
-  two trainer hosts and one that serves data, with an input channel:
+  two trainer hosts, one data host, and an input channel:
     lightning-sm local --group trainer=2 --group data=1 --channel training=./data -- app/train.py fit
-  arguments as SageMaker passes them, in a file:
+  hyperparameters from a file, passed on as SageMaker does:
     lightning-sm local --hyperparameters hyperparameters.yaml -- app/train.py
-  a spot interruption after 20 steps, and the attempt that goes on from the checkpoint:
+  a spot interruption after 20 steps, and a second attempt that resumes from the checkpoint:
     lightning-sm local --group trainer=2 --fault interrupt@step=20,skew=0.5 -- app/train.py fit
 
 {faults.HELP}"""
@@ -35,92 +35,78 @@ _GROUP = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)=(?P<count>\d{1,4})(?:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the emulator.
-
-    Args:
-        parser: The parser of the subcommand.
-    """
+    """Add the options of the emulator to the parser of the subcommand."""
     parser.add_argument(
         "--group",
         action="append",
         default=[],
         metavar="NAME=COUNT[:TYPE]",
-        help=f"instance group, repeatable (default: trainer=1; instance type: {DEFAULT_INSTANCE_TYPE}); hosts of a "
-        "group whose name starts with 'data' serve data",
+        help=f"instance group, repeatable (default: trainer=1; default instance type: {DEFAULT_INSTANCE_TYPE}); hosts "
+        "of groups named data* serve data",
     )
-    parser.add_argument("--devices", type=int, default=1, help="processes on each trainer host (default: 1)")
+    parser.add_argument("--devices", type=int, default=1, help="processes per trainer host (default: 1)")
     parser.add_argument("--hyperparameters", metavar="FILE", help="JSON or YAML file with the job's hyperparameters")
     parser.add_argument(
-        "--channel",
-        action="append",
-        default=[],
-        metavar="NAME=DIR",
-        help="input channel, repeatable; shared by all hosts",
+        "--channel", action="append", default=[], metavar="NAME=DIR", help="input channel of all hosts, repeatable"
     )
     parser.add_argument(
-        "--env", action="append", default=[], metavar="NAME=VALUE", help="variable for all hosts, repeatable"
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable of all hosts, repeatable"
     )
-    parser.add_argument("--checkpoints", metavar="DIR", help="checkpoint folder of all hosts, kept (default: none)")
-    _add_fault_arguments(parser)
     parser.add_argument(
-        "--base-dir", metavar="DIR", help="where the folders of the hosts are made (default: a temporary folder)"
+        "--checkpoints", metavar="DIR", help="checkpoint folder, shared by all hosts and kept (default: none)"
     )
-    parser.add_argument("--seed", type=int, help="repeat the draw of which host lands in which group")
-    parser.add_argument("--keep", action="store_true", help="keep the folders of the hosts after success, too")
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="-- SCRIPT [ARGS]", help="training script and its arguments"
-    )
-
-
-def _add_fault_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--fault", action="append", default=[], help="bring a fault about, repeatable; see below")
+    parser.add_argument("--fault", action="append", default=[], help="inject a fault, repeatable; see below")
     parser.add_argument(
         "--grace-s",
         type=float,
         default=faults.SERVICE_GRACE_S,
         metavar="SECONDS",
-        help=f"between SIGTERM and SIGKILL of an interruption (default: {faults.SERVICE_GRACE_S:g}, as the service)",
+        help=f"time from SIGTERM to SIGKILL in an interruption (default: {faults.SERVICE_GRACE_S:g}, as on SageMaker)",
     )
     parser.add_argument(
         "--max-attempts",
         type=int,
         metavar="N",
-        help="how often the job starts at most (default: once more than it is interrupted or restarted)",
+        help="maximum number of attempts (default: one more than there are interruptions and restarts)",
+    )
+    parser.add_argument(
+        "--base-dir", metavar="DIR", help="parent folder for the folders of the hosts (default: a temporary folder)"
+    )
+    parser.add_argument("--seed", type=int, help="seed of the random assignment of hosts to groups")
+    parser.add_argument("--keep", action="store_true", help="keep the folders of the hosts, even after success")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- SCRIPT [ARGS]", help="training script and its arguments"
     )
 
 
 def main(options: argparse.Namespace) -> int:
     """Emulate the job that the options describe, and return its exit code.
 
-    Args:
-        options: What the parser of ``add_arguments`` made of the command line.
-
     Raises:
         LightningSMError: An option is wrong; nothing was started.
     """
     if sys.platform != "linux":
-        raise JobConfigError(f"lightning-sm local needs Linux (process groups, 127.0.0.x); this is {sys.platform}.")
+        raise JobConfigError(
+            f"lightning-sm local needs Linux (process groups, addresses 127.0.0.x), but this is {sys.platform}."
+        )
     script, *args = options.command or [""]
     _check_script(script)
     base_dir = Path(options.base_dir or Path(tempfile.gettempdir()) / f"lightning-sm-{os.getuid()}")
     settings = faults.FaultSettings(tuple(map(faults.parse, options.fault)), options.grace_s, options.max_attempts)
-    spec = _spec(options, settings)
-    faults.check(settings, {group.name: group.num_hosts for group in spec.groups}, spec.devices)
-    with LocalCluster(spec, base_dir) as cluster:
-        return run(cluster, [script, *args], keep=options.keep, settings=settings)
-
-
-def _spec(options: argparse.Namespace, settings: faults.FaultSettings) -> ClusterSpec:
-    return ClusterSpec(
+    channels = _pairs("--channel", "NAME=DIR", options.channel)
+    spec = ClusterSpec(
         groups=[_group(text) for text in options.group] or [GroupSpec("trainer", 1)],
         devices=options.devices,
         hyperparameters=_read_hyperparameters(Path(options.hyperparameters)) if options.hyperparameters else {},
-        channels={name: Path(folder) for name, folder in _pairs("--channel", "NAME=DIR", options.channel).items()},
+        channels={name: Path(folder) for name, folder in channels.items()},
         checkpoint_dir=Path(options.checkpoints) if options.checkpoints else None,
         keeps_checkpoints=settings.needs_checkpoints,
         environment=_pairs("--env", "NAME=VALUE", options.env),
         seed=options.seed,
     )
+    faults.check(settings, {group.name: group.num_hosts for group in spec.groups}, spec.devices)
+    with LocalCluster(spec, base_dir) as cluster:
+        return run(cluster, [script, *args], keep=options.keep, settings=settings)
 
 
 def _group(text: str) -> GroupSpec:
@@ -139,7 +125,7 @@ def _pairs(option: str, form: str, texts: Sequence[str]) -> dict[str, str]:
         if not name or not separator or "\0" in text:
             raise JobConfigError(f"{option} {text!r}: expected {form}.")
         if name in pairs:
-            raise JobConfigError(f"{option} {text!r}: {name!r} is named twice.")
+            raise JobConfigError(f"{option} {text!r}: {name!r} is given twice.")
         pairs[name] = value
     return pairs
 
@@ -147,27 +133,28 @@ def _pairs(option: str, form: str, texts: Sequence[str]) -> dict[str, str]:
 def _read_hyperparameters(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else _yaml(text)
+        if path.suffix == ".json":
+            values = json.loads(text)
+        else:
+            import yaml  # noqa: PLC0415 - takes 20 ms, which only a YAML file needs
+
+            try:
+                values = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise ValueError(f"not valid YAML ({error})") from error
     except (OSError, ValueError) as error:
         raise HyperparameterError(f"--hyperparameters {path}: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise HyperparameterError(f"--hyperparameters {path}: expected names and values, got {type(values).__name__}.")
+        raise HyperparameterError(f"--hyperparameters {path}: expected a mapping from names to values.")
     return values
 
 
-def _yaml(text: str) -> Any:
-    import yaml  # noqa: PLC0415 - 20 ms that only a YAML file needs
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"not valid YAML ({error})") from error
-
-
 def _check_script(script: str) -> None:
-    """Refuse here what would otherwise fail on every host at once."""
+    """Reject a script that would fail on every host."""
     if not script:
-        raise ScriptError("No training script is named: lightning-sm local --group trainer=2 -- app/train.py fit")
+        raise ScriptError(
+            "No training script was given. Example: lightning-sm local --group trainer=2 -- app/train.py fit"
+        )
     path = Path(script)
     if path.suffix not in {".py", ".sh"}:
         raise ScriptError(f"The training script {script!r} is neither a Python file (*.py) nor a shell script (*.sh).")

@@ -1,4 +1,4 @@
-"""What all hosts write, line by line in one stream, each line with the name of its host."""
+"""The output of all hosts in one stream, where each line starts with the name of its host."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import BinaryIO
 
 from lightning_sm.emulator.cluster import LocalHost
 
-# ANSI colours that are readable on dark and on light terminals.
+# ANSI colours that are readable on dark and light terminals.
 _COLOURS = (36, 33, 35, 32, 34, 31)
-# A line without an end must not grow in memory; longer ones are shown in parts.
+# A line that does not end must not fill the memory; longer lines are shown in parts.
 _MAX_LINE_BYTES = 64 * 1024
 
 
 class Output:
-    """The stream and the log files. Bytes pass through as they are, whatever their encoding.
+    """The stream and the log files. Bytes pass through unchanged, whatever their encoding.
 
     Args:
-        stream: Where the lines go, for example ``sys.stdout.buffer``.
+        stream: Receives the lines, for example ``sys.stdout.buffer``.
         names: Names of all hosts.
 
     Attributes:
-        broken_by: The signal that a process gets which writes where nobody reads (as in ``| head``), once it happened.
+        broken_by: SIGPIPE after the reader of the stream has gone (as in ``| head``), else None.
     """
 
     def __init__(self, stream: BinaryIO, names: Sequence[str]) -> None:
@@ -39,25 +39,16 @@ class Output:
                 self._prefix[name] = b"\x1b[%dm%s\x1b[0m" % (colour, prefix)
 
     def copy(self, host: LocalHost, pipe: BinaryIO) -> None:
-        """Copy all that a host writes, until its last process closes the pipe.
-
-        Args:
-            host: The host.
-            pipe: Its stdout and stderr.
-        """
+        """Copy the stdout and stderr of a host, until its last process closes the pipe."""
         with pipe, (host.base_dir / "output" / "log.txt").open("wb", buffering=0) as log:
             while line := pipe.readline(_MAX_LINE_BYTES):
                 log.write(line)
-                # A progress bar draws over itself; what it showed last is what a line can show.
+                # A progress bar overwrites itself; only its last state is shown.
                 shown = line.rstrip(b"\r\n").rpartition(b"\r")[2]
                 self._write(self._prefix[host.name] + shown + b"\n")
 
     def say(self, text: str) -> None:
-        """Write lines of the emulator's own.
-
-        Args:
-            text: One or more lines.
-        """
+        """Write one or more lines of the emulator itself."""
         self._write(text.encode("utf-8", errors="replace") + b"\n")
 
     def _write(self, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The ports of emulated jobs, which all share those of this machine."""
+"""The ports of emulated jobs, which all share this machine's ports."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from lightning_sm.job.variables import MAIN_PORT
 
 
 def reserve_ports(topology: Topology) -> contextlib.ExitStack:
-    """Keep the ports that follow from a job's main port from other emulated jobs, also before its hosts listen on them.
+    """Reserve a job's ports against other emulated jobs, even before its hosts listen on them.
 
-    Abstract Unix sockets stand for them: they belong to a network namespace, as ports do, and end with their process.
-
-    Args:
-        topology: The layout of the job.
+    An abstract Unix socket stands for each port: like ports, they belong to a network namespace and end with their
+    process.
 
     Returns:
-        What keeps them. Closing it lets others have them.
+        The reservation; close it to release the ports.
 
     Raises:
         PortInUseError: A process listens on one of the ports, or another emulated job has reserved it.
@@ -33,7 +31,7 @@ def reserve_ports(topology: Topology) -> contextlib.ExitStack:
 
 
 def _listeners(topology: Topology) -> dict[int, tuple[str, str]]:
-    """Who listens where, by port; those of a data host and of the main host's launcher may be the same."""
+    """What listens on each port, and on which host; the ports of a data host and of a launcher may be the same."""
     listeners = {topology.main_port: ("rank 0", topology.main_host)}
     if len(topology.trainer_hosts) + len(topology.data_hosts) > 1:
         listeners[topology.peers_port] = ("the launcher", topology.main_host)
@@ -47,6 +45,6 @@ def _claim(port: int, claim: socket.socket) -> None:
         claim.bind(f"\0lightning-sm local, port {port}")
     except OSError as error:
         raise PortInUseError(
-            f"Port {port} belongs to another job that lightning-sm local runs on this machine now. Wait for its end. "
-            f"Without {MAIN_PORT.name} (--env {MAIN_PORT.name}=...) each job gets ports of its own."
+            f"Port {port} belongs to another job that lightning-sm local is running on this machine. Wait until it "
+            f"ends, or remove {MAIN_PORT.name} (--env {MAIN_PORT.name}=...): without it each job gets its own ports."
         ) from error

@@ -1,4 +1,4 @@
-"""An emulated job from its first attempt to the table at the end."""
+"""An emulated job, from its first attempt to the table at the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import BinaryIO
 
@@ -17,7 +18,6 @@ from lightning_sm.emulator.attempt import Attempt, Outcome
 from lightning_sm.emulator.cluster import LocalCluster, LocalHost
 from lightning_sm.emulator.faults import FaultSettings, Plan
 from lightning_sm.emulator.output import Output
-from lightning_sm.emulator.running_host import HostProcess
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -30,135 +30,121 @@ def run(
     settings: FaultSettings | None = None,
     stream: BinaryIO | None = None,
 ) -> int:
-    """Run a training script on every host of an emulated job and wait for all of them.
+    """Run a training script on every host of an emulated job, and wait until all hosts end.
 
-    When a host fails, the others are stopped, as the service does; when this process is stopped, so are the hosts.
-    After an interruption the job goes on with another attempt.
+    When a host fails, the others are stopped, as on the service. When this process is stopped, so are the hosts. After
+    an interruption the job resumes in another attempt.
 
     Args:
         cluster: The hosts. Their folders are kept after a failure.
         command: Training script and its arguments.
-        keep: Whether to keep the folders after success, too.
-        settings: The faults to bring about. Default: none.
-        stream: Where the output of the hosts goes. Default: stdout.
+        keep: Whether to keep the folders even after success.
+        settings: The faults to inject. Default: none.
+        stream: Receives the output of the hosts. Default: stdout.
 
     Returns:
-        Of the last attempt: 0 if all hosts succeeded; else the exit code of the first that failed; 128 + n if signal n
-        stopped it.
+        The exit code of the last attempt: 0 if all hosts succeeded; else that of the first host that failed; 128 + n if
+        signal n stopped the job.
 
     Raises:
-        OutputDirectoryError: The folders of another attempt cannot be made.
+        OutputDirectoryError: The folders of another attempt cannot be created.
     """
+    settings = settings or FaultSettings()
     output = Output(stream or sys.stdout.buffer, [host.name for host in cluster.hosts])
-    job = _Job(cluster, command, output, settings or FaultSettings())
-    restore = job.handle_signals()  # until the last line: a late Ctrl-C must not remove what is to be kept
-    try:
-        outcome = job.run()
+    # Until the last line: a late Ctrl-C must not remove folders that are to be kept.
+    with _noted_signals() as signals:
+        attempts, outcome = _run_attempts(cluster, command, output, settings, signals)
         cluster.keep = keep or outcome.exit_code != 0
-        output.say(job.table())
+        output.say(_table(attempts))
         if outcome.failed is not None:
             output.say(_reason(outcome.failed))
         output.say("\n".join(_whereabouts(cluster, outcome.exit_code)))
-    finally:
-        restore()
     return outcome.exit_code
 
 
-class _Job:
-    """All attempts of a job."""
-
-    def __init__(self, cluster: LocalCluster, command: Sequence[str], output: Output, settings: FaultSettings) -> None:
-        self._cluster = cluster
-        self._command = command
-        self._output = output
-        self._settings = settings
-        self._signals: list[tuple[int, float]] = []
-        self._attempts: list[Attempt] = []
-
-    def run(self) -> Outcome:
-        """Run one attempt after the other, until one ends by itself or none is left."""
-        num_attempts, plan = self._settings.num_attempts, Plan(self._settings)
-        if self._settings.needs_checkpoints:
-            self._output.say(f"Checkpoint folder of all attempts: {self._cluster.checkpoint_dir}")
-        while True:
-            if num_attempts > 1:
-                self._output.say(f"Attempt {len(self._attempts) + 1} of {num_attempts}")
-            attempt = Attempt(self._cluster, self._command, self._output, self._signals, plan)
-            self._attempts.append(attempt)
-            outcome = attempt.run()
-            if not outcome.goes_on or len(self._attempts) == num_attempts:
-                break
-            self._cluster.next_attempt()
-        for fault in plan.pending:
-            self._output.say(f"Fault {fault.text} did not happen.")
-        return outcome
-
-    def table(self) -> str:
-        """One line for each host and attempt: what it was and how it ended."""
-        attempts = [(number, running) for number, attempt in enumerate(self._attempts, 1) for running in attempt.hosts]
-        columns: dict[str, list[str]] = {"attempt": [str(number) for number, _ in attempts]}
-        columns |= _columns([running for _, running in attempts])
-        if len(self._attempts) == 1:
-            del columns["attempt"]
-        if not any(columns[_TO_EXIT]):
-            del columns[_TO_EXIT]
-        numbers = {"attempt", "exit code", "seconds", _TO_EXIT}
-        alignment = ["right" if name in numbers else "left" for name in columns]
-        return tabulate(columns, headers="keys", disable_numparse=True, colalign=alignment)
-
-    def handle_signals(self) -> Callable[[], None]:
-        """Note every signal that asks to stop; the result puts the old handlers back."""
-        if threading.current_thread() is not threading.main_thread():
-            return lambda: None
-
-        # It only takes a note, as it may interrupt the very wait that it would have to end.
-        def note(signum: int, _frame: FrameType | None) -> None:
-            self._signals.append((signum, time.monotonic()))
-
-        # What nohup, or a shell for what it starts in the background, had ignored stays so.
-        heeded = [signum for signum in _STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
-        old = {signum: signal.signal(signum, note) for signum in heeded}
-
-        def restore() -> None:
-            for signum, handler in old.items():
-                signal.signal(signum, handler)
-
-        return restore
+def _run_attempts(
+    cluster: LocalCluster,
+    command: Sequence[str],
+    output: Output,
+    settings: FaultSettings,
+    signals: Sequence[tuple[int, float]],
+) -> tuple[list[Attempt], Outcome]:
+    """Run attempts until one is not interrupted, or until there have been enough."""
+    plan = Plan(settings)
+    attempts: list[Attempt] = []
+    if settings.needs_checkpoints:
+        output.say(f"Checkpoint folder of all attempts: {cluster.checkpoint_dir}")
+    while True:
+        if settings.num_attempts > 1:
+            output.say(f"Attempt {len(attempts) + 1} of {settings.num_attempts}")
+        attempts.append(Attempt(cluster, command, output, signals, plan))
+        outcome = attempts[-1].run()
+        if not outcome.resumes or len(attempts) == settings.num_attempts:
+            break
+        cluster.next_attempt()
+    for fault in plan.pending:
+        output.say(f"Fault {fault.text} did not happen.")
+    return attempts, outcome
 
 
-_TO_EXIT = "signal to exit s"
+@contextmanager
+def _noted_signals() -> Iterator[list[tuple[int, float]]]:
+    """Note the number and time of every signal that asks this process to stop."""
+    signals: list[tuple[int, float]] = []
+
+    # Only takes a note, because it may interrupt the very wait that it would have to end.
+    def note(signum: int, _frame: FrameType | None) -> None:
+        signals.append((signum, time.monotonic()))
+
+    old = {}
+    if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
+        for signum in _STOP_SIGNALS:
+            # Signals that nohup, or a shell for its background jobs, has ignored stay ignored.
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                old[signum] = signal.signal(signum, note)
+    try:
+        yield signals
+    finally:
+        for signum, handler in old.items():
+            signal.signal(signum, handler)
 
 
-def _columns(hosts: Sequence[HostProcess]) -> dict[str, list[str]]:
-    to_exit = [running.seconds_to_exit for running in hosts]
-    return {
-        "host": [running.host.name for running in hosts],
-        "group": [running.host.group for running in hosts],
-        "role": [running.host.role.value for running in hosts],
-        "exit code": ["" if running.exit_code is None else str(running.exit_code) for running in hosts],
-        "seconds": [f"{running.seconds:.1f}" for running in hosts],
-        _TO_EXIT: ["" if seconds is None else f"{seconds:.2f}" for seconds in to_exit],
-    }
+def _table(attempts: Sequence[Attempt]) -> str:
+    """One line per host and attempt: its role and how it ended."""
+    rows = [(number, host) for number, attempt in enumerate(attempts, 1) for host in attempt.hosts]
+    to_exit = [host.seconds_to_exit for _, host in rows]
+    columns: dict[str, list[str]] = {}
+    if len(attempts) > 1:
+        columns["attempt"] = [str(number) for number, _ in rows]
+    columns["host"] = [host.host.name for _, host in rows]
+    columns["group"] = [host.host.group for _, host in rows]
+    columns["role"] = [host.host.role.value for _, host in rows]
+    columns["exit code"] = ["" if host.exit_code is None else str(host.exit_code) for _, host in rows]
+    columns["seconds"] = [f"{host.seconds:.1f}" for _, host in rows]
+    if any(seconds is not None for seconds in to_exit):
+        columns["SIGTERM to exit (s)"] = ["" if seconds is None else f"{seconds:.2f}" for seconds in to_exit]
+    alignment = ["left" if name in {"host", "group", "role"} else "right" for name in columns]
+    return tabulate(columns, headers="keys", disable_numparse=True, colalign=alignment)
 
 
 def _reason(host: LocalHost) -> str:
-    """What SageMaker would show as the reason of the failure."""
+    """The reason for the failure, as SageMaker would show it."""
     try:
         reason = (host.base_dir / "output" / "failure").read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        return f"{host.name} left no reason ({error})."
+        return f"{host.name} wrote no reason ({error})."
     return f"Reason ({host.name}):\n{textwrap.indent(reason[:1024], '  ')}"
 
 
-def _whereabouts(cluster: LocalCluster, exit_code: int) -> Iterable[str]:
-    """Where everything lies, the model first."""
+def _whereabouts(cluster: LocalCluster, exit_code: int) -> Iterator[str]:
+    """Where to find everything, the model first."""
     if not cluster.keep:
-        yield "The folders of the hosts, the model included, are removed; --keep keeps them."
+        yield "The folders of the hosts, including the model, were removed; --keep keeps them."
         return
     if cluster.attempt > 1:
-        yield f"The folders of the attempts before are kept in {cluster.job_dir / 'attempt-*'}."
+        yield f"The folders of earlier attempts are kept in {cluster.job_dir / 'attempt-*'}."
     if exit_code != 0:
-        yield f"The folders of all hosts are kept in {cluster.job_dir} (each with its output/log.txt)."
+        yield f"The folders of all hosts are kept in {cluster.job_dir} (logs: output/log.txt)."
         return
     for title, folder in (("model", "model"), ("output", "output/data")):
         for host in cluster.hosts:
@@ -166,4 +152,4 @@ def _whereabouts(cluster: LocalCluster, exit_code: int) -> Iterable[str]:
             if files:
                 yield f"{title} of {host.name}: {host.base_dir / folder}"
                 yield from (f"  {path.relative_to(host.base_dir / folder)}" for path in files)
-    yield f"everything else: {cluster.job_dir} (each host's output/log.txt)"
+    yield f"everything else: {cluster.job_dir} (logs: output/log.txt)"

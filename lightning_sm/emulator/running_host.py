@@ -1,4 +1,4 @@
-"""One running host of an emulated job: its launcher and all processes below it, to be watched, frozen and killed."""
+"""One running host of an emulated job: its launcher and all descendants, which can be frozen and killed."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from lightning_sm.emulator.cluster import LocalHost
 from lightning_sm.emulator.output import Output
 from lightning_sm.job.variables import PARENT_PID
 
-# After SIGKILL, which only a process that waits for a disk or a network folder does not obey at once.
+# Time for processes to end after SIGKILL; only one that waits for a disk or a network folder needs it.
 _KILL_S = 5.0
-# After SIGSTOP. Longer is in vain: one that waits for a stopped child to start a program never stands still.
-_STAND_STILL_S = 1.0
+# Time for processes to stop after SIGSTOP. A process that waits for a stopped child to start a program never stops.
+_FREEZE_S = 1.0
 _POLL_S = 0.01
-# Ends what is frozen if the emulator dies: a stopped process does not act on the SIGTERM that it gets then. Reads
-# process ids, and kills them at the end of its input, unless it was told before that all is well.
+# Kills frozen processes if the emulator dies, because they do not react to the SIGTERM that they receive then. Reads
+# process ids, and kills them at the end of its input, unless _END comes first.
 _END = "end"
 _WATCHDOG = f'while read -r line; do [ "$line" = {_END} ] && exit; pids="$pids $line"; done; kill -KILL $pids'
 
 
 class HostProcess:
-    """One running host: its launcher and the threads that read what it writes and wait for its end.
+    """One running host: its launcher, and threads that read its output and wait until it ends.
 
     Args:
         host: The host.
         command: Training script and its arguments.
-        output: Where its lines go.
-        changed: Set when the launcher ended.
-        variables: Environment variables besides those of the host.
+        output: Receives the host's lines.
+        changed: Set when the launcher has ended.
+        variables: Environment variables in addition to those of the host.
 
     Attributes:
         host: The host.
         process: The launcher.
         ended_at: When the launcher ended, by ``time.monotonic()``; None while it runs.
-        interrupted_at: When the launcher got the SIGTERM of an interruption; None if it did not.
-        reader: Copies what the host writes.
-        waiter: Waits for the launcher's end.
+        interrupted_at: When the launcher received the SIGTERM of an interruption, or None.
+        reader: Copies the host's output.
+        waiter: Waits until the launcher ends.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class HostProcess:
         command: Sequence[str],
         output: Output,
         changed: threading.Event,
-        variables: Mapping[str, str] | None = None,
+        variables: Mapping[str, str],
     ) -> None:
         self.host = host
         self.ended_at: float | None = None
@@ -66,11 +66,11 @@ class HostProcess:
         self._started_at = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lightning_sm", "train", *command],
-            env={**host.env, **(variables or {}), PARENT_PID.name: str(os.getpid())},
+            env={**host.env, **variables, PARENT_PID.name: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches the emulator only, which decides the order
+            start_new_session=True,  # so that Ctrl-C reaches only the emulator, which decides the order
         )
         self.reader = threading.Thread(target=output.copy, args=(host, self.process.stdout), daemon=True)
         self.reader.start()
@@ -96,23 +96,23 @@ class HostProcess:
         return max(0.0, self.ended_at - self.interrupted_at)
 
     def listens(self) -> bool:
-        """Whether SIGTERM would reach the launcher if it were process 1 of a container, as on the service.
+        """Whether the launcher would receive SIGTERM as process 1 of a container, as on the service.
 
-        The kernel drops every signal to process 1 for which that installed no handler ("man 7 pid_namespaces").
+        The kernel drops every signal to process 1 for which it has no handler ("man 7 pid_namespaces").
         """
         try:
             status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii", errors="replace")
         except OSError:
             return False
         masks = dict(line.split(":", 1) for line in status.splitlines() if line.startswith(("SigCgt", "SigBlk")))
-        # A blocked signal waits: the handler may come before it is let through.
+        # A blocked signal stays pending: the handler may be installed before it is delivered.
         return any(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks.values())
 
     def interrupt(self) -> bool:
         """Send SIGTERM to the launcher, as the service does.
 
         Returns:
-            False if the launcher does not listen, so that the signal is lost.
+            False if the launcher has no handler, so that the signal is lost.
         """
         self.interrupted_at = time.monotonic()
         if not self.listens():
@@ -121,10 +121,9 @@ class HostProcess:
         return True
 
     def training_process(self, local_rank: int) -> psutil.Process | None:
-        """The process of a local rank, or None if there is none (yet).
+        """Return the process of a local rank, or None if it does not run (yet).
 
-        Args:
-            local_rank: The local rank; on a host that does not train, 0 is the script.
+        Local rank 0 is the script itself, also on a host that does not train.
         """
         with contextlib.suppress(psutil.NoSuchProcess):
             for script in psutil.Process(self.process.pid).children():
@@ -132,13 +131,14 @@ class HostProcess:
                     continue
                 if local_rank == 0:
                     return script
-                ranks = [child for child in script.children(recursive=True) if _local_rank(child) == str(local_rank)]
-                # Its own children inherit the variable; the rank itself is the oldest.
+                # Children of the rank inherit the variable; the rank itself is the oldest.
+                processes = script.children(recursive=True)
+                ranks = [process for process in processes if _variable(process, "LOCAL_RANK") == str(local_rank)]
                 return min(ranks, key=psutil.Process.create_time, default=None)
         return None
 
     def freeze(self) -> None:
-        """SIGSTOP to all processes of the host, also to those that are just being started, until ``thaw``."""
+        """Send SIGSTOP to all processes of the host, including those that are just starting."""
         if self._watchdog is None:
             self._watchdog = subprocess.Popen(
                 ["/bin/sh", "-c", _WATCHDOG],
@@ -148,27 +148,27 @@ class HostProcess:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + _STAND_STILL_S
+        deadline = time.monotonic() + _FREEZE_S
         while time.monotonic() < deadline:
             new = [process for process in self._processes() if process not in self._frozen]
             for process in new:
                 _write_line(self._watchdog, str(process.pid))
-                _signal(process, psutil.Process.suspend)
+                signal_process(process, psutil.Process.suspend)
             self._frozen += new
-            # One that was forking when the signal came has its child by the time it stands still.
+            # A process that was forking when the signal came has its child by the time it is stopped.
             if not new and all(_is_stopped(process) for process in self._frozen):
                 return
             if not new:
                 threading.Event().wait(_POLL_S)
 
     def thaw(self) -> None:
-        """SIGCONT to all processes that were frozen."""
+        """Send SIGCONT to all frozen processes."""
         for process in self._frozen:
-            _signal(process, psutil.Process.resume)
+            signal_process(process, psutil.Process.resume)
         self.forget_frozen()
 
     def forget_frozen(self) -> None:
-        """End what watches over frozen processes."""
+        """Stop the watchdog of frozen processes."""
         self._frozen = []
         if self._watchdog is not None:
             _write_line(self._watchdog, _END)
@@ -176,30 +176,30 @@ class HostProcess:
             self._watchdog = None
 
     def kill(self) -> None:
-        """SIGKILL to all processes of the host. They are frozen first: none sees another one die."""
+        """Send SIGKILL to all processes of the host, which are frozen first, so that none sees another one die."""
         self.freeze()
         deadline = time.monotonic() + _KILL_S
         while (left := self._processes()) and time.monotonic() < deadline:
             for process in left:
-                _signal(process, psutil.Process.kill)
+                signal_process(process, psutil.Process.kill)
             threading.Event().wait(_POLL_S)
         self.forget_frozen()
         self.waiter.join(timeout=_KILL_S)  # so that its exit code is known
 
     def _wait(self) -> None:
-        # One thread per host: when several fail at nearly the same time, the first one has the reason.
+        # One thread per host, so that the times are exact: of hosts that fail together, the first has the reason.
         self.process.wait()
         self.ended_at = time.monotonic()
         self._changed.set()
 
     def _processes(self) -> list[psutil.Process]:
-        """All processes of the host that live, also those whose parents are gone and that left their session."""
+        """All live processes of the host, including those that lost their parents or left their session."""
         below: set[psutil.Process] = set()
         with contextlib.suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(self.process.pid)
             if self.ended_at is None:
                 below = {launcher, *launcher.children(recursive=True)}
-        # The emulator adopts all orphans; the folder of its host tells whose they are.
+        # The emulator adopts all orphans; the host's folder in their environment shows where they belong.
         others = [process for process in psutil.Process().children(recursive=True) if process not in below]
         mine = [process for process in others if _variable(process, "SAGEMAKER_BASE_DIR") == str(self.host.base_dir)]
         return [process for process in (*below, *mine) if _is_alive(process)]
@@ -213,12 +213,13 @@ class HostProcess:
 
 def _write_line(process: subprocess.Popen[bytes], line: str) -> None:
     if process.stdin is not None:
-        with contextlib.suppress(OSError):  # it was killed with all others
+        with contextlib.suppress(OSError):  # the watchdog was killed
             process.stdin.write(f"{line}\n".encode())
             process.stdin.flush()
 
 
-def _signal(process: psutil.Process, send: Callable[[psutil.Process], None]) -> None:
+def signal_process(process: psutil.Process, send: Callable[[psutil.Process], None]) -> None:
+    """Call ``psutil.Process.kill``, ``suspend`` or ``resume``, unless the process has already ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         send(process)
 
@@ -226,12 +227,8 @@ def _signal(process: psutil.Process, send: Callable[[psutil.Process], None]) -> 
 def _variable(process: psutil.Process, name: str) -> str | None:
     try:
         return process.environ().get(name)
-    except (psutil.Error, OSError):  # it ended meanwhile, or belongs to another user
+    except (psutil.Error, OSError):  # it has ended, or belongs to another user
         return None
-
-
-def _local_rank(process: psutil.Process) -> str | None:
-    return _variable(process, "LOCAL_RANK")
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -118,7 +118,7 @@ def test_stopped_job_has_no_other_attempt(jobs, work):
     assert ended.returncode == 143
     assert "Attempt 2" not in ended.stdout
     assert "Killing host" not in ended.stdout
-    assert "failed with exit code" not in ended.stdout
+    assert "Host algo" not in ended.stdout
     assert len(row(ended.stdout, "algo-1")) == 5
 
 

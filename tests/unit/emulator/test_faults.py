@@ -73,8 +73,8 @@ def test_other_forms_are_read(text, expected):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "there is no fault ''"),
-        ("explode:algo-1@start", "there is no fault 'explode'; expected one of\n  kill:HOST@WHEN\n  kill-rank:"),
+        ("", "unknown fault ''"),
+        ("explode:algo-1@start", "unknown fault 'explode'; expected one of\n  kill:HOST@WHEN\n  kill-rank:"),
         ("kill", "expected kill:HOST@WHEN, where WHEN is start, step=N"),
         ("kill@start", "expected kill:HOST@WHEN"),
         ("kill:algo-1", "expected kill:HOST@WHEN"),
@@ -115,7 +115,7 @@ def test_other_texts_are_refused(text):
             FaultSettings((parse("kill:algo-4@start"),)),
             "there is no host 'algo-4'; the hosts are algo-1, algo-2, algo-3",
         ),
-        (FaultSettings((parse("kill:data-2@start"),)), "by their place in a group trainer-1, trainer-2, data-1"),
+        (FaultSettings((parse("kill:data-2@start"),)), "by position in their groups trainer-1, trainer-2, data-1"),
         (FaultSettings((parse("late:nix=1"),)), "there is no host 'nix'"),
         (FaultSettings((parse("kill-rank:algo-1/2@start"),)), "there is no local rank 2; --devices is 2"),
         (FaultSettings(grace_s=-1.0), "--grace-s -1"),
