@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import logging
 import os
 import signal
 import sys
@@ -14,14 +12,15 @@ from functools import partial
 
 from tabulate import tabulate
 
-from lightning_sm._log import show_log_lines
+from lightning_sm._log import command_logger, show_log_lines
+from lightning_sm._version import __version__
 from lightning_sm.doctor import command as doctor
 from lightning_sm.emulator import options as local
 from lightning_sm.errors import JobConfigError, LightningSMError
 from lightning_sm.job.variables import SETTINGS, USER_SETTINGS
 from lightning_sm.launcher import train
 
-_LOG = logging.getLogger(__name__)
+_LOG = command_logger(__name__)
 
 _TRAIN_EXAMPLES = """\
 examples:
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except LightningSMError as error:
-        _LOG.error("lightning-sm: error: %s", error)
+        _LOG.error("error: %s", error)
         return 2
     except KeyboardInterrupt:  # before the hosts were started; later the emulator handles it
         return 128 + signal.SIGINT
@@ -76,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-sm", description="Run PyTorch Lightning on Amazon SageMaker clusters."
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    parser.add_argument("--version", action="version", version=f"lightning-sm {__version__}")
     commands = parser.add_subparsers(dest="subcommand", required=True, metavar="{train,local,doctor,settings,submit}")
     add_parser = partial(commands.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     train = add_parser(
@@ -111,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Show the environment variables of lightning_sm: value in this environment, default, meaning.",
         epilog="exit codes: 0 all values are valid, 2 at least one is not",
     )
-    show.add_argument("--all", action="store_true", help="also those that only lightning_sm's own processes set")
+    show.add_argument("--all", action="store_true", help="include internal ones, which only lightning_sm's own processes set")
     add_parser("submit", help="check a job file and submit it: dry run, SDK local mode, or cloud")
     return parser
 
@@ -131,21 +130,8 @@ def _show_settings(env: Mapping[str, str], *, shows_internal: bool) -> int:
     headers = ["variable", "value here", "default", "meaning"]
     sys.stdout.write(tabulate(rows, headers, disable_numparse=True) + "\n")
     for message in errors:
-        _LOG.error("lightning-sm: error: %s", message)
+        _LOG.error("error: %s", message)
     return 2 if errors else 0
-
-
-class _Version(argparse.Action):
-    """Read the version only on request: it is known only where the package is installed."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        parser.exit(message=f"lightning-sm {importlib.metadata.version('lightning-sm')}\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """The two tiers of tests: ``make test`` runs one representative of each property, ``make proof`` the others as well.
 
 What only widens a property has the marker ``proof``; version 3 of the SDK and other sets of Lightning distributions
-always do. Of a test with parameters and the marker ``matrix``, ``make test`` runs as many rows as show each value of each
-parameter once; with ``matrix(first=n)`` it runs the first ``n`` rows, and with ``matrix(rows=[...])`` those whose id
-contains one of these texts.
+always do. Of a test with parameters and the marker ``matrix``, ``make test`` runs as many rows as show each value of
+each parameter once; with ``matrix(first=n)`` it runs the first ``n`` rows, and with ``matrix(rows=[...])`` those whose
+id contains one of these texts.
 """
 
 from __future__ import annotations

@@ -1,0 +1,74 @@
+"""The sdist and the wheel: built, installed into an environment without torch, and started there."""
+
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from lightning_sm import __version__
+
+REPOSITORY = Path(__file__).parents[2]
+# All that the commands need besides the package; torch stays out.
+LIGHT_DEPENDENCIES = ("psutil>=5.9,<8", "tabulate>=0.9,<1")
+TIMEOUT_S = 120
+
+
+def run(*command, cwd):
+    """Run a command to its end and return what it wrote to stdout."""
+    ended = subprocess.run(
+        list(map(str, command)), cwd=cwd, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+    )
+    assert ended.returncode == 0, f"{command} ended with {ended.returncode}:\n{ended.stdout}{ended.stderr}"
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    """The folder of an unpacked sdist."""
+    folder = tmp_path_factory.mktemp("sdist")
+    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder, cwd=REPOSITORY)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def installed(sdist, tmp_path_factory):
+    """The programs of an environment that has a wheel made from the sdist."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=sdist)
+    run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
+    programs = folder / "venv" / "bin"
+    pip = (programs / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    run(*pip, *LIGHT_DEPENDENCIES, cwd=folder)
+    run(*pip, "--no-deps", *folder.glob("*.whl"), cwd=folder)
+    return programs
+
+
+def test_the_sdist_can_be_built_and_tested(sdist):
+    """It has the package, the app, the tests and everything that they read."""
+    for name in ("lightning_sm/py.typed", "app/job.yaml", "docker/Dockerfile", "environment.yml", "tests/conftest.py"):
+        assert (sdist / name).is_file()
+
+
+def test_the_package_imports_without_torch(installed, tmp_path):
+    """Importing the package loads, and needs, neither torch nor Lightning; its version is the distribution's."""
+    code = (
+        "import importlib.metadata, importlib.util, lightning_sm; "
+        "print(lightning_sm.__version__, importlib.metadata.version('lightning-sm'), importlib.util.find_spec('torch'))"
+    )
+    assert run(installed / "python", "-c", code, cwd=tmp_path).split() == [__version__, __version__, "None"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["local", "--help"], ["doctor", "--help"]])
+def test_the_command_starts_without_torch(installed, tmp_path, arguments):
+    """Help is shown where torch is not even installed."""
+    assert "usage: lightning-sm" in run(installed / "lightning-sm", *arguments, cwd=tmp_path)
+
+
+def test_the_command_states_the_version(installed, tmp_path):
+    """The version of the command is that of the package."""
+    assert run(installed / "lightning-sm", "--version", cwd=tmp_path) == f"lightning-sm {__version__}\n"
