@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import sys
 from collections.abc import Sequence
 
 from jsonargparse import ArgumentError, ArgumentParser
 from jsonargparse.typing import PositiveFloat
 
+from lightning_sm._log import command_logger
 from lightning_sm.errors import SubmitError
 from lightning_sm.submit.job_file import add_arguments, parse_job
 from lightning_sm.submit.sdk.version import sdk_version
 
-_LOG = logging.getLogger(__name__)
+_LOG = command_logger(__name__)
 
 _FLAGS = {"--dry-run", "--local", "--cloud", "--keep"}
 _USAGE = "lightning-sm submit JOB.yaml (--dry-run | --local | --cloud) [--KEY=VALUE ...]"
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     status = description.get("TrainingJobStatus")
     if status == "Completed" or not options.wait:
         return 0
-    _LOG.error("lightning-sm: the job is %s: %s", status, description.get("FailureReason", "no reason given"))
+    _LOG.error("the job is %s: %s", status, description.get("FailureReason", "no reason given"))
     return 1
 
 

@@ -8,7 +8,6 @@ ended with 0.
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import signal
@@ -20,12 +19,13 @@ from pathlib import Path
 
 import yaml
 
+from lightning_sm._log import command_logger
 from lightning_sm.errors import LightningSMError, SubmitError
 from lightning_sm.submit.plan import Plan
 from lightning_sm.submit.sdk.containers import Container, find_containers, remove
 from lightning_sm.submit.sdk.version import INSTALL_V2, adapter, sdk_version, without_telemetry
 
-_LOG = logging.getLogger(__name__)
+_LOG = command_logger(__name__)
 
 _TIMEOUT_EXIT_CODE = 124  # the same as timeout(1)
 
@@ -64,8 +64,8 @@ def run(plan: Plan, root: Path, *, timeout_s: float | None, keep: bool) -> int:
                 path.unlink()
     exit_code = judge(containers, plan.job.num_hosts, sdk_exit_code)
     for reason in failure_reasons(root):
-        _LOG.error("lightning-sm: a host failed: %s", reason)
-    _LOG.info("Model, output and the SDK's files: %s", root)
+        _LOG.error("a host failed: %s", reason)
+    _LOG.info("model, output and the SDK's files: %s", root)
     return exit_code
 
 
@@ -78,9 +78,9 @@ def judge(containers: Sequence[Container], num_hosts: int, sdk_exit_code: int) -
         sdk_exit_code: Exit code of the process that called the SDK. It decides only if all containers succeeded.
     """
     for container in containers:
-        _LOG.info("Host %s: %s with exit code %d", container.host, container.status, container.exit_code)
+        _LOG.info("host %s: %s with exit code %d", container.host, container.status, container.exit_code)
     if sdk_exit_code == _TIMEOUT_EXIT_CODE:
-        _LOG.error("lightning-sm: the job exceeded the time limit and was stopped.")
+        _LOG.error("the job exceeded the time limit and was stopped.")
         return _TIMEOUT_EXIT_CODE
     failed = [container.exit_code for container in containers if container.exit_code]
     if failed:
@@ -89,13 +89,12 @@ def judge(containers: Sequence[Container], num_hosts: int, sdk_exit_code: int) -
         return (own or failed)[0]
     idle = [container.host for container in containers if not container.is_training]
     if idle:
-        _LOG.error("lightning-sm: the SDK started %s without the argument 'train': no training ran.", ", ".join(idle))
+        _LOG.error("the SDK started %s without the argument 'train': no training ran.", ", ".join(idle))
         return 1
     unfinished = [container.host for container in containers if container.status != "exited"]
     if len(containers) != num_hosts or unfinished or sdk_exit_code:
         _LOG.error(
-            "lightning-sm: expected hosts: %d, started: %d, unfinished: %s. The SDK exited with code %d; its output is "
-            "above.",
+            "expected hosts: %d, started: %d, unfinished: %s. The SDK exited with code %d; its output is above.",
             num_hosts,
             len(containers),
             ", ".join(unfinished) or "none",

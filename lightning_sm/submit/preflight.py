@@ -6,7 +6,6 @@ limits of single values are in ``service_limits``.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from lightning_sm._log import command_logger
 from lightning_sm.errors import SubmitError, TopologyError
 from lightning_sm.job.facts import CODE_CHANNEL, InstanceGroup, SageMakerJob
 from lightning_sm.job.topology import Topology
@@ -22,7 +22,7 @@ from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.metric_patterns import pattern_problem
 from lightning_sm.submit.service_limits import matches
 
-_LOG = logging.getLogger(__name__)
+_LOG = command_logger(__name__)
 
 # The SDKs append the time: 24 of 63 characters in version 2.
 _MAX_NAME_CHARS = 63 - 24
@@ -56,7 +56,7 @@ class Findings:
             SubmitError: There are problems.
         """
         for warning in self.warnings:
-            _LOG.warning("lightning-sm: warning: %s", warning)
+            _LOG.warning("warning: %s", warning)
         problems = list(dict.fromkeys(self.problems))
         if problems:
             title = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from lightning_sm._log import show_log_lines
+from lightning_sm._log import command_logger, show_log_lines
 
 
 class Lines(logging.Handler):
@@ -58,3 +58,11 @@ def test_a_level_that_the_script_chose_stays(logger, monkeypatch):
     show_log_lines()
     logger.getChild("part").info("epoch=1")
     assert handler.lines == []
+
+
+def test_lines_of_a_command_begin_with_its_name(caplog):
+    """Once each, whatever handlers and formatters there are, and also if the module is imported again."""
+    for _ in range(2):
+        log = command_logger("lightning_sm.some_command")
+    log.warning("%d of %d hosts started", 1, 2)
+    assert caplog.messages == ["lightning-sm: 1 of 2 hosts started"]
