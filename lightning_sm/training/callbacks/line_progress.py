@@ -1,4 +1,4 @@
-"""LineProgress: progress as lines, because carriage-return bars are unreadable in CloudWatch."""
+"""LineProgress: log progress as lines, because progress bars with carriage returns are unreadable in CloudWatch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ logger = logging.getLogger(__name__)
 
 
 class LineProgress(ProgressBar):
-    """Log a line of progress every few seconds, at each epoch's end and at the end of a run.
+    """Log a line of progress every few seconds, at the end of each epoch and at the end of a run.
 
     A line looks like ``epoch=3/10 step=45 train_loss=0.411723 val_acc=0.9333``: one ``name=value`` for each metric, so
-    that ``metric_definitions`` such as ``val_acc=([0-9.eE+-]+)`` find them. Rank 0 writes.
+    that ``metric_definitions`` such as ``val_acc=([0-9.eE+-]+)`` find them. Only rank 0 logs.
 
     Args:
-        every_n_seconds: Least seconds between two lines within an epoch.
+        every_n_seconds: Minimum time between two lines of an epoch, in seconds.
     """
 
     def __init__(self, every_n_seconds: float = 10.0) -> None:
@@ -28,11 +28,11 @@ class LineProgress(ProgressBar):
         self._next_line_at = 0.0
 
     def enable(self) -> None:
-        """Write lines (Lightning calls it on rank 0)."""
+        """Log lines (Lightning calls it on rank 0)."""
         self.is_enabled = True
 
     def disable(self) -> None:
-        """Write no lines (Lightning calls it on all other ranks)."""
+        """Log no lines (Lightning calls it on all other ranks)."""
         self.is_enabled = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -42,7 +42,7 @@ class LineProgress(ProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log a line if it is time."""
+        """Log a line if the last one is long enough ago."""
         if time.monotonic() >= self._next_line_at:
             batches = self.total_train_batches
             self._log(trainer, f"{self._epoch(trainer)} batch={batch_idx + 1}/{batches} step={trainer.global_step}")
@@ -52,7 +52,7 @@ class LineProgress(ProgressBar):
         self._log(trainer, f"{self._epoch(trainer)} step={trainer.global_step}")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the metrics of ``trainer.validate``; those of ``fit`` come with the epoch."""
+        """Log the metrics of ``trainer.validate``; ``fit`` logs them at the end of the epoch."""
         if trainer.state.fn == "validate":
             self._log(trainer, "validation")
 
@@ -61,7 +61,7 @@ class LineProgress(ProgressBar):
         self._log(trainer, "test")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the last metrics."""
+        """Log the final metrics."""
         self._log(trainer, f"finished: epochs={trainer.current_epoch} step={trainer.global_step}")
 
     def print(self, *args: Any, **kwargs: Any) -> None:

@@ -161,7 +161,7 @@ class TestModel:
                 Path(self.best_model_path).unlink()
 
         fit(host, trainer_defaults={"callbacks": LastCheckpoint()})
-        assert "is gone: exporting another" in caplog.text
+        assert "does not exist: exporting another one" in caplog.text
         assert files_in(host.model_dir) == MODEL_FILES
 
     def test_a_best_checkpoint_on_another_file_system(self, host):

@@ -40,7 +40,7 @@ class TestCkptPath:
     @pytest.mark.parametrize("stated", [None, "null", "last"])
     @pytest.mark.parametrize("source", ["line", "file"])
     def test_the_newest_checkpoint(self, host, checkpoints, stated, source):
-        """Without ckpt_path, or with null or last, the latest valid checkpoint is taken, also that of an interruption."""
+        """Without ckpt_path, or with null or last, it is the latest valid checkpoint, also of an interruption."""
         _, first = fit(host, KEEP_LAST)
         assert first is None
         interrupted = interrupt(host, checkpoints, epochs=2)
@@ -134,7 +134,7 @@ class TestFoldersOfInstances:
     @pytest.mark.parametrize("way", ["defaults", "model"])
     @pytest.mark.parametrize("has_checkpoint_dir", [True, False])
     def test_a_relative_folder(self, host, caplog, way, has_checkpoint_dir):
-        """It is moved below the checkpoint folder, from which the job goes on, else below the host's; once said."""
+        """It is moved below the checkpoint folder, from which the job resumes, else below the host's; once said."""
         caplog.set_level("INFO", "lightning_sm")
         host.configure(checkpoint={"LocalPath": str(host.base_dir / "ck")} if has_checkpoint_dir else None)
         callback = ModelCheckpoint(dirpath="ckpts", save_last=True)
