@@ -1,4 +1,4 @@
-"""A header and the bytes of a slot become a batch again; nothing in either is trusted. See ``batch_format``."""
+"""Rebuilds a batch from its header and the bytes of a slot. Nothing in either is trusted. See ``format``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 import reprlib
 import struct
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
@@ -18,55 +17,40 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightning_sm.data.batch import format as batch_format
 from lightning_sm.data.batch import types as batch_types
-from lightning_sm.data.batch.format import (
-    ARRAY_DTYPE,
-    DTYPES,
-    FORMAT,
-    INT64,
-    MAX_DEPTH,
-    MAX_DIMENSIONS,
-    MAX_DTYPE_LEVELS,
-    VERSION,
-    is_key,
-)
 from lightning_sm.errors import BatchTypeError, WireError
 
-# Headers with lists of file names differ from batch to batch; remembering only small ones bounds the cache to a few MB.
+# Headers with lists of file names differ from batch to batch. Caching only small headers limits the cache to a few MB.
 _MAX_CACHED_HEADER = 16 * 1024
 
 
-def decode(header: bytes | memoryview, data: npt.NDArray[np.uint8]) -> Any:
-    """Rebuild a batch; its tensors and arrays are views of ``data`` and keep that very object alive.
+def decode(header: bytes, data: npt.NDArray[np.uint8]) -> Any:
+    """Rebuild a batch. Its tensors and arrays are views of ``data``, and keep that object itself alive.
 
     Args:
-        header: What ``encode`` returned, from anywhere: nothing in it is trusted.
-        data: The slot: contiguous uint8 with one dimension, at least as long as what was encoded.
+        header: What ``encode`` returned, from any process: nothing in it is trusted.
+        data: The slot: writable, contiguous uint8 with one dimension, at least as long as the encoded data.
 
     Returns:
-        The batch. Memory taken besides ``data`` is proportional to the header, plus copies of at most ``data``'s size.
+        The batch. Besides ``data`` it needs memory in proportion to the header, plus copies of at most ``data``'s size.
 
     Raises:
-        WireError: The message is broken.
+        WireError: The message is malformed.
         BatchTypeError: The message names a class that this process has neither imported nor registered.
     """
-    raw = bytes(header)
-    used, tree = (_parse_cached if len(raw) <= _MAX_CACHED_HEADER else _parse)(raw)
+    parse = _parse_cached if len(header) <= _MAX_CACHED_HEADER else _parse
+    used, tree = parse(header)
     if used > data.nbytes:
         raise WireError(f"The batch has {used} bytes, but only {data.nbytes} arrived.")
-    if data.flags.writeable:
-        return _Decoder(data, used).node(tree, 0)
-    with warnings.catch_warnings():
-        # torch has no read-only tensors; whoever passes read-only memory knows that writing to them is a fault.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return _Decoder(data, used).node(tree, 0)
+    return _Decoder(data, used).node(tree, 0)
 
 
 class _Decoder:
-    """Turns nodes into objects. Every method checks what it takes from its node before it uses it."""
+    """Converts nodes to objects. Every method checks the items of its node before it uses them."""
 
     def __init__(self, data: npt.NDArray[np.uint8], used: int) -> None:
-        # A view of an array keeps alive only what that array is a view of; a view of a memoryview keeps ``data``.
+        # A view of ``data`` itself would keep alive only the array's base. A view of a memoryview keeps ``data`` alive.
         self._memory = data.data
         self._used = used
         self._remembered: list[Any] = []
@@ -75,12 +59,12 @@ class _Decoder:
     def node(self, node: Any, depth: int) -> Any:
         if type(node) is not list:
             if type(node) is dict:
-                raise WireError("The header holds a JSON object where only lists have a meaning.")
+                raise WireError("The header has a JSON object where only lists are allowed.")
             return node
         decode_kind = _DECODERS.get(node[0]) if node and type(node[0]) is str else None
-        if decode_kind is None or depth > MAX_DEPTH:
-            what = f"deeper than {MAX_DEPTH} levels" if decode_kind else "of an unknown kind"
-            raise WireError(f"The header holds a node {what}: {reprlib.repr(node)}.")
+        if decode_kind is None or depth > batch_format.MAX_DEPTH:
+            what = f"deeper than {batch_format.MAX_DEPTH} levels" if decode_kind else "of an unknown kind"
+            raise WireError(f"The header has a node {what}: {reprlib.repr(node)}.")
         return decode_kind(self, node, depth + 1)
 
     def _nodes(self, nodes: list[Any], depth: int) -> list[Any]:
@@ -89,11 +73,11 @@ class _Decoder:
     def _scalar(self, node: list[Any], depth: int) -> Any:
         kind, text = _fields(node, 2)
         if type(text) is not str:
-            raise WireError(f"A scalar is not written as a string: {reprlib.repr(node)}.")
+            raise WireError(f"A scalar is not a string: {reprlib.repr(node)}.")
         try:
             return _SCALARS[kind](text)
         except (ValueError, struct.error) as error:
-            raise WireError(f"A scalar cannot be read: {reprlib.repr(node)}.") from error
+            raise WireError(f"A scalar cannot be parsed: {reprlib.repr(node)}.") from error
 
     def _list(self, node: list[Any], depth: int) -> Any:
         return self._nodes(node[1:], depth)
@@ -120,7 +104,7 @@ class _Decoder:
         if kind == "slice":
             return slice(*values)
         if not all(type(value) is int for value in values) or values[2] == 0:
-            raise WireError(f"A range has impossible bounds: {reprlib.repr(node)}.")
+            raise WireError(f"A range has invalid bounds: {reprlib.repr(node)}.")
         return range(*values)
 
     def _bytes(self, node: list[Any], depth: int) -> Any:
@@ -128,45 +112,47 @@ class _Decoder:
         self._check_place(offset, length, 1)
         self._num_copied += length
         if self._num_copied > self._used:
-            raise WireError("The header asks for more copies of the data than the data has bytes.")
+            raise WireError("The bytes objects of the header have more bytes than the data.")
         return self._remember(bytes(self._memory[offset : offset + length]))
 
     def _tensor(self, node: list[Any], depth: int) -> Any:
         _, offset, name, shape, strides, flags = _fields(node, 6)
-        dtype = DTYPES.get(name) if type(name) is str else None
-        if dtype is None or type(flags) is not int or flags not in range(4):
-            raise WireError(
-                f"A tensor of an impossible kind, or of one that torch {torch.__version__} lacks: {reprlib.repr(name)}."
-            )
+        dtype = batch_format.DTYPES.get(name) if type(name) is str else None
+        if dtype is None:
+            raise WireError(f"A tensor has a dtype that torch {torch.__version__} does not have: {reprlib.repr(name)}.")
+        if type(flags) is not int or not 0 <= flags <= batch_format.REQUIRES_GRAD | batch_format.IS_PARAMETER:
+            raise WireError(f"A tensor has invalid flags: {reprlib.repr(flags)}.")
         count, span = _measure(shape, strides, 1, dtype.itemsize)
         if count:
             self._check_place(offset, span * dtype.itemsize, min(dtype.itemsize, 8))
             flat = torch.frombuffer(self._memory, dtype=dtype, count=span, offset=offset)
             tensor = flat.view(shape) if strides is None else flat.as_strided(shape, strides)
         else:
-            # Not empty(dtype=dtype): for some dtypes that warns that they are experimental.
+            # empty(dtype=dtype) would warn that some dtypes are experimental.
             tensor = torch.empty(0, dtype=torch.uint8).view(dtype).view(shape)
-        if flags & 1 and not (dtype.is_floating_point or dtype.is_complex):
-            raise WireError(f"A tensor of dtype {dtype} cannot require gradients.")
-        if flags & 2:
+        if flags & batch_format.IS_PARAMETER:
             tensor = torch.nn.Parameter(tensor, requires_grad=False)
-        return self._remember(tensor.requires_grad_() if flags & 1 else tensor)
+        if flags & batch_format.REQUIRES_GRAD:
+            if not (dtype.is_floating_point or dtype.is_complex):
+                raise WireError(f"A tensor of dtype {dtype} cannot require gradients.")
+            tensor.requires_grad_()
+        return self._remember(tensor)
 
     def _array(self, node: list[Any], depth: int) -> Any:
         _, offset, description, shape, strides = _fields(node, 5)
         dtype = _array_dtype(description)
         count, span = _measure(shape, strides, dtype.itemsize, dtype.itemsize)
         if not dtype.itemsize:
-            raise WireError(f"An array of dtype {dtype}, which has no bytes.")
+            raise WireError(f"An array has dtype {dtype}, which has no bytes.")
         memory: Any = bytearray()
         if count:
             self._check_place(offset, span, 1)
-            # Not ndarray(buffer=memoryview): it would look through the memoryview, at ``data``'s own base.
+            # ndarray(buffer=memoryview) would keep alive only the base of ``data``.
             memory = np.frombuffer(self._memory, np.uint8, span, offset)
         try:
             array: Any = np.ndarray(shape, dtype, memory, 0, strides if count else None)
         except (ValueError, TypeError) as error:
-            raise WireError(f"NumPy cannot make an array of a message: {error}.") from error
+            raise WireError(f"NumPy cannot create an array: {error}.") from error
         return self._remember(array)
 
     def _numpy_scalar(self, node: list[Any], depth: int) -> Any:
@@ -178,49 +164,57 @@ class _Decoder:
                 raise WireError(f"A NumPy scalar of dtype {dtype} has {len(raw)} bytes.")
             return np.ndarray((), dtype, raw)[()] if raw else dtype.type()
         except (ValueError, TypeError, SystemError) as error:  # SystemError: a character beyond Unicode
-            raise WireError(f"A NumPy scalar cannot be read: {error}.") from error
+            raise WireError(f"A NumPy scalar cannot be parsed: {error}.") from error
 
     def _again(self, node: list[Any], depth: int) -> Any:
         _, index = _fields(node, 2)
         if type(index) is not int or not 0 <= index < len(self._remembered):
-            raise WireError(f"The header refers to object {reprlib.repr(index)} of {len(self._remembered)}.")
+            raise WireError(
+                f"The header refers to object {reprlib.repr(index)}, but has {len(self._remembered)} so far."
+            )
         return self._remembered[index]
 
     def _enum(self, node: list[Any], depth: int) -> Any:
         _, name, member = _fields(node, 3)
         cls = _imported_class(name)
         if not issubclass(cls, Enum) or type(member) is not str or member not in cls.__members__:
-            raise BatchTypeError(f"{name} has no member {reprlib.repr(member)} here, but it has on the data host.")
+            raise BatchTypeError(
+                f"{name} has no member {reprlib.repr(member)} in this process, but on the data host. Use the same code "
+                "on all hosts."
+            )
         return cls.__members__[member]
 
     def _object(self, node: list[Any], depth: int) -> Any:
         _, name, fields, values = _fields(node, 4)
         cls = _imported_class(name)
         if type(values) is not list or type(fields) is not list or len(fields) != len(values):
-            raise WireError(f"An object has not one value for each field: {reprlib.repr(node)}.")
+            raise WireError(f"An object does not have one value for each field: {reprlib.repr(node)}.")
         if batch_types.field_names(cls) != fields:
-            raise BatchTypeError(f"{name} has other fields here than on the data host: {reprlib.repr(fields)}.")
+            raise BatchTypeError(
+                f"{name} has the fields {reprlib.repr(batch_types.field_names(cls))} in this process, but "
+                f"{reprlib.repr(fields)} on the data host. Use the same code on all hosts."
+            )
         children = self._nodes(values, depth)
         try:
             if issubclass(cls, tuple):
                 return tuple.__new__(cls, children)
             return batch_types.rebuild_dataclass(cls, dict(zip(fields, children, strict=True)))
-        except Exception as error:  # a field may be a descriptor of the user's
-            raise WireError(f"A {name} cannot be put together: {type(error).__name__}: {error}.") from error
+        except Exception as error:  # a field may be a descriptor of the user
+            raise WireError(f"A {name} cannot be rebuilt: {type(error).__name__}: {error}.") from error
 
     def _registered(self, node: list[Any], depth: int) -> Any:
         _, name, parts = _fields(node, 3)
         known = batch_types.type_of_name(name) if type(name) is str else None
         if known is None:
             raise BatchTypeError(
-                f"A batch holds a {reprlib.repr(name)}, which this process has neither imported nor registered. Import "
-                "its module, or call register_batch_type(), in the training script."
+                f"A batch contains a {reprlib.repr(name)}, which this process has neither imported nor registered. "
+                "Import its module, or call register_batch_type(), in the training script."
             )
         children = self.node(parts, depth)
         try:
             return self._remember(known.from_parts(children))
         except Exception as error:  # the function may be the user's
-            raise WireError(f"A {name} cannot be put together: {type(error).__name__}: {error}.") from error
+            raise WireError(f"from_parts() of {name} failed: {type(error).__name__}: {error}.") from error
 
     def _remember(self, obj: Any) -> Any:
         self._remembered.append(obj)
@@ -228,7 +222,7 @@ class _Decoder:
 
     def _check_place(self, offset: Any, length: Any, alignment: int) -> None:
         if type(offset) is not int or type(length) is not int or min(offset, length) < 0 or offset % alignment:
-            raise WireError(f"The header names the impossible place {reprlib.repr([offset, length])}.")
+            raise WireError(f"The header has the invalid position {reprlib.repr([offset, length])}.")
         if length > self._used - offset:
             raise WireError(f"The header places {length} bytes at {offset}, but the data has {self._used}.")
 
@@ -240,50 +234,52 @@ def _fields(node: Any, count: int) -> list[Any]:
 
 
 def _lengths(lengths: Any) -> Any:
-    valid = type(lengths) is list and all(type(length) is int and 0 <= length < INT64 for length in lengths)
-    if not valid or len(lengths) > MAX_DIMENSIONS:
-        raise WireError(f"A shape or stride is impossible: {reprlib.repr(lengths)}.")
+    valid = type(lengths) is list and all(
+        type(length) is int and 0 <= length < batch_format.INT64 for length in lengths
+    )
+    if not valid or len(lengths) > batch_format.MAX_DIMENSIONS:
+        raise WireError(f"A shape or stride is invalid: {reprlib.repr(lengths)}.")
     return lengths
 
 
 def _measure(shape: Any, strides: Any, unit: int, itemsize: int) -> tuple[int, int]:
-    """Return how many elements an array has, and its distance from first to last byte in the unit of its strides."""
+    """Return the number of elements of an array, and the length from first to last byte in the unit of its strides."""
     count = math.prod(_lengths(shape))
-    if math.prod([length or 1 for length in shape]) * itemsize >= INT64:
-        raise WireError(f"A shape has more elements than can be counted: {reprlib.repr(shape)}.")
+    if math.prod([length or 1 for length in shape]) * itemsize >= batch_format.INT64:
+        raise WireError(f"A shape has too many elements: {reprlib.repr(shape)}.")
     if strides is None or not count:
         return count, count * unit
     if len(_lengths(strides)) != len(shape):
         raise WireError(f"Shape {reprlib.repr(shape)} and strides {reprlib.repr(strides)} differ in length.")
     span = unit + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
     if count * unit > span:
-        # A stride of 0 would make a terabyte out of one element as soon as somebody copies it.
+        # With a stride of 0, one element would become a terabyte when the batch is copied.
         raise WireError(f"The elements of shape {reprlib.repr(shape)} overlap in strides {reprlib.repr(strides)}.")
     return count, span
 
 
 def _array_dtype(description: Any, level: int = 0) -> Any:
-    if type(description) is str and ARRAY_DTYPE.fullmatch(description):
+    if type(description) is str and batch_format.ARRAY_DTYPE.fullmatch(description):
         make: Any = description
-    elif type(description) is list and description and level < MAX_DTYPE_LEVELS:
+    elif type(description) is list and description and level < batch_format.MAX_DTYPE_LEVELS:
         make = {"names": [], "formats": [], "offsets": [], "itemsize": description[0]}
         for field in description[1:]:
             name, item, offset, shape = _fields(field, 4)
-            base, shape = _array_dtype(item, level + 1), tuple(_lengths(shape))
+            base = _array_dtype(item, level + 1)
             make["names"].append(name)
-            make["formats"].append((base, shape) if shape else base)
+            make["formats"].append((base, tuple(shape)) if _lengths(shape) else base)
             make["offsets"].append(offset)
     else:
-        raise WireError(f"A NumPy dtype is impossible: {reprlib.repr(description)}.")
+        raise WireError(f"A NumPy dtype is invalid: {reprlib.repr(description)}.")
     try:
         return np.dtype(make)
     except (ValueError, TypeError, OverflowError) as error:
-        raise WireError(f"A NumPy dtype is impossible: {reprlib.repr(description)}: {error}.") from error
+        raise WireError(f"A NumPy dtype is invalid: {reprlib.repr(description)}: {error}.") from error
 
 
 def _keys(keys: list[Any]) -> list[Any]:
-    if not all(map(is_key, keys)) or len(set(keys)) < len(keys):
-        raise WireError("A dictionary or set has a key that is impossible or repeated.")
+    if not all(map(batch_format.is_key, keys)) or len(set(keys)) < len(keys):
+        raise WireError("A dictionary or set has an invalid or repeated key.")
     return keys
 
 
@@ -291,14 +287,14 @@ def _imported_class(name: Any) -> type:
     cls = batch_types.find_class(name) if type(name) is str else None
     if cls is None:
         raise BatchTypeError(
-            f"A batch holds a {reprlib.repr(name)}, a class that this process has not imported. Import it at the top "
-            "of the training script, or call register_batch_type()."
+            f"A batch contains a {reprlib.repr(name)}, a class that this process has not imported. Import it at the "
+            "top of the training script, or call register_batch_type()."
         )
     return cls
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 _FROM_JSON = json.JSONDecoder(parse_constant=_no_constant)
@@ -308,18 +304,20 @@ def _parse(header: bytes) -> tuple[int, Any]:
     try:
         message = _FROM_JSON.decode(header.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise WireError(f"The header of a batch is not JSON: {reprlib.repr(str(error))}.") from error
+        raise WireError(f"The header of a batch is not valid JSON: {reprlib.repr(str(error))}.") from error
     name, version, used, tree = _fields(message, 4)
-    if name != FORMAT:
-        raise WireError("The header of a batch does not say that it is one.")
-    if version != VERSION or type(used) is not int or not 0 <= used < INT64:
+    if name != batch_format.FORMAT:
+        raise WireError(f"The header of a batch does not start with {batch_format.FORMAT!r}.")
+    if version != batch_format.VERSION:
         raise WireError(
-            f"The batch has format {reprlib.repr(version)} (this is {VERSION}), {reprlib.repr(used)} bytes."
+            f"The batch has format version {reprlib.repr(version)}; this process reads version {batch_format.VERSION}."
         )
+    if type(used) is not int or not 0 <= used < batch_format.INT64:
+        raise WireError(f"The batch has an invalid number of bytes: {reprlib.repr(used)}.")
     return used, tree
 
 
-# Batches of a loader mostly have equal headers. What is cached is only read: decoding makes every object anew.
+# Batches of a loader mostly have equal headers. Decoding creates new objects, and never changes a cached header.
 _parse_cached = lru_cache(maxsize=16)(_parse)
 
 _SCALARS: dict[str, Callable[[str], Any]] = {

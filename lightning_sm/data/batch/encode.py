@@ -1,4 +1,4 @@
-"""A batch becomes a small header and raw bytes in a slot of shared memory; ``batch_format`` describes the header."""
+"""Converts a batch to a small header and raw bytes in a slot of shared memory. ``format`` describes the header."""
 
 from __future__ import annotations
 
@@ -17,48 +17,38 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightning_sm.data.batch import format as batch_format
 from lightning_sm.data.batch import types as batch_types
 from lightning_sm.data.batch.arena import Arena, Leaf
-from lightning_sm.data.batch.format import (
-    ARRAY_DTYPE,
-    FORMAT,
-    INT64,
-    MAX_DEPTH,
-    MAX_DIMENSIONS,
-    MAX_DTYPE_LEVELS,
-    NAMES_OF_DTYPES,
-    VERSION,
-    is_key,
-)
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError
 
-# About 10 s of encoding; far more than a batch has when its numbers are in tensors, and where an explosion of shared
-# containers must end.
+# About 10 s of encoding. A batch whose numbers are in tensors has far fewer objects. A shared container is encoded as
+# often as the batch refers to it, which could take all memory without this limit.
 _MAX_OBJECTS = 2**22
-# Larger bytes travel beside the header: base64 costs a third more, and every copy of the header costs again.
+# Larger bytes objects are sent in the slot: in the header, base64 makes them a third larger, and the header is copied.
 _MAX_INLINE_BYTES = 128
 
 _TO_JSON = json.JSONEncoder(separators=(",", ":"), check_circular=False, allow_nan=False)
 
 
 def encode(batch: Any, arena: Arena) -> bytes:
-    """Put a batch into a slot and return the header from which ``decode`` rebuilds it.
+    """Copy a batch to a slot and return the header from which ``decode`` rebuilds it.
 
-    Tensors and arrays that lie in the slot already stay where they are. Views that share memory share it in the slot as
-    well, unless that took more room than separate copies. Dense strides are kept; others become contiguous.
+    Tensors and arrays that lie in the slot already are not copied. Views that share memory also share it in the slot,
+    unless separate copies need less room. Dense strides are kept; other layouts become contiguous.
 
     Args:
         batch: What the collate function returned.
-        arena: The slot; the bytes to send with the header are its first ``arena.used``.
+        arena: The slot; its first ``arena.used`` bytes belong to the header.
 
     Raises:
-        BatchTypeError: The batch holds something that cannot be sent; the message names its path.
+        BatchTypeError: The batch contains an object that cannot be sent; the message has its path.
         BatchTooLargeError: The slot is too small.
     """
     encoder = _Encoder()
     tree = encoder.node(batch)
     arena.place(encoder.leaves)
-    return _TO_JSON.encode([FORMAT, VERSION, arena.used, tree]).encode("ascii")
+    return _TO_JSON.encode([batch_format.FORMAT, batch_format.VERSION, arena.used, tree]).encode("ascii")
 
 
 class _Attribute(str):
@@ -66,7 +56,7 @@ class _Attribute(str):
 
 
 class _Encoder:
-    """Turns a batch into nodes and lists the leaves, whose offsets are filled in when all of them are known."""
+    """Converts a batch to nodes, and lists the leaves. Their nodes get the offsets when all leaves are known."""
 
     def __init__(self) -> None:
         self._path: list[Any] = []
@@ -85,7 +75,7 @@ class _Encoder:
         return obj
 
     def _int(self, obj: int) -> Any:
-        return obj if -INT64 <= obj < INT64 else ["i", hex(obj)]
+        return obj if -batch_format.INT64 <= obj < batch_format.INT64 else ["i", hex(obj)]
 
     def _float(self, obj: float) -> Any:
         return obj if math.isfinite(obj) else ["f", struct.pack("<d", obj).hex()]
@@ -97,7 +87,7 @@ class _Encoder:
         try:
             obj.encode()
         except UnicodeEncodeError:
-            # JSON would join two lone surrogates to one character.
+            # JSON would combine two lone surrogates into one character.
             return ["s", obj.encode("utf-8", "surrogatepass").hex()]
         return obj
 
@@ -117,14 +107,14 @@ class _Encoder:
         return [_SETS[type(obj)], *self._children(obj, ((item, self._key(item)) for item in obj))]
 
     def _dict(self, obj: Any) -> Any:
-        # All keys before all values, as in decoding: both number what they remember in this order.
+        # All keys before all values, as in decoding: both number the remembered objects in this order.
         keys = self._children(obj, ((key, self._key(key)) for key in obj))
         values = self._children(obj, obj.items())
         return ["o" if type(obj) is OrderedDict else "d", *chain.from_iterable(zip(keys, values, strict=True))]
 
     def _key(self, key: Any) -> Any:
-        if not is_key(key):
-            self._fail(f"holds the key {reprlib.repr(key)} of type {type(key).__qualname__}, which cannot be sent.")
+        if not batch_format.is_key(key):
+            self._fail(f"has the key {reprlib.repr(key)} of type {type(key).__qualname__}, which cannot be sent.")
         return key
 
     def _range(self, obj: Any) -> Any:
@@ -136,43 +126,52 @@ class _Encoder:
         return self._once(obj, self._tensor) if is_dense else self._other(obj)
 
     def _tensor(self, obj: torch.Tensor) -> Any:
-        if obj.device.type != "cpu" or obj.dtype not in NAMES_OF_DTYPES or obj.dim() > MAX_DIMENSIONS:
+        if (
+            obj.device.type != "cpu"
+            or obj.dtype not in batch_format.NAMES_OF_DTYPES
+            or obj.dim() > batch_format.MAX_DIMENSIONS
+        ):
             kind = f"{obj.dtype} on {obj.device} with {obj.dim()} dimensions"
             self._fail(f"is a tensor that cannot be sent ({kind}). Dequantize it or move it to the CPU in collate_fn.")
-        flags = (obj.requires_grad and obj.is_leaf) + 2 * isinstance(obj, torch.nn.Parameter)
-        shape, strides, itemsize = list(obj.shape), obj.stride(), obj.element_size()
-        size = span = obj.numel() * itemsize
-        node = ["t", 0, NAMES_OF_DTYPES[obj.dtype], shape, None, flags]
+        flags = batch_format.REQUIRES_GRAD if obj.requires_grad and obj.is_leaf else 0
+        if isinstance(obj, torch.nn.Parameter):
+            flags |= batch_format.IS_PARAMETER
+        itemsize = obj.element_size()
+        size = obj.numel() * itemsize
+        span = size
+        node = ["t", 0, batch_format.NAMES_OF_DTYPES[obj.dtype], list(obj.shape), None, flags]
         if size and not obj.is_contiguous():
-            node[4] = list(strides)
-            span = itemsize * (1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)))
+            node[4] = list(obj.stride())
+            span = itemsize * (1 + sum((n - 1) * step for n, step in zip(obj.shape, obj.stride(), strict=True)))
         if obj.is_conj() or obj.is_neg():
-            span = 0
+            span = 0  # the memory does not have the values: copy them
         return self._leaf(Leaf(node, obj, obj.data_ptr(), span, size, min(itemsize, 8)))
 
     def _array(self, obj: Any) -> Any:
         return self._once(obj, self._new_array)
 
     def _new_array(self, obj: npt.NDArray[Any]) -> Any:
-        shape, strides = list(obj.shape), [step if n > 1 else 0 for n, step in zip(obj.shape, obj.strides, strict=True)]
-        node, span = ["a", 0, self._dtype(obj.dtype), shape, None], obj.nbytes
+        node = ["a", 0, self._dtype(obj.dtype), list(obj.shape), None]
+        span = obj.nbytes
         if not obj.dtype.itemsize:
             self._fail(f"is an array of dtype {obj.dtype}, which has no bytes.")
         if obj.size and not obj.flags.c_contiguous:
+            strides = [step if n > 1 else 0 for n, step in zip(obj.shape, obj.strides, strict=True)]
             node[4] = strides
-            span = obj.itemsize + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-            span = span if min(strides) >= 0 else 0
+            span = obj.itemsize + sum((n - 1) * step for n, step in zip(obj.shape, strides, strict=True))
+            if min(strides) < 0:
+                span = 0  # the memory starts before the array's address: copy the array
         return self._leaf(Leaf(node, obj, obj.__array_interface__["data"][0], span, obj.nbytes))
 
     def _dtype(self, dtype: Any, level: int = 0) -> Any:
-        if dtype.names is not None and level < MAX_DTYPE_LEVELS:
+        if dtype.names is not None and level < batch_format.MAX_DTYPE_LEVELS:
             fields = []
             for name in dtype.names:
                 field, offset = dtype.fields[name][:2]
                 base, shape = field.subdtype or (field, ())
                 fields.append([name, self._dtype(base, level + 1), offset, list(shape)])
             return [dtype.itemsize, *fields]
-        if dtype.names is None and ARRAY_DTYPE.fullmatch(dtype.str) and np.dtype(dtype.str) == dtype:
+        if dtype.names is None and batch_format.ARRAY_DTYPE.fullmatch(dtype.str) and np.dtype(dtype.str) == dtype:
             return dtype.str
         return self._fail(f"is a NumPy object of dtype {dtype}, which cannot be sent. Convert it in collate_fn.")
 
@@ -188,8 +187,8 @@ class _Encoder:
         fields = batch_types.field_names(cls)
         if fields is None or "<locals>" in name:
             self._fail(f"is a {name.replace(':', '.')}, which cannot be sent. {batch_types.advice(cls)}")
-        values = zip(fields, obj, strict=True) if isinstance(obj, tuple) else ((x, self._field(obj, x)) for x in fields)
-        return ["x", name, fields, self._children(obj, ((_Attribute(field), value) for field, value in values))]
+        values = obj if isinstance(obj, tuple) else [self._field(obj, field) for field in fields]
+        return ["x", name, fields, self._children(obj, zip(map(_Attribute, fields), values, strict=True))]
 
     def _field(self, obj: Any, name: str) -> Any:
         try:
@@ -201,25 +200,27 @@ class _Encoder:
         try:
             parts = known.to_parts(obj)
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-            raise BatchTypeError(f"{self._where()} cannot be taken apart as a {known.name}: {message}") from error
+            message = f"to_parts() of {known.name} failed: {type(error).__name__}: {error}"
+            raise BatchTypeError(f"{self._where()}: {message}") from error
         return ["p", known.name, *self._children(obj, [(_Attribute("parts"), parts)])]
 
     def _once(self, obj: Any, encode_new: Callable[[Any], Any]) -> Any:
         if (index := self._indices.get(id(obj))) is not None:
             return ["r", index]
         node = encode_new(obj)
-        # Kept: a freed part of a registered type would pass its id on to the next object.
+        # The list keeps the object: a part of a registered type could be freed, and another object get its id.
         self._indices[id(obj)] = len(self._remembered)
         self._remembered.append(obj)
         return node
 
     def _children(self, container: Any, items: Iterable[tuple[Any, Any]]) -> list[Any]:
-        if len(self._containers) >= MAX_DEPTH:
+        if len(self._containers) >= batch_format.MAX_DEPTH:
             contains_itself = any(container is parent for parent in self._containers)
-            self._fail("contains itself." if contains_itself else f"is nested deeper than {MAX_DEPTH} levels.")
+            self._fail(
+                "contains itself." if contains_itself else f"is nested deeper than {batch_format.MAX_DEPTH} levels."
+            )
         if self._num_objects > _MAX_OBJECTS:
-            raise BatchTooLargeError(f"A batch has more than {_MAX_OBJECTS} objects. Make tensors of its numbers.")
+            raise BatchTooLargeError(f"A batch has more than {_MAX_OBJECTS} objects. Convert its numbers to tensors.")
         self._containers.append(container)
         nodes = []
         for step, value in items:

@@ -136,7 +136,7 @@ def test_jagged_lengths_and_packed_orders_are_checked():
     received = decode(head, data)
     assert received[0].lengths().tolist() == [2, 2]
     received[0].lengths()[1] = 4
-    with pytest.raises(WireError, match="lengths leave"):
+    with pytest.raises(WireError, match="lengths of a jagged tensor are beyond"):
         decode(head, data)
     received[0].lengths()[1] = 2
     received[1].sorted_indices[0] = 5

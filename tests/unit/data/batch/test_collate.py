@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections import OrderedDict, namedtuple
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 from lightning_sm.data.batch.arena import Arena
-from lightning_sm.data.batch.collate import ArenaCollate, collate_into
+from lightning_sm.data.batch.collate import collate_into
 from lightning_sm.data.batch.decode import decode
 from lightning_sm.data.batch.encode import encode
 from lightning_sm.errors import BatchTooLargeError
@@ -143,7 +144,8 @@ def test_samples_that_cannot_be_stacked_in_place(name):
     """What cannot be stacked into given memory behaves as with default_collate: the result, its graph, or the error."""
     samples = odd_samples()[name]
     arena = make_arena()
-    received, expected = outcome(ArenaCollate(arena), samples), outcome(default_collate, samples)
+    received = outcome(partial(collate_into, default_collate, arena=arena), samples)
+    expected = outcome(default_collate, samples)
     if not isinstance(expected, torch.Tensor) or expected.requires_grad:
         assert arena.used == 0
     if not isinstance(expected, torch.Tensor):
@@ -157,7 +159,7 @@ def test_samples_that_cannot_be_stacked_in_place(name):
 def test_result_is_contiguous_as_in_a_worker():
     """Where stack() alone would keep channels-last strides the result is contiguous, as in a DataLoader's workers."""
     samples = [torch.rand(2, 4, 5, 3).permute(0, 3, 1, 2) for _ in range(2)]
-    received, expected = ArenaCollate(make_arena())(samples), default_collate(samples)
+    received, expected = collate_into(default_collate, samples, make_arena()), default_collate(samples)
     assert received.is_contiguous()
     assert torch.equal(received, expected)
 
@@ -184,15 +186,15 @@ def test_user_function_runs_as_it_is():
 def test_changes_of_torchs_map_are_respected(monkeypatch):
     """Types that the user added to torch's map, and a replaced entry for tensors, are used."""
     monkeypatch.setitem(torch_collate.default_collate_fn_map, complex, lambda batch, **_: sum(batch))
-    assert ArenaCollate(make_arena())([1j, 2j]) == 3j
+    assert collate_into(default_collate, [1j, 2j], make_arena()) == 3j
     monkeypatch.setitem(torch_collate.default_collate_fn_map, torch.Tensor, lambda batch, **_: "mine")
-    assert ArenaCollate(make_arena())([torch.ones(1)]) == "mine"
+    assert collate_into(default_collate, [torch.ones(1)], make_arena()) == "mine"
 
 
 def test_batch_larger_than_the_arena_is_an_error():
     """A batch that does not fit is refused while it is made."""
     with pytest.raises(BatchTooLargeError, match="max_batch_bytes"):
-        ArenaCollate(make_arena(1024))([torch.ones(1000)] * 2)
+        collate_into(default_collate, [torch.ones(1000)] * 2, make_arena(1024))
 
 
 def count_page_faults(collate, samples):
@@ -206,7 +208,7 @@ def test_stacking_into_the_arena_takes_no_fresh_memory():
     """After the first batch, stacking 16 MB into the arena faults in almost no page; into fresh memory thousands."""
     samples = [torch.full((512, 512), float(number)) for number in range(16)]
     arena = make_arena(17 << 20)
-    collate = ArenaCollate(arena)
+    collate = partial(collate_into, default_collate, arena=arena)
 
     def once_more(samples):
         arena.reset()

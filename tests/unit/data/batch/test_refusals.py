@@ -76,7 +76,7 @@ def test_missing_field_is_an_error():
 @pytest.mark.parametrize("key", [Opaque(), frozenset(), (1, [Opaque][0])])
 def test_unknown_key_is_an_error(key):
     """A key that is neither a scalar nor a tuple of scalars is an error that names the dictionary."""
-    with pytest.raises(BatchTypeError, match=r'batch\["x"\] holds the key'):
+    with pytest.raises(BatchTypeError, match=r'batch\["x"\] has the key'):
         send({"x": {key: 1}})
 
 
@@ -115,5 +115,5 @@ def test_explosion_of_shared_containers_is_an_error(monkeypatch):
 
 def test_batch_too_large_names_both_sizes():
     """A batch that does not fit says how many bytes it needs, how many there are, and which setting to raise."""
-    with pytest.raises(BatchTooLargeError, match=r"needs 4000 bytes or more, but a slot has 1024.*max_batch_bytes"):
+    with pytest.raises(BatchTooLargeError, match=r"needs at least 4000 bytes, but a slot has 1024.*max_batch_bytes"):
         send(torch.ones(1000), nbytes=1024)

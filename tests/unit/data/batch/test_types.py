@@ -38,7 +38,7 @@ def registry(monkeypatch):
 
 @pytest.mark.usefixtures("registry")
 def test_registered_type_arrives():
-    """A registered class is taken apart and put together with the registered functions, once per object."""
+    """A registered class is converted and rebuilt by the registered functions, once per object."""
     register_batch_type(Registered, lambda obj: [obj.payload], lambda parts: Registered(parts[0]))
     one = Registered(torch.ones(3))
     received = send({"a": one, "b": [one]})
@@ -58,10 +58,10 @@ def test_registered_subclass_of_tensor_arrives():
 def test_failing_registered_functions_are_named():
     """An error in a registered function becomes one that names the path, or the type."""
     register_batch_type(Registered, lambda obj: obj.missing, Registered, name="reg")
-    with pytest.raises(BatchTypeError, match=r"batch\[0\] cannot be taken apart as a reg: AttributeError"):
+    with pytest.raises(BatchTypeError, match=r"batch\[0\]: to_parts\(\) of reg failed: AttributeError"):
         send([Registered(1)])
     register_batch_type(Registered, lambda obj: 1, lambda parts: 1 / 0, name="reg")
-    with pytest.raises(WireError, match="A reg cannot be put together: ZeroDivisionError"):
+    with pytest.raises(WireError, match=r"from_parts\(\) of reg failed: ZeroDivisionError"):
         send([Registered(1)])
 
 
@@ -93,7 +93,7 @@ def test_class_that_was_not_imported_is_refused():
         ["x", f"{Point.__module__}:Point", ["x", "z"], [1, 2]],
         ["e", f"{Colour.__module__}:Colour", "BLUE"],
     ):
-        with pytest.raises(BatchTypeError, match=r"import|other fields|no member"):
+        with pytest.raises(BatchTypeError, match=r"import|has the fields|no member"):
             decode(header(tree), make_slot(0))
     assert "wsgiref.simple_server" not in sys.modules
 
