@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import subprocess
-import sys
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import cloudpickle
 
 from lightning_sm.data.ipc.messages import MessageSocket
-from lightning_sm.data.ipc.processes import describe_exit, with_import_path
+from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
 from lightning_sm.errors import DataServiceError
@@ -75,13 +74,7 @@ class DataHost:
             DataServiceError: The address is taken, or the DataModule cannot be copied to another process.
         """
         read_tls(self._settings.credentials)
-        self._socket, theirs = MessageSocket.pair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "lightning_sm.data.host.main_process", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=with_import_path(),
-            )
+        self._process, self._socket = start_module("lightning_sm.data.host.main_process")
         try:
             self._socket.send(
                 "serve", cloudpickle.dumps(_without_trainer(self._datamodule)), settings=asdict(self._settings)

@@ -38,11 +38,11 @@ class ShardAnswer(NamedTuple):
     end: int | None
 
 
-class ShardError(Exception):
-    """The user's code failed in a shard; the cause is the user's exception.
+class UserCodeError(Exception):
+    """The user's dataset, transform or collate function failed; the cause is the user's exception.
 
     Args:
-        where: The shard, and the batch of it.
+        where: The index that failed, or the shard and the batch of it.
     """
 
     def __init__(self, where: str) -> None:
@@ -79,7 +79,7 @@ class OpenShards:
             spec: The batch; its keys are number of shards, shard, offset, and whether to return the batch itself.
 
         Raises:
-            ShardError: The user's code failed.
+            UserCodeError: The user's dataset, transform or collate function failed.
         """
         num_shards, number, offset, is_wanted = spec.keys.tolist()
         shard = self._shard(_Pass(spec.seed, spec.epoch, spec.pass_index, num_shards), number, offset)
@@ -96,7 +96,7 @@ class OpenShards:
         except Exception as error:
             # A generator that has raised would seem to be at its end.
             self._open[number].remove(shard)
-            raise ShardError(f"batch {offset} of shard {number} of {num_shards}") from error
+            raise UserCodeError(f"batch {offset} of shard {number} of {num_shards}") from error
 
     def count(self, num_shards: int, seed: int, epoch: int, pass_index: int) -> list[int]:
         """Return the number of batches in every shard, by reading all of them."""
@@ -133,16 +133,16 @@ def show_worker_info(worker_id: int, num_workers: int, seed: int, dataset: Any) 
     torch_worker._worker_info = info
 
 
-def own_copy(dataset: Any) -> Any:
+def _copied(value: Any, known: dict[int, Any]) -> Any:
     """Copy a dataset, so that several iterators over it in one process do not disturb each other.
 
     This copies the dataset, the datasets that it holds (directly, or in lists, tuples and dicts), and random
     generators. All else is shared: samples in memory would otherwise be copied for every shard.
+
+    Args:
+        value: The dataset, or something that it holds.
+        known: Copies by the id of the original, so that an object is copied once.
     """
-    return _copied(dataset, {})
-
-
-def _copied(value: Any, known: dict[int, Any]) -> Any:
     if id(value) in known:
         return known[id(value)]
     new = value
@@ -198,7 +198,7 @@ class _Shard:
         if self._dataset is None and not self._is_over:
             # A worker_init_fn may change any part of its dataset.
             has_init = self._loader.worker_init_fn is not None
-            self._dataset = copy.deepcopy(self._loader.dataset) if has_init else own_copy(self._loader.dataset)
+            self._dataset = copy.deepcopy(self._loader.dataset) if has_init else _copied(self._loader.dataset, {})
         show_worker_info(self._number, self.which.num_shards, self.seeds.of(self._number), self._dataset)
         try:
             yield

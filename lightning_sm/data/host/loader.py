@@ -21,24 +21,12 @@ from torch.utils.data import (
 
 from lightning_sm.data.batch.arena import Arena
 from lightning_sm.data.batch.collate import collate_into
-from lightning_sm.data.host.iterable import OpenShards, show_worker_info
+from lightning_sm.data.host.iterable import OpenShards, UserCodeError, show_worker_info
 from lightning_sm.data.host.random_state import seed_all
 from lightning_sm.data.ipc.processes import in_fork
 from lightning_sm.data.plan.seeds import SampleSeeds
 from lightning_sm.data.protocol.spec import BatchSpec, LoaderFacts, Order
 from lightning_sm.errors import DataSettingsError
-
-
-class SampleError(Exception):
-    """The user's code failed on one sample; the cause is the user's exception.
-
-    Args:
-        key: What the dataset was indexed with.
-    """
-
-    def __init__(self, key: Any) -> None:
-        super().__init__(key)
-        self.key = key
 
 
 class ServedLoader:
@@ -103,7 +91,7 @@ class ServedLoader:
         """Return a batch, built in the arena if the collate function is torch's own.
 
         Raises:
-            SampleError: The user's dataset, transform or collate function failed.
+            UserCodeError: The user's dataset, transform or collate function failed.
 
         Returns:
             The collated batch, or a ``ShardAnswer`` for a shard without a batch at the requested offset.
@@ -122,7 +110,7 @@ class ServedLoader:
                 return self._collate(samples[0])
             return collate_into(self._collate, samples, arena)
         except Exception as error:
-            raise SampleError(keys) from error
+            raise UserCodeError(f"index {keys!r}") from error
 
     def enter_worker(self, worker_id: int, num_workers: int) -> None:
         """Set ``get_worker_info()`` and run the user's ``worker_init_fn``; shards do both when they open.
@@ -143,14 +131,14 @@ class ServedLoader:
             try:
                 return list(self._dataset.__getitems__(keys))  # type: ignore[attr-defined]  # torch's own protocol
             except Exception as error:
-                raise SampleError(keys) from error
+                raise UserCodeError(f"index {keys!r}") from error
         samples = []
         for key in keys:
             seed_all(seeds.of(key))
             try:
                 samples.append(self._dataset[key])
             except Exception as error:
-                raise SampleError(key) from error
+                raise UserCodeError(f"index {key!r}") from error
         return samples
 
     def _all_keys(self, spec: BatchSpec) -> list[Any]:

@@ -27,7 +27,7 @@ from lightning_sm._log import show_log_lines
 from lightning_sm.data.host.datamodule import ServedModule
 from lightning_sm.data.host.worker import run_worker
 from lightning_sm.data.ipc.messages import Finished, Message, MessageSocket
-from lightning_sm.data.ipc.processes import describe_exit, run_and_exit, with_import_path
+from lightning_sm.data.ipc.processes import describe_exit, fork, run_and_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataServiceError
@@ -70,7 +70,7 @@ class HostProcess:
         self._worker_pids: dict[int, int] = {}  # by worker id
         self._current_ids: dict[int, int] = {}  # by worker number: the id of the worker to replace when it dies
         self._num_forks = 0
-        self._server: MessageSocket | None = None
+        self._server: MessageSocket  # of the newest server process
         self._server_starts = 0
         self._outcome: Finished | None = None
         self._in_hook = False
@@ -105,7 +105,7 @@ class HostProcess:
             outcome = self._outcome or Finished("the job was stopped before it served anything")
         finally:
             # Outcomes that came before or together with SIGTERM, which follows when the trainers have left.
-            if self._server is not None and _is_readable(self._server.fileno(), timeout_s=0.0):
+            if _is_readable(self._server.fileno(), timeout_s=0.0):
                 self._note_outcomes(self._server.pending())
             self._close()
             # For the rest of the process: the interpreter takes a second to exit and restores the default handlers. A
@@ -160,13 +160,7 @@ class HostProcess:
 
     def _start_server(self) -> None:
         self._server_starts += 1
-        self._server, theirs = MessageSocket.pair()
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "lightning_sm.data.server.process", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=with_import_path(),
-            )
+        process, self._server = start_module("lightning_sm.data.server.process")
         self._watch(process.pid, lambda status: self._on_server_exit(process, status))
         self._server.send("serve", settings=asdict(self._settings))
         for opening, reply in self._module.replies.items():
@@ -177,8 +171,6 @@ class HostProcess:
 
     def _on_server_messages(self) -> None:
         server = self._server
-        if server is None:
-            return
         messages = server.pending()
         self._note_outcomes(messages)  # first: SIGTERM may interrupt a hook that another message calls
         for message in messages:
@@ -192,7 +184,9 @@ class HostProcess:
             elif message.kind == "run_sampler":
                 self._run_sampler(message.facts)
             elif message.kind == "kill":
-                self._kill_worker(message.facts["worker"])
+                pid = self._worker_pids.get(message.facts["worker"])
+                if pid is not None:
+                    os.kill(pid, signal.SIGKILL)
             elif message.kind == "finished":
                 self._outcome = Finished(**message.facts)
         if server.is_at_end:
@@ -215,10 +209,9 @@ class HostProcess:
             )
             return
         logger.warning("The data host's gRPC server %s. Restarting it.", how)
-        if self._server is not None:
-            if self._server.fileno() in {key.fd for key in self._selector.get_map().values()}:
-                self._selector.unregister(self._server)
-            self._server.close()
+        if self._server.fileno() in {key.fd for key in self._selector.get_map().values()}:
+            self._selector.unregister(self._server)
+        self._server.close()
         self._start_server()
         self._fork_workers()
 
@@ -239,8 +232,6 @@ class HostProcess:
         self._send("opened", opening=request["opening"], **reply)
 
     def _send(self, kind: str, fds: tuple[int, ...] = (), **facts: Any) -> bool:
-        if self._server is None:
-            return False
         try:
             self._server.send(kind, fds=fds, **facts)
         except OSError:
@@ -289,10 +280,6 @@ class HostProcess:
             logger.warning("Worker %d %s. Starting a new one.", number, describe_exit(status))
             self._fork_worker(number)
 
-    def _kill_worker(self, worker_id: int) -> None:
-        if worker_id in self._worker_pids:
-            os.kill(self._worker_pids[worker_id], signal.SIGKILL)
-
     def _run_sampler(self, request: dict[str, Any]) -> None:
         """Run a sampler in a fork: every host starts from the same state, and nothing waits for the sampler."""
         fd = os.memfd_create("lightning_sm_sampler_order", os.MFD_CLOEXEC)
@@ -321,26 +308,14 @@ class HostProcess:
         self._watch(self._fork(run), on_exit)
 
     def _fork(self, target: Callable[[], None]) -> int:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        pid = os.fork()
-        if pid:
-            return pid
-        code = 1
-        try:
+        def run() -> None:
             signal.set_wakeup_fd(-1)
             for signum in (signal.SIGTERM, GENTLE_SIGNAL):
                 signal.signal(signum, signal.SIG_DFL)
-            if self._server is not None:
-                self._server.close()
+            self._server.close()
             target()
-            code = 0
-        except BaseException:  # noqa: BLE001  # a forked child must never return into its parent's code
-            traceback.print_exc()
-        finally:
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            os._exit(code)
+
+        return fork(run)
 
     # All children
 
@@ -359,8 +334,7 @@ class HostProcess:
 
     def _close(self) -> None:
         """Stop all children. The server process gets time to notify the trainers."""
-        if self._server is not None:
-            self._server.close()
+        self._server.close()
         for pid in self._worker_pids.values():
             os.kill(pid, signal.SIGKILL)
         for pid, pidfd in self._pidfds.items():

@@ -21,8 +21,8 @@ from lightning_sm._linux import kill_with_parent
 from lightning_sm.data.batch.arena import Arena
 from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.batch.encode import encode
-from lightning_sm.data.host.iterable import ShardAnswer, ShardError
-from lightning_sm.data.host.loader import SampleError, ServedLoader
+from lightning_sm.data.host.iterable import ShardAnswer, UserCodeError
+from lightning_sm.data.host.loader import ServedLoader
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import keep_freed_memory
 from lightning_sm.data.ipc.ring import Ring
@@ -53,7 +53,13 @@ def run_worker(
     keep_freed_memory()
     torch.set_num_threads(1)
     requests = MessageSocket(sock)
-    problem = _run_worker_init_fns(openings, worker_id, num_workers)
+    problem: Exception | None = None
+    try:
+        for loaders in openings.values():
+            for loader in loaders:
+                loader.enter_worker(worker_id, num_workers)
+    except Exception as error:  # noqa: BLE001  # the error of the user's code is the answer to every request
+        problem = error
     with contextlib.suppress(BrokenPipeError):  # the server process died while this worker built a batch
         requests.send("ready", pid=os.getpid())
         while (message := requests.receive()) is not None:
@@ -61,19 +67,6 @@ def run_worker(
                 _fail(requests, message.facts["slot"], problem, "worker_init_fn")
             else:
                 _serve(requests, message, ring, openings)
-
-
-def _run_worker_init_fns(
-    openings: Mapping[str, Sequence[ServedLoader]], worker_id: int, num_workers: int
-) -> Exception | None:
-    """Run the user's worker_init_fn of every loader; return its error, which is the answer to every request."""
-    try:
-        for loaders in openings.values():
-            for loader in loaders:
-                loader.enter_worker(worker_id, num_workers)
-    except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
-        return error
-    return None
 
 
 def _serve(
@@ -91,9 +84,7 @@ def _serve(
         header = encode(batch, arena)
         num_bytes = arena.used
         pieces = _compress(ring.slot(slot)[:num_bytes], arena, spec.compression) if spec.compression else []
-    except SampleError as error:
-        _fail(requests, slot, error.__cause__ or error, f"index {error.key!r}")
-    except ShardError as error:
+    except UserCodeError as error:
         _fail(requests, slot, error.__cause__ or error, error.where)
     except (BatchTypeError, BatchTooLargeError, DataSettingsError) as error:
         requests.send("failed", slot=slot, error=type(error).__name__, text=str(error))

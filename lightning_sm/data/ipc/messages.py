@@ -48,7 +48,7 @@ class Finished:
 
 
 class MessageSocket:
-    """One end of a socket pair. Any thread may send; only one may receive."""
+    """One end of a pair of Unix stream sockets. Any thread may send; only one may receive."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -56,12 +56,6 @@ class MessageSocket:
         self._received = bytearray()
         self._fds: deque[int] = deque()
         self._is_at_end = False
-
-    @classmethod
-    def pair(cls) -> tuple[MessageSocket, socket.socket]:
-        """Return this process's end, and the socket of the other end, which a child inherits."""
-        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        return cls(own), other
 
     def fileno(self) -> int:
         """Return the descriptor, for select and selectors."""

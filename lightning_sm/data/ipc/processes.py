@@ -7,6 +7,8 @@ import ctypes
 import os
 import pickle
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import traceback
@@ -14,14 +16,24 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from lightning_sm._linux import kill_with_parent
+from lightning_sm.data.ipc.messages import MessageSocket
 
 # malloc.h: M_MMAP_THRESHOLD, of which glibc takes no more than 32 MiB; M_TRIM_THRESHOLD; M_TOP_PAD.
 _MALLOPT = ((-3, 32 << 20), (-1, 128 << 20), (-2, 16 << 20))
 
 
-def with_import_path() -> dict[str, str]:
-    """Return an environment in which a new interpreter finds the same modules as this one."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+def start_module(module: str, *fds: int) -> tuple[subprocess.Popen[bytes], MessageSocket]:
+    """Run a module in a new process, and return the process and the connection to it.
+
+    The arguments of the module are numbers of descriptors that it inherits: its end of the connection, and ``fds``.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    # The new interpreter must find the same modules as this one.
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    with theirs:
+        inherited = (theirs.fileno(), *fds)
+        process = subprocess.Popen([sys.executable, "-m", module, *map(str, inherited)], pass_fds=inherited, env=env)
+    return process, MessageSocket(ours)
 
 
 def keep_freed_memory() -> None:
@@ -48,32 +60,48 @@ def describe_exit(status: int) -> str:
     return f"was killed by {name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
 
 
+def fork(target: Callable[[], None]) -> int:
+    """Run a function in a fork, and return the process id. The fork exits with code 1 if the function raises."""
+    _flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        target()
+        code = 0
+    except BaseException:  # noqa: BLE001  # a fork must never return into its parent's code
+        traceback.print_exc()
+    finally:
+        _flush()
+        os._exit(code)
+
+
 def in_fork(function: Callable[[], Any]) -> Any:
     """Call a function in a fork, so that it changes no object of this process, and return its pickled result.
 
     Raises:
         Exception: The function raised it.
-        ChildProcessError: The fork was killed.
+        ChildProcessError: The fork was killed, or could not pickle the result.
     """
     readable, writable = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+
+    def run() -> None:
+        kill_with_parent()
+        outcome: tuple[Any, Exception | None]
         try:
-            kill_with_parent()
-            outcome: tuple[Any, Exception | None]
-            try:
-                outcome = function(), None
-            except Exception as error:  # noqa: BLE001  # the parent raises it
-                outcome = None, error
-            with os.fdopen(writable, "wb") as pipe:
-                pickle.dump(outcome, pipe)
-        finally:
-            os._exit(0)
+            outcome = function(), None
+        except Exception as error:  # noqa: BLE001  # the parent raises it
+            outcome = None, error
+        with os.fdopen(writable, "wb") as pipe:
+            pickle.dump(outcome, pipe)
+
+    pid = fork(run)
     os.close(writable)
     with os.fdopen(readable, "rb") as pipe:
         data = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if status or not data:
+    if status:
         raise ChildProcessError(f"a fork of this process {describe_exit(status)} before it returned a result")
     result, problem = pickle.loads(data)  # noqa: S301  # from a fork of this process
     if problem is not None:
@@ -108,7 +136,10 @@ def run_and_exit(main: Callable[[], None]) -> NoReturn:
         traceback.print_exc()
     finally:
         atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        _flush()
         os._exit(code)
-    raise AssertionError  # os._exit never returns
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()

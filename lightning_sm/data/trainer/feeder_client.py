@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -13,8 +12,8 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from lightning_sm import errors
-from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Released
-from lightning_sm.data.ipc.processes import describe_exit, with_import_path
+from lightning_sm.data.ipc.messages import RELEASE, Message, Released
+from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.settings import Credentials
 
@@ -38,8 +37,9 @@ class FeederClient:
     def __init__(
         self, addresses: Sequence[str], credentials: Credentials, client: Mapping[str, Any], hedge_factor: float
     ) -> None:
-        self._socket, theirs = MessageSocket.pair()
         releases, self._releases = os.pipe()
+        self._process, self._socket = start_module("lightning_sm.data.feeder.process", releases)
+        os.close(releases)
         self._pid = os.getpid()
         self._inboxes: dict[int, deque[Message]] = {}
         self._opened: dict[str, dict[str, Any]] = {}
@@ -49,10 +49,6 @@ class FeederClient:
         self._num_lengths = 0
         self._num_rings = 0
         self._num_passes = 0
-        command = [sys.executable, "-m", "lightning_sm.data.feeder.process", str(theirs.fileno()), str(releases)]
-        with theirs:
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno(), releases], env=with_import_path())
-        os.close(releases)
         settings = {
             "addresses": list(addresses),
             "credentials": asdict(credentials),
@@ -304,8 +300,8 @@ class FeederClient:
     def _raise_ended(self) -> NoReturn:
         status = self._process.wait()
         raise errors.DataServiceError(
-            f"The feeder process of this rank (pid {self._process.pid}) {describe_exit(status)}. It receives the batches; "
-            "without it, this rank cannot go on."
+            f"The feeder process of this rank (pid {self._process.pid}) {describe_exit(status)}. Without it, this rank "
+            "receives no batches."
         )
 
 

@@ -1,6 +1,7 @@
 """Messages between processes: JSON, bytes and descriptors, whole and in order."""
 
 import os
+import socket
 import threading
 
 import pytest
@@ -11,8 +12,7 @@ from lightning_sm.data.ipc.messages import MessageSocket
 @pytest.fixture
 def ends():
     """Two connected ends."""
-    own, other = MessageSocket.pair()
-    there = MessageSocket(other)
+    own, there = map(MessageSocket, socket.socketpair())
     yield own, there
     own.close()
     there.close()
