@@ -1,9 +1,9 @@
-"""Import lightning-bolts beside Lightning 2, which its last release does not know.
+"""Import lightning-bolts with Lightning 2, which its last release does not support.
 
-lightning-bolts 0.7.0 (2023) asks for pytorch-lightning<2, hence ``pip install --no-deps``. What its data modules miss
-in Lightning 2 are two functions that moved to other packages. They are put back under their former names, as module
-``pytorch_lightning.utilities.apply_func`` and as attribute ``pytorch_lightning.utilities.move_data_to_device``. What
-needs hooks that Lightning 2 removed, such as the GANs and ``LogisticRegression``, fails in ``fit`` all the same.
+lightning-bolts 0.7.0 (2023) requires pytorch-lightning<2, hence ``pip install --no-deps``. Its data modules need two
+functions that Lightning 2 moved to other packages. They are restored under their former names, as module
+``pytorch_lightning.utilities.apply_func`` and as attribute ``pytorch_lightning.utilities.move_data_to_device``. Models
+that need hooks that Lightning 2 removed, such as the GANs and ``LogisticRegression``, still fail in ``fit``.
 """
 
 from __future__ import annotations
@@ -20,28 +20,25 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 _APPLY_FUNC = "pytorch_lightning.utilities.apply_func"
 
-# What importing lightning-bolts always prints: that its features are not reviewed (several times), and that NumPy 2
-# may come to have an attribute of which lightning-bolts asks whether it is there.
+# Warnings on every import of lightning-bolts: its features are under review (several times), and NumPy may add an
+# attribute whose existence lightning-bolts checks.
 _EXPECTED_WARNINGS = re.compile(r"The feature \w+ is currently marked under review|In the future `np\.\w+` will be")
 
 
 def import_bolts(module: str) -> ModuleType:
     """Import a module of lightning-bolts.
 
-    Importing any of its modules imports nearly all of them (0.2 s after torch and Lightning), and gives urllib another
-    user agent, so call it where the module is used.
+    Importing any of its modules imports nearly all of them (0.2 s after torch and Lightning), and changes urllib's user
+    agent, so import where the module is used.
 
     Args:
         module: Name of the module, such as ``pl_bolts.datamodules``.
-
-    Returns:
-        The module.
 
     Raises:
         ModuleNotFoundError: lightning-bolts is not installed.
     """
     _restore_former_names()
-    # The decorator that warns also puts a filter of its own in front of all others, so that only recording helps.
+    # The decorator that warns inserts its own filter before all others, so only recording suppresses its warnings.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -51,7 +48,7 @@ def import_bolts(module: str) -> ModuleType:
                 raise
             raise ModuleNotFoundError(
                 f"{module} needs lightning-bolts, which is not installed. Install it with pip install --no-deps "
-                "lightning-bolts==0.7.0 (without --no-deps, pip replaces pytorch-lightning by a release before 2).",
+                "lightning-bolts==0.7.0 (without --no-deps, pip downgrades pytorch-lightning to version 1).",
                 name=error.name,
             ) from error
     for warning in caught:
@@ -61,9 +58,9 @@ def import_bolts(module: str) -> ModuleType:
 
 
 def _restore_former_names() -> None:
-    # A module that is there already is Lightning's own or a user's: leave it.
+    # An existing module is Lightning's own or a user's: keep it.
     if _APPLY_FUNC not in sys.modules:
-        apply_func = ModuleType(_APPLY_FUNC, "Functions that lightning-bolts looks for here (see app.bolts_compat).")
+        apply_func = ModuleType(_APPLY_FUNC, "Functions that lightning-bolts imports from here (see app.bolts_compat).")
         vars(apply_func).update(apply_to_collection=apply_to_collection, move_data_to_device=move_data_to_device)
         sys.modules[_APPLY_FUNC] = apply_func
     vars(pytorch_lightning.utilities).setdefault("move_data_to_device", move_data_to_device)

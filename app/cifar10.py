@@ -1,4 +1,4 @@
-"""CIFAR-10: 60,000 colour images of ten kinds of things, by way of lightning-bolts."""
+"""CIFAR-10: 60,000 color images in ten classes, by way of lightning-bolts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from app.bolts_compat import import_bolts
 _NUM_CLASSES = 10
 _DEFAULT_DATA_DIR = "outputs/cifar10"
 
-# Usual since ResNet (He et al. 2015, 4.2): 4 pixels on each side, then a random crop of the former size.
+# Usual since ResNet (He et al. 2015, 4.2): 4 pixels on each side, then a random crop of the original size.
 _PADDING = 4
 _SIZE = 32
 
@@ -27,16 +27,17 @@ class CIFAR10DataModule(LightningDataModule):
     """CIFAR-10, 3x32x32, normalized, with random crops and mirror images in training.
 
     Wraps the data module of lightning-bolts. A subclass would need lightning-bolts as soon as this file is imported,
-    and the two classes of that name would make ``--data CIFAR10DataModule`` ambiguous. What both data modules of the
-    application have has the same default in both: the command line keeps the values of the one that it replaces.
+    and two classes with the same name would make ``--data CIFAR10DataModule`` ambiguous. Arguments that both data
+    modules of the application share have the same defaults, because the command line keeps the values of the one that
+    it replaces.
 
     Args:
         data_dir: Folder with the original files in cifar-10-batches-py, which are downloaded if missing; null means
             outputs/cifar10.
-        batch_size: Samples per batch and process, so that two hosts with one process each train on twice as many.
-        num_workers: Number of processes per process that load data, where 0 loads in the training process itself.
-        val_split: Number of the 50,000 training images that are used for validation.
-        augment: Whether training images are cropped and mirrored at random.
+        batch_size: Samples per batch and process: two hosts with one process each train on twice as many per step.
+        num_workers: Number of worker processes per training process; 0 loads data in the training process itself.
+        val_split: How many of the 50,000 training images are used for validation.
+        augment: Whether to crop and mirror training images at random.
     """
 
     def __init__(
@@ -74,27 +75,23 @@ class CIFAR10DataModule(LightningDataModule):
         return _NUM_CLASSES
 
     def prepare_data(self) -> None:
-        """Download the files that are missing, on one process of each host.
+        """Download missing files, in one process per host.
 
         Raises:
-            FileNotFoundError: Files are missing, or are not the original ones, and cannot be downloaded.
+            FileNotFoundError: Files are missing or are not the original ones, and the download failed.
         """
         try:
             self._bolts.prepare_data()
         except OSError as error:
             raise FileNotFoundError(
-                f"{Path(self.data_dir) / 'cifar-10-batches-py'} does not hold the original files of CIFAR-10, and "
-                f"downloading them to {self.data_dir} failed: {error}. Unpack cifar-10-python.tar.gz of "
+                f"{Path(self.data_dir) / 'cifar-10-batches-py'} does not contain the original files of CIFAR-10, and "
+                f"downloading them to {self.data_dir} failed: {error}. Unpack cifar-10-python.tar.gz from "
                 "https://www.cs.toronto.edu/~kriz/cifar.html there."
             ) from error
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and split the images.
-
-        Args:
-            stage: What the trainer is about to do.
-        """
-        # lightning-bolts knows two stages; validation uses a part of the images of fit, prediction those of test.
+        """Read and split the images."""
+        # lightning-bolts has two stages: validation uses images of fit, and prediction those of test.
         self._bolts.setup({"validate": "fit", "predict": "test"}.get(stage, stage) if stage else None)
 
     def train_dataloader(self) -> DataLoader[Sample]:
@@ -125,7 +122,7 @@ class CIFAR10DataModule(LightningDataModule):
         return loader
 
     def predict_dataloader(self) -> DataLoader[Sample]:
-        """Make the loader of the images to predict, which are those of the test.
+        """Make the loader of the images to predict, which are the test images.
 
         Returns:
             Batches as in training, in a fixed order.

@@ -1,4 +1,4 @@
-"""The default data: 1,797 scanned handwritten digits, which come with scikit-learn and need no download."""
+"""The default data: 1,797 scanned handwritten digits from scikit-learn, which need no download."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _FILE_NAME = "digits.npz"
 _IMAGE_SHAPE = (8, 8)
 _NUM_CLASSES = 10
 
-# Pixels count the dark points in a 4x4 block of the scan: whole numbers from 0 to 16 (UCI, "Optical Recognition of
+# Each pixel is the number of dark points in a 4x4 block of the scan, from 0 to 16 (UCI, "Optical Recognition of
 # Handwritten Digits").
 _MAX_PIXEL = 16
 
 # Of all pixels of the set, after division by 16.
 _MEAN, _STD = 0.3053, 0.3760
 
-# What ResNet-18's five halvings need to end in one pixel. Smaller images train too, but to a lower accuracy.
+# The size that ResNet-18's five halvings reduce to one pixel. Smaller images train too, but to a lower accuracy.
 _SIZE = 32
 
-# Fixed, so that test accuracies compare whatever share is validated.
+# Fixed, so that test accuracies are comparable for every val_fraction.
 _TEST_FRACTION = 0.2
 _SPLIT_SEED = 0
 
@@ -35,18 +35,18 @@ Sample = tuple[Tensor, Tensor]
 
 
 class DigitsDataModule(LightningDataModule):
-    """Handwritten digits, 8x8 greyscale, enlarged to three equal channels of 32x32 pixels.
+    """Handwritten digits, 8x8 grayscale, enlarged to three equal channels of 32x32 pixels.
 
-    A fifth of the images is held back for testing. The split is the same in every run and on every host, and each
-    part has the same share of every digit.
+    A fifth of the images is reserved for testing. The split is the same in every run and on every host, and each part
+    has the same share of every digit.
 
     Args:
-        data_dir: Folder with a copy of the images in digits.npz, or null for the copy within scikit-learn.
-        batch_size: Samples per batch and process, so that two hosts with one process each train on twice as many.
-        num_workers: Number of processes per process that load data, where 0 loads in the training process itself.
+        data_dir: Folder with a copy of the images in digits.npz, or null for scikit-learn's copy.
+        batch_size: Samples per batch and process: two hosts with one process each train on twice as many per step.
+        num_workers: Number of worker processes per training process; 0 loads data in the training process itself.
         val_fraction: Share of all images that is used for validation.
-        augment: Whether training images are turned, moved and scaled a little, differently in every epoch.
-        drop_last: Whether the last batch of a training epoch is left out when it is smaller than the others.
+        augment: Whether to rotate, shift and scale training images slightly, differently in every epoch.
+        drop_last: Whether to skip the last batch of a training epoch if it is smaller than the others.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class DigitsDataModule(LightningDataModule):
         super().__init__()
         if not 0 < val_fraction < 1 - _TEST_FRACTION:
             raise ValueError(
-                f"val_fraction={val_fraction} leaves no images to train or validate on: {_TEST_FRACTION} of them are "
-                f"held back for testing. Choose a share between 0 and {1 - _TEST_FRACTION}, such as 0.2."
+                f"val_fraction={val_fraction} leaves no images for training or validation: {_TEST_FRACTION} of "
+                f"them are reserved for testing. Choose a fraction between 0 and {1 - _TEST_FRACTION}, such as 0.2."
             )
         self.data_dir = data_dir
         self.batch_size = batch_size
@@ -78,16 +78,13 @@ class DigitsDataModule(LightningDataModule):
         return _NUM_CLASSES
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and split the images, on every process and for every stage alike.
-
-        Args:
-            stage: What the trainer is about to do; all parts are made whatever it is.
+        """Read and split the images: all parts in every process and for every stage.
 
         Raises:
             FileNotFoundError: ``data_dir`` has no ``digits.npz``.
-            ValueError: ``digits.npz`` holds something else.
+            ValueError: The arrays in ``digits.npz`` have the wrong shape.
         """
-        # 0.5 s, which is not worth paying for the help page.
+        # The import takes 0.5 s, which --help does not need.
         from sklearn.model_selection import train_test_split  # noqa: PLC0415
 
         images, labels = _load(self.data_dir)
@@ -125,7 +122,7 @@ class DigitsDataModule(LightningDataModule):
         return self._loader(self.test_dataset)
 
     def predict_dataloader(self) -> DataLoader[Sample]:
-        """Make the loader of the images to predict, which are those of the test.
+        """Make the loader of the images to predict, which are the test images.
 
         Returns:
             Batches as in training, in a fixed order.
@@ -149,7 +146,7 @@ class _Digits(Dataset[Sample]):
 
     def __init__(self, images: NDArray[np.float32], labels: NDArray[np.int64], augment: bool = False) -> None:
         small = torch.from_numpy(images).unsqueeze(1) / _MAX_PIXEL
-        # Enlarged once: 7 MB for all images, against 0.1 ms for each image of each epoch.
+        # Enlarged once, which takes 7 MB for all images; otherwise 0.1 ms per image and epoch.
         self._images = functional.interpolate(small, size=(_SIZE, _SIZE), mode="bilinear", align_corners=False)
         self._labels = torch.from_numpy(labels)
         self._augmentation = v2.RandomAffine(degrees=10, translate=(0.1, 0.1), scale=(0.9, 1.1)) if augment else None
@@ -165,13 +162,13 @@ class _Digits(Dataset[Sample]):
 
 
 def write_digits(data_dir: str | Path) -> Path:
-    """Write scikit-learn's copy of the images to a file, which ``DigitsDataModule(data_dir)`` reads.
+    """Write scikit-learn's copy of the images to ``digits.npz`` in a folder, for ``DigitsDataModule(data_dir)``.
 
     Args:
-        data_dir: Folder of the file; made if missing.
+        data_dir: The folder, which is created if necessary.
 
     Returns:
-        The file, ``digits.npz``.
+        Path of the file.
     """
     images, labels = _load(None)
     path = Path(data_dir) / _FILE_NAME
@@ -189,13 +186,14 @@ def _load(data_dir: str | None) -> tuple[NDArray[np.float32], NDArray[np.int64]]
     path = Path(data_dir) / _FILE_NAME
     if not path.is_file():
         raise FileNotFoundError(
-            f'There is no {path}. Write one with python -c "from app.digits import write_digits; write_digits('
-            f"'{data_dir}')\", or leave out data_dir to use the copy within scikit-learn."
+            f'{path} does not exist. Create it with python -c "from app.digits import write_digits; write_digits('
+            f"'{data_dir}')\", or omit data_dir to use scikit-learn's copy."
         )
     with np.load(path) as arrays:
         images, labels = (arrays.get(name, np.empty(0)) for name in ("images", "labels"))
     if images.shape != (len(labels), *_IMAGE_SHAPE) or labels.ndim != 1:
         raise ValueError(
-            f"{path} has images of shape {images.shape} and labels of shape {labels.shape}, not (N, 8, 8) and (N,)."
+            f"{path} has images of shape {images.shape} and labels of shape {labels.shape}; expected (N, 8, 8) and "
+            "(N,)."
         )
     return images.astype(np.float32), labels.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Submit jobs from Python: the digits, once for each learning rate.
+"""Submit jobs from Python: one training on the digits for each learning rate.
 
 python app/submit.py 1e-3 2e-3 5e-3
 """
@@ -17,11 +17,7 @@ _JOB = Path(__file__).parent / "job.yaml"
 
 
 def main(learning_rates: list[str]) -> None:
-    """Send a job for each learning rate, and wait for none of them.
-
-    Args:
-        learning_rates: Numbers, as text.
-    """
+    """Submit a job for each learning rate, without waiting until it ends."""
     for learning_rate in learning_rates:
         job = read_job(_JOB, [f"--hyperparameters.model.learning_rate={learning_rate}"])
         description = send(job, wait=False)

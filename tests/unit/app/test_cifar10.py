@@ -118,7 +118,7 @@ def test_a_damaged_file_is_not_used(cifar10_dir):
     """A file with another checksum counts as missing; without a download, the error names the folder and the fix."""
     (cifar10_dir / CIFAR10.base_folder / "data_batch_3").write_bytes(b"damaged")
     data = CIFAR10DataModule(data_dir=str(cifar10_dir))
-    with pytest.raises(FileNotFoundError, match=r"cifar-10-batches-py does not hold the original files .* Unpack"):
+    with pytest.raises(FileNotFoundError, match=r"cifar-10-batches-py does not contain the original files .* Unpack"):
         data.prepare_data()
 
 

@@ -136,7 +136,9 @@ def test_a_folder_feeds_the_same_images(tmp_path, plain):
 def test_a_folder_without_the_file_says_how_to_make_one(tmp_path):
     """The error names the file, and the command that writes it."""
     data = DigitsDataModule(data_dir=str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"There is no .*digits\.npz\. Write one with python -c .*write_digits"):
+    with pytest.raises(
+        FileNotFoundError, match=r"digits\.npz does not exist\. Create it with python -c .*write_digits"
+    ):
         data.setup("fit")
 
 
@@ -151,5 +153,5 @@ def test_a_folder_without_the_file_says_how_to_make_one(tmp_path):
 def test_a_file_with_something_else_is_refused(tmp_path, arrays):
     """Another image size, unequal numbers or other names are an error that gives the shapes."""
     np.savez(tmp_path / "digits.npz", **arrays)
-    with pytest.raises(ValueError, match=r"digits\.npz has images of shape .* not \(N, 8, 8\) and \(N,\)"):
+    with pytest.raises(ValueError, match=r"digits\.npz has images of shape .* expected \(N, 8, 8\) and \(N,\)"):
         prepared(data_dir=str(tmp_path))
