@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Show the environment variables of lightning_sm: value in this environment, default, meaning.",
         epilog="exit codes: 0 all values are valid, 2 at least one is not",
     )
-    show.add_argument("--all", action="store_true", help="include internal ones, which only lightning_sm's own processes set")
+    show.add_argument("--all", action="store_true", help="include the internal ones")
     add_parser("submit", help="check a job file and submit it: dry run, SDK local mode, or cloud")
     return parser
 

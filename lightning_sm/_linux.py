@@ -1,4 +1,4 @@
-"""What processes ask of the Linux kernel about their parents and their orphans; elsewhere, nothing happens."""
+"""Linux kernel settings of a process for the death of its parent and for orphans; on other systems, no-ops."""
 
 from __future__ import annotations
 

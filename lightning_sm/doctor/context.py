@@ -51,7 +51,7 @@ class Context:
         return cls(env, base_directory(env), time.monotonic() + timeout_s, margin_s)
 
     def seconds(self, most: float) -> float:
-        """How long one call may take: the seconds that it wants, or those that remain."""
+        """How long one call may take: at most the given seconds, and less if less time remains."""
         # Never 0: a socket would not wait at all, and raise another error.
         return max(0.01, min(most, self.ends_at - self.margin_s - time.monotonic()))
 

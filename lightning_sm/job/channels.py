@@ -60,9 +60,13 @@ def route(
     unused = []
     # Mapped channels first, then those with a parameter of their own: the others get what remains.
     for name in sorted(names, key=lambda name: (name not in mapping, f"{_identifier(name)}_dir" not in parameters)):
-        key = _mapped_key(name, mapping[name], parameters) if name in mapping else _fitting_key(name, names, parameters)
-        if name in mapping and key in channel_of:
-            raise ChannelError(f"Channels {channel_of[key]!r} and {name!r} are both mapped to {key!r}.")
+        key: str | None
+        if name in mapping:
+            key = _mapped_key(name, mapping[name], parameters)
+            if key in channel_of:
+                raise ChannelError(f"Channels {channel_of[key]!r} and {name!r} are both mapped to {key!r}.")
+        else:
+            key = _fitting_key(name, names, parameters)
         if key is None or key in channel_of:
             unused.append(name)
         else:

@@ -38,12 +38,12 @@ def deal_hosts(specs: Sequence[GroupSpec], hosts: Sequence[str], draw: random.Ra
         hosts: Names of all hosts.
         draw: The random state. The same state assigns the same positions of ``hosts`` to the same groups.
     """
-    names = list(hosts)
-    draw.shuffle(names)
+    unassigned = list(hosts)
+    draw.shuffle(unassigned)
     groups = []
     for spec in specs:
-        own, names = names[: spec.num_hosts], names[spec.num_hosts :]
-        groups.append(InstanceGroup(spec.name, tuple(own), spec.instance_type))
+        groups.append(InstanceGroup(spec.name, tuple(unassigned[: spec.num_hosts]), spec.instance_type))
+        del unassigned[: spec.num_hosts]
     return tuple(groups)
 
 

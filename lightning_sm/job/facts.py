@@ -299,8 +299,8 @@ def _hyperparameters(env: Mapping[str, str], config_dir: Path) -> dict[str, str]
 def _local_path(source: Source | None, default: Path) -> Path | None:
     if source is None:
         return None
-    stated = source.optional_text("LocalPath")
-    return Path(stated) if stated else default
+    path = source.optional_text("LocalPath")
+    return Path(path) if path else default
 
 
 def _name_from_toolkit(env: Mapping[str, str]) -> str | None:
@@ -310,9 +310,9 @@ def _name_from_toolkit(env: Mapping[str, str]) -> str | None:
 
 
 def _num_gpus(env: Mapping[str, str]) -> int:
-    stated = _NUM_GPUS.read(env)
-    if stated is not None:
-        return stated
+    num_gpus = _NUM_GPUS.read(env)
+    if num_gpus is not None:
+        return num_gpus
     try:
         # Counted without torch (2 s to import) and without nvidia-smi (absent from slim images).
         return sum(1 for entry in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", entry))

@@ -93,9 +93,10 @@ class Launch:
 
     @classmethod
     def _from_mpi(cls, env: Mapping[str, str]) -> Launch:
-        rank, world_size, local_rank, devices = (
-            _number(env, f"OMPI_COMM_WORLD_{name}", "mpirun") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-        )
+        rank = _number(env, "OMPI_COMM_WORLD_RANK", "mpirun")
+        world_size = _number(env, "OMPI_COMM_WORLD_SIZE", "mpirun")
+        local_rank = _number(env, "OMPI_COMM_WORLD_LOCAL_RANK", "mpirun")
+        devices = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun")
         node_rank, position = divmod(rank, devices)
         if position != local_rank:
             raise TopologyError(

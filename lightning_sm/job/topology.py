@@ -161,16 +161,16 @@ def _span(first: int, count: int) -> str:
     return str(first) if count == 1 else f"{first}-{first + count - 1}"
 
 
-def _data_group_names(job: SageMakerJob, stated: Sequence[str] | None) -> frozenset[str]:
-    if stated is not None:
-        unknown = sorted(set(stated) - {group.name for group in job.groups})
+def _data_group_names(job: SageMakerJob, requested: Sequence[str] | None) -> frozenset[str]:
+    if requested is not None:
+        unknown = sorted(set(requested) - {group.name for group in job.groups})
         if unknown:
             msg = (
                 f"Data groups {unknown} were requested (by data_groups= or {DATA_GROUPS.name}), but the job "
                 f"({job.source}) has no such group.\n{_groups_table(job.groups, frozenset())}"
             )
             raise TopologyError(msg)
-        return frozenset(stated)
+        return frozenset(requested)
     named = frozenset(group.name for group in job.groups if group.name.lower().startswith("data"))
     if named:
         return named
@@ -184,11 +184,11 @@ def _check_equal_accelerators(job: SageMakerJob, training: list[InstanceGroup], 
     """Refuse training groups with unequal accelerator counts: Lightning numbers ranks as node rank x devices."""
     counts = {group.name: num_gpus(group.instance_type) for group in training}
     known = {count for count in counts.values() if count is not None}
-    is_stated = job.devices is not None and job.devices <= min(known, default=0)
-    if len(known) > 1 and not is_stated:
-        stated = ", ".join(f"{name}: {count}" for name, count in counts.items() if count is not None)
+    suits_all = job.devices is not None and job.devices <= min(known, default=0)
+    if len(known) > 1 and not suits_all:
+        shown = ", ".join(f"{name}: {count}" for name, count in counts.items() if count is not None)
         msg = (
-            f"Training groups have different numbers of GPUs per host ({stated}), but Lightning needs the same number "
+            f"Training groups have different numbers of GPUs per host ({shown}), but Lightning needs the same number "
             f"of devices on every training host.\n{_groups_table(job.groups, names)}\n"
             "Give all training groups one instance type, name the CPU groups that serve data "
             f"({DATA_GROUPS.name}=name,name), or use the same number of GPUs on every host "

@@ -108,7 +108,8 @@ def _stop_schedule(text: str) -> tuple[float, float]:
         "expected the seconds from the stop signal to SIGTERM and to SIGKILL, the latter not smaller, such as 95,110"
     )
     try:
-        term_s, kill_s = _seconds(term), _seconds(kill)
+        term_s = _seconds(term)
+        kill_s = _seconds(kill)
     except ValueError as error:
         raise ValueError(expected) from error
     if term_s > kill_s:

@@ -38,10 +38,10 @@ def data_port(job: SageMakerJob, topology: Topology) -> int:
 
     A configuration file of the script may set another port than its hyperparameters.
     """
-    stated = unquoted(job.hyperparameters.get("data_service.port")) or ""
+    text = unquoted(job.hyperparameters.get("data_service.port")) or ""
     # The script refuses a value that is not a port.
-    if re.fullmatch(r"[0-9]{1,5}", stated) and 0 < int(stated) < 1 << 16:
-        return int(stated)
+    if re.fullmatch(r"[0-9]{1,5}", text) and 0 < int(text) < 1 << 16:
+        return int(text)
     return topology.data_port
 
 

@@ -36,7 +36,7 @@ def versions(_context: Context) -> Iterator[Result]:
 
 
 def requirements(_context: Context) -> Iterator[Result]:
-    """Compare the packages that lightning_sm requires with those that are installed; ``pip check`` knows all others."""
+    """Find requirements of lightning_sm that are not met; ``pip check`` finds those of other packages."""
     # Lightning requires this package, so that it is missing where Lightning is.
     from packaging.requirements import Requirement  # noqa: PLC0415
 

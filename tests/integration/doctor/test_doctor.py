@@ -121,7 +121,7 @@ def test_doctor_says_what_the_launcher_would(tmp_path, hyperparameters, variable
 
 
 def test_sound_job_starts_without_a_problem(tmp_path):
-    """What the launcher would start is no problem of the doctor's."""
+    """The doctor has no problem with a job that the launcher would start."""
     resources = resource_config({"trainer": ["localhost"]}, "localhost", interface="lo")
     base = write_job(tmp_path / "ml", resources, hyperparameters={"subcommand": "fit"})
     (base / "code").mkdir()

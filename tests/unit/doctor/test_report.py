@@ -77,16 +77,16 @@ def test_listed_shortens_long_lists():
 def test_check_that_raises_is_a_problem_of_its_own():
     """An exception in one check becomes a row; what the check found before and the other checks stay."""
 
-    def sick(_context):
+    def broken(_context):
         yield _FINE
         raise RuntimeError("no pulse")
 
-    def healthy(_context):
+    def sound(_context):
         yield _HURTS
 
-    results = examine(Context.of({}, 10), [sick, healthy])
+    results = examine(Context.of({}, 10), [broken, sound])
     assert [result.status for result in results] == [Status.OK, Status.PROBLEM, Status.WARNING]
-    assert results[1].name == "sick"
+    assert results[1].name == "broken"
     assert "RuntimeError: no pulse" in results[1].found
 
 

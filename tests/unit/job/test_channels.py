@@ -110,7 +110,7 @@ def test_two_channels_mapped_to_one_argument_are_an_error():
     ],
 )
 def test_each_folder_has_a_channel_that_would_feed_it(parameter, mapping, expected):
-    """A mapping comes first, then the main folders, then x_dir; what is no folder has none."""
+    """A mapping comes first, then the main folders, then x_dir; what is not a folder has none."""
     assert channel_for(parameter, mapping) == expected
 
 

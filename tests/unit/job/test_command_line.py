@@ -51,7 +51,7 @@ def test_a_config_file_of_the_code_comes_before_one_of_the_channel(config_dir, t
 
 @pytest.mark.parametrize("text", ["trainer: {max_epochs: 1}", "trainer: {max_epochs: 1}" + " " * 2000])
 def test_an_inline_config_passes_unchanged(config_dir, tmp_path, text):
-    """A config hyperparameter that is no path, however long, is passed on beside the files of the channel."""
+    """A config hyperparameter that is not a path, however long, is passed on beside the files of the channel."""
     assert job_arguments(job_with({"config": text}, config_dir), tmp_path)[-1] == f"--config={text}"
 
 

@@ -23,7 +23,7 @@ from tests.fakes.job_folder import (
 
 
 def test_no_source_means_off_sagemaker(tmp_path):
-    """Without the file and without variables there is no job, which is no error."""
+    """Without the file and without variables there is no job, which is not an error."""
     assert SageMakerJob.from_environment({}, tmp_path) is None
     assert SageMakerJob.from_environment({"SM_HOSTS": "", "SM_RESOURCE_CONFIG": ""}, tmp_path) is None
 
@@ -78,7 +78,7 @@ def test_folders_follow_the_base_dir(tmp_path):
 
 
 def test_service_file_of_a_homogeneous_job(tmp_path):
-    """One group is no heterogeneous job, and the unsorted hosts of the group are kept as they are."""
+    """One group is not a heterogeneous job, and the unsorted hosts of the group are kept as they are."""
     job = read(write_job(tmp_path, SERVICE))
     assert job.hosts == ("algo-1", "algo-2", "algo-3", "algo-4")
     assert job.groups == (

@@ -1,4 +1,4 @@
-"""Who started this process is told from variables that only the starter sets, never from ranks alone."""
+"""Launchers are recognised by variables that only they set, never by ranks alone."""
 
 from __future__ import annotations
 

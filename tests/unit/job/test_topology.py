@@ -97,7 +97,7 @@ def test_order_of_groups_and_hosts_in_the_file_does_not_matter(job, random):
         ({"one": "ml.c6gn.xlarge", "two": "ml.dl1.24xlarge"}, ["two"]),
         ({"one": "ml.c5.xlarge", "two": "ml.gr6.4xlarge"}, ["two"]),
         ({"one": "ml.c5.xlarge", "two": "ml.p6-b200.48xlarge"}, ["two"]),
-        # an unknown instance is no CPU instance
+        # an unknown instance type does not count as a CPU type
         ({"one": None, "two": GPU}, ["one", "two"]),
         ({"one": "local", "two": "local_gpu"}, ["one", "two"]),
         # else everybody trains

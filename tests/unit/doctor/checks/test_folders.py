@@ -69,7 +69,7 @@ def test_file_in_the_place_of_a_folder_cannot_be_written(context):
 
 
 def test_folder_without_permission_cannot_be_written(context):
-    """A user who may not write to the model folder is told so, by number."""
+    """The report names a user who may not write to the model folder, by number."""
     assert context.job is not None  # read while the folders above may be entered
     (context.base_dir / "model").chmod(0o555)
     user = os.geteuid()

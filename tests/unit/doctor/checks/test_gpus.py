@@ -68,7 +68,7 @@ def test_emulated_instance_types_promise_no_gpus(make):
 
 
 def test_devices_without_nvidia_smi_are_a_warning(make):
-    """Device files are counted where there is no program to ask."""
+    """Without nvidia-smi, device files are counted."""
     context = make()
     _devices(context, 2)
     (result,) = gpus.gpus(context)
@@ -115,7 +115,7 @@ def test_torch_is_asked_on_machines_with_nvidia_smi_only(make):
 
 
 def test_torch_is_not_asked_about_hidden_gpus(make):
-    """GPUs that are hidden on purpose are no problem of torch."""
+    """GPUs that are hidden on purpose are not a problem of torch."""
     assert list(gpus.torch_cuda(make(_TWO, CUDA_VISIBLE_DEVICES=""))) == []
 
 
@@ -139,7 +139,7 @@ def test_torch_answers_fails_or_hangs(make, tmp_path, module, status, expected):
 
 @pytest.mark.parametrize(("cuda", "expected"), [("None", "built without CUDA"), ("'12.4'", "torch cannot use any GPU")])
 def test_torch_without_a_usable_gpu_is_a_problem(make, tmp_path, cuda, expected):
-    """A build for CPUs and a driver that is too old are told apart."""
+    """A build for CPUs and a driver that is too old are distinguished."""
     (tmp_path / "torch.py").write_text(
         f"class version: cuda = {cuda}\n"
         "class nccl: version = staticmethod(lambda: (2, 21, 5))\n"

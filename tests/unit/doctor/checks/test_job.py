@@ -100,7 +100,7 @@ def test_hyperparameter_that_becomes_no_argument_is_a_problem(tmp_path):
     [
         ("mp_parameters", '{"partitions": 2}', "smdistributed.modelparallel"),
         ("sagemaker_mpi_num_of_processes_per_host", "none", "expected a positive whole number"),
-        ("sagemaker_distribution_instance_groups", '["data"]', "the groups that train are ['trainer']"),
+        ("sagemaker_distribution_instance_groups", '["data"]', "training groups are ['trainer']"),
     ],
 )
 def test_distribution_that_the_launcher_refuses_is_a_problem(tmp_path, name, value, said):

@@ -74,7 +74,7 @@ def test_data_port_is_that_of_the_data_service(main_port, stated):
 
 @pytest.mark.parametrize("text", ["x", "0", "65536", "123456789", "-1", ""])
 def test_data_port_ignores_what_is_no_port(text):
-    """A hyperparameter that is no port is the script's to refuse."""
+    """The script refuses a hyperparameter that is not a port."""
     job = make_job(_GROUPS, main_port=20_000, hyperparameters={"data_service.port": text})
     assert network.data_port(job, Topology.from_job(job)) == 10_000
 
@@ -114,7 +114,7 @@ def test_free_ports_of_the_main_host(tmp_path, port):
 
 
 def test_only_host_of_a_job_needs_no_port_for_launchers(tmp_path, port):
-    """Where there is no other host, no launcher comes."""
+    """Without other hosts, no launcher connects."""
     write_job(tmp_path, resource_config({"trainer": ["algo-1"]}, "algo-1"))
     env = {"SAGEMAKER_BASE_DIR": str(tmp_path), "LIGHTNING_SM_MAIN_PORT": str(port)}
     (result,) = network.own_port(Context.of(env, 20))
