@@ -115,7 +115,7 @@ class Cluster:
         machine = self.machines[name]
         machine.is_alive, machine.life = False, machine.life + 1
         machine.queue.clear(), machine.running.clear(), machine.stuck.clear()
-        self._cancel(self.scheduler.host_down(name))
+        self._cancel(self.scheduler.host_lost(name, is_silent=False))
 
     def revive(self, name):
         """Start a lost host again."""
@@ -129,7 +129,7 @@ class Cluster:
 
     def _suspect(self, name):
         if self.machines[name].is_frozen:
-            self._cancel(self.scheduler.host_suspect(name))
+            self._cancel(self.scheduler.host_lost(name, is_silent=True))
 
     def _pump(self):
         progress = True

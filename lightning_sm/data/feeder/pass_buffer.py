@@ -1,49 +1,41 @@
-"""A pass in the feeder: which keys each step has, which slot each answer goes to, and delivery in order."""
+"""The batches of one pass in the feeder: their requests, the slots that their bytes go to, and delivery in order."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.plan.samples import IndexArray
+from lightning_sm.data.plan.samples import BatchPlan, SamplePlan
 from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.data.protocol.spec import CHUNK_BYTES, BatchSpec
 from lightning_sm.errors import BatchTooLargeError, WireError
 
 logger = logging.getLogger(__name__)
 
-# Enough of a batch to tell it from another one.
+StepPlan: TypeAlias = SamplePlan | BatchPlan | ShardSteps
+
+# Bytes of a batch that are compared: enough to distinguish it from another.
 _NUM_COMPARED = 1 << 16
 
 
-class StepPlan(Protocol):
-    """What a pass asks of a plan."""
-
-    @property
-    def num_steps(self) -> int | None:
-        """Steps of the pass; None if only their end will tell."""
-
-    def batch(self, step: int) -> IndexArray:
-        """Keys of this rank at a step."""
-
-
 @dataclass(eq=False)
-class Arrival:
-    """An answer that is coming in.
+class InFlightBatch:
+    """A batch that was requested from one host.
 
     Attributes:
         step: Number of the batch.
         slot: Where its bytes go.
-        num_bytes: Bytes of data; -1 before the header came.
+        num_bytes: Bytes of data; -1 before the header has arrived.
         header: Structure of the batch.
         received: Bytes so far.
-        timings: Seconds in the host's queue, and in the worker.
+        queue_s: Seconds in the host's queue.
+        produce_s: Seconds in the worker.
     """
 
     step: int
@@ -51,30 +43,34 @@ class Arrival:
     num_bytes: int = -1
     header: bytes = b""
     received: int = 0
-    timings: tuple[float, float] = (0.0, 0.0)
+    queue_s: float = 0.0
+    produce_s: float = 0.0
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything came."""
+        """Whether the header and all bytes have arrived."""
         return self.received == self.num_bytes
 
 
 @dataclass(eq=False)
-class Intake:
-    """One pass.
+class PassBuffer:
+    """The batches of one pass.
 
     Attributes:
         pass_id: Number of the pass.
         ring: Where batches go.
-        ring_number: How the training process calls the ring.
-        free: Slots of the ring that nobody uses; shared by all passes over the loader.
-        template: Request for a batch, but for step and keys.
-        plan: Keys of each step; None until a data host has listed them.
+        ring_number: Number of the ring in the training process.
+        free: Unused slots of the ring; shared by all passes over the loader.
+        template: A request for a batch, except for step and keys.
         next_step: Next step to deliver.
         stop_step: Step after the last; None while it is not known.
-        window_batches: Steps that may be under way or ready.
+        window_batches: Steps that may be in flight or buffered.
         window_bytes: The same limit in bytes.
-        empty: Steps of shards that have no batch, and are passed over.
+        plan: Keys of each step; None until it is computed.
+        largest: Bytes of the largest batch so far.
+        in_flight: By request id.
+        ready: Complete batches by step.
+        empty: Steps of shards that have no batch, and are skipped.
         taken: The consumer has taken every step below.
     """
 
@@ -83,27 +79,24 @@ class Intake:
     ring_number: int
     free: list[int]
     template: BatchSpec
-    plan: StepPlan | None
     next_step: int
     stop_step: int | None
     window_batches: int
     window_bytes: int
+    plan: StepPlan | None = None
     largest: int = 0
-    arrivals: dict[int, Arrival] = field(default_factory=dict)
-    ready: dict[int, Arrival] = field(default_factory=dict)
+    in_flight: dict[int, InFlightBatch] = field(default_factory=dict)
+    ready: dict[int, InFlightBatch] = field(default_factory=dict)
     empty: set[int] = field(default_factory=set)
     taken: int = 0
 
-    def begin_plan(self, plan: StepPlan) -> None:
-        """Take the plan, and from it where the pass begins and ends.
-
-        Args:
-            plan: The plan.
-        """
+    def begin(self, plan: StepPlan) -> None:
+        """Set the plan, and from it where the pass begins and ends."""
         self.plan = plan
         if isinstance(plan, ShardSteps):  # it counts steps from where the pass begins
-            self.next_step, self.stop_step = 0, plan.stop_step
-        elif plan.num_steps is not None:
+            self.next_step = 0
+            self.stop_step = plan.stop_step
+        else:
             stop = plan.num_steps if self.stop_step is None else min(plan.num_steps, self.stop_step)
             self.stop_step = max(stop, self.next_step)
 
@@ -112,162 +105,115 @@ class Intake:
         """Batches in the shards of this rank, once all have ended."""
         return self.plan.num_batches if isinstance(self.plan, ShardSteps) else None
 
-    def spec(self, step: int) -> bytes:
-        """Return the encoded request for a step.
+    @property
+    def window(self) -> int:
+        """Steps that may be in flight or buffered, given the sizes seen so far; at least 2, to overlap them."""
+        if not self.largest:
+            return self.window_batches
+        return max(2, min(self.window_batches, self.window_bytes // self.largest))
 
-        Args:
-            step: Number of the batch.
-        """
-        if self.plan is None:
-            raise AssertionError("requests are made only once there is a plan")
-        old = self.template
-        spec = BatchSpec(
-            old.opening,
-            old.loader,
-            old.seed,
-            old.epoch,
-            old.pass_index,
-            step,
-            old.rank,
-            self.plan.batch(step),
-            old.compression,
-        )
-        return spec.encode()
+    # Requests
 
     def keys(self, step: int) -> list[int]:
-        """Return the keys of a step, for messages.
-
-        Args:
-            step: Number of the batch.
-        """
+        """Return the keys of a step, for messages."""
         return [] if self.plan is None else self.plan.batch(step).tolist()
 
-    def facts(self, arrival: Arrival) -> dict[str, Any]:
-        """Return what the training process is told of a batch.
-
-        Args:
-            arrival: The batch.
-        """
-        queue_s, produce_s = arrival.timings
-        return {
-            "pass_id": self.pass_id,
-            "ring": self.ring_number,
-            "step": arrival.step,
-            "slot": arrival.slot,
-            "num_bytes": arrival.num_bytes,
-            "queue_s": queue_s,
-            "produce_s": produce_s,
-        }
-
-    def begin(self, request_id: int, step: int) -> bool:
-        """Reserve a slot for an answer.
-
-        Args:
-            request_id: Number of the request.
-            step: Number of the batch.
-
-        Returns:
-            Whether there was one.
-        """
+    def request(self, request_id: int, step: int) -> bytes | None:
+        """Reserve a slot for a step, and return the encoded request; None if no slot is free."""
+        if self.plan is None:
+            raise AssertionError("requests need a plan")
         if not self.free:
-            return False
-        self.arrivals[request_id] = Arrival(step, self.free.pop())
-        return True
+            return None
+        self.in_flight[request_id] = InFlightBatch(step, self.free.pop())
+        return replace(self.template, step=step, keys=self.plan.batch(step)).encode()
 
-    def take_header(self, request_id: int, num_bytes: int, timings: tuple[float, float], header: bytes) -> None:
-        """Note what an answer will be.
+    def drop(self, request_id: int) -> None:
+        """Forget a request, if it is in flight; bytes of it that still arrive are not written anywhere."""
+        batch = self.in_flight.pop(request_id, None)
+        if batch is not None:
+            self.free.append(batch.slot)
 
-        Args:
-            request_id: Number of the request.
-            num_bytes: Bytes of data.
-            timings: Seconds in the host's queue, and in the worker.
-            header: Structure of the batch.
+    def close(self) -> None:
+        """Free the slots of batches that were not delivered."""
+        self.free.extend(batch.slot for batch in self.ready.values())
+
+    # Answers
+
+    def take_header(self, request_id: int, num_bytes: int, queue_s: float, produce_s: float, header: bytes) -> None:
+        """Record the header of an answer.
 
         Raises:
-            BatchTooLargeError: It does not fit into a slot.
-            WireError: A second header came.
+            BatchTooLargeError: The batch does not fit into a slot.
+            WireError: It is a second header.
         """
-        arrival = self.arrivals[request_id]
-        if arrival.num_bytes >= 0:
-            raise WireError(f"a second header came for step {arrival.step}")
+        batch = self.in_flight[request_id]
+        if batch.num_bytes >= 0:
+            raise WireError(f"a second header arrived for step {batch.step}")
         if num_bytes > self.ring.slot_bytes:
             raise BatchTooLargeError(
-                f"The batch of step {arrival.step} has {num_bytes} bytes, a slot {self.ring.slot_bytes} "
-                "(data_service.max_batch_bytes). Set it higher, on all hosts, or make batches smaller."
+                f"The batch of step {batch.step} has {num_bytes} bytes, but a slot only {self.ring.slot_bytes} "
+                "(data_service.max_batch_bytes). Raise the limit on all hosts, or make batches smaller."
             )
-        arrival.num_bytes, arrival.header, arrival.timings = num_bytes, header, timings
+        batch.num_bytes = num_bytes
+        batch.queue_s = queue_s
+        batch.produce_s = produce_s
+        batch.header = header
 
     def take_data(self, request_id: int, offset: int, payload: memoryview) -> None:
         """Copy a piece of an answer to its place.
 
-        Args:
-            request_id: Number of the request.
-            offset: Where it belongs.
-            payload: The bytes.
-
         Raises:
-            WireError: The piece lies outside of what was announced, or out of order.
+            WireError: The piece is out of order, or exceeds the announced size.
         """
-        arrival = self.arrivals[request_id]
+        batch = self.in_flight[request_id]
         stop = offset + len(payload)
-        if offset != arrival.received or stop > arrival.num_bytes:
-            raise WireError(f"bytes {offset} to {stop} came after {arrival.received} of {arrival.num_bytes}")
-        self.ring.slot(arrival.slot)[offset:stop] = np.frombuffer(payload, np.uint8)
-        arrival.received = stop
+        if offset != batch.received or stop > batch.num_bytes:
+            raise WireError(f"bytes {offset} to {stop} arrived after {batch.received} of {batch.num_bytes}")
+        self.ring.slot(batch.slot)[offset:stop] = np.frombuffer(payload, np.uint8)
+        batch.received = stop
 
     def take_compressed(self, request_id: int, offset: int, payload: memoryview) -> None:
         """Decompress a piece of an answer to its place.
 
-        Args:
-            request_id: Number of the request.
-            offset: Where it belongs.
-            payload: The compressed bytes.
-
         Raises:
-            WireError: The piece is malformed, lies outside of what was announced, or was not asked for.
+            WireError: The piece is malformed, out of order, too long, or not meant to be compressed.
         """
         if not self.template.compression:
-            raise WireError("a compressed piece came, which was not asked for")
-        size = min(CHUNK_BYTES, self.arrivals[request_id].num_bytes - offset)
+            raise WireError("a compressed piece arrived, but compression is off")
+        size = min(CHUNK_BYTES, self.in_flight[request_id].num_bytes - offset)
         piece = codec_of(self.template.compression).decompress(payload, max(0, size))
         self.take_data(request_id, offset, memoryview(piece))
 
     def accept(self, request_id: int) -> None:
-        """Keep a complete answer until it is its turn.
-
-        Args:
-            request_id: Number of the request.
-        """
-        arrival = self.arrivals.pop(request_id)
-        self.ready[arrival.step] = arrival
+        """Keep a complete answer until its step is next."""
+        batch = self.in_flight.pop(request_id)
+        self.ready[batch.step] = batch
+        self.largest = max(self.largest, batch.num_bytes)
         if isinstance(self.plan, ShardSteps):
-            self._warn_of_twins(arrival, self.plan)
-        self.largest = max(self.largest, arrival.num_bytes)
+            data = self.ring.slot(batch.slot)[: min(batch.num_bytes, _NUM_COMPARED)].tobytes()
+            content = hashlib.blake2b(data, key=batch.header[:64]).digest()
+            duplicate_shards = self.plan.duplicate_shards(batch.step, content)
+            if duplicate_shards is not None:
+                logger.warning(
+                    "Shards %d and %d of loader %d of %s begin with the same batch. The iterable dataset may yield all "
+                    "samples in every shard. It must yield only its part, which torch.utils.data.get_worker_info() "
+                    "tells, as with several workers of a DataLoader.",
+                    *duplicate_shards,
+                    self.template.loader,
+                    self.template.opening,
+                )
 
-    def _warn_of_twins(self, arrival: Arrival, plan: ShardSteps) -> None:
-        data = self.ring.slot(arrival.slot)[: min(arrival.num_bytes, _NUM_COMPARED)].tobytes()
-        twins = plan.duplicate_shards(arrival.step, hashlib.blake2b(data, key=arrival.header[:64]).digest())
-        if twins is not None:
-            logger.warning(
-                "Shards %d and %d of loader %d of %s begin with the same batch. Does the iterable dataset yield "
-                "everything in every shard? It must leave out what is not its part by "
-                "torch.utils.data.get_worker_info(), as with several workers of a DataLoader.",
-                *twins,
-                self.template.loader,
-                self.template.opening,
-            )
-
-    def pass_over(self, request_id: int, end: int | None) -> None:
-        """Take the answer that a step of a shard has no batch.
+    def skip(self, request_id: int, end: int | None) -> None:
+        """Record the answer that a step of a shard has no batch.
 
         Args:
             request_id: Number of the request.
-            end: Number of batches in the shard; None: more than were asked about.
+            end: Number of batches in the shard; None: the shard has the batch that the step probed.
 
         Raises:
-            WireError: The answer does not fit the question.
+            WireError: The answer does not fit the request.
         """
-        step = self.arrivals[request_id].step
+        step = self.in_flight[request_id].step
         if not isinstance(self.plan, ShardSteps):
             raise WireError("only shards have an end")
         self.plan.skip(step, end)
@@ -275,43 +221,36 @@ class Intake:
         self.empty.add(step)
         self.stop_step = self.plan.stop_step
 
-    def take(self, step: int) -> int:
-        """Note that the consumer has taken every step below one, and return where its window begins.
+    # Delivery
 
-        Args:
-            step: Number of the step.
-        """
+    def deliverable(self) -> list[InFlightBatch]:
+        """Remove and return the batches that are next, in order."""
+        batches = []
+        while self.next_step in self.ready or self.next_step in self.empty:
+            if self.next_step in self.ready:
+                batches.append(self.ready.pop(self.next_step))
+            self.next_step += 1
+        return batches
+
+    def facts(self, batch: InFlightBatch) -> dict[str, Any]:
+        """Return the message to the training process about a batch."""
+        return {
+            "pass_id": self.pass_id,
+            "ring": self.ring_number,
+            "step": batch.step,
+            "slot": batch.slot,
+            "num_bytes": batch.num_bytes,
+            "queue_s": batch.queue_s,
+            "produce_s": batch.produce_s,
+        }
+
+    def take(self, step: int) -> int:
+        """Record that the consumer has taken every step below one, and return where the window begins."""
         self.taken = max(self.taken, step)
         while self.taken < self.next_step and self.taken in self.empty:
             self.empty.remove(self.taken)
             self.taken += 1
         if isinstance(self.plan, ShardSteps):
             self.plan.forget(self.taken)
-        # Empty steps behind the end were passed over, too, and are none of the pass.
+        # Empty steps behind the end were skipped, too, but are not part of the pass.
         return self.taken if self.stop_step is None else min(self.taken, self.stop_step)
-
-    def drop(self, request_id: int) -> None:
-        """Forget a request; what still comes of it is not written anywhere.
-
-        Args:
-            request_id: Number of the request.
-        """
-        arrival = self.arrivals.pop(request_id, None)
-        if arrival is not None:
-            self.free.append(arrival.slot)
-
-    def deliverable(self) -> list[Arrival]:
-        """Return the answers whose turn it is, in order."""
-        arrivals = []
-        while self.next_step in self.ready or self.next_step in self.empty:
-            if self.next_step in self.ready:
-                arrivals.append(self.ready.pop(self.next_step))
-            self.next_step += 1
-        return arrivals
-
-    @property
-    def window(self) -> int:
-        """Steps that may be under way or ready, as far as the sizes seen so far allow; at least 2, to overlap."""
-        if not self.largest:
-            return self.window_batches
-        return max(2, min(self.window_batches, self.window_bytes // self.largest))

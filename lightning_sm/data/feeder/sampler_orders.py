@@ -1,4 +1,4 @@
-"""The orders that samplers of the user give: data hosts compute them, and they are compared here."""
+"""The orders of the user's own samplers: data hosts compute them, the feeder compares them and plans the pass."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 import numpy as np
 
-from lightning_sm.data.feeder.host_link import HostLink
+from lightning_sm.data.feeder.host_link import HostLink, LinkState, describe
+from lightning_sm.data.feeder.pass_buffer import StepPlan
 from lightning_sm.data.plan.samples import BatchPlan, IndexArray, SamplePlan, digest, epoch_order
 from lightning_sm.data.plan.shards import ShardSteps, shard_steps
 from lightning_sm.errors import DataHostMismatchError, DataServiceError, RemoteTransformError, WireError
 
 logger = logging.getLogger(__name__)
 
-# Hosts that answer this much later than the first do not hold up the pass; they are compared when they do.
+# Hosts that answer this much later than the first do not delay the pass; they are compared when they do.
 _PATIENCE_S = 5.0
-# How often hosts that came back, or were busy, are asked.
+# How often hosts that have reconnected, or whose request failed, get a request.
 _PERIOD_S = 0.5
-# Deaths of the processes that run a sampler after which it is to blame.
-_MAX_DEATHS = 4
-# The pass that runs, the one to come, and those of a few other loaders.
+# Crashes of the processes that run a sampler after which the sampler is to blame.
+_MAX_CRASHES = 4
+# The current pass, the next one, and those of a few other loaders.
 _NUM_REMEMBERED = 8
 
 
-class Listing(NamedTuple):
-    """What a sampler gives in one pass.
+class SamplerOrder(NamedTuple):
+    """What a sampler yields in one pass, or for an iterable dataset, the number of batches in each shard.
 
     Attributes:
         keys: What the dataset is indexed with, int64 of shape (samples,).
@@ -42,199 +44,194 @@ class Listing(NamedTuple):
     offsets: IndexArray | None
 
 
-class Listings:
-    """Asks all data hosts that are there for the same listings.
+_Reply: TypeAlias = "Future[SamplerOrder | None]"  # None: the process that ran the sampler crashed
+
+
+def step_plan(facts: Mapping[str, Any], sampler_orders: SamplerOrders) -> StepPlan:
+    """Return the plan of a pass; if the user's sampler decides, wait until the data hosts have run it.
+
+    Args:
+        facts: The training process's description of the loader and of the pass.
+        sampler_orders: Where to get the order of a sampler.
+
+    Raises:
+        DataServiceError: The sampler failed, or its orders differ between data hosts.
+        ValueError: The sampler yields something that is not an order.
+    """
+    rank = facts["rank"]
+    world_size = facts["world_size"]
+    if facts["order"] == "shards":
+        return ShardSteps(facts["num_shards"], rank, world_size, facts["first_step"], facts["stop_step"])
+    if facts["order"] in ("sampler", "batch_sampler"):
+        keys, offsets = sampler_orders.get(facts)
+        if offsets is not None:
+            return BatchPlan(keys, offsets, rank, world_size)
+    elif facts["order"] == "shuffled":
+        template = facts["template"]
+        which = {name: template[name] for name in ("seed", "epoch", "pass_index")}
+        keys = epoch_order(facts["num_samples"], **which, salt=f"{facts['stage']} {template['loader']}")
+    else:
+        keys = np.arange(facts["num_samples"], dtype=np.int64)
+    return SamplePlan(keys, facts["batch_size"] or 1, facts["drop_last"], rank, world_size)
+
+
+def lengths(facts: Mapping[str, Any], sampler_orders: SamplerOrders) -> dict[str, Any]:
+    """Return the steps of a pass ("num_steps"), and the batches of all ranks that it leaves out ("num_dropped").
+
+    Arguments and errors are those of ``step_plan``.
+    """
+    num_dropped = 0
+    if facts["order"] == "shards":
+        num_steps, num_dropped = shard_steps(sampler_orders.get(facts).keys.tolist(), facts["world_size"])
+    else:
+        num_steps = step_plan(facts, sampler_orders).num_steps or 0
+    return {"num_steps": num_steps, "num_dropped": num_dropped}
+
+
+class SamplerOrders:
+    """Gets the orders of samplers from all data hosts that are up, and compares them.
 
     Args:
         links: The data hosts.
-        odd: Called with what is wrong when a host answers late, and differently.
+        on_mismatch: Called with the error when a host answers late, and differently.
     """
 
-    def __init__(self, links: Mapping[str, HostLink], odd: Callable[[DataHostMismatchError], None]) -> None:
+    def __init__(self, links: Mapping[str, HostLink], on_mismatch: Callable[[DataHostMismatchError], None]) -> None:
         self._links = links
-        self._odd = odd
+        self._on_mismatch = on_mismatch
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, Future[Listing]] = OrderedDict()
-        self._agreeing = ThreadPoolExecutor(_NUM_REMEMBERED, thread_name_prefix="listing")
-        self._asking = ThreadPoolExecutor(4 * max(1, len(links)), thread_name_prefix="listing of host")
+        self._known: OrderedDict[str, Future[SamplerOrder]] = OrderedDict()
+        self._agreements = ThreadPoolExecutor(_NUM_REMEMBERED, thread_name_prefix="sampler order")
+        self._requests = ThreadPoolExecutor(4 * max(1, len(links)), thread_name_prefix="sampler order of host")
         self._is_closed = False
 
-    def get(self, request: Mapping[str, Any]) -> Future[Listing]:
-        """Return the listing that a pass needs, once the hosts agree on it.
+    def get(self, facts: Mapping[str, Any]) -> SamplerOrder:
+        """Return the order of a pass, as soon as the hosts agree on it.
 
         Args:
-            request: Opening, loader, seed, epoch and pass.
+            facts: The training process's description of the loader and of the pass.
+
+        Raises:
+            DataServiceError: The sampler failed, or its orders differ between data hosts.
         """
-        name = json.dumps(request, sort_keys=True)
+        names = ("opening", "loader", "seed", "epoch", "pass_index")
+        request = {**{name: facts["template"][name] for name in names}, "num_shards": facts["num_shards"]}
+        key = json.dumps(request, sort_keys=True)
         with self._lock:
-            known = self._known.pop(name, None)
-            if known is None or (known.done() and known.exception() is not None):
-                known = self._agreeing.submit(self._agree, request)
-            self._known[name] = known
+            order = self._known.pop(key, None)
+            if order is None or (order.done() and order.exception() is not None):
+                order = self._agreements.submit(self._agree, request)
+            self._known[key] = order
             while len(self._known) > _NUM_REMEMBERED:
                 self._known.popitem(last=False)
-            return known
+        try:
+            return order.result()
+        except Exception as error:
+            if self._is_closed:  # the thread pools are
+                raise DataServiceError("The training has ended.") from error
+            raise
 
     def close(self) -> None:
-        """Ask nobody any more."""
+        """Stop all requests."""
         self._is_closed = True
-        for pool in (self._agreeing, self._asking):
+        for pool in (self._agreements, self._requests):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _agree(self, request: Mapping[str, Any]) -> Listing:
-        answers: dict[str, Listing] = {}
-        asked: dict[str, Future[bytes]] = {}
-        patience_s, num_deaths = _PATIENCE_S, 0
+    def _agree(self, request: Mapping[str, Any]) -> SamplerOrder:
+        replies: dict[str, _Reply] = {}
+        orders: dict[str, SamplerOrder] = {}
+        patience_s = _PATIENCE_S
+        num_crashes = 0
         while not self._is_closed:
-            present = {link.name: link for link in self._links.values() if not link.why}
-            for name, link in present.items():
-                if name not in asked:
-                    asked[name] = self._asking.submit(_ask, link, request)
-            wait([future for name, future in asked.items() if name not in answers], _PERIOD_S, FIRST_COMPLETED)
-            for name, future in list(asked.items()):
-                if name in answers or not future.done():
+            up = {link.name: link for link in self._links.values() if link.state is LinkState.UP}
+            for name, link in up.items():
+                if name not in replies:
+                    replies[name] = self._requests.submit(_request, link, request)
+            wait([reply for name, reply in replies.items() if name not in orders], _PERIOD_S, FIRST_COMPLETED)
+            for name, reply in list(replies.items()):
+                if name in orders or not reply.done():
                     continue
-                answer = _answer(future, name)
-                if answer is None:
-                    num_deaths += future.exception() is None
-                    _check_deaths(num_deaths, request)
-                    del asked[name]
+                error = reply.exception()
+                if isinstance(error, grpc.RpcError):
+                    logger.warning("Could not get a sampler's order from data host %s: %s", name, describe(error))
+                    del replies[name]
+                elif (order := reply.result()) is None:
+                    num_crashes += 1
+                    del replies[name]
                 else:
-                    answers[name] = answer
-            _compare(answers, request)
-            patience_s -= _PERIOD_S if answers else 0.0
-            if answers and (patience_s <= 0.0 or not present.keys() - answers.keys()):
-                self._compare_late(asked, answers, request)
-                return next(iter(answers.values()))
-        raise DataServiceError("The training is over.")
+                    orders[name] = order
+            if num_crashes >= _MAX_CRASHES:
+                raise DataServiceError(
+                    f"The sampler of {request['opening']} crashed the process that ran it {num_crashes} times. See the "
+                    "logs of the data hosts for how it ended. An infinite sampler takes all memory."
+                )
+            _compare(orders, request)
+            patience_s -= _PERIOD_S if orders else 0.0
+            if orders and (patience_s <= 0.0 or not up.keys() - orders.keys()):
+                for name, reply in replies.items():
+                    if name not in orders:
+                        reply.add_done_callback(partial(self._compare_late, request, orders, name))
+                return next(iter(orders.values()))
+        raise DataServiceError("The training has ended.")
 
     def _compare_late(
-        self, asked: Mapping[str, Future[bytes]], answers: Mapping[str, Listing], request: Mapping[str, Any]
+        self, request: Mapping[str, Any], orders: Mapping[str, SamplerOrder], name: str, reply: _Reply
     ) -> None:
-        def compare(future: Future[bytes], name: str) -> None:
-            if future.cancelled() or (answer := _answer(future, name)) is None:
-                return
+        if reply.cancelled():
+            return
+        if reply.exception() is not None:
+            logger.warning("Could not get a sampler's order from data host %s: %s", name, reply.exception())
+        elif (order := reply.result()) is not None:
             try:
-                _compare({**answers, name: answer}, request)
+                _compare({**orders, name: order}, request)
             except DataHostMismatchError as error:
-                self._odd(error)
-
-        for name, future in asked.items():
-            if name not in answers:
-                future.add_done_callback(lambda future, name=name: compare(future, name))  # type: ignore[misc]
+                self._on_mismatch(error)
 
 
-def needs_listing(order: str) -> bool:
-    """Tell whether data hosts must be asked before there is a plan.
-
-    Args:
-        order: Who decides on the order.
-    """
-    return order in ("sampler", "batch_sampler")
-
-
-def lengths(facts: Mapping[str, Any], listing: Listing | None) -> dict[str, Any]:
-    """Return the steps of a pass ("num_steps"), and the batches of all ranks that it leaves out ("num_dropped").
-
-    Args:
-        facts: What the training process said of the loader and of the pass.
-        listing: What the sampler gives; for shards, the batches in each.
-    """
-    if facts["order"] == "shards" and listing is not None:
-        steps, num_dropped = shard_steps(listing.keys.tolist(), facts["world_size"])
-        return {"num_steps": steps, "num_dropped": num_dropped}
-    return {"num_steps": step_plan(facts, listing).num_steps or 0, "num_dropped": 0}
-
-
-def step_plan(facts: Mapping[str, Any], listing: Listing | None) -> SamplePlan | BatchPlan | ShardSteps:
-    """Return the plan of a pass.
-
-    Args:
-        facts: What the training process said of the loader and of the pass.
-        listing: What the sampler gives; None if no sampler of the user's decides.
-    """
-    ranks = facts["rank"], facts["world_size"]
-    if facts["order"] == "shards":
-        return ShardSteps(facts["num_shards"], *ranks, facts["first_step"], facts["stop_step"])
-    if listing is not None and listing.offsets is not None:
-        return BatchPlan(listing.keys, listing.offsets, *ranks)
-    if listing is not None:
-        order = listing.keys
-    elif facts["order"] == "shuffled":
-        pass_, salt = facts["template"], f"{facts['stage']} {facts['template']['loader']}"
-        seeds = {name: pass_[name] for name in ("seed", "epoch", "pass_index")}
-        order = epoch_order(facts["num_samples"], **seeds, salt=salt)
-    else:
-        order = np.arange(facts["num_samples"], dtype=np.int64)
-    return SamplePlan(order, facts["batch_size"] or 1, facts["drop_last"], *ranks)
-
-
-def listing_request(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a data host must know to run a sampler, or to count the batches of an iterable dataset.
-
-    Args:
-        facts: What the training process said of the loader and of the pass.
-    """
-    names = ("opening", "loader", "seed", "epoch", "pass_index")
-    return {**{name: facts["template"][name] for name in names}, "num_shards": facts["num_shards"]}
-
-
-def _ask(link: HostLink, request: Mapping[str, Any]) -> bytes:
+def _request(link: HostLink, request: Mapping[str, Any]) -> SamplerOrder | None:
+    """Return a host's order; None if the process that ran the sampler crashed."""
     while True:
-        data = link.listing(request)
-        if not data.startswith(b'{"state"'):
-            return data
+        head, _, rest = link.sampler_order(request).partition(b"\n")
+        try:
+            facts = dict(json.loads(head))
+            num_keys = int(facts.get("num_keys", 0))
+            num_offsets = int(facts.get("num_offsets", 0))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise WireError(f"The sampler's order from data host {link.name} is malformed: {error}.") from error
+        if "state" in facts:  # the sampler still runs
+            continue
+        if "lost" in facts:
+            logger.warning("The process that ran a sampler on data host %s %s.", link.name, facts["lost"])
+            return None
+        if "text" in facts:
+            raise RemoteTransformError(
+                f"The user's sampler or dataset failed on data host {link.name}:\n{facts['text']}"
+            )
+        if "num_keys" not in facts or min(num_keys, num_offsets) < 0 or len(rest) != 8 * (num_keys + num_offsets):
+            raise WireError(
+                f"The sampler's order from data host {link.name} is malformed: {num_keys} keys and {num_offsets} "
+                f"offsets in {len(rest)} bytes."
+            )
+        values = np.frombuffer(rest, "<i8")
+        return SamplerOrder(values[:num_keys], values[num_keys:] if num_offsets else None)
 
 
-def _answer(future: Future[bytes], name: str) -> Listing | None:
-    """Return a host's listing; None if it should be asked again."""
-    try:
-        return _parsed(future.result(), name)
-    except grpc.RpcError as error:
-        logger.warning("Data host %s could not be asked for the order of a sampler: %s", name, error.code().name)
-        return None
-
-
-def _parsed(data: bytes, name: str) -> Listing | None:
-    head, _, rest = data.partition(b"\n")
-    try:
-        facts = dict(json.loads(head))
-        num_keys, num_offsets = int(facts.get("num_keys", 0)), int(facts.get("num_offsets", 0))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise WireError(f"The list of keys that came from {name} is malformed: {error}.") from error
-    if "lost" in facts:
-        logger.warning("Data host %s: the process that ran a sampler %s.", name, facts["lost"])
-        return None
-    if "text" in facts:
-        raise RemoteTransformError(f"The user's sampler or dataset failed on data host {name}:\n{facts['text']}")
-    if "num_keys" not in facts or min(num_keys, num_offsets) < 0 or len(rest) != 8 * (num_keys + num_offsets):
-        raise WireError(f"A list of {num_keys} keys and {num_offsets} offsets came in {len(rest)} bytes from {name}.")
-    values = np.frombuffer(rest, "<i8")
-    return Listing(values[:num_keys], values[num_keys:] if num_offsets else None)
-
-
-def _check_deaths(num_deaths: int, request: Mapping[str, Any]) -> None:
-    if num_deaths >= _MAX_DEATHS:
-        raise DataServiceError(
-            f"The sampler of {request['opening']} killed the process that ran it, {num_deaths} times. The logs of the "
-            "data hosts tell how it ended; a sampler without an end takes all memory."
-        )
-
-
-def _compare(answers: Mapping[str, Listing], request: Mapping[str, Any]) -> None:
-    digests = {
-        name: digest(np.concatenate([part for part in answer if part is not None])) for name, answer in answers.items()
-    }
-    if len(set(digests.values())) > 1 and request["num_shards"]:
-        counts = {name: int(answer.keys.sum()) for name, answer in answers.items()}
+def _compare(orders: Mapping[str, SamplerOrder], request: Mapping[str, Any]) -> None:
+    digests = {}
+    for name, (keys, offsets) in orders.items():
+        digests[name] = digest(keys if offsets is None else np.concatenate([keys, offsets]))
+    if len(set(digests.values())) <= 1:
+        return
+    if request["num_shards"]:
+        counts = {name: int(order.keys.sum()) for name, order in orders.items()}
         raise DataHostMismatchError(
-            f"The iterable dataset of {request['opening']} has other batches on every data host: {counts} in all. All "
-            "must see the same files, and what the dataset draws at random must come from random, NumPy's or torch's "
-            "global generator, which are seeded alike on all hosts."
+            f"The iterable dataset of {request['opening']} yields different batches on each data host (batches in all "
+            f"shards: {counts}). All hosts must see the same files. Random draws must come from the global generator "
+            "of random, NumPy or torch, which have the same seeds on all hosts."
         )
-    if len(set(digests.values())) > 1:
-        raise DataHostMismatchError(
-            f"The user's sampler of {request['opening']} gives another order on every data host: {digests}. It must "
-            "draw from random, NumPy's or torch's global generator, or from its own generator attribute, which are "
-            "seeded alike on all hosts; not from the time, the host's name or unordered sets."
-        )
+    raise DataHostMismatchError(
+        f"The user's sampler of {request['opening']} yields a different order on each data host: {digests}. Random "
+        "draws must come from the global generator of random, NumPy or torch, or from the sampler's generator "
+        "attribute, which have the same seeds on all hosts. The order must not depend on time, host names or unordered "
+        "sets."
+    )

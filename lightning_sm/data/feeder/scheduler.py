@@ -142,11 +142,10 @@ class PassStatus:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All hosts and open passes, and the number of answers that were rejected."""
+    """All hosts and open passes."""
 
     hosts: tuple[HostStatus, ...]
     passes: tuple[PassStatus, ...]
-    num_duplicates: int
 
 
 @dataclass(slots=True)
@@ -298,18 +297,11 @@ class Scheduler:
         self._num_sent = 0
         self._num_hedges = 0
         self._num_completed = 0
-        self._num_duplicates = 0
 
     # Events of hosts
 
     def host_up(self, name: str, num_credits: int) -> None:
-        """Send a host at most ``num_credits`` requests at a time; the first call with a name adds the host.
-
-        Raises:
-            ValueError: ``num_credits`` is below 1: the host would never get a request.
-        """
-        if num_credits < 1:
-            raise ValueError(f"num_credits of host {name!r} is {num_credits}; it must be at least 1.")
+        """Send a host at most ``num_credits`` requests at a time, at least 1; a new name adds the host."""
         host = self._hosts.setdefault(name, _Host(name))
         was_up = host.state is HostState.UP
         if host.state is HostState.DOWN:  # it may be another process now; a host that was only silent keeps its latency
@@ -325,17 +317,10 @@ class Scheduler:
                 current.rebalance(host, self._up())
         self._find_lagging_hosts()
 
-    def host_suspect(self, name: str) -> tuple[Request, ...]:
-        """Send a silent host nothing until ``host_up``; its requests, returned, are sent to others."""
-        return self._host_lost(name, HostState.SUSPECT)
-
-    def host_down(self, name: str) -> tuple[Request, ...]:
-        """Send an unreachable host nothing until ``host_up``; its requests, returned, are sent to others."""
-        return self._host_lost(name, HostState.DOWN)
-
-    def _host_lost(self, name: str, state: HostState) -> tuple[Request, ...]:
+    def host_lost(self, name: str, *, is_silent: bool) -> tuple[Request, ...]:
+        """Send a silent or unreachable host nothing until ``host_up``; its requests, returned, go to others."""
         host = self._hosts.setdefault(name, _Host(name))
-        host.state = state
+        host.state = HostState.SUSPECT if is_silent else HostState.DOWN
         lost = self._end_requests([request for request in self._requests.values() if request.host == name])
         host.num_retries += len(lost)
         self._find_lagging_hosts()
@@ -353,14 +338,10 @@ class Scheduler:
     ) -> None:
         """Begin to request the steps of a pass, from ``first_step`` to before ``stop_step`` (None: not known yet).
 
-        At most ``window`` steps, counted from the oldest that the consumer has not taken, are in flight or ready. Steps
-        of the same shard (``shard_of``) are requested in order from the same host, as long as it is up and answers.
-
-        Raises:
-            ValueError: The pass is open already, or the window is below 1.
+        At most ``window`` steps, at least 1, counted from the oldest that the consumer has not taken, are in flight or
+        ready. Steps of the same shard (``shard_of``) are requested in order from the same host, as long as it is up and
+        answers.
         """
-        if pass_id in self._passes or window < 1:
-            raise ValueError(f"Cannot open pass {pass_id} with window={window} (open passes: {list(self._passes)}).")
         self._passes[pass_id] = _Pass(pass_id, first_step, stop_step, window, cursor=first_step, shard_of=shard_of)
         self._passes[pass_id].refill()
 
@@ -409,7 +390,6 @@ class Scheduler:
         """Accept the first answer to a step of an open pass; any other is rejected, and never an error."""
         request = self._requests.get(request_id)
         if request is None:
-            self._num_duplicates += 1
             return Completion(is_accepted=False)
         self._record_answer(request, now)
         current = self._passes[request.pass_id]
@@ -502,7 +482,7 @@ class Scheduler:
                 num_ready=len(current.ready),
             )
             passes.append(status)
-        return Snapshot(tuple(map(copy.copy, self._hosts.values())), tuple(passes), self._num_duplicates)
+        return Snapshot(tuple(map(copy.copy, self._hosts.values())), tuple(passes))
 
     # Requests
 

@@ -78,8 +78,8 @@ def test_of_three_data_hosts_the_odd_one_is_named(odd):
     """The one whose dataset has another fingerprint is named, whichever of them answers first."""
     hosts = [Host(str(n), versioned("new" if n == odd else "old"), workers=1) for n in range(3)]
     with running(*hosts):
-        text = error_of(*hosts, kind=DataHostMismatchError, match="other than most")
-    assert f"Data hosts serve different data, {hosts[odd].address} other than most:" in text
+        text = error_of(*hosts, kind=DataHostMismatchError, match="different from most")
+    assert f"Data hosts serve different data (different from most: {hosts[odd].address}):" in text
     assert len(set(re.findall(r"fingerprint (\w+)", text))) == 2
     assert all(host.address in text for host in hosts)
 

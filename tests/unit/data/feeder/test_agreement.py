@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_sm.data.feeder.agreement import Openings
+from lightning_sm.data.feeder.agreement import LoaderAgreement
+from lightning_sm.errors import DataHostMismatchError
 
 
 class Asked:
-    """Openings of which one was asked for, and the answers to it."""
+    """An agreement on one request for loaders, and the replies that it passes on."""
 
     def __init__(self, num_hosts):
         self.answers = []
-        self.openings = Openings(num_hosts, lambda _, reply: self.answers.append(reply["structure"]))
-        self.openings.ask("o")
+        self.agreement = LoaderAgreement(num_hosts, lambda _, reply: self.answers.append(reply["structure"]))
+        self.agreement.request("o")
 
     def says(self, host, number, now=0.0):
-        """Take a host's answer, and return what is wrong, as text."""
-        problem = self.openings.opened("o", host, {"structure": number, "attributes": {"folder": host}}, now)
-        return problem and problem.text
+        """Add a host's reply, and return the error, as text."""
+        try:
+            self.agreement.add_reply("o", host, {"structure": number, "attributes": {"folder": host}}, now)
+        except DataHostMismatchError as error:
+            return str(error)
 
 
 def test_an_answer_on_which_all_agree_is_passed_on_once():
@@ -36,11 +39,11 @@ def test_a_slow_host_does_not_hold_up_the_others():
     asked = Asked(3)
     asked.says("a", 7, now=0.0)
     asked.says("b", 7, now=1.0)
-    assert asked.openings.tick(4.9) is None
+    asked.agreement.tick(4.9)
     assert asked.answers == []
-    assert asked.openings.tick(5.0) is None
+    asked.agreement.tick(5.0)
     assert asked.answers == [7]
-    assert asked.says("c", 8, now=60.0).startswith("Data hosts serve different data, c other than most:")
+    assert asked.says("c", 8, now=60.0).startswith("Data hosts serve different data (different from most: c):")
 
 
 @pytest.mark.parametrize("numbers", [(1, 2, 2), (2, 1, 2), (2, 2, 1)])
@@ -50,7 +53,7 @@ def test_the_odd_one_is_named_in_whatever_order_they_answer(numbers):
     texts = [asked.says(host, number) for host, number in zip("abc", numbers, strict=True)]
     odd = "abc"[numbers.index(1)]
     assert texts[:2] == [None, None]
-    assert f"different data, {odd} other than most:" in texts[2]
+    assert f"different data (different from most: {odd}):" in texts[2]
     assert all(f"{host}: {{" in texts[2] for host in "abc")
     assert asked.answers == []
 
@@ -59,7 +62,6 @@ def test_of_two_that_differ_none_is_blamed():
     """With no majority, both are described, once the third does not come."""
     asked = Asked(3)
     assert [asked.says("a", 1), asked.says("b", 2)] == [None, None]
-    problem = asked.openings.tick(5.0)
-    assert problem.error == "DataHostMismatchError"
-    assert problem.text.startswith("Data hosts serve different data:\n")
-    assert asked.openings.tick(6.0) is None
+    with pytest.raises(DataHostMismatchError, match=r"^Data hosts serve different data:\n"):
+        asked.agreement.tick(5.0)
+    asked.agreement.tick(6.0)

@@ -8,19 +8,19 @@ from lightning_sm.data.feeder.scheduler import HostState, Retry
 from tests.fakes.schedulers import asked, host_status, make, warm
 
 
-@pytest.mark.parametrize("leave", ["host_suspect", "host_down"])
-def test_requests_of_a_lost_host_go_elsewhere_at_once(leave):
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_requests_of_a_lost_host_go_elsewhere_at_once(is_silent):
     """A host that is silent or unreachable loses its requests and gets none until it is up again."""
     scheduler = make("a", "b", num_credits=2, window=8)
     scheduler.next_requests(0.0)
-    assert asked(getattr(scheduler, leave)("a")) == [("a", 0), ("a", 2)]
+    assert asked(scheduler.host_lost("a", is_silent=is_silent)) == [("a", 0), ("a", 2)]
     assert scheduler.next_requests(1.0) == []
     scheduler.completed(1, 2.0)
     again = scheduler.next_requests(2.0)
     assert asked(again) == [("b", 0)]
     assert not scheduler.completed(0, 2.0).is_accepted
     status = host_status(scheduler, "a")
-    assert status.state.name == leave.removeprefix("host_").upper()
+    assert status.state is (HostState.SUSPECT if is_silent else HostState.DOWN)
     assert (status.num_retries, status.num_in_flight) == (2, 0)
     scheduler.host_up("a", 2)
     assert asked(scheduler.next_requests(3.0)) == [("a", 2), ("a", 4)]
@@ -29,7 +29,7 @@ def test_requests_of_a_lost_host_go_elsewhere_at_once(leave):
 def test_host_may_be_down_before_it_was_ever_up():
     """A host that cannot be reached yet is known, for messages, and gets no requests."""
     scheduler = make()
-    scheduler.host_down("c")
+    scheduler.host_lost("c", is_silent=False)
     assert scheduler.next_requests(1.0) == []
     assert scheduler.next_wakeup(1.0) is None
     assert host_status(scheduler, "c").state is HostState.DOWN
@@ -75,7 +75,7 @@ def test_batch_that_kills_workers_is_fatal():
     (request,) = scheduler.next_requests(30.0)
     scheduler.failed(request.request_id, 30.0, retry=Retry.ELSEWHERE, reason="lost")
     (request,) = scheduler.next_requests(40.0)
-    scheduler.host_down(request.host)
+    scheduler.host_lost(request.host, is_silent=False)
     (request,) = scheduler.next_requests(50.0)
     decision = scheduler.failed(request.request_id, 50.0, retry=Retry.LIMITED, reason="killed")
     assert decision.is_fatal
@@ -106,7 +106,7 @@ def test_user_code_waits_for_the_other_host():
     assert asked(scheduler.next_requests(1.0)) == [("a", 2)]
     scheduler.completed(2, 2.0)
     assert scheduler.next_requests(2.0) == []
-    scheduler.host_suspect("b")
+    scheduler.host_lost("b", is_silent=True)
     assert asked(scheduler.next_requests(3.0)) == [("a", 0)]
 
 

@@ -67,7 +67,7 @@ def test_fatal_failure_cancels_the_duplicate():
 def test_hedge_of_a_lost_host_is_not_sent_twice():
     """When one of two hosts with the same step is lost, the other's request goes on."""
     scheduler, now, _, hedge = hedged()
-    scheduler.host_down("a")
+    scheduler.host_lost("a", is_silent=False)
     assert scheduler.next_requests(now) == []
     assert scheduler.completed(hedge.request_id, now).cancel == ()
 
@@ -168,7 +168,7 @@ def test_late_step_waits_for_a_quick_host():
     scheduler.open_pass(2, 0, 100, 3)
     assert asked(scheduler.next_requests(now)) == [("a", 0), ("b", 1)]
     assert scheduler.next_requests(now + 5.0) == []
-    scheduler.host_suspect("b")
+    scheduler.host_lost("b", is_silent=True)
     assert asked(scheduler.next_requests(now + 5.0)) == [("c", 0)]
 
 

@@ -68,20 +68,8 @@ def test_hungriest_pass_is_served_first():
     assert [(r.pass_id, r.step) for r in scheduler.next_requests(0.0)] == [(1, 6), (2, 3), (1, 7)]
 
 
-def test_wrong_settings_are_errors():
-    """A host without credits, a window without steps, and a pass opened twice are refused."""
-    scheduler = make("a")
-    with pytest.raises(ValueError, match="num_credits of host 'b' is 0; it must be at least 1"):
-        scheduler.host_up("b", 0)
-    for pass_id, window in ((1, 4), (2, 0)):
-        with pytest.raises(
-            ValueError, match=rf"Cannot open pass {pass_id} with window={window} \(open passes: \[1\]\)"
-        ):
-            scheduler.open_pass(pass_id, 0, 10, window)
-
-
 def test_late_unknown_and_closed_answers_are_refused():
-    """Only the first answer to a step of an open pass is accepted; the others are counted, not errors."""
+    """Only the first answer to a step of an open pass is accepted; the others are rejected, which is not an error."""
     scheduler = make("a", num_credits=2)
     scheduler.next_requests(0.0)
     assert scheduler.completed(0, 1.0).is_accepted
@@ -89,7 +77,6 @@ def test_late_unknown_and_closed_answers_are_refused():
     assert not scheduler.completed(99, 1.0).is_accepted
     assert asked(scheduler.close_pass(1)) == [("a", 1)]
     assert not scheduler.completed(1, 2.0).is_accepted
-    assert scheduler.snapshot().num_duplicates == 3
     assert scheduler.snapshot().passes == ()
     assert host_status(scheduler, "a").num_in_flight == 0
 
@@ -136,7 +123,7 @@ def test_snapshot_tells_who_was_asked_for_the_step_that_is_awaited():
     scheduler = make("a", "b", num_credits=2, window=6)
     scheduler.next_requests(1.0)
     scheduler.completed(0, 2.5)
-    scheduler.host_suspect("b")
+    scheduler.host_lost("b", is_silent=True)
     snapshot = scheduler.snapshot()
     status = snapshot.passes[0]
     assert (status.pass_id, status.waiting_for, status.requests) == (1, 1, ())

@@ -46,7 +46,7 @@ def test_recovered_host_is_believed_at_once():
 def test_slow_host_alone_does_everything():
     """A slow host is not slow when no other host is up."""
     scheduler, now = warm({"a": 1.0, "b": 9.0}, num_credits=2)
-    scheduler.host_down("a")
+    scheduler.host_lost("a", is_silent=False)
     scheduler.open_pass(2, 0, 100, 4)
     assert asked(scheduler.next_requests(now)) == [("b", 0), ("b", 1)]
 
@@ -98,7 +98,7 @@ def test_silent_host_gets_no_step_however_far_ahead():
 def test_silent_hosts_are_asked_when_no_other_is_left():
     """When only silent hosts are up they get requests, whatever they did."""
     scheduler, now = silenced()
-    scheduler.host_down("a")
+    scheduler.host_lost("a", is_silent=False)
     scheduler.close_pass(2)
     scheduler.open_pass(3, 0, 100, 4)
     assert asked(scheduler.next_requests(now)) == [("b", 0), ("b", 1)]
@@ -107,7 +107,7 @@ def test_silent_hosts_are_asked_when_no_other_is_left():
 def test_silent_host_that_is_declared_up_starts_afresh():
     """When a silent host gives a sign of life, it gets requests as before."""
     scheduler, _ = silenced()
-    scheduler.host_suspect("b")
+    scheduler.host_lost("b", is_silent=True)
     scheduler.host_up("b", 2)
     assert not host_status(scheduler, "b").is_lagging
 
@@ -115,7 +115,7 @@ def test_silent_host_that_is_declared_up_starts_afresh():
 def test_slow_host_that_is_declared_up_gets_a_canary_at_once():
     """A slow host that was suspected may have recovered: it is tried when it is up again."""
     scheduler, now = warm({"a": 1.0, "b": 9.0})
-    scheduler.host_suspect("b")
+    scheduler.host_lost("b", is_silent=True)
     scheduler.host_up("b", 1)
     scheduler.open_pass(2, 0, 100, 4)
     assert asked(scheduler.next_requests(now)) == [("a", 0), ("b", 3)]
@@ -147,7 +147,7 @@ def test_pause_of_the_consumer_does_not_count_as_pace():
     scheduler, now = warm({"a": 1.0, "b": 9.0})
     scheduler.open_pass(2, 0, 100, 4)
     now += 1000.0
-    scheduler.host_down("b")
+    scheduler.host_lost("b", is_silent=False)
     scheduler.host_up("b", 1)
     requests = scheduler.next_requests(now)
     assert asked(requests) == [("a", 0), ("b", 1)] or asked(requests) == [("b", 0), ("a", 1)]
@@ -158,8 +158,8 @@ def test_pause_of_the_consumer_does_not_count_as_pace():
 
 def test_silent_host_keeps_its_pace_and_a_restarted_one_does_not():
     """A suspect that is up again is as slow as it was; a host that was down may be another process."""
-    for leave, is_lagging in (("host_suspect", True), ("host_down", False)):
+    for is_silent, is_lagging in ((True, True), (False, False)):
         scheduler, _ = warm({"a": 1.0, "b": 9.0})
-        getattr(scheduler, leave)("b")
+        scheduler.host_lost("b", is_silent=is_silent)
         scheduler.host_up("b", 1)
         assert host_status(scheduler, "b").is_lagging is is_lagging

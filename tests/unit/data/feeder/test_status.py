@@ -2,6 +2,7 @@
 
 from lightning_sm.data.feeder.scheduler import FailureDecision
 from lightning_sm.data.feeder.status import explain, host_state
+from lightning_sm.errors import DataServiceError, RemoteTransformError
 
 FAILURES = ("algo-2: worker 1 was killed by SIGSEGV", "algo-3: worker 0 was killed by SIGSEGV")
 
@@ -9,25 +10,24 @@ FAILURES = ("algo-2: worker 1 was killed by SIGSEGV", "algo-3: worker 0 was kill
 class Link:
     """A connection to a host that was never reached."""
 
-    state, why, name = {}, "unavailable", "algo-2:1"
+    facts, detail, name = {}, "unavailable", "algo-2:1"
 
 
 def test_a_batch_that_kills_workers_names_its_indices():
     """Of many indices the first are shown, and the number of the others."""
-    name, text = explain("WorkerLost", 7, FailureDecision(is_fatal=True, failures=FAILURES), list(range(40)))
-    assert name == "DataServiceError"
-    assert text.startswith(f"Step 7 kills the workers of data hosts: {'; '.join(FAILURES)}.")
-    assert text.endswith("12, 13, 14, 15] and 24 more.")
+    error = explain("WorkerLost", 7, FailureDecision(is_fatal=True, failures=FAILURES), list(range(40)))
+    assert type(error) is DataServiceError
+    assert str(error).startswith(f"Step 7 kills the workers of data hosts: {'; '.join(FAILURES)}.")
+    assert str(error).endswith("12, 13, 14, 15] and 24 more.")
 
 
 def test_an_error_of_the_user_keeps_its_name():
     """The last failure is the one with the traceback; unknown names become the general error."""
     decision = FailureDecision(is_fatal=True, failures=("algo-2: Traceback", "algo-3: Traceback again"))
-    assert explain("RemoteTransformError", 3, decision, []) == (
-        "RemoteTransformError",
-        "The batch of step 3 failed on algo-3: Traceback again",
-    )
-    assert explain("Anything", 3, decision, [])[0] == "DataServiceError"
+    error = explain("RemoteTransformError", 3, decision, [])
+    assert type(error) is RemoteTransformError
+    assert str(error) == "The batch of step 3 failed on algo-3: Traceback again"
+    assert type(explain("Anything", 3, decision, [])) is DataServiceError
 
 
 def test_a_host_that_was_never_reached_is_down():

@@ -92,7 +92,7 @@ def test_a_shard_stays_with_its_host_until_that_is_gone():
     scheduler.open_pass(1, 0, None, 4, lambda step: step % 4)
     before = {shard: set(hosts) for shard, hosts in hosts_of(scheduler, 20, 0.0).items()}
     assert sorted(map(sorted, before.values())) == [["a"], ["a"], ["b"], ["b"]]
-    scheduler.host_down("a")
+    scheduler.host_lost("a", is_silent=False)
     alone = hosts_of(scheduler, 20, 1.0)
     assert {host for hosts in alone.values() for host in hosts} == {"b"}
     scheduler.host_up("a", 2)
