@@ -113,12 +113,11 @@ class JobOutcome:
             ValueError: The kind is unknown, or the exit code is not a number.
             KeyError: A field is missing.
         """
-        kind: Literal["finished", "failed", "lost"]
-        for kind in ("finished", "failed", "lost"):
-            if message["kind"] == kind:
-                reason = str(message["reason"])[:MAX_REASON_CHARS]
-                return cls(kind, str(message["host"]), int(message["exit_code"]), reason)
-        raise ValueError(f"unknown kind of job outcome: {message['kind']!r}")
+        kind = message["kind"]
+        if kind not in ("finished", "failed", "lost"):
+            raise ValueError(f"unknown kind of job outcome: {kind!r}")
+        reason = str(message["reason"])[:MAX_REASON_CHARS]
+        return cls(kind, str(message["host"]), int(message["exit_code"]), reason)
 
 
 class Stop(Enum):

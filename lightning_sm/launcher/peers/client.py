@@ -177,14 +177,8 @@ class Client:
                 _LOG.info("Lost connection to the launcher on %s: %s. Reconnecting.", self._main_host, why)
         elif not self._has_logged_stranger:
             self._has_logged_stranger = True
-            host, port = self._address
-            _LOG.info(
-                "No launcher of this job answers on %s:%d (host %s) yet: %s. Retrying.",
-                host,
-                port,
-                self._main_host,
-                why,
-            )
+            address = "{}:{}".format(*self._address)
+            _LOG.info("No launcher of this job answers on %s (%s) yet: %s. Retrying.", address, self._main_host, why)
 
     def _give_up_lost_hub(self, now: float) -> None:
         if self._lost_at is None or self._is_job_over or self._has_given_up:

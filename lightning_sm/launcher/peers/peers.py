@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 
 from lightning_sm.job.stopping import JobOutcome, Outcome
 from lightning_sm.job.variables import MAIN_PORT
@@ -96,9 +95,7 @@ class Peers:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def report(self, outcome: Outcome) -> None:

@@ -116,7 +116,8 @@ _ONLY_IN_TRAINING_ENV = (
 def _facts(job: SageMakerJob, resources: Mapping[str, Any], entry_point: str, env: Mapping[str, str]) -> dict[str, Any]:
     """The properties of the toolkit's ``Environment``."""
     for_script, own = _hyperparameters(job)
-    framework = {name: value for name, value in own.items() if name not in (*_NOT_FOR_SCRIPTS, *map(_prefixed, _OWN))}
+    not_of_framework = (*_NOT_FOR_SCRIPTS, *(_PREFIX + name for name in _OWN))
+    framework = {name: value for name, value in own.items() if name not in not_of_framework}
     base = job.base_dir
     inputs = _read(job, "inputdataconfig.json")
     return {
@@ -182,10 +183,6 @@ def _hyperparameters(job: SageMakerJob) -> tuple[dict[str, Any], dict[str, Any]]
     own = {name for name in decoded if name.startswith(_PREFIX) or name in _NOT_FOR_SCRIPTS}
     for_script = {name: value for name, value in decoded.items() if name not in own}
     return for_script, {name: decoded[name] for name in own}
-
-
-def _prefixed(name: str) -> str:
-    return _PREFIX + name
 
 
 def _decoded(text: str) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from lightning_sm._log import command_logger
 from lightning_sm.errors import ScriptError
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.variables import INSTALL_REQUIREMENTS, PREPARE_S
+from lightning_sm.job.variables import INSTALL_REQUIREMENTS, PREPARE_S, Install
 from lightning_sm.launcher.child_process import ChildProcess
 from lightning_sm.launcher.failure import failure_reason, not_started_reason
 from lightning_sm.launcher.user_code import requirements
@@ -51,7 +51,7 @@ class Preparation:
         self._child = child
         self._env = env
         self._limit_s = PREPARE_S.read(env)
-        INSTALL_REQUIREMENTS.read(env)  # an invalid value must fail before the download
+        self._is_protected = INSTALL_REQUIREMENTS.read(env) is not Install.UNPROTECTED
 
     def fetch(self, submission: Submission, job: SageMakerJob) -> Path:
         """Fetch and unpack the code of the job.
@@ -86,16 +86,17 @@ class Preparation:
         arguments = requirements.wanted(script, self._env)
         if not arguments:
             return
-        is_protected = requirements.is_protected(self._env)
         _LOG.info("pip install %s in %s", " ".join(arguments), script.source_dir)
         with _scratch_folder() as scratch:
             file = scratch / "constraints.txt"
             file.write_text("\n".join(requirements.constraints()) + "\n", encoding="utf-8")
-            command = requirements.command(arguments, script.source_dir, file if is_protected else None)
+            command = requirements.command(arguments, script.source_dir, file if self._is_protected else None)
             exit_code = self._run(command, f"installing the requirements of {script.source_dir}")
         if exit_code:
             output = self._child.stderr_tail
-            raise ScriptError(requirements.failure(output, exit_code, script.source_dir, protected=is_protected))
+            raise ScriptError(
+                requirements.failure(output, exit_code, script.source_dir, is_protected=self._is_protected)
+            )
 
     def check_not_stopped(self, doing: str) -> None:
         """Raise if this host was told to end.

@@ -63,11 +63,6 @@ def wanted(script: Script, env: Mapping[str, str]) -> list[str]:
     return arguments
 
 
-def is_protected(env: Mapping[str, str]) -> bool:
-    """Whether pip must keep the versions of the image's packages."""
-    return INSTALL_REQUIREMENTS.read(env) is not Install.UNPROTECTED
-
-
 def constraints() -> list[str]:
     """The versions that pip must keep, as lines of a constraints file."""
     versions = {name: _version(name) for name in _PINNED}
@@ -86,14 +81,14 @@ def command(arguments: Sequence[str], directory: Path, constraints_file: Path | 
     return [sys.executable, "-m", "lightning_sm.launcher.user_code.pip_install", str(directory), *arguments, *options]
 
 
-def failure(output: str, exit_code: int, directory: Path, *, protected: bool) -> str:
+def failure(output: str, exit_code: int, directory: Path, *, is_protected: bool) -> str:
     """Say why pip failed, in pip's words, and what to do.
 
     Args:
         output: What pip wrote.
         exit_code: Its exit code.
         directory: Folder of the code.
-        protected: Whether pip had to keep the versions of the image's packages.
+        is_protected: Whether pip had to keep the versions of the image's packages.
     """
     reason = f"pip could not install the requirements of {directory} (exit code {exit_code}).\n"
     lines = [line for line in output.splitlines() if line.strip() and not line.startswith("[notice]")]
@@ -102,7 +97,7 @@ def failure(output: str, exit_code: int, directory: Path, *, protected: bool) ->
         return reason + failure_reason(output, exit_code)
     message = _ADVICE.split("\n".join(lines[first:]))[0].rstrip()
     reason += message if len(message) <= _MAX_REASON_CHARS else message[: _MAX_REASON_CHARS - 3] + "..."
-    if protected and "(constraint)" in output:
+    if is_protected and "(constraint)" in output:
         reason += (
             "\nConstraints are the versions that the image is built around. Require these, or build an image with "
             f"others ({INSTALL_REQUIREMENTS.name}={Install.UNPROTECTED.value} lets pip replace them)."

@@ -116,7 +116,7 @@ def test_constraints_keep_what_the_image_is_built_around():
 )
 def test_pips_own_words_come_first(tmp_path, output, said):
     """The reason has pip's errors and nothing else of its log, and fits into the failure file."""
-    reason = failure(output, 137, tmp_path, protected=True)
+    reason = failure(output, 137, tmp_path, is_protected=True)
     assert said in reason
     assert "[notice]" not in reason
     assert "Looking" not in reason
