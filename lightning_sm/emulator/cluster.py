@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from lightning_sm.emulator.ports import reserve_ports
@@ -97,7 +96,6 @@ class LocalCluster:
     Args:
         spec: What to emulate.
         base_dir: Parent of the job's folder.
-        env: The environment that the hosts inherit, without the variables of other launchers and jobs.
 
     Attributes:
         name: Name of the job.
@@ -115,13 +113,13 @@ class LocalCluster:
         PortInUseError: No free ports were found.
     """
 
-    def __init__(self, spec: ClusterSpec, base_dir: Path, env: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, spec: ClusterSpec, base_dir: Path) -> None:
         _check(spec)
         self.keep = False
         self.attempt = 1
         self._spec = spec
         self._hyperparameters = encode(spec.hyperparameters)
-        self._shared = _shared_environment(spec, _host_names(spec), env)
+        self._shared = _shared_environment(spec)
         groups = deal_hosts(spec.groups, _host_names(spec), random.Random(spec.seed))  # noqa: S311 - no secret
         # Without --devices, which the service does not have: hosts with unequal GPUs are to be rejected as there.
         self._stated = {**self._shared, DEVICES.name: spec.environment.get(DEVICES.name, "")}
@@ -146,9 +144,7 @@ class LocalCluster:
     def __enter__(self) -> LocalCluster:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ports.close()
         if not self.keep:
             self.remove()
@@ -232,10 +228,11 @@ def _host_names(spec: ClusterSpec) -> list[str]:
     return [f"algo-{number}" for number in range(1, sum(group.num_hosts for group in spec.groups) + 1)]
 
 
-def _shared_environment(spec: ClusterSpec, hosts: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+def _shared_environment(spec: ClusterSpec) -> dict[str, str]:
+    hosts = _host_names(spec)
     inherited = {
         name: value
-        for name, value in env.items()
+        for name, value in os.environ.items()
         if name not in _LEAKING_NAMES and not name.startswith(_LEAKING_PREFIXES)
     }
     num_processes = len(hosts) * spec.devices

@@ -106,7 +106,7 @@ def main(options: argparse.Namespace) -> int:
     )
     faults.check(settings, {group.name: group.num_hosts for group in spec.groups}, spec.devices)
     with LocalCluster(spec, base_dir) as cluster:
-        return run(cluster, [script, *args], keep=options.keep, settings=settings)
+        return run(cluster, [script, *args], settings, keep=options.keep)
 
 
 def _group(text: str) -> GroupSpec:

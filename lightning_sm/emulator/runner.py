@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import BinaryIO
 
 from tabulate import tabulate
 
@@ -22,14 +21,7 @@ from lightning_sm.emulator.output import Output
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run(
-    cluster: LocalCluster,
-    command: Sequence[str],
-    *,
-    keep: bool = False,
-    settings: FaultSettings | None = None,
-    stream: BinaryIO | None = None,
-) -> int:
+def run(cluster: LocalCluster, command: Sequence[str], settings: FaultSettings, *, keep: bool) -> int:
     """Run a training script on every host of an emulated job, and wait until all hosts end.
 
     When a host fails, the others are stopped, as on the service. When this process is stopped, so are the hosts. After
@@ -38,9 +30,8 @@ def run(
     Args:
         cluster: The hosts. Their folders are kept after a failure.
         command: Training script and its arguments.
+        settings: The faults to inject.
         keep: Whether to keep the folders even after success.
-        settings: The faults to inject. Default: none.
-        stream: Receives the output of the hosts. Default: stdout.
 
     Returns:
         The exit code of the last attempt: 0 if all hosts succeeded; else that of the first host that failed; 128 + n if
@@ -49,8 +40,7 @@ def run(
     Raises:
         OutputDirectoryError: The folders of another attempt cannot be created.
     """
-    settings = settings or FaultSettings()
-    output = Output(stream or sys.stdout.buffer, [host.name for host in cluster.hosts])
+    output = Output(sys.stdout.buffer, [host.name for host in cluster.hosts])
     # Until the last line: a late Ctrl-C must not remove folders that are to be kept.
     with _noted_signals() as signals:
         attempts, outcome = _run_attempts(cluster, command, output, settings, signals)

@@ -168,8 +168,8 @@ def _script(job: Job) -> Iterator[str]:
 
 
 def _metrics(job: Job) -> Iterator[str]:
-    for name in sorted({name for name in job.metrics if job.metrics.count(name) > 1 or name in job.metric_patterns}):
-        yield f"metrics: {name!r} is named twice, in metrics or in metrics and metric_patterns; remove one."
+    for name in sorted(set(job.metrics) & set(job.metric_patterns)):
+        yield f"metrics: {name!r} is in metrics and in metric_patterns; remove one."
     for name, pattern in job.metric_patterns.items():
         problem = pattern_problem(pattern)
         if problem is not None:

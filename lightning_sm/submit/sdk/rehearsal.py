@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
@@ -24,19 +24,8 @@ _ANSWERS: dict[str, dict[str, Any]] = {
 _REFUSALS = (TypeError, ValueError, RuntimeError, BotoCoreError, Boto3Error)
 
 
-@dataclass(frozen=True)
-class _Reply:
-    """The part of an HTTP response that botocore reads."""
-
-    status_code: int = 200
-
-
 class _RequestReadyError(Exception):
-    """Ends a rehearsal when the request is complete."""
-
-    def __init__(self, request: dict[str, Any]) -> None:
-        super().__init__("rehearsal")
-        self.request = request
+    """Ends a rehearsal; its argument is the complete request."""
 
 
 class Gate:
@@ -69,7 +58,8 @@ class Gate:
         try:
             submit()
         except _RequestReadyError as ready:
-            return ready.request
+            request: dict[str, Any] = ready.args[0]
+            return request
         except _REFUSALS as error:
             raise SubmitError(f"The SDK rejected the job: {error}") from error
         finally:
@@ -77,10 +67,11 @@ class Gate:
             logging.disable(level)
         raise SubmitError("The SDK sent no CreateTrainingJob request; this lightning-sm and this SDK are incompatible.")
 
-    def _answer(self, model: Any, **_: object) -> tuple[_Reply, dict[str, Any]] | None:
+    def _answer(self, model: Any, **_: object) -> tuple[SimpleNamespace, dict[str, Any]] | None:
         if not self._is_closed:
             return None
-        return _Reply(), {"ResponseMetadata": {}} | _ANSWERS.get(model.name, {})
+        # botocore reads only the status of the HTTP response.
+        return SimpleNamespace(status_code=200), {"ResponseMetadata": {}} | _ANSWERS.get(model.name, {})
 
     def _stop(self, params: dict[str, Any], **_: object) -> None:
         if self._is_closed:

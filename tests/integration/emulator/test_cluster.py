@@ -32,7 +32,7 @@ def test_groups_are_dealt_at_random_and_repeat_with_a_seed(tmp_path):
 
 
 def test_another_attempt_is_another_draw(tmp_path):
-    """Hosts land in groups anew, the same with the same seed; name, port and folders stay, what was in them is gone."""
+    """Hosts are reassigned, in the same way with the same seed; name, port and paths stay, and folders are empty."""
     spec = ClusterSpec([GroupSpec("trainer", 4), GroupSpec("data", 8)], seed=1, keeps_checkpoints=True)
     drawn = []
     for _ in range(2):

@@ -98,7 +98,7 @@ def test_hosts_that_ignore_sigterm_are_killed(jobs, work):
 
 
 def test_second_signal_kills_at_once(jobs, work):
-    """Who presses Ctrl-C twice does not wait for the grace period."""
+    """A second Ctrl-C does not wait for the grace period."""
     (work / "train.py").write_text(_STUBBORN)
     with _started(jobs, work, "--", "train.py", num_hosts=1) as emulator:
         emulator.send_signal(signal.SIGINT)

@@ -49,8 +49,8 @@ def test_killed_launcher_leaves_its_script(jobs, work):
     assert not processes_of(jobs)
 
 
-def test_hanging_host_goes_on_after_its_time(jobs, work):
-    """All processes of the host stand still, launcher included, and go on together."""
+def test_hanging_host_resumes_after_its_time(jobs, work):
+    """All processes of the host stop, including the launcher, and resume together."""
     options = ["--group", "trainer=2", "--fault", "hang:algo-2,for=1@step=1"]
     ended = run_faulty(jobs, work, *options, mode="watch_hang")
     assert ended.returncode == 0, ended.stdout
@@ -79,7 +79,7 @@ def test_frozen_host_ends_with_the_job(jobs, work):
 
 
 def test_frozen_host_ends_with_ctrl_c(jobs, work):
-    """Whoever presses Ctrl-C does not wait for a host that cannot hear it."""
+    """Ctrl-C does not wait for a host that cannot react to SIGTERM."""
     with started_faulty(jobs, work, "--fault", "hang:algo-1@start", mode="ready_and_wait") as emulator:
         read_to_line(emulator, "Fault hang")
         emulator.send_signal(signal.SIGINT)

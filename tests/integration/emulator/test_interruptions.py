@@ -12,7 +12,7 @@ from tests.integration.emulators import processes_of
 from tests.integration.faulty_jobs import TIMEOUT_S, read_to_line, row, run_faulty, said_after, started_faulty
 
 
-def test_interrupted_job_goes_on_from_its_checkpoint(jobs, work):
+def test_interrupted_job_resumes_from_its_checkpoint(jobs, work):
     """The second attempt has the job's name, port and checkpoints, and nothing else of the first."""
     options = ["--group", "trainer=2", "--group", "data=1", "--keep", "--fault", "interrupt@step=8"]
     ended = run_faulty(jobs, work, *options)
@@ -78,7 +78,7 @@ def test_interruption_of_one_host(jobs, work):
 
 
 def test_stubborn_hosts_are_killed_when_the_time_is_over(jobs, work):
-    """Who ignores SIGTERM gets SIGKILL after --grace-s, and the next attempt begins all the same."""
+    """A host that ignores SIGTERM gets SIGKILL after --grace-s, and the next attempt begins all the same."""
     ended = run_faulty(jobs, work, "--fault", "interrupt@step=1", "--grace-s", "0.5", mode="stubborn")
     assert ended.returncode == 0
     assert ended.stdout.index("Killing host algo-1: the grace period of 0.5 s is over.") < ended.stdout.index(
@@ -147,7 +147,7 @@ def test_fault_that_was_not_reached_is_said(jobs, work):
 
 
 def test_ctrl_c_during_an_interruption_ends_the_job(jobs, work):
-    """Who does not want to wait for the 120 s does not have to, and no other attempt begins."""
+    """Ctrl-C does not wait for the 120 s, and no other attempt begins."""
     with started_faulty(jobs, work, "--fault", "interrupt@step=1", mode="stubborn") as emulator:
         read_to_line(emulator, "Fault interrupt")
         asked = time.monotonic()

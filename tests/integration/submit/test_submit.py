@@ -164,7 +164,7 @@ def test_a_dry_run_shows_the_request_and_sends_nothing(submit, service):
 
 
 def test_the_cloud_gets_what_the_dry_run_shows(submit, service):
-    """The job is sent once and watched to its end; nobody else is told of it."""
+    """The job is sent once and watched until it ends; nothing else is sent."""
     service.endings = [COMPLETED]
     ended = submit(JOB, "--cloud")
     assert ended.returncode == 0, ended.stderr

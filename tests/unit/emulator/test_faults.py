@@ -154,7 +154,7 @@ _MOMENTS = st.builds(Moment, st.floats(0, 100), st.integers(0, 100), st.integers
 
 @given(when=_WHENS, moments=st.lists(_MOMENTS))
 def test_a_fault_is_due_from_its_moment_on(when, moments):
-    """Once due, a fault stays due while the attempt goes on, however far apart the looks at it are."""
+    """Once due, a fault stays due for the rest of the attempt, however rarely it is checked."""
     fault = parse(f"kill:algo-1@{when[0]}")
     seconds, step, epoch = 0.0, 0, 0
     was_due = False
@@ -250,6 +250,6 @@ def test_other_ranks_report_nothing(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "5", "5 x\n", "1 2 3\n", "\xff\xff"])
 def test_half_written_positions_count_as_none(tmp_path, text):
-    """What is no position yet is none."""
+    """An incomplete position is ignored."""
     (tmp_path / "step").write_text(text, encoding="latin-1")
     assert attempt._read_position(tmp_path / "step") == (0, 0)

@@ -67,7 +67,6 @@ def test_a_good_job_has_neither_problems_nor_warnings():
         ({"subcommand": "fit", "hyperparameters": {"subcommand": "test"}}, ["subcommand", "fit", "test"]),
         ({"source_dir": "/nix/nirgends"}, ["source_dir", "/nix/nirgends"]),
         ({"source_dir": str(Path(__file__).parent), "script": "nix.py"}, ["script", "nix.py", "source_dir"]),
-        ({"metrics": ["a", "a"]}, ["metrics", "'a'", "twice"]),
         ({"metrics": ["a"], "metric_patterns": {"a": "(x)"}}, ["'a'", "metric_patterns"]),
         ({"metric_patterns": {"a": "x="}}, ["metric_patterns.a", "x=", "group"]),
         ({"role": None}, ["role"]),
