@@ -22,7 +22,7 @@ def warm(latencies, *, num_credits=1, **options):
         for request in requests:
             assert scheduler.completed(request.request_id, now + latencies[request.host]).is_accepted
         now += latencies[requests[-1].host]
-        scheduler.advance(1, scheduler.snapshot().passes[0].waiting_for)
+        scheduler.advance(1, scheduler.passes()[0].waiting_for)
     scheduler.close_pass(1)
     for host in latencies:
         scheduler.host_up(host, num_credits)
@@ -36,4 +36,4 @@ def asked(requests):
 
 def host_status(scheduler, name):
     """Return the status of one host."""
-    return next(host for host in scheduler.snapshot().hosts if host.host == name)
+    return next(host for host in scheduler.hosts() if host.host == name)

@@ -218,24 +218,25 @@ class Cluster:
                 queue.remove(request)
 
     def _check(self, wakeup):
-        snapshot = self.scheduler.snapshot()
+        hosts = self.scheduler.hosts()
+        passes = self.scheduler.passes()
         num_live = dict.fromkeys(self.machines, 0)
         for request in self.live.values():
             num_live[request.host] += 1
-        for host in snapshot.hosts:
+        for host in hosts:
             assert host.num_in_flight == num_live[host.host] <= host.num_credits
             assert host.num_in_flight == 0 or host.state is HostState.UP
-        for status in snapshot.passes:
+        for status in passes:
             consumer = self.consumers[status.pass_id]
             assert status.num_in_flight + status.num_ready <= consumer.window
             assert status.num_ready == len(consumer.ready)
             assert status.waiting_for not in consumer.ready
-        num_hedges = sum(host.num_hedges for host in snapshot.hosts)
-        num_completed = sum(host.num_completed for host in snapshot.hosts)
+        num_hedges = sum(host.num_hedges for host in hosts)
+        num_completed = sum(host.num_completed for host in hosts)
         burst = HEDGE_BURST + max(machine.num_credits for machine in self.machines.values())
         # An awaited step that nobody answers for 3 s is asked for again whatever the budget says.
         num_stuck = self.now / 3.0
         assert num_hedges <= burst + HEDGE_BUDGET * num_completed + num_stuck
-        can_send = any(host.state is HostState.UP and host.num_in_flight < host.num_credits for host in snapshot.hosts)
-        if can_send and any(status.num_todo for status in snapshot.passes):
+        can_send = any(host.state is HostState.UP and host.num_in_flight < host.num_credits for host in hosts)
+        if can_send and any(status.num_todo for status in passes):
             assert self.live or wakeup is not None, "deadlock"

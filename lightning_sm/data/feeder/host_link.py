@@ -83,8 +83,7 @@ class HostLink:
     def __init__(self, address: str, credentials: Credentials, client: Mapping[str, Any], owner: Owner) -> None:
         self.address = address
         self.facts: dict[str, Any] = {}
-        self.state = LinkState.CONNECTING
-        self.detail = "not connected yet"
+        self._set_state(LinkState.CONNECTING, "not connected yet")
         self._client = dict(client)
         self._owner = owner
         self._metadata = grpc_transport.metadata(credentials)
@@ -156,6 +155,10 @@ class HostLink:
         self._break_stream()
         self._channel.close()
 
+    def _set_state(self, state: LinkState, detail: str) -> None:
+        self.state = state
+        self.detail = detail
+
     def _unary(self, name: str, facts: Mapping[str, Any], timeout_s: float) -> bytes:
         method = self._channel.unary_unary(grpc_transport.method(name))
         answer: bytes = method(json.dumps(facts).encode(), metadata=self._metadata, timeout=timeout_s)
@@ -206,16 +209,14 @@ class HostLink:
                 continue
             reply = calls.open_reply(self._unary("Open", request, _CALL_TIMEOUT_S))
             if reply.get("state") == "opening":
-                self.state = LinkState.OPENING
                 hook = f"{request['loaders']}_dataloader()" if request["loaders"] else "setup()"
-                self.detail = f"{hook} is still running"
+                self._set_state(LinkState.OPENING, f"{hook} is still running")
                 self._nudge.set()
                 return
             problem = self._owner.link_opened(self, name, reply)
             self._period_s = _FAILED_PERIOD_S if problem else _HEARTBEAT_PERIOD_S
             if problem:
-                self.state = LinkState.OPENING
-                self.detail = problem
+                self._set_state(LinkState.OPENING, problem)
                 return
             with self._lock:
                 if self._num_losses != num_losses:
@@ -229,8 +230,7 @@ class HostLink:
             is_new = self._call is None
             if is_new:
                 self._start_stream()
-            self.state = LinkState.UP
-            self.detail = ""
+            self._set_state(LinkState.UP, "")
             if is_new:
                 self._owner.link_up(self)
 
@@ -239,8 +239,7 @@ class HostLink:
         with self._turning:
             was_up = self._break_stream()
             with self._lock:
-                self.state = state
-                self.detail = detail
+                self._set_state(state, detail)
                 # Another process, which has nothing open, may be there next time.
                 self._opened.clear()
                 self._num_losses += 1
@@ -295,8 +294,7 @@ class HostLink:
         self._refuse(WireError(f"data host {self.name}: {error}"))
 
     def _refuse(self, error: DataServiceError) -> None:
-        self.state = LinkState.REFUSED
-        self.detail = str(error)
+        self._set_state(LinkState.REFUSED, str(error))
         self._owner.link_refused(error)
 
 

@@ -62,11 +62,11 @@ class PassBuffer:
         ring_number: Number of the ring in the training process.
         free: Unused slots of the ring; shared by all passes over the loader.
         template: A request for a batch, except for step and keys.
+        plan: Keys of each step.
         next_step: Next step to deliver.
         stop_step: Step after the last; None while it is not known.
         window_batches: Steps that may be in flight or buffered.
         window_bytes: The same limit in bytes.
-        plan: Keys of each step; None until it is computed.
         largest: Bytes of the largest batch so far.
         in_flight: By request id.
         ready: Complete batches by step.
@@ -79,31 +79,25 @@ class PassBuffer:
     ring_number: int
     free: list[int]
     template: BatchSpec
+    plan: StepPlan
     next_step: int
     stop_step: int | None
     window_batches: int
     window_bytes: int
-    plan: StepPlan | None = None
     largest: int = 0
     in_flight: dict[int, InFlightBatch] = field(default_factory=dict)
     ready: dict[int, InFlightBatch] = field(default_factory=dict)
     empty: set[int] = field(default_factory=set)
     taken: int = 0
 
-    def begin(self, plan: StepPlan) -> None:
-        """Set the plan, and from it where the pass begins and ends."""
-        self.plan = plan
-        if isinstance(plan, ShardSteps):  # it counts steps from where the pass begins
+    def __post_init__(self) -> None:
+        """Limit the pass to the steps of its plan."""
+        if isinstance(self.plan, ShardSteps):  # it counts steps from where the pass begins
             self.next_step = 0
-            self.stop_step = plan.stop_step
+            self.stop_step = self.plan.stop_step
         else:
-            stop = plan.num_steps if self.stop_step is None else min(plan.num_steps, self.stop_step)
+            stop = self.plan.num_steps if self.stop_step is None else min(self.plan.num_steps, self.stop_step)
             self.stop_step = max(stop, self.next_step)
-
-    @property
-    def num_batches(self) -> int | None:
-        """Batches in the shards of this rank, once all have ended."""
-        return self.plan.num_batches if isinstance(self.plan, ShardSteps) else None
 
     @property
     def window(self) -> int:
@@ -114,14 +108,8 @@ class PassBuffer:
 
     # Requests
 
-    def keys(self, step: int) -> list[int]:
-        """Return the keys of a step, for messages."""
-        return [] if self.plan is None else self.plan.batch(step).tolist()
-
     def request(self, request_id: int, step: int) -> bytes | None:
         """Reserve a slot for a step, and return the encoded request; None if no slot is free."""
-        if self.plan is None:
-            raise AssertionError("requests need a plan")
         if not self.free:
             return None
         self.in_flight[request_id] = InFlightBatch(step, self.free.pop())
@@ -132,10 +120,6 @@ class PassBuffer:
         batch = self.in_flight.pop(request_id, None)
         if batch is not None:
             self.free.append(batch.slot)
-
-    def close(self) -> None:
-        """Free the slots of batches that were not delivered."""
-        self.free.extend(batch.slot for batch in self.ready.values())
 
     # Answers
 

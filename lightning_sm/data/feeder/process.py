@@ -60,7 +60,7 @@ class Feeder:
         self._buffers: dict[int, PassBuffer] = {}
         self._requests: dict[int, Request] = {}
         self._closed_early: set[int] = set()
-        self._agreement = LoaderAgreement(len(settings["addresses"]), self._loaders_agreed)
+        self._agreement = LoaderAgreement(len(settings["addresses"]), self._notify_opened)
         self._is_running = True
         credentials = Credentials(**settings["credentials"])
         self._links = {
@@ -106,11 +106,10 @@ class Feeder:
             elif message.kind == "ring":
                 ring = Ring(message.fds[0], facts["num_slots"], facts["slot_bytes"])
                 self._rings[facts["ring"]] = (ring, list(range(ring.num_slots)))
-            elif message.kind == "start":
-                self._start(facts)
-            elif message.kind == "measure":
-                # In a thread, like a pass: the data hosts may have to run the user's sampler first.
-                threading.Thread(target=self._measure, args=(facts,), name="length", daemon=True).start()
+            elif message.kind in ("start", "measure"):
+                # In a thread, because the data hosts may have to run the user's sampler first.
+                plan = self._start if message.kind == "start" else self._measure
+                threading.Thread(target=plan, args=(facts,), name=message.kind, daemon=True).start()
             elif message.kind == "state":
                 self._notify("state", **self._state())
             elif message.kind == "finish":
@@ -122,41 +121,36 @@ class Feeder:
         for link in self._links.values():
             link.want(request["opening"], request)
 
-    def _loaders_agreed(self, name: str, reply: dict[str, Any]) -> None:
+    def _notify_opened(self, name: str, reply: dict[str, Any]) -> None:
         self._notify("opened", opening=name, **reply)
 
     def _start(self, facts: Mapping[str, Any]) -> None:
+        pass_id = facts["pass_id"]
+        try:
+            plan = step_plan(facts, self._sampler_orders)
+        except (DataServiceError, ValueError) as error:
+            self._fail(pass_id, error)
+            return
         ring, free = self._rings[facts["ring"]]
         buffer = PassBuffer(
-            pass_id=facts["pass_id"],
+            pass_id=pass_id,
             ring=ring,
             ring_number=facts["ring"],
             free=free,
             template=BatchSpec(keys=np.empty(0, np.int64), step=0, **facts["template"]),
+            plan=plan,
             next_step=facts["first_step"],
             stop_step=facts["stop_step"],
             window_batches=facts["window_batches"],
             window_bytes=facts["window_bytes"],
         )
+        shard_of = plan.shard if isinstance(plan, ShardSteps) else None
         with self._lock:
-            if buffer.pass_id in self._closed_early:
-                self._closed_early.remove(buffer.pass_id)
+            if pass_id in self._closed_early:
+                self._closed_early.remove(pass_id)
                 return
-            self._buffers[buffer.pass_id] = buffer
-        threading.Thread(target=self._plan, args=(buffer, facts), name="plan", daemon=True).start()
-
-    def _plan(self, buffer: PassBuffer, facts: Mapping[str, Any]) -> None:
-        try:
-            plan = step_plan(facts, self._sampler_orders)
-        except (DataServiceError, ValueError) as error:
-            self._fail(buffer.pass_id, error)
-            return
-        with self._lock:
-            if buffer.pass_id not in self._buffers:  # closed in the meantime
-                return
-            buffer.begin(plan)
-            shard_of = plan.shard if isinstance(plan, ShardSteps) else None
-            self._scheduler.open_pass(buffer.pass_id, buffer.next_step, buffer.stop_step, buffer.window, shard_of)
+            self._buffers[pass_id] = buffer
+            self._scheduler.open_pass(pass_id, buffer.next_step, buffer.stop_step, buffer.window, shard_of)
             self._end_if_done(buffer)
         self._send_requests()
 
@@ -178,11 +172,12 @@ class Feeder:
                     self._scheduler.advance(number, self._buffers[number].take(value))
 
     def _close(self, pass_id: int) -> None:
-        if pass_id not in self._buffers:  # the pipe was faster than the socket, through which its start comes
+        if pass_id not in self._buffers:  # it has no plan yet, or the pipe was faster than the socket
             self._closed_early.add(pass_id)
             return
         self._cancel(self._scheduler.close_pass(pass_id))
-        self._buffers.pop(pass_id).close()
+        buffer = self._buffers.pop(pass_id)
+        buffer.free.extend(batch.slot for batch in buffer.ready.values())
         self._send_requests()
 
     def _finish(self, outcome: str) -> None:
@@ -211,15 +206,15 @@ class Feeder:
 
     def _end_if_done(self, buffer: PassBuffer) -> None:
         if buffer.stop_step is not None and buffer.next_step >= buffer.stop_step:
-            self._notify("end", pass_id=buffer.pass_id, num_batches=buffer.num_batches)
+            num_batches = buffer.plan.num_batches if isinstance(buffer.plan, ShardSteps) else None
+            self._notify("end", pass_id=buffer.pass_id, num_batches=num_batches)
 
     def _state(self) -> dict[str, Any]:
-        with self._lock:
-            snapshot = self._scheduler.snapshot()
         now = time.monotonic()
-        known = {status.host: status for status in snapshot.hosts}
+        with self._lock:
+            known = {status.host: status for status in self._scheduler.hosts()}
+            passes = [pass_state(status, now) for status in self._scheduler.passes()]
         hosts = [host_state(link, known.get(address)) for address, link in self._links.items()]
-        passes = [pass_state(status, now) for status in snapshot.passes]
         return {"hosts": hosts, "passes": passes}
 
     # Events of links
@@ -322,7 +317,7 @@ class Feeder:
         buffer.drop(request.request_id)
         if decision.is_fatal:
             self._cancel(decision.cancel)
-            self._fail(buffer.pass_id, explain(error, request.step, decision, buffer.keys(request.step)))
+            self._fail(buffer.pass_id, explain(error, request.step, decision, buffer.plan.batch(request.step).tolist()))
             return
         if error == "NotOpen":
             link.reopen()

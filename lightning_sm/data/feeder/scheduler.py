@@ -140,14 +140,6 @@ class PassStatus:
     num_ready: int
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """All hosts and open passes."""
-
-    hosts: tuple[HostStatus, ...]
-    passes: tuple[PassStatus, ...]
-
-
 @dataclass(slots=True)
 class _Host(HostStatus):
     """One host, as the scheduler sees it."""
@@ -294,7 +286,7 @@ class Scheduler:
         self._median_s = 0.0
         self._interval_s = 0.0
         self._measured_until = 0.0
-        self._num_sent = 0
+        self._request_ids = count()
         self._num_hedges = 0
         self._num_completed = 0
 
@@ -439,10 +431,7 @@ class Scheduler:
         still have credits hedge other late steps.
         """
         requests = self._hedge(now, is_urgent=True)
-        free = []
-        for order, host in enumerate(self._hosts.values()):
-            if host.has_credit(now):
-                free.append((host.priority, order, host))
+        free = [(host.priority, order, host) for order, host in enumerate(self._hosts.values()) if host.has_credit(now)]
         heapq.heapify(free)
         while free:
             _, order, host = heapq.heappop(free)
@@ -469,11 +458,14 @@ class Scheduler:
         times += [request.sent_at + urgent_s for request in urgent]
         return min((time for time in times if now < time < math.inf), default=None)
 
-    def snapshot(self) -> Snapshot:
-        """Return the state of all hosts and passes, for messages and metrics."""
-        passes = []
-        for current in self._passes.values():
-            status = PassStatus(
+    def hosts(self) -> list[HostStatus]:
+        """Return the status of all hosts, for messages and metrics."""
+        return [copy.copy(host) for host in self._hosts.values()]
+
+    def passes(self) -> list[PassStatus]:
+        """Return the status of all open passes, for messages and metrics."""
+        return [
+            PassStatus(
                 current.pass_id,
                 waiting_for=current.waiting_for,
                 requests=tuple(current.in_flight.get(current.waiting_for, ())),
@@ -481,16 +473,15 @@ class Scheduler:
                 num_in_flight=len(current.in_flight),
                 num_ready=len(current.ready),
             )
-            passes.append(status)
-        return Snapshot(tuple(map(copy.copy, self._hosts.values())), tuple(passes))
+            for current in self._passes.values()
+        ]
 
     # Requests
 
     def _send(self, host: _Host, current: _Pass, step: int, now: float, *, is_hedge: bool) -> Request:
         if not self._requests:
             self._measured_until = now
-        request = Request(self._num_sent, host.host, current.pass_id, step, is_hedge, now)
-        self._num_sent += 1
+        request = Request(next(self._request_ids), host.host, current.pass_id, step, is_hedge, now)
         self._num_hedges += is_hedge
         host.num_hedges += is_hedge
         host.num_in_flight += 1

@@ -142,16 +142,6 @@ class BatchPlan:
         return batch
 
 
-def resume_step(samples_consumed: int, global_batch: int) -> tuple[int, int]:
-    """Return the step to resume from after the samples that all ranks consumed, maybe with another global batch.
-
-    The step is rounded down so that no sample is lost; the second number is how many samples repeat because of that.
-    """
-    if samples_consumed < 0 or global_batch < 1:
-        raise ValueError(f"Cannot resume after {samples_consumed} samples with a global batch of {global_batch}.")
-    return divmod(samples_consumed, global_batch)
-
-
 def digest(array: IndexArray) -> str:
     """Return a short hash of a list of integers, by which two hosts compare theirs, whatever the integer types."""
     return hashlib.blake2b(_as_indices(array).astype("<i8", copy=False).tobytes(), digest_size=8).hexdigest()

@@ -53,7 +53,6 @@ class ShardPlan:
     def __init__(self, num_shards: int, rank: int, world_size: int) -> None:
         check_rank(rank, world_size)
         _check_shards(num_shards, world_size)
-        self._num_shards = num_shards
         self._rank = rank
         self._world_size = world_size
         self._num_own = num_shards // world_size
@@ -65,13 +64,7 @@ class ShardPlan:
         return self._rank + position * self._world_size, offset
 
     def ended(self, shard: int, offset: int) -> None:
-        """Record that a shard has no batch at ``offset`` or later. Answers may arrive out of order: the smallest wins.
-
-        Raises:
-            ValueError: The shard belongs to another rank, or does not exist.
-        """
-        if not 0 <= shard < self._num_shards or shard % self._world_size != self._rank or offset < 0:
-            raise ValueError(f"Rank {self._rank} of {self._world_size} has no offset {offset} in shard {shard}.")
+        """Record that a shard has no batch at ``offset`` or later; of several offsets the smallest counts."""
         self._ends[shard] = min(offset, self._ends.get(shard, offset))
 
     def is_empty(self, number: int) -> bool:
@@ -79,14 +72,9 @@ class ShardPlan:
         shard, offset = self.ticket(number)
         return shard in self._ends and offset >= self._ends[shard]
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether the ends of all shards of this rank are known."""
-        return len(self._ends) == self._num_own
-
     def last_ticket(self) -> int | None:
         """Return the last ticket that has a batch; -1 if no shard has any, None while a shard's end is unknown."""
-        if not self.exhausted:
+        if self.num_batches is None:
             return None
         lasts = ((end - 1) * self._num_own + shard // self._world_size for shard, end in self._ends.items())
         return max(-1, *lasts)
@@ -94,7 +82,7 @@ class ShardPlan:
     @property
     def num_batches(self) -> int | None:
         """Batches in all shards of this rank; None while a shard's end is unknown."""
-        return sum(self._ends.values()) if self.exhausted else None
+        return sum(self._ends.values()) if len(self._ends) == self._num_own else None
 
     def end(self, shard: int) -> int | None:
         """Return the number of batches in a shard; None while it is unknown."""

@@ -97,8 +97,6 @@ def channel_options() -> list[tuple[str, Any]]:
         *_common_options(),
         # Without it, ranks in one process would share a connection.
         ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.max_reconnect_backoff_ms", 2_000),
         ("grpc.enable_http_proxy", 0),
@@ -110,8 +108,6 @@ def server_options() -> list[tuple[str, Any]]:
     return [
         *_common_options(),
         ("grpc.so_reuseport", 0),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
     ]
@@ -123,6 +119,8 @@ def _common_options() -> list[tuple[str, Any]]:
         # Room for the largest header and the first piece, and for small answers that are sent in the same message.
         ("grpc.max_receive_message_length", MAX_HEADER_BYTES + CHUNK_BYTES + (1 << 20)),
         ("grpc.max_send_message_length", -1),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_frame_size", 16777215),
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", 16 << 20),

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_sm.data.plan.samples import resume_step
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.errors import ResumeError
 
@@ -133,4 +132,5 @@ class SavedPosition:
                     "(data_service.virtual_shards), or from a checkpoint at the end of an epoch."
                 )
             return self.batches, 0
-        return resume_step(self.batches * old.global_batch, new.global_batch)
+        # Rounded down, so that no sample is lost; the rest of the division are samples that repeat.
+        return divmod(self.batches * old.global_batch, new.global_batch)

@@ -19,9 +19,7 @@ def buffer():
     plan = SamplePlan(np.arange(20), 2, drop_last=False, rank=0, world_size=1)
     template = BatchSpec("o", 1, 2, 3, 0, 0, 0, np.empty(0, np.int64))
     free = list(range(NUM_SLOTS))
-    buffer = PassBuffer(1, ring, 1, free, template, 4, 10, window_batches=8, window_bytes=5000)
-    buffer.begin(plan)
-    yield buffer
+    yield PassBuffer(1, ring, 1, free, template, plan, 4, 10, window_batches=8, window_bytes=5000)
     ring.close()
 
 

@@ -116,7 +116,7 @@ def test_hopeless_failure_is_fatal_at_once():
     scheduler.next_requests(0.0)
     assert scheduler.failed(0, 1.0, retry=Retry.NEVER, reason="not authorised").failures == ("a: not authorised",)
     assert asked(scheduler.next_requests(1.0)) == [("a", 2)]
-    assert scheduler.snapshot().passes[0].waiting_for == 0
+    assert scheduler.passes()[0].waiting_for == 0
 
 
 def test_failure_of_a_request_no_longer_needed_is_ignored():

@@ -28,7 +28,7 @@ def test_late_request_is_sent_to_another_host():
     scheduler, now, first, hedge = hedged()
     assert (hedge.host, hedge.step, hedge.is_hedge) == ("b", first.step, True)
     assert host_status(scheduler, "b").num_hedges == 1
-    assert scheduler.snapshot().passes[0].requests == (first, hedge)
+    assert scheduler.passes()[0].requests == (first, hedge)
     assert scheduler.next_requests(now + 100.0) == []
     assert scheduler.next_wakeup(now + 100.0) is None
 
@@ -49,8 +49,8 @@ def test_failure_of_one_of_two_leaves_the_other(loser):
     """While the duplicate of a failed request is in flight its step is not asked again."""
     scheduler, now, *pair = hedged()
     assert not scheduler.failed(pair[loser].request_id, now, retry=Retry.ELSEWHERE).is_fatal
-    assert scheduler.snapshot().passes[0].requests == (pair[1 - loser],)
-    assert scheduler.snapshot().passes[0].num_todo == 0
+    assert scheduler.passes()[0].requests == (pair[1 - loser],)
+    assert scheduler.passes()[0].num_todo == 0
     decision = scheduler.failed(pair[1 - loser].request_id, now, retry=Retry.NEVER)
     assert (decision.is_fatal, decision.cancel) == (True, ())
 

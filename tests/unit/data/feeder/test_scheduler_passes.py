@@ -46,7 +46,7 @@ def test_position_cannot_pass_a_step_that_is_not_ready():
         scheduler.advance(1, 3)
     scheduler.advance(1, 1)
     scheduler.advance(1, 0)
-    assert scheduler.snapshot().passes[0].waiting_for == 1
+    assert scheduler.passes()[0].waiting_for == 1
 
 
 def test_resumed_pass_begins_where_it_was_left():
@@ -77,7 +77,7 @@ def test_late_unknown_and_closed_answers_are_refused():
     assert not scheduler.completed(99, 1.0).is_accepted
     assert asked(scheduler.close_pass(1)) == [("a", 1)]
     assert not scheduler.completed(1, 2.0).is_accepted
-    assert scheduler.snapshot().passes == ()
+    assert scheduler.passes() == []
     assert host_status(scheduler, "a").num_in_flight == 0
 
 
@@ -98,7 +98,7 @@ def test_stop_found_later_cancels_what_is_beyond():
     scheduler.next_requests(0.0)
     scheduler.completed(2, 1.0)
     assert asked(scheduler.set_stop(1, 1)) == [("a", 1)]
-    status = scheduler.snapshot().passes[0]
+    status = scheduler.passes()[0]
     assert (status.num_todo, status.num_in_flight, status.num_ready) == (0, 1, 0)
     assert scheduler.next_requests(1.0) == []
     assert scheduler.completed(0, 2.0).is_accepted
@@ -118,20 +118,19 @@ def test_window_can_grow_and_shrink():
     assert [r.step for r in scheduler.next_requests(5.0)] == [5]
 
 
-def test_snapshot_tells_who_was_asked_for_the_step_that_is_awaited():
+def test_the_status_names_the_requests_for_the_step_that_the_consumer_waits_for():
     """A message about a wait can name the step, the hosts that have it, and since when."""
     scheduler = make("a", "b", num_credits=2, window=6)
     scheduler.next_requests(1.0)
     scheduler.completed(0, 2.5)
     scheduler.host_lost("b", is_silent=True)
-    snapshot = scheduler.snapshot()
-    status = snapshot.passes[0]
+    status = scheduler.passes()[0]
     assert (status.pass_id, status.waiting_for, status.requests) == (1, 1, ())
     assert (status.num_todo, status.num_in_flight, status.num_ready) == (4, 1, 1)
-    first, second = snapshot.hosts
+    first, second = scheduler.hosts()
     assert (first.host, first.state, first.latency_s, first.num_completed) == ("a", HostState.UP, 1.5, 1)
     assert (second.state, second.latency_s) == (HostState.SUSPECT, None)
     (request,) = scheduler.next_requests(3.0)
     assert (request.host, request.step, request.sent_at) == ("a", 1, 3.0)
-    assert scheduler.snapshot().passes[0].requests == (request,)
-    assert first.num_in_flight == 1, "a snapshot does not change"
+    assert scheduler.passes()[0].requests == (request,)
+    assert first.num_in_flight == 1, "a status is a copy"

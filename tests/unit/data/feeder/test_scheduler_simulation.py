@@ -58,7 +58,7 @@ def test_equal_hosts_are_used_in_full(num_hosts, delay_s):
     cluster.run()
     times = consumer.taken_at[window:-window]
     assert (len(times) - 1) / (times[-1] - times[0]) >= 0.97 * 4 * num_hosts
-    assert sum(host.num_hedges for host in cluster.scheduler.snapshot().hosts) == 0
+    assert sum(host.num_hedges for host in cluster.scheduler.hosts()) == 0
 
 
 def test_many_hosts_with_a_long_window():

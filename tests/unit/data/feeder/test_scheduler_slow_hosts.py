@@ -24,7 +24,7 @@ def test_slow_host_gets_a_canary_only_where_it_cannot_help():
     due = 0.0 + 10 * 9.0
     assert asked(scheduler.next_requests(now)) == [("a", 0)]
     assert host_status(scheduler, "b").is_lagging
-    scheduler.completed(scheduler.snapshot().passes[0].requests[0].request_id, now + 1.0)
+    scheduler.completed(scheduler.passes()[0].requests[0].request_id, now + 1.0)
     scheduler.advance(2, 1)
     (request,) = scheduler.next_requests(due - 0.5)
     assert scheduler.next_wakeup(due - 0.5) == due

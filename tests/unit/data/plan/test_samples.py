@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, digest, epoch_order, num_steps, resume_step
+from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, digest, epoch_order, num_steps
 from lightning_sm.data.plan.shards import ShardPlan
 from lightning_sm.errors import DataSettingsError
 
@@ -261,21 +261,6 @@ def test_offsets_must_cut_the_samples(offsets):
     """Offsets that lose, invent or reorder samples are refused."""
     with pytest.raises(ValueError, match=f"The {len(offsets)} offsets do not cut 4 samples"):
         BatchPlan(np.arange(4), np.array(offsets, dtype=np.int64), 0, 1)
-
-
-@given(st.integers(0, 10**12), st.integers(1, 10**6))
-def test_resume_rounds_down(samples_consumed, global_batch):
-    """No sample is lost, and less than one global batch comes twice."""
-    step, num_repeated = resume_step(samples_consumed, global_batch)
-    assert step * global_batch + num_repeated == samples_consumed
-    assert 0 <= num_repeated < global_batch
-
-
-@pytest.mark.parametrize(("samples_consumed", "global_batch"), [(-1, 4), (4, 0), (4, -1)])
-def test_resume_refuses_impossible_numbers(samples_consumed, global_batch):
-    """A negative cursor or an empty global batch is an error."""
-    with pytest.raises(ValueError, match=f"after {samples_consumed} samples with a global batch of {global_batch}"):
-        resume_step(samples_consumed, global_batch)
 
 
 @given(st.lists(st.integers(0, 100), max_size=20))

@@ -79,7 +79,7 @@ def hosts_of(scheduler, num_steps, now):
         for request in scheduler.next_requests(now):
             homes.setdefault(request.step % 4, []).append(request.host)
             scheduler.completed(request.request_id, now)
-        position = next(status.waiting_for for status in scheduler.snapshot().passes)
+        position = next(status.waiting_for for status in scheduler.passes())
         scheduler.advance(1, position)
     return homes
 
@@ -98,7 +98,7 @@ def test_a_shard_stays_with_its_host_until_that_is_gone():
     scheduler.host_up("a", 2)
     after = {shard: set(hosts) for shard, hosts in hosts_of(scheduler, 20, 2.0).items()}
     assert sorted(map(sorted, after.values())) == [["a"], ["a"], ["b"], ["b"]]
-    assert all(host.state is HostState.UP for host in scheduler.snapshot().hosts)
+    assert all(host.state is HostState.UP for host in scheduler.hosts())
 
 
 def test_a_late_shard_is_left_where_it_is():
