@@ -1,7 +1,7 @@
-"""What the benchmarks of the data service share: emulated hosts on cores of their own, fresh processes, medians.
+"""Shared by the benchmarks of the data service: emulated hosts on separate cores, new processes, medians.
 
-A benchmark runs its variants in turn, each in a fresh process (``in_child``), so that none finds what another left. In
-it, ``service`` starts data hosts on some cores and a RemoteDataModule on others, on loopback. Nothing is measured here.
+A benchmark runs its variants in turn, each in a new process (``in_child``), so that no variant affects the next. There,
+``service`` starts data hosts on some cores and a RemoteDataModule on others, on loopback.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -48,7 +48,7 @@ def core_list(text: str) -> list[int]:
 
 
 def halves() -> tuple[list[int], list[int]]:
-    """Return the cores of this process in two parts, or twice the same if there is one only."""
+    """Return the two halves of the cores of this process, or the only core twice."""
     own = sorted(os.sched_getaffinity(0))
     half = max(1, len(own) // 2)
     return own[:half], own[half:] or own
@@ -58,13 +58,13 @@ def parser(description: str, *, rounds: int, seconds: float | None = None) -> ar
     """Return a parser with the options that all benchmarks have.
 
     Args:
-        description: What is measured.
+        description: What the benchmark measures.
         rounds: Default of ``--rounds``.
-        seconds: Default of ``--seconds``; None: there is no such option.
+        seconds: Default of ``--seconds``; None: the benchmark does not have this option.
     """
     host_cores, trainer_cores = halves()
     result = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    result.add_argument("--rounds", type=int, default=rounds, help="how often all variants are run, one after another")
+    result.add_argument("--rounds", type=int, default=rounds, help="runs of each variant; the variants take turns")
     result.add_argument("--host-cores", type=core_list, default=host_cores, help="cores of the data hosts")
     result.add_argument("--trainer-cores", type=core_list, default=trainer_cores, help="cores of the trainer's host")
     if seconds is not None:
@@ -74,7 +74,7 @@ def parser(description: str, *, rounds: int, seconds: float | None = None) -> ar
 
 @contextlib.contextmanager
 def pinned(cores: Cores) -> Iterator[None]:
-    """Keep this thread, and the processes that it starts meanwhile, on some cores."""
+    """Restrict this thread, and the processes that it starts in the block, to some cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -84,24 +84,24 @@ def pinned(cores: Cores) -> Iterator[None]:
 
 
 def in_child(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Run a function of a benchmark in a fresh process, and return what it returns.
+    """Run a function of a benchmark in a new process, and return its result.
 
     Args:
-        function: At the top level of its module.
-        **arguments: JSON values, as is what it returns.
+        function: A function at the top level of its module that returns JSON values.
+        **arguments: JSON values.
 
     Raises:
-        RuntimeError: It failed; its messages are on stderr.
+        RuntimeError: The function failed; its messages are on stderr.
     """
     path = Path(sys.modules[function.__module__].__file__ or "").resolve()
     command = [sys.executable, str(Path(__file__).resolve()), path.stem, function.__name__, json.dumps(arguments)]
-    lifeline, ours = os.pipe()  # the child ends when the other end of its stdin is closed, however that came
+    lifeline, ours = os.pipe()  # the child exits when this process does, because that closes its stdin
     process = subprocess.Popen(command, stdin=lifeline, stdout=subprocess.PIPE, text=True)
     os.close(lifeline)
     try:
         output, _ = process.communicate(timeout=_CHILD_TIMEOUT_S)
     except BaseException:
-        process.terminate()  # so that it wakes what it froze
+        process.terminate()  # first, so that it resumes the processes that it has frozen
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=_STOP_TIMEOUT_S)
         process.kill()
@@ -110,23 +110,23 @@ def in_child(function: Callable[..., Any], **arguments: Any) -> Any:
     finally:
         os.close(ours)
     if process.returncode:
-        raise RuntimeError(f"{function.__name__}({arguments}) ended with code {process.returncode}")
+        raise RuntimeError(f"{function.__name__}({arguments}) exited with code {process.returncode}")
     return json.loads(output.splitlines()[-1])
 
 
 def in_turn(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
-    """Run variants one after another, several times over, and return the results of each."""
+    """Run all variants in turn for a number of rounds, and return the results of each."""
     results: dict[str, list[Any]] = {name: [] for name in variants}
     for number in range(rounds):
         for name, run in variants.items():
-            began = time.perf_counter()
+            started = time.perf_counter()
             results[name].append(run())
-            sys.stderr.write(f"round {number + 1}, {name}: {time.perf_counter() - began:.0f} s\n")
+            sys.stderr.write(f"round {number + 1}, {name}: {time.perf_counter() - started:.0f} s\n")
     return results
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Return the median, and smallest and largest."""
+    """Return the median, and the smallest and largest value in parentheses."""
     median, least, most = statistics.median(values), min(values), max(values)
     return f"{median:.{digits}f} ({least:.{digits}f}-{most:.{digits}f})"
 
@@ -139,7 +139,7 @@ def ratio(values: Sequence[float], others: Sequence[float], digits: int = 2) -> 
 
 
 def machine() -> str:
-    """Return what a table of results must say about where it comes from."""
+    """Return the machine and the versions that belong to a table of results."""
     text = Path("/proc/cpuinfo").read_text()
     model = re.search(r"model name\s*: (.*)", text)
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "grpcio", "pytorch-lightning", "numpy"))
@@ -149,7 +149,7 @@ def machine() -> str:
 
 @dataclass
 class Service:
-    """Data hosts, and the loader of a RemoteDataModule that fetches from them."""
+    """Data hosts, and the loader of a RemoteDataModule that receives their batches."""
 
     hosts: list[DataHost]
     remote: RemoteDataModule
@@ -159,16 +159,6 @@ class Service:
     def feeder_pid(self) -> int:
         """Process id of the feeder."""
         return int(self.loader._client.pid)
-
-    def pids(self) -> dict[str, list[int]]:
-        """Return the processes by what they do."""
-        roles: dict[str, list[int]] = {"training": [os.getpid()], "feeder": [self.feeder_pid]}
-        for host in self.hosts:
-            for pid in host_pids(host):
-                command = " ".join(psutil.Process(pid).cmdline())
-                role = "host" if pid == host.pid else "network" if "data.server" in command else "worker"
-                roles.setdefault(role, []).append(pid)
-        return roles
 
     def server_pids(self) -> list[int]:
         """Return all processes of the data hosts."""
@@ -213,7 +203,7 @@ def service(
 
 
 def prepare(cores: Cores) -> None:
-    """Make the current process a training process: on these cores, with one thread for tensors, and silent."""
+    """Make the current process a training process: on these cores, with one thread for torch, and without warnings."""
     import torch
 
     os.sched_setaffinity(0, cores)
@@ -224,7 +214,7 @@ def prepare(cores: Cores) -> None:
 
 @contextlib.contextmanager
 def frozen(host: DataHost) -> Iterator[None]:
-    """Stop all processes of a data host for a while; they go on afterwards, so that they can be ended."""
+    """Stop all processes of a data host in the block, and resume them after it, so that they can exit."""
     pids = host_pids(host)
     try:
         for pid in pids:
@@ -235,20 +225,13 @@ def frozen(host: DataHost) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def minor_faults(pids: Iterable[int]) -> int:
-    """Return how often these processes were given a page of memory so far."""
-    # The command in parentheses may hold blanks; minflt is the eighth field after it (proc_pid_stat(5), field 10).
-    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
-    return sum(int(fields[7]) for fields in stats)
-
-
 def sleep_s(seconds: float) -> None:
-    """Take time without taking a core, as a simulated transform or training step does."""
-    time.sleep(seconds)  # noqa: TID251  # the time itself is what is simulated: there is no event to wait for
+    """Wait without using a core: a simulated transform or training step."""
+    time.sleep(seconds)  # noqa: TID251  # the time itself is simulated: there is no event to wait for
 
 
 def busy_step(units: int) -> None:
-    """Do a fixed amount of work: half in the interpreter, half in products of matrices."""
+    """Do a fixed amount of work: half in the interpreter, half in matrix products."""
     import torch
 
     matrix = torch.rand(128, 128)
@@ -257,7 +240,7 @@ def busy_step(units: int) -> None:
 
 
 def work_unit(matrix: Any) -> None:
-    """About 0.1 ms of the interpreter, and 0.1 ms of products of matrices, in which the interpreter is free."""
+    """Use the interpreter for about 0.1 ms, and multiply matrices for 0.1 ms, which releases the GIL."""
     total = 0
     for number in range(2000):
         total += number & 7

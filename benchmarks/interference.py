@@ -1,9 +1,9 @@
-"""What receiving steals from a training loop: its step rate with and without the data service bringing it 0.5 GB/s.
+"""How much receiving slows a training loop down: its step rate with and without 0.5 GB/s from the data service.
 
-The loop works half in the interpreter and half in products of matrices, on one thread. Windows in which it takes
-batches (payload (a) of ``wire_baselines.py``, so many per second that it is 0.5 GB/s) take turns with windows in which
-it takes none, so that whatever else the machine does meets both. In the latter the ring is full, the feeder idle. The
-ratio per CPU second of the loop's thread leaves out the time in which other processes had its core.
+The loop works half in the interpreter and half in matrix products, on one thread. Windows in which it takes 0.5 GB/s of
+batches (payload (a) of ``wire_baselines.py``) alternate with windows in which it takes none, so that other load on the
+machine affects both. In the latter the ring is full and the feeder idle. The ratio per CPU second of the loop's thread
+excludes the time in which other processes used its core.
 
     python benchmarks/interference.py --windows 20
 """
@@ -21,11 +21,11 @@ from tabulate import tabulate
 from wire import Ready
 from wire_baselines import PAYLOADS
 
-SETTLE_S = 0.3  # the ring fills up, and the feeder comes to rest
+SETTLE_S = 0.3  # until the ring is full and the feeder idle
 
 
 def loop(seconds: float, batches: Iterator[Any] | None, batches_per_s: float) -> tuple[float, float, int]:
-    """Work for a while, and take a batch whenever one is due.
+    """Work for some seconds, and take batches at a given rate.
 
     Returns:
         Steps per second, steps per second of CPU time of this thread, and the batches taken.

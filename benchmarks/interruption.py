@@ -1,8 +1,9 @@
-"""How long an interrupted job of two hosts takes to save a checkpoint and to leave; stock Lightning beside it.
+"""How long an interrupted job of two hosts takes to save a checkpoint and to exit, compared to stock Lightning.
 
-Both train the same model on two emulated hosts, under the same launcher. Each round interrupts either once, as the
-service does: SIGTERM to both hosts, ``--skew`` seconds apart, in random order, and SIGKILL to what is left after
-``--grace``. Stock is a Trainer with ``ModelCheckpoint(save_on_exception=True)``, which Lightning documents for this.
+Both train the same model on two emulated hosts, under the same launcher. Each round interrupts each of them once, as
+SageMaker does: SIGTERM to both hosts, ``--skew`` seconds apart, in random order, and SIGKILL after ``--grace`` to the
+processes that still run. Stock Lightning is a Trainer with ``ModelCheckpoint(save_on_exception=True)``, which its
+documentation recommends for this.
 
     python benchmarks/interruption.py --rounds 10
     python benchmarks/interruption.py --experiment overhead
@@ -34,7 +35,7 @@ _INTERRUPT_AT = 20
 
 
 class Line(LightningModule):
-    """A model of some megabytes whose step takes a set time."""
+    """A model of some megabytes whose step takes a fixed time."""
 
     def __init__(self, step_s: float = 0.02, width: int = 1000) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class Line(LightningModule):
 
 
 class Points(LightningDataModule):
-    """So many batches that no run comes to their end."""
+    """More batches than any run needs."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the loader."""
@@ -62,7 +63,7 @@ class Points(LightningDataModule):
 
 
 class Clock(Callback):
-    """Print how long some steps took, without the first ones, and SpotCheckpoint's share of it."""
+    """Print the duration of some steps, without the first ones, and SpotCheckpoint's share of it."""
 
     def __init__(self, skipped: int = 50, counted: int = 500) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class Clock(Callback):
                 callback.on_train_batch_end = self.timed(callback.on_train_batch_end)
 
     def timed(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """Return a hook that adds up its time."""
+        """Return a hook that measures its own time."""
 
         def run(*arguments: Any) -> None:
             began = time.perf_counter()
@@ -96,7 +97,7 @@ class Clock(Callback):
 
 
 def train(way: str, folder: str, step_s: float) -> None:
-    """What runs on each host."""
+    """The script that runs on each host."""
     torch.set_num_threads(1)
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     if way == "lightning_sm":
@@ -119,7 +120,7 @@ def train(way: str, folder: str, step_s: float) -> None:
 
 
 def run_job(way: str, step_s: float, *options: str) -> tuple[str, list[Path]]:
-    """Run a job of two hosts; returns its output and the checkpoints that it left."""
+    """Run a job of two hosts, and return its output and its checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Path(folder) / "checkpoints"
         command = [
@@ -158,7 +159,7 @@ def overhead(way: str, args: argparse.Namespace) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Run both ways in turn, and print a table."""
+    """Run both in turn, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiment", choices=["interrupt", "overhead"], default="interrupt")
     parser.add_argument("--rounds", type=int, default=5)

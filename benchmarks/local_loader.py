@@ -1,12 +1,12 @@
-"""The data service against the user's own DataLoader, for a training that is not input-bound and for one that is.
+"""The data service compared to the user's own DataLoader, for a training that is input-bound and for one that is not.
 
-    idle    production is faster than the training step. Either loader has the same workers, and the training process
-            the same cores; the workers of the data service have others. This is what it costs to have one.
-    bound   production is slower. The same cores in all: the local loader may use all of them; of the data service, one
-            belongs to the trainer (training process and feeder) and the others to the data host.
+    idle    Loading is faster than the training step. Both loaders have the same number of workers, and the training
+            process the same cores; the workers of the data service have other cores. This is the service's overhead.
+    bound   Loading is slower. Both have the same total of cores: the local loader may use all of them; with the data
+            service, one belongs to the trainer (training process and feeder) and the others to the data host.
 
-Images of 3x224x224 bytes are flipped, and blurred for as long as --blur says; a step works half in the interpreter and
-half in products of matrices. Both run in Lightning's Trainer; the time counts from one batch to the end of the epoch.
+Images of 3x224x224 bytes are flipped, and blurred --blur times; a step works half in the interpreter and half in matrix
+products. Both run in Lightning's Trainer; the time counts from one batch to the end of the epoch.
 
     python benchmarks/local_loader.py --experiment idle
     python benchmarks/local_loader.py --experiment bound
@@ -44,7 +44,7 @@ class Images(Dataset[torch.Tensor]):
         return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return an image, flipped by chance and blurred."""
+        """Return an image, flipped at random and blurred."""
         image = self.images[index % len(self.images)]
         if torch.rand(()) < 0.5:  # noqa: PLR2004  # a fair coin
             image = image.flip(-1)
@@ -70,7 +70,7 @@ class ImagesData(LightningDataModule):
 
 
 class Work(LightningModule):
-    """A training step of so many units of work, and a clock."""
+    """A training step of some units of work, and a clock."""
 
     def __init__(self, step_units: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Work(LightningModule):
         self.began = self.ended = 0.0
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        """Touch the batch, and work."""
+        """Read the batch, and work."""
         if batch_idx == NUM_WARM_UP:
             self.began = time.perf_counter()
         batch[:, 0, 0, 0].sum()

@@ -1,8 +1,8 @@
-"""How the data service scales when transforms only take time: samples that sleep, so that cores are no limit.
+"""How the data service scales with transforms that only wait, so that cores are not the limit.
 
-workers    k workers on one data host, and spread over two, against k times the rate of one; the consumer is free.
-seed       the AWS sample's experiment in shape: a step takes 15 ms, a sample 6 ms, a batch has 16 samples. A host
-           with one local worker of its own against the same trainer fed by two data hosts with four workers each.
+workers    k workers on one data host, and on two, compared to k times the rate of one; the consumer only reads.
+seed       Like the AWS sample's experiment: a step takes 15 ms, a sample 6 ms, a batch has 16 samples. A host with
+           one local worker is compared to the same trainer with two data hosts of four workers each.
 
 python benchmarks/scaling.py --experiment workers --workers 1 2 4 8
 python benchmarks/scaling.py --experiment seed
@@ -31,7 +31,7 @@ NUM_SAMPLES = BATCH_SIZE * 20_000
 
 
 class Slow(Dataset[torch.Tensor]):
-    """Samples that take time to make, and nothing else."""
+    """Samples that take time, but no core."""
 
     def __init__(self, sample_s: float) -> None:
         self.sample_s = sample_s
@@ -42,7 +42,7 @@ class Slow(Dataset[torch.Tensor]):
         return NUM_SAMPLES
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return a sample, after a while."""
+        """Return a sample after its time."""
         sleep_s(self.sample_s)
         return self.sample
 
@@ -65,7 +65,7 @@ class SlowData(LightningDataModule):
 
 
 def interval_s(batches: Iterable[Any], num_batches: int, num_warm_up: int, step_s: float) -> float:
-    """Return the mean seconds per step over so many batches, after some to fill all pipelines."""
+    """Return the mean seconds per step over some batches, after some others to fill the pipeline."""
     iterator = iter(batches)
     for _ in itertools.islice(iterator, num_warm_up):
         sleep_s(step_s)
@@ -85,14 +85,14 @@ def local(workers: int, step_s: float, num_batches: int, trainer_cores: list[int
 def remote(
     *, num_hosts: int, workers: int, step_s: float, num_batches: int, host_cores: list[int], trainer_cores: list[int]
 ) -> float:
-    """Seconds per step with so many data hosts, and so many workers on each."""
+    """Seconds per step with a number of data hosts and workers on each."""
     modules = [SlowData(SAMPLE_S) for _ in range(num_hosts)]
     with service(modules, workers, host_cores, trainer_cores) as running:
         return interval_s(running.loader, num_batches, 4 * num_hosts * workers + 4, step_s)
 
 
 def workers_table(counts: list[int], rounds: int, num_batches: int, cores: dict[str, list[int]]) -> list[list[str]]:
-    """Compare the rate of k workers with k times that of one."""
+    """Compare the rate of k workers with k times the rate of one."""
     shapes = [(num_hosts, count // num_hosts) for count in counts for num_hosts in (1, 2) if count % num_hosts == 0]
     shapes = sorted({(1, 1), *shapes}, key=lambda shape: (shape[0] * shape[1], shape))
     variants = {
@@ -117,7 +117,7 @@ def workers_table(counts: list[int], rounds: int, num_batches: int, cores: dict[
 
 
 def seed_table(rounds: int, num_batches: int, cores: dict[str, list[int]]) -> list[list[str]]:
-    """Compare one slow host with the same trainer and data hosts."""
+    """Compare one slow host alone with the same host and data hosts."""
     shared = {"step_s": STEP_S, "trainer_cores": cores["trainer_cores"]}
     variants = {"alone, 1 local worker": partial(in_child, local, workers=1, num_batches=num_batches // 4, **shared)}
     for num_hosts, workers in ((1, 4), (2, 4)):

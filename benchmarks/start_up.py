@@ -1,8 +1,7 @@
-"""How long it takes until the first batch: of a data host that is up, and of a pass that begins late in a long epoch.
+"""Time to the first batch: from a data host that just listens, and of a pass that starts late in a long epoch.
 
-The data host listens, and has loaded nothing of the user's but the DataModule: its setup() and its forks count. The
-dataset has 1,280,000 samples and is shuffled; a batch costs next to nothing. The workers are up before the pass that
-begins late.
+The data host has only loaded the DataModule: the time includes setup() and the forks of workers. The dataset has
+1,280,000 samples and is shuffled; a batch costs almost nothing. The workers exist before the pass that starts late.
 
     python benchmarks/start_up.py --rounds 5
 """
@@ -19,7 +18,8 @@ from pytorch_lightning import LightningDataModule
 from tabulate import tabulate
 from torch.utils.data import DataLoader, Dataset
 
-NUM_SAMPLES, BATCH_SIZE = 1_280_000, 256
+NUM_SAMPLES = 1_280_000
+BATCH_SIZE = 256
 PARTS = {
     "up": "host: process started to listening",
     "setup": "RemoteDataModule.setup()",

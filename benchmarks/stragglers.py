@@ -1,9 +1,9 @@
 """Two data hosts, one of which is eight times slower than the other, or freezes in the middle of an epoch.
 
-    slow      total time of an epoch over the ideal: that of one host alone, divided by the rates of both together.
-    frozen    SIGSTOP to all processes of one host: the wait between two batches, at first and at worst afterwards.
+    slow      Time of an epoch compared to the ideal, which follows from the rates that the two hosts have alone.
+    frozen    SIGSTOP to all processes of one host: the wait between two batches, first and longest afterwards.
 
-Transforms only take time, so that cores are no limit; every sample must come exactly once, in order.
+Transforms only wait, so that cores are not the limit. Every sample must arrive exactly once, in order.
 
     python benchmarks/stragglers.py --experiment slow
     python benchmarks/stragglers.py --experiment frozen
@@ -31,7 +31,7 @@ LONG_GAP_S = 0.25  # far more than a batch takes, hedged or not, without a failu
 
 
 class Numbers(Dataset[torch.Tensor]):
-    """Samples that are their own indices, and take time to make."""
+    """Samples that are their own indices, and take time."""
 
     def __init__(self, length: int, sample_s: float) -> None:
         self.length, self.sample_s = length, sample_s
@@ -41,7 +41,7 @@ class Numbers(Dataset[torch.Tensor]):
         return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return a sample, after a while."""
+        """Return a sample after its time."""
         sleep_s(self.sample_s)
         return torch.tensor(index)
 
@@ -68,7 +68,7 @@ def epoch(
     host_cores: list[int],
     trainer_cores: list[int],
 ) -> dict[str, Any]:
-    """Run an epoch, after one to get going, and return its time and the waits between batches."""
+    """Run a warm-up epoch and another one; return the time of the latter and the waits between its batches."""
     sample_s = batch_s / BATCH_SIZE
     length = num_batches * BATCH_SIZE
     modules = [NumbersData(length, factor * sample_s) for factor in factors]
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def slow_table(rounds: int, shared: dict[str, Any]) -> tuple[list[list[str]], list[str]]:
-    """Compare two hosts, the second slower by a factor, with the rates of both, as the first one has alone."""
+    """Compare two hosts, the second slower by a factor, to the ideal from the rate of the first one alone."""
     cases = {"one": [1.0], "two alike": [1.0, 1.0], "one of two 2 x slower": [1.0, 2.0], SLOW: [1.0, 8.0]}
     variants = {
         name: partial(in_child, epoch, factors=factors, freeze_at=None, **shared) for name, factors in cases.items()

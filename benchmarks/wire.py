@@ -1,10 +1,10 @@
-"""The wire of the data service against one raw TCP stream and against the seed's way, on loopback.
+"""The transport of the data service compared to one raw TCP stream and to the AWS sample ("seed"), on loopback.
 
-What is measured is the way of a batch from a data host's memory to a tensor in the training process. The baselines are
-those of ``wire_baselines.py``. The data service's batches cost nothing to make: a collate function returns a tensor
-that lies ready, and the worker copies it into its slot, where torch's collate function would have written it. So each
-batch is copied once more than those of the baselines, and that copy counts. CPU time is that of all processes: workers,
-network process and main process of the data host; feeder and training process of the trainer.
+It measures the transport of a batch from a data host's memory to a tensor in the training process. The baselines are
+in ``wire_baselines.py``. The batches of the data service cost nothing to build: a collate function returns an existing
+tensor, which the worker copies to its slot; torch's collate function would have written it there. So each batch is
+copied once more than in the baselines, and that copy counts. CPU time includes all processes: workers, server process
+and main process of the data host; feeder and training process of the trainer.
 
     python benchmarks/wire.py --payload a c --rounds 5
 """
@@ -46,7 +46,7 @@ class Keys(Dataset[int]):
 
 
 class Ready(LightningDataModule):
-    """Batches that lie ready in memory, the same as those of the baselines."""
+    """Batches that exist in memory, equal to those of the baselines."""
 
     def __init__(self, payload: Payload) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ class Ready(LightningDataModule):
         self.batches: list[torch.Tensor] = []
 
     def setup(self, stage: str) -> None:
-        """Make the batches, before the workers are forked."""
+        """Create the batches before the workers are forked."""
         payload = self.payload
         arrays = (payload.batch(index).view(payload.dtype).reshape(payload.shape) for index in range(NUM_SOURCES))
         self.batches = [torch.from_numpy(array.copy()) for array in arrays]
 
     def collate(self, keys: list[int]) -> torch.Tensor:
-        """Return the batch that these samples stand for."""
+        """Return the existing batch for these samples."""
         return self.batches[keys[0] // len(keys) % NUM_SOURCES]
 
     def train_dataloader(self) -> DataLoader[int]:
@@ -70,7 +70,7 @@ class Ready(LightningDataModule):
 
 
 def ours(payload: str, workers: int, host_cores: list[int], trainer_cores: list[int], seconds: float) -> dict[str, Any]:
-    """Fetch batches for a while, after those of one round were compared with what they must be."""
+    """Receive batches for some seconds, after checking the first ones against the expected batches."""
     kind = PAYLOADS[payload]
     with service([Ready(kind)], workers, host_cores, trainer_cores) as running:
         batches = iter(running.loader)
@@ -92,7 +92,7 @@ def baseline(name: str, payload: str, host_cores: list[int], trainer_cores: list
 
 
 def rows(payload: str, results: dict[str, list[dict[str, float]]]) -> Iterator[list[str]]:
-    """Yield a line of the table for each way."""
+    """Yield a line of the table for each transport."""
     speeds = {name: [run["gb_per_s"] for run in runs] for name, runs in results.items()}
     costs = {
         name: [run["server_cpu_s_per_gb"] + run["client_cpu_s_per_gb"] for run in runs]
@@ -109,7 +109,7 @@ def rows(payload: str, results: dict[str, list[dict[str, float]]]) -> Iterator[l
 
 
 def main() -> None:
-    """Run all ways in turn, and print a table."""
+    """Run all transports in turn, and print a table."""
     options = parser("GB/s of payload delivered, and CPU seconds per GB of both ends", rounds=5, seconds=2.0)
     options.add_argument("--payload", nargs="+", choices=PAYLOADS, default=["a", "c", "d", "e"])
     options.add_argument("--workers", type=int, default=2, help="workers of the data host")
@@ -120,7 +120,7 @@ def main() -> None:
         variants = {name: partial(baseline, name, payload, **limits) for name in BASELINES}
         variants[OURS] = partial(in_child, ours, payload=payload, workers=args.workers, **limits)
         table += rows(payload, in_turn(variants, args.rounds))
-    headers = ["payload", "way", "GB/s", "x raw TCP", "x seed-npsave", "x seed"]
+    headers = ["payload", "transport", "GB/s", "x raw TCP", "x seed-npsave", "x seed"]
     headers += ["CPU s/GB", "x seed-npsave", "x seed"]
     sys.stdout.write(machine() + tabulate(table, headers=headers, disable_numparse=True) + "\n")
 

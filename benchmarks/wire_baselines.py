@@ -1,14 +1,14 @@
-"""What the wire can do, and what stock code makes of it: the baselines that the data service is measured against.
+"""Baselines for the transport of the data service: raw TCP, and the code of the AWS sample.
 
-Each baseline has one server and one client process, each on cores of its own, on loopback, and moves the same batches:
+Each baseline has one server and one client process, each on its own cores, on loopback, and sends the same batches:
 
     raw-tcp      requests over one TCP connection, four outstanding; the client receives into a preallocated ring.
     seed-npsave  one gRPC stream of whole batches; a protobuf message holds `np.save` output; the client decodes it
                  with protobuf, `np.load` and `torch.tensor`.
     seed         the same with the bytes of the AWS sample (amazon-sagemaker-examples, pt.grpc.sagemaker): `tobytes` at
-                 one end, `np.frombuffer` and `torch.tensor` at the other. Faster than `np.save`, so the fairer one.
+                 one end, `np.frombuffer` and `torch.tensor` at the other. Faster than `np.save`, so fairer to compare.
 
-The batches lie ready in the server's memory: only encoding, transport and decoding count. Needs protobuf and torch.
+The batches exist in the server's memory: only encoding, transport and decoding count. Needs protobuf and torch.
 
     python benchmarks/wire_baselines.py --payload a --seconds 3
     python benchmarks/wire_baselines.py --payload a c --rounds 5 --server-cores 0,1 --client-cores 2,3
@@ -45,7 +45,7 @@ LOOPBACK = "127.0.0.1"
 NUM_SOURCES = 4  # batches that the server sends in turn
 NUM_SLOTS = 8  # batches in the client's ring
 NUM_OUTSTANDING = 4  # requests in flight of raw-tcp, as many as the service keeps
-WARM_UP_S = 0.4  # after the checked batches; buffers, windows and page tables have settled by then
+WARM_UP_S = 0.4  # after the checked batches, until buffers, windows and page tables have reached their size
 SERVICE, METHOD = "Feed", "get_examples"
 Cores = Iterable[int]
 
@@ -77,7 +77,7 @@ PAYLOADS = {
 
 @dataclass(frozen=True)
 class Result:
-    """What one run delivered to the consuming process, and the CPU time (user and system) of each end."""
+    """Bytes that one run delivered to the consuming process, and the CPU time (user and system) of each end."""
 
     num_batches: int
     seconds: float
@@ -87,7 +87,7 @@ class Result:
 
 
 def allocate(size_bytes: int, count: int) -> list[memoryview]:
-    """Slots in one shared mapping without a name, with every page already there."""
+    """Slots in one anonymous shared mapping, with every page allocated."""
     stride = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     ring = memoryview(mmap.mmap(-1, stride * count, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
     return [ring[start : start + size_bytes] for start in range(0, stride * count, stride)]
@@ -102,7 +102,7 @@ def sources(payload: Payload) -> list[memoryview]:
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """User and system time of these processes so far."""
+    """User and system time that these processes have used."""
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
@@ -115,7 +115,7 @@ def consume(
     seconds: float | None = None,
     num_batches: int | None = None,
 ) -> Result:
-    """Warm up, then take batches until the time or the number is reached, and say how fast they came.
+    """Warm up, then take batches until the time or the number is reached, and return the rate.
 
     Serves any service: runs in the consuming process, which counts as one of the client's.
     """
@@ -140,7 +140,7 @@ def serve_raw_tcp(payload: Payload) -> None:
         connection, _ = listener.accept()
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with contextlib.suppress(ConnectionError):  # the client leaves in the middle
+        with contextlib.suppress(ConnectionError):  # the client disconnects in the middle
             while connection.recv(1):
                 connection.sendall(next(slots))
 
@@ -162,7 +162,7 @@ def receive_raw_tcp(payload: Payload, port: int) -> Iterator[memoryview]:
 
 
 def example_class() -> Any:
-    """The AWS sample's message, ``Example{bytes image = 1; bytes label = 2;}``, made without generated code."""
+    """The AWS sample's message, ``Example{bytes image = 1; bytes label = 2;}``, without generated code."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     file = descriptor_pb2.FileDescriptorProto(name="feed.proto", package="wire_baselines", syntax="proto3")
@@ -181,7 +181,7 @@ def np_save(array: np.ndarray) -> bytes:
 
 
 def np_load(field: bytes, _dtype: str) -> np.ndarray:
-    """The array from NumPy's file format, which names its type itself."""
+    """The array from NumPy's file format, which includes its type."""
     return np.load(io.BytesIO(field))
 
 
@@ -206,7 +206,7 @@ def serve_seed(payload: Payload, encode: Callable[[np.ndarray], bytes]) -> None:
 
 
 def receive_seed(payload: Payload, port: int, decode: Callable[[bytes, str], np.ndarray]) -> Iterator[memoryview]:
-    """Decode each message into a pair of fresh tensors, and yield the memory of the first."""
+    """Decode each message into a pair of new tensors, and yield the memory of the first."""
     import grpc
     import torch
 
@@ -227,7 +227,7 @@ BASELINES: dict[str, tuple[Callable[..., None], Callable[..., Iterator[memoryvie
 
 
 def run_child(job: dict[str, Any]) -> None:
-    """One end of a baseline: writes one line, a port or a result, and ends with its parent, however that ends."""
+    """One end of a baseline: writes one line, a port or a result, and exits when its parent does."""
     threading.Thread(target=lambda: (os.read(0, 1), os._exit(0)), daemon=True).start()
     os.sched_setaffinity(0, job["cores"])  # before torch and grpc count the cores
     payload, (serve, receive) = PAYLOADS[job["payload"]], BASELINES[job["baseline"]]
