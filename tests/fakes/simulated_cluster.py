@@ -234,7 +234,7 @@ class Cluster:
         num_hedges = sum(host.num_hedges for host in hosts)
         num_completed = sum(host.num_completed for host in hosts)
         burst = HEDGE_BURST + max(machine.num_credits for machine in self.machines.values())
-        # An awaited step that nobody answers for 3 s is asked for again whatever the budget says.
+        # A step that the consumer waits for is requested again after 3 s, whatever the budget.
         num_stuck = self.now / 3.0
         assert num_hedges <= burst + HEDGE_BUDGET * num_completed + num_stuck
         can_send = any(host.state is HostState.UP and host.num_in_flight < host.num_credits for host in hosts)

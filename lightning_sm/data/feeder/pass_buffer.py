@@ -180,8 +180,8 @@ class PassBuffer:
             if duplicate_shards is not None:
                 logger.warning(
                     "Shards %d and %d of loader %d of %s begin with the same batch. The iterable dataset may yield all "
-                    "samples in every shard. It must yield only its part, which torch.utils.data.get_worker_info() "
-                    "tells, as with several workers of a DataLoader.",
+                    "samples in every shard. It must yield only the part that torch.utils.data.get_worker_info() "
+                    "describes, as with several workers of a DataLoader.",
                     *duplicate_shards,
                     self.template.loader,
                     self.template.opening,

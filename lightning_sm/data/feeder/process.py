@@ -74,7 +74,7 @@ class Feeder:
             self._handle(self._trainer.buffered())
             selector.register(self._trainer, selectors.EVENT_READ, self._receive)
             selector.register(self._releases, selectors.EVENT_READ, self._take_releases)
-            # The socket alone does not tell: a fork of the training process keeps a copy of its end open.
+            # The socket alone does not show it: a fork of the training process keeps a copy of its end open.
             parent = os.pidfd_open(os.getppid())
             selector.register(parent, selectors.EVENT_READ, lambda: self._finish("the training process is gone"))
             while self._is_running:

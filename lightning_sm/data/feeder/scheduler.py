@@ -252,7 +252,7 @@ class _Pass:
         return self.assigned_hosts[shard]
 
     def rebalance(self, newcomer: _Host, hosts: Sequence[_Host]) -> None:
-        """Give a host that came up its part of the shards, from those that have the most."""
+        """Move shards to a host that has come up, from the hosts that have the most."""
         while self.assigned_hosts:
             giver = max(hosts, key=lambda host: self._load(host, 0))
             if giver is newcomer or self._load(newcomer, 1) >= self._load(giver, 0):
@@ -261,7 +261,7 @@ class _Pass:
             self.assigned_hosts[last_shard] = newcomer.host
 
     def _load(self, host: _Host, more: int) -> float:
-        """Return the shards per credit of a host that is assigned so many more shards."""
+        """Return the shards per credit that a host would have with so many more shards."""
         num_shards = sum(assigned == host.host for assigned in self.assigned_hosts.values())
         return (num_shards + more) / host.num_credits
 
@@ -580,7 +580,7 @@ class Scheduler:
     # Hedges
 
     def _hedge(self, now: float, *, is_urgent: bool) -> list[Request]:
-        """Duplicate late requests: only those that a consumer waits for, or any that a steady host has time for."""
+        """Duplicate late requests: the ones that a consumer waits for, or any that a steady host has time for."""
         requests: list[Request] = []
         after_s = self._hedge_after_s(is_urgent=is_urgent)
         for late in list(takewhile(lambda request: request.sent_at + after_s <= now, self._without_hedge())):

@@ -33,7 +33,7 @@ class LoaderFacts:
         name: Where it is in the return value of ``*_dataloader()``, for messages: ``train_dataloader()["a"]``.
         order: Who decides on the order. Trainers compute "sequential" and "shuffled". Data hosts run the user's own
             "sampler" or "batch_sampler". "shards" are virtual shards of an iterable dataset.
-        num_samples: Samples in one pass; None if only running the sampler or the dataset tells.
+        num_samples: Samples in one pass; None if it is unknown until the sampler or dataset has run.
         batch_size: Samples per batch and rank; None: the dataset or the batch sampler builds whole batches.
         drop_last: Whether an incomplete last batch is dropped.
         identity: Equal for the same data: dataset class, length, and its ``fingerprint()`` if it has one.
