@@ -25,8 +25,8 @@ class ServedModule:
         datamodule: The user's DataModule.
 
     Attributes:
-        loaders: The opened loaders, by the name of their opening.
-        replies: The replies to successful requests, by opening.
+        loaders: The opened loaders, by the name of the request that opened them.
+        replies: The replies to successful requests, by their name.
     """
 
     def __init__(self, datamodule: Any) -> None:
@@ -43,7 +43,7 @@ class ServedModule:
         """Run ``prepare_data``, ``setup`` and a ``*_dataloader`` hook, each unless it has run already.
 
         Args:
-            request: Name of the opening, run of the Trainer, stage, hook, and attributes of the Trainer.
+            request: Its name ("opening"), run of the Trainer, stage, hook, and attributes of the Trainer.
 
         Returns:
             The structure and the facts of the loaders; or the attributes that ``setup`` set; or the error.

@@ -7,7 +7,6 @@ threads, so that forking it is safe. Forks share the dataset's memory, need no p
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import time
@@ -42,7 +41,7 @@ def run_worker(
     Args:
         sock: Connection to the server process.
         ring: The slots for finished batches.
-        openings: The loaders that were opened so far, by the name of their opening.
+        openings: The loaders that were opened so far, by the name of the request that opened them.
         worker_id: Number of the worker on its host.
         num_workers: Workers on the host.
     """
@@ -61,7 +60,7 @@ def run_worker(
     except Exception as error:  # noqa: BLE001  # the error of the user's code is the answer to every request
         problem = error
     with contextlib.suppress(BrokenPipeError):  # the server process died while this worker built a batch
-        requests.send("ready", pid=os.getpid())
+        requests.send("ready")
         while (message := requests.receive()) is not None:
             if problem is not None:
                 _fail(requests, message.facts["slot"], problem, "worker_init_fn")

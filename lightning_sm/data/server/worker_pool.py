@@ -18,7 +18,7 @@ import numpy as np
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.ring import Ring
 
-# The opening and the position of the loader, and the number of its virtual shard.
+# The request that opened the loader, position of the loader, number of the virtual shard.
 Affinity: TypeAlias = tuple[str, int, int]
 
 
@@ -67,7 +67,7 @@ class Task:
 
     Attributes:
         client: Who sent it; workers are shared fairly between clients.
-        opening: The loaders that a worker must have.
+        opening: Name of the request that opened the loader; only workers that were forked after it have the loader.
         payload: The encoded ``BatchSpec``.
         answer: Called once with the outcome, from any thread; must not block.
         affinity: Tasks of the same virtual shard go to the same worker, which has its iterator.

@@ -25,7 +25,7 @@ BROKEN = {
     "object": header({"a": 1}),
     "unknown node": header(["?"]),
     "empty node": header([]),
-    "tag that is no string": header([["l"]]),
+    "tag that is not a string": header([["l"]]),
     "NaN": b'["lsm-batch",1,0,NaN]',
     "huge int": b'["lsm-batch",1,0,' + b"9" * 5000 + b"]",
     "too deep for JSON": b'["lsm-batch",1,0,' + b"[" * 100_000,
@@ -45,7 +45,7 @@ BROKEN = {
     "misaligned": header(["t", 2, "float32", [1], None, 0], 64),
     "fractional offset": header(["t", 0.0, "float32", [1], None, 0], 64),
     "quantized": header(["t", 0, "quint8", [1], None, 0], 64),
-    "dtype that is no string": header(["t", 0, [], [1], None, 0], 64),
+    "dtype that is not a string": header(["t", 0, [], [1], None, 0], 64),
     "gradient of integers": header(["t", 0, "int32", [1], None, 1], 64),
     "unknown flags": header(["t", 0, "float32", [1], None, 4], 64),
     "object array": header(["a", 0, "|O8", [1], None], 64),
@@ -66,10 +66,10 @@ BROKEN = {
     ),
     "array beyond the end": header(["a", 60, "<i8", [1], None], 64),
     "scalar of wrong size": header(["n", "<i8", "00"]),
-    "scalar that is no hex": header(["n", "<i8", 5]),
+    "scalar that is not hexadecimal": header(["n", "<i8", 5]),
     "impossible character": header(["n", "<U1", "ffffffff"]),
     "reference to nothing": header(["r", 0]),
-    "reference that is no number": header(["r", None]),
+    "reference that is not a number": header(["r", None]),
     "bytes again and again": header(["l", *[["B", 0, 64]] * 2], 64),
     "dictionary without value": header(["d", 1]),
     "repeated key": header(["d", 1, 2, 1, 3]),
@@ -77,7 +77,7 @@ BROKEN = {
     "list in a set": header(["set", ["l"]]),
     "impossible float": header(["f", "00"]),
     "impossible int": header(["i", "x"]),
-    "scalar that is no string": header(["i", 5]),
+    "scalar that is not a string": header(["i", 5]),
     "impossible range": header(["range", 0, 1, 0]),
     "object without values": header(["x", f"{Point.__module__}:Point", ["x", "y"], []]),
     "sparse out of bounds": header(
@@ -94,7 +94,9 @@ BROKEN = {
         ],
         64,
     ),
-    "sparse of what is no tensor": header(["p", "torch.sparse_coo", ["l", 1, T, ["l", 0], False, False]], 64),
+    "sparse of something else than a tensor": header(
+        ["p", "torch.sparse_coo", ["l", 1, T, ["l", 0], False, False]], 64
+    ),
     "nested beyond its values": header(["p", "torch.nested", ["l", T, ["l", ["l", 3]], False]], 64),
     "nested of different dimensions": header(["p", "torch.nested", ["l", T, ["l", ["l", 1], ["l", 1, 1]], False]], 64),
     "jagged of no dimension": header(
@@ -126,7 +128,7 @@ def test_broken_message_is_refused(name):
 
 
 def test_jagged_lengths_and_packed_orders_are_checked():
-    """Lengths that leave the values, and an order that is no permutation, are refused."""
+    """Lengths beyond the values, and an order that is not a permutation, are refused."""
     arena = Arena(make_slot())
     values, offsets = torch.ones(5), torch.tensor([0, 2, 5])
     jagged = torch.nested.nested_tensor_from_jagged(values, offsets, torch.tensor([2, 2]))

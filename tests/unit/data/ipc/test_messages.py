@@ -19,7 +19,7 @@ def ends():
 
 
 def test_facts_and_payload_arrive(ends):
-    """What is sent is received, as often as it was sent."""
+    """Messages arrive complete and in order."""
     ends[0].send("batch", b"\x00\xff", slot=3, name="\N{SNOWMAN}")
     ends[0].send("end")
     first, second = ends[1].receive(1.0), ends[1].receive(1.0)
@@ -58,7 +58,7 @@ def test_descriptors_go_with_their_message(ends):
 
 
 def test_pending_returns_what_is_complete(ends):
-    """One read gives all messages that came, and leaves the rest for the next."""
+    """One read returns all complete messages."""
     for number in range(3):
         ends[0].send("batch", number=number)
     assert [message.facts["number"] for message in ends[1].pending()] == [0, 1, 2]
@@ -66,13 +66,13 @@ def test_pending_returns_what_is_complete(ends):
 
 
 def test_silence_is_a_timeout(ends):
-    """Who waits for a limited time is told that nothing came."""
+    """Waiting with a deadline ends in TimeoutError when no message arrives."""
     with pytest.raises(TimeoutError):
         ends[1].receive(0.0)
 
 
 def test_the_end_comes_after_the_last_message(ends):
-    """What was sent before the other end closed is received first; sending to a closed end fails."""
+    """Messages that were sent before the other end closed are received first; sending to a closed end fails."""
     ends[0].send("last")
     ends[0].close()
     assert ends[1].receive(1.0).kind == "last"

@@ -1,4 +1,4 @@
-"""Who gets which batch on a data host, with workers that the test plays."""
+"""Which worker gets which task on a data host; the tests play the workers."""
 
 import os
 import queue
@@ -11,7 +11,8 @@ from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.server.worker_pool import Failed, Produced, Task, WorkerPool
 
 TIMEOUT_S = 60.0
-OPENING, NUM_SLOTS = "1/fit/train/0", 2
+OPENING = "1/fit/train/0"
+NUM_SLOTS = 2
 
 
 class FakeWorker:
@@ -31,9 +32,9 @@ class FakeWorker:
         sizes = {"num_slots": NUM_SLOTS, "slot_bytes": self.ring.slot_bytes}
         pool.add(Message("worker", {**facts, **sizes}, fds=(theirs.detach(), os.dup(self.ring.fd))))
         if is_ready:
-            self.socket.send("ready", pid=0)
+            self.socket.send("ready")
 
-    def asked(self):
+    def next_request(self):
         """Return the next request: payload and slot."""
         message = self.socket.receive(TIMEOUT_S)
         return message.payload, message.facts["slot"]
@@ -44,27 +45,27 @@ class FakeWorker:
         self.socket.send("done", b"header", slot=slot, num_bytes=1, pieces=[], produce_s=0.0)
 
     def is_idle(self):
-        """Tell whether nothing is asked of it."""
+        """Return whether it gets no request."""
         try:
             return self.socket.receive(0.05) is None
         except TimeoutError:
             return True
 
     def close(self):
-        """Die."""
+        """Close the connection and the memory, as the end of the process does."""
         self.socket.close()
         self.ring.close()
 
 
 @pytest.fixture
 def killed():
-    """The ids of workers that the pool wants killed."""
+    """The ids of workers that the pool has killed."""
     return queue.Queue()
 
 
 @pytest.fixture
 def pool(killed):
-    """A pool without workers, impatient with those that hang."""
+    """A pool without workers that soon kills hanging ones."""
     pool = WorkerPool(killed.put, cancel_grace_s=0.1)
     yield pool
     pool.close()
@@ -72,7 +73,7 @@ def pool(killed):
 
 @pytest.fixture
 def workers():
-    """Workers to be closed at the end."""
+    """Workers that are closed at the end of the test."""
     made = []
     yield made
     for worker in made:
@@ -87,7 +88,7 @@ def worker(pool, workers):
 
 
 def submit(pool, payload, client="rank 0", opening=OPENING):
-    """Ask for a batch; return the task and where its answer comes."""
+    """Submit a task; return it, and the queue of its answers."""
     answers = queue.Queue()
     task = Task(client, opening, payload, answers.put)
     pool.submit(task)
@@ -95,9 +96,9 @@ def submit(pool, payload, client="rank 0", opening=OPENING):
 
 
 def test_a_batch_comes_from_the_slot(pool, worker):
-    """The answer holds what the worker wrote, until it is released."""
+    """The answer has the bytes that the worker wrote, until it is released."""
     _, answers = submit(pool, b"a")
-    payload, slot = worker.asked()
+    payload, slot = worker.next_request()
     assert payload == b"a"
     worker.done(slot, 42)
     answer = answers.get(timeout=TIMEOUT_S)
@@ -106,16 +107,16 @@ def test_a_batch_comes_from_the_slot(pool, worker):
     answer.release()
 
 
-def test_a_worker_has_one_batch_in_the_making_and_one_on_its_way(pool, worker):
+def test_a_worker_fills_one_slot_while_the_other_is_sent(pool, worker):
     """When both slots are full, a worker waits until one has been sent."""
     answers = [submit(pool, name)[1] for name in (b"a", b"b", b"c")]
     produced = []
     for number in range(NUM_SLOTS):
-        worker.done(worker.asked()[1], number)
+        worker.done(worker.next_request()[1], number)
         produced.append(answers[number].get(timeout=TIMEOUT_S))
     assert worker.is_idle()
     produced[0].release()
-    payload, slot = worker.asked()
+    payload, slot = worker.next_request()
     assert payload == b"c"
     worker.done(slot, 3)
     assert answers[2].get(timeout=TIMEOUT_S).data[0] == 3
@@ -123,94 +124,94 @@ def test_a_worker_has_one_batch_in_the_making_and_one_on_its_way(pool, worker):
 
 
 def test_clients_take_turns(pool, workers):
-    """A rank that asks for much does not starve another."""
+    """A rank with many requests does not starve another."""
     worker = FakeWorker(pool, 1, is_ready=False)
     workers.append(worker)
     for name in (b"a1", b"a2", b"a3"):
         submit(pool, name, "a")
     submit(pool, b"b1", "b")
-    worker.socket.send("ready", pid=0)
+    worker.socket.send("ready")
     order = []
     for _ in range(4):
-        payload, slot = worker.asked()
+        payload, slot = worker.next_request()
         order.append(payload)
         worker.socket.send("failed", slot=slot, error="RemoteTransformError", text="")
     assert order == [b"a1", b"b1", b"a2", b"a3"]
 
 
 def test_a_failure_is_passed_on(pool, worker):
-    """The answer tells error, traceback, and where it happened; the slot is free again."""
+    """The answer has error, traceback, and place; the slot is free again."""
     for _ in range(NUM_SLOTS + 1):
         _, answers = submit(pool, b"a")
-        _, slot = worker.asked()
+        _, slot = worker.next_request()
         worker.socket.send("failed", slot=slot, error="RemoteTransformError", text="Traceback", where="index 3")
         assert answers.get(timeout=TIMEOUT_S) == Failed("RemoteTransformError", "Traceback", "index 3, worker 0")
 
 
 def test_a_dead_worker_loses_its_batch_and_nothing_else(pool, worker, workers):
-    """The batch in the making is answered as lost; those that wait go to the worker that replaces it."""
+    """Its task is answered as lost; the waiting tasks go to the worker that replaces it."""
     _, lost = submit(pool, b"a")
     _, kept = submit(pool, b"b")
-    worker.asked()
+    worker.next_request()
     pool.lose(1, "was killed by SIGKILL")
     assert lost.get(timeout=TIMEOUT_S) == Failed("WorkerLost", "worker 0 was killed by SIGKILL", "worker 0")
     workers.append(FakeWorker(pool, 2))
-    payload, slot = workers[-1].asked()
+    payload, slot = workers[-1].next_request()
     assert payload == b"b"
     workers[-1].done(slot, 1)
     assert isinstance(kept.get(timeout=TIMEOUT_S), Produced)
 
 
-def test_a_worker_that_dies_before_it_is_ready_takes_a_batch_with_it(pool, workers):
-    """Else workers that cannot start would be replaced for ever, and nobody would hear of it."""
+def test_a_worker_that_dies_before_it_is_ready_fails_a_task(pool, workers):
+    """Otherwise, workers that cannot start would be replaced for ever, and no trainer would notice."""
     _, answers = submit(pool, b"a")
     workers.append(FakeWorker(pool, 1, is_ready=False))
     pool.lose(1, "was killed by SIGSEGV")
     assert answers.get(timeout=TIMEOUT_S).error == "WorkerLost"
 
 
-def test_a_worker_that_hangs_on_what_nobody_wants_is_killed(pool, worker, killed):
-    """After a while of grace, the main process is asked to replace it; the cancelled task is never answered."""
+def test_a_worker_that_hangs_on_a_cancelled_task_is_killed(pool, worker, killed):
+    """After a grace period, the main process kills and replaces it; the cancelled task is never answered."""
     task, answers = submit(pool, b"a")
-    worker.asked()
+    worker.next_request()
     pool.cancel(task)
     assert killed.get(timeout=TIMEOUT_S) == 1
     pool.lose(1, "was killed by SIGKILL")
     assert answers.empty()
 
 
-def test_a_worker_may_finish_what_nobody_wants(pool, worker, killed):
-    """One that ends in time is used again."""
+def test_a_worker_may_finish_a_cancelled_task(pool, worker, killed):
+    """A worker that finishes in time is used again."""
     task, answers = submit(pool, b"a")
-    _, slot = worker.asked()
+    _, slot = worker.next_request()
     pool.cancel(task)
     worker.done(slot, 1)
     _, more = submit(pool, b"b")
-    worker.done(worker.asked()[1], 2)
+    worker.done(worker.next_request()[1], 2)
     assert more.get(timeout=TIMEOUT_S).data[0] == 2
     assert answers.empty()
     assert killed.empty()
 
 
-def test_a_cancelled_task_that_waits_is_forgotten(pool, worker):
+def test_a_waiting_task_that_is_cancelled_is_forgotten(pool, worker):
     """It never reaches a worker."""
     submit(pool, b"a")
     task, _ = submit(pool, b"b")
     submit(pool, b"c")
     pool.cancel(task)
-    worker.done(worker.asked()[1], 1)
-    assert worker.asked()[0] == b"c"
+    worker.done(worker.next_request()[1], 1)
+    assert worker.next_request()[0] == b"c"
 
 
-def test_workers_without_the_newest_loaders_are_let_go(pool, worker, workers):
-    """An old worker finishes what it has, also what is still being sent, and its socket is closed."""
+def test_workers_without_the_newest_loaders_are_closed(pool, worker, workers):
+    """An old worker finishes its task, its batches are sent, and then its socket is closed."""
     _, answers = submit(pool, b"a")
-    _, slot = worker.asked()
+    _, slot = worker.next_request()
     workers.append(FakeWorker(pool, 2))
     worker.done(slot, 1)
     produced = answers.get(timeout=TIMEOUT_S)
     _, more = submit(pool, b"b")
-    workers[-1].done(workers[-1].asked()[1], 2)
+    workers[-1].done(workers[-1].next_request()[1], 2)
     more.get(timeout=TIMEOUT_S)
     assert produced.data[0] == 1
     produced.release()
@@ -218,7 +219,7 @@ def test_workers_without_the_newest_loaders_are_let_go(pool, worker, workers):
 
 
 def test_a_task_waits_for_a_worker_with_its_loaders(pool, worker, workers):
-    """Workers that were forked before the loaders were opened are not asked."""
+    """Workers that were forked before the loaders were opened get no request."""
     submit(pool, b"a", opening="2/test/test/0")
     assert worker.is_idle()
     assert pool.state()["queued"] == 1
@@ -227,13 +228,13 @@ def test_a_task_waits_for_a_worker_with_its_loaders(pool, worker, workers):
 def test_state_counts_workers_and_tasks(pool, worker):
     """What a data host reports about its workers."""
     submit(pool, b"a")
-    worker.asked()
+    worker.next_request()
     state = pool.state()
     assert (state["workers"], state["busy"], state["queued"]) == (1, 1, 0)
 
 
-def test_a_pool_closes_whose_thread_has_ended_first(monkeypatch):
-    """The thread sees that the pool is closed when it hears from a worker, too, before it is woken for that."""
+def test_closing_a_pool_whose_thread_has_ended_already(monkeypatch):
+    """A message from a worker can wake the thread, which then ends before ``close`` wakes it."""
     pool = WorkerPool(print)
     wake = pool._wake
 
