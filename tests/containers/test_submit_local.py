@@ -116,7 +116,7 @@ def test_a_job_that_hangs_ends_with_the_time_limit(python, submit):
 @pytest.mark.proof
 @pytest.mark.sdk2
 def test_a_heterogeneous_job_trains(submit):
-    """A heterogeneous job trains the app fed by its data host; what local mode lacks is left out with a warning."""
+    """A heterogeneous job trains the app fed by its data host; what local mode does not support is ignored with a warning."""
     groups = {"trainer": {"instance_type": "ml.g5.xlarge"}, "data": {"instance_type": "ml.c5.xlarge"}}
     ended = submit(
         sys.executable,
@@ -129,7 +129,7 @@ def test_a_heterogeneous_job_trains(submit):
         checkpoints="s3://bucket/checkpoints",
     )
     assert ended.returncode == 0, output_of(ended)
-    assert "checkpoints: local mode has none" in ended.stderr
+    assert "checkpoints is ignored: local mode does not support it" in ended.stderr
     assert "The data host exits" in output_of(ended)
 
 
