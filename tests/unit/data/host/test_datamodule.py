@@ -20,7 +20,5 @@ def test_a_missing_fact_is_none():
 
 def test_anything_else_says_what_to_do():
     """The error names the attribute, the available ones, and what to do."""
-    with pytest.raises(
-        AttributeError, match=r"self.trainer.model is not available on a data host, only current_epoch"
-    ):
+    with pytest.raises(AttributeError, match=r"self.trainer.model is not available on a data host, only current_epoch"):
         _ = TrainerFacts({}).model
