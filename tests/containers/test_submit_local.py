@@ -116,7 +116,7 @@ def test_a_job_that_hangs_ends_with_the_time_limit(python, submit):
 @pytest.mark.proof
 @pytest.mark.sdk2
 def test_a_heterogeneous_job_trains(submit):
-    """A heterogeneous job trains the app fed by its data host; what local mode does not support is ignored with a warning."""
+    """A heterogeneous job trains the app fed by its data host; unsupported settings are ignored with a warning."""
     groups = {"trainer": {"instance_type": "ml.g5.xlarge"}, "data": {"instance_type": "ml.c5.xlarge"}}
     ended = submit(
         sys.executable,
