@@ -75,7 +75,7 @@ class HostProcess:
         self._outcome: Finished | None = None
         self._in_hook = False
         self._job_is_ending = False
-        # Why the last request for loaders failed; the trainers cannot continue without them.
+        # The reply to the last request for loaders, if it failed; the trainers cannot continue without them.
         self._problem: dict[str, str] | None = None
         self._training_succeeded = False
 
@@ -118,13 +118,13 @@ class HostProcess:
         if outcome.is_error:
             raise DataServiceError(outcome.reason)
         # With an owner, the trainers' error is in the owner's own process already.
-        if until is None and self._problem is not None and not self._training_succeeded:
-            where, text = self._problem["where"], self._problem["text"]
+        problem = self._problem
+        if until is None and problem is not None and not self._training_succeeded:
             # The launcher reports the first traceback in the log: it must be the user's own error.
-            logger.error("Data host %s failed in %s:\n%s", self._settings.name, where, text)
+            logger.error("Data host %s failed in %s:\n%s", self._settings.name, problem["where"], problem["text"])
             raise DataServiceError(
                 f"Data host {self._settings.name} could not open its loaders, and the training failed: "
-                f"{where} raised {_last_line(text)}"
+                f"{problem['where']} raised {_last_line(problem['text'])}"
             )
         logger.info("The data host exits: %s.", outcome.reason)
 
@@ -204,9 +204,10 @@ class HostProcess:
             return
         how = describe_exit(status)
         if self._server_starts >= _MAX_SERVER_STARTS:
-            self._outcome = Finished(
-                f"The data host's gRPC server {how}, {self._server_starts} times in a row.", is_error=True
+            reason = (
+                f"The data host's gRPC server {how}, {self._server_starts} times in a row. See the log lines above."
             )
+            self._outcome = Finished(reason, is_error=True)
             return
         logger.warning("The data host's gRPC server %s. Restarting it.", how)
         if self._server.fileno() in {key.fd for key in self._selector.get_map().values()}:
