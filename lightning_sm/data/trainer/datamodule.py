@@ -1,4 +1,4 @@
-"""RemoteDataModule: the user's DataModule on a trainer, with its loaders on the data hosts."""
+"""RemoteDataModule: stands in for the user's DataModule on a trainer, and fetches its batches from the data hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.loader import RemoteLoader
-from lightning_sm.data.trainer.passes import LoaderPlace, Position
+from lightning_sm.data.trainer.passes import LoaderPlace
 from lightning_sm.data.trainer.position import Progress, position_of
 from lightning_sm.data.trainer.reporter import Reporter
 from lightning_sm.errors import DataServiceError, DataSettingsError
@@ -29,41 +29,46 @@ logger = logging.getLogger(__name__)
 
 _LOADER_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 
-_SMALLEST_WINDOW, _LARGEST_WINDOW = 4, 256
+# Batches that may be in flight or buffered.
+_MIN_WINDOW = 4
+_MAX_WINDOW = 256
 
-# Runs of the Trainer are told apart by a number drawn at random, as data hosts may outlive a training; it fits int64.
+# A random number identifies a run of the Trainer, because data hosts may outlive it. Broadcasting needs an int64.
 _RUN_BITS = 62
 
-# Hooks of the user that belong to the trainers. Lightning asks whether they are overridden, and finds the user's own.
+# The user's hooks that run on the trainers. Lightning checks whether they are overridden, so it must find these.
 _TRAINER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class RemoteDataModule(LightningDataModule):
     """Fetches the batches of a DataModule from data hosts.
 
-    On the data hosts run ``prepare_data``, ``setup``, ``*_dataloader`` and ``teardown``; here run
-    ``on_before_batch_transfer``, ``transfer_batch_to_device``, ``on_after_batch_transfer``, ``state_dict`` and
-    ``load_state_dict``. Attributes of the wrapped DataModule shine through, and so do the plain values that its
-    ``setup`` left on the data hosts.
+    ``prepare_data``, ``setup``, ``*_dataloader`` and ``teardown`` run on the data hosts. ``on_before_batch_transfer``,
+    ``transfer_batch_to_device``, ``on_after_batch_transfer``, ``state_dict`` and ``load_state_dict`` run here. Other
+    attributes are those of the wrapped DataModule, including the numbers, strings, lists and dicts that its ``setup``
+    set on the data hosts.
 
     Args:
-        datamodule: The user's DataModule; this machine need not see its data.
-        addresses: The data hosts, ``host:port`` each.
+        datamodule: The user's DataModule. Its data need not be accessible from this machine.
+        addresses: Addresses of the data hosts, ``host:port``.
         settings: Window, timeouts, credentials.
         seed: Base of shuffling and of all random states. Default: that of ``seed_everything``, else 0.
-        job: Name of the job; data hosts must use the same.
+        job: Name of the job; the data hosts must use the same.
+
+    Raises:
+        DataSettingsError: There is no address, or the library for ``settings.compression`` is not installed.
     """
 
     def __new__(cls, datamodule: LightningDataModule, *_: Any, **__: Any) -> RemoteDataModule:
-        """Make an instance whose class has exactly the hooks that the user's DataModule overrides."""
+        """Create an instance whose class has exactly the hooks that the user's DataModule overrides."""
         own = type(datamodule)
         hooks = {
             name: _loader_hook(name)
             for name in _LOADER_HOOKS
             if getattr(own, name, None) is not getattr(LightningDataModule, name)
         }
-        # Checkpoints hold the state of a DataModule under the name of its class: with and without data hosts alike.
-        # A private module keeps the class out of jsonargparse's search for DataModules by name.
+        # Checkpoints store the state of a DataModule under its class name, which must not depend on data hosts. The
+        # private module hides the class from jsonargparse, which searches DataModules by name.
         names = {"__qualname__": own.__qualname__, "__module__": f"{__name__}._wrapped", "__doc__": own.__doc__}
         return super().__new__(type(own.__name__, (cls,), {**hooks, **names}))
 
@@ -80,10 +85,10 @@ class RemoteDataModule(LightningDataModule):
             raise DataSettingsError("RemoteDataModule needs the address of at least one data host: addresses=[...].")
         settings = settings or DataServiceSettings()
         if settings.compression is not None:
-            codec_of(settings.compression)  # a missing library must not come out with the first batch
+            codec_of(settings.compression)  # report a missing library here instead of with the first batch
         self._datamodule = datamodule
         super().__init__()
-        # Lightning's own attributes, such as whether hyperparameters are logged, are those of the wrapped DataModule.
+        # Drop what Lightning just set, such as whether hyperparameters are logged: the wrapped DataModule has its own.
         self.__dict__ = {"_datamodule": datamodule}
         self._addresses = list(addresses)
         self._settings = settings
@@ -97,7 +102,7 @@ class RemoteDataModule(LightningDataModule):
         self._rings: dict[tuple[str, int], RemoteLoader] = {}
         self._progress = Progress()
         self._reporter = Reporter(self._state)
-        # Between two runs of the Trainer in one script, data hosts must not take the first for the end of the job.
+        # False in a job: a script may run the Trainer several times before training has finished.
         self.closes_on_teardown = True
         self._take_hooks()
 
@@ -106,7 +111,7 @@ class RemoteDataModule(LightningDataModule):
             setattr(self, name, getattr(self._datamodule, name))
 
     def __getattr__(self, name: str) -> Any:
-        """Look for what is not here on the wrapped DataModule."""
+        """Return an attribute of the wrapped DataModule."""
         if name.startswith("__") or name == "_datamodule":
             raise AttributeError(name)
         try:
@@ -114,29 +119,29 @@ class RemoteDataModule(LightningDataModule):
         except AttributeError as error:
             raise AttributeError(
                 f"{type(self._datamodule).__name__} has no attribute {name!r} on a trainer. prepare_data() and setup() "
-                "run on the data hosts only; numbers, strings, lists and dicts of these that setup() sets there are "
-                "copied, other values are not."
+                "run on the data hosts only. Numbers, strings, and lists and dicts of these that setup() sets there "
+                "are copied to the trainers; other values are not."
             ) from error
 
     def __reduce__(self) -> Any:
-        """Make the class of this object anew; what belongs to this process stays here."""
+        """Pickle what does not belong to this process; unpickling creates the class again."""
         state = {"_datamodule": self._datamodule, "closes_on_teardown": self.closes_on_teardown}
         arguments = {"settings": self._settings, "seed": self._seed, "job": self._job}
-        # The DataModule is no argument: it refers to the Trainer, and the Trainer to this object.
+        # The DataModule is in the state, not an argument: it refers to the Trainer, and the Trainer to this object.
         return _rebuild, (type(self._datamodule), self._addresses, arguments), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the wrapped DataModule, once it exists.
+        """Set the wrapped DataModule, which refers back to this object.
 
         Args:
-            state: What ``__reduce__`` returned last.
+            state: The state that ``__reduce__`` returned.
         """
         self.__dict__.update(state)
         self._take_hooks()
 
     @property
     def trainer(self) -> Any:
-        """The Trainer, once Lightning has attached it; the wrapped DataModule sees it, too."""
+        """The Trainer, once Lightning has attached it, also as the wrapped DataModule sees it."""
         return self._datamodule.trainer
 
     @trainer.setter
@@ -150,17 +155,18 @@ class RemoteDataModule(LightningDataModule):
 
     @property
     def hparams_initial(self) -> Any:
-        """Hyperparameters of the wrapped DataModule, as they were saved."""
+        """Hyperparameters of the wrapped DataModule, as ``save_hyperparameters`` recorded them."""
         return self._datamodule.hparams_initial
 
     def setup(self, stage: str) -> None:
-        """Connect to the data hosts, and wait until the first has run the user's ``setup``.
+        """Connect to the data hosts, and wait until the first one has run the user's ``setup``.
 
         Args:
             stage: "fit", "validate", "test" or "predict".
 
         Raises:
-            DataServiceError: The data hosts cannot be reached, disagree, or the user's code failed there.
+            DataServiceError: The data hosts are unreachable, they serve different data, or the user's code failed
+                there.
         """
         trainer = self.trainer
         self._run = secrets.randbits(_RUN_BITS)
@@ -172,11 +178,11 @@ class RemoteDataModule(LightningDataModule):
         self._loaders.clear()
         if self._client is None:
             self._client = self._start_feeder()
-        for name, value in self._open("")["attributes"].items():
+        for name, value in self._request_loaders("")["attributes"].items():
             setattr(self._datamodule, name, value)
 
     def teardown(self, stage: str) -> None:
-        """Let go of the data hosts, which run the user's ``teardown`` when nobody needs them any more.
+        """Disconnect from the data hosts, which run the user's ``teardown`` when no trainer needs them.
 
         Args:
             stage: "fit", "validate", "test" or "predict".
@@ -189,10 +195,10 @@ class RemoteDataModule(LightningDataModule):
             self.close("finished")
 
     def on_exception(self, exception: BaseException) -> None:
-        """Let go of the data hosts: after an exception Lightning does not call ``teardown``.
+        """Disconnect from the data hosts: after an exception Lightning does not call ``teardown``.
 
         Args:
-            exception: What ended the training.
+            exception: The exception that ended the training.
         """
         try:
             self._datamodule.on_exception(exception)
@@ -200,13 +206,15 @@ class RemoteDataModule(LightningDataModule):
             self.close(f"{type(exception).__name__}: {exception}")
 
     def close(self, outcome: str = "finished") -> None:
-        """Tell the data hosts that this rank needs them no longer, and end its feeder.
+        """Disconnect this rank from the data hosts, and stop its feeder process.
 
         Args:
-            outcome: How the training ended, for their logs.
+            outcome: How the training ended, for the logs of the data hosts.
         """
-        client, self._client = self._client, None
-        local, self._local = self._local, None
+        client = self._client
+        local = self._local
+        self._client = None
+        self._local = None
         self._rings.clear()
         if client is not None:
             client.close(outcome)
@@ -221,14 +229,16 @@ class RemoteDataModule(LightningDataModule):
         """Restore the state of the wrapped DataModule.
 
         Args:
-            state_dict: What ``state_dict`` returned.
+            state_dict: A state that ``state_dict`` returned.
         """
         self._datamodule.load_state_dict(state_dict)
 
     @property
     def _feeder(self) -> FeederClient:
         if self._client is None:
-            raise DataServiceError("The loaders are asked for before setup(): a Trainer calls it, or call it yourself.")
+            raise DataServiceError(
+                "RemoteDataModule was used before setup(). A Trainer calls setup(); without one, call it yourself."
+            )
         return self._client
 
     def _state(self) -> dict[str, Any]:
@@ -236,22 +246,22 @@ class RemoteDataModule(LightningDataModule):
 
     def _start_feeder(self) -> FeederClient:
         rank, world_size = self._ranks()
-        addresses = [*self._addresses, *self._local_host()]
+        addresses = list(self._addresses)
+        if self._settings.local_workers:
+            addresses.append(self._start_local_workers(world_size))
         client = {"client": f"rank {rank} on {socket.gethostname()}", "world_size": world_size}
         credentials = Credentials.of(self._settings, self._job)
-        read_tls(credentials)
+        read_tls(credentials)  # report an unreadable file here instead of in the feeder process
         feeder = FeederClient(addresses, credentials, client, self._settings.hedge_factor)
         weakref.finalize(self, feeder.close, "the process ended")
         return feeder
 
-    def _local_host(self) -> list[str]:
-        """Start the workers of this trainer host, in its first rank, and return where all of its ranks reach them."""
-        if not self._settings.local_workers:
-            return []
+    def _start_local_workers(self, world_size: int) -> str:
+        """Start the workers of this trainer host, in its first rank, and return their address for all its ranks."""
         trainer = self.trainer
         local_rank, node_rank = (0, 0) if trainer is None else (trainer.local_rank, trainer.node_rank)
-        # Abstract, so that no file is left behind; of the same name in all ranks of the host, and in no other job's.
-        own = os.environ.get("MASTER_PORT", "") if self._ranks()[1] > 1 else str(os.getpid())
+        # An abstract socket leaves no file behind. Its name is the same in all ranks of the host, and no other job's.
+        own = os.environ.get("MASTER_PORT", "") if world_size > 1 else str(os.getpid())
         address = f"unix-abstract:lightning_sm/{self._job}/{own}/{node_rank}"
         if local_rank == 0:
             host = DataHost(
@@ -264,33 +274,40 @@ class RemoteDataModule(LightningDataModule):
             )
             self._local = host.__enter__()
             weakref.finalize(self, host.close)
-        return [address]
+        return address
 
-    def _open(self, loaders: str) -> dict[str, Any]:
+    def _request_loaders(self, loaders: str) -> dict[str, Any]:
+        """Let the data hosts open their loaders of a stage, or only run ``setup`` if ``loaders`` is empty."""
         trainer = self.trainer
         request: dict[str, Any] = {
-            "opening": self._opening(loaders),
+            "opening": self._request_name(loaders),
             "run": self._run,
             "stage": self._stage,
             "loaders": loaders,
             "trainer": {name: getattr(trainer, name, None) for name in TRAINER_FACTS},
         }
-        return self._feeder.open(request["opening"], request, self._settings.startup_timeout_s)
+        return self._feeder.open_loaders(request, self._settings.startup_timeout_s)
 
-    def _opening(self, loaders: str) -> str:
-        """Name of an opening: the same on all ranks, another one for every run and every reload."""
+    def _request_name(self, loaders: str) -> str:
+        """Name of a request for loaders: the same on all ranks, and different for every run and every reload."""
         every = getattr(self.trainer, "reload_dataloaders_every_n_epochs", 0)
         epoch = self.trainer.current_epoch if every and loaders in ("train", "val") else 0
         return f"{self._run}/{self._stage}/{loaders}/{epoch}"
 
     def _ranks(self) -> tuple[int, int]:
+        """Rank and world size."""
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
     def _remote_loaders(self, stage: str) -> Any:
-        reply = self._open(stage)
+        reply = self._request_loaders(stage)
         loaders = []
-        for index, facts in enumerate(reply["loaders"]):
-            loaders.append(self._remote_loader(stage, index, LoaderFacts.from_json(facts)))
+        for index, values in enumerate(reply["loaders"]):
+            facts = LoaderFacts.from_json(values)
+            place = self._place(stage, index, facts)
+            loader = RemoteLoader(self._feeder, facts, place, lambda loader: position_of(loader, self.trainer))
+            loader.inherit(self._rings.get((stage, index)))  # else each reload would leave a ring behind
+            self._rings[stage, index] = loader
+            loaders.append(loader)
         if stage == "train" and loaders:
             loaders[0].on_epoch = self._begin_epoch
             loaders[0].on_batch = lambda loader: self._reporter.batch(loader, self.trainer)
@@ -298,8 +315,8 @@ class RemoteDataModule(LightningDataModule):
         self._loaders[stage] = loaders
         if loaders and (self.trainer is None or self.trainer.local_rank == 0):
             logger.info(
-                "%s_dataloader(): a rank holds at most %d batches for each of %d loader(s), of which %d are a window "
-                "that shrinks to %.0f MB when batches are large.",
+                "%s_dataloader(): each rank holds at most %d batches per loader (number of loaders: %d). At most %d of "
+                "them, and at most %.0f MB, are in flight or buffered.",
                 stage,
                 loaders[0].num_slots,
                 len(loaders),
@@ -308,63 +325,50 @@ class RemoteDataModule(LightningDataModule):
             )
         return _assembled(reply["structure"], loaders)
 
-    def _remote_loader(self, stage: str, index: int, facts: LoaderFacts) -> RemoteLoader:
-        loader = RemoteLoader(self._feeder, facts, self._place(stage, index, facts), self._position)
-        # Else each reload of the loaders would leave a ring behind.
-        loader.inherit(self._rings.get((stage, index)))
-        self._rings[stage, index] = loader
-        return loader
-
     def _place(self, stage: str, index: int, facts: LoaderFacts) -> LoaderPlace:
         settings = self._settings
+        trainer = self.trainer
         rank, world_size = self._ranks()
-        if self.trainer is not None and not self.trainer._accelerator_connector.use_distributed_sampler:
-            if not facts.is_split:
-                rank, world_size = 0, 1  # every rank gets all that the sampler yields
-            if not facts.is_split and self.trainer.world_size > 1 and self.trainer.is_global_zero:
+        if trainer is not None and not trainer._accelerator_connector.use_distributed_sampler and not facts.is_split:
+            if world_size > 1 and rank == 0:
                 logger.warning(
                     "Trainer(use_distributed_sampler=False): all %d ranks get the same batches of %s. A data host "
-                    "serves all ranks, and its self.trainer.global_rank is 0: to split the data over the ranks, use "
+                    "serves all ranks, and self.trainer.global_rank is 0 there. To split the data over the ranks, use "
                     "DistributedSampler, or leave use_distributed_sampler on.",
-                    self.trainer.world_size,
+                    world_size,
                     facts.name,
                 )
+            rank, world_size = 0, 1  # every rank gets everything that the sampler yields
+        seed = self._progress.seed
+        if seed is None:
+            seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self._seed is None else self._seed
         return LoaderPlace(
-            opening=self._opening(stage),
+            request_name=self._request_name(stage),
             index=index,
             stage=stage,
             rank=rank,
             world_size=world_size,
-            seed=self._base_seed(),
+            seed=seed,
             window_batches=settings.window_batches or self._default_window(),
             window_bytes=settings.window_bytes,
             max_batch_bytes=settings.max_batch_bytes,
             timeout_s=settings.batch_timeout_s,
             compression=settings.compression or "",
             num_shards=settings.virtual_shards or default_num_shards(world_size),
-            # Validation that began anew, or was cut, would give other metrics than its data has.
+            # A validation whose shards restart, or that ends early, would give wrong metrics.
             batches_per_pass=settings.batches_per_epoch if stage == "train" else None,
         )
 
-    def _base_seed(self) -> int:
-        if self._progress.seed is not None:
-            return self._progress.seed
-        return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self._seed is None else self._seed
-
     def _begin_epoch(self, _: int) -> None:
-        """Lightning announces each epoch to the loaders right before it looks at its progress."""
-        loaders = self._loaders["train"]
-        self._reporter.end_epoch(loaders[0], self.trainer)
+        """Report the last epoch and resume: Lightning announces an epoch to loaders before it reads its progress."""
+        self._reporter.end_epoch(self._loaders["train"][0], self.trainer)
         self._progress.resume(self.trainer)
 
     def _default_window(self) -> int:
-        """Twice the workers that work for this rank, so that each has a batch ready and one in the making."""
+        """Twice this rank's share of the workers, so that each has one batch ready and builds the next."""
         known: list[int] = [host["workers"] for host in self._feeder.state()["hosts"] if host["workers"]]
         workers = sum(known) * len(self._addresses) / max(1, len(known))
-        return min(_LARGEST_WINDOW, max(_SMALLEST_WINDOW, math.ceil(2 * workers / self._ranks()[1])))
-
-    def _position(self, loader: RemoteLoader) -> Position:
-        return position_of(loader, self.trainer)
+        return min(_MAX_WINDOW, max(_MIN_WINDOW, math.ceil(2 * workers / self._ranks()[1])))
 
 
 def _loader_hook(name: str) -> Callable[[RemoteDataModule], Any]:
@@ -372,12 +376,12 @@ def _loader_hook(name: str) -> Callable[[RemoteDataModule], Any]:
         return self._remote_loaders(name.removesuffix("_dataloader"))
 
     hook.__name__ = name
-    hook.__doc__ = f"Return the loaders that ``{name}`` of the user returns on the data hosts, fetched from there."
+    hook.__doc__ = f"Return loaders for the batches of the user's ``{name}`` on the data hosts."
     return hook
 
 
 def _assembled(structure: Any, loaders: Sequence[RemoteLoader]) -> Any:
-    """Put loaders where the user's stood."""
+    """Put the loaders into the structure that the user's hook returned on the data hosts."""
     if isinstance(structure, int):
         return loaders[structure]
     if "dict" in structure:

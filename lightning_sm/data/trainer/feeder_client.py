@@ -1,4 +1,4 @@
-"""The training process's side of its feeder: starts it, asks it, hears it. Imports neither gRPC nor torch."""
+"""Starts the feeder process, and talks to it from the training process. Imports neither gRPC nor torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import subprocess
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -19,7 +19,7 @@ from lightning_sm.data.settings import Credentials
 
 logger = logging.getLogger(__name__)
 
-# While something is awaited for long, say so this often.
+# Interval of log lines during a long wait.
 _REPORT_PERIOD_S = 30.0
 _EXIT_TIMEOUT_S = 10.0
 
@@ -28,9 +28,9 @@ class FeederClient:
     """A feeder process and the connection to it.
 
     Args:
-        addresses: Data hosts.
-        credentials: Job, token, TLS.
-        client: Facts about this rank: "client" (its name), "world_size".
+        addresses: Addresses of the data hosts.
+        credentials: Credentials for the data hosts.
+        client: This rank: "client" is its name, "world_size" the number of ranks.
         hedge_factor: See ``DataServiceSettings``.
     """
 
@@ -43,7 +43,7 @@ class FeederClient:
         self._pid = os.getpid()
         self._inboxes: dict[int, deque[Message]] = {}
         self._opened: dict[str, dict[str, Any]] = {}
-        self._problem: Message | None = None
+        self._error: Message | None = None
         self._states: list[dict[str, Any]] = []
         self._lengths: dict[int, Message] = {}
         self._num_lengths = 0
@@ -57,42 +57,29 @@ class FeederClient:
         }
         self._socket.send("feed", settings=settings)
 
-    def open(self, opening: str, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Let all data hosts open loaders.
+    def open_loaders(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Let all data hosts run ``setup`` and open their loaders; return the loaders that they agree on.
 
         Args:
-            opening: Name of the opening.
-            request: What to open.
-            timeout_s: Seconds until the first host must have done so.
+            request: The loaders to open; "opening" is the name of the request.
+            timeout_s: Time until the first host must have opened them, in seconds.
 
         Raises:
             DataServiceError: A host failed, the hosts disagree, or none answered in time.
-
-        Returns:
-            What they opened.
         """
         self._send("open", **request)
-        deadline = time.monotonic() + timeout_s
-        what = f"{request['loaders']}_dataloader()" if request.get("loaders") else f"setup({request.get('stage')!r})"
-        while opening not in self._opened:
-            self._raise_problem(None)
-            if not self._hear(min(_REPORT_PERIOD_S, deadline - time.monotonic())):
-                report = self.describe()
-                if time.monotonic() >= deadline:
-                    raise errors.DataHostUnreachableError(
-                        f"No data host has run {what} within {timeout_s:.0f} s (data_service.startup_timeout_s).\n"
-                        f"{report}\nLook at the logs of the data hosts; if they download data, allow more time."
-                    )
-                logger.info("Waiting for the data hosts to run %s:\n%s", what, report)
-        self._raise_problem(None)
-        return self._opened.pop(opening)
+        name = request["opening"]
+        hook = f"{request['loaders']}_dataloader()" if request["loaders"] else f"setup({request['stage']!r})"
+        if not self._wait(lambda: name in self._opened, timeout_s, f"the data hosts to run {hook}", logging.INFO):
+            raise errors.DataHostUnreachableError(
+                f"No data host has run {hook} within {timeout_s:.0f} s (data_service.startup_timeout_s).\n"
+                f"{self.describe()}\nSee the logs of the data hosts. If they download data, raise the timeout."
+            )
+        self._raise_error(None)
+        return self._opened.pop(name)
 
     def add_ring(self, ring: Ring) -> int:
-        """Share a ring with the feeder, and return its number.
-
-        Args:
-            ring: The ring.
-        """
+        """Share a ring with the feeder, and return its number."""
         self._num_rings += 1
         self._socket.send(
             "ring", fds=[ring.fd], ring=self._num_rings, num_slots=ring.num_slots, slot_bytes=ring.slot_bytes
@@ -100,132 +87,112 @@ class FeederClient:
         return self._num_rings
 
     def start_pass(self, facts: Mapping[str, Any]) -> int:
-        """Begin a pass over a loader, and return its number.
-
-        Args:
-            facts: What the feeder must know of it.
-        """
+        """Start a pass over a loader, and return its number."""
         self._num_passes += 1
         self._inboxes[self._num_passes] = deque()
         self._send("start", pass_id=self._num_passes, **facts)
         return self._num_passes
 
     def length(self, facts: Mapping[str, Any], timeout_s: float) -> tuple[int, int]:
-        """Return the steps of a pass that only the user's code knows, and the batches of all ranks that it leaves out.
+        """Have a data host determine the length of a pass by running the user's sampler or reading the dataset.
 
         Args:
             facts: The pass, as for ``start_pass``.
-            timeout_s: Seconds to wait for the data hosts to run the sampler, or to count the batches of a dataset.
+            timeout_s: Timeout in seconds.
+
+        Returns:
+            Steps of the pass, and batches of all ranks that it leaves out.
 
         Raises:
-            DataServiceError: The sampler failed, or did not end in time.
+            DataServiceError: The user's code failed, or did not end in time.
         """
-        number = self._num_lengths = self._num_lengths + 1
+        self._num_lengths += 1
+        number = self._num_lengths
         self._send("measure", number=number, **facts)
-        deadline = time.monotonic() + timeout_s
-        while number not in self._lengths:
-            self._raise_problem(None)
-            if not self._hear(min(_REPORT_PERIOD_S, deadline - time.monotonic())) and time.monotonic() >= deadline:
-                is_dataset = facts["order"] == "shards"
-                advice = "set data_service.batches_per_epoch, then nobody counts" if is_dataset else ""
-                raise errors.DataTimeoutError(
-                    f"No data host has run a {'dataset' if is_dataset else 'sampler'} to its end within "
-                    f"{timeout_s:.0f} s (data_service.batch_timeout_s).\n{self.describe()}\n"
-                    f"Does it end at all? {advice or 'Give it an end, or allow more time'}."
-                )
+        source = "dataset" if facts["order"] == "shards" else "sampler"
+        if not self._wait(lambda: number in self._lengths, timeout_s, f"the length of a {source}", logging.INFO):
+            fix = "Set data_service.batches_per_epoch" if source == "dataset" else "Make it finite"
+            raise errors.DataTimeoutError(
+                f"No data host has reached the end of the {source} within {timeout_s:.0f} s "
+                f"(data_service.batch_timeout_s).\n{self.describe()}\n"
+                f"The {source} may be infinite. {fix}, or raise data_service.batch_timeout_s."
+            )
         answer = self._lengths.pop(number)
         if "error" in answer.facts:
             raise _error(answer)
         return int(answer.facts["num_steps"]), int(answer.facts["num_dropped"])
 
     def close_pass(self, pass_id: int) -> list[Message]:
-        """End a pass, and return the batches that came but were not taken; may be called from a finalizer.
-
-        Args:
-            pass_id: The pass.
-        """
+        """End a pass, and return the batches that arrived but were not taken; may be called from a finalizer."""
         inbox = self._inboxes.pop(pass_id, deque())
-        self._write(Released.PASS, pass_id, 0)
+        self._release(Released.PASS, pass_id, 0)
         return [message for message in inbox if message.kind == "batch"]
 
     def next(self, pass_id: int, timeout_s: float) -> Message:
-        """Wait for the next batch of a pass.
-
-        Args:
-            pass_id: The pass.
-            timeout_s: Seconds to wait.
+        """Wait for the next batch of a pass, or its end: a message of kind "batch" or "end".
 
         Raises:
-            DataServiceError: The batch cannot come, or did not in time.
-
-        Returns:
-            A message of kind "batch" or "end".
+            DataServiceError: The batch failed, or did not arrive in time.
         """
         inbox = self._inboxes[pass_id]
-        deadline = time.monotonic() + timeout_s
-        while not inbox or inbox[0].kind == "error":
-            self._raise_problem(pass_id)
-            if not self._hear(min(_REPORT_PERIOD_S, deadline - time.monotonic())):
-                if time.monotonic() >= deadline:
-                    self._raise_late(pass_id, timeout_s)
-                logger.warning("Waiting for a batch:\n%s", self.describe())
-        return inbox.popleft()
+
+        def is_ready() -> bool:
+            return bool(inbox) and inbox[0].kind != "error"
+
+        if self._wait(is_ready, timeout_s, "a batch", logging.WARNING, pass_id):
+            return inbox.popleft()
+        end = (
+            f"within {timeout_s:.0f} s (data_service.batch_timeout_s).\n{self.describe()}\n"
+            "See the logs of the data hosts for the cause."
+        )
+        if any(host["state"] == "up" for host in self.state()["hosts"]):
+            raise errors.DataTimeoutError(f"No batch arrived {end}")
+        raise errors.DataHostUnreachableError(f"All data hosts are unreachable, and no batch arrived {end}")
 
     def take(self, pass_id: int, step: int) -> None:
-        """Tell that every step of a pass below a number was taken.
-
-        Args:
-            pass_id: The pass.
-            step: The number.
-        """
-        self._write(Released.STEP, pass_id, step)
+        """Notify the feeder that all steps of a pass below ``step`` were taken."""
+        self._release(Released.STEP, pass_id, step)
 
     def release(self, ring: int, slot: int) -> None:
-        """Give a slot back; may be called from a finalizer, in any thread.
-
-        Args:
-            ring: Number of the ring.
-            slot: The slot.
-        """
-        self._write(Released.SLOT, ring, slot)
+        """Release a slot of a ring; may be called from a finalizer, in any thread."""
+        self._release(Released.SLOT, ring, slot)
 
     def state(self) -> dict[str, Any]:
-        """Return what the feeder knows of hosts and passes."""
+        """Return the feeder's view of hosts and passes."""
         self._send("state")
         deadline = time.monotonic() + _EXIT_TIMEOUT_S
         self._states.clear()
         while not self._states:
-            if not self._hear(deadline - time.monotonic()):
+            if not self._receive(deadline - time.monotonic()):
                 raise errors.DataServiceError(f"The feeder process did not answer within {_EXIT_TIMEOUT_S:.0f} s.")
         return self._states.pop()
 
     def describe(self) -> str:
-        """Return a table of the data hosts, for messages."""
+        """Return lines about hosts and passes, for messages."""
         state = self.state()
         lines = []
         for host in state["hosts"]:
-            busy = f", {host['busy']} of {host['workers']} workers busy" if host["workers"] is not None else ""
             why = f" ({host['why']})" if host["why"] else ""
-            lines.append(f"  {host['name']}: {host['state']}{why}{busy}, {host['in_flight']} batches asked")
-        for asked in state["passes"]:
-            where = ", ".join(f"{request['host']} for {request['for_s']:.1f} s" for request in asked["asked"])
-            lines.append(
-                f"  awaited: step {asked['waiting_for']}, asked of {where or 'nobody'}; {asked['ready']} ready"
-            )
+            busy = f", {host['busy']} of {host['workers']} workers busy" if host["workers"] is not None else ""
+            lines.append(f"  {host['name']}: {host['state']}{why}{busy}, requests in flight: {host['in_flight']}")
+        for one in state["passes"]:
+            requests = ", ".join(f"{request['host']} {request['for_s']:.1f} s ago" for request in one["asked"])
+            where = f"requested from {requests}" if requests else "not requested"
+            lines.append(f"  waiting for batch {one['waiting_for']}: {where}; {one['ready']} buffered")
         return "\n".join(lines)
 
     def close(self, outcome: str) -> None:
-        """Tell the data hosts how the training ended, and end the feeder.
+        """Notify the data hosts of how the training ended, and stop the feeder.
 
         Args:
-            outcome: How it ended, for the data hosts' logs.
+            outcome: How the training ended, for the logs of the data hosts.
         """
         if self._releases < 0 or os.getpid() != self._pid:
             return
         try:
             self._socket.send("finish", outcome=outcome)
         except OSError:
-            logger.debug("The feeder is gone already.")
+            logger.debug("The feeder process has already exited.")
         self._socket.close()
         os.close(self._releases)
         self._releases = -1
@@ -246,18 +213,35 @@ class FeederClient:
         except OSError:
             self._raise_ended()
 
-    def _write(self, kind: Released, number: int, value: int) -> None:
-        """Tell the feeder something without taking a lock: a finalizer may interrupt whoever holds it."""
-        # A forked child inherits the arrays, but what it drops the training process may still use.
+    def _release(self, kind: Released, number: int, value: int) -> None:
+        """Write to the release pipe. It takes no lock, because a finalizer may interrupt the thread that holds it."""
+        # A forked child inherits the arrays, but the training process may still use what the child drops.
         if self._releases < 0 or os.getpid() != self._pid:
             return
         try:
             os.write(self._releases, RELEASE.pack(kind, number, value))
         except BrokenPipeError:
-            logger.debug("The feeder is gone.")
+            logger.debug("The feeder process has exited.")
 
-    def _hear(self, timeout_s: float) -> bool:
-        """Sort in the next message; False if none came in time."""
+    def _wait(
+        self, is_ready: Callable[[], bool], timeout_s: float, what: str, level: int, pass_id: int | None = None
+    ) -> bool:
+        """Receive messages until a condition holds, and return whether it does in time. Log what a long wait is for.
+
+        Raises:
+            DataServiceError: The feeder reported an error, of this pass or of all.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not is_ready():
+            self._raise_error(pass_id)
+            if not self._receive(min(_REPORT_PERIOD_S, deadline - time.monotonic())):
+                if time.monotonic() >= deadline:
+                    return False
+                logger.log(level, "Waiting for %s:\n%s", what, self.describe())
+        return True
+
+    def _receive(self, timeout_s: float) -> bool:
+        """Handle the next message; return False if none arrives in time."""
         try:
             message = self._socket.receive(max(0.0, timeout_s))
         except TimeoutError:
@@ -271,31 +255,20 @@ class FeederClient:
         elif message.kind == "length":
             self._lengths[message.facts["number"]] = message
         elif message.kind == "error" and message.facts["pass_id"] is None:
-            self._problem = message
+            self._error = message
         elif (inbox := self._inboxes.get(message.facts["pass_id"])) is not None:
             inbox.append(message)
-        elif message.kind == "batch":  # of a pass that was closed meanwhile
+        elif message.kind == "batch":  # of a pass that has been closed since
             self.release(message.facts["ring"], message.facts["slot"])
         return True
 
-    def _raise_problem(self, pass_id: int | None) -> None:
-        problem = self._problem
-        if problem is None and pass_id is not None and self._inboxes[pass_id]:
-            first = self._inboxes[pass_id][0]
-            problem = first if first.kind == "error" else None
-        if problem is not None:
-            raise _error(problem)
-
-    def _raise_late(self, pass_id: int, timeout_s: float) -> NoReturn:
-        state = self.state()
-        report = self.describe()
-        is_anyone_up = any(host["state"] == "up" for host in state["hosts"])
-        error = errors.DataTimeoutError if is_anyone_up else errors.DataHostUnreachableError
-        first = "A batch has not come" if is_anyone_up else "All data hosts are gone, and no batch has come,"
-        raise error(
-            f"{first} within {timeout_s:.0f} s (data_service.batch_timeout_s).\n{report}\n"
-            "Look at the logs of the data hosts for why they are slow or gone."
-        )
+    def _raise_error(self, pass_id: int | None) -> None:
+        """Raise an error that ends all passes, or the one at which a pass has arrived."""
+        if self._error is not None:
+            raise _error(self._error)
+        inbox = self._inboxes[pass_id] if pass_id is not None else ()
+        if inbox and inbox[0].kind == "error":
+            raise _error(inbox[0])
 
     def _raise_ended(self) -> NoReturn:
         status = self._process.wait()

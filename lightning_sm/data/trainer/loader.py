@@ -1,4 +1,4 @@
-"""RemoteLoader: what a trainer iterates over in place of the user's DataLoader."""
+"""RemoteLoader: replaces the user's DataLoader on a trainer."""
 
 from __future__ import annotations
 
@@ -25,23 +25,25 @@ from lightning_sm.data.trainer.pinning import PinnedSlots
 
 logger = logging.getLogger(__name__)
 
-# Besides the window: a hedge or two under way, and what the training loop may keep: the batch it works on, the one
-# before until it is garbage, one that Lightning fetched ahead, and one on its way to a GPU.
-_HEDGE_SLOTS, _HELD_SLOTS = 4, 4
+# Slots in addition to the window. Hedged requests need some.
+_HEDGE_SLOTS = 4
+# The training loop may hold the current batch, the previous one until it is garbage, one that Lightning has prefetched,
+# and one that is being copied to a GPU.
+_HELD_SLOTS = 4
 
 
 class _SlotArray(np.ndarray):
-    """Bytes of a slot. A subclass, so that views keep this very object alive and its end can be noticed."""
+    """Bytes of a slot. A subclass, because views of it keep this object alive, so that a finalizer sees its end."""
 
 
 class RemoteLoader:
-    """Batches that data hosts make, in the order of the plan.
+    """Iterates over the batches of a loader on the data hosts, in a deterministic order.
 
     Args:
         client: The feeder.
-        facts: What the data hosts say of the user's loader.
-        place: Where it belongs.
-        position: Asked at the first batch of every pass.
+        facts: The data hosts' description of the user's loader.
+        place: Where the loader belongs.
+        position: Called at the first batch of every pass; returns where the pass starts.
     """
 
     def __init__(
@@ -55,16 +57,16 @@ class RemoteLoader:
         self.place = place
         self.stats = LoaderStats()
         self._client = client
-        self._ask_position = position
+        self._position = position
         self.epoch = 0
         self._ring: tuple[Ring, int] | None = None
-        self._held: set[int] = set()  # slots that a batch aliases; set operations are atomic, also for finalizers
+        self._held: set[int] = set()  # slots that batches alias; set operations are atomic, also in finalizers
         self._pinned: PinnedSlots | None = None
         self._has_warned = False
-        self._length: tuple[int, int] | None = None
+        self._sampler_length: tuple[int, int] | None = None  # epoch, number of batches
         self.num_passes = 0
-        self._shards = ShardPasses(facts.name, place, self._counted) if facts.order == "shards" else None
-        # Lightning looks at both, to warn of shuffled validation data and to announce epochs.
+        self._shards = ShardPasses(facts.name, place, self._count_on_host) if facts.order == "shards" else None
+        # Lightning reads both, to warn about shuffled validation data and to announce epochs.
         self.sampler = _Shuffled(self) if facts.order == "shuffled" else _Sequential(self)
         self.batch_sampler = None
         self.on_epoch: Callable[[int], None] | None = None
@@ -72,107 +74,92 @@ class RemoteLoader:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples per batch and rank; None if the dataset or the batch sampler decides."""
+        """Samples per batch and rank; None if the dataset or the batch sampler sets it."""
         return self.facts.batch_size
 
     @property
     def num_slots(self) -> int:
-        """Batches that this loader can have in memory."""
-        copying = _HELD_SLOTS if torch.cuda.is_available() else 0  # while a GPU reads them
-        return self.place.window_batches + _HEDGE_SLOTS + _HELD_SLOTS + copying
+        """Number of batches that this loader can have in memory."""
+        num_copied = _HELD_SLOTS if torch.cuda.is_available() else 0  # batches that a GPU still reads
+        return self.place.window_batches + _HEDGE_SLOTS + _HELD_SLOTS + num_copied
 
     def __len__(self) -> int:
-        """Return the number of batches in a pass, on every rank."""
+        """Return the number of batches in a pass; it is the same on every rank."""
         facts = self.facts
         if facts.order == "batch_sampler" or (facts.order == "sampler" and facts.num_samples is None):
-            return self._listed_length()
+            # A data host runs the sampler, and keeps its order for the pass that follows.
+            if self._sampler_length is None or self._sampler_length[0] != self.epoch:
+                self._sampler_length = self.epoch, self._count_on_host()[0]
+            return self._sampler_length[1]
         if self._shards is not None and (length := self._shards.length) is not None:
             return length
         if facts.num_samples is None:
-            raise TypeError(f"{facts.name} has no length; data_service.batches_per_epoch gives a training loader one.")
+            raise TypeError(f"{facts.name} has no length. For a training loader, set data_service.batches_per_epoch.")
         return num_steps(
             facts.num_samples, facts.batch_size or 1, drop_last=facts.drop_last, world_size=self.place.world_size
         )
 
-    def _listed_length(self) -> int:
-        """The data hosts run the sampler; the pass that follows finds its list ready."""
-        if self._length is None or self._length[0] != self.epoch:
-            facts = self._pass_facts(Position(epoch=max(self.epoch, 0)))
-            self._length = self.epoch, self._client.length(facts, self.place.timeout_s)[0]
-        return self._length[1]
-
-    def _counted(self) -> tuple[int, int]:
+    def _count_on_host(self) -> tuple[int, int]:
         return self._client.length(self._pass_facts(Position(epoch=max(self.epoch, 0))), self.place.timeout_s)
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the epoch of the next pass; Lightning calls it through ``sampler``.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-        """
+        """Set the epoch of the next pass, from 0; Lightning calls it through ``sampler``."""
         self.epoch = epoch
         if self.on_epoch is not None:
             self.on_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing that is needed: the position comes from the Trainer's progress, which is never dropped.
+        """Return an empty state: the position is derived from the Trainer's progress.
 
-        Lightning warns of loaders that cannot resume; by this method it sees that this one can.
+        Lightning warns about loaders that cannot resume, unless they have this method.
         """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take nothing: it is the state of a loader of a run without data hosts, if there is one.
-
-        Args:
-            state_dict: The state.
-        """
+        """Ignore a state, which may come from a loader in a run without data hosts."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process: a copy, in a Trainer for another process, gives no batches."""
-        own = ("_client", "_ask_position", "_ring", "_held", "_pinned", "on_epoch", "on_batch")
+        """Leave out what belongs to this process: a copy in another process gives no batches."""
+        own = ("_client", "_position", "_ring", "_held", "_pinned", "on_epoch", "on_batch")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def inherit(self, other: RemoteLoader | None) -> None:
-        """Go on with the slots of a loader in whose place this one comes.
-
-        Args:
-            other: The loader, of the same feeder.
-        """
-        if other is not None and (other.num_slots, other.place.max_batch_bytes) == (
-            self.num_slots,
-            self.place.max_batch_bytes,
-        ):
-            self._ring, self._pinned, self._held = other._ring, other._pinned, other._held
+        """Take over the slots of the loader that this one replaces, if they have the same number and size."""
+        if other is None or other.num_slots != self.num_slots:
+            return
+        if other.place.max_batch_bytes == self.place.max_batch_bytes:
+            self._ring = other._ring
+            self._pinned = other._pinned
+            self._held = other._held
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin a pass; nothing is asked of the data hosts before the first batch is."""
+        """Start a pass. The first request to the data hosts follows with the first batch."""
         return _Pass(self)
 
-    def _position(self) -> Position:
-        """Where the pass begins."""
-        position = self._ask_position(self)
+    def _start_position(self) -> Position:
+        position = self._position(self)
         self.num_passes += 1
         return position if self._shards is None else self._shards.begin(position)
 
-    def _after(self, position: Position, num_batches: int | None) -> Position | None:
-        """Where the pass goes on after an end; None if it is over."""
+    def _next_position(self, position: Position, num_batches: int | None) -> Position | None:
+        """Where a pass continues after its batches have ended; None if it is over."""
         if self._shards is None or num_batches is None:
             return None
         return self._shards.after(position, num_batches)
 
-    def _begin(self, position: Position) -> tuple[int, int]:
+    def _start_pass(self, position: Position) -> int:
         _, number = self._shared_ring()
         logger.debug(
             "%s: epoch %d, steps %d to %s", self.facts.name, position.epoch, position.first_step, position.stop_step
         )
-        return number, self._client.start_pass({"ring": number, **self._pass_facts(position)})
+        return self._client.start_pass({"ring": number, **self._pass_facts(position)})
 
     def _pass_facts(self, position: Position) -> dict[str, Any]:
-        place, facts = self.place, self.facts
+        place = self.place
+        facts = self.facts
         return {
             "template": {
-                "opening": place.opening,
+                "opening": place.request_name,
                 "loader": place.index,
                 "seed": place.seed,
                 "epoch": position.epoch,
@@ -205,7 +192,7 @@ class RemoteLoader:
         return self._ring
 
     def _batch(self, header: bytes, slot: int, num_bytes: int) -> Any:
-        """Map a slot as a batch; when too many batches are kept, copy this one out."""
+        """Build a batch that aliases a slot, or a copy if the training loop holds too many batches."""
         ring, number = self._shared_ring()
         if self._pinned is not None:
             self._pinned.advance()
@@ -214,11 +201,10 @@ class RemoteLoader:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "%d batches of %s are kept, more than the %d that may stay in shared memory: from now on batches "
-                    "are copied while so many are kept. Keep what you need of a batch, not the batch.",
-                    len(self._held),
+                    "%s: the training loop holds %d batches, the maximum that can stay in shared memory. Further "
+                    "batches are copied while it holds so many. Keep only the parts of a batch that you need.",
                     self.facts.name,
-                    _HELD_SLOTS,
+                    len(self._held),
                 )
             array = array.copy()
             self._client.release(number, slot)
@@ -227,14 +213,14 @@ class RemoteLoader:
         self._held.add(slot)
         if self._pinned is not None:
             self._pinned.lock(slot, array)
-        # No method: the loader would live as long as the batch, and the batch as long as what the loader refers to.
-        give_back = partial(self._client.release, number) if self._pinned is None else self._pinned.drop
-        weakref.finalize(owner, _give_back, self._held, give_back, slot).atexit = False
+        # A function, not a method: a method would keep the loader alive as long as the batch.
+        release = partial(self._client.release, number) if self._pinned is None else self._pinned.drop
+        weakref.finalize(owner, _release_slot, self._held, release, slot).atexit = False
         return decode(header, owner)
 
 
 class _Pass(Iterator[Any]):
-    """One pass over a loader. It begins with the first batch: only then the trainer knows where it stands."""
+    """One pass over a loader. It starts with the first batch: before, the Trainer does not know its position."""
 
     def __init__(self, loader: RemoteLoader) -> None:
         self._loader = loader
@@ -242,14 +228,14 @@ class _Pass(Iterator[Any]):
         self._pass_id: int | None = None
         self._is_over = False
         self._finalizer: Any = None
-        self._returned: float | None = None
+        self._returned_at: float | None = None
 
     def __next__(self) -> Any:
         if self._is_over:
             raise StopIteration
-        began = time.perf_counter()
+        called_at = time.perf_counter()
         if self._pass_id is None:
-            self._begin(self._loader._position())
+            self._start(self._loader._start_position())
         try:
             message = self._next_message()
         except BaseException:
@@ -261,53 +247,51 @@ class _Pass(Iterator[Any]):
         facts = message.facts
         batch = self._loader._batch(message.payload, facts["slot"], facts["num_bytes"])
         self._client.take(facts["pass_id"], facts["step"] + 1)
-        self._count(began, facts)
+        wait_s = time.perf_counter() - called_at
+        busy_s = None if self._returned_at is None else called_at - self._returned_at
+        self._loader.stats.count(facts, wait_s, busy_s)
+        if self._loader.on_batch is not None:
+            self._loader.on_batch(self._loader)
+        self._returned_at = time.perf_counter()
         return batch
 
-    def _begin(self, position: Position) -> None:
-        self._at = position
-        self._ring, self._pass_id = self._loader._begin(position)
-        self._finalizer = weakref.finalize(self, _close, self._client, self._pass_id)
+    def _start(self, position: Position) -> None:
+        self._position = position
+        self._pass_id = self._loader._start_pass(position)
+        self._finalizer = weakref.finalize(self, _close_pass, self._client, self._pass_id)
         self._finalizer.atexit = False
 
     def _next_message(self) -> Message | None:
-        """The next batch; None at the end."""
+        """Wait for the next batch; return None at the end of the pass."""
         while True:
             message = self._client.next(self._pass_id or 0, self._loader.place.timeout_s)
             if message.kind != "end":
                 return message
-            position = self._loader._after(self._at, message.facts["num_batches"])
+            position = self._loader._next_position(self._position, message.facts["num_batches"])
             if position is None:
                 return None
             self._finalizer()
-            self._begin(position)
+            self._start(position)
 
     def close(self) -> None:
-        """End the pass; batches that are still under way are called off."""
+        """End the pass, and cancel its requests in flight."""
         self._is_over = True
         if self._finalizer is not None:
             self._finalizer()
 
-    def _count(self, began: float, facts: dict[str, Any]) -> None:
-        now, loader = time.perf_counter(), self._loader
-        loader.stats.count(facts, now - began, None if self._returned is None else began - self._returned)
-        if loader.on_batch is not None:
-            loader.on_batch(loader)
-        self._returned = time.perf_counter()
 
-
-def _give_back(held: set[int], give_back: Callable[[int], None], slot: int) -> None:
+def _release_slot(held: set[int], release: Callable[[int], None], slot: int) -> None:
     held.discard(slot)
-    give_back(slot)
+    release(slot)
 
 
-def _close(client: FeederClient, pass_id: int) -> None:
+def _close_pass(client: FeederClient, pass_id: int) -> None:
     for message in client.close_pass(pass_id):
         client.release(message.facts["ring"], message.facts["slot"])
 
 
 class _Announced:
-    """Passes on the epoch that Lightning announces to samplers."""
+    """Passes the epoch that Lightning announces to a sampler on to the loader."""
 
     _loader: RemoteLoader
 

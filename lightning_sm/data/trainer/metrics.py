@@ -1,44 +1,50 @@
-"""What the data service measured on one rank, as metrics for loggers and as lines for people."""
+"""Measurements of the data service on one rank, as metrics for loggers and as log lines."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Below this fraction of waiting, more data hosts would not be noticed.
+# Below this fraction of waiting, more data hosts would make no noticeable difference.
 _NOTICEABLE_WAIT = 0.05
-# Data hosts whose workers are busy for more than this fraction of the time are the limit.
+# Data hosts are the bottleneck if their workers are busy for at least this fraction of the time.
 _BUSY = 0.8
 _MB = 1e6
 
 
 class LoaderStats:
-    """What a loader measured since the last reset.
+    """Measurements of a loader since the last reset.
 
     Attributes:
-        num_batches: Batches taken.
-        num_bytes: Bytes taken.
+        num_batches: Number of batches.
+        num_bytes: Number of bytes.
         first_wait_s: Seconds that the training loop waited for the first batch.
-        wait_s: Seconds that it waited for the others.
-        busy_s: Seconds between batches, in which the training loop worked.
-        queue_s: Seconds that requests waited for a worker, in all.
-        produce_s: Seconds that workers took, in all.
-        ready: Batches that were waiting when the last one was taken.
+        wait_s: Seconds that it waited for the other batches.
+        busy_s: Seconds that it worked between batches.
+        queue_s: Total seconds that requests waited for a worker.
+        produce_s: Total seconds that workers spent on the batches.
+        ready: Number of buffered batches when the last one was taken.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Start anew."""
-        self.num_batches = self.num_bytes = self.ready = 0
-        self.first_wait_s = self.wait_s = self.busy_s = self.queue_s = self.produce_s = 0.0
+        """Set everything to zero."""
+        self.num_batches = 0
+        self.num_bytes = 0
+        self.ready = 0
+        self.first_wait_s = 0.0
+        self.wait_s = 0.0
+        self.busy_s = 0.0
+        self.queue_s = 0.0
+        self.produce_s = 0.0
 
     def count(self, message: Mapping[str, Any], wait_s: float, busy_s: float | None) -> None:
-        """Take in a batch.
+        """Add a batch.
 
         Args:
-            message: What the feeder said of it.
+            message: The feeder's message with the batch.
             wait_s: Seconds that the training loop waited for it.
             busy_s: Seconds that the training loop worked before; None for the first batch of a pass.
         """
@@ -59,10 +65,10 @@ class LoaderStats:
         return self.wait_s / (self.wait_s + self.busy_s) if self.busy_s else 0.0
 
     def metrics(self, state: Mapping[str, Any]) -> dict[str, float]:
-        """Return the numbers for Lightning's loggers.
+        """Return the values for Lightning's loggers.
 
         Args:
-            state: What the feeder knows of hosts and passes.
+            state: ``FeederClient.state()``.
         """
         seconds = self.wait_s + self.busy_s
         steps = max(1, self.num_batches)
@@ -79,58 +85,51 @@ class LoaderStats:
         }
 
     def line(self, what: str) -> str:
-        """Return one line for people.
-
-        Args:
-            what: What the numbers are about.
-        """
+        """Return a log line that starts with ``what``."""
         seconds = self.first_wait_s + self.wait_s + self.busy_s
         rate = self.num_batches / seconds if seconds else 0.0
+        batches = "1 batch" if self.num_batches == 1 else f"{self.num_batches} batches"
         return (
-            f"{what}: {self.num_batches} batches, {rate:.1f}/s, {self.num_bytes / _MB / max(seconds, 1e-9):.1f} MB/s; "
-            f"waited {self.wait_s:.2f} s of {seconds:.2f} s (input-bound {self.input_bound:.0%}), "
-            f"{self.first_wait_s:.2f} s for the first"
+            f"{what}: {batches}, {rate:.1f}/s, {self.num_bytes / _MB / max(seconds, 1e-9):.1f} MB/s; "
+            f"waited {self.wait_s:.2f} s of {seconds:.2f} s (input-bound {self.input_bound:.0%}), and "
+            f"{self.first_wait_s:.2f} s for the first batch"
         )
 
 
 def with_busy_fraction(hosts: list[dict[str, Any]], before: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Add which part of the time since an earlier report the workers of each data host were busy.
+    """Add the fraction of the time since an earlier report that the workers of each data host were busy.
 
     Args:
-        hosts: What the feeder knows of the data hosts.
-        before: What it knew then, by name.
+        hosts: The data hosts' states from the feeder.
+        before: Their states in the earlier report, by name.
     """
     reports = []
     for host in hosts:
         old = before.get(host["name"], {})
         seconds = ((host["up_s"] or 0.0) - (old.get("up_s") or 0.0)) * (host["workers"] or 0)
         busy_s = (host["busy_s"] or 0.0) - (old.get("busy_s") or 0.0)
-        # A host that was started again counts from zero.
+        # A restarted host counts from zero.
         fraction = min(1.0, busy_s / seconds) if seconds > 0 and busy_s >= 0 else None
         reports.append({**host, "busy_fraction": fraction})
     return reports
 
 
 def host_line(host: Mapping[str, Any]) -> str:
-    """Return one line about a data host.
-
-    Args:
-        host: What the feeder knows of it.
-    """
+    """Return a log line about a data host."""
     busy = host.get("busy_fraction")
     parts = [host["state"] + (f" ({host['why']})" if host["why"] else "")]
     if host["workers"]:
-        parts.append(f"{host['workers']} workers" + (f" busy {busy:.0%} of the time" if busy is not None else ""))
-    parts.append(f"{host['batches']} batches to this rank, {host['retries']} retries, {host['hedges']} hedges")
+        parts.append(f"workers: {host['workers']}" + (f" (busy {busy:.0%} of the time)" if busy is not None else ""))
+    parts.append(f"batches for this rank: {host['batches']}, retries: {host['retries']}, hedges: {host['hedges']}")
     return f"data host {host['name']}: {', '.join(parts)}"
 
 
-def verdict(input_bound: float, hosts: Sequence[Mapping[str, Any]]) -> str | None:
-    """Tell what would help, if anything would.
+def advice(input_bound: float, hosts: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return how to make training wait less for data; None if it does not wait noticeably.
 
     Args:
         input_bound: Fraction of the time that the training loop waited.
-        hosts: What the feeder knows of the data hosts.
+        hosts: The data hosts' states from ``with_busy_fraction``.
     """
     if input_bound < _NOTICEABLE_WAIT:
         return None
@@ -138,10 +137,10 @@ def verdict(input_bound: float, hosts: Sequence[Mapping[str, Any]]) -> str | Non
     if busy and sum(busy) / len(busy) >= _BUSY:
         factor = 1 / (1 - min(input_bound, 0.99))
         return (
-            f"The training waits {input_bound:.0%} of its time for the data hosts' CPUs: {factor:.1f} times as many "
-            "would remove the wait."
+            f"Training waits {input_bound:.0%} of the time for the data hosts' CPUs: {factor:.1f} times as many would "
+            "remove the wait."
         )
     return (
-        f"The training waits {input_bound:.0%} of its time for data, but the data hosts' workers are not busy all the "
-        "time: look at the network, at the size of the batches, or widen data_service.window_batches and window_bytes."
+        f"Training waits {input_bound:.0%} of the time for data, but the data hosts' workers are not always busy: "
+        "check the network and the size of the batches, or raise data_service.window_batches and window_bytes."
     )

@@ -1,4 +1,4 @@
-"""Page-locked slots, from which copies to a GPU run while the training goes on."""
+"""Page-locked slots, which a GPU copies asynchronously."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _PAGE = 4096
 
 
 class PinnedSlots:
-    """Page-locks slots of a ring, and gives them back only when no copy reads them any more.
+    """Page-locks slots of a ring, and releases them after the copies that read them.
 
-    ``.to(device, non_blocking=True)`` returns before the copy is done. PyTorch's own page-locked memory waits for it
-    by itself; for memory that was registered, this does: slots that were dropped are given back after an event that
-    was recorded behind the copies.
+    ``.to(device, non_blocking=True)`` returns before the copy is complete. PyTorch tracks such copies for its own
+    page-locked memory, but not for memory that is registered: here, a dropped slot is released after an event that is
+    recorded after the copies.
 
     Args:
-        release: Gives a slot back.
-        cuda: ``torch.cuda``, or what stands in for it in tests.
+        release: Releases a slot.
+        cuda: ``torch.cuda``, or a stand-in for tests.
     """
 
     def __init__(self, release: Callable[[int], None], cuda: Any = torch.cuda) -> None:
@@ -36,16 +36,17 @@ class PinnedSlots:
         self._is_refused = False
 
     def lock(self, slot: int, array: np.ndarray) -> None:
-        """Page-lock a slot as far as a batch reaches; where the system refuses, copies are merely slower.
+        """Page-lock the bytes of a batch in a slot. If the system refuses, copies are slower.
 
         Args:
-            slot: Number of the slot.
-            array: Its bytes.
+            slot: Index of the slot.
+            array: The bytes of the batch.
         """
         size = -(-array.nbytes // _PAGE) * _PAGE
         if self._is_refused or size <= self._locked.get(slot, 0):
             return
-        runtime, address = self._cuda.cudart(), array.ctypes.data
+        runtime = self._cuda.cudart()
+        address = array.ctypes.data
         if slot in self._locked:
             runtime.cudaHostUnregister(address)
         status = int(runtime.cudaHostRegister(address, size, 0))
@@ -56,15 +57,11 @@ class PinnedSlots:
         self._locked[slot] = size
 
     def drop(self, slot: int) -> None:
-        """Note that nothing aliases a slot any more; called from finalizers, in any thread.
-
-        Args:
-            slot: Number of the slot.
-        """
+        """Mark a slot as unused by the training loop; called from finalizers, in any thread."""
         self._dropped.append(slot)
 
     def advance(self) -> None:
-        """Give back the slots whose copies are done; called by the training thread, for every batch."""
+        """Release the slots whose copies are complete; the training thread calls it for every batch."""
         slots = [self._dropped.popleft() for _ in range(len(self._dropped))]
         if slots:
             event = self._cuda.Event()

@@ -1,4 +1,4 @@
-"""Where a Trainer stands in the data: at the start of a pass, in a checkpoint, and after a resume."""
+"""A Trainer's position in the data: at the start of a pass, in a checkpoint, and after a resume."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ _CHECKPOINT_KEY = "lightning_sm.data"
 
 
 class Progress(Callback):
-    """Keeps the position in the data in the checkpoints of a Trainer, and finds it from the Trainer's own progress.
+    """Saves a Trainer's position in the data in its checkpoints, and restores it.
 
-    It has an entry of its own in checkpoints: the state of loaders is dropped when ``estimated_stepping_batches`` is
-    read (Lightning issue 20550), and the state of the DataModule is the user's, who may be strict in loading it.
+    The position has its own entry in checkpoints. Lightning drops the states of loaders when
+    ``estimated_stepping_batches`` is read (issue 20550), and the state of the DataModule is the user's, whose
+    ``load_state_dict`` may refuse unknown entries.
+
+    Attributes:
+        seed: The seed in the checkpoint from which training resumes, else None. With another seed, the rest of the
+            epoch would have another order.
     """
 
     def __init__(self) -> None:
-        # Of the checkpoint that was resumed: another would make another order of the rest of the epoch.
         self.seed: int | None = None
         self._saved: SavedPosition | None = None
         self._loaders: Sequence[RemoteLoader] = ()
@@ -34,22 +38,12 @@ class Progress(Callback):
         return {**vars(self), "_loaders": ()}
 
     def follow(self, loaders: Sequence[RemoteLoader]) -> None:
-        """Take the training loaders whose position checkpoints hold.
-
-        Args:
-            loaders: In the order of what ``train_dataloader()`` returned.
-        """
+        """Set the training loaders whose position is saved, in the order of ``train_dataloader()``."""
         self._loaders = loaders
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add the position to a checkpoint.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: The model.
-            checkpoint: What is saved.
-        """
-        # A Trainer may go on with another DataModule.
+        """Add the position to a checkpoint."""
+        # The Trainer may have a different DataModule by now.
         if not self._loaders or getattr(trainer.datamodule, "_progress", None) is not self:
             return
         fit_loop = trainer.fit_loop
@@ -60,19 +54,14 @@ class Progress(Callback):
             loaders=_positions(self._loaders),
         )
         checkpoint[_CHECKPOINT_KEY] = position.to_json()
-        # Lightning refuses states of loaders when a run without data hosts, whose loaders have none, resumes.
+        # With states of loaders in it, Lightning would refuse to resume without data hosts, from stateless loaders.
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Take the position from a checkpoint; one of a run without data hosts has none.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: The model.
-            checkpoint: What was saved.
+        """Read the position from a checkpoint, unless a run without data hosts saved it.
 
         Raises:
-            ResumeError: It was written by a version that this one does not know.
+            ResumeError: The position has an unknown version.
         """
         position = checkpoint.get(_CHECKPOINT_KEY)
         if position is not None:
@@ -80,22 +69,23 @@ class Progress(Callback):
             self.seed = self._saved.seed
 
     def resume(self, trainer: Any) -> None:
-        """Translate the Trainer's batch count when a run of another shape is resumed in the middle of an epoch.
+        """Convert the Trainer's batch count after a resume within an epoch with other ranks or batch sizes.
 
-        Args:
-            trainer: The Trainer, which is about to look at its progress.
+        Call it right before the Trainer reads its progress.
 
         Raises:
             ResumeError: The data is not that of the checkpoint.
         """
-        saved, self._saved = self._saved, None
+        saved = self._saved
+        self._saved = None
         if saved is None or not trainer.fit_loop.restarting:
             return
         batches, num_repeated = saved.batches_for(_positions(self._loaders))
         if batches == saved.batches:
             return
         logger.warning(
-            "The checkpoint was saved after batch %d of epoch %d, which is batch %d for %d ranks; %d samples repeat.",
+            "The checkpoint was saved after batch %d of epoch %d, which is batch %d with the present ranks (%d) and "
+            "batch sizes. Samples that repeat: %d.",
             saved.batches,
             saved.epoch,
             batches,
@@ -108,11 +98,13 @@ class Progress(Callback):
 
 
 def position_of(loader: RemoteLoader, trainer: Any) -> Position:
-    """Return where a pass begins; ask at its first batch, as the Trainer may not have restored its state before.
+    """Return where a pass starts.
+
+    Call it at the first batch of the pass: before, the Trainer may not have restored its state.
 
     Args:
-        loader: The loader.
-        trainer: The Trainer; None without one.
+        loader: The loader of the pass.
+        trainer: The Trainer; None if there is none.
     """
     if trainer is None:
         return Position(max(loader.epoch, 0))
@@ -120,49 +112,40 @@ def position_of(loader: RemoteLoader, trainer: Any) -> Position:
     epoch = fit_loop.epoch_progress.current.processed
     is_sequential = trainer.overfit_batches > 0
     if is_sequential and loader.facts.order in ("sampler", "batch_sampler"):
-        epoch = 0  # a sampler of the user's would choose others in each epoch
+        epoch = 0  # the user's sampler may choose other samples in each epoch
     if loader.place.stage != "train":
         return Position(epoch, 0, 0, _evaluation_limit(loader, trainer), is_sequential)
-    taken = batches_taken(trainer)
-    if loader.num_passes == 0 and trainer.num_training_batches == float("inf"):
-        epoch, taken = _before_reset(fit_loop, epoch, taken)
-    pass_index, first_step = _place_in_passes(loader, taken, fit_loop._combined_loader)
     limit = trainer.num_training_batches
+    taken = batches_taken(trainer)
+    if loader.num_passes == 0 and limit == float("inf"):
+        # Lightning fetches the first batch of a loader without length before it has reset the progress.
+        if not fit_loop.restarting:
+            taken = 0
+        elif fit_loop.epoch_loop.batch_progress.is_last_batch:
+            taken = 0
+            total = fit_loop.epoch_progress.total
+            epoch += total.processed < total.started
+    try:
+        length = max(1, len(loader))
+    except TypeError:
+        pass_index, first_step = 0, taken
+    else:
+        # A CombinedLoader that cycles restarts a short loader within the epoch; otherwise, the loader stays at its end.
+        is_cycle = fit_loop._combined_loader._mode == "max_size_cycle"
+        pass_index, first_step = divmod(taken, length) if is_cycle else (0, min(taken, length))
     stop_step = None if limit == float("inf") else first_step + max(0, int(limit) - taken)
     return Position(epoch, pass_index, first_step, stop_step, is_sequential)
 
 
-def _before_reset(fit_loop: Any, epoch: int, taken: int) -> tuple[int, int]:
-    """Lightning fetches the first batch of a loader without length before it has tidied up a resumed progress."""
-    if not fit_loop.restarting:
-        return epoch, 0
-    if not fit_loop.epoch_loop.batch_progress.is_last_batch:
-        return epoch, taken
-    total = fit_loop.epoch_progress.total
-    return epoch + (total.processed < total.started), 0
-
-
 def batches_taken(trainer: Any) -> int:
-    """Return how many batches of the epoch are trained on.
-
-    Args:
-        trainer: The Trainer.
-    """
-    # Not "ready": it counts the next one already when a training_step fetches it from a dataloader_iter.
+    """Return the number of batches of the epoch on which training is complete."""
+    # Not "ready", which already counts the next batch when training_step fetches it from a dataloader_iter.
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
 
 
-def _place_in_passes(loader: RemoteLoader, taken: int, combined: Any) -> tuple[int, int]:
-    try:
-        length = max(1, len(loader))
-    except TypeError:
-        return 0, taken
-    # In a CombinedLoader that cycles, a short loader begins again before the epoch is over; else it stays at its end.
-    return divmod(taken, length) if combined._mode == "max_size_cycle" else (0, min(taken, length))
-
-
 def _evaluation_limit(loader: RemoteLoader, trainer: Any) -> int | None:
-    stage, index = loader.place.stage, loader.place.index
+    stage = loader.place.stage
+    index = loader.place.index
     limits = getattr(trainer, "num_sanity_val_batches" if trainer.sanity_checking else f"num_{stage}_batches")
     limit = limits[index] if index < len(limits) else float("inf")
     return None if limit == float("inf") else int(limit)

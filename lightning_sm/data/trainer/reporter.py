@@ -1,4 +1,4 @@
-"""Reports what the data service measured: metrics to the Trainer's loggers, and lines at the end of an epoch."""
+"""Reports measurements of the data service: metrics to the Trainer's loggers, and log lines after each epoch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_sm.data.trainer.loader import RemoteLoader
-from lightning_sm.data.trainer.metrics import host_line, verdict, with_busy_fraction
+from lightning_sm.data.trainer.metrics import advice, host_line, with_busy_fraction
 from lightning_sm.data.trainer.position import batches_taken
 
 logger = logging.getLogger(__name__)
 
 
 class Reporter:
-    """Reports on the training loader whose batches set the pace.
+    """Reports on the first training loader.
 
     Args:
-        state: Returns what the feeder knows of hosts and passes.
+        state: ``FeederClient.state``.
     """
 
     def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
@@ -26,11 +26,11 @@ class Reporter:
         self._epoch = 0
 
     def batch(self, loader: RemoteLoader, trainer: Any) -> None:
-        """Log metrics when they are due, and the lines after the last batch of an epoch.
+        """After a batch, log metrics if they are due; after the last batch of an epoch, also log lines.
 
         Args:
-            loader: The loader, which has just given a batch.
-            trainer: The Trainer; None without one.
+            loader: The loader of the batch.
+            trainer: The Trainer; None if there is none.
         """
         if trainer is None:
             return
@@ -44,28 +44,27 @@ class Reporter:
         for log in trainer.loggers:
             log.log_metrics(loader.stats.metrics(state), step=step)
         if is_last:
-            self._lines(loader, trainer, state["hosts"])
+            self._log_lines(loader, trainer, state["hosts"])
 
     def end_epoch(self, loader: RemoteLoader, trainer: Any) -> None:
-        """Log the lines of an epoch that ended before its last batch, or whose length nobody knew.
+        """Log the lines of an epoch that ended early, or whose length was unknown.
 
         Args:
-            loader: The loader.
-            trainer: The Trainer; None without one.
+            loader: The loader of the epoch.
+            trainer: The Trainer; None if there is none.
         """
         if trainer is not None and loader.stats.num_batches:
-            self._lines(loader, trainer, self._state()["hosts"])
+            self._log_lines(loader, trainer, self._state()["hosts"])
 
-    def _lines(self, loader: RemoteLoader, trainer: Any, hosts: list[dict[str, Any]]) -> None:
+    def _log_lines(self, loader: RemoteLoader, trainer: Any, hosts: list[dict[str, Any]]) -> None:
         if trainer.local_rank == 0:
-            what = f"epoch {self._epoch}, data of rank {trainer.global_rank}"
-            logger.info("%s", loader.stats.line(what))
+            logger.info("%s", loader.stats.line(f"epoch {self._epoch}, data of rank {trainer.global_rank}"))
         if trainer.is_global_zero:
             reports = with_busy_fraction(hosts, self._hosts)
             self._hosts = {host["name"]: host for host in hosts}
             for report in reports:
                 logger.info("%s", host_line(report))
-            advice = verdict(loader.stats.input_bound, reports)
-            if advice is not None:
-                logger.info("%s", advice)
+            text = advice(loader.stats.input_bound, reports)
+            if text is not None:
+                logger.info("%s", text)
         loader.stats.reset()

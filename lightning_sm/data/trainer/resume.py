@@ -1,7 +1,7 @@
-"""The data position in a checkpoint, and what it means for a run of another shape. Pure rules.
+"""The data position in a checkpoint, and its conversion for a run with other ranks or batch sizes. Pure functions.
 
-A position counts samples, not batches of a rank: it is the same on all ranks, and holds for any number of data hosts,
-workers and ranks.
+A position stands for a number of samples, not for batches of a rank: it is the same on all ranks, and valid for any
+number of data hosts, workers and ranks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class LoaderPosition:
-    """One training loader of the run that was saved.
+    """A training loader, as far as a position depends on it.
 
     Attributes:
-        name: Where it stood in what ``train_dataloader()`` returned.
+        name: Its place in the value that ``train_dataloader()`` returned.
         dataset: Description of the dataset.
         identity: Equal for the same data.
-        global_batch: Samples (of a batch sampler: batches) per step over all ranks.
-        shards: How an iterable dataset is cut; empty for others.
+        global_batch: Samples (of a batch sampler: batches) per step on all ranks together.
+        shards: Shards, ranks and batch size of an iterable dataset; empty for others.
     """
 
     name: str
@@ -40,23 +40,23 @@ class LoaderPosition:
 
         Args:
             facts: The loader.
-            world_size: Ranks over which it is split.
-            num_shards: Virtual shards, if it is an iterable dataset.
+            world_size: Number of ranks that split the data.
+            num_shards: Number of virtual shards, if it is an iterable dataset.
         """
-        shards = f"{num_shards} shards, {world_size} ranks, batches of {facts.batch_size}"
-        if facts.order != "shards":
-            shards = ""
+        shards = ""
+        if facts.order == "shards":
+            shards = f"{num_shards} virtual shards, world size {world_size}, batch size {facts.batch_size}"
         return cls(facts.name, facts.dataset, facts.identity, (facts.batch_size or 1) * world_size, shards)
 
 
 @dataclass(frozen=True)
 class SavedPosition:
-    """Where a training stood.
+    """The data position of a training run.
 
     Attributes:
         seed: Base of all random states.
-        epoch: Epoch.
-        batches: Batches that every rank had taken in the epoch.
+        epoch: Epoch, from 0.
+        batches: Batches of the epoch on which every rank has trained.
         loaders: The training loaders.
     """
 
@@ -66,69 +66,64 @@ class SavedPosition:
     loaders: tuple[LoaderPosition, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what goes into a checkpoint."""
+        """Convert to JSON values for a checkpoint."""
         return {"version": _VERSION, **asdict(self)}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> SavedPosition:
-        """Rebuild from a checkpoint.
-
-        Args:
-            state: What ``to_json`` returned.
+        """Convert back from JSON values.
 
         Raises:
-            ResumeError: It was written by a version that this one does not know.
+            ResumeError: The position has an unknown version.
         """
         fields = dict(state)
         version = fields.pop("version", None)
         if version != _VERSION:
             raise ResumeError(
-                f"The checkpoint has a data position of version {version}, this lightning_sm reads version {_VERSION}. "
-                "Use the version of lightning_sm that wrote it."
+                f"The checkpoint has a data position of version {version}, but this lightning_sm reads version "
+                f"{_VERSION}. Use the version of lightning_sm that saved the checkpoint."
             )
         fields["loaders"] = tuple(LoaderPosition(**loader) for loader in fields["loaders"])
         return cls(**fields)
 
     def batches_for(self, loaders: Sequence[LoaderPosition]) -> tuple[int, int]:
-        """Translate the position for loaders of this run.
-
-        Args:
-            loaders: The training loaders of this run.
-
-        Raises:
-            ResumeError: They are other data, or their batch sizes changed in different ratios.
+        """Convert the position for the training loaders of this run.
 
         Returns:
-            Batches that every rank has taken, rounded down, and the samples that come again because of that.
+            Batches on which every rank has trained, rounded down, and the samples that repeat because of that.
+
+        Raises:
+            ResumeError: The data differs, or the batch sizes changed by different factors.
         """
         if self.batches == 0:
             return 0, 0
         if len(loaders) != len(self.loaders):
             raise ResumeError(
-                f"The checkpoint was saved in the middle of an epoch with {len(self.loaders)} training loader(s), and "
-                f"there are {len(loaders)} now. Resume with the same, or from a checkpoint at the end of an epoch."
+                f"The checkpoint was saved within an epoch, and its number of training loaders is {len(self.loaders)}, "
+                f"but now it is {len(loaders)}. Resume with the same loaders, or from a checkpoint at the end of an "
+                "epoch."
             )
         translated = {self._translated(old, new) for old, new in zip(self.loaders, loaders, strict=True)}
         if len(translated) > 1:
             raise ResumeError(
-                f"The checkpoint was saved with {[old.global_batch for old in self.loaders]} samples per step in the "
-                f"training loaders, and there are {[new.global_batch for new in loaders]} now: in the middle of an "
-                "epoch all must change by the same factor."
+                f"The checkpoint was saved within an epoch with {[old.global_batch for old in self.loaders]} samples "
+                f"per step in the training loaders, but now there are {[new.global_batch for new in loaders]}. Change "
+                "all by the same factor, or resume from a checkpoint at the end of an epoch."
             )
         return translated.pop()
 
     def _translated(self, old: LoaderPosition, new: LoaderPosition) -> tuple[int, int]:
         if old.identity != new.identity:
             raise ResumeError(
-                f"The checkpoint was saved in the middle of an epoch over {old.dataset} ({old.name}, identity "
-                f"{old.identity}), and the data hosts now serve {new.dataset} ({new.name}, identity {new.identity}). "
-                "Resume with the same data, or from a checkpoint at the end of an epoch."
+                f"The checkpoint was saved within an epoch over {old.dataset} ({old.name}, identity {old.identity}), "
+                f"but the data hosts now serve {new.dataset} ({new.name}, identity {new.identity}). Resume with the "
+                "same data, or from a checkpoint at the end of an epoch."
             )
         if old.shards or new.shards:
             if old.shards != new.shards:
                 raise ResumeError(
-                    f"The checkpoint was saved in the middle of an epoch over an iterable dataset ({old.name}) with "
-                    f"{old.shards or 'no shards'}, and there are {new.shards or 'no shards'} now. Resume with the same "
+                    f"The checkpoint was saved within an epoch over {old.dataset} ({old.name}) with "
+                    f"{old.shards or 'no shards'}, but now it has {new.shards or 'no shards'}. Resume with the same "
                     "(data_service.virtual_shards), or from a checkpoint at the end of an epoch."
                 )
             return self.batches, 0

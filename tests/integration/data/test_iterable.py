@@ -1,49 +1,19 @@
 """Iterable datasets: the stream depends on seed, epoch, shards and ranks, and on nothing else of the cluster."""
 
 import contextlib
-import random
-import threading
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_sm.data.trainer.passes import Position
 from lightning_sm.errors import DataSettingsError, DataTimeoutError, RemoteTransformError
-from tests.integration.data.cluster import Host, remote, running
-from tests.integration.data.datasets import stream_hash
+from tests.integration.data.cluster import remote
+from tests.integration.data.datasets import Sharded, stream_hash
 
 pytestmark = pytest.mark.processes
 
 LENGTH, BATCH_SIZE, NUM_SHARDS = 403, 4, 16
-
-
-class Numbers(IterableDataset):
-    """Numbers with noise of all generators, split by worker, first shards longer than the last."""
-
-    def __init__(self, length=LENGTH, breaks_at=None, delay_s=0.0):
-        self.length, self.breaks_at, self.delay_s = length, breaks_at, delay_s
-
-    def __iter__(self):
-        info = get_worker_info()
-        self.next, self.step = info.id, info.num_workers
-        return self
-
-    def __next__(self):
-        index, self.next = self.next, self.next + self.step * (2 if self.next % self.step > self.step // 2 else 1)
-        if index >= self.length:
-            raise StopIteration
-        if index == self.breaks_at:
-            raise ValueError("cannot read 37")
-        if self.delay_s:
-            threading.Event().wait(self.delay_s)
-        return {
-            "index": index,
-            "torch": torch.rand(2) + index,
-            "numpy": np.random.rand(2),
-            "random": random.random(),
-        }
 
 
 def noisy_collate(samples):
@@ -54,12 +24,7 @@ def noisy_collate(samples):
 
 def make():
     """Shards of unequal length."""
-    return DataLoader(Numbers(), batch_size=BATCH_SIZE, collate_fn=noisy_collate)
-
-
-def make_slow():
-    """The same, with time for failures."""
-    return DataLoader(Numbers(delay_s=0.002), batch_size=BATCH_SIZE, collate_fn=noisy_collate)
+    return DataLoader(Sharded(LENGTH), batch_size=BATCH_SIZE, collate_fn=noisy_collate)
 
 
 def shard_indices(number, length=LENGTH, num_shards=NUM_SHARDS):
@@ -84,18 +49,22 @@ def indices(batches):
     return [batch["index"].tolist() for batch in batches]
 
 
-@pytest.fixture(scope="module")
-def hosts():
-    """Data hosts with 1, 2 and 4 workers."""
-    with running(Host("a", make, 1), Host("b", make, 2), Host("c", make, 4)) as started:
-        yield started
+@pytest.fixture
+def hosts(pool):
+    """Data hosts with 1, 2 and 3 workers."""
+    return pool.serve(make)
 
 
 @pytest.fixture(scope="module")
-def whole(hosts):
+def whole(pool):
     """The stream of one worker."""
-    with remote(hosts[:1]) as module:
+    with remote(pool.serve(make)[:1]) as module:
         return list(module.train_dataloader())
+
+
+def widening(*rows):
+    """Rows that only widen what the others show."""
+    return [pytest.param(row, marks=pytest.mark.proof) for row in rows]
 
 
 @contextlib.contextmanager
@@ -109,7 +78,7 @@ def one_of(world_size, rank, hosts, **settings):
 def loader_at(module, first_step, stop_step=None):
     """A loader whose Trainer has resumed in the middle of an epoch."""
     loader = module.train_dataloader()
-    loader._ask_position = lambda _: Position(0, 0, first_step, stop_step)
+    loader._position = lambda _: Position(0, 0, first_step, stop_step)
     return loader
 
 
@@ -118,7 +87,7 @@ def test_every_sample_comes_once_in_the_order_of_the_shards(whole):
     assert indices(whole) == expected_indices()
 
 
-@pytest.mark.parametrize("names", ["b", "c", "ab", "abc"])
+@pytest.mark.parametrize("names", ["abc", *widening("b", "c", "ab")])
 def test_hosts_and_workers_do_not_show(hosts, whole, names):
     """Any number of hosts and workers gives the same stream, bit for bit, and another one in the next epoch."""
     with remote([host for host in hosts if host.name in names]) as module:
@@ -129,14 +98,14 @@ def test_hosts_and_workers_do_not_show(hosts, whole, names):
         assert stream_hash(loader) != stream_hash(whole)
 
 
-@pytest.mark.parametrize("window", [1, 2, 7, 40])
+@pytest.mark.parametrize("window", [1, *widening(2, 7, 40)])
 def test_the_window_does_not_show(hosts, whole, window):
     """How far the trainer asks ahead does not show, though whole windows are empty when most shards have ended."""
     with remote(hosts, window_batches=window) as module:
         assert stream_hash(module.train_dataloader()) == stream_hash(whole)
 
 
-@pytest.mark.parametrize("first", [1, 16, 37, 70, 80, 90, 10_000])
+@pytest.mark.parametrize("first", [37, 90, *widening(1, 16, 70, 80, 10_000)])
 def test_the_rest_of_a_pass_is_the_same(hosts, whole, first):
     """A pass that begins in the middle goes on with the batch that came next, also after some shards have ended."""
     with remote(hosts, window_batches=3) as module:
@@ -150,7 +119,7 @@ def test_a_limit_ends_the_pass(hosts, whole):
         assert stream_hash(loader_at(module, 3, 83)) == stream_hash(whole[3:83])
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, *widening(4)])
 def test_ranks_share_the_shards(hosts, world_size):
     """Every rank takes equally many batches of its own shards, and what is left out is counted."""
     streams = []
@@ -206,39 +175,21 @@ def test_shards_must_divide(hosts):
         module.train_dataloader()
 
 
-def test_errors_name_shard_and_batch():
+def test_errors_name_shard_and_batch(pool):
     """An exception in the iterator is raised in the trainer, with the shard and its batch."""
 
     def broken():
-        return DataLoader(Numbers(breaks_at=37), batch_size=BATCH_SIZE)
+        return DataLoader(Sharded(LENGTH, breaks_at=37), batch_size=BATCH_SIZE)
 
     match = r"(?s)batch 0 of shard 5 of 16.*ValueError: cannot read 37"
     with (
-        running(Host("a", broken, 2), Host("b", broken, 2)) as hosts,
-        remote(hosts) as module,
+        remote(pool.serve(broken)[:2]) as module,
         pytest.raises(RemoteTransformError, match=match),
     ):
         list(module.train_dataloader())
 
 
-@pytest.mark.parametrize("victim", ["worker", "host", "network"])
-def test_what_is_killed_does_not_show(whole, victim):
-    """The shards of a killed worker or host go on elsewhere, where they are opened anew and skipped."""
-    with running(Host("a", make_slow, 2), Host("b", make_slow, 2)) as hosts, remote(hosts) as module:
-        stream = iter(module.train_dataloader())
-        batches = [next(stream) for _ in range(20)]
-        if victim == "host":
-            hosts[0].kill()
-        elif victim == "network":
-            hosts[0].network.kill()
-        else:
-            for worker in hosts[0].workers:
-                worker.kill()
-        batches += list(stream)
-    assert stream_hash(batches) == stream_hash(whole)
-
-
-def test_worker_init_fn_splits_a_dataset():
+def test_worker_init_fn_splits_a_dataset(pool):
     """It is called for each shard, and what it sets on the dataset is that shard's."""
 
     class Range(IterableDataset):
@@ -256,12 +207,12 @@ def test_worker_init_fn_splits_a_dataset():
     def loader():
         return DataLoader(Range(), batch_size=3, worker_init_fn=split)
 
-    with running(Host("a", loader, 3)) as hosts, remote(hosts) as module:
+    with remote(pool.serve(loader)[2:]) as module:
         seen = [index for batch in module.train_dataloader() for index in batch.tolist()]
     assert sorted(seen) == list(range(96))
 
 
-def test_a_dataset_that_does_not_split_itself_is_told(capfd):
+def test_a_dataset_that_does_not_split_itself_is_told(pool, capfd):
     """Every shard has everything, as in the workers of a DataLoader; a warning says what to do."""
 
     class Everything(IterableDataset):
@@ -271,12 +222,12 @@ def test_a_dataset_that_does_not_split_itself_is_told(capfd):
     def loader():
         return DataLoader(Everything(), batch_size=4)
 
-    with running(Host("a", loader, 1)) as hosts, remote(hosts, virtual_shards=3) as module:
+    with remote(pool.serve(loader)[:1], virtual_shards=3) as module:
         assert len(list(module.train_dataloader())) == 6
     assert capfd.readouterr().err.count("Shards 0 and 1 of loader 0") == 1
 
 
-def test_a_dataset_without_end_cannot_be_counted():
+def test_a_dataset_without_end_cannot_be_counted(pool):
     """Several ranks get an error after a while, which names the setting that makes counting needless."""
 
     class Endless(IterableDataset):
@@ -288,13 +239,13 @@ def test_a_dataset_without_end_cannot_be_counted():
     def loader():
         return DataLoader(Endless(), batch_size=2)
 
-    with running(Host("a", loader, 1)) as hosts:
-        with (
-            one_of(2, 0, hosts, batch_timeout_s=2.0) as module,
-            pytest.raises(DataTimeoutError, match=r"set data_service\.batches_per_epoch"),
-        ):
-            len(module.train_dataloader())
-        with one_of(2, 1, hosts, batches_per_epoch=9) as module:
-            assert [batch.tolist() for batch in module.train_dataloader()] == [
-                [number] * 2 for number in [1, 3, 5, 7, 9, 11, 13, 15, 1]
-            ]
+    hosts = pool.serve(loader)[:1]
+    with (
+        one_of(2, 0, hosts, batch_timeout_s=2.0) as module,
+        pytest.raises(DataTimeoutError, match=r"set data_service\.batches_per_epoch"),
+    ):
+        len(module.train_dataloader())
+    with one_of(2, 1, hosts, batches_per_epoch=9) as module:
+        assert [batch.tolist() for batch in module.train_dataloader()] == [
+            [number] * 2 for number in [1, 3, 5, 7, 9, 11, 13, 15, 1]
+        ]

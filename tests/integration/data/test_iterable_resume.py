@@ -8,7 +8,7 @@ from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_sm import DataHost, RemoteDataModule
+from lightning_sm import RemoteDataModule
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.errors import ResumeError
 
@@ -69,10 +69,10 @@ class StopAt(Callback):
 
 
 @pytest.fixture(scope="module")
-def hosts():
-    """Two data hosts of different strength."""
-    with DataHost(Data(), workers=1) as first, DataHost(Data(), workers=2) as second:
-        yield [first.address, second.address]
+def hosts(pool):
+    """Addresses of two data hosts of different strength."""
+    data = Data()
+    return [host.address for host in pool.serve(data.train_dataloader, data.val_dataloader)[:2]]
 
 
 def fit(addresses, folder, *, callbacks=(), ckpt_path=None, service=None, **settings):
@@ -88,51 +88,100 @@ def fit(addresses, folder, *, callbacks=(), ckpt_path=None, service=None, **sett
     return model
 
 
-def saved_every_step(folder):
-    """A callback that keeps a checkpoint after every step."""
-    return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+class Whole:
+    """Uninterrupted runs that kept a checkpoint of every step and epoch, each made when it is first asked for.
+
+    Args:
+        addresses: Where they trained.
+        folder: Where their checkpoints are.
+    """
+
+    def __init__(self, addresses, folder):
+        self._addresses = addresses
+        self._folder = folder
+        self._models = {}
+
+    def trained(self, batches_per_epoch):
+        """Train, with passes of some length; the model, and the folder of the checkpoints."""
+        folder = self._folder / str(batches_per_epoch)
+        if batches_per_epoch not in self._models:
+            steps = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+            ends = ModelCheckpoint(folder, filename="end of {epoch}", save_top_k=-1)
+            self._models[batches_per_epoch] = fit(
+                self._addresses, folder, callbacks=[steps, ends], service=service(batches_per_epoch)
+            )
+        return self._models[batches_per_epoch], folder
 
 
-@pytest.fixture(scope="module", params=[None, 40, 70], ids=lambda length: f"{length or 'no'} batches_per_epoch")
-def service(request):
-    """Passes that end with the shards, before, and after."""
-    return {} if request.param is None else {"batches_per_epoch": request.param}
+def service(batches_per_epoch):
+    """Settings of the data service."""
+    return {} if batches_per_epoch is None else {"batches_per_epoch": batches_per_epoch}
 
 
 @pytest.fixture(scope="module")
-def whole(hosts, service, tmp_path_factory):
-    """An uninterrupted run."""
-    return fit(hosts[:1], tmp_path_factory.mktemp("whole"), service=service)
+def whole(hosts, tmp_path_factory):
+    """Uninterrupted runs on one data host."""
+    return Whole(hosts[:1], tmp_path_factory.mktemp("whole"))
 
 
-def test_an_epoch_has_every_batch(whole, service):
+def lengths(*cheap):
+    """Passes that end with the shards, before, and after."""
+    return [pytest.param(one, marks=[] if one in cheap else [pytest.mark.proof]) for one in (None, 40, 70)]
+
+
+@pytest.mark.parametrize("length", lengths(None, 70))
+def test_an_epoch_has_every_batch(whole, length):
     """Epochs are as long as they should be, with other noise in each, and validation sees all of its data."""
-    length = service.get("batches_per_epoch", NUM_BATCHES)
-    assert len(whole.seen) == 2 * length
-    first, second = whole.seen[:length], whole.seen[length:]
+    model, _ = whole.trained(length)
+    length = length or NUM_BATCHES
+    assert len(model.seen) == 2 * length
+    first, second = model.seen[:length], model.seen[length:]
     assert [indices for indices, _ in first] == [indices for indices, _ in second]
     assert not {digest for _, digest in first} & {digest for _, digest in second}
-    assert whole.num_validated == 2 + 2 * 32  # the sanity check, and two batches of each shard in every epoch
+    assert model.num_validated == 2 + 2 * 32  # the sanity check, and two batches of each shard in every epoch
 
 
-@pytest.mark.parametrize("step", [1, 39, 52, 60])
-def test_the_rest_is_the_same(hosts, service, whole, tmp_path, step):
+@pytest.mark.parametrize(
+    ("length", "step"),
+    [
+        (None, 52),
+        (70, 60),
+        *(
+            pytest.param(length, step, marks=pytest.mark.proof)
+            for length in (None, 40, 70)
+            for step in (1, 39, 52, 60)
+            if (length, step) not in {(None, 52), (70, 60)}
+        ),
+    ],
+)
+def test_the_rest_is_the_same(hosts, whole, length, step):
     """Also after some shards have ended, and on other data hosts."""
-    first = fit(hosts[:1], tmp_path, service=service, callbacks=[saved_every_step(tmp_path), StopAt(step)])
-    rest = fit(hosts, tmp_path, service=service, ckpt_path=tmp_path / f"step={step}.ckpt")
-    assert first.seen == whole.seen[: len(first.seen)]
-    assert rest.seen == whole.seen[step:]
+    model, folder = whole.trained(length)
+    rest = fit(hosts, folder, service=service(length), ckpt_path=folder / f"step={step}.ckpt")
+    assert rest.seen == model.seen[step:]
 
 
-def test_the_next_epoch_begins_at_its_beginning(hosts, service, whole, tmp_path):
-    """A checkpoint of the end of an epoch goes on with all of the next one."""
-    fit(hosts[:1], tmp_path, service=service, max_epochs=1, callbacks=[ModelCheckpoint(tmp_path, filename="end")])
-    rest = fit(hosts, tmp_path, service=service, ckpt_path=tmp_path / "end.ckpt")
-    assert rest.seen == whole.seen[len(whole.seen) // 2 :]
+@pytest.mark.parametrize("length", lengths(None))
+def test_the_next_epoch_begins_at_its_beginning(hosts, whole, length):
+    """A checkpoint of the end of an epoch resumes with all of the next one."""
+    model, folder = whole.trained(length)
+    rest = fit(hosts, folder, service=service(length), ckpt_path=folder / "end of epoch=0.ckpt")
+    assert rest.seen == model.seen[len(model.seen) // 2 :]
 
 
-def test_another_number_of_shards_is_refused(hosts, tmp_path):
+@pytest.mark.proof
+def test_an_interrupted_run_resumes_as_one_that_saved_and_continued(hosts, whole, tmp_path):
+    """An interruption shows neither in what came before it nor in what comes after the resumption."""
+    model, _ = whole.trained(None)
+    saved = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    first = fit(hosts[:1], tmp_path, callbacks=[saved, StopAt(52)])
+    rest = fit(hosts, tmp_path, ckpt_path=tmp_path / "step=52.ckpt")
+    assert first.seen == model.seen[:52]
+    assert rest.seen == model.seen[52:]
+
+
+def test_another_number_of_shards_is_refused(hosts, whole):
     """The rest of an epoch means nothing in other shards; both numbers are named."""
-    fit(hosts[:1], tmp_path, callbacks=[saved_every_step(tmp_path), StopAt(5)])
-    with pytest.raises(ResumeError, match="16 shards, 1 ranks, batches of 2, and there are 8 shards"):
-        fit(hosts, tmp_path, service={"virtual_shards": 8}, ckpt_path=tmp_path / "step=5.ckpt")
+    _, folder = whole.trained(None)
+    with pytest.raises(ResumeError, match="16 virtual shards, world size 1, batch size 2, but now it has 8 virtual"):
+        fit(hosts, folder, service={"virtual_shards": 8}, ckpt_path=folder / "step=5.ckpt")

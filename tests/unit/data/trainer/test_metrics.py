@@ -2,13 +2,13 @@
 
 import pytest
 
-from lightning_sm.data.trainer.metrics import LoaderStats, host_line, verdict, with_busy_fraction
+from lightning_sm.data.trainer.metrics import LoaderStats, advice, host_line, with_busy_fraction
 
 MESSAGE = {"num_bytes": 2_000_000, "ready": 3, "queue_s": 0.5, "produce_s": 0.25}
 
 
 def host(name="algo-2", **facts):
-    """What the feeder knows of a data host."""
+    """The feeder's state of a data host."""
     known = {
         "state": "up",
         "why": "",
@@ -52,15 +52,15 @@ def test_metrics_are_per_batch_and_per_second():
     assert (metrics["data/ready"], metrics["data/retries"], metrics["data/hedges"]) == (3.0, 5.0, 4.0)
 
 
-def test_a_reset_begins_anew():
-    """The next epoch has numbers of its own."""
+def test_a_reset_sets_everything_to_zero():
+    """The next epoch has its own numbers."""
     counted = stats(1.0, 1.0)
     counted.reset()
     assert vars(counted) == vars(LoaderStats())
 
 
 def test_the_busy_part_is_of_the_time_since_the_last_report():
-    """Workers' seconds over seconds times workers; a host that was started again has none."""
+    """Workers' seconds over seconds times workers; a restarted host has none."""
     before = {"algo-2": host(busy_s=4.0, up_s=5.0), "algo-3": host("algo-3", busy_s=100.0, up_s=5.0)}
     first, second = with_busy_fraction([host(), host("algo-3")], before)
     assert first["busy_fraction"] == pytest.approx(4.0 / (5.0 * 4))
@@ -70,20 +70,22 @@ def test_the_busy_part_is_of_the_time_since_the_last_report():
 def test_a_line_tells_state_and_work():
     """A host that is gone says why."""
     line = host_line({**host(state="down", why="unavailable"), "busy_fraction": 0.5})
-    assert line.startswith("data host algo-2: down (unavailable), 4 workers busy 50% of the time, ")
-    assert line.endswith("10 batches to this rank, 1 retries, 2 hedges")
+    assert line == (
+        "data host algo-2: down (unavailable), workers: 4 (busy 50% of the time), batches for this rank: 10, "
+        "retries: 1, hedges: 2"
+    )
 
 
 @pytest.mark.parametrize(
-    ("input_bound", "busy", "advice"),
+    ("input_bound", "busy", "expected"),
     [
         (0.01, 1.0, None),
         (0.5, 0.95, "2.0 times as many"),
-        (0.5, 0.1, "look at the network"),
-        (0.5, None, "look at the network"),
+        (0.5, 0.1, "check the network"),
+        (0.5, None, "check the network"),
     ],
 )
-def test_advice_is_given_where_it_helps(input_bound, busy, advice):
-    """More hosts only if their CPUs are the limit, and nothing if nobody waits."""
-    told = verdict(input_bound, [{**host(), "busy_fraction": busy}])
-    assert told is None if advice is None else advice in told
+def test_advice_is_given_where_it_helps(input_bound, busy, expected):
+    """More hosts only if their CPUs are the limit, and nothing if training does not wait."""
+    text = advice(input_bound, [{**host(), "busy_fraction": busy}])
+    assert text is None if expected is None else expected in text

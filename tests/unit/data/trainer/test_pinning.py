@@ -1,4 +1,4 @@
-"""Slots go back only after the copies that read them, on a stand-in for CUDA."""
+"""Slots are released only after the copies that read them, with a stand-in for CUDA."""
 
 import logging
 from collections import deque
@@ -42,7 +42,7 @@ class FakeEvent:
         return self.is_done
 
 
-def test_a_slot_is_given_back_after_the_copies_that_were_under_way():
+def test_a_slot_is_released_after_the_copies_in_flight():
     """Dropping a batch does not free its slot; the event behind its copies does."""
     free, cuda = [], FakeCUDA()
     slots = PinnedSlots(free.append, cuda)
@@ -76,7 +76,7 @@ def test_a_slot_is_locked_once_and_again_when_a_batch_is_larger():
     assert cuda.registered == [(memory.ctypes.data, 12_288)]
 
 
-def test_a_refusal_is_said_once_and_training_goes_on(caplog):
+def test_a_refusal_is_logged_once_and_training_continues(caplog):
     """Without page-locked memory, copies are slower but right."""
     cuda = FakeCUDA(status=2)
     slots = PinnedSlots(lambda _: None, cuda)

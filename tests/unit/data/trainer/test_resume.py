@@ -42,7 +42,7 @@ def test_it_survives_a_checkpoint():
 def test_another_version_is_refused():
     """Both versions are named."""
     state = {**saved(7, loader()).to_json(), "version": 2}
-    with pytest.raises(ResumeError, match="of version 2, this lightning_sm reads version 1"):
+    with pytest.raises(ResumeError, match="of version 2, but this lightning_sm reads version 1"):
         SavedPosition.from_json(state)
 
 
@@ -60,7 +60,7 @@ def test_no_sample_is_left_out(batches, old, new):
 
 
 @pytest.mark.parametrize(("size", "ranks"), [(16, 1), (8, 2), (4, 4), (2, 8)])
-def test_the_same_global_batch_goes_on_with_the_same_samples(size, ranks):
+def test_the_same_global_batch_continues_with_the_same_samples(size, ranks):
     """Twice the ranks with half the batch size: the rest of the epoch has the same global batches."""
     order = list(range(0, 500, 3))
     (step, num_repeated), old = (
@@ -83,7 +83,7 @@ def test_at_the_end_of_an_epoch_anything_may_change():
     ("loaders", "message"),
     [
         ([loader(identity="other")], r"over Images i \(train_dataloader\(\), identity i\), .* serve Images other"),
-        ([loader(), loader(name="b")], r"with 1 training loader\(s\), and there are 2 now"),
+        ([loader(), loader(name="b")], r"number of training loaders is 1, but now it is 2"),
     ],
 )
 def test_other_data_in_the_middle_of_an_epoch_is_refused(loaders, message):
@@ -94,7 +94,7 @@ def test_other_data_in_the_middle_of_an_epoch_is_refused(loaders, message):
 
 def test_loaders_that_change_by_different_factors_are_refused():
     """They have one batch count in common, which cannot mean both."""
-    with pytest.raises(ResumeError, match=r"with \[8, 8\] samples per step .*, and there are \[8, 4\] now"):
+    with pytest.raises(ResumeError, match=r"with \[8, 8\] samples per step .*, but now there are \[8, 4\]"):
         saved(7, loader(), loader(name="b")).batches_for([loader(), loader(4, name="b")])
 
 
@@ -102,5 +102,5 @@ def test_shards_must_be_the_same():
     """A virtual shard of another number of shards is another part of the data."""
     old = loader(order="shards", shards=16)
     assert saved(7, old).batches_for([old]) == (7, 0)
-    with pytest.raises(ResumeError, match=r"with 16 shards, 1 ranks, batches of 8, and there are 32 shards"):
+    with pytest.raises(ResumeError, match=r"with 16 virtual shards, world size 1, batch size 8, but now it has 32"):
         saved(7, old).batches_for([loader(order="shards", shards=32)])
