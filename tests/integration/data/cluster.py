@@ -21,21 +21,40 @@ class Host:
 
     Args:
         name: What its datasets find in their environment.
-        make: Returns the loaders that it serves.
+        make: Returns the loaders for training that it serves.
         workers: Worker processes.
         address: Where it listens; port 0 becomes the port that it got.
+        make_val: Returns the loaders for validation.
     """
 
-    def __init__(self, name: str, make: Callable[[], Any], workers: int = 2, address: str = "127.0.0.1:0") -> None:
-        self.name, self.address = name, address
-        self._make, self._workers = make, workers
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Any],
+        workers: int = 2,
+        address: str = "127.0.0.1:0",
+        make_val: Callable[[], Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.address = address
+        self._data = Data(make, name, make_val)
+        self._workers = workers
         self._host: DataHost | None = None
 
     def start(self) -> Host:
-        """Start it, and wait until it listens."""
-        self._host = DataHost(Data(self._make, self.name), self.address, self._workers)
+        """Start it, also after it was killed, and wait until it listens."""
+        if self._host is not None:
+            self._host.close()
+        self._host = DataHost(self._data, self.address, self._workers)
         self.address = self._host.__enter__().address
         return self
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its main process lives."""
+        if self._host is None or not psutil.pid_exists(self._host.pid):
+            return False
+        return self.main.status() != psutil.STATUS_ZOMBIE
 
     @property
     def main(self) -> psutil.Process:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from pytorch_lightning import LightningDataModule
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from lightning_sm.data.host.random_state import seed_all
 from lightning_sm.data.plan.samples import SamplePlan, epoch_order
@@ -73,23 +73,62 @@ class Broken(Dataset):
         return index
 
 
-class Data(LightningDataModule):
-    """Training data from a function, so that a test says in one place what it is about.
+class Sharded(IterableDataset):
+    """Numbers with noise of all generators, split by worker, first shards longer than the last.
 
     Args:
-        make: Returns the loaders.
-        name: What the data host is called that serves it.
+        length: One more than the largest number.
+        breaks_at: The number that raises an error.
+        delay_s: Time that a sample takes.
     """
 
-    def __init__(self, make: Callable[[], Any], name: str = "") -> None:
+    def __init__(self, length: int = 403, breaks_at: int | None = None, delay_s: float = 0.0) -> None:
+        self.length, self.breaks_at, self.delay_s = length, breaks_at, delay_s
+
+    def __iter__(self) -> Sharded:
+        info = get_worker_info()
+        self.next, self.step = info.id, info.num_workers
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        index, self.next = self.next, self.next + self.step * (2 if self.next % self.step > self.step // 2 else 1)
+        if index >= self.length:
+            raise StopIteration
+        if index == self.breaks_at:
+            raise ValueError("cannot read 37")
+        if self.delay_s:
+            threading.Event().wait(self.delay_s)
+        return {
+            "index": index,
+            "torch": torch.rand(2) + index,
+            "numpy": np.random.rand(2),
+            "random": random.random(),
+        }
+
+
+class Data(LightningDataModule):
+    """Data from functions, so that a test says in one place what it is about.
+
+    Args:
+        make: Returns the loaders for training.
+        name: What the data host is called that serves it.
+        make_val: Returns the loaders for validation.
+    """
+
+    def __init__(self, make: Callable[[], Any], name: str = "", make_val: Callable[[], Any] | None = None) -> None:
         super().__init__()
-        self.make, self.name = make, name
+        self.make = make
+        self.name = name
+        self.make_val = make_val
 
     def prepare_data(self) -> None:
         os.environ[HOST_VARIABLE] = self.name
 
     def train_dataloader(self) -> Any:
         return self.make()
+
+    def val_dataloader(self) -> Any:
+        return self.make_val() if self.make_val is not None else []
 
 
 def stream_hash(batches: Iterable[Any], first_step: int = 0) -> str:

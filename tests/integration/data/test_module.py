@@ -39,14 +39,6 @@ class InMemory(Logger):
         self.hparams.update(params)
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    """Two data hosts for all tests."""
-    made = Cluster(tmp_path_factory.mktemp("module"))
-    with made.hosts[0], made.hosts[1]:
-        yield made
-
-
 def saved(cluster, train="sequential", **options):
     """Train two epochs, and keep a checkpoint after every step; the model, and the folder of the checkpoints."""
     folder = cluster.folder / f"checkpoints {len(list(cluster.folder.iterdir()))}"
@@ -98,29 +90,24 @@ def test_one_module_serves_several_runs(cluster):
     assert model.indices("val 0") == list(range(NUM_TEST)) * 4
 
 
-def test_attributes_shine_through(cluster):
-    """Those of the user's DataModule, and plain values that setup() made on the data hosts."""
-    module = cluster.module()
-    cluster.fit(data=module, max_epochs=1, limit_train_batches=1)
+def test_attributes_and_hyperparameters_shine_through(cluster):
+    """Those of the user's DataModule, and plain values that setup() made on the data hosts; loggers get them, too."""
+    module, logger = cluster.module(), InMemory()
+    cluster.fit(data=module, max_epochs=1, limit_train_batches=1, logger=logger)
     assert module.num_classes == 10
     assert module.own == 0
-    assert module.hparams == {"width": 2}
+    assert module.hparams == logger.hparams == {"width": 2}
     assert module.chosen("train").batch_size == 4
     with pytest.raises(AttributeError, match=r"Data has no attribute 'folders' on a trainer.*run on the data hosts"):
         _ = module.folders
 
 
-def test_hyperparameters_are_logged(cluster):
-    """Those of the user's DataModule, as without data hosts."""
-    logger = InMemory()
-    cluster.fit(max_epochs=1, limit_train_batches=1, logger=logger)
-    assert logger.hparams == {"width": 2}
-
-
 @pytest.mark.parametrize(
     "copied",
-    [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))],  # noqa: S301  # pickled right here
-    ids=["deep", "pickle"],
+    [
+        pytest.param(lambda module: pickle.loads(pickle.dumps(module)), id="pickle"),  # noqa: S301  # pickled right here
+        pytest.param(copy.deepcopy, id="deep", marks=pytest.mark.proof),
+    ],
 )
 def test_copies_work(cluster, copied):
     """Also of a module that a Trainer holds, as strategies that spawn need it."""
@@ -177,7 +164,10 @@ def test_a_checkpoint_brings_its_seed(cluster):
     assert rest.batches("train") == whole.batches("train")[3:]
 
 
-@pytest.mark.parametrize("train", ["dict", "max_size", "max_size_cycle", "min_size"])
+@pytest.mark.parametrize(
+    "train",
+    ["max_size_cycle", *(pytest.param(train, marks=pytest.mark.proof) for train in ("dict", "max_size", "min_size"))],
+)
 def test_loaders_of_different_lengths_resume(cluster, train):
     """Also where the short one has ended or has begun anew."""
     whole, folder = saved(cluster, train)
@@ -209,14 +199,3 @@ def test_metrics_reach_the_logger(cluster, caplog):
     ]
     for host in cluster.hosts:
         assert len([line for line in lines if f"data host {host.address}: up" in line]) == 2
-
-
-def test_an_epoch_that_is_cut_short_has_its_line(cluster, caplog):
-    """max_steps in the middle of the second epoch."""
-    caplog.set_level(logging.INFO, "lightning_sm")
-    cluster.fit("sequential", max_epochs=-1, max_steps=8)
-    lines = [record.getMessage() for record in caplog.records if "data of rank" in record.getMessage()]
-    assert [line.split(", ")[0] + line.split(":")[1].split(",")[0] for line in lines] == [
-        "epoch 0 6 batches",
-        "epoch 1 2 batches",
-    ]

@@ -15,6 +15,7 @@ from tests.integration.hosts import REPOSITORY, SCRIPTS
 _IP = shutil.which("ip")
 
 pytestmark = [
+    pytest.mark.proof,
     pytest.mark.processes,
     pytest.mark.root,
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make network namespaces"),

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from lightning_sm import DataHost
+from lightning_sm import DataHost, RemoteDataModule
+from tests.integration.data.numbers import quiet_trainer
 from tests.integration.hosts import REPOSITORY, SCRIPTS
-from tests.integration.scripts.train_ranks import NUM_TEST, NUM_TRAIN, Data
+from tests.integration.scripts.train_ranks import NUM_TEST, NUM_TRAIN, Data, Model
 
 pytestmark = pytest.mark.processes
 
@@ -26,22 +27,17 @@ def run(command, folder, **variables):
     return [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
 
 
-def job(folder, trainers, data_hosts, batch_size):
-    """What the ranks of an emulated job saw."""
-    groups = ["--group", f"trainer={trainers}", "--group", f"data={data_hosts}"]
-    places = ["--base-dir", str(folder / "jobs"), "--env", f"PYTHONPATH={REPOSITORY}", "--env", "OMP_NUM_THREADS=1"]
-    folder.mkdir()
-    (folder / "hyperparameters.json").write_text(json.dumps({"data.batch_size": str(batch_size)}))
-    own = ["--env", f"SEEN={folder / 'seen'}", "--hyperparameters", str(folder / "hyperparameters.json")]
-    command = [sys.executable, "-m", "lightning_sm", "local", *groups, *places, *own, "--"]
-    return run([*command, str(SCRIPTS / "train_ranks.py")], folder / "seen")
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """What one trainer on one data host saw, with twice the batch size."""
-    (seen,) = job(tmp_path_factory.mktemp("alone") / "job", 1, 1, 10)
-    return seen
+    model = Model()
+    trainer = quiet_trainer(tmp_path_factory.mktemp("alone"), max_epochs=2)
+    with DataHost(Data(batch_size=10), workers=1) as host:
+        module = RemoteDataModule(Data(batch_size=10), [host.address])
+        trainer.fit(model, datamodule=module)
+        trainer.test(model, datamodule=module)
+    # As the ranks write it.
+    return json.loads(json.dumps(model.seen))
 
 
 def assert_shared(ranks, alone):
@@ -55,9 +51,15 @@ def assert_shared(ranks, alone):
         assert [first + second for first, second in zip(*steps, strict=True)] == alone[stage]
 
 
+@pytest.mark.proof
 def test_two_trainers_on_two_data_hosts(alone, tmp_path):
     """In an emulated job: training, validation, and a test after it; exact tails, no padding, nothing dropped."""
-    assert_shared(job(tmp_path / "job", 2, 2, 5), alone)
+    command = [sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2", "--group", "data=2"]
+    variables = {"PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": 1, "SEEN": tmp_path / "seen"}
+    for name, value in variables.items():
+        command += ["--env", f"{name}={value}"]
+    command += ["--base-dir", str(tmp_path / "jobs"), "--", str(SCRIPTS / "train_ranks.py")]
+    assert_shared(run(command, tmp_path / "seen"), alone)
 
 
 def test_a_data_host_that_is_killed_is_not_missed(alone, tmp_path):

@@ -8,7 +8,7 @@ from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_sm import DataHost, RemoteDataModule
+from lightning_sm import RemoteDataModule
 from lightning_sm.errors import ResumeError
 
 pytestmark = pytest.mark.processes
@@ -86,15 +86,15 @@ class StopAt(Callback):
             raise KeyboardInterrupt
 
 
-@pytest.fixture(scope="module")
-def hosts():
-    """Three data hosts of different strength."""
-    with (
-        DataHost(Data(), workers=1) as first,
-        DataHost(Data(), workers=2) as second,
-        DataHost(Data(), workers=3) as third,
-    ):
-        yield [first.address, second.address, third.address]
+@pytest.fixture
+def hosts(pool):
+    """Addresses of three data hosts of different strength."""
+    return serving(pool, Data())
+
+
+def serving(pool, data):
+    """Serve a DataModule; the addresses."""
+    return [host.address for host in pool.serve(data.train_dataloader, data.val_dataloader)]
 
 
 def fit(addresses, folder, *, model=None, data=None, callbacks=(), ckpt_path=None, **trainer):
@@ -109,62 +109,105 @@ def fit(addresses, folder, *, model=None, data=None, callbacks=(), ckpt_path=Non
     return model.seen
 
 
-def saved_every_step(folder):
-    """A callback that keeps a checkpoint after every step."""
-    return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+class Trained:
+    """Trainings that were interrupted and kept a checkpoint of every step, each made when it is first asked for.
+
+    Args:
+        folder: Where their checkpoints are.
+    """
+
+    def __init__(self, folder):
+        self._folder = folder
+        self._seen = {}
+
+    def until(self, stop_at, addresses, *, reads_number_of_steps=False, **trainer):
+        """Train until a step; what was seen, and the folder of the checkpoints."""
+        key = repr((stop_at, addresses, reads_number_of_steps, trainer))
+        folder = self._folder / f"{hash(key):x}"
+        if key not in self._seen:
+            saved = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+            model, callbacks = Recorder(reads_number_of_steps), [saved, StopAt(stop_at)]
+            self._seen[key] = fit(addresses, folder, model=model, callbacks=callbacks, **trainer)
+        return self._seen[key], folder
 
 
 @pytest.fixture(scope="module")
-def whole(hosts, tmp_path_factory):
+def trained(tmp_path_factory):
+    """Interrupted trainings."""
+    return Trained(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="module")
+def whole(pool, tmp_path_factory):
     """An uninterrupted run on one data host."""
-    return fit(hosts[:1], tmp_path_factory.mktemp("whole"))
+    return fit(serving(pool, Data())[:1], tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("reads_number_of_steps", [False, True])
-@pytest.mark.parametrize("shape", [([0], [0]), ([0, 1], [2]), ([1], [0, 1, 2])])
-@pytest.mark.parametrize("step", [1, 7, NUM_STEPS, NUM_STEPS + 4])
-def test_the_rest_is_the_same(hosts, whole, tmp_path, step, shape, reads_number_of_steps):
+# Pairwise: step, data hosts before and after, whether a schedule reads the number of steps.
+ALONE, OTHERS, MORE = ([0], [0]), ([0, 1], [2]), ([1], [0, 1, 2])
+LAST_STEP = NUM_STEPS + 4
+RESUMED = [
+    (7, OTHERS, False),
+    (NUM_STEPS, OTHERS, True),
+    *(
+        pytest.param(*row, marks=pytest.mark.proof)
+        for row in (
+            (1, ALONE, False),
+            (1, OTHERS, True),
+            (1, MORE, True),
+            (7, ALONE, True),
+            (7, MORE, True),
+            (NUM_STEPS, ALONE, True),
+            (NUM_STEPS, MORE, False),
+            (LAST_STEP, ALONE, True),
+            (LAST_STEP, OTHERS, False),
+            (LAST_STEP, MORE, False),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("step", "shape", "reads_number_of_steps"), RESUMED)
+def test_the_rest_is_the_same(hosts, whole, trained, step, shape, reads_number_of_steps):
     """In the middle and at the end of an epoch, on other data hosts, and if a schedule reads the number of steps."""
     before, after = shape
-    first = fit(
-        [hosts[number] for number in before],
-        tmp_path,
-        model=Recorder(reads_number_of_steps),
-        callbacks=[saved_every_step(tmp_path), StopAt(step)],
+    first, folder = trained.until(
+        LAST_STEP, [hosts[number] for number in before], reads_number_of_steps=reads_number_of_steps
     )
-    checkpoint = tmp_path / f"step={step}.ckpt"
     rest = fit(
-        [hosts[number] for number in after], tmp_path, model=Recorder(reads_number_of_steps), ckpt_path=checkpoint
+        [hosts[number] for number in after],
+        folder,
+        model=Recorder(reads_number_of_steps),
+        ckpt_path=folder / f"step={step}.ckpt",
     )
-    assert first == whole[: len(first)]
+    assert first == whole[:LAST_STEP]
     assert rest == whole[step:]
 
 
-def test_limited_epochs_resume_where_they_were_cut(hosts, whole, tmp_path):
+def test_limited_epochs_resume_where_they_were_cut(hosts, whole, trained):
     """With limit_train_batches, the second epoch begins at its beginning."""
-    first = fit(hosts[:1], tmp_path, callbacks=[saved_every_step(tmp_path), StopAt(7)], limit_train_batches=5)
-    rest = fit(hosts[1:2], tmp_path, ckpt_path=tmp_path / "step=7.ckpt", limit_train_batches=5)
+    first, folder = trained.until(7, hosts[:1], limit_train_batches=5)
+    rest = fit(hosts[1:2], folder, ckpt_path=folder / "step=7.ckpt", limit_train_batches=5)
     limited = [*whole[:5], *whole[NUM_STEPS : NUM_STEPS + 5]]
-    assert first == limited[: len(first)]
+    assert first == limited[:7]
     assert rest == limited[7:]
 
 
-def test_another_batch_size_goes_on_with_the_same_samples(hosts, whole, tmp_path):
+def test_another_batch_size_continues_with_the_same_samples(hosts, whole, trained, pool):
     """Half the batch size: the same samples, in the same order, in twice the steps."""
-    fit(hosts[:1], tmp_path, callbacks=[saved_every_step(tmp_path), StopAt(6)])
-    with DataHost(Data(batch_size=5), workers=1) as host:
-        rest = fit([host.address], tmp_path, data=Data(batch_size=5), ckpt_path=tmp_path / "step=6.ckpt", max_epochs=1)
+    _, folder = trained.until(LAST_STEP, hosts[:2])
+    halved = Data(batch_size=5)
+    rest = fit(serving(pool, halved)[:1], folder, data=halved, ckpt_path=folder / "step=6.ckpt", max_epochs=1)
     assert [index for _, _, indices, _ in rest for index in indices] == [
         index for epoch, _, indices, _ in whole[6:] if epoch == 0 for index in indices
     ]
     assert rest[0][1] == 12
 
 
-def test_other_data_in_the_middle_of_an_epoch_is_refused(hosts, tmp_path):
+def test_other_data_in_the_middle_of_an_epoch_is_refused(hosts, trained, pool):
     """The rest of an epoch over other data means nothing; both are named."""
-    fit(hosts[:1], tmp_path, callbacks=[saved_every_step(tmp_path), StopAt(6)])
-    with (
-        DataHost(Data(size=99), workers=1) as host,
-        pytest.raises(ResumeError, match=r"over Augmented of 103 .* now serve Augmented of 99"),
-    ):
-        fit([host.address], tmp_path, data=Data(size=99), ckpt_path=tmp_path / "step=6.ckpt")
+    _, folder = trained.until(LAST_STEP, hosts[:2])
+    other = Data(size=99)
+    addresses = serving(pool, other)[:1]
+    with pytest.raises(ResumeError, match=r"over Augmented of 103 .* now serve Augmented of 99"):
+        fit(addresses, folder, data=other, ckpt_path=folder / "step=6.ckpt")

@@ -1,13 +1,14 @@
 """A Trainer on data hosts sees what the user's loaders promise, whatever its settings."""
 
 import gc
+import logging
 from pathlib import Path
 
 import pytest
 import torch
 from pytorch_lightning.callbacks import Callback
 
-from tests.integration.data.numbers import BATCH_SIZE, NUM_TEST, SECOND, Cluster, Recorder
+from tests.integration.data.numbers import BATCH_SIZE, NUM_TEST, SECOND, Recorder
 
 pytestmark = pytest.mark.processes
 
@@ -20,21 +21,24 @@ class ByHand(Recorder):
         return self.note("train", batch)
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    """Two data hosts for all tests."""
-    made = Cluster(tmp_path_factory.mktemp("trainer"))
-    with made.hosts[0], made.hosts[1]:
-        yield made
+def widening(*row):
+    """A row that only widens what the others show."""
+    return pytest.param(*row, marks=pytest.mark.proof)
 
 
 @pytest.mark.parametrize(
     ("train", "num_steps", "num_samples"),
-    [("shuffled", 6, 23), ("sequential", 6, 23), ("drop_last", 5, 20), ("split", 6, 23), ("weighted", 5, 20)],
+    [
+        ("shuffled", 6, 23),
+        ("weighted", 5, 20),
+        widening("sequential", 6, 23),
+        widening("drop_last", 5, 20),
+        widening("split", 6, 23),
+    ],
 )
 def test_every_epoch_has_its_samples(cluster, train, num_steps, num_samples):
-    """Each sample once per epoch, in the order that the loader asks for, and another one in each epoch."""
-    model, trainer = cluster.fit(train)
+    """Each sample once per epoch, in the order that the loader asks for, and another one in each; also to validate."""
+    model, trainer = cluster.fit(train, "small shuffled" if train == "weighted" else "small")
     epochs = [model.indices("train", epoch) for epoch in (0, 1)]
     assert trainer.num_training_batches == num_steps
     assert [len(model.batches("train", epoch)) for epoch in (0, 1)] == [num_steps] * 2
@@ -45,7 +49,12 @@ def test_every_epoch_has_its_samples(cluster, train, num_steps, num_samples):
     assert (epochs[0] == list(range(num_samples))) == is_sequential
     assert (epochs[0] == epochs[1]) == is_sequential
     assert len(set(model.hashes)) == len(model.hashes)
-    assert model.batches("val 0", 0) == [[0, 1, 2, 3], [4, 5, 6]]
+    if train != "weighted":
+        assert model.batches("val 0", 0) == [[0, 1, 2, 3], [4, 5, 6]]
+    else:
+        first, second = (model.indices("val 0", epoch) for epoch in (0, 1))
+        assert sorted(first) == sorted(second) == list(range(7))
+        assert first != second
 
 
 def test_loaders_in_a_list_are_validated_one_after_the_other(cluster):
@@ -55,7 +64,10 @@ def test_loaders_in_a_list_are_validated_one_after_the_other(cluster):
     assert model.batches("val 1") == [[1000, 1001], [1002]]
 
 
-@pytest.mark.parametrize(("train", "num_steps"), [("dict", 6), ("max_size_cycle", 6), ("max_size", 6), ("min_size", 3)])
+@pytest.mark.parametrize(
+    ("train", "num_steps"),
+    [("max_size_cycle", 6), widening("dict", 6), widening("max_size", 6), widening("min_size", 3)],
+)
 def test_loaders_of_different_lengths_train_together(cluster, train, num_steps):
     """As CombinedLoader says: the short one begins anew, is missing, or ends the epoch."""
     model, _ = cluster.fit(train, max_epochs=2)
@@ -74,7 +86,11 @@ def test_loaders_of_different_lengths_train_together(cluster, train, num_steps):
             assert first != second
 
 
-@pytest.mark.parametrize(("limit", "num_train", "num_test"), [(2, 2, 2), (1, 1, 1), (0.5, 3, 1), (1.0, 6, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("limit", "num_train", "num_test"),
+    [(0.5, 3, 1), widening(2, 2, 2), widening(1, 1, 1), widening(1.0, 6, 2)],
+    ids=str,
+)
 def test_limits_cut_epochs(cluster, limit, num_train, num_test):
     """limit_*_batches as number and as fraction, of training, validation, test and prediction."""
     limits = {f"limit_{stage}_batches": limit for stage in ("train", "val", "test", "predict")}
@@ -87,6 +103,7 @@ def test_limits_cut_epochs(cluster, limit, num_train, num_test):
         assert model.indices(stage) == list(range(7))[: num_test * BATCH_SIZE] * times
 
 
+@pytest.mark.proof
 def test_predictions_come_in_order(cluster):
     """Trainer.predict returns a prediction for every sample."""
     cluster.choose()
@@ -94,7 +111,7 @@ def test_predictions_come_in_order(cluster):
     assert torch.cat(predictions).tolist() == list(range(NUM_TEST))
 
 
-@pytest.mark.parametrize("train", ["shuffled", "weighted"])
+@pytest.mark.parametrize("train", ["shuffled", widening("weighted")])
 def test_overfitting_repeats_the_same_batches(cluster, train):
     """overfit_batches: no shuffling, and each epoch has the samples of the one before."""
     model, _ = cluster.fit(train, max_epochs=3, overfit_batches=2)
@@ -105,53 +122,56 @@ def test_overfitting_repeats_the_same_batches(cluster, train):
         assert epochs[0] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_the_sanity_check_is_a_short_validation(cluster):
-    """It has its number of batches, and takes nothing away from what follows."""
-    model, _ = cluster.fit("sequential", max_epochs=1, num_sanity_val_steps=1)
+def test_validation_takes_nothing_away_from_the_training(cluster):
+    """The sanity check is a short validation; within an epoch (val_check_interval), training resumes where it was.
+
+    accumulate_grad_batches takes steps of several batches, the last of a shorter one.
+    """
+    settings = {"num_sanity_val_steps": 1, "val_check_interval": 2, "accumulate_grad_batches": 4}
+    model, trainer = cluster.fit("sequential", max_epochs=1, **settings)
     assert model.batches("sanity") == [[0, 1, 2, 3]]
+    assert [stage for stage, _, _ in model.seen[1:]] == [*["train"] * 2, *["val 0"] * 2] * 3
     assert model.indices("train") == list(range(23))
-    assert model.indices("val 0") == list(range(7))
+    assert model.indices("val 0") == list(range(7)) * 3
+    assert trainer.global_step == 2
 
 
-def test_max_steps_end_in_the_middle(cluster):
-    """The third epoch is cut short."""
+def test_max_steps_end_in_the_middle(cluster, caplog):
+    """The third epoch is cut short, and has its line in the log."""
+    caplog.set_level(logging.INFO, "lightning_sm")
     model, trainer = cluster.fit("sequential", max_epochs=-1, max_steps=13)
     assert trainer.global_step == 13
     assert model.indices("train", 2) == [0, 1, 2, 3]
+    lines = [record.getMessage() for record in caplog.records if "data of rank" in record.getMessage()]
+    assert [line.split(", ")[0] + line.split(":")[1].split(",")[0] for line in lines] == [
+        "epoch 0 6 batches",
+        "epoch 1 6 batches",
+        "epoch 2 1 batches",
+    ]
 
 
+@pytest.mark.proof
 def test_fast_dev_run(cluster):
     """One batch of each."""
     model, _ = cluster.fit("sequential", fast_dev_run=True)
     assert [stage for stage, _, _ in model.seen] == ["train", "val 0"]
 
 
-def test_gradients_accumulate_over_all_batches(cluster):
-    """accumulate_grad_batches takes steps of several batches, the last of a shorter one."""
-    model, trainer = cluster.fit("sequential", max_epochs=1, accumulate_grad_batches=4)
-    assert trainer.global_step == 2
-    assert model.indices("train") == list(range(23))
+class Rings(Callback):
+    """Notes how many rings of slots there are at the end of each epoch."""
 
+    def __init__(self):
+        self.numbers = []
 
-def test_validation_within_an_epoch(cluster):
-    """val_check_interval: the training goes on where it was."""
-    model, _ = cluster.fit("sequential", max_epochs=1, val_check_interval=2)
-    assert [stage for stage, _, _ in model.seen] == [*["train"] * 2, *["val 0"] * 2] * 3
-    assert model.indices("train") == list(range(23))
-    assert model.indices("val 0") == list(range(7)) * 3
-
-
-def test_shuffled_validation_is_complete(cluster):
-    """Each sample once, in another order in each epoch."""
-    model, _ = cluster.fit("sequential", "small shuffled")
-    first, second = (model.indices("val 0", epoch) for epoch in (0, 1))
-    assert sorted(first) == sorted(second) == list(range(7))
-    assert first != second
+    def on_train_epoch_end(self, trainer, *_):
+        gc.collect()
+        self.numbers.append(Path("/proc/self/maps").read_text().count("memfd:lightning_sm"))
 
 
 def test_reloaded_loaders_are_made_on_the_data_hosts(cluster):
-    """reload_dataloaders_every_n_epochs: they see the epoch, and a fresh loader goes on with another order."""
-    model, _ = cluster.fit(max_epochs=3, reload_dataloaders_every_n_epochs=1)
+    """reload_dataloaders_every_n_epochs: they see the epoch; a fresh loader has another order, in the same slots."""
+    rings = Rings()
+    model, _ = cluster.fit(max_epochs=3, reload_dataloaders_every_n_epochs=1, callbacks=[rings])
     calls = cluster.noted([host.pid for host in cluster.hosts])
     assert sorted(call for call in calls if "train" in call) == sorted(
         [f"train_dataloader {epoch}" for epoch in range(3)] * 2
@@ -159,24 +179,11 @@ def test_reloaded_loaders_are_made_on_the_data_hosts(cluster):
     epochs = [model.indices("train", epoch) for epoch in range(3)]
     assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-
-
-def test_reloads_leave_no_memory_behind(cluster):
-    """A loader that is made anew goes on with the slots of the one before."""
-
-    class Rings(Callback):
-        def __init__(self):
-            self.numbers = []
-
-        def on_train_epoch_end(self, trainer, *_):
-            gc.collect()
-            self.numbers.append(Path("/proc/self/maps").read_text().count("memfd:lightning_sm"))
-
-    rings = Rings()
-    cluster.fit(max_epochs=4, reload_dataloaders_every_n_epochs=1, callbacks=[rings])
+    assert len(rings.numbers) == 3
     assert len(set(rings.numbers)) == 1
 
 
+@pytest.mark.proof
 def test_the_sampler_of_the_user_is_left_alone(cluster):
     """use_distributed_sampler=False."""
     model, _ = cluster.fit("shuffled", max_epochs=1, use_distributed_sampler=False)

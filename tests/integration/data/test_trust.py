@@ -90,19 +90,17 @@ def test_only_trainers_of_the_job_with_the_token_are_served():
         assert num_batches(host.address, **right) == 2
 
 
-def test_calls_without_credentials_are_refused_whatever_they_ask():
+def test_calls_without_credentials_are_refused_whatever_they_ask(pool):
     """Every method, even one that is not there, refuses a caller with no metadata, no token or a wrong one."""
     right = grpc_transport.metadata(credentials())
     wrong = [*right[:2], ("lightning-sm-token-bin", b"guessed")]
     unauthenticated, precondition = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION
-    with DataHost(data()) as host:
-        for metadata, code in (([], precondition), (right[:2], unauthenticated), (wrong, unauthenticated)):
-            with FakeTrainer(host.address, metadata) as trainer:
-                codes = {
-                    name: trainer.any_call(name) for name in ("Open", "List", "Fetch", "Heartbeat", "Finish", "Stop")
-                }
-            assert set(codes.values()) == {code}, codes
-        assert num_batches(host.address) == 2
+    host = pool.serve(data().make)[0]
+    for metadata, code in (([], precondition), (right[:2], unauthenticated), (wrong, unauthenticated)):
+        with FakeTrainer(host.address, metadata) as trainer:
+            codes = {name: trainer.any_call(name) for name in ("Open", "List", "Fetch", "Heartbeat", "Finish", "Stop")}
+        assert set(codes.values()) == {code}, codes
+    assert num_batches(host.address) == 2
 
 
 def test_a_trainer_of_another_version_is_told_both_versions(monkeypatch):
@@ -112,8 +110,7 @@ def test_a_trainer_of_another_version_is_told_both_versions(monkeypatch):
         assert "data host fake speaks version 99 of the protocol, this trainer version 1." in refusal(address)
 
 
-@pytest.mark.parametrize("is_mutual", [False, True])
-@pytest.mark.parametrize("is_unix", [False, True])
+@pytest.mark.parametrize(("is_mutual", "is_unix"), [(True, False), pytest.param(False, True, marks=pytest.mark.proof)])
 def test_batches_come_over_tls(ours, tmp_path, is_mutual, is_unix):
     """Data hosts show their certificate, and with an authority trainers show theirs; over TCP and over Unix sockets."""
     settings = ours.settings("127.0.0.1", "localhost", is_mutual=is_mutual)
@@ -136,19 +133,27 @@ def test_a_trainer_with_tls_says_at_once_why_it_does_not_trust_a_data_host(ours,
         assert "Add it as a SubjectAlternativeName" in refusal(address, **other_name)
 
 
-def test_a_data_host_with_tls_refuses_trainers_without_their_part_of_it(ours, theirs):
+@pytest.mark.parametrize(
+    "how",
+    [
+        "without a certificate",
+        pytest.param("without TLS", marks=pytest.mark.proof),
+        pytest.param("with a certificate of another authority", marks=pytest.mark.proof),
+    ],
+)
+def test_a_data_host_with_tls_refuses_trainers_without_their_part_of_it(ours, theirs, how):
     """Without TLS, without a certificate, or with one of another authority, a trainer learns what may be wrong."""
     mutual = ours.settings("127.0.0.1", is_mutual=True)
-    alone = {name: mutual[name] for name in ("tls_certificate", "tls_key")}
-    foreign = {**theirs.settings("127.0.0.1"), "tls_authority": ours.file}
+    settings = {
+        "without TLS": {},
+        "without a certificate": {name: mutual[name] for name in ("tls_certificate", "tls_key")},
+        "with a certificate of another authority": {**theirs.settings("127.0.0.1"), "tls_authority": ours.file},
+    }[how]
     with FakeHost().serving(credentials(**mutual)) as address:
-        for settings in ({}, alone, foreign):
-            module = RemoteDataModule(data(), [address], settings=DataServiceSettings(startup_timeout_s=2, **settings))
-            with pytest.raises(
-                DataHostUnreachableError, match=r"may require TLS, or a certificate signed by its data_se"
-            ):
-                module.setup("fit")
-            module.teardown("fit")
+        module = RemoteDataModule(data(), [address], settings=DataServiceSettings(startup_timeout_s=2, **settings))
+        with pytest.raises(DataHostUnreachableError, match=r"may require TLS, or a certificate signed by its data_se"):
+            module.setup("fit")
+        module.teardown("fit")
 
 
 def test_a_wrong_tls_file_is_named_before_anything_starts(ours, tmp_path):

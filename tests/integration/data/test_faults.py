@@ -1,0 +1,1184 @@
+"""Faults x where x when: what trainers see, how the data hosts end, and what says so.
+
+The rows make the tests and a table: ``python -m tests.integration.data.test_faults``. Whatever the row, nothing of what
+was killed is left, and what was not killed serves the next training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import pytest
+from pytorch_lightning.callbacks import Callback, EarlyStopping
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_sm.errors import (
+    BatchTooLargeError,
+    DataHostMismatchError,
+    DataHostUnreachableError,
+    DataServiceError,
+    DataSettingsError,
+    RemoteTransformError,
+)
+from lightning_sm.job.stopping import GENTLE_SIGNAL
+from tests.fakes.reserved_job import reserve_job
+from tests.integration.data import faults
+from tests.integration.data.cluster import Host, remote, running
+from tests.integration.data.datasets import HOST_VARIABLE, Augmented, Broken, Sharded, reference, stream_hash
+from tests.integration.data.faults import DATA, KILLED, TIMEOUT_S, TRAIN, TRAINER, Chaos, Job, Launchers
+from tests.integration.data.numbers import NUM_TRAIN, Recorder
+from tests.integration.emulators import until
+from tests.integration.hosts import SCRIPTS
+
+pytestmark = pytest.mark.processes
+
+LENGTH, BATCH_SIZE = 400, 4
+SAME = "the same batches"
+# The feeder notifies all hosts that the training is over, and allows those that do not answer 3 s.
+FEW_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault.
+
+    Attributes:
+        fault: What happens.
+        where: To whom.
+        when: When.
+        trainer: What training processes see.
+        data: What becomes of the data hosts that are not killed: "stay", or their exit code.
+        says: Regular expressions for what the error, the log or the failure file says.
+        is_proof: Whether it only widens what another row shows.
+    """
+
+    fault: str
+    where: str
+    when: str
+    trainer: str = SAME
+    data: str | int = "stay"
+    says: tuple[str, ...] = ()
+    is_proof: bool = field(default=False, kw_only=True)
+
+    def __str__(self) -> str:
+        return f"{self.fault}, {self.where}, {self.when}"
+
+    def line(self) -> str:
+        """The line of the table."""
+        says = "; ".join(f"`{text}`" for text in self.says)
+        return f"| {self.fault} | {self.where} | {self.when} | {self.trainer} | {self.data} | {says} |"
+
+    def assert_says(self, text: str) -> None:
+        """It says all that it should."""
+        assert not [pattern for pattern in self.says if not re.search(pattern, text)], text
+
+
+def params(rows):
+    """The rows as parameters of a test."""
+    return [pytest.param(row, id=str(row), marks=[pytest.mark.proof] if row.is_proof else []) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def _forks():
+    """Start here what outlives a test."""
+    faults.start_forks()
+
+
+@pytest.fixture(autouse=True)
+def _no_named_memory():
+    """Nothing stays in /dev/shm that nobody uses, and so nobody would clean up. Other tests have theirs there."""
+    before = faults.shared_memory()
+    yield
+    # Of another test's there may be some that is not mapped yet, or about to be removed.
+    until(
+        lambda: not faults.unused(faults.shared_memory() - before),
+        "/dev/shm holds nothing more that is unused",
+        FEW_SECONDS,
+    )
+
+
+# While batches are made: two data hosts, and a trainer in this process
+
+
+class Scene:
+    """Two data hosts ``a`` and ``b``, with 1 and 2 workers, a third one that is not there, and a trainer.
+
+    Args:
+        hosts: The data hosts by name.
+    """
+
+    def __init__(self, hosts: dict[str, Host]) -> None:
+        self.hosts = hosts
+        self.module: Any = None
+        self.stack = contextlib.ExitStack()
+        self.started: list[Host] = []
+        self.acted = 0.0
+
+    def restart_killed(self, names: str) -> None:
+        """Start again what the row before has killed."""
+        killed = [self.hosts[name] for name in "ab" if name in names and not self.hosts[name].is_running]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Host.start, killed))
+
+    def start(self, name: str) -> Host:
+        """Start a host that ends with the row."""
+        self.started.append(self.hosts[name])
+        return self.hosts[name].start()
+
+    def report(self, name: str) -> dict[str, Any]:
+        """What the feeder says of a host."""
+        address = self.hosts[name].address
+        return next(host for host in self.module._feeder.state()["hosts"] if host["name"] in (name, address))
+
+    def until_up(self, name: str) -> None:
+        """Wait until the feeder uses a host."""
+        until(lambda: self.report(name)["state"] == "up", f"the feeder reaches host {name}", TIMEOUT_S)
+
+    def until_used(self, name: str) -> None:
+        """Take epochs until a host has made batches in one."""
+        self.until_up(name)
+        before = self.report(name)["batches"]
+
+        def is_used() -> bool:
+            list(self.module.train_dataloader()["shuffled"])
+            return self.report(name)["batches"] > before
+
+        until(is_used, f"host {name} makes batches", TIMEOUT_S)
+
+    def close(self) -> None:
+        """End what the row has started."""
+        self.stack.close()
+        for host in self.started:
+            if host.is_running:
+                host.kill()
+
+
+def nothing(scene: Scene) -> None:
+    """The fault lies in the data."""
+
+
+def freeze(scene: Scene) -> None:
+    """Stop host a as a whole until the epoch is over."""
+    scene.hosts["a"].signal(signal.SIGSTOP)
+
+
+def thaw(scene: Scene) -> None:
+    """Let host a continue: it is used again."""
+    scene.hosts["a"].signal(signal.SIGCONT)
+    scene.until_used("a")
+
+
+def freeze_worker(scene: Scene) -> None:
+    """Stop one of the two workers of host b."""
+    worker = scene.hosts["b"].workers[0]
+    worker.suspend()
+    scene.stack.callback(worker.kill)
+
+
+def kill_workers(scene: Scene) -> None:
+    """Kill all workers of both hosts."""
+    for host in scene.hosts["a"], scene.hosts["b"]:
+        for worker in host.workers:
+            worker.kill()
+
+
+def kill_server(scene: Scene) -> None:
+    """Kill the gRPC server's process of host a."""
+    scene.hosts["a"].network.kill()
+
+
+def kill_main(scene: Scene) -> None:
+    """Kill the main process of host a: the others are nothing without it."""
+    processes = scene.hosts["a"].processes()
+    assert len(processes) == 3
+    scene.hosts["a"].main.kill()
+    faults.until_gone(processes, "the processes of host a")
+
+
+def freeze_and_kill_main(scene: Scene) -> None:
+    """Kill the main process of host a while all its processes are stopped."""
+    freeze(scene)
+    kill_main(scene)
+
+
+def kill_host(scene: Scene) -> None:
+    """Let host a vanish as when the machine is switched off."""
+    scene.hosts["a"].kill()
+
+
+def kill_all(scene: Scene) -> None:
+    """Let both hosts vanish."""
+    for name in "ab":
+        scene.hosts[name].kill()
+
+
+def kill_and_return(scene: Scene) -> None:
+    """Let host b vanish, and start it again while the trainer waits."""
+    scene.hosts["b"].kill()
+    starter = scene.stack.enter_context(ThreadPoolExecutor(1))
+    scene.stack.callback(starter.submit(scene.start, "b").result)
+
+
+def come_late(scene: Scene) -> None:
+    """Start host c in the middle of the epoch."""
+    scene.start("c")
+    scene.until_up("c")
+
+
+def close_late(scene: Scene) -> None:
+    """Host c has taken its share; it closes at once although a trainer is connected."""
+    assert scene.report("c")["batches"] > 0
+    processes = scene.hosts["c"].processes()
+    began = time.monotonic()
+    scene.hosts["c"].close()
+    assert time.monotonic() - began < 1.5
+    faults.until_gone(processes, "the processes of host c", 0.0)
+
+
+def hang_and_close(scene: Scene) -> None:
+    """Close host a although its gRPC server's process does not answer, and host b as usual."""
+    processes = [process for name in "ab" for process in scene.hosts[name].processes()]
+    scene.hosts["a"].network.suspend()
+    for name in "ab":
+        scene.hosts[name].close()
+    faults.until_gone(processes, "the processes of both hosts", 0.0)
+
+
+def kill_feeder(scene: Scene) -> None:
+    """Kill the process of this rank that asks for batches."""
+    os.kill(scene.module._client.pid, signal.SIGKILL)
+
+
+def train_elsewhere(scene: Scene) -> None:
+    """Let a second training use the same hosts."""
+    with remote(list(scene.hosts.values())[:2]) as second:
+        assert len(list(second.train_dataloader()["shuffled"])) == LENGTH / BATCH_SIZE
+
+
+def use_again(scene: Scene) -> None:
+    """Other passes of the same trainer are unharmed."""
+    assert stream_hash(scene.module.train_dataloader()["shuffled"]) == EXPECTED["shuffled"]()
+
+
+def crash() -> None:
+    """Die as native code does."""
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def fail() -> None:
+    """Fail as a transform does."""
+    raise KeyError("no label for sample 13")
+
+
+def fail_on_b() -> None:
+    """Fail as on a host with a broken disk."""
+    if os.environ[HOST_VARIABLE] == "b":
+        fail()
+
+
+def make(flag):
+    """A loader for every kind of failure."""
+
+    def be_killed_once():
+        try:
+            os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    breaks = {"crash": crash, "fail": fail, "fail_on_b": fail_on_b, "killed_once": be_killed_once}
+    return {
+        "shuffled": DataLoader(Augmented(LENGTH, 0.002), batch_size=BATCH_SIZE, shuffle=True),
+        "iterable": DataLoader(Sharded(delay_s=0.002), batch_size=BATCH_SIZE),
+        **{name: DataLoader(Broken(function), batch_size=4) for name, function in breaks.items()},
+    }
+
+
+EXPECTED: dict[str, Callable[[], str]] = {
+    "shuffled": lambda: stream_hash(reference(Augmented(LENGTH), LENGTH, BATCH_SIZE)),
+    **dict.fromkeys(
+        ("killed_once", "fail_on_b"),
+        lambda: stream_hash(DataLoader(Broken(lambda: None), batch_size=4)),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class BatchRow(Row):
+    """A fault while a trainer takes batches.
+
+    Attributes:
+        act: Brings it about.
+        after: Number of batches before that; None: before the trainer is there.
+        loader: Which loader it takes them from.
+        hosts: Which hosts the trainer knows; "c" is not there.
+        error: What the trainer sees instead of the same batches.
+        then: What holds afterwards.
+        longest_s: Longest time between two batches, or from the fault to the error.
+        settings: Of the trainer.
+        passes: How many passes it makes.
+    """
+
+    act: Callable[[Scene], None] = field(default=nothing, kw_only=True)
+    after: int | None = field(default=20, kw_only=True)
+    loader: str = field(default="shuffled", kw_only=True)
+    hosts: str = field(default="ab", kw_only=True)
+    error: type[Exception] | None = field(default=None, kw_only=True)
+    then: Callable[[Scene], None] = field(default=nothing, kw_only=True)
+    longest_s: float = field(default=60.0, kw_only=True)
+    settings: dict[str, float] = field(default_factory=dict, kw_only=True)
+    passes: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.error is not None:
+            object.__setattr__(self, "trainer", self.error.__name__)
+
+
+# Rows that need a killed host again come last: each start takes seconds.
+BATCH_ROWS = [
+    BatchRow(
+        *("exception in a transform", "all data hosts", "a batch"),
+        says=(
+            "The batch of step 3 failed",
+            "KeyError: 'no label for sample 13'",
+            "in fail",
+            "index 13, worker ",
+            r"127\.0\.0\.1:\d+",
+        ),
+        loader="fail",
+        after=1,
+        error=RemoteTransformError,
+        then=use_again,
+    ),
+    # A host that fails for a sample may have a broken disk.
+    BatchRow("exception in a transform", "one of two data hosts", "a batch", loader="fail_on_b", after=1, passes=3),
+    BatchRow(
+        *("exception in a transform", "only data host", "a batch"),
+        says=("no label for sample 13",),
+        loader="fail_on_b",
+        after=1,
+        hosts="b",
+        error=RemoteTransformError,
+    ),
+    BatchRow(
+        *("SIGSEGV of the worker", "all data hosts", "a batch, each time"),
+        says=("Step 3 kills the workers", "SIGSEGV", r"\[12, 13, 14, 15\]", "crash native code"),
+        loader="crash",
+        after=1,
+        error=DataServiceError,
+    ),
+    BatchRow("SIGKILL of the worker", "one of two data hosts", "a batch, once", loader="killed_once", after=1),
+    BatchRow("SIGSTOP of a worker", "only data host", "mid-epoch", act=freeze_worker, hosts="b", longest_s=5.0),
+    BatchRow("SIGSTOP of all processes", "one of two data hosts", "mid-epoch", act=freeze, then=thaw, longest_s=1.0),
+    BatchRow(
+        "SIGKILL of all workers", "all data hosts", "mid-epoch, iterable data", act=kill_workers, loader="iterable"
+    ),
+    BatchRow(
+        "SIGKILL of the gRPC server",
+        "one of two data hosts",
+        "mid-epoch, iterable data",
+        act=kill_server,
+        loader="iterable",
+    ),
+    BatchRow(
+        *("SIGKILL of the feeder", "trainer", "mid-epoch"),
+        says=(r"The feeder process of this rank \(pid \d+\) was killed by SIGKILL",),
+        act=kill_feeder,
+        error=DataServiceError,
+        longest_s=10.0,
+    ),
+    BatchRow(
+        *("another training starts", "all data hosts", "mid-epoch"),
+        says=("Another training has taken over this data host",),
+        act=train_elsewhere,
+        error=DataSettingsError,
+        longest_s=10.0,
+    ),
+    BatchRow("not there", "one of two data hosts", "start", hosts="bc", after=None),
+    BatchRow(
+        *("not there", "all data hosts", "start"),
+        says=(
+            r"within 2 s \(data_service.startup_timeout_s\)",
+            r"(?s)127.0.0.1:\d+: down \(unavailable.*127.0.0.2:\d+: down \(unavailable",
+        ),
+        hosts="cd",
+        after=None,
+        error=DataHostUnreachableError,
+        settings={"startup_timeout_s": 2.0},
+        longest_s=10.0,
+    ),
+    BatchRow("comes late", "one of two data hosts", "mid-epoch", act=come_late, then=close_late, after=3, hosts="ac"),
+    BatchRow(
+        *("SIGSTOP, then SIGKILL of the main process", "one of two data hosts", "mid-epoch, iterable data"),
+        act=freeze_and_kill_main,
+        loader="iterable",
+    ),
+    BatchRow("SIGKILL, and it starts again", "only data host", "mid-epoch", act=kill_and_return, after=5, hosts="b"),
+    BatchRow(
+        *("SIGKILL of all processes", "all data hosts", "mid-epoch"),
+        says=(
+            "no batch arrived within 3 s",
+            r"(?s)127.0.0.1:\d+: down \(unavailable.*127.0.0.1:\d+: down \(unavailable",
+            "waiting for batch ",
+        ),
+        act=kill_all,
+        after=1,
+        error=DataHostUnreachableError,
+        settings={"batch_timeout_s": 3.0},
+        longest_s=8.0,
+    ),
+    BatchRow(*("SIGKILL of the main process", "one of two data hosts", "mid-epoch"), act=kill_main, is_proof=True),
+    BatchRow(
+        *("SIGKILL of all processes", "one of two data hosts", "mid-epoch, iterable data"),
+        act=kill_host,
+        loader="iterable",
+        is_proof=True,
+    ),
+    BatchRow(
+        *("closed with a hanging gRPC server", "all data hosts", "mid-epoch"),
+        says=("no batch arrived within 3 s",),
+        act=hang_and_close,
+        after=1,
+        error=DataHostUnreachableError,
+        settings={"batch_timeout_s": 3.0},
+        is_proof=True,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def data_hosts(tmp_path_factory):
+    """The hosts of all rows."""
+    flag = tmp_path_factory.mktemp("flags") / "killed"
+    _, topology, ports = reserve_job({"trainer": ["algo-1"]})
+    with ports:
+        hosts = {name: Host(name, lambda: make(flag), workers) for name, workers in (("a", 1), ("b", 2))}
+        for name, address in (("c", "127.0.0.1"), ("d", "127.0.0.2")):
+            hosts[name] = Host(name, lambda: make(flag), 2, f"{address}:{topology.main_port}")
+        with running(hosts["a"], hosts["b"]):
+            with remote([hosts["b"]]) as module:
+                whole = stream_hash(module.train_dataloader()["iterable"])
+            EXPECTED["iterable"] = lambda: whole
+            yield hosts
+
+
+@pytest.fixture(scope="module")
+def scene(data_hosts, request):
+    """The hosts of a row, started outside of the test, which may leave no process behind."""
+    made = Scene(data_hosts)
+    made.restart_killed(request.param.hosts)
+    made.row = request.param
+    return made
+
+
+@pytest.mark.parametrize("scene", params(BATCH_ROWS), indirect=True)
+def test_a_fault_while_batches_are_made_shows_as_the_table_says(scene):
+    """The trainer sees the same batches, bit for bit and without a long wait, or soon an error that says what to do."""
+    row = scene.row
+    with contextlib.ExitStack() as stack:
+        stack.callback(scene.close)
+        scene.acted = time.monotonic()
+        if row.error is None:
+            longest = [take_all(scene, stack, row) for _ in range(row.passes)]
+            assert max(longest) < row.longest_s
+        else:
+            with pytest.raises(row.error) as caught:
+                take_all(scene, stack, row)
+            assert type(caught.value) is row.error
+            assert time.monotonic() - scene.acted < row.longest_s
+            row.assert_says(str(caught.value))
+        row.then(scene)
+
+
+def take_all(scene, stack, row):
+    """Take a pass, and bring about the fault in it; the longest time that a batch took after that."""
+    if scene.module is None:
+        scene.module = stack.enter_context(remote([scene.hosts[name] for name in row.hosts], **row.settings))
+    stream = iter(scene.module.train_dataloader()[row.loader])
+    batches = [next(stream) for _ in range(row.after or 0)]
+    scene.acted = time.monotonic()
+    row.act(scene)
+    gaps, began = [], time.perf_counter()
+    for batch in stream:
+        gaps.append(time.perf_counter() - began)
+        batches.append(batch)
+        began = time.perf_counter()
+    assert stream_hash(batches) == EXPECTED[row.loader]()
+    return max(gaps)
+
+
+LONG, NUM_STEPS, NUM_ACTIONS = 2400, 300, 14
+# The only host left may lose its gRPC server, and is reached again after a second or two; more on a busy machine.
+LONGEST_GAP_S = 6.0
+NUM_SCHEDULES = int(os.environ.get("LIGHTNING_SM_FAILURE_SCHEDULES", "3"))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("seed", range(NUM_SCHEDULES))
+def test_no_random_schedule_of_faults_shows_in_the_stream(tmp_path, seed, record_property):
+    """Killed, frozen and slow workers and hosts change no bit, lose no batch, and stop the stream for seconds only."""
+
+    def make():
+        return DataLoader(Augmented(LONG, 0.001, tmp_path), batch_size=8, shuffle=True)
+
+    gaps, batches, pace = [], [], threading.Event()
+    with (
+        ThreadPoolExecutor(3) as starter,
+        running(Host("a", make), Host("b", make), Host("c", make)) as hosts,
+        remote(hosts, batch_timeout_s=60.0) as module,
+    ):
+        chaos = Chaos(random.Random(seed), hosts, tmp_path, starter, NUM_STEPS, NUM_ACTIONS)
+        stream = iter(module.train_dataloader())
+        for step in range(NUM_STEPS):
+            began = time.perf_counter()
+            batches.append(next(stream))
+            gaps.append(time.perf_counter() - began)
+            pace.wait(0.005)
+            chaos.act(step)
+        assert next(stream, None) is None
+        for start in chaos.starting.values():
+            start.result()
+    longest = max(gaps[1:])
+    record_property("longest_gap_s", longest)
+    assert stream_hash(batches) == stream_hash(reference(Augmented(LONG), LONG, 8)), chaos.log
+    assert longest < LONGEST_GAP_S, (longest, gaps.index(longest), chaos.log)
+
+
+# While loaders are opened: data hosts that serve different data, or none
+
+
+def of_different_lengths():
+    """A dataset that is longer on one host."""
+    return DataLoader(Augmented({"a": 40, "b": 41}[os.environ[HOST_VARIABLE]]), batch_size=4)
+
+
+class Versioned(Dataset):
+    """A dataset that tells its version."""
+
+    def __init__(self, version):
+        self.version = version
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return index
+
+    def fingerprint(self):
+        return self.version
+
+
+def newer_on(odd):
+    """A dataset that is newer on one host."""
+    return lambda: DataLoader(Versioned("new" if os.environ[HOST_VARIABLE] == odd else "old"), batch_size=4)
+
+
+def raise_error():
+    """Fail as a user's hook does."""
+    raise KeyError("column")
+
+
+@dataclass(frozen=True)
+class OpenRow(Row):
+    """Data that cannot be trained with.
+
+    Attributes:
+        make: Returns the loaders.
+        error: What the trainer sees.
+        num_hosts: How many hosts serve it.
+    """
+
+    make: Callable[[], Any] = field(default=nothing, kw_only=True)
+    error: type[Exception] = field(default=DataServiceError, kw_only=True)
+    num_hosts: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trainer", self.error.__name__)
+
+
+# {a}, {b} and {c} are the addresses of the hosts.
+OPEN_ROWS = [
+    OpenRow(
+        *("datasets of different lengths", "two data hosts", "opening"),
+        says=(
+            "Data hosts serve different data:",
+            r"{a}: train_dataloader\(\): Augmented of 40, fingerprint",
+            r"{b}: train_dataloader\(\): Augmented of 41, fingerprint",
+        ),
+        make=of_different_lengths,
+        error=DataHostMismatchError,
+        num_hosts=2,
+    ),
+    *(
+        OpenRow(
+            *(f"another fingerprint on host {odd}", "three data hosts", "opening"),
+            says=(rf"Data hosts serve different data, {{{odd}}} other than most:", "{a}", "{b}", "{c}"),
+            make=newer_on(odd),
+            error=DataHostMismatchError,
+            num_hosts=3,
+            is_proof=odd == "c",
+        )
+        for odd in "ac"
+    ),
+    OpenRow(
+        *("exception in train_dataloader()", "only data host", "opening"),
+        says=(r"Data host {a} failed in train_dataloader\(\)", "KeyError: 'column'", "raise_error"),
+        make=raise_error,
+        error=RemoteTransformError,
+    ),
+    OpenRow(
+        *("a text instead of a loader", "only data host", "opening"),
+        says=(r"train_dataloader\(\)\['b'\]\['c'\] is a str\.",),
+        make=lambda: {"a": DataLoader(Augmented(8)), "b": {"c": "text"}},
+        error=DataSettingsError,
+    ),
+    OpenRow(
+        *("65 MiB of text in a batch", "only data host", "first batch"),
+        says=("Send long texts as bytes or uint8 tensors",),
+        make=lambda: DataLoader(["x" * (65 << 20)], batch_size=1),
+        error=BatchTooLargeError,
+    ),
+]
+
+
+@pytest.mark.parametrize("row", params(OPEN_ROWS))
+def test_data_that_cannot_be_trained_with_is_an_error_that_names_it(pool, row):
+    """Whichever host is wrong: the error names hosts, hooks, data and the line of the user's code."""
+    hosts = pool.serve(row.make)[: row.num_hosts]
+    addresses = {host.name: re.escape(host.address) for host in hosts}
+    with remote(hosts, startup_timeout_s=60) as module, pytest.raises(row.error) as caught:
+        next(iter(module.train_dataloader()))
+    text = str(caught.value)
+    assert not [says for says in row.says if not re.search(says.format(**addresses), text)], text
+    if row.num_hosts == 3:
+        assert len(set(re.findall(r"fingerprint (\w+)", text))) == 2
+
+
+# The end of a training: nothing of it is left, neither on the trainer nor on the data hosts
+
+
+class Fails(Recorder):
+    """Fails at its third batch."""
+
+    def training_step(self, batch, batch_index):
+        if batch_index == 2:
+            raise ArithmeticError("user's own")
+        return super().training_step(batch, batch_index)
+
+
+class Exits(Callback):
+    """Exits in a hook."""
+
+    def on_train_batch_end(self, trainer, model, outputs, batch, batch_index):
+        if batch_index == 2:
+            sys.exit(3)
+
+
+class Idle(Callback):
+    """Notes what the workers of the data hosts do before a training."""
+
+    busy = ()
+
+    def on_fit_start(self, trainer, model):
+        hosts = trainer.datamodule._state()["hosts"]
+        self.busy = [(host["busy"], host["queued"]) for host in hosts if host["workers"]]
+
+
+def fail_in_a_step(cluster):
+    """The error passes through unchanged, also if the batch is still held."""
+    with pytest.raises(ArithmeticError, match="user's own") as caught:
+        cluster.fit(model=Fails())
+    assert cluster.noted([os.getpid()])[-1] == "on_exception user's own"
+    del caught
+
+
+def exit_in_a_hook(cluster):
+    """sys.exit in a callback."""
+    with pytest.raises(SystemExit):
+        cluster.fit(callbacks=[Exits()])
+
+
+def stop_early(cluster):
+    """In the middle of an epoch."""
+    stops = {"monitor": "loss", "stopping_threshold": 1e9, "check_on_train_epoch_end": False}
+    _, trainer = cluster.fit(max_epochs=5, callbacks=[EarlyStopping(**stops)], val_check_interval=2)
+    assert trainer.global_step == 2
+
+
+def end_process(how, code):
+    """The script's exit code is its own, and its feeder goes with it."""
+
+    def end(cluster):
+        cluster.choose()
+        command = [sys.executable, str(SCRIPTS / "end_badly.py"), how, str(cluster.folder)]
+        process = subprocess.Popen(
+            [*command, *(host.address for host in cluster.hosts)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == code, output
+        faults.until_session_gone(process.pid)
+        assert "Traceback" not in output.replace("KeyboardInterrupt", "") or how == "exit"
+
+    return end
+
+
+@dataclass(frozen=True)
+class EndRow(Row):
+    """An end of a training.
+
+    Attributes:
+        act: Trains on a cluster until then.
+    """
+
+    act: Callable[[Any], None] = field(default=nothing, kw_only=True)
+
+
+END_ROWS = [
+    EndRow("exception in training_step()", "trainer", "mid-epoch", "the same exception", act=fail_in_a_step),
+    EndRow("sys.exit in a hook", "trainer", "mid-epoch", "SystemExit", act=exit_in_a_hook, is_proof=True),
+    EndRow("early stopping", "trainer", "mid-epoch", "success", act=stop_early),
+    EndRow("Ctrl-C", "trainer", "mid-epoch", "exit code 1", act=end_process("interrupt", 1)),
+    EndRow("sys.exit(3)", "trainer", "mid-epoch", "exit code 3", act=end_process("exit", 3), is_proof=True),
+    EndRow("os._exit(4)", "trainer", "mid-epoch", "exit code 4", act=end_process("hard exit", 4), is_proof=True),
+]
+
+
+@pytest.fixture(scope="module")
+def warm_cluster(cluster):
+    """Data hosts, after the process of the trainer has opened what it keeps: locks and logs of torch."""
+    cluster.fit(max_epochs=1)
+    return cluster
+
+
+@pytest.mark.parametrize("row", params(END_ROWS))
+def test_nothing_is_left_of_a_training_however_it_ends(warm_cluster, row):
+    """Feeder, sockets and slots go with it; no worker is busy afterwards, and the next training has all batches."""
+    before = faults.left_here()
+    row.act(warm_cluster)
+    assert faults.left_here() == before
+    hosts = [psutil.Process(host.pid) for host in warm_cluster.hosts]
+    until(lambda: not any(map(faults.connections, hosts)), "no trainer is connected to a data host", FEW_SECONDS)
+    idle = Idle()
+    model, _ = warm_cluster.fit(max_epochs=1, callbacks=[idle])
+    assert set(idle.busy) == {(0, 0)}
+    assert sorted(model.indices("train")) == list(range(NUM_TRAIN))
+
+
+def slow():
+    """A loader whose epoch nobody sees the end of."""
+    return DataLoader(Augmented(100_000, 0.001), batch_size=4)
+
+
+@pytest.mark.usefixtures("_forks")
+def test_a_killed_training_process_takes_everything_with_it(tmp_path):
+    """Feeder and data host of the same script end, although a forked child lives on that has its sockets."""
+    pids = tmp_path / "pids"
+    with faults.training_process(slow, pids) as script:
+        until(pids.exists, "the script trains", TIMEOUT_S)
+        child, feeder, main = (psutil.Process(int(pid)) for pid in pids.read_text().split())
+        processes = [feeder, main, *main.children()]
+        assert len(processes) == 5  # feeder, main process, gRPC server, 2 workers
+        script.kill()
+        try:
+            faults.until_gone(processes, "feeder, main process, gRPC server and workers")
+            assert child.is_running()
+        finally:
+            child.kill()
+
+
+# The data host of a job, and its trainer in this process
+
+
+def train(job):
+    """Train, and test after it: the end of fit is not the end of the script."""
+    module = job.connected()
+    module.teardown("fit")
+    module.setup("test")
+    module.close("finished")
+
+
+def fail_to_train(job):
+    """Fail as a training does."""
+    job.connected().on_exception(ValueError("loss is nan"))
+
+
+def vanish(job):
+    """Let the trainer host vanish: nobody says goodbye."""
+    module = job.connected()
+    os.kill(module._feeder.pid, signal.SIGKILL)
+    module.close()
+
+
+def come_never(job):
+    """No trainer."""
+
+
+def terminate(job):
+    """SIGTERM while a trainer has the loaders."""
+    module = job.module()
+    module.setup("fit")
+    end_and_look(job, module)
+
+
+def terminate_in_setup(job):
+    """SIGTERM in the middle of a user's hook."""
+    end_and_look(job, job.opening())
+
+
+def end_and_look(job, module):
+    """Send SIGTERM; nothing is left of the data host."""
+    children = job.main.children(recursive=True)
+    assert children
+    job.main.terminate()
+    job.end()
+    faults.until_gone(children, "the children of the data host")
+    module.close()
+
+
+def stop_gently(job):
+    """Trainers get batches after it."""
+    module = job.connected()
+    job.main.send_signal(GENTLE_SIGNAL)
+    assert len(list(module.train_dataloader())) == 2
+    module.close("stopped")
+
+
+def stop_gently_and_kill_the_server(job):
+    """The process in place of the killed one waits for nobody either."""
+    module = job.connected()
+    (server,) = [child for child in job.main.children() if "lightning_sm.data.server.process" in child.cmdline()]
+    job.main.send_signal(GENTLE_SIGNAL)
+    os.kill(module._feeder.pid, signal.SIGKILL)
+    server.kill()
+    job.end()
+    module.close()
+
+
+def stop_gently_without_trainer(job):
+    """There is nobody to wait for."""
+    job.until_handled(GENTLE_SIGNAL)
+    job.main.send_signal(GENTLE_SIGNAL)
+
+
+def stop_gently_in_setup(job):
+    """A download may take hours, and nobody trains yet."""
+    module = job.opening()
+    job.main.send_signal(GENTLE_SIGNAL)
+    job.end()
+    module.close()
+
+
+def train_without(outcome, *, then_terminate=False):
+    """The trainer sees the error of the user's hook, ends in some way, and SIGTERM may come right after it."""
+
+    def act(job):
+        module = job.module()
+        with pytest.raises((RemoteTransformError, DataServiceError), match="no such column") as caught:
+            module.setup("fit")
+        for says in (r"Data host \S+ failed in setup\('fit'\)", "Traceback", "in setup"):
+            assert re.search(says, str(caught.value))
+        if outcome is None:
+            os.kill(module._feeder.pid, signal.SIGKILL)  # the trainer host vanishes
+        module.close(outcome or "")
+        if then_terminate:
+            job.main.terminate()
+
+    return act
+
+
+@dataclass(frozen=True)
+class JobRow(Row):
+    """A fault in a job with one data host.
+
+    Attributes:
+        act: Brings it about.
+        does: What the data host's DataModule does in setup().
+        settings: Of the data service.
+        as_script: Whether the data host ends as a script does, with the interpreter.
+    """
+
+    act: Callable[[Job], None] = field(default=nothing, kw_only=True)
+    does: str = field(default="", kw_only=True)
+    settings: dict[str, Any] = field(default_factory=dict, kw_only=True)
+    as_script: bool = field(default=False, kw_only=True)
+
+
+BROKEN = "raises in setup(), and the training "
+FAILED = (r"could not open its loaders, and the training failed: setup\('fit'\) raised ValueError",)
+JOB_ROWS = [
+    JobRow(
+        *("none", "trainer", "end", SAME, 0),
+        (r"The data host exits: the trainer rank has finished \(finished\)",),
+        act=train,
+    ),
+    JobRow(
+        *("exception", "trainer", "mid-epoch", "the same exception", 0),
+        (r"the trainer rank has finished \(ValueError: loss is nan\)",),
+        act=fail_to_train,
+    ),
+    JobRow(
+        *("vanishes", "trainer", "mid-epoch", "", 0),
+        (r"the trainer rank has finished \(lost connection\)",),
+        act=vanish,
+        settings={"lease_s": 2.0},
+    ),
+    JobRow(
+        *("not there", "trainer", "start", "", 1),
+        (r"DataServiceError: No trainer connected within 1 s",),
+        act=come_never,
+        settings={"startup_timeout_s": 1.0},
+    ),
+    JobRow(
+        *("SIGTERM", "data host", "mid-epoch", "", 0),
+        (r"The data host exits: it was terminated \(SIGTERM\)",),
+        act=terminate,
+        is_proof=True,
+    ),
+    JobRow(
+        *("SIGTERM", "data host", "a hook", "", 0),
+        (r"The data host exits: it was terminated \(SIGTERM\)",),
+        act=terminate_in_setup,
+        does="waits",
+    ),
+    JobRow(
+        *("gentle stop", "data host", "mid-epoch", SAME, 0),
+        (r"The data host exits: the trainer rank has finished \(stopped\)",),
+        act=stop_gently,
+    ),
+    JobRow(
+        *("gentle stop, then SIGKILL of the gRPC server", "data host", "mid-epoch", "", 0),
+        ("the job was stopped before a trainer connected",),
+        act=stop_gently_and_kill_the_server,
+        is_proof=True,
+    ),
+    JobRow(
+        *("gentle stop", "data host", "start", "", 0),
+        ("the job was stopped before a trainer connected",),
+        act=stop_gently_without_trainer,
+    ),
+    JobRow(
+        *("gentle stop", "data host", "the first hook", "", 0),
+        ("the job was stopped before it served anything",),
+        act=stop_gently_in_setup,
+        does="waits",
+    ),
+    # Each outcome, and SIGTERM with one that is a success and one that is not.
+    JobRow(
+        *(BROKEN + "succeeds, then SIGTERM", "data host", "opening", "RemoteTransformError", 0),
+        act=train_without("finished", then_terminate=True),
+        does="raises",
+    ),
+    JobRow(
+        *(BROKEN + "fails, then SIGTERM", "data host", "opening", "RemoteTransformError", 1),
+        FAILED,
+        act=train_without("KeyError: 'x'", then_terminate=True),
+        does="raises",
+    ),
+    *(
+        JobRow(
+            *(f"{BROKEN}{what}{', then SIGTERM' if then_terminate else ''}", "data host", "opening"),
+            *("RemoteTransformError", int(is_failure), FAILED if is_failure else ()),
+            act=train_without(outcome, then_terminate=then_terminate),
+            does="raises",
+            settings={"lease_s": 2.0},
+            as_script="script" in what,
+            is_proof=True,
+        )
+        for outcome, what, then_terminate, is_failure in (
+            ("finished", "succeeds", False, False),
+            ("the process ended", "succeeds at the end of its process", False, False),
+            ("the process ended", "succeeds at the end of its process", True, False),
+            ("KeyError: 'x'", "fails in a script that SIGTERM may end late", True, True),
+            ("KeyError: 'x'", "fails", False, True),
+            (None, "vanishes", False, True),
+            (None, "vanishes", True, True),
+        )
+    ),
+]
+
+
+@pytest.fixture
+def job(tmp_path, _forks):
+    """A job with one data host."""
+    made = Job(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("row", params(JOB_ROWS))
+def test_a_data_host_of_a_job_leaves_as_the_table_says(job, row):
+    """With the exit code of its own success, also if the training failed; its log says why it left."""
+    job.start(row.does, as_script=row.as_script, **row.settings)
+    row.act(job)
+    assert job.end() == row.data, job.log()
+    row.assert_says(job.log())
+    if row.data == 0:
+        assert "the training failed" not in job.log()
+
+
+def test_a_port_that_is_taken_is_the_failure_of_the_data_host(job):
+    """At once, with the address."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        job.start(port=port)
+        assert job.end() == 1
+    assert re.search(rf"DataServiceError: .*127\.0\.0\.1:{port}", job.log())
+
+
+# The launchers of a trainer host and a data host
+
+
+@dataclass(frozen=True)
+class LauncherRow(Row):
+    """A fault of a data host with a launcher.
+
+    Attributes:
+        how: What kills its main process, or "raises".
+        place: The user's code in which that happens.
+    """
+
+    how: str = field(default="", kw_only=True)
+    place: str = field(default="", kw_only=True)
+
+
+USERS_OWN = (r"^ValueError: no such column\nFile ", r"in {place}: reached\(")
+LAUNCHER_ROWS = [
+    LauncherRow("SIGKILL of the main process", "data host", "a batch", "0", 0, how="SIGKILL", place="__getitem__"),
+    LauncherRow("exception", "data host", "setup()", "1", 1, USERS_OWN, how="raises", place="setup"),
+    LauncherRow(
+        *("SIGKILL of the main process", "data host", "setup()", "0", 0), how="SIGKILL", place="setup", is_proof=True
+    ),
+    LauncherRow(
+        *("SIGSEGV of the main process", "data host", "train_dataloader()", "0", 0),
+        how="SIGSEGV",
+        place="train_dataloader",
+        is_proof=True,
+    ),
+    LauncherRow(
+        *("exception", "data host", "train_dataloader()", "1", 1, USERS_OWN),
+        how="raises",
+        place="train_dataloader",
+        is_proof=True,
+    ),
+]
+
+
+@pytest.fixture
+def launchers(tmp_path):
+    """A job of two hosts."""
+    made = Launchers(tmp_path / "job", TRAIN)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("row", params(LAUNCHER_ROWS))
+def test_a_data_host_that_dies_is_restarted_and_one_that_fails_is_not(launchers, row):
+    """Trainers find a restarted host by themselves; the user's own error is in the failure files of both hosts."""
+    launchers.fit((TRAINER, DATA), row.how, row.place)
+    codes = launchers.code(TRAINER), launchers.code(DATA)
+    logs = launchers.log(TRAINER) + launchers.log(DATA)
+    assert codes == (int(row.trainer), row.data), logs
+    assert launchers.log(DATA).count("Restarting it in 1 s") == (row.data == 0)
+    if row.data == 0:
+        assert re.search("the trainer rank has finished|it was terminated", launchers.log(DATA))
+    else:
+        assert "RemoteTransformError" in launchers.log(TRAINER)
+    for host in (TRAINER, DATA):
+        if row.data == 0:
+            assert launchers.failure(host) is None
+        else:
+            for says in row.says:
+                assert re.search(says.format(place=row.place), launchers.failure(host)), launchers.failure(host)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("is_taken", [True, False], ids=["a taken port", "no trainer"])
+def test_the_failure_file_of_a_data_host_says_why_it_failed(launchers, is_taken):
+    """Not only its log, which users see when they look for it."""
+    with socket.socket() as taken:
+        taken.bind((launchers.address(DATA), 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        option = f"--data_service.port={port}" if is_taken else "--data_service.startup_timeout_s=1"
+        launchers.fit([DATA], "", "", option)
+        assert launchers.code(DATA) == 1
+    expected = (
+        rf"DataServiceError.*{re.escape(launchers.address(DATA))}:{port}"
+        if is_taken
+        else r"DataServiceError: No trainer connected within 1 s\."
+    )
+    assert re.search(expected, launchers.failure(DATA))
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """Three launchers of scripts that are killed whenever they start, at the same time: they wait most of it."""
+    names = ("data host", "data host that is stopped", "trainer")
+    made = {name: Launchers(tmp_path_factory.mktemp(name.replace(" ", "-")), KILLED) for name in names}
+    made["data host"].start(DATA)
+    made["data host that is stopped"].start(DATA)
+    made["trainer"].start(TRAINER, LIGHTNING_SM_PEERS_TIMEOUT_S="0")
+    yield made
+    for one in made.values():
+        one.close()
+
+
+def test_a_trainer_that_is_killed_is_not_restarted(killed):
+    """Its other ranks cannot continue without it."""
+    launchers = killed["trainer"]
+    assert launchers.code(TRAINER) == 128 + signal.SIGKILL
+    assert launchers.log(TRAINER).count("started\n") == 1
+
+
+def test_a_stop_between_two_starts_ends_a_data_host(killed):
+    """The script is not started again, and the host has not failed."""
+    launchers = killed["data host that is stopped"]
+    until(lambda: "Restarting it in 4 s" in launchers.log(DATA), "the launcher restarts the script in 4 s", TIMEOUT_S)
+    launchers.processes[DATA].terminate()
+    assert launchers.code(DATA) == 0, launchers.log(DATA)
+    assert launchers.log(DATA).count("started\n") == 3
+    assert launchers.failure(DATA) is None
+
+
+def test_a_data_host_that_dies_again_and_again_gives_up(killed):
+    """After three restarts it fails with the signal, and its failure file tells how often it has tried."""
+    launchers = killed["data host"]
+    assert launchers.code(DATA) == 128 + signal.SIGKILL
+    assert re.findall(r"Restarting it in (\d) s", launchers.log(DATA)) == ["1", "2", "4"]
+    assert launchers.log(DATA).count("started\n") == 4
+    reason = "The data host's script was killed and restarted 3 times. killed by SIGKILL"
+    assert launchers.failure(DATA).startswith(reason)
+
+
+MATRIX = [*BATCH_ROWS, *OPEN_ROWS, *END_ROWS, *JOB_ROWS, *LAUNCHER_ROWS]
+
+
+def table():
+    """All rows."""
+    names = ["fault", "where", "when", "trainers see", "data hosts exit with", "what says so"]
+    return "\n".join(["| " + " | ".join(names) + " |", "|" + "---|" * len(names), *(row.line() for row in MATRIX)])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table() + "\n")
