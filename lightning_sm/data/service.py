@@ -1,4 +1,4 @@
-"""The data service in a SageMaker job: who listens where, and which end this host is."""
+"""Starts the data service in a SageMaker job: serves on data hosts, connects on trainers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,8 @@ def serve(
 ) -> None:
     """Serve a DataModule from this data host until the trainers have finished.
 
-    Args:
-        datamodule: The user's DataModule.
-        job: The job.
-        topology: Its layout.
-        settings: The user's settings.
-
     Raises:
-        DataServiceError: The host cannot serve: its port is taken, or no trainer ever came.
+        DataServiceError: The port is in use, or no trainer connected in time.
     """
     address = f"{own_address(job)}:{_port(topology, settings)}"
     host_settings = HostSettings(
@@ -40,14 +34,14 @@ def serve(
         lease_s=settings.lease_s,
         startup_timeout_s=settings.startup_timeout_s,
         name=job.current_host,
-        credentials=_credentials(job, settings),
+        credentials=Credentials.of(settings, _identity(job)),
     )
     logger.info(
-        "Data host %s: %d workers, up to 2 batches in memory for each, and trainers %s come to %s.",
+        "Data host %s serves at %s (workers: %d, at most 2 batches in memory for each). Waiting for trainers: %s.",
         job.current_host,
+        address,
         host_settings.workers,
         ", ".join(topology.trainer_hosts),
-        address,
     )
     HostProcess(datamodule, host_settings, lambda _: None).serve()
 
@@ -57,24 +51,18 @@ def remote(
 ) -> RemoteDataModule:
     """Wrap a DataModule on a trainer of a job that has data hosts.
 
-    Args:
-        datamodule: The user's DataModule.
-        job: The job.
-        topology: Its layout.
-        settings: The user's settings.
-
     Raises:
         DataSettingsError: mpirun started this rank without the name of the job.
     """
     if job.name is None and Launch.detect(os.environ, os.getppid()).launcher is Launcher.MPI:
         raise DataSettingsError(
             f"mpirun started this rank on {job.current_host} without TRAINING_JOB_NAME, from which the data hosts "
-            f"({', '.join(topology.data_hosts)}) take their port and token. Add -x TRAINING_JOB_NAME to mpirun."
+            f"({', '.join(topology.data_hosts)}) derive their port and token. Add -x TRAINING_JOB_NAME to mpirun."
         )
     port = _port(topology, settings)
     addresses = [f"{job.addresses.get(host, host)}:{port}" for host in topology.data_hosts]
     module = RemoteDataModule(datamodule, addresses, settings=settings, job=_identity(job))
-    # A script may fit and then test: only the end of the process is the end of the training.
+    # A script may fit and then test: training has finished only when the process exits.
     module.closes_on_teardown = False
     return module
 
@@ -85,7 +73,3 @@ def _port(topology: Topology, settings: DataServiceSettings) -> int:
 
 def _identity(job: SageMakerJob) -> str:
     return job.name or "unnamed"
-
-
-def _credentials(job: SageMakerJob, settings: DataServiceSettings) -> Credentials:
-    return Credentials.of(settings, _identity(job))

@@ -1,4 +1,4 @@
-"""Settings of the data service, for the user, and as the processes of either end get them."""
+"""Settings of the data service: the user's, and those of its processes."""
 
 from __future__ import annotations
 
@@ -17,31 +17,39 @@ Compression = Literal["zstd", "lz4"]
 
 @dataclass(frozen=True)
 class DataServiceSettings:
-    """How data hosts serve batches and trainers fetch them.
+    """How data hosts serve batches, and how trainers fetch them.
 
     Args:
-        workers: Worker processes on each data host. Default: one less than its CPUs.
-        local_workers: Worker processes on each trainer host that help the data hosts; the host must see the data.
-        window_batches: Batches per rank and loader that may be under way or ready. Default: twice the workers that
-            work for a rank.
-        window_bytes: The same limit in bytes.
-        max_batch_bytes: Largest batch.
-        hedge_factor: A batch that takes this many times the median is asked for a second time elsewhere; 0 never.
-        startup_timeout_s: Seconds until a data host must have opened a loader, download and setup included.
-        batch_timeout_s: Seconds until a batch must have come, also when all data hosts are gone.
-        lease_s: Seconds without a sign of life from any trainer after which a data host leaves.
-        compression: Compress batches on their way with zstd or lz4; for slow networks and compressible data.
-        batches_per_epoch: Batches per rank in a training pass over an iterable dataset; shards that end earlier begin
-            anew, what is left is dropped. Default: a single rank goes on to the end, and several ranks need equally
-            many, for which a data host reads all of the dataset once and counts.
-        virtual_shards: Parts into which iterable datasets are cut, a multiple of the ranks. Default: the least common
-            multiple of 16 and the ranks.
+        workers: Number of worker processes on each data host. Default: the number of its CPUs minus 1.
+        local_workers: Number of worker processes on each trainer host that help the data hosts. With more than 0, the
+            trainer hosts must have access to the data.
+        window_batches: Maximum number of batches in flight or buffered, per rank and loader. Default: twice a rank's
+            share of the workers.
+        window_bytes: Maximum size of batches in flight or buffered, per rank and loader, in bytes.
+        max_batch_bytes: Maximum size of a batch in bytes.
+        hedge_factor: Request a batch from a second data host once it takes this many times the median; 0 turns this
+            off.
+        startup_timeout_s: Time in seconds until a data host must have opened its loaders, including downloads and
+            setup().
+        batch_timeout_s: Time in seconds until a batch must have arrived, also if all data hosts are unreachable.
+        lease_s: Data hosts exit when no trainer has sent a heartbeat for this time, in seconds.
+        compression: Compress batches on the network with zstd or lz4. Useful for slow networks and compressible data.
+        batches_per_epoch: Number of batches per rank in a training pass over an iterable dataset. Shards that end
+            earlier restart, and the rest of longer ones is dropped. Default: a single rank reads to the end of the
+            data; several ranks need the same number of batches, so a data host reads the whole dataset once to count
+            them.
+        virtual_shards: Number of shards into which iterable datasets are split, a multiple of the number of ranks.
+            Default: the least common multiple of 16 and the number of ranks.
         port: Port of the data hosts. Default: derived from the job.
-        token: Secret that trainers must show. Default: derived from the job's name.
-        tls_certificate: PEM file with the certificate of the data hosts, for the names by which trainers reach them
-            (SubjectAlternativeName, for example algo-1 and algo-2); turns TLS on.
-        tls_key: PEM file with the key of the certificate.
-        tls_authority: PEM file with the authority that signed it; trainers show the certificate, too (mutual TLS).
+        token: Secret that trainers must present. Default: derived from the job's name.
+        tls_certificate: PEM file with the certificate of the data hosts; turns TLS on. Its SubjectAlternativeName must
+            have the names by which trainers reach them, for example algo-1 and algo-2.
+        tls_key: PEM file with the private key of the certificate.
+        tls_authority: PEM file with the certificate authority that signed it. Trainers then present the certificate,
+            too (mutual TLS).
+
+    Raises:
+        DataSettingsError: A value is out of range, or only one of tls_certificate and tls_key is set.
     """
 
     workers: int | None = None
@@ -80,20 +88,20 @@ class DataServiceSettings:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise DataSettingsError(
                 f"data_service.tls_certificate={self.tls_certificate} and data_service.tls_key={self.tls_key} go "
-                "together: set both or none."
+                "together: set both, or neither."
             )
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """What both ends must agree on.
+    """What data hosts and trainers must agree on.
 
     Attributes:
         job: Name of the job.
-        token: Secret that trainers must show.
-        tls_certificate: PEM file with the certificate of this end.
-        tls_key: PEM file with its key.
-        tls_authority: PEM file with the authority that signed the other end's certificate.
+        token: Secret that trainers must present.
+        tls_certificate: PEM file with the certificate of this side.
+        tls_key: PEM file with its private key.
+        tls_authority: PEM file with the authority that signed the certificate of the other side.
     """
 
     job: str
@@ -104,27 +112,22 @@ class Credentials:
 
     @classmethod
     def of(cls, settings: DataServiceSettings, job: str) -> Credentials:
-        """Take them from the settings.
-
-        Args:
-            settings: The user's settings.
-            job: Name of the job.
-        """
-        # Without a token of the user's, this one keeps apart jobs that meet by accident; it is no secret.
+        """Take the credentials from the user's settings."""
+        # The default token is not a secret. It keeps a trainer from using the data hosts of another job by accident.
         token = settings.token or hashlib.blake2b(job.encode(), digest_size=16).hexdigest()
         return cls(job, token, settings.tls_certificate, settings.tls_key, settings.tls_authority)
 
 
 @dataclass(frozen=True)
 class HostSettings:
-    """What the processes of one data host are told.
+    """Settings of the processes of one data host.
 
     Attributes:
-        address: Where to listen, ``host:port`` or ``unix:path``; port 0: any.
-        workers: Worker processes.
-        max_batch_bytes: Largest batch.
-        lease_s: Seconds without a sign of life from any trainer after which the host leaves; None: never.
-        startup_timeout_s: Seconds until the first trainer must have come; None: never.
+        address: Where to listen, ``host:port`` or ``unix:path``; with port 0, the system chooses one.
+        workers: Number of worker processes.
+        max_batch_bytes: Maximum size of a batch in bytes.
+        lease_s: The host exits after this many seconds without a heartbeat from any trainer; None: never.
+        startup_timeout_s: Seconds until the first trainer must have connected; None: no limit.
         name: Name of the host, for messages.
         credentials: Job, token, TLS files.
     """
@@ -139,14 +142,10 @@ class HostSettings:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> HostSettings:
-        """Rebuild from JSON values.
-
-        Args:
-            facts: What ``dataclasses.asdict`` returned.
-        """
+        """Convert back from the JSON values of ``dataclasses.asdict``."""
         return cls(**{**facts, "credentials": Credentials(**facts["credentials"])})
 
 
 def default_workers() -> int:
-    """Return the workers for this machine: one less than the CPUs that this process may use, at least 1."""
+    """Return the default number of workers: the CPUs that this process may use minus 1, at least 1."""
     return max(1, len(os.sched_getaffinity(0)) - 1)
