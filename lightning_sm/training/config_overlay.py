@@ -97,8 +97,8 @@ class JobOverlay:
         Raises:
             TopologyError: The user set a value that contradicts the cluster.
         """
-        stated_nodes = self._stated("trainer.num_nodes")
-        stated_devices = _num_devices(self._stated("trainer.devices"))
+        stated_nodes = _value(self._explicit, "trainer.num_nodes")
+        stated_devices = _num_devices(_value(self._explicit, "trainer.devices"))
         environment.validate_settings(
             num_devices=stated_devices if stated_devices is not None else environment.devices or 1,
             num_nodes=environment.num_nodes if stated_nodes is None else stated_nodes,
@@ -121,10 +121,7 @@ class JobOverlay:
         has_default_logger = loggers in (None, True) and not self._config.get("trainer.barebones")
         if has_default_logger and job.tensorboard_dir is not None:
             if importlib.util.find_spec("tensorboard") is None:
-                logger.warning(
-                    "The job has a TensorBoard output, but the package tensorboard is not installed: "
-                    "pip install tensorboard, or add it to requirements.txt."
-                )
+                logger.warning("The job has a TensorBoard output, but the package tensorboard is not installed.")
             else:
                 class_path = f"{DISTRIBUTION}.loggers.TensorBoardLogger"
                 arguments = {"save_dir": str(job.tensorboard_dir)}
@@ -148,7 +145,7 @@ class JobOverlay:
             load: ``load_checkpoint`` of the Trainer's ``CheckpointIO``.
             is_fit: Whether the CLI itself calls ``fit``, and not the script.
         """
-        stated = self._stated("ckpt_path")
+        stated = _value(self._explicit, "ckpt_path")
         # Lightning's own "last" ignores checkpoints of SpotCheckpoint.
         latest = newest_checkpoint(folder, job, load) if stated in (None, "last") else None
         if latest is None:
@@ -156,9 +153,6 @@ class JobOverlay:
         hint = "" if is_fit else " To resume from it, pass ckpt_path=cli.ckpt_path to trainer.fit."
         _log_once("ckpt_path = %s: the latest valid checkpoint of the job.%s", latest, hint)
         return str(latest)
-
-    def _stated(self, key: str) -> Any:
-        return _value(self._explicit, key)
 
     def _set(self, key: str, value: Any) -> None:
         if _has(self._config, key):  # the script's own trainer_class need not accept every argument

@@ -259,8 +259,8 @@ class SageMakerEnvironment(ClusterEnvironment):
             return
         advice = ""
         groups = [group.name for group in self._job.groups if set(group.hosts) & set(self._topology.trainer_hosts)]
-        num_hosts_in_group = len(self._job.current_group.hosts)
-        if launcher is Launcher.TORCHRUN and len(groups) > 1 and world_size // devices == num_hosts_in_group:
+        is_one_group = world_size // devices == len(self._job.current_group.hosts)
+        if launcher is Launcher.TORCHRUN and len(groups) > 1 and is_one_group:
             # sagemaker 2.257.7, pytorch/estimator.py, _pytorch_distribution_configuration: with torch_distributed, the
             # names of the groups are not sent; with mpi they are.
             names = ", ".join(f'"{name}"' for name in groups)
@@ -340,21 +340,19 @@ class SageMakerEnvironment(ClusterEnvironment):
         interface = self._job.network_interface
         if interface is not None and not _has_interface(interface):
             interface += " (not on this host)"
-        versions = {
-            "lightning_sm": __version__,
-            DISTRIBUTION: sys.modules[DISTRIBUTION].__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
         logger.info(
-            "%s\njob %s, %s, main address %s:%d, interface %s\n%s",
+            "%s\njob %s, %s, main address %s:%d, interface %s\nlightning_sm %s, %s %s, torch %s, python %s",
             self._topology.table(devices),
             self._job.name or "(no name)",
             launcher,
             self._launch.main_address or self._main_host,
             self._main_port,
             interface or "(none)",
-            ", ".join(f"{name} {number}" for name, number in versions.items()),
+            __version__,
+            DISTRIBUTION,
+            sys.modules[DISTRIBUTION].__version__,
+            torch.__version__,
+            platform.python_version(),
         )
 
 

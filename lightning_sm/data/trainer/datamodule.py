@@ -211,15 +211,13 @@ class RemoteDataModule(LightningDataModule):
         Args:
             outcome: How the training ended, for the logs of the data hosts.
         """
-        client = self._client
-        local = self._local
-        self._client = None
-        self._local = None
         self._rings.clear()
-        if client is not None:
-            client.close(outcome)
-        if local is not None:
-            local.close()
+        if self._client is not None:
+            self._client.close(outcome)
+            self._client = None
+        if self._local is not None:
+            self._local.close()
+            self._local = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped DataModule."""

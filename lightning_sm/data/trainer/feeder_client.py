@@ -279,6 +279,5 @@ class FeederClient:
 
 
 def _error(message: Message) -> Exception:
-    name = message.facts["error"]
-    kind: type[Exception] = getattr(errors, name, errors.DataServiceError)
+    kind: type[Exception] = getattr(errors, message.facts["error"], errors.DataServiceError)
     return kind(message.facts["text"])

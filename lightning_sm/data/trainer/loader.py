@@ -141,12 +141,6 @@ class RemoteLoader:
         self.num_passes += 1
         return position if self._shards is None else self._shards.begin(position)
 
-    def _next_position(self, position: Position, num_batches: int | None) -> Position | None:
-        """Where a pass continues after its batches have ended; None if it is over."""
-        if self._shards is None or num_batches is None:
-            return None
-        return self._shards.after(position, num_batches)
-
     def _start_pass(self, position: Position) -> int:
         _, number = self._shared_ring()
         logger.debug(
@@ -267,7 +261,9 @@ class _Pass(Iterator[Any]):
             message = self._client.next(self._pass_id or 0, self._loader.place.timeout_s)
             if message.kind != "end":
                 return message
-            position = self._loader._next_position(self._position, message.facts["num_batches"])
+            shards = self._loader._shards
+            num_batches = message.facts["num_batches"]
+            position = None if shards is None or num_batches is None else shards.after(self._position, num_batches)
             if position is None:
                 return None
             self._finalizer()

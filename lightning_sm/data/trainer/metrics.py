@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 # Below this fraction of waiting, more data hosts would make no noticeable difference.
 _NOTICEABLE_WAIT = 0.05
 # Data hosts are the bottleneck if their workers are busy for at least this fraction of the time.
 _BUSY = 0.8
-_MB = 1e6
 
 
+@dataclass
 class LoaderStats:
-    """Measurements of a loader since the last reset.
+    """Measurements of a loader.
 
     Attributes:
         num_batches: Number of batches.
@@ -26,19 +27,14 @@ class LoaderStats:
         ready: Number of buffered batches when the last one was taken.
     """
 
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Set everything to zero."""
-        self.num_batches = 0
-        self.num_bytes = 0
-        self.ready = 0
-        self.first_wait_s = 0.0
-        self.wait_s = 0.0
-        self.busy_s = 0.0
-        self.queue_s = 0.0
-        self.produce_s = 0.0
+    num_batches: int = 0
+    num_bytes: int = 0
+    first_wait_s: float = 0.0
+    wait_s: float = 0.0
+    busy_s: float = 0.0
+    queue_s: float = 0.0
+    produce_s: float = 0.0
+    ready: int = 0
 
     def count(self, message: Mapping[str, Any], wait_s: float, busy_s: float | None) -> None:
         """Add a batch.
@@ -90,7 +86,7 @@ class LoaderStats:
         rate = self.num_batches / seconds if seconds else 0.0
         batches = "1 batch" if self.num_batches == 1 else f"{self.num_batches} batches"
         return (
-            f"{what}: {batches}, {rate:.1f}/s, {self.num_bytes / _MB / max(seconds, 1e-9):.1f} MB/s; "
+            f"{what}: {batches}, {rate:.1f}/s, {self.num_bytes / 1e6 / max(seconds, 1e-9):.1f} MB/s; "
             f"waited {self.wait_s:.2f} s of {seconds:.2f} s (input-bound {self.input_bound:.0%}), and "
             f"{self.first_wait_s:.2f} s for the first batch"
         )

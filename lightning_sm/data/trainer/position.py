@@ -144,9 +144,9 @@ def batches_taken(trainer: Any) -> int:
 
 
 def _evaluation_limit(loader: RemoteLoader, trainer: Any) -> int | None:
-    stage = loader.place.stage
     index = loader.place.index
-    limits = getattr(trainer, "num_sanity_val_batches" if trainer.sanity_checking else f"num_{stage}_batches")
+    name = "num_sanity_val_batches" if trainer.sanity_checking else f"num_{loader.place.stage}_batches"
+    limits = getattr(trainer, name)
     limit = limits[index] if index < len(limits) else float("inf")
     return None if limit == float("inf") else int(limit)
 

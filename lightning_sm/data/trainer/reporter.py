@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_sm.data.trainer.loader import RemoteLoader
-from lightning_sm.data.trainer.metrics import advice, host_line, with_busy_fraction
+from lightning_sm.data.trainer.metrics import LoaderStats, advice, host_line, with_busy_fraction
 from lightning_sm.data.trainer.position import batches_taken
 
 logger = logging.getLogger(__name__)
@@ -67,4 +67,4 @@ class Reporter:
             text = advice(loader.stats.input_bound, reports)
             if text is not None:
                 logger.info("%s", text)
-        loader.stats.reset()
+        loader.stats = LoaderStats()

@@ -11,6 +11,7 @@ import logging
 import random
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -60,11 +61,9 @@ class LocalPosition(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Set the loaders of a resumed run to its position."""
-        states: dict[str, Any] = {}
-        if self._loaded is not None:
-            ranks = self._loaded["ranks"]
-            states = ranks[trainer.global_rank % len(ranks)]
-            self._loaded = None
+        ranks: list[dict[str, Any]] = [{}] if self._loaded is None else self._loaded["ranks"]
+        states = ranks[trainer.global_rank % len(ranks)]
+        self._loaded = None
         fit_loop = trainer.fit_loop
         loaders = _resumable_loaders(trainer)
         self._orders = [_Order.of(loader) for loader in loaders]
@@ -117,25 +116,18 @@ class LocalPosition(Callback):
             _Order.of(loader).remove(loader)
 
 
+@dataclass(frozen=True)
 class _State:
     """The random states of this process, and of a generator.
 
     It is often taken and rarely saved, so that only saving converts it.
     """
 
-    def __init__(
-        self,
-        torch_state: torch.Tensor,
-        numpy_state: Any,
-        python_state: Any,
-        cuda: torch.Tensor | None,
-        generator: torch.Tensor | None,
-    ) -> None:
-        self._torch = torch_state
-        self._numpy = numpy_state
-        self._python = python_state
-        self._cuda = cuda
-        self._generator = generator
+    torch_state: torch.Tensor
+    numpy_state: Any
+    python_state: Any
+    cuda_state: torch.Tensor | None
+    generator_state: torch.Tensor | None
 
     @classmethod
     def now(cls, generator: torch.Generator | None = None) -> _State:
@@ -150,14 +142,14 @@ class _State:
 
     def saved(self) -> dict[str, Any]:
         """Convert to values that ``torch.load(weights_only=True)`` accepts."""
-        name, keys, *rest = self._numpy
-        version, numbers, gauss = self._python
+        name, keys, *rest = self.numpy_state
+        version, numbers, gauss = self.python_state
         return {
-            "torch": self._torch,
+            "torch": self.torch_state,
             "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest],
             "python": [version, torch.tensor(numbers), gauss],
-            "cuda": self._cuda,
-            "generator": self._generator,
+            "cuda": self.cuda_state,
+            "generator": self.generator_state,
         }
 
     @classmethod
@@ -173,13 +165,13 @@ class _State:
         )
 
     def restore(self, generator: torch.Generator | None = None) -> None:
-        torch.set_rng_state(self._torch)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
-        if self._cuda is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self._cuda)
-        if self._generator is not None and generator is not None:
-            generator.set_state(self._generator)
+        torch.set_rng_state(self.torch_state)
+        np.random.set_state(self.numpy_state)
+        random.setstate(self.python_state)
+        if self.cuda_state is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.cuda_state)
+        if self.generator_state is not None and generator is not None:
+            generator.set_state(self.generator_state)
 
 
 def _all_loaders(trainer: Trainer) -> list[Any]:

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,9 +84,13 @@ class DurableCheckpointIO(WrappingCheckpointIO):
     def load_checkpoint(self, path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint with the other CheckpointIO."""
         # Lightning 2.6 passes weights_only=None, which a CheckpointIO written for 2.5 does not accept.
-        if kwargs.get("weights_only", ...) is None and not _takes(self._inner.load_checkpoint, "weights_only"):
-            del kwargs["weights_only"]
-        return self._inner.load_checkpoint(path, *args, **kwargs)
+        load = self._inner.load_checkpoint
+        if kwargs.get("weights_only", ...) is None:
+            parameters = inspect.signature(load).parameters
+            takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+            if "weights_only" not in parameters and not takes_any:
+                del kwargs["weights_only"]
+        return load(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: _PATH) -> None:
         """Remove the checkpoint of the previous call, and keep this one until the next call."""
@@ -243,8 +247,3 @@ def _sync(path: Path) -> None:
     for file in files:
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -197,11 +197,9 @@ def _check_job(facts: Any, job: SageMakerJob | None) -> None:
         return
     name = facts.get("name")
     uri = facts.get("checkpoint_s3_uri")
-    if None in (name, job.name):
-        return
-    # A restart has the same name; a new job that continues another one has the same S3 address.
-    is_same_address = (uri or "").rstrip("/") == (job.checkpoint_uri or "").rstrip("/")
-    if name != job.name and not is_same_address:
+    is_same_job = name == job.name or None in (name, job.name)
+    # A new job that continues another one has the same S3 address.
+    if not is_same_job and (uri or "").rstrip("/") != (job.checkpoint_uri or "").rstrip("/"):
         raise _UnusableError(
             f"is left over from job {name!r} (checkpoint_s3_uri={uri!r}); this is job {job.name!r} "
             f"(checkpoint_s3_uri={job.checkpoint_uri!r})"

@@ -52,12 +52,6 @@ def test_metrics_are_per_batch_and_per_second():
     assert (metrics["data/ready"], metrics["data/retries"], metrics["data/hedges"]) == (3.0, 5.0, 4.0)
 
 
-def test_a_reset_sets_everything_to_zero():
-    """The next epoch has its own numbers."""
-    counted = stats(1.0, 1.0)
-    counted.reset()
-    assert vars(counted) == vars(LoaderStats())
-
 
 def test_the_busy_part_is_of_the_time_since_the_last_report():
     """Workers' seconds over seconds times workers; a restarted host has none."""
