@@ -139,7 +139,6 @@ class Job:
         module = self.module()
         module._client = module._start_feeder()
         module._stage = "validate"
-        module._num_runs = 1
         facts = {"run": 1, "stage": "validate", "loaders": "", "trainer": dict.fromkeys(("world_size",))}
         module._client._send("open", opening="1/validate//0", **facts)
         self.until_log("downloading")
@@ -184,30 +183,40 @@ def _redirect(log: Path) -> None:
 
 
 @contextlib.contextmanager
-def training_process(make: Callable[[], Any], pids: Path) -> Iterator[Any]:
-    """A training process with a data host of its own and a forked child, with their ids in a file."""
-    process = _FORKS.Process(target=_train, args=(make, pids))
-    process.start()
+def training_process(
+    make: Callable[[], Any] | None, address: str | None, pids: Path
+) -> Iterator[tuple[Any, psutil.Process, psutil.Process]]:
+    """A process that trains until it is killed, its feeder, and the main process of its own data host or a child.
+
+    Args:
+        make: Returns the loaders of a data host of its own.
+        address: Another data host to train on instead, with a forked child.
+        pids: A file for the ids of its processes.
+    """
+    script = _FORKS.Process(target=_train, args=(make, address, pids))
+    script.start()
     try:
-        yield process
+        until(pids.exists, "the script trains", TIMEOUT_S)
+        feeder, other = (psutil.Process(int(pid)) for pid in pids.read_text().split())
+        yield script, feeder, other
     finally:
-        process.kill()
-        process.join(TIMEOUT_S)
-        process.close()
+        script.kill()
+        script.join(TIMEOUT_S)
+        script.close()
 
 
-def _train(make: Callable[[], Any], pids: Path) -> None:
-    with running(Host("own", make)) as hosts, remote(hosts) as module:
-        stream = iter(module.train_dataloader())
-        next(stream)
-        child = os.fork()
-        if child == 0:
-            threading.Event().wait(TIMEOUT_S)
-            os._exit(0)
-        written = pids.with_suffix(".part")
-        written.write_text(" ".join(str(pid) for pid in (child, module._client.pid, hosts[0].main.pid)))
-        written.rename(pids)
+def _train(make: Callable[[], Any] | None, address: str | None, pids: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        own = None if make is None else stack.enter_context(running(Host("own", make)))[0]
+        module = stack.enter_context(remote([own or address]))
+        next(iter(module.train_dataloader()))
+        other = os.fork() if own is None else own.main.pid
+        if other:
+            written = pids.with_suffix(".part")
+            written.write_text(f"{module._client.pid} {other}")
+            written.rename(pids)
         threading.Event().wait(TIMEOUT_S)
+        os._exit(0)
 
 
 # A user's script whose data host fails in the way, and at the place, that the environment names.

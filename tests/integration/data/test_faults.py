@@ -626,7 +626,7 @@ OPEN_ROWS = [
     *(
         OpenRow(
             *(f"another fingerprint on host {odd}", "three data hosts", "opening"),
-            says=(rf"Data hosts serve different data, {{{odd}}} other than most:", "{a}", "{b}", "{c}"),
+            says=(rf"Data hosts serve different data \(different from most: {{{odd}}}\):", "{a}", "{b}", "{c}"),
             make=newer_on(odd),
             error=DataHostMismatchError,
             num_hosts=3,
@@ -790,16 +790,22 @@ def slow():
 
 @pytest.mark.usefixtures("_forks")
 def test_a_killed_training_process_takes_everything_with_it(tmp_path):
-    """Feeder and data host of the same script end, although a forked child lives on that has its sockets."""
-    pids = tmp_path / "pids"
-    with faults.training_process(slow, pids) as script:
-        until(pids.exists, "the script trains", TIMEOUT_S)
-        child, feeder, main = (psutil.Process(int(pid)) for pid in pids.read_text().split())
+    """Feeder, data host, workers and gRPC server of the same script end by themselves."""
+    with faults.training_process(slow, None, tmp_path / "pids") as (script, feeder, main):
         processes = [feeder, main, *main.children()]
         assert len(processes) == 5  # feeder, main process, gRPC server, 2 workers
         script.kill()
+        faults.until_gone(processes, "feeder, main process, gRPC server and workers")
+
+
+@pytest.mark.usefixtures("_forks")
+def test_a_feeder_ends_although_a_child_of_the_training_process_lives_on(pool, tmp_path):
+    """A forked child holds copies of the training process's sockets, and must not keep the feeder alive."""
+    address = pool.serve(slow)[0].address
+    with faults.training_process(None, address, tmp_path / "pids") as (script, feeder, child):
+        script.kill()
         try:
-            faults.until_gone(processes, "feeder, main process, gRPC server and workers")
+            faults.until_gone([feeder], "the feeder")
             assert child.is_running()
         finally:
             child.kill()
@@ -894,7 +900,7 @@ def train_without(outcome, *, then_terminate=False):
         module = job.module()
         with pytest.raises((RemoteTransformError, DataServiceError), match="no such column") as caught:
             module.setup("fit")
-        for says in (r"Data host \S+ failed in setup\('fit'\)", "Traceback", "in setup"):
+        for says in (r"Data host algo-2 .+ failed in setup\('fit'\)", "Traceback", "in setup"):
             assert re.search(says, str(caught.value))
         if outcome is None:
             os.kill(module._feeder.pid, signal.SIGKILL)  # the trainer host vanishes
@@ -1062,10 +1068,11 @@ class LauncherRow(Row):
     place: str = field(default="", kw_only=True)
 
 
+EITHER = "1 or 143"  # what ends the trainer first: its own error, or SIGTERM, since the job has failed
 USERS_OWN = (r"^ValueError: no such column\nFile ", r"in {place}: reached\(")
 LAUNCHER_ROWS = [
     LauncherRow("SIGKILL of the main process", "data host", "a batch", "0", 0, how="SIGKILL", place="__getitem__"),
-    LauncherRow("exception", "data host", "setup()", "1", 1, USERS_OWN, how="raises", place="setup"),
+    LauncherRow("exception", "data host", "setup()", EITHER, 1, USERS_OWN, how="raises", place="setup"),
     LauncherRow(
         *("SIGKILL of the main process", "data host", "setup()", "0", 0), how="SIGKILL", place="setup", is_proof=True
     ),
@@ -1076,7 +1083,7 @@ LAUNCHER_ROWS = [
         is_proof=True,
     ),
     LauncherRow(
-        *("exception", "data host", "train_dataloader()", "1", 1, USERS_OWN),
+        *("exception", "data host", "train_dataloader()", EITHER, 1, USERS_OWN),
         how="raises",
         place="train_dataloader",
         is_proof=True,
@@ -1096,9 +1103,10 @@ def launchers(tmp_path):
 def test_a_data_host_that_dies_is_restarted_and_one_that_fails_is_not(launchers, row):
     """Trainers find a restarted host by themselves; the user's own error is in the failure files of both hosts."""
     launchers.fit((TRAINER, DATA), row.how, row.place)
-    codes = launchers.code(TRAINER), launchers.code(DATA)
+    codes = str(launchers.code(TRAINER)), launchers.code(DATA)
     logs = launchers.log(TRAINER) + launchers.log(DATA)
-    assert codes == (int(row.trainer), row.data), logs
+    assert codes[0] in row.trainer.split(" or "), logs
+    assert codes[1] == row.data, logs
     assert launchers.log(DATA).count("Restarting it in 1 s") == (row.data == 0)
     if row.data == 0:
         assert re.search("the trainer rank has finished|it was terminated", launchers.log(DATA))
