@@ -111,7 +111,7 @@ class ShardPasses:
             self._counted, num_dropped = self._count()
             if num_dropped and place.rank == 0:
                 logger.warning(
-                    "%s: %d of %d batches are left out, so that each of %d ranks gets %d per pass.",
+                    "%s: leaving out %d of %d batches. All %d ranks need the same number per pass: %d.",
                     self._name,
                     num_dropped,
                     self._counted * place.world_size + num_dropped,
@@ -171,8 +171,8 @@ class ShardPasses:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s: the shards of rank %d ended after %d batches, but a pass has %d (data_service.batches_per_epoch, "
-                "or as counted). They restart within the pass.",
+                "%s: the shards of rank %d ended at batch %d, but the length of a pass is %d "
+                "(data_service.batches_per_epoch, or as counted). They restart within the pass.",
                 self._name,
                 self._place.rank,
                 num_batches,

@@ -123,8 +123,8 @@ class JobOutcomeTracker:
             return True
         states = {host.state for host in self._trainers.values()}
         if has_failed:
-            # A data host that starts a moment too late would wait for trainers that never come. After success there
-            # is no such hurry: the trainers did reach the data hosts that they needed.
+            # A data host that starts a moment too late would wait for trainers that never come. After success nobody
+            # has to wait: the trainers did reach the data hosts that they needed.
             states |= {host.state for host in self._data_hosts.values()} & {_State.ABSENT}
         if states <= {_State.ENDED, _State.LOST}:
             return True

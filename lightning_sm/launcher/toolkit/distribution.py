@@ -97,13 +97,12 @@ def _count(job: SageMakerJob, topology: Topology, asked: dict[str, Any]) -> int 
         return None
     if job.devices not in (None, per_host):
         raise TopologyError(
-            f"distribution={{...}} asks for {per_host} processes on each host ({_PER_HOST}), but {DEVICES.name} "
-            f"is {job.devices}. Remove one."
+            f"distribution={{...}} has {_PER_HOST}={per_host}, but {DEVICES.name} is {job.devices}. Remove one."
         )
     if in_all not in (None, per_host * topology.num_nodes):
         raise TopologyError(
-            f"distribution={{...}} asks for {in_all} processes in all ({_IN_ALL}) and {per_host} on each host "
-            f"({_PER_HOST}), but the number of trainer hosts is {topology.num_nodes}.\n{topology.table()}\n"
+            f"distribution={{...}} has {_IN_ALL}={in_all} and {_PER_HOST}={per_host}, but the number of trainer hosts "
+            f"is {topology.num_nodes}.\n{topology.table()}\n"
             f"Remove {_IN_ALL}."
         )
     return per_host

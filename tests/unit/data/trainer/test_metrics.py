@@ -52,7 +52,6 @@ def test_metrics_are_per_batch_and_per_second():
     assert (metrics["data/ready"], metrics["data/retries"], metrics["data/hedges"]) == (3.0, 5.0, 4.0)
 
 
-
 def test_the_busy_part_is_of_the_time_since_the_last_report():
     """Workers' seconds over seconds times workers; a restarted host has none."""
     before = {"algo-2": host(busy_s=4.0, up_s=5.0), "algo-3": host("algo-3", busy_s=100.0, up_s=5.0)}

@@ -79,12 +79,12 @@ def test_smdistributed_dataparallel_is_named_as_missing(caplog):
         (
             {"sagemaker_mpi_num_of_processes_per_host": "4"},
             {"devices": 2},
-            ["4 processes on each host", "LIGHTNING_SM_DEVICES is 2"],
+            ["sagemaker_mpi_num_of_processes_per_host=4", "LIGHTNING_SM_DEVICES is 2"],
         ),
         (
             {"sagemaker_mpi_num_of_processes_per_host": "4", "sagemaker_mpi_num_processes": "12"},
             {},
-            ["12 processes in all", "4 on each host", "number of trainer hosts is 2"],
+            ["sagemaker_mpi_num_processes=12", "num_of_processes_per_host=4", "number of trainer hosts is 2"],
         ),
         ({"sagemaker_mpi_num_of_processes_per_host": '"many"'}, {}, ["'many'", "whole number"]),
         ({"sagemaker_mpi_num_of_processes_per_host": "0"}, {}, ["is 0", "whole number"]),
