@@ -421,7 +421,6 @@ BATCH_ROWS = [
         settings={"startup_timeout_s": 2.0},
         longest_s=10.0,
     ),
-    BatchRow("comes late", "one of two data hosts", "mid-epoch", act=come_late, then=close_late, after=3, hosts="ac"),
     BatchRow(
         *("SIGSTOP, then SIGKILL of the main process", "one of two data hosts", "mid-epoch, iterable data"),
         act=freeze_and_kill_main,
@@ -441,7 +440,15 @@ BATCH_ROWS = [
         settings={"batch_timeout_s": 3.0},
         longest_s=8.0,
     ),
-    BatchRow(*("SIGKILL of the main process", "one of two data hosts", "mid-epoch"), act=kill_main, is_proof=True),
+    BatchRow(
+        *("comes late", "one of two data hosts", "mid-epoch"),
+        act=come_late,
+        then=close_late,
+        after=3,
+        hosts="ac",
+        is_proof=True,
+    ),
+    BatchRow("SIGKILL of the main process", "one of two data hosts", "mid-epoch", act=kill_main, is_proof=True),
     BatchRow(
         *("SIGKILL of all processes", "one of two data hosts", "mid-epoch, iterable data"),
         act=kill_host,
