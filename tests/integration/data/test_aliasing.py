@@ -58,7 +58,7 @@ def test_kept_batches_stay_unchanged(hosts, expected, caplog):
     assert stream_hash(batches) == expected  # also when the feeder is gone
     warnings = [record.message for record in caplog.records if "the training loop holds" in record.message]
     assert len(warnings) == 1
-    assert "Keep what you need of a batch, not the batch" in warnings[0]
+    assert "Keep only the parts of a batch that you need" in warnings[0]
 
 
 def test_kept_views_stay_unchanged(hosts):

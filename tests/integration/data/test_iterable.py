@@ -140,7 +140,7 @@ def test_dropped_batches_are_told(hosts, caplog):
     assert f"leaving out {total - 2 * length} of {total} batches" in caplog.text
 
 
-def test_shards_begin_anew_where_the_pass_is_longer(hosts, caplog):
+def test_shards_restart_where_the_pass_is_longer(hosts, caplog):
     """With batches_per_epoch, a pass has exactly so many batches; the next round has random states of its own."""
     with remote(hosts, batches_per_epoch=230) as module:
         loader = module.train_dataloader()
@@ -151,7 +151,7 @@ def test_shards_begin_anew_where_the_pass_is_longer(hosts, caplog):
     assert indices(batches) == (expected * 3)[:230]
     assert stream_hash(batches[: len(expected)]) != stream_hash(batches[len(expected) : 2 * len(expected)])
     assert stream_hash(rest) == stream_hash(batches[150:])
-    assert caplog.text.count("begin anew") == 2  # once for each loader
+    assert caplog.text.count("They restart within the pass") == 2  # once for each loader
 
 
 def test_shards_that_have_more_are_cut(hosts, whole):
@@ -242,7 +242,7 @@ def test_a_dataset_without_end_cannot_be_counted(pool):
     hosts = pool.serve(loader)[:1]
     with (
         one_of(2, 0, hosts, batch_timeout_s=2.0) as module,
-        pytest.raises(DataTimeoutError, match=r"set data_service\.batches_per_epoch"),
+        pytest.raises(DataTimeoutError, match=r"Set data_service\.batches_per_epoch"),
     ):
         len(module.train_dataloader())
     # One of them counts without end.

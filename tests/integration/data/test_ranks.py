@@ -12,7 +12,8 @@ from tests.integration.data.numbers import quiet_trainer
 from tests.integration.hosts import REPOSITORY, SCRIPTS
 from tests.integration.scripts.train_ranks import NUM_TEST, NUM_TRAIN, Data, Model
 
-pytestmark = pytest.mark.processes
+# tests/integration/data/test_stream.py shows that ranks share an epoch, tests/integration/launcher that ranks train.
+pytestmark = [pytest.mark.processes, pytest.mark.proof]
 
 STAGES = {"train 0": NUM_TRAIN, "train 1": NUM_TRAIN, "val 0": NUM_TEST, "val 1": NUM_TEST, "test 2": NUM_TEST}
 TIMEOUT_S = 90
@@ -51,7 +52,6 @@ def assert_shared(ranks, alone):
         assert [first + second for first, second in zip(*steps, strict=True)] == alone[stage]
 
 
-@pytest.mark.proof
 def test_two_trainers_on_two_data_hosts(alone, tmp_path):
     """In an emulated job: training, validation, and a test after it; exact tails, no padding, nothing dropped."""
     command = [sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2", "--group", "data=2"]

@@ -43,6 +43,19 @@ def test_hosts_and_workers_do_not_show(hosts, names):
     assert stream_hash(again) == stream_hash(reference(Augmented(LENGTH), LENGTH, BATCH_SIZE, epoch=1))
 
 
+def test_ranks_share_each_epoch_exactly(hosts):
+    """What two ranks take in a step is what one rank with twice the batch size takes; the last step is shared, too."""
+    ranks = []
+    for rank in (0, 1):
+        with remote(hosts[:2]) as module:
+            module._ranks = lambda rank=rank: (rank, 2)
+            loader = module.train_dataloader()
+            ranks.append([batch["index"].tolist() for batch in loader])
+            assert len(loader) == len(ranks[-1])
+    alone = [batch["index"].tolist() for batch in reference(Augmented(LENGTH), LENGTH, 2 * BATCH_SIZE)]
+    assert [first + second for first, second in zip(*ranks, strict=True)] == alone
+
+
 def test_a_window_of_one_batch_gives_the_same_stream(hosts):
     """How far the trainer asks ahead does not show in the batches."""
     with remote(hosts, window_batches=1) as module:

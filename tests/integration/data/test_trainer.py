@@ -146,7 +146,7 @@ def test_max_steps_end_in_the_middle(cluster, caplog):
     assert [line.split(", ")[0] + line.split(":")[1].split(",")[0] for line in lines] == [
         "epoch 0 6 batches",
         "epoch 1 6 batches",
-        "epoch 2 1 batches",
+        "epoch 2 1 batch",
     ]
 
 
