@@ -36,6 +36,8 @@ def mark_tiers(items: Iterable[pytest.Item]) -> None:
             shown = [row for row in rows if any(text in row.callspec.id for text in chosen["rows"])]
         else:
             shown = _covering(rows)
+        if not shown and len(rows) > 1:
+            raise pytest.UsageError(f"{rows[0].nodeid}: the marker matrix names no row of this test: {chosen}")
         for row in rows:
             if row not in shown:
                 row.add_marker(pytest.mark.proof)

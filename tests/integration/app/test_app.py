@@ -96,6 +96,7 @@ def test_an_optimizer_on_the_command_line_replaces_the_own_one(run, tmp_path):
         assert run("fit", *smoke, "--optimizer", "SGD", "--optimizer.lr", "0.01") == 0
 
 
+@pytest.mark.proof
 @pytest.mark.processes
 def test_the_script_runs_from_any_folder_in_two_processes(tmp_path):
     """Started as a script outside the repository, without a PYTHONPATH, each process finds the modules of the app."""
@@ -110,6 +111,7 @@ def test_the_script_runs_from_any_folder_in_two_processes(tmp_path):
     assert list(tmp_path.rglob("last.ckpt"))
 
 
+@pytest.mark.proof
 @pytest.mark.processes
 def test_lightning_bolts_is_imported_only_when_it_is_used():
     """The command line, and hence its help, starts without lightning-bolts."""
@@ -117,6 +119,7 @@ def test_lightning_bolts_is_imported_only_when_it_is_used():
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=120, check=True)
 
 
+@pytest.mark.proof
 @pytest.mark.processes
 def test_data_is_chosen_by_name():
     """A class name is enough, its arguments follow, and all others keep their own defaults."""

@@ -361,10 +361,8 @@ def left_of(folder):
 @pytest.mark.matrix(
     rows=[
         "exception, main trainer, first step",
-        "SIGKILL of the launcher, other trainer",
         "SIGKILL of the whole host, only data host",
         "os._exit(7), one of two data hosts",
-        "os._exit(7), only data host",
     ]
 )
 @pytest.mark.parametrize("cell", MATRIX, ids=str)

@@ -94,6 +94,7 @@ def test_hyperparameters_reach_the_model_unmangled(trained):
         assert seen["max_epochs"] == 1
 
 
+@pytest.mark.proof
 def test_contradicting_hyperparameter_fails_the_job(tmp_path):
     """With a wrong number of nodes the toolkit exits with 1 and a failure file, and reports no success."""
     hosts, ended = _train(tmp_path, {**_HYPERPARAMETERS, "trainer.num_nodes": "3"})

@@ -193,6 +193,7 @@ def test_a_failed_job_is_a_failed_command(submit, service):
     assert len(service.requests) == 1
 
 
+@pytest.mark.proof
 def test_a_missing_folder_is_no_traceback(submit, service):
     """What the rules say of it is said, and not what the SDK stumbles over."""
     ended = submit({**JOB, "source_dir": "nope"}, "--dry-run")
@@ -202,6 +203,7 @@ def test_a_missing_folder_is_no_traceback(submit, service):
     assert service.seen == []
 
 
+@pytest.mark.proof
 def test_a_dry_run_does_not_read_the_code(submit, service, tmp_path):
     """A file of a size that would be uploaded in parts is no obstacle."""
     (tmp_path / "src").mkdir()
@@ -214,6 +216,7 @@ def test_a_dry_run_does_not_read_the_code(submit, service, tmp_path):
     assert service.seen == []
 
 
+@pytest.mark.proof
 def test_a_refusal_is_no_traceback(submit, service):
     """What the service says is passed on, after as many tries as make sense."""
     service.refusals = ["ResourceLimitExceeded", "ValidationException"]
@@ -224,6 +227,7 @@ def test_a_refusal_is_no_traceback(submit, service):
     assert len(service.requests) == 2
 
 
+@pytest.mark.proof
 def test_without_waiting_the_command_returns_at_once(submit, service):
     """Once the service has accepted the job."""
     service.endings = [{"TrainingJobStatus": "InProgress", "SecondaryStatus": "Starting"}]

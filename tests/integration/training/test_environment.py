@@ -134,6 +134,7 @@ def test_torchrun_decides_on_ranks_and_main_address(hosts, order):
     assert (differs in ended[order[0]].output) == (order[0] != "algo-1")
 
 
+@pytest.mark.proof
 def test_torchrun_of_one_host_alone_is_refused(hosts):
     """A torchrun that was not told of the other host fails with the table of hosts instead of training apart."""
     (end,) = hosts.run(_torchrun(hosts, ("algo-2",), "meet.py", {"devices": 2}, "fit")).values()
@@ -145,6 +146,7 @@ def test_torchrun_of_one_host_alone_is_refused(hosts):
     assert "algo-2*  homogeneousCluster" in end.output
 
 
+@pytest.mark.proof
 def test_spawned_workers_get_their_own_ranks(hosts):
     """With ddp_spawn the workers take over the pickled environment, and each still has a rank of its own."""
     command = script("meet.py", {"devices": 2, "strategy": "ddp_spawn"}, "fit")
@@ -198,6 +200,7 @@ def test_trainer_settings_that_contradict_the_cluster_are_refused_at_once(hosts,
             assert attempt["seconds"] < 1
 
 
+@pytest.mark.proof
 def test_contradiction_ends_the_job(hosts):
     """A script that asks for a third host fails on every host within seconds, with the error as its last words."""
     ended = hosts.run(dict.fromkeys(hosts.names, script("meet.py", {"num_nodes": 3, "devices": 1}, "fit")))

@@ -60,7 +60,7 @@ def exit_codes(output):
     return sorted((int(attempt or 1), role, int(code)) for attempt, role, code in rows)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(rows=["data host-20-1.0"])
 @pytest.mark.parametrize(("step", "skew"), [(20, 0), (20, 1.0), (32, 0.05)])
 @pytest.mark.parametrize("groups", [(), ("--group", "data=1")], ids=["own data", "data host"])
 def test_an_interrupted_job_goes_on_exactly_where_it_was(tmp_path, references, groups, step, skew):
@@ -96,6 +96,7 @@ def test_a_stopped_job_leaves_a_checkpoint_and_says_so(tmp_path):
     assert len(list((tmp_path / "checkpoints").glob("interrupted-*.ckpt"))) == 1
 
 
+@pytest.mark.proof
 def test_a_hardware_failure_goes_on_from_the_last_periodic_checkpoint(tmp_path, references):
     """All hosts are killed at once; the next attempt repeats the steps since the last checkpoint, on the same data."""
     expected = references()
@@ -109,6 +110,7 @@ def test_a_hardware_failure_goes_on_from_the_last_periodic_checkpoint(tmp_path, 
         assert found == pytest.approx(wanted, rel=1e-12)
 
 
+@pytest.mark.proof
 def test_sharded_checkpoints(tmp_path, references):
     """Where each rank saves a shard, all save the same step, go on from there, and each host exports its own shards."""
     expected = references()

@@ -19,6 +19,7 @@ import pytest
 from tests.integration.hosts import TIMEOUT_S, Hosts, run_together, script
 
 pytestmark = [
+    pytest.mark.proof,
     pytest.mark.processes,
     pytest.mark.mpi,
     pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian package openmpi-bin)"),
@@ -99,7 +100,6 @@ def test_ranks_are_those_of_mpirun_where_all_see_the_first_hosts_variables(hosts
     assert not any(seen["mpi4py"] for seen in hosts.seen())
 
 
-@pytest.mark.proof
 def test_sorted_hosts_need_neither_variables_nor_mpi4py(hosts):
     """Where mpirun counts the hosts in sorted order, the main host follows from the job alone."""
     end = _mpirun(hosts, ("algo-1", "algo-2"))
@@ -117,7 +117,6 @@ def test_mpi4py_tells_the_host_of_rank_zero(hosts, mpi4py):
     assert all(seen["mpi4py"] for seen in hosts.seen())
 
 
-@pytest.mark.proof
 def test_unknown_host_of_rank_zero_ends_the_job(hosts, mpi4py):
     """Without any hint the job fails with advice; mpi4py stays unloaded, else its Finalize would wait for rank 0."""
     end = _mpirun(hosts, ("algo-2", "algo-1"), python_path=mpi4py)
@@ -127,7 +126,6 @@ def test_unknown_host_of_rank_zero_ends_the_job(hosts, mpi4py):
     assert hosts.seen() == []
 
 
-@pytest.mark.proof
 def test_num_nodes_of_the_trainer_must_fit_mpirun(hosts):
     """A Trainer that asks for another number of processes than mpirun started ends the job with the table."""
     end = _mpirun(hosts, ("algo-1", "algo-2"), trainer={"num_nodes": 3})

@@ -26,6 +26,7 @@ def run_job(folder, *options, arguments=()):
     return ended.returncode, ended.stdout + ended.stderr
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(
     "arguments",
     [("unsized",), ("sized",), ("unsized", "--trainer.limit_val_batches", "5")],
@@ -47,6 +48,7 @@ def test_no_rank_leaves_before_the_checkpoint_is_written(tmp_path):
     }
 
 
+@pytest.mark.proof
 def test_a_checkpoint_that_cannot_be_written_fails_the_job(tmp_path):
     """The rank that cannot write says so and fails; the other one, which waits for it, ends with it."""
     options = ("--fault", "stop@step=5", "--env", "FULL=1")
