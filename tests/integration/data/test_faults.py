@@ -1098,14 +1098,26 @@ LAUNCHER_ROWS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """Launchers of scripts that are killed whenever they start: they mostly wait, and other tests run meanwhile."""
+    made = {host: Launchers(tmp_path_factory.mktemp(host), KILLED) for host in (DATA, TRAINER)}
+    made[DATA].start(DATA)
+    made[TRAINER].start(TRAINER, LIGHTNING_SM_PEERS_TIMEOUT_S="0")
+    yield made
+    for one in made.values():
+        one.close()
+
+
 @pytest.fixture
-def launchers(tmp_path):
+def launchers(tmp_path, request):
     """A job of two hosts."""
-    made = Launchers(tmp_path / "job", TRAIN)
+    made = Launchers(tmp_path / "job", getattr(request, "param", TRAIN))
     yield made
     made.close()
 
 
+@pytest.mark.usefixtures("killed")
 @pytest.mark.parametrize("row", params(LAUNCHER_ROWS))
 def test_a_data_host_that_dies_is_restarted_and_one_that_fails_is_not(launchers, row):
     """Trainers find a restarted host by themselves; the user's own error is in the failure files of both hosts."""
@@ -1146,29 +1158,17 @@ def test_the_failure_file_of_a_data_host_says_why_it_failed(launchers, is_taken)
     assert re.search(expected, launchers.failure(DATA))
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    """Three launchers of scripts that are killed whenever they start, at the same time: they wait most of it."""
-    names = ("data host", "data host that is stopped", "trainer")
-    made = {name: Launchers(tmp_path_factory.mktemp(name.replace(" ", "-")), KILLED) for name in names}
-    made["data host"].start(DATA)
-    made["data host that is stopped"].start(DATA)
-    made["trainer"].start(TRAINER, LIGHTNING_SM_PEERS_TIMEOUT_S="0")
-    yield made
-    for one in made.values():
-        one.close()
-
-
 def test_a_trainer_that_is_killed_is_not_restarted(killed):
     """Its other ranks cannot continue without it."""
-    launchers = killed["trainer"]
+    launchers = killed[TRAINER]
     assert launchers.code(TRAINER) == 128 + signal.SIGKILL
     assert launchers.log(TRAINER).count("started\n") == 1
 
 
-def test_a_stop_between_two_starts_ends_a_data_host(killed):
+@pytest.mark.parametrize("launchers", [KILLED], indirect=True, ids=["killed"])
+def test_a_stop_between_two_starts_ends_a_data_host(launchers):
     """The script is not started again, and the host has not failed."""
-    launchers = killed["data host that is stopped"]
+    launchers.start(DATA)
     until(lambda: "Restarting it in 4 s" in launchers.log(DATA), "the launcher restarts the script in 4 s", TIMEOUT_S)
     launchers.processes[DATA].terminate()
     assert launchers.code(DATA) == 0, launchers.log(DATA)
@@ -1178,7 +1178,7 @@ def test_a_stop_between_two_starts_ends_a_data_host(killed):
 
 def test_a_data_host_that_dies_again_and_again_gives_up(killed):
     """After three restarts it fails with the signal, and its failure file tells how often it has tried."""
-    launchers = killed["data host"]
+    launchers = killed[DATA]
     assert launchers.code(DATA) == 128 + signal.SIGKILL
     assert re.findall(r"Restarting it in (\d) s", launchers.log(DATA)) == ["1", "2", "4"]
     assert launchers.log(DATA).count("started\n") == 4
