@@ -36,6 +36,7 @@ def test_a_good_job_has_neither_problems_nor_warnings():
         ({"groups": {}, "channels": {}}, ["groups is empty"]),
         ({"groups": {"a": Group("ml.g5.xlarge", 0)}, "channels": {}}, ["groups.a.count", "0"]),
         ({"groups": {"data": CPU}}, ["No group trains"]),
+        ({"groups": {"a": GPU}, "channels": {}, "environment": {"LIGHTNING_SM_DATA_GROUPS": "nix"}}, ["nix"]),
         ({"groups": {"a": GPU, "b": Group("ml.p4d.24xlarge")}, "channels": {}}, ["different numbers of GPUs"]),
         ({"environment": {"LIGHTNING_SM_DATA_GROUPS": "nix"}}, ["nix"]),
         ({"environment": {"LIGHTNING_SM_DATA_GROUPS": ""}}, ["different numbers of GPUs"]),
