@@ -1076,7 +1076,10 @@ class LauncherRow(Row):
 
 
 EITHER = "1 or 143"  # what ends the trainer first: its own error, or SIGTERM, since the job has failed
-USERS_OWN = (r"^ValueError: no such column\nFile ", r"in {place}: reached\(")
+USERS_OWN = (
+    r"^(Host algo-2 failed first, with exit code 1: )?ValueError: no such column\nFile ",
+    r"in {place}: reached\(",
+)
 LAUNCHER_ROWS = [
     LauncherRow("SIGKILL of the main process", "data host", "a batch", "0", 0, how="SIGKILL", place="__getitem__"),
     LauncherRow("exception", "data host", "setup()", EITHER, 1, USERS_OWN, how="raises", place="setup"),
