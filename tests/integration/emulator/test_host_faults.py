@@ -7,6 +7,8 @@ import os
 import re
 import signal
 
+import pytest
+
 from lightning_sm.job.variables import SLOW_NAMES
 from tests.integration.emulators import processes_of, until
 from tests.integration.faulty_jobs import TIMEOUT_S, read_to_line, row, run_faulty, said_after, started_faulty
@@ -68,6 +70,7 @@ def test_frozen_host_ends_with_a_killed_emulator(jobs, work):
         until(lambda: not processes_of(jobs), "no process is left", TIMEOUT_S)
 
 
+@pytest.mark.proof
 def test_frozen_host_ends_with_the_job(jobs, work):
     """A host that hangs for good is killed when another one has failed."""
     options = ["--group", "trainer=2", "--fault", "hang:algo-2@step=1"]

@@ -163,7 +163,7 @@ def test_spawned_workers_get_their_own_ranks(hosts):
     assert _in_group_at_exit(hosts) == [False] * 6
 
 
-@pytest.mark.matrix(first=1)
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("variables", "settings"),
     [

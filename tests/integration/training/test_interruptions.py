@@ -78,6 +78,7 @@ def test_an_interrupted_job_goes_on_exactly_where_it_was(tmp_path, references, g
         assert sum(line[0] == "train" for line in lines) == NUM_STEPS
 
 
+@pytest.mark.proof
 def test_a_signal_to_one_host_stops_all(tmp_path):
     """The host that was told to stop does not leave the other one in a collective call."""
     code, output = run_job(tmp_path, "--fault", "interrupt:trainer-2@step=5", arguments=("--model.step_s", "0.05"))
