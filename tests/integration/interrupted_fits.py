@@ -168,13 +168,13 @@ def points():
 
 
 def successor_of(model):
-    """A new model that goes on with the notes of another."""
+    """A new model that continues the record of another."""
     successor = type(model)(model.scheduler)
     successor.events = list(model.events)
     return successor
 
 
-def gone_on(folder, model, *callbacks, **settings):
+def resumed(folder, model, *callbacks, **settings):
     """A successor of an interrupted model, trained to the end from the newest checkpoint."""
     successor = successor_of(model)
     fit(folder, successor, *callbacks, ckpt_path=newest_checkpoint(folder), **settings)

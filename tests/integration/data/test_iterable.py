@@ -107,7 +107,7 @@ def test_the_window_does_not_show(hosts, whole, window):
 
 @pytest.mark.parametrize("first", [37, 90, *widening(1, 16, 70, 80, 10_000)])
 def test_the_rest_of_a_pass_is_the_same(hosts, whole, first):
-    """A pass that begins in the middle goes on with the batch that came next, also after some shards have ended."""
+    """A pass that begins in the middle continues with the next batch, also after some shards have ended."""
     with remote(hosts, window_batches=3) as module:
         rest = list(loader_at(module, first))
     assert stream_hash(rest) == stream_hash(whole[first:])

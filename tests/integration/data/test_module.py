@@ -169,7 +169,7 @@ def test_a_checkpoint_brings_its_seed(cluster):
     ["max_size_cycle", *(pytest.param(train, marks=pytest.mark.proof) for train in ("dict", "max_size", "min_size"))],
 )
 def test_loaders_of_different_lengths_resume(cluster, train):
-    """Also where the short one has ended or has begun anew."""
+    """Also where the short one has ended or has restarted."""
     whole, folder = saved(cluster, train)
     for step in (2, len(whole.batches("train")) - 2):
         rest, _ = cluster.fit(train, ckpt_path=folder / f"step={step}.ckpt")

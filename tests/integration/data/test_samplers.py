@@ -1,4 +1,4 @@
-"""Whatever decides on the order of the user's loader, it goes on deciding."""
+"""Whatever decides the order of the user's loader still decides it with data hosts."""
 
 import collections
 import os

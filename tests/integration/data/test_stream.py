@@ -64,7 +64,7 @@ def test_a_window_of_one_batch_gives_the_same_stream(hosts):
 
 
 def test_a_pass_that_was_left_early_does_not_show_in_the_next(hosts):
-    """Batches that were asked for in vain are dropped, and the next pass starts anew."""
+    """Batches that were asked for in vain are dropped, and the next pass starts from its beginning."""
     with remote(hosts) as module:
         loader = module.train_dataloader()
         loader.set_epoch(0)

@@ -69,7 +69,7 @@ def test_loaders_in_a_list_are_validated_one_after_the_other(cluster):
     [("max_size_cycle", 6), widening("dict", 6), widening("max_size", 6), widening("min_size", 3)],
 )
 def test_loaders_of_different_lengths_train_together(cluster, train, num_steps):
-    """As CombinedLoader says: the short one begins anew, is missing, or ends the epoch."""
+    """As CombinedLoader says: the short one restarts, is missing, or ends the epoch."""
     model, _ = cluster.fit(train, max_epochs=2)
     for epoch in (0, 1):
         batches = model.batches("train", epoch)

@@ -112,7 +112,7 @@ sys.exit(main(["train", "train.py"]))
 
 
 def test_orphans_are_reaped_while_the_script_runs(base, work):
-    """Processes that the script leaves to their own end become no zombies, however long the script goes on."""
+    """Processes that the script leaves to their own end do not become zombies, however long the script runs."""
     (work / "train.py").write_text(
         "import os, psutil, threading, time\n"
         "launcher = os.getppid()\n"

@@ -120,7 +120,7 @@ class TestModel:
         assert "own-epoch=1.ckpt" in files_in(checkpoints)
 
     def test_a_resumed_job_exports_the_best_of_all_attempts(self, host):
-        """The second attempt goes on from the last checkpoint, and exports the best one, which the first has made."""
+        """The second attempt resumes from the last checkpoint, and exports the best one, which the first has made."""
         checkpoints = host.base_dir / "ck"
         host.configure(checkpoint={"LocalPath": str(checkpoints)})
         arguments = ("--model.scores=[0, 2, 1, 1]", BEST_AND_LAST, "--ckpt_path=last")

@@ -86,7 +86,7 @@ class TestCkptPath:
         _, found = fit(host, f"--config={host.model_dir / 'config.yaml'}", epochs=3)
         assert found is not None
 
-    def test_only_fit_goes_on(self, host, checkpoints):
+    def test_only_fit_resumes(self, host, checkpoints):
         """Other subcommands take the weights that they are told to."""
         fit(host)
         assert list(checkpoints.iterdir())

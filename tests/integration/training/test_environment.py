@@ -236,7 +236,7 @@ def test_taken_main_port_ends_the_job_at_once(hosts):
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to replace /etc/hosts for one process")
 def test_name_that_resolves_later_is_waited_for(hosts, tmp_path):
-    """A host whose main host is unknown says whom it waits for, and goes on when the name resolves."""
+    """A host whose main host is unknown says which host it waits for, and continues when the name resolves."""
     names = tmp_path / "hosts"
     names.write_text("127.0.0.1 localhost\n")
     mount = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', str(names)]

@@ -1,4 +1,4 @@
-"""Jobs of several hosts that are interrupted: all ranks save the same step, and the next attempt goes on there."""
+"""Jobs of several hosts that are interrupted: all ranks save the same step, and the next attempt resumes there."""
 
 import re
 import subprocess
@@ -63,7 +63,7 @@ def exit_codes(output):
 @pytest.mark.matrix(rows=["data host-20-1.0"])
 @pytest.mark.parametrize(("step", "skew"), [(20, 0), (20, 1.0), (32, 0.05)])
 @pytest.mark.parametrize("groups", [(), ("--group", "data=1")], ids=["own data", "data host"])
-def test_an_interrupted_job_goes_on_exactly_where_it_was(tmp_path, references, groups, step, skew):
+def test_an_interrupted_job_resumes_exactly_where_it_was(tmp_path, references, groups, step, skew):
     """However far apart the hosts get the signal: no step is lost or repeated, and every loss is the same."""
     expected = references(*groups)
     code, output = run_job(
@@ -98,7 +98,7 @@ def test_a_stopped_job_leaves_a_checkpoint_and_says_so(tmp_path):
 
 
 @pytest.mark.proof
-def test_a_hardware_failure_goes_on_from_the_last_periodic_checkpoint(tmp_path, references):
+def test_a_hardware_failure_resumes_from_the_last_periodic_checkpoint(tmp_path, references):
     """All hosts are killed at once; the next attempt repeats the steps since the last checkpoint, on the same data."""
     expected = references()
     code, output = run_job(

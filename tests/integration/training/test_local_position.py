@@ -1,4 +1,4 @@
-"""Where a run goes on in loaders of its own: no sample is lost or repeated, and the order is that of a whole run."""
+"""Where a run resumes in loaders of its own: no sample is lost or repeated, and the order is that of a whole run."""
 
 import itertools
 import random
@@ -18,9 +18,9 @@ from tests.integration.interrupted_fits import (
     Interrupt,
     Model,
     fit,
-    gone_on,
     is_interrupted,
     points,
+    resumed,
     successor_of,
     whole,
 )
@@ -130,17 +130,17 @@ def noisy(samples):
     "moment",
     ["a step's end", "a later step", "the last step of an epoch", "within a validation", "end of an epoch"],
 )
-def test_random_numbers_go_on(tmp_path, uninterrupted, cls, moment):
+def test_random_numbers_resume(tmp_path, uninterrupted, cls, moment):
     """Order, dropout and noise of the resumed run are those of the uninterrupted one: no sample twice or left out."""
     model = cls()
     assert is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]))
-    assert whole(gone_on(tmp_path / "run", model).events) == uninterrupted(cls)
+    assert whole(resumed(tmp_path / "run", model).events) == uninterrupted(cls)
 
 
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("cls", POSITIONED)
 def test_a_run_from_the_end_of_an_epoch_can_be_interrupted(tmp_path, uninterrupted, cls):
-    """The epoch that begins with the resumed run has the order of an uninterrupted one, and goes on, too."""
+    """The epoch that begins with the resumed run has the order of an uninterrupted one, and can be resumed, too."""
     model, saved = trained_for_an_epoch(tmp_path, cls)
     assert whole(interrupted_after(tmp_path, model, saved)) == uninterrupted(cls)
 
@@ -148,18 +148,18 @@ def test_a_run_from_the_end_of_an_epoch_can_be_interrupted(tmp_path, uninterrupt
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("cls", POSITIONED)
 def test_epochs_of_one_step_have_their_orders(tmp_path, cls):
-    """A run that is left when the only batch of an epoch is fetched goes on with that batch."""
+    """A run that is left when the only batch of an epoch is fetched resumes with that batch."""
     settings = {"limit_train_batches": 1, "max_epochs": 6}
     fit(tmp_path / "reference", reference := cls(), **settings)
     model = cls()
     assert is_interrupted(tmp_path / "run", model, Interrupt("on_train_batch_start", 3), **settings)
-    assert whole(gone_on(tmp_path / "run", model, **settings).events) == reference.events
+    assert whole(resumed(tmp_path / "run", model, **settings).events) == reference.events
 
 
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("cls", POSITIONED)
 def test_loaders_that_come_with_the_epoch(tmp_path, cls):
-    """Where loaders are made anew for each epoch, the rest of an epoch has the order of its beginning, too."""
+    """Where loaders are recreated for each epoch, the rest of an epoch has the order of its beginning, too."""
     settings = {"reload_dataloaders_every_n_epochs": 1}
     model, saved = trained_for_an_epoch(tmp_path, cls, **settings)
     reference = successor_of(model)
@@ -175,7 +175,7 @@ def trained_for_an_epoch(folder, cls, **settings):
 
 
 def interrupted_after(folder, model, saved, **settings):
-    """What is noted when the run goes on from a checkpoint, and is interrupted in two epochs."""
+    """What is recorded when the run resumes from a checkpoint, and is interrupted in two epochs."""
     for step in (2, NUM_STEPS + 1):
         model = successor_of(model)
         assert is_interrupted(
@@ -253,11 +253,11 @@ class Stream(IterableDataset):
 @pytest.mark.matrix
 @pytest.mark.parametrize("cls", [KeepsPlace, KeepsPlaceInStream, KeepsPlaceBesideOther])
 @pytest.mark.parametrize("moment", ["a step's end", "a later step", "the first step of an epoch"])
-def test_loaders_that_keep_their_place_go_on(tmp_path, uninterrupted, cls, moment):
+def test_loaders_that_keep_their_place_resume(tmp_path, uninterrupted, cls, moment):
     """A batch that is fetched when the training leaves is not lost."""
     model = cls()
     assert is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]))
-    assert whole(gone_on(tmp_path / "run", model).events) == uninterrupted(cls)
+    assert whole(resumed(tmp_path / "run", model).events) == uninterrupted(cls)
 
 
 class ReadOnce(IterableDataset):

@@ -1,4 +1,4 @@
-"""A training that is interrupted at any moment, and the run that goes on from its checkpoint: together one run."""
+"""A training that is interrupted at any moment, and the run that resumes from its checkpoint: together one run."""
 
 import multiprocessing
 import os
@@ -19,8 +19,8 @@ from tests.integration.interrupted_fits import (
     Interrupt,
     Model,
     fit,
-    gone_on,
     is_interrupted,
+    resumed,
     successor_of,
     whole,
 )
@@ -86,23 +86,23 @@ def test_an_interrupted_run_and_its_continuation_make_a_whole_one(tmp_path, unin
 @pytest.mark.matrix(rows=["within a validation", "the last step of an epoch"])
 @pytest.mark.parametrize("scheduler", ["epoch", "plateau"])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_schedulers_go_on(tmp_path, uninterrupted, scheduler, moment):
+def test_schedulers_resume(tmp_path, uninterrupted, scheduler, moment):
     """Schedulers that step by epoch, with or without a metric, have the same learning rates as without interruption."""
     reference, model = uninterrupted(scheduler=scheduler), Model(scheduler)
     if is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment])):
-        model = gone_on(tmp_path / "run", model)
+        model = resumed(tmp_path / "run", model)
     assert whole(model.events) == reference.events
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("scheduler", ["step", "epoch", "plateau"])
 @pytest.mark.parametrize("moment", ["the last step of an epoch", "end of a validation", "end of an epoch"])
-def test_schedulers_go_on_between_epochs_of_one_step(tmp_path, uninterrupted, scheduler, moment):
+def test_schedulers_resume_between_epochs_of_one_step(tmp_path, uninterrupted, scheduler, moment):
     """A training that is left between two such epochs has stepped its schedulers once for each of them."""
     name = "epochs of one step"
     reference, model = uninterrupted(scheduler=scheduler, name=name), Model(scheduler)
     assert is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]), **SETTINGS[name])
-    model = gone_on(tmp_path / "run", model, **SETTINGS[name])
+    model = resumed(tmp_path / "run", model, **SETTINGS[name])
     assert whole(model.events) == reference.events
 
 
@@ -126,11 +126,11 @@ def averaged(tmp_path_factory):
 
 @pytest.mark.matrix(rows=["within a validation", "backward"])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_averaged_weights_go_on(tmp_path, averaged, moment):
+def test_averaged_weights_resume(tmp_path, averaged, moment):
     """The average of the weights, and the weights beside it, are those of an uninterrupted run."""
     model = Model()
     if is_interrupted(tmp_path / "run", model, Interrupt(*MOMENTS[moment]), EMAWeightAveraging(decay=0.5)):
-        model = gone_on(tmp_path / "run", model, EMAWeightAveraging(decay=0.5))
+        model = resumed(tmp_path / "run", model, EMAWeightAveraging(decay=0.5))
     assert whole(model.events) == averaged.events
     assert torch.equal(model.line.weight, averaged.line.weight)
 

@@ -150,7 +150,7 @@ def test_lightning_logs_from_rank_zero_only():
 
 
 def test_environment_survives_pickling():
-    """A worker that ddp_spawn starts reads its local rank anew."""
+    """A worker that ddp_spawn starts reads its local rank again."""
     pickled = pickle.dumps(_environment("algo-2", addresses=ADDRESSES))
     environment = pickle.loads(pickled)  # noqa: S301 - made one line above
     os.environ["LOCAL_RANK"] = "1"

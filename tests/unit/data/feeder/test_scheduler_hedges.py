@@ -65,7 +65,7 @@ def test_fatal_failure_cancels_the_duplicate():
 
 
 def test_hedge_of_a_lost_host_is_not_sent_twice():
-    """When one of two hosts with the same step is lost, the other's request goes on."""
+    """When one of two hosts with the same step is lost, the other's request continues."""
     scheduler, now, _, hedge = hedged()
     scheduler.host_lost("a", is_silent=False)
     assert scheduler.next_requests(now) == []

@@ -67,7 +67,7 @@ def test_answers_out_of_order_lose_nothing(case, order):
 
 @given(shards(), st.data())
 def test_shards_resume_where_they_were(case, data):
-    """A plan that knows the ends before a ticket goes on from there with the same requests and the same batches."""
+    """A plan that knows the ends before a ticket continues from there with the same requests and the same batches."""
     world_size, lengths = case
     rank = data.draw(st.integers(0, world_size - 1))
     whole, asked = walk(ShardPlan(len(lengths), rank, world_size), lengths)

@@ -99,7 +99,7 @@ def test_progress_decides_not_name_and_not_time(tmp_path, warnings_of):
 
 
 def test_the_found_checkpoint_resumes_a_trainer(tmp_path):
-    """A Trainer takes what was found, and goes on from its step."""
+    """A Trainer accepts what was found, and resumes from its step."""
     train(tmp_path, max_epochs=1)
     found = newest_checkpoint(tmp_path)
     trainer = make_trainer(max_epochs=2, enable_checkpointing=False)
@@ -249,7 +249,7 @@ class _Picky:
 
 
 class _Gone:
-    """An object whose class does not exist any more when it is unpickled."""
+    """An object whose class no longer exists when it is unpickled."""
 
 
 def test_any_object_in_a_checkpoint_can_be_read(tmp_path):
