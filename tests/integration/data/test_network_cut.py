@@ -88,7 +88,10 @@ class Network:
 
 
 def test_a_cut_network_is_survived_and_healed():
-    """One of two hosts cut off: the epoch continues, bit for bit; the host is used again when mended; all cut: both named."""
+    """With one of two hosts cut off, the epoch continues, bit for bit, and the host is used again once it is back.
+
+    With both cut off, the error names both.
+    """
     with Network(3) as network, contextlib.ExitStack() as stack:
         trainer_number, data_numbers = 0, (1, 2)
         addresses = [network.addresses[number] for number in data_numbers]
