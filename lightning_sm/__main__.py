@@ -75,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-sm", description="Run PyTorch Lightning on Amazon SageMaker clusters."
     )
-    parser.add_argument("--version", action="version", version=f"lightning-sm {__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"lightning-sm {__version__}", help="show the version and exit"
+    )
     commands = parser.add_subparsers(dest="subcommand", required=True, metavar="{train,local,doctor,settings,submit}")
     add_parser = partial(commands.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     train = add_parser(
