@@ -140,5 +140,5 @@ def test_version_3_refuses_groups(submit):
         pytest.skip("needs version 3 of the SageMaker SDK: make .venv-sdk3/.ready")
     ended = submit(str(SDK3), groups={name: {"instance_type": "ml.m5.large"} for name in ("trainer", "data")})
     assert ended.returncode == 2
-    assert "SDK v3 has no instance groups in local mode" in ended.stderr
+    assert "The local mode of SDK v3 does not support instance groups" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -117,6 +117,6 @@ def test_torchrun_in_each_of_two_training_groups_is_refused_with_advice_that_hel
     assert set(job.exit_codes.values()) == {1}, job
     assert own_code.seen(job) == []
     for log in job.logs.values():
-        assert "torchrun started 1 processes, 1 on this host, but the job has 2 trainer host(s)" in log
+        assert "but the job needs world size 2: trainer hosts x local world size = 2 x 1" in log
         assert 'hyperparameters={"sagemaker_distribution_instance_groups": ["one", "two"]}' in log
     _check(joined.result(), [(0, "algo-2", 0, 0, 2), (1, "algo-1", 1, 0, 2)], ["torchrun"])

@@ -121,7 +121,7 @@ def test_unknown_host_of_rank_zero_ends_the_job(hosts, mpi4py):
     """Without any hint the job fails with advice; mpi4py stays unloaded, else its Finalize would wait for rank 0."""
     end = _mpirun(hosts, ("algo-2", "algo-1"), python_path=mpi4py)
     assert end.code == 1
-    assert "TopologyError: mpirun gave host 'algo-1' node rank 1, so that the host of rank 0 is unknown." in end.output
+    assert "TopologyError: mpirun gave host 'algo-1' node rank 1, which is not its position in the table" in end.output
     assert "add -x SM_CURRENT_HOST, or start the script with python -m mpi4py" in end.output
     assert hosts.seen() == []
 
@@ -130,4 +130,4 @@ def test_num_nodes_of_the_trainer_must_fit_mpirun(hosts):
     """A Trainer that asks for another number of processes than mpirun started ends the job with the table."""
     end = _mpirun(hosts, ("algo-1", "algo-2"), trainer={"num_nodes": 3})
     assert end.code == 1
-    assert "the job has 2 trainer host(s) with 1 process(es) on each" in end.output
+    assert "contradicts the job (trainer hosts: 2, processes on each: 1;" in end.output
