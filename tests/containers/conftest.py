@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -23,14 +20,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         return
     if missing := engines.what_is_missing():
         pytest.skip(f"no Docker engine runs, and one of the tests' own needs {', '.join(missing)}")
-    kept = os.environ.get(engines.FOLDER_VARIABLE)
-    folder = Path(kept) if kept else tmp_path_factory.mktemp("engine")
-    try:
-        with engines.own_engine(folder), removed_network():
-            yield
-    finally:
-        if not kept:
-            shutil.rmtree(folder)
+    with engines.own_engine(tmp_path_factory.mktemp("engine")), removed_network():
+        yield
 
 
 @pytest.fixture(scope="session")
