@@ -110,12 +110,13 @@ def test_torchrun_in_each_of_two_training_groups_is_refused_with_advice_that_hel
     """Two training groups with a torchrun each fail instead of training two models; the advice joins the groups."""
     groups = [["one", "ml.c5.xlarge", 1], ["two", "ml.c5.xlarge", 1]]
     names = {"sagemaker_distribution_instance_groups": ["one", "two"]}
-    # One after the other: where no job has run yet, two would create the SDK's network at the same moment.
-    job = _fit_groups(tmp_path / "apart", toolkit_image, groups)
+    with ThreadPoolExecutor(2) as pool:
+        apart = pool.submit(_fit_groups, tmp_path / "apart", toolkit_image, groups)
+        joined = pool.submit(_fit_groups, tmp_path / "joined", toolkit_image, groups, **names)
+    job = apart.result()
     assert set(job.exit_codes.values()) == {1}, job
     assert own_code.seen(job) == []
     for log in job.logs.values():
         assert "but the job needs world size 2: trainer hosts x local world size = 2 x 1" in log
         assert 'hyperparameters={"sagemaker_distribution_instance_groups": ["one", "two"]}' in log
-    joined = _fit_groups(tmp_path / "joined", toolkit_image, groups, **names)
-    _check(joined, [(0, "algo-2", 0, 0, 2), (1, "algo-1", 1, 0, 2)], ["torchrun"])
+    _check(joined.result(), [(0, "algo-2", 0, 0, 2), (1, "algo-1", 1, 0, 2)], ["torchrun"])
