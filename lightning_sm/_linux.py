@@ -1,4 +1,4 @@
-"""Linux kernel settings of a process for the death of its parent and for orphans; on other systems, no-ops."""
+"""How the kernel treats a process: signals, the death of its parent, orphans. On systems but Linux, no-ops."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import os
 import signal
 import sys
 
+# The longest single wait of a main thread that handles signals. Python runs handlers in the main thread, between two
+# instructions; the kernel may give a signal to any other thread, or to this one just before it blocks. A wait without a
+# limit goes on then: SIGTERM was lost until the script ended by itself.
+SIGNAL_POLL_S = 1.0
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -16,7 +16,7 @@ from types import FrameType
 
 import psutil
 
-from lightning_sm._linux import adopt_orphans
+from lightning_sm._linux import SIGNAL_POLL_S, adopt_orphans
 from lightning_sm.errors import ScriptError
 from lightning_sm.job.stopping import GENTLE_SIGNAL, StopSchedule
 
@@ -113,7 +113,7 @@ class ChildProcess:
         process = self._start(command, directory, env)
         copier = threading.Thread(target=_copy_stderr, args=(process, tail), daemon=True)
         copier.start()
-        exit_code = process.wait()
+        exit_code = _wait(process)
         self._has_exited = True
         self._end_leftovers(process.pid, _LEFTOVERS_GRACE_S if exit_code == 0 else 0.0)
         self._process = None  # its number may soon belong to another process
@@ -224,6 +224,13 @@ class ChildProcess:
         if not _group_ended(group, _KILL_GRACE_S):
             _signal_group(group, signal.SIGKILL)
             _group_ended(group, _KILL_GRACE_S)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a process. Signal handlers run meanwhile, whichever thread received the signal."""
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(SIGNAL_POLL_S)
 
 
 def _copy_stderr(process: subprocess.Popen[bytes], tail: bytearray) -> None:

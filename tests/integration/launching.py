@@ -75,6 +75,7 @@ class Running:
             text=True,
         )
         self.lines: queue.Queue[str] = queue.Queue()
+        self.seen: list[str] = []
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
@@ -82,14 +83,25 @@ class Running:
         assert self.process.stdout is not None
         with self.process.stdout as pipe:
             for line in pipe:
+                self.seen.append(line.strip())
                 self.lines.put(line.strip())
 
     def wait_for(self, wanted: str) -> str:
         """Wait until a line is this text, or has it in it."""
         deadline = time.monotonic() + TIMEOUT_S
-        while wanted not in (line := self.lines.get(timeout=max(0.01, deadline - time.monotonic()))):
-            pass
+        try:
+            while wanted not in (line := self.lines.get(timeout=max(0.01, deadline - time.monotonic()))):
+                pass
+        except queue.Empty:
+            raise AssertionError(f"{wanted!r} was not printed in {TIMEOUT_S} s, but: {self.seen}") from None
         return line
+
+    def exit_code(self) -> int:
+        """Wait until the launcher has exited."""
+        try:
+            return self.process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the launcher did not exit in {TIMEOUT_S} s. It printed: {self.seen}") from None
 
 
 @contextmanager

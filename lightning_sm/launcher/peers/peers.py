@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from lightning_sm._linux import SIGNAL_POLL_S
 from lightning_sm.job.stopping import JobOutcome, Outcome
 from lightning_sm.job.variables import MAIN_PORT
 from lightning_sm.launcher.peers.client import Client
@@ -113,8 +114,11 @@ class Peers:
         Returns:
             How the job ends; None if the main host never answered, or if there is no other host.
         """
-        while self._end is not None and self._outcome is not None and not self._done.wait(self._timings.log_s):
-            _LOG.info("The script of this host has ended. Waiting for: %s.", ", ".join(self._end.awaited))
+        next_log = time.monotonic() + self._timings.log_s
+        while self._end is not None and self._outcome is not None and not self._done.wait(SIGNAL_POLL_S):
+            if time.monotonic() >= next_log:
+                next_log += self._timings.log_s
+                _LOG.info("The script of this host has ended. Waiting for: %s.", ", ".join(self._end.awaited))
         return self._job_outcome
 
     def stop_waiting(self) -> None:

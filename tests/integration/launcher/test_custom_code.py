@@ -220,7 +220,7 @@ def test_the_launcher_says_who_it_is_before_it_fetches_code(base, work, s3):
         assert "host algo-1, group homogeneousCluster" in running.wait_for("lightning-sm 0.")
         assert s3.asked.wait(TIMEOUT_S)
         running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(TIMEOUT_S) == 143
+        assert running.exit_code() == 143
     assert failure(base) == f"The job was stopped or interrupted (SIGTERM). This host was fetching {_ADDRESS}."
 
 
@@ -234,7 +234,7 @@ def test_a_data_host_that_is_stopped_before_its_script_is_not_broken(tmp_path, w
     with started(base, work, **s3.variables, LIGHTNING_SM_HOST_ADDRESSES=addresses) as running:
         assert s3.asked.wait(TIMEOUT_S)
         running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(TIMEOUT_S) == 0
+        assert running.exit_code() == 0
     assert not (base / "output" / "failure").exists()
 
 
@@ -306,7 +306,7 @@ def test_signals_reach_what_a_shell_script_started(base, work):
         running.wait_for("ready")
         running.process.send_signal(signal.SIGTERM)
         running.wait_for("leaves")
-        assert running.process.wait(TIMEOUT_S) == 9
+        assert running.exit_code() == 9
 
 
 def test_a_package_is_started_as_a_module(base, work):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -28,7 +30,18 @@ def test_signals_reach_the_script(base, work, signum):
     with started(base, work, "train.py") as running:
         running.wait_for("ready")
         running.process.send_signal(signum)
-        assert running.process.wait(TIMEOUT_S) == 42
+        assert running.exit_code() == 42
+
+
+def test_a_signal_to_another_thread_of_the_launcher_reaches_the_script(base, work):
+    """The kernel may give a process's signal to any of its threads, whichever call the main thread blocks in."""
+    (work / "train.py").write_text("import signal, sys\nsignal.signal(15, lambda *_: sys.exit(42))\n" + _WAIT)
+    with started(base, work, "train.py") as running:
+        running.wait_for("ready")
+        launcher = running.process.pid
+        other = next(int(name) for name in os.listdir(f"/proc/{launcher}/task") if int(name) != launcher)
+        ctypes.CDLL(None).tgkill(launcher, other, signal.SIGTERM)
+        assert running.exit_code() == 42
 
 
 def test_a_process_whose_name_is_no_text_does_not_stop_the_stop(base, work):
@@ -40,7 +53,7 @@ def test_a_process_whose_name_is_no_text_does_not_stop_the_stop(base, work):
     with started(base, work, "train.py") as running:
         running.wait_for("ready")
         running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(TIMEOUT_S) == 42
+        assert running.exit_code() == 42
 
 
 def test_signal_that_kills_the_script_is_its_exit_code(base, work):
@@ -49,7 +62,7 @@ def test_signal_that_kills_the_script_is_its_exit_code(base, work):
     with started(base, work, "train.py") as running:
         running.wait_for("ready")
         running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(TIMEOUT_S) == 143
+        assert running.exit_code() == 143
     assert "killed by SIGTERM" in failure(base)
 
 
@@ -67,7 +80,7 @@ def test_signals_reach_the_whole_group(base, work):
         running.wait_for("ready")
         running.process.send_signal(signal.SIGTERM)
         running.wait_for("rank stops")
-        assert running.process.wait(TIMEOUT_S) == 0
+        assert running.exit_code() == 0
 
 
 def test_local_ranks_do_not_outlive_a_failed_script(base, work):
