@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,8 +23,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         return
     if missing := engines.what_is_missing():
         pytest.skip(f"no Docker engine runs, and one of the tests' own needs {', '.join(missing)}")
-    with engines.own_engine(tmp_path_factory.mktemp("engine")), removed_network():
-        yield
+    kept = os.environ.get(engines.FOLDER_VARIABLE)
+    folder = Path(kept) if kept else tmp_path_factory.mktemp("engine")
+    try:
+        with engines.own_engine(folder), removed_network():
+            yield
+    finally:
+        if not kept:
+            shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")
