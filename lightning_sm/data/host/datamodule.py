@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_sm.data.host.loader import ServedLoader, describe_structure
+from lightning_sm.data.host.random_state import seed_all
+from lightning_sm.data.plan.seeds import hook_seed
 from lightning_sm.data.protocol.spec import TRAINER_FACTS
 from lightning_sm.errors import DataSettingsError
 
@@ -43,7 +45,7 @@ class ServedModule:
         """Run ``prepare_data``, ``setup`` and a ``*_dataloader`` hook, each unless it has run already.
 
         Args:
-            request: Its name ("opening"), run of the Trainer, stage, hook, and attributes of the Trainer.
+            request: Its name ("opening"), run of the Trainer, stage, hook, epoch, seed, and attributes of the Trainer.
 
         Returns:
             The structure and the facts of the loaders; or the attributes that ``setup`` set; or the error.
@@ -76,6 +78,7 @@ class ServedModule:
             return {"attributes": self._attributes()}
         hook = f"{request['loaders']}_dataloader"
         logger.info("Running %s()", hook)
+        seed_all(hook_seed(request["seed"], hook, request["epoch"]))
         structure, loaders = describe_structure(getattr(self._datamodule, hook)(), hook, request["loaders"])
         self._forget_older_loaders(request["opening"])
         self.loaders[request["opening"]] = loaders
@@ -100,11 +103,14 @@ class ServedModule:
             return
         if not self._is_prepared:
             logger.info("Running prepare_data()")
+            seed_all(hook_seed(request["seed"], "prepare_data", 0))
             self._datamodule.prepare_data()
             self._is_prepared = True
         self.leave()
         logger.info("Running setup(%r)", request["stage"])
         before = dict(vars(self._datamodule))
+        # Every host, also one that is restarted and one of a resumed job, must split the data alike.
+        seed_all(hook_seed(request["seed"], "setup", 0))
         self._datamodule.setup(request["stage"])
         # Accumulated over all runs: a later setup() may set the same objects again.
         self._changed |= {name for name, value in vars(self._datamodule).items() if before.get(name) is not value}

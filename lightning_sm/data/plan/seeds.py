@@ -66,6 +66,20 @@ class SampleSeeds:
         return int.from_bytes(state.digest(), "little")
 
 
+def hook_seed(seed: int, hook: str, epoch: int) -> int:
+    """Return the seed of one of the user's hooks, an unsigned 64-bit number.
+
+    It is the same for all stages: a ``setup`` that splits the data must split it alike for ``fit`` and ``validate``.
+
+    Args:
+        seed: Seed of the run.
+        hook: Name of the hook, such as ``setup``.
+        epoch: Epoch of the trainer, for hooks that run again in later epochs; else 0.
+    """
+    key = encode_key(["lightning_sm.hook", int(seed), hook, int(epoch)])
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+
+
 def encode_key(value: object) -> bytes:
     """Encode a key so that different keys differ: JSON distinguishes 1 from "1", and marks where a sequence ends.
 

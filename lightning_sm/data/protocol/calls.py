@@ -48,7 +48,9 @@ class Call:
         return values
 
 
-OPEN = Call("Open", {"opening": str, "run": int, "stage": str, "loaders": str, "trainer": dict})
+OPEN = Call(
+    "Open", {"opening": str, "run": int, "stage": str, "loaders": str, "epoch": int, "seed": int, "trainer": dict}
+)
 LIST = Call("List", {"opening": str, "loader": int, "seed": int, "epoch": int, "pass_index": int, "num_shards": int})
 HEARTBEAT = Call("Heartbeat", {"client": str, "world_size": int})
 FINISH = Call("Finish", {"client": str, "outcome": str})

@@ -33,7 +33,7 @@ _LOADER_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predi
 _MIN_WINDOW = 4
 _MAX_WINDOW = 256
 
-# A random number identifies a run of the Trainer, because data hosts may outlive it. Broadcasting needs an int64.
+# A random number identifies a run of the Trainer, because data hosts may outlive it. Requests carry an int64.
 _RUN_BITS = 62
 
 # The user's hooks that run on the trainers. Lightning checks whether they are overridden, so it must find these.
@@ -95,6 +95,7 @@ class RemoteDataModule(LightningDataModule):
         self._seed = seed
         self._job = job
         self._run = 0
+        self._run_seed = 0
         self._stage: str | None = None
         self._client: FeederClient | None = None
         self._local: DataHost | None = None
@@ -170,8 +171,10 @@ class RemoteDataModule(LightningDataModule):
         """
         trainer = self.trainer
         self._run = secrets.randbits(_RUN_BITS)
+        self._run_seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self._seed is None else self._seed
         if trainer is not None:
-            self._run = trainer.strategy.broadcast(self._run)
+            # The seed as well: a script may seed each rank differently, but all must compute the same plan.
+            self._run, self._run_seed = trainer.strategy.broadcast((self._run, self._run_seed))
             if self._progress not in trainer.callbacks:
                 trainer.callbacks.insert(0, self._progress)
         self._stage = stage
@@ -282,15 +285,21 @@ class RemoteDataModule(LightningDataModule):
             "run": self._run,
             "stage": self._stage,
             "loaders": loaders,
+            "epoch": self._reload_epoch(loaders),
+            # Not that of a checkpoint, which is loaded after setup().
+            "seed": self._run_seed,
             "trainer": {name: getattr(trainer, name, None) for name in TRAINER_FACTS},
         }
         return self._feeder.open_loaders(request, self._settings.startup_timeout_s)
 
     def _request_name(self, loaders: str) -> str:
         """Name of a request for loaders: the same on all ranks, and different for every run and every reload."""
+        return f"{self._run}/{self._stage}/{loaders}/{self._reload_epoch(loaders)}"
+
+    def _reload_epoch(self, loaders: str) -> int:
+        """The epoch for which loaders are opened; 0 if they are for all."""
         every = getattr(self.trainer, "reload_dataloaders_every_n_epochs", 0)
-        epoch = self.trainer.current_epoch if every and loaders in ("train", "val") else 0
-        return f"{self._run}/{self._stage}/{loaders}/{epoch}"
+        return self.trainer.current_epoch if every and loaders in ("train", "val") else 0
 
     def _ranks(self) -> tuple[int, int]:
         """Rank and world size."""
@@ -337,16 +346,13 @@ class RemoteDataModule(LightningDataModule):
                     facts.name,
                 )
             rank, world_size = 0, 1  # every rank gets everything that the sampler yields
-        seed = self._progress.seed
-        if seed is None:
-            seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self._seed is None else self._seed
         return LoaderPlace(
             request_name=self._request_name(stage),
             index=index,
             stage=stage,
             rank=rank,
             world_size=world_size,
-            seed=seed,
+            seed=self._run_seed if self._progress.seed is None else self._progress.seed,
             window_batches=settings.window_batches or self._default_window(),
             window_bytes=settings.window_bytes,
             max_batch_bytes=settings.max_batch_bytes,

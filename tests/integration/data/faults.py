@@ -139,7 +139,14 @@ class Job:
         module = self.module()
         module._client = module._start_feeder()
         module._stage = "validate"
-        facts = {"run": 1, "stage": "validate", "loaders": "", "trainer": dict.fromkeys(("world_size",))}
+        facts = {
+            "run": 1,
+            "stage": "validate",
+            "loaders": "",
+            "epoch": 0,
+            "seed": 0,
+            "trainer": dict.fromkeys(("world_size",)),
+        }
         module._client._send("open", opening="1/validate//0", **facts)
         self.until_log("downloading")
         return module

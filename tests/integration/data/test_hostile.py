@@ -149,7 +149,15 @@ def test_a_nonsensical_listing_is_an_error_of_the_trainer(number):
         assert time.monotonic() - began < SOON_S
 
 
-OPENING = {"opening": "1/fit/train/9", "run": 1, "stage": "fit", "loaders": "train", "trainer": {}}
+OPENING = {
+    "opening": "1/fit/train/9",
+    "run": 1,
+    "stage": "fit",
+    "loaders": "train",
+    "epoch": 9,
+    "seed": 0,
+    "trainer": {},
+}
 REQUESTS = {
     "Open": [
         b"[" * 100_000,
