@@ -72,7 +72,9 @@ def step_plan(facts: Mapping[str, Any], sampler_orders: SamplerOrders) -> StepPl
         keys = epoch_order(facts["num_samples"], **which, salt=f"{facts['stage']} {template['loader']}")
     else:
         keys = np.arange(facts["num_samples"], dtype=np.int64)
-    return SamplePlan(keys, facts["batch_size"] or 1, facts["drop_last"], rank, world_size)
+    if facts["batch_size"] is None:
+        return BatchPlan(keys, None, rank, world_size)
+    return SamplePlan(keys, facts["batch_size"], facts["drop_last"], rank, world_size)
 
 
 def lengths(facts: Mapping[str, Any], sampler_orders: SamplerOrders) -> dict[str, Any]:

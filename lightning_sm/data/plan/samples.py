@@ -38,15 +38,20 @@ def epoch_order(length: int, *, seed: int, epoch: int, pass_index: int = 0, salt
     return np.argsort(np.random.Philox(key=key).random_raw(length), kind="stable").astype(np.int64, copy=False)
 
 
-def num_steps(num_samples: int, batch_size: int, *, drop_last: bool, world_size: int) -> int:
-    """Count the steps of a ``SamplePlan`` over ``num_samples``, the same on every rank: else collectives would hang.
+def num_steps(num_samples: int, batch_size: int | None, *, drop_last: bool, world_size: int) -> int:
+    """Count the steps of a pass, the same on every rank: else collectives would hang.
 
-    These are the full global batches, plus one step for a tail that has a sample for every rank, or that is the only
-    step.
+    Of a ``SamplePlan`` these are the full global batches, plus one step for a tail that has a sample for every rank, or
+    that is the only step. With ``drop_last`` the only step must lack fewer samples than there are ranks; Lightning's own
+    ``DistributedSampler`` repeats as many. If ``batch_size`` is None, every sample is a batch of its own, as in a
+    ``BatchPlan``.
     """
+    if batch_size is None:
+        return -(-num_samples // world_size)
     full, tail = divmod(num_samples, batch_size * world_size)
-    has_tail_step = not drop_last and tail > 0 and (tail >= world_size or full == 0)
-    return full + has_tail_step
+    if drop_last:
+        return full or int(tail > (batch_size - 1) * world_size)
+    return full + (tail > 0 and (tail >= world_size or full == 0))
 
 
 class SamplePlan:
@@ -56,7 +61,8 @@ class SamplePlan:
     nothing is dropped or padded: the tail is one more step that is split as evenly as possible. A tail with fewer
     samples than ranks joins the last full step instead, whose batches then have at most ``batch_size + 1`` samples.
     Either way the batches, step by step and rank by rank, are the order itself. Only a pass with fewer samples than
-    ranks repeats samples, so that every rank has one.
+    ranks repeats samples, so that every rank has one; with ``drop_last``, also one whose only step would otherwise lack
+    fewer samples than there are ranks.
 
     Args:
         order: Sample indices of the pass, for all ranks together.
@@ -80,9 +86,9 @@ class SamplePlan:
         self._rank = rank
         self._world_size = world_size
         self._global_batch_size = batch_size * world_size
-        size = len(self._order)
-        self.num_steps = num_steps(size, batch_size, drop_last=drop_last, world_size=world_size)
-        self._end = self.num_steps * self._global_batch_size if drop_last else size
+        self.num_steps = num_steps(len(self._order), batch_size, drop_last=drop_last, world_size=world_size)
+        if drop_last:
+            self._order = np.resize(self._order, self.num_steps * self._global_batch_size)
 
     def batch(self, step: int) -> IndexArray:
         """Return this rank's indices at a step, never empty.
@@ -92,39 +98,40 @@ class SamplePlan:
         """
         _check_step(step, self.num_steps)
         start = step * self._global_batch_size
-        end = self._end if step == self.num_steps - 1 else start + self._global_batch_size
+        end = None if step == self.num_steps - 1 else start + self._global_batch_size
         return _share(self._order[start:end], self._rank, self._world_size)
 
 
 class BatchPlan:
-    """One rank's part of one pass over the batches of a custom batch sampler.
+    """One rank's part of one pass over batches that the user's code has made, and that stay as they are.
 
-    Step k of rank r is batch ``k * world_size + r``. The samples of a last group with fewer batches than ranks are
-    split as evenly as possible in one more step; if there are fewer of these samples than ranks, the first ranks add
-    one each to their last batch. ``num_steps`` is the same on every rank.
+    Step k of rank r is batch ``k * world_size + r``. A last group with fewer batches than ranks is one more step, in
+    which the ranks that would have none repeat batches of this group.
 
     Args:
         flat: The sample indices of all batches, one batch after the other.
-        offsets: Where each batch starts in ``flat``, and where the last one ends.
+        offsets: Where each batch starts in ``flat``, and where the last one ends. None: every index stands for a batch.
         rank: Global rank among the trainers.
         world_size: Number of trainer ranks.
+
+    Attributes:
+        num_steps: Steps of the pass, the same on every rank.
 
     Raises:
         DataSettingsError: The batch sampler returned an empty batch.
         ValueError: An argument is out of range, or ``offsets`` does not cut ``flat`` into batches.
     """
 
-    def __init__(self, flat: IndexArray, offsets: IndexArray, rank: int, world_size: int) -> None:
+    def __init__(self, flat: IndexArray, offsets: IndexArray | None, rank: int, world_size: int) -> None:
         check_rank(rank, world_size)
         self._flat = _as_indices(flat)
-        self._offsets = _as_indices(offsets)
-        _check_offsets(self._offsets, len(self._flat))
+        self._offsets = None if offsets is None else _as_indices(offsets)
+        if self._offsets is not None:
+            _check_offsets(self._offsets, len(self._flat))
+        self._num_batches = len(self._flat) if self._offsets is None else len(self._offsets) - 1
         self._rank = rank
         self._world_size = world_size
-        self._num_full, num_left = divmod(len(self._offsets) - 1, world_size)
-        self._tail = self._flat[self._offsets[self._num_full * world_size] :]
-        has_tail_step = num_left > 0 and (len(self._tail) >= world_size or self._num_full == 0)
-        self.num_steps = self._num_full + has_tail_step
+        self.num_steps = num_steps(self._num_batches, None, drop_last=False, world_size=world_size)
 
     def batch(self, step: int) -> IndexArray:
         """Return this rank's indices at a step, never empty.
@@ -133,13 +140,11 @@ class BatchPlan:
             IndexError: The pass has no such step.
         """
         _check_step(step, self.num_steps)
-        if step == self._num_full:
-            return _share(self._tail, self._rank, self._world_size)
-        number = step * self._world_size + self._rank
-        batch = self._flat[self._offsets[number] : self._offsets[number + 1]]
-        if step == self.num_steps - 1 and self._rank < len(self._tail):
-            return np.concatenate([batch, self._tail[self._rank : self._rank + 1]])
-        return batch
+        first = step * self._world_size
+        number = first + self._rank % min(self._world_size, self._num_batches - first)
+        if self._offsets is None:
+            return self._flat[number : number + 1]
+        return self._flat[self._offsets[number] : self._offsets[number + 1]]
 
 
 def digest(array: IndexArray) -> str:

@@ -96,7 +96,7 @@ class RemoteLoader:
         if facts.num_samples is None:
             raise TypeError(f"{facts.name} has no length. For a training loader, set data_service.batches_per_epoch.")
         return num_steps(
-            facts.num_samples, facts.batch_size or 1, drop_last=facts.drop_last, world_size=self.place.world_size
+            facts.num_samples, facts.batch_size, drop_last=facts.drop_last, world_size=self.place.world_size
         )
 
     def _count_on_host(self) -> tuple[int, int]:

@@ -102,6 +102,10 @@ def test_drop_last_leaves_full_batches_only(size, batch_size, world_size):
     """With drop_last every batch is full, and less than one global batch at the end of the order is left out."""
     batches, _ = sample_batches(np.arange(size), batch_size, world_size, drop_last=True)
     assert all(len(batch) == batch_size for step in batches for batch in step)
+    if len(joined(batches)) > size:  # the only step: it lacked fewer samples than there are ranks
+        assert len(joined(batches)) == batch_size * world_size < size + world_size
+        assert joined(batches) == [index % size for index in range(batch_size * world_size)]
+        return
     assert joined(batches) == list(range(size))[: len(joined(batches))]
     assert 0 <= size - len(joined(batches)) < batch_size * world_size
 
@@ -130,7 +134,7 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(size, factor, drop_
     for world_size in (1, 2, 3, 4, 6, 12):
         batches, _ = sample_batches(order, global_batch // world_size, world_size, drop_last=drop_last)
         steps = [joined([step]) for step in batches]
-        seen.append(steps if drop_last else steps[: max(0, size // global_batch - 1)])
+        seen.append(steps[: size // global_batch] if drop_last else steps[: max(0, size // global_batch - 1)])
     assert all(steps == seen[0] for steps in seen)
 
 
@@ -141,7 +145,9 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(size, factor, drop_
         pytest.param(0, 2, 3, True, [], id="no samples, drop_last"),
         pytest.param(2, 4, 3, False, [[[0], [1], [0]]], id="fewer samples than ranks"),
         pytest.param(2, 4, 5, False, [[[0], [1], [0], [1], [0]]], id="far fewer samples than ranks"),
-        pytest.param(2, 1, 3, True, [], id="fewer samples than ranks, drop_last"),
+        pytest.param(2, 1, 3, True, [[[0], [1], [0]]], id="fewer samples than ranks, drop_last"),
+        pytest.param(3, 2, 2, True, [[[0, 1], [2, 0]]], id="one sample less than a global batch, drop_last"),
+        pytest.param(2, 2, 2, True, [], id="two samples less than a global batch, drop_last"),
         pytest.param(3, 4, 3, False, [[[0], [1], [2]]], id="as many samples as ranks"),
         pytest.param(4, 4, 3, False, [[[0, 1], [2], [3]]], id="less than one global batch"),
         pytest.param(4, 2, 2, False, [[[0, 1], [2, 3]]], id="exactly one global batch"),
@@ -202,26 +208,25 @@ def cut(sizes):
 
 
 @given(st.lists(st.integers(1, 6), max_size=30), WORLD_SIZES)
-def test_custom_batches_come_exactly_once(sizes, world_size):
-    """Every sample of every batch comes once, no batch is empty, and only fewer samples than ranks repeat."""
-    batches, _ = batch_batches(cut(sizes), world_size)
-    indices = joined(batches)
-    assert sorted(set(indices)) == list(range(sum(sizes)))
-    assert len(indices) == (max(sum(sizes), world_size) if sizes else 0)
-    assert all(batch for step in batches for batch in step)
-
-
-@given(st.lists(st.integers(1, 6), max_size=30), WORLD_SIZES)
-def test_custom_batches_stay_whole(sizes, world_size):
-    """Batches of full groups are dealt out as they are, except that the last ones may get one sample more."""
+def test_custom_batches_stay_whole_and_come_once(sizes, world_size):
+    """Batches of a sampler are dealt out as they are, each once; only ranks without one repeat one of the last step."""
     custom = cut(sizes)
     batches, _ = batch_batches(custom, world_size)
+    assert [len(step) for step in batches] == [world_size] * -(-len(custom) // world_size)
     dealt = [batch for step in batches for batch in step]
-    num_full = len(custom) // world_size * world_size
-    assert [batch[: len(whole)] for batch, whole in zip(dealt, custom[:num_full], strict=False)] == custom[:num_full]
-    assert all(len(b) - len(w) <= 1 for b, w in zip(dealt, custom[:num_full], strict=False))
-    tail = [len(batch) for batch in dealt[num_full:]]
-    assert not tail or max(tail) - min(tail) <= 1
+    assert dealt[: len(custom)] == custom
+    assert all(batch in custom[len(custom) // world_size * world_size :] for batch in dealt[len(custom) :])
+
+
+@given(st.integers(0, 60), WORLD_SIZES)
+def test_samples_that_are_batches_stay_apart(size, world_size):
+    """Without automatic batching (batch_size=None) each step has exactly one sample for a rank, and all come."""
+    order = epoch_order(size, seed=3, epoch=0)
+    plans = [BatchPlan(order, None, rank, world_size) for rank in range(world_size)]
+    steps = [[plan.batch(step).tolist() for plan in plans] for step in range(plans[0].num_steps)]
+    assert len(steps) == num_steps(size, None, drop_last=False, world_size=world_size)
+    assert all(len(batch) == 1 for step in steps for batch in step)
+    assert joined(steps)[:size] == order.tolist()
 
 
 @given(st.lists(st.integers(1, 6), max_size=30))
@@ -236,16 +241,14 @@ def test_one_rank_gets_the_custom_batches(sizes):
     [
         pytest.param([], 2, [], id="no batches"),
         pytest.param([[5]], 3, [[[5], [5], [5]]], id="one sample for three ranks"),
-        pytest.param([[5, 6, 7]], 2, [[[5, 6], [7]]], id="one batch split"),
-        pytest.param([[1], [2, 3], [4, 5, 6]], 2, [[[1], [2, 3]], [[4, 5], [6]]], id="tail split"),
-        pytest.param([[1], [2], [3, 4]], 2, [[[1], [2]], [[3], [4]]], id="tail of one sample per rank"),
-        pytest.param([[1], [2, 3], [4]], 2, [[[1, 4], [2, 3]]], id="tail joins the last full group"),
-        pytest.param([[1], [2], [3], [4], [5]], 3, [[[1, 4], [2, 5], [3]]], id="two left of three"),
+        pytest.param([[5, 6, 7]], 2, [[[5, 6, 7], [5, 6, 7]]], id="one batch for two ranks"),
+        pytest.param([[1], [2, 3], [4, 5, 6]], 2, [[[1], [2, 3]], [[4, 5, 6], [4, 5, 6]]], id="one left of two"),
+        pytest.param([[1], [2], [3], [4], [5]], 3, [[[1], [2], [3]], [[4], [5], [4]]], id="two left of three"),
         pytest.param([[9], [9]], 2, [[[9], [9]]], id="a sampler that repeats by itself"),
     ],
 )
 def test_custom_batches_by_example(custom, world_size, expected):
-    """A last incomplete group is split, spread over the group before it, or repeated."""
+    """The ranks that would have no batch in the last step repeat one of its batches."""
     batches, _ = batch_batches(custom, world_size)
     assert batches == expected
 
