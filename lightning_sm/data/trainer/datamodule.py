@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
+import reprlib
 import secrets
 import socket
 import weakref
@@ -23,7 +25,7 @@ from lightning_sm.data.trainer.loader import RemoteLoader
 from lightning_sm.data.trainer.passes import LoaderPlace
 from lightning_sm.data.trainer.position import Progress, position_of
 from lightning_sm.data.trainer.reporter import Reporter
-from lightning_sm.errors import DataServiceError, DataSettingsError
+from lightning_sm.errors import DataServiceError, DataSettingsError, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,9 @@ _RUN_BITS = 62
 
 # The user's hooks that run on the trainers. Lightning checks whether they are overridden, so it must find these.
 _TRAINER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+# What a data host may replace on the class of the DataModule: defaults such as ``num_classes = None``, never a hook.
+_PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
 
 
 class RemoteDataModule(LightningDataModule):
@@ -182,6 +187,14 @@ class RemoteDataModule(LightningDataModule):
         if self._client is None:
             self._client = self._start_feeder()
         for name, value in self._request_loaders("")["attributes"].items():
+            own = inspect.getattr_static(type(self._datamodule), name, None)
+            if not isinstance(own, _PLAIN):
+                raise WireError(
+                    f"A data host says that setup() set {name}={reprlib.repr(value)}, but in the class "
+                    f"{type(self._datamodule).__name__} on this trainer {name} is a {type(own).__name__}. Only names "
+                    "that the class does not have, or has as numbers, strings, lists or dicts, are copied to trainers. "
+                    "If it is your setup(), give the value another name."
+                )
             setattr(self._datamodule, name, value)
 
     def teardown(self, stage: str) -> None:

@@ -14,8 +14,10 @@ from torch.utils.data import DataLoader
 
 from lightning_sm.data.protocol.frames import FrameKind, batch_head, frame, frames
 from lightning_sm.data.protocol.spec import BatchSpec
+from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
 from tests.integration.data.cluster import remote
+from tests.integration.data.datasets import Data
 from tests.integration.data.fakes import LOADER, FakeHost, FakeTrainer
 
 pytestmark = pytest.mark.processes
@@ -122,6 +124,33 @@ def test_a_nonsensical_answer_to_a_call_is_an_error_of_the_trainer(method, what)
     ):
         pass
     assert time.monotonic() - began < SOON_S
+
+
+@pytest.mark.parametrize("name", ["transfer_batch_to_device", "train_dataloader", "hparams"])
+def test_a_data_host_cannot_replace_hooks_of_the_datamodule(name):
+    """A value for a name that the DataModule's class has as a function or property is an error that names both."""
+    host = FakeHost()
+    host.opened[""] = json.dumps({"attributes": {name: 7}}).encode()
+    expected = rf"setup\(\) set {name}=7, but in the class Data on this trainer {name} is a (function|property)"
+    with host.serving() as address, pytest.raises(WireError, match=expected), remote([address]):
+        pass
+
+
+class Digits(Data):
+    """Has a default for what its ``setup`` will know."""
+
+    num_classes = None
+
+
+def test_a_data_host_may_replace_defaults_of_the_class():
+    """A number that setup() sets in place of a default of the class reaches the trainer."""
+    host = FakeHost()
+    host.opened[""] = json.dumps({"attributes": {"num_classes": 10}}).encode()
+    with host.serving() as address:
+        module = RemoteDataModule(Digits(list), [address])
+        module.setup("fit")
+        module.teardown("fit")
+    assert module.num_classes == 10
 
 
 LISTINGS = [
