@@ -333,8 +333,8 @@ class Feeder:
         with self._lock:
             for request in self._scheduler.next_requests(time.monotonic()):
                 spec = self._buffers[request.pass_id].request(request.request_id, request.step)
-                if spec is None:  # only a hedge can find all slots taken
-                    self._scheduler.failed(request.request_id, time.monotonic(), retry=Retry.ELSEWHERE)
+                if spec is None:  # all slots are taken; the next that is released brings us back here
+                    self._scheduler.withdraw(request)
                     continue
                 self._requests[request.request_id] = request
                 fetches.setdefault(request.host, []).append(

@@ -397,6 +397,13 @@ class Scheduler:
         self._find_lagging_hosts()
         return Completion(is_accepted=True, cancel=tuple(losers))
 
+    def withdraw(self, request: Request) -> None:
+        """Take back a request that was not sent: it says nothing about the host."""
+        if request.is_hedge:
+            self._num_hedges -= 1
+            self._hosts[request.host].num_hedges -= 1
+        self._end_requests([request])
+
     def failed(self, request_id: int, now: float, *, retry: Retry, reason: str = "") -> FailureDecision:
         """Record a failure, and retry if ``retry`` allows it; the failure of a superfluous request is ignored."""
         request = self._requests.get(request_id)

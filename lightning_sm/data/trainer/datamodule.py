@@ -10,7 +10,7 @@ import reprlib
 import secrets
 import socket
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lightning_sm._lightning import CombinedLoader, LightningDataModule
@@ -22,9 +22,10 @@ from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.loader import RemoteLoader
-from lightning_sm.data.trainer.passes import LoaderPlace
+from lightning_sm.data.trainer.passes import LoaderPlace, Position
 from lightning_sm.data.trainer.position import Progress, position_of
 from lightning_sm.data.trainer.reporter import Reporter
+from lightning_sm.data.trainer.slots import SlotPool
 from lightning_sm.errors import DataServiceError, DataSettingsError, WireError
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,9 @@ _TRAINER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 
 # What a data host may replace on the class of the DataModule: defaults such as ``num_classes = None``, never a hook.
 _PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
+
+# Hooks of the DataModule, of the LightningModule and of the strategy that get batches before they are on the device.
+_COPYING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "batch_to_device")
 
 
 class RemoteDataModule(LightningDataModule):
@@ -105,7 +109,9 @@ class RemoteDataModule(LightningDataModule):
         self._client: FeederClient | None = None
         self._local: DataHost | None = None
         self._loaders: dict[str, list[RemoteLoader]] = {}
-        self._rings: dict[tuple[str, int], RemoteLoader] = {}
+        # The structure of a stage's loaders, with the name of the request for them.
+        self._structures: dict[str, tuple[str, Any]] = {}
+        self._pools: dict[tuple[str, int], SlotPool] = {}
         self._progress = Progress()
         self._reporter = Reporter(self._state)
         # False in a job: a script may run the Trainer several times before training has finished.
@@ -184,6 +190,7 @@ class RemoteDataModule(LightningDataModule):
                 trainer.callbacks.insert(0, self._progress)
         self._stage = stage
         self._loaders.clear()
+        self._structures.clear()
         if self._client is None:
             self._client = self._start_feeder()
         for name, value in self._request_loaders("")["attributes"].items():
@@ -207,6 +214,7 @@ class RemoteDataModule(LightningDataModule):
         if train and self._client is not None:
             self._reporter.end_epoch(train[0], self.trainer)
         self._loaders.clear()
+        self._structures.clear()
         if self.closes_on_teardown:
             self.close("finished")
 
@@ -227,10 +235,14 @@ class RemoteDataModule(LightningDataModule):
         Args:
             outcome: How the training ended, for the logs of the data hosts.
         """
-        self._rings.clear()
+        self._loaders.clear()
+        self._structures.clear()
         if self._client is not None:
             self._client.close(outcome)
             self._client = None
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
         if self._local is not None:
             self._local.close()
             self._local = None
@@ -319,15 +331,21 @@ class RemoteDataModule(LightningDataModule):
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
     def _remote_loaders(self, stage: str) -> Any:
+        name = self._request_name(stage)
+        if self._structures.get(stage, ("",))[0] != name:
+            self._structures[stage] = name, self._open_loaders(stage)
+        # The user may call the hook, too. Loaders are the same then, but each CombinedLoader has one iterator.
+        return _assembled(self._structures[stage][1], self._loaders[stage])
+
+    def _open_loaders(self, stage: str) -> Any:
+        """Open the loaders of a stage; return the structure in which the user's hook returned them."""
         reply = self._request_loaders(stage)
         loaders = []
         for index, values in enumerate(reply["loaders"]):
             facts = LoaderFacts.from_json(values)
             place = self._place(stage, index, facts)
-            loader = RemoteLoader(self._feeder, facts, place, lambda loader: position_of(loader, self.trainer))
-            loader.inherit(self._rings.get((stage, index)))  # else each reload would leave a ring behind
-            self._rings[stage, index] = loader
-            loaders.append(loader)
+            slots = self._slots(stage, index, facts.name, place)
+            loaders.append(RemoteLoader(self._feeder, facts, place, slots, self._position_of))
         if stage == "train" and loaders:
             loaders[0].on_epoch = self._begin_epoch
             loaders[0].on_batch = lambda loader: self._reporter.batch(loader, self.trainer)
@@ -338,12 +356,34 @@ class RemoteDataModule(LightningDataModule):
                 "%s_dataloader(): each rank holds at most %d batches per loader (number of loaders: %d). At most %d of "
                 "them, and at most %.0f MB, are in flight or buffered.",
                 stage,
-                loaders[0].num_slots,
+                loaders[0].slots.num_slots,
                 len(loaders),
                 loaders[0].place.window_batches,
                 loaders[0].place.window_bytes / 1e6,
             )
-        return _assembled(reply["structure"], loaders)
+        return reply["structure"]
+
+    def _position_of(self, loader: RemoteLoader, iterator: Iterator[Any]) -> Position:
+        return position_of(loader, iterator, self.trainer)
+
+    def _slots(self, stage: str, index: int, name: str, place: LoaderPlace) -> SlotPool:
+        """Return the memory of the loader that had this place before, if it fits, else new memory."""
+        slots = SlotPool(
+            self._feeder, name, place.window_batches, place.max_batch_bytes, is_pinned=not self._copies_batches()
+        )
+        old = self._pools.get((stage, index))
+        if old is not None:
+            if (old.num_slots, old.max_batch_bytes) == (slots.num_slots, slots.max_batch_bytes):
+                return old
+            old.close()
+        self._pools[stage, index] = slots
+        return slots
+
+    def _copies_batches(self) -> bool:
+        """Whether the user's own code copies batches to GPUs, on streams that we do not know."""
+        trainer = self.trainer
+        objects = (self._datamodule, getattr(trainer, "lightning_module", None), getattr(trainer, "strategy", None))
+        return any(_overrides(each, hook) for each in objects for hook in _COPYING_HOOKS)
 
     def _place(self, stage: str, index: int, facts: LoaderFacts) -> LoaderPlace:
         settings = self._settings
@@ -386,6 +426,12 @@ class RemoteDataModule(LightningDataModule):
         known: list[int] = [host["workers"] for host in self._feeder.state()["hosts"] if host["workers"]]
         workers = sum(known) * len(self._addresses) / max(1, len(known))
         return min(_MAX_WINDOW, max(_MIN_WINDOW, math.ceil(2 * workers / self._ranks()[1])))
+
+
+def _overrides(own: Any, hook: str) -> bool:
+    """Whether an object of Lightning has a hook that is not Lightning's own."""
+    method = getattr(type(own), hook, None)
+    return method is not None and method.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
 
 
 def _loader_hook(name: str) -> Callable[[RemoteDataModule], Any]:

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 # Interval of log lines during a long wait.
 _REPORT_PERIOD_S = 30.0
 _EXIT_TIMEOUT_S = 10.0
+# How soon a slot is released that a GPU has read, while the training waits for a batch.
+_SLOT_POLL_S = 0.002
 
 
 class FeederClient:
@@ -128,8 +130,14 @@ class FeederClient:
         self._release(Released.PASS, pass_id, 0)
         return [message for message in inbox if message.kind == "batch"]
 
-    def next(self, pass_id: int, timeout_s: float) -> Message:
+    def next(self, pass_id: int, timeout_s: float, poll: Callable[[], bool]) -> Message:
         """Wait for the next batch of a pass, or its end: a message of kind "batch" or "end".
+
+        Args:
+            pass_id: Number of the pass.
+            timeout_s: Timeout in seconds.
+            poll: Releases slots. While it returns True it is called again every few milliseconds: a batch that waits
+                for a slot cannot arrive before.
 
         Raises:
             DataServiceError: The batch failed, or did not arrive in time.
@@ -139,7 +147,7 @@ class FeederClient:
         def is_ready() -> bool:
             return bool(inbox) and inbox[0].kind != "error"
 
-        if self._wait(is_ready, timeout_s, "a batch", logging.WARNING, pass_id):
+        if self._wait(is_ready, timeout_s, "a batch", logging.WARNING, pass_id=pass_id, poll=poll):
             return inbox.popleft()
         end = (
             f"within {timeout_s:.0f} s (data_service.batch_timeout_s).\n{self.describe()}\n"
@@ -224,7 +232,14 @@ class FeederClient:
             logger.debug("The feeder process has exited.")
 
     def _wait(
-        self, is_ready: Callable[[], bool], timeout_s: float, what: str, level: int, pass_id: int | None = None
+        self,
+        is_ready: Callable[[], bool],
+        timeout_s: float,
+        what: str,
+        level: int,
+        *,
+        pass_id: int | None = None,
+        poll: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Receive messages until a condition holds, and return whether it does in time. Log what a long wait is for.
 
@@ -232,11 +247,17 @@ class FeederClient:
             DataServiceError: The feeder reported an error, of this pass or of all.
         """
         deadline = time.monotonic() + timeout_s
+        report_at = time.monotonic() + _REPORT_PERIOD_S
         while not is_ready():
             self._raise_error(pass_id)
-            if not self._receive(min(_REPORT_PERIOD_S, deadline - time.monotonic())):
-                if time.monotonic() >= deadline:
-                    return False
+            wait_s = min(report_at, deadline) - time.monotonic()
+            if self._receive(min(wait_s, _SLOT_POLL_S) if poll() else wait_s):
+                continue
+            now = time.monotonic()
+            if now >= deadline:
+                return False
+            if now >= report_at:
+                report_at = now + _REPORT_PERIOD_S
                 logger.log(level, "Waiting for %s:\n%s", what, self.describe())
         return True
 

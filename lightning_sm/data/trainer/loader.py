@@ -6,34 +6,19 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from lightning_sm.data.batch.decode import decode
 from lightning_sm.data.ipc.messages import Message
-from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.samples import num_steps
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.metrics import LoaderStats
-from lightning_sm.data.trainer.passes import LoaderPlace, Position, ShardPasses
-from lightning_sm.data.trainer.pinning import PinnedSlots
+from lightning_sm.data.trainer.passes import FIRST_BY_HAND, LoaderPlace, Position, ShardPasses
+from lightning_sm.data.trainer.slots import SlotPool, SlotRing
 
 logger = logging.getLogger(__name__)
-
-# Slots in addition to the window. Hedged requests need some.
-_HEDGE_SLOTS = 4
-# The training loop may hold the current batch, the previous one until it is garbage, one that Lightning has prefetched,
-# and one that is being copied to a GPU.
-_HELD_SLOTS = 4
-
-
-class _SlotArray(np.ndarray):
-    """Bytes of a slot. A subclass, because views of it keep this object alive, so that a finalizer sees its end."""
 
 
 class RemoteLoader:
@@ -43,6 +28,7 @@ class RemoteLoader:
         client: The feeder.
         facts: The data hosts' description of the user's loader.
         place: Where the loader belongs.
+        slots: The memory for its batches.
         position: Called at the first batch of every pass; returns where the pass starts.
     """
 
@@ -51,20 +37,19 @@ class RemoteLoader:
         client: FeederClient,
         facts: LoaderFacts,
         place: LoaderPlace,
-        position: Callable[[RemoteLoader], Position],
+        slots: SlotPool,
+        position: Callable[[RemoteLoader, Iterator[Any]], Position],
     ) -> None:
         self.facts = facts
         self.place = place
+        self.slots = slots
         self.stats = LoaderStats()
         self._client = client
         self._position = position
         self.epoch = 0
-        self._ring: tuple[Ring, int] | None = None
-        self._held: set[int] = set()  # slots that batches alias; set operations are atomic, also in finalizers
-        self._pinned: PinnedSlots | None = None
-        self._has_warned = False
         self._sampler_length: tuple[int, int] | None = None  # epoch, number of batches
         self.num_passes = 0
+        self._by_hand = -1, 0  # epoch, number of the user's own passes
         self._shards = ShardPasses(facts.name, place, self._count_on_host) if facts.order == "shards" else None
         # Lightning reads both, to warn about shuffled validation data and to announce epochs.
         self.sampler = _Shuffled(self) if facts.order == "shuffled" else _Sequential(self)
@@ -76,12 +61,6 @@ class RemoteLoader:
     def batch_size(self) -> int | None:
         """Samples per batch and rank; None if the dataset or the batch sampler sets it."""
         return self.facts.batch_size
-
-    @property
-    def num_slots(self) -> int:
-        """Number of batches that this loader can have in memory."""
-        num_copied = _HELD_SLOTS if torch.cuda.is_available() else 0  # batches that a GPU still reads
-        return self.place.window_batches + _HEDGE_SLOTS + _HELD_SLOTS + num_copied
 
     def __len__(self) -> int:
         """Return the number of batches in a pass; it is the same on every rank."""
@@ -120,33 +99,26 @@ class RemoteLoader:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: a copy in another process gives no batches."""
-        own = ("_client", "_position", "_ring", "_held", "_pinned", "on_epoch", "on_batch")
+        own = ("_client", "_position", "slots", "on_epoch", "on_batch")
         return {name: value for name, value in vars(self).items() if name not in own}
-
-    def inherit(self, other: RemoteLoader | None) -> None:
-        """Take over the slots of the loader that this one replaces, if they have the same number and size."""
-        if other is None or other.num_slots != self.num_slots:
-            return
-        if other.place.max_batch_bytes == self.place.max_batch_bytes:
-            self._ring = other._ring
-            self._pinned = other._pinned
-            self._held = other._held
 
     def __iter__(self) -> Iterator[Any]:
         """Start a pass. The first request to the data hosts follows with the first batch."""
         return _Pass(self)
 
-    def _start_position(self) -> Position:
-        position = self._position(self)
+    def next_pass_by_hand(self, epoch: int) -> int:
+        """Return the index of the user's next own pass in an epoch: no pass of the Trainer has it."""
+        if self._by_hand[0] != epoch:
+            self._by_hand = epoch, 0
+        self._by_hand = epoch, self._by_hand[1] + 1
+        return FIRST_BY_HAND + self._by_hand[1] - 1
+
+    def _start_position(self, own: _Pass) -> Position:
+        position = self._position(self, own)
+        if position.is_by_hand:
+            return position if self._shards is None else self._shards.whole(position)
         self.num_passes += 1
         return position if self._shards is None else self._shards.begin(position)
-
-    def _start_pass(self, position: Position) -> int:
-        _, number = self._shared_ring()
-        logger.debug(
-            "%s: epoch %d, steps %d to %s", self.facts.name, position.epoch, position.first_step, position.stop_step
-        )
-        return self._client.start_pass({"ring": number, **self._pass_facts(position)})
 
     def _pass_facts(self, position: Position) -> dict[str, Any]:
         place = self.place
@@ -175,43 +147,6 @@ class RemoteLoader:
             "window_bytes": place.window_bytes,
         }
 
-    def _shared_ring(self) -> tuple[Ring, int]:
-        if self._ring is None:
-            ring = Ring.create(self.num_slots, self.place.max_batch_bytes)
-            number = self._client.add_ring(ring)
-            self._ring = ring, number
-            ring.close()
-            if torch.cuda.is_available():
-                self._pinned = PinnedSlots(partial(self._client.release, number))
-        return self._ring
-
-    def _batch(self, header: bytes, slot: int, num_bytes: int) -> Any:
-        """Build a batch that aliases a slot, or a copy if the training loop holds too many batches."""
-        ring, number = self._shared_ring()
-        if self._pinned is not None:
-            self._pinned.advance()
-        array = ring.slot(slot)[:num_bytes]
-        if len(self._held) >= _HELD_SLOTS:
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "%s: the training loop holds %d batches, the maximum that can stay in shared memory. Further "
-                    "batches are copied while it holds so many. Keep only the parts of a batch that you need.",
-                    self.facts.name,
-                    len(self._held),
-                )
-            array = array.copy()
-            self._client.release(number, slot)
-            return decode(header, array)
-        owner = array.view(_SlotArray)
-        self._held.add(slot)
-        if self._pinned is not None:
-            self._pinned.lock(slot, array)
-        # A function, not a method: a method would keep the loader alive as long as the batch.
-        release = partial(self._client.release, number) if self._pinned is None else self._pinned.drop
-        weakref.finalize(owner, _release_slot, self._held, release, slot).atexit = False
-        return decode(header, owner)
-
 
 class _Pass(Iterator[Any]):
     """One pass over a loader. It starts with the first batch: before, the Trainer does not know its position."""
@@ -219,7 +154,9 @@ class _Pass(Iterator[Any]):
     def __init__(self, loader: RemoteLoader) -> None:
         self._loader = loader
         self._client = loader._client
-        self._pass_id: int | None = None
+        self._ring: SlotRing | None = None
+        self._position: Position
+        self._pass_id = 0
         self._is_over = False
         self._finalizer: Any = None
         self._returned_at: float | None = None
@@ -228,10 +165,10 @@ class _Pass(Iterator[Any]):
         if self._is_over:
             raise StopIteration
         called_at = time.perf_counter()
-        if self._pass_id is None:
-            self._start(self._loader._start_position())
+        if self._ring is None:
+            self._ring = self._start(self._loader._start_position(self))
         try:
-            message = self._next_message()
+            message = self._next_message(self._ring)
         except BaseException:
             self.close()
             raise
@@ -239,8 +176,10 @@ class _Pass(Iterator[Any]):
             self.close()
             raise StopIteration
         facts = message.facts
-        batch = self._loader._batch(message.payload, facts["slot"], facts["num_bytes"])
+        batch = self._ring.batch(message.payload, facts["slot"], facts["num_bytes"])
         self._client.take(facts["pass_id"], facts["step"] + 1)
+        if self._position.is_by_hand:
+            return batch
         wait_s = time.perf_counter() - called_at
         busy_s = None if self._returned_at is None else called_at - self._returned_at
         self._loader.stats.count(facts, wait_s, busy_s)
@@ -249,16 +188,26 @@ class _Pass(Iterator[Any]):
         self._returned_at = time.perf_counter()
         return batch
 
-    def _start(self, position: Position) -> None:
+    def _start(self, position: Position) -> SlotRing:
+        slots = self._loader.slots
+        ring = slots.take()
+        logger.debug(
+            "%s: epoch %d, steps %d to %s",
+            self._loader.facts.name,
+            position.epoch,
+            position.first_step,
+            position.stop_step,
+        )
         self._position = position
-        self._pass_id = self._loader._start_pass(position)
-        self._finalizer = weakref.finalize(self, _close_pass, self._client, self._pass_id)
+        self._pass_id = self._client.start_pass({"ring": ring.number, **self._loader._pass_facts(position)})
+        self._finalizer = weakref.finalize(self, _close_pass, self._client, self._pass_id, slots, ring)
         self._finalizer.atexit = False
+        return ring
 
-    def _next_message(self) -> Message | None:
+    def _next_message(self, ring: SlotRing) -> Message | None:
         """Wait for the next batch; return None at the end of the pass."""
         while True:
-            message = self._client.next(self._pass_id or 0, self._loader.place.timeout_s)
+            message = self._client.next(self._pass_id, self._loader.place.timeout_s, ring.poll)
             if message.kind != "end":
                 return message
             shards = self._loader._shards
@@ -267,7 +216,7 @@ class _Pass(Iterator[Any]):
             if position is None:
                 return None
             self._finalizer()
-            self._start(position)
+            ring = self._ring = self._start(position)
 
     def close(self) -> None:
         """End the pass, and cancel its requests in flight."""
@@ -276,14 +225,10 @@ class _Pass(Iterator[Any]):
             self._finalizer()
 
 
-def _release_slot(held: set[int], release: Callable[[int], None], slot: int) -> None:
-    held.discard(slot)
-    release(slot)
-
-
-def _close_pass(client: FeederClient, pass_id: int) -> None:
+def _close_pass(client: FeederClient, pass_id: int, slots: SlotPool, ring: SlotRing) -> None:
     for message in client.close_pass(pass_id):
         client.release(message.facts["ring"], message.facts["slot"])
+    slots.give_back(ring)
 
 
 class _Announced:

@@ -11,7 +11,9 @@ from lightning_sm.errors import DataServiceError
 
 logger = logging.getLogger(__name__)
 
-# pass_index counts passes over a loader and, in units of this, rounds over its shards within one pass.
+# pass_index counts the Trainer's passes over a loader, from FIRST_BY_HAND on those of the user and, in units of _ROUND,
+# rounds over its shards within one pass.
+FIRST_BY_HAND = 1 << 31
 _ROUND = 1 << 32
 
 
@@ -60,6 +62,7 @@ class Position:
         first_step: First batch of the pass.
         stop_step: End of the pass, exclusive; None: the end of the data.
         is_sequential: Whether shuffling is off (``overfit_batches``).
+        is_by_hand: Whether the user iterates over the loader, and not the Trainer.
     """
 
     epoch: int = 0
@@ -67,6 +70,7 @@ class Position:
     first_step: int = 0
     stop_step: int | None = None
     is_sequential: bool = False
+    is_by_hand: bool = False
 
 
 class ShardPasses:
@@ -120,6 +124,10 @@ class ShardPasses:
                 )
         return self._counted
 
+    def whole(self, position: Position) -> Position:
+        """Return the position of a pass that leaves nothing out, and does not count as one of the Trainer's."""
+        return replace(position, first_step=0, stop_step=self.length)
+
     def begin(self, position: Position) -> Position:
         """Return where a pass starts, and where it ends if it has a length.
 
@@ -149,6 +157,8 @@ class ShardPasses:
         Raises:
             DataServiceError: The pass has a length, but the shards have no batches.
         """
+        if self.length is None and position.is_by_hand:
+            return None
         if self.length is None:
             if position.epoch != self._epoch:
                 self._epoch = position.epoch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning_sm._lightning import Callback
@@ -97,13 +97,14 @@ class Progress(Callback):
             setattr(progress, name, max(0, getattr(progress, name) - saved.batches + batches))
 
 
-def position_of(loader: RemoteLoader, trainer: Any) -> Position:
+def position_of(loader: RemoteLoader, iterator: Iterator[Any], trainer: Any) -> Position:
     """Return where a pass starts.
 
     Call it at the first batch of the pass: before, the Trainer may not have restored its state.
 
     Args:
         loader: The loader of the pass.
+        iterator: The pass.
         trainer: The Trainer; None if there is none.
     """
     if trainer is None:
@@ -113,6 +114,9 @@ def position_of(loader: RemoteLoader, trainer: Any) -> Position:
     is_sequential = trainer.overfit_batches > 0
     if is_sequential and loader.facts.order in ("sampler", "batch_sampler"):
         epoch = 0  # the user's sampler may choose other samples in each epoch
+    if not _is_trainers_own(iterator, trainer):
+        # The user iterates: over all of it, and in another order than the Trainer's pass in this epoch.
+        return Position(epoch, loader.next_pass_by_hand(epoch), is_sequential=is_sequential, is_by_hand=True)
     if loader.place.stage != "train":
         return Position(epoch, 0, 0, _evaluation_limit(loader, trainer), is_sequential)
     limit = trainer.num_training_batches
@@ -141,6 +145,19 @@ def batches_taken(trainer: Any) -> int:
     """Return the number of batches of the epoch on which training is complete."""
     # Not "ready", which already counts the next batch when training_step fetches it from a dataloader_iter.
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+
+
+def _is_trainers_own(iterator: Iterator[Any], trainer: Any) -> bool:
+    """Whether one of the Trainer's loops iterates, and not the user, over a loader that both have."""
+    fit_loop = trainer.fit_loop
+    loops = (fit_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    return any(_iterates(loop._combined_loader, iterator) for loop in loops)
+
+
+def _iterates(combined: Any, iterator: Iterator[Any]) -> bool:
+    mode = getattr(combined, "_iterator", None)
+    iterators = () if mode is None else mode.iterators
+    return any(one is iterator or _iterates(one, iterator) for one in iterators)
 
 
 def _evaluation_limit(loader: RemoteLoader, trainer: Any) -> int | None:

@@ -5,27 +5,25 @@ from collections import deque
 
 import numpy as np
 
-from lightning_sm.data.trainer.pinning import PinnedSlots
+from lightning_sm.data.trainer.pinning import MAX_COPYING, PinnedSlots
 
 
 class FakeCUDA:
-    """Records what is registered; copies are done when a test says so."""
+    """Records what is registered; copies are done when a test says so, or when somebody waits for them."""
 
-    def __init__(self, status=0):
-        self.status, self.registered, self.events = status, [], deque()
+    def __init__(self, status=0, num_devices=1):
+        self.status, self.num_devices = status, num_devices
+        self.registered, self.events = [], deque()
 
-    def cudart(self):
-        return self
-
-    def cudaHostRegister(self, address, size, flags):  # noqa: N802 - CUDA's name
+    def register(self, address, size):
         self.registered.append((address, size))
         return self.status
 
-    def cudaHostUnregister(self, address):  # noqa: N802 - CUDA's name
+    def unregister(self, address):
         self.registered = [entry for entry in self.registered if entry[0] != address]
 
-    def Event(self):  # noqa: N802 - torch's name
-        self.events.append(FakeEvent())
+    def record_events(self):
+        self.events.append([FakeEvent() for _ in range(self.num_devices)])
         return self.events[-1]
 
 
@@ -34,12 +32,21 @@ class FakeEvent:
 
     is_done = False
 
-    def record(self):
-        """Nothing runs here."""
-
     def query(self):
         """Whether everything before it is done."""
         return self.is_done
+
+    def synchronize(self):
+        """Wait until everything before it is done."""
+        self.is_done = True
+
+
+class FailedEvent(FakeEvent):
+    """An event after a kernel that failed."""
+
+    def query(self):
+        """What torch raises from then on."""
+        raise RuntimeError("CUDA error: device-side assert triggered")
 
 
 def test_a_slot_is_released_after_the_copies_in_flight():
@@ -47,22 +54,46 @@ def test_a_slot_is_released_after_the_copies_in_flight():
     free, cuda = [], FakeCUDA()
     slots = PinnedSlots(free.append, cuda)
     slots.drop(3)
-    slots.advance()
+    assert slots.advance()
     slots.drop(4)
-    slots.advance()
+    assert slots.advance()
     assert free == []
-    cuda.events[0].is_done = True
-    slots.advance()
+    cuda.events[0][0].is_done = True
+    assert slots.advance()
     assert free == [3]
-    cuda.events[1].is_done = True
-    slots.advance()
+    cuda.events[1][0].is_done = True
+    assert not slots.advance()
     assert free == [3, 4]
+
+
+def test_a_slot_is_released_after_the_copies_to_all_gpus():
+    """A batch may be copied to several GPUs; the slowest counts."""
+    free, cuda = [], FakeCUDA(num_devices=2)
+    slots = PinnedSlots(free.append, cuda)
+    slots.drop(3)
+    slots.advance()
+    cuda.events[0][0].is_done = True
+    assert slots.advance()
+    cuda.events[0][1].is_done = True
+    assert not slots.advance()
+    assert free == [3]
+
+
+def test_a_loop_that_runs_ahead_of_its_gpu_waits_for_the_oldest_copy():
+    """No more slots than the ring has for it are kept from the feeder."""
+    free, cuda = [], FakeCUDA()
+    slots = PinnedSlots(free.append, cuda)
+    for slot in range(MAX_COPYING + 2):
+        slots.drop(slot)
+    slots.wait()
+    assert free == [0, 1]
+    assert not cuda.events[2][0].is_done
 
 
 def test_nothing_dropped_records_no_event():
     """An event per batch would cost time for nothing."""
     cuda = FakeCUDA()
-    PinnedSlots(lambda _: None, cuda).advance()
+    assert not PinnedSlots(lambda _: None, cuda).advance()
     assert not cuda.events
 
 
@@ -74,6 +105,31 @@ def test_a_slot_is_locked_once_and_again_when_a_batch_is_larger():
     for size in (5_000, 100, 8_192, 9_000):
         slots.lock(0, memory[:size])
     assert cuda.registered == [(memory.ctypes.data, 12_288)]
+
+
+def test_closing_unlocks_the_memory_after_the_last_copy():
+    """A second fit in the process must not find the memory of the first one still locked."""
+    free, cuda = [], FakeCUDA()
+    slots = PinnedSlots(free.append, cuda)
+    for slot in (0, 1):
+        slots.lock(slot, np.zeros(10, np.uint8))
+    slots.drop(0)
+    slots.close()
+    assert free == [0]
+    assert cuda.registered == []
+    slots.lock(1, np.zeros(10, np.uint8))
+    assert cuda.registered == []
+
+
+def test_closing_after_a_failed_kernel_leaves_the_error_to_the_user(caplog):
+    """CUDA fails every call after a failed kernel; the first error must not be replaced by that of the clean-up."""
+    cuda = FakeCUDA()
+    slots = PinnedSlots(lambda _: None, cuda)
+    cuda.record_events = lambda: [FailedEvent()]
+    slots.drop(0)
+    with caplog.at_level(logging.WARNING):
+        slots.close()
+    assert "device-side assert" in caplog.text
 
 
 def test_a_refusal_is_logged_once_and_training_continues(caplog):

@@ -1,0 +1,129 @@
+"""The batches in shared memory that a training process holds: which slots they alias, and when these are released."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_sm.data.batch.decode import decode
+from lightning_sm.data.ipc.ring import Ring
+from lightning_sm.data.trainer.feeder_client import FeederClient
+from lightning_sm.data.trainer.pinning import MAX_COPYING, PinnedSlots
+
+logger = logging.getLogger(__name__)
+
+# Slots in addition to the window. Hedged requests need some.
+_HEDGE_SLOTS = 4
+# The training loop may hold the current batch, the previous one until it is garbage, one that Lightning has prefetched,
+# and one that is being copied to a GPU.
+_HELD_SLOTS = 4
+
+
+class _SlotArray(np.ndarray):
+    """Bytes of a slot. A subclass, because views of it keep this object alive, so that a finalizer sees its end."""
+
+
+class SlotPool:
+    """The rings of one loader: one for each pass that is open at the same time. They stay for the passes that follow.
+
+    Args:
+        client: The feeder, which fills the slots.
+        name: Name of the loader, for messages.
+        window_batches: Limit of batches in flight or buffered per pass.
+        max_batch_bytes: Capacity of a slot.
+        is_pinned: Whether GPUs copy from the slots asynchronously.
+    """
+
+    def __init__(
+        self, client: FeederClient, name: str, window_batches: int, max_batch_bytes: int, *, is_pinned: bool
+    ) -> None:
+        self.is_pinned = is_pinned and torch.cuda.is_available()
+        self.num_slots = window_batches + _HEDGE_SLOTS + _HELD_SLOTS + (MAX_COPYING if self.is_pinned else 0)
+        self.max_batch_bytes = max_batch_bytes
+        self._client = client
+        self._name = name
+        self._rings: list[SlotRing] = []
+        self._unused: list[SlotRing] = []  # append and pop are atomic: finalizers give rings back
+
+    def take(self) -> SlotRing:
+        """Return a ring that no other open pass uses."""
+        try:
+            return self._unused.pop()
+        except IndexError:
+            ring = SlotRing(self._client, self._name, self.num_slots, self.max_batch_bytes, is_pinned=self.is_pinned)
+            self._rings.append(ring)
+            return ring
+
+    def give_back(self, ring: SlotRing) -> None:
+        """Take back the ring of a pass that is over; may be called from a finalizer, in any thread."""
+        self._unused.append(ring)
+
+    def close(self) -> None:
+        """Unlock the memory of all rings; batches in them stay valid."""
+        for ring in self._rings:
+            ring.close()
+
+
+class SlotRing:
+    """One ring, and the batches in it that the training process holds.
+
+    Arguments are those of ``SlotPool``, and the number of slots.
+    """
+
+    def __init__(
+        self, client: FeederClient, name: str, num_slots: int, max_batch_bytes: int, *, is_pinned: bool
+    ) -> None:
+        self._name = name
+        self._ring = Ring.create(num_slots, max_batch_bytes)
+        self.number = client.add_ring(self._ring)
+        self._ring.close()
+        self._release: Callable[[int], None] = partial(client.release, self.number)
+        self._pinned = PinnedSlots(self._release) if is_pinned else None
+        self._held: set[int] = set()  # slots that batches alias; set operations are atomic, also in finalizers
+        self._has_warned = False
+
+    def poll(self) -> bool:
+        """Release the slots that GPUs have read, and return whether they still read others."""
+        return self._pinned is not None and self._pinned.advance()
+
+    def batch(self, header: bytes, slot: int, num_bytes: int) -> Any:
+        """Build a batch that aliases a slot, or a copy if the training loop holds too many batches."""
+        if self._pinned is not None:
+            self._pinned.wait()
+        array = self._ring.slot(slot)[:num_bytes]
+        if len(self._held) >= _HELD_SLOTS:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "%s: the training loop holds %d batches, the maximum that can stay in shared memory. Further "
+                    "batches are copied while it holds so many. Keep only the parts of a batch that you need.",
+                    self._name,
+                    len(self._held),
+                )
+            array = array.copy()
+            self._release(slot)
+            return decode(header, array)
+        owner = array.view(_SlotArray)
+        self._held.add(slot)
+        if self._pinned is not None:
+            self._pinned.lock(slot, array)
+        # A function, not a method: a method would keep this object alive as long as the batch.
+        release = self._release if self._pinned is None else self._pinned.drop
+        weakref.finalize(owner, _release_slot, self._held, release, slot).atexit = False
+        return decode(header, owner)
+
+    def close(self) -> None:
+        """Unlock the memory."""
+        if self._pinned is not None:
+            self._pinned.close()
+
+
+def _release_slot(held: set[int], release: Callable[[int], None], slot: int) -> None:
+    held.discard(slot)
+    release(slot)
