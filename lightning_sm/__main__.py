@@ -122,7 +122,7 @@ def _show_settings(env: Mapping[str, str], *, shows_internal: bool) -> int:
     errors = []
     for setting in SETTINGS if shows_internal else USER_SETTINGS:
         # Not by tabulate's maxcolwidths, which takes 95,110 for a number and fails.
-        value = "" if setting.name not in env else env[setting.name] or "(empty)"
+        value = "" if setting.name not in env else setting.shown(env[setting.name]) or "(empty)"
         texts = [value, setting.default_text, setting.meaning]
         rows.append([setting.name, *map(textwrap.fill, texts, (24, 24, 48))])
         try:

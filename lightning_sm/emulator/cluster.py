@@ -20,6 +20,7 @@ from lightning_sm.errors import JobConfigError, OutputDirectoryError, PortInUseE
 from lightning_sm.job.emulated_service import GroupSpec, deal_hosts, resource_config_of
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.job.hyperparameters import encode
+from lightning_sm.job.secret import new_secret
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import DEVICES, HOST_ADDRESSES, MAIN_PORT, PREFIX
 
@@ -245,6 +246,7 @@ def _shared_environment(spec: ClusterSpec) -> dict[str, str]:
         "SM_NUM_GPUS": "0",
         "PYTHONUNBUFFERED": "1",
         DEVICES.name: str(spec.devices),
+        **new_secret(),
         HOST_ADDRESSES.name: json.dumps({host: f"127.0.0.{1 + number}" for number, host in enumerate(hosts, start=1)}),
         **spec.environment,
     }

@@ -22,6 +22,8 @@ PREFIX = "LIGHTNING_SM_"
 _PIDS = (0, 999_999_999)
 # The service shows 1024 characters of a failure's reason: the value must not displace what is wrong with it.
 _MAX_SHOWN_CHARS = 200
+# What a person would type by hand could be guessed.
+_MIN_SECRET_CHARS = 32
 
 _Value = TypeVar("_Value")
 
@@ -38,6 +40,7 @@ class Setting(Generic[_Value]):
         meaning: What the variable decides, in one sentence.
         is_internal: Whether only our own processes set it, for the processes that they start.
         accepts_empty: Whether an empty text is a value, and not the default.
+        is_secret: Whether its text must not be shown to anybody.
     """
 
     name: str
@@ -47,6 +50,11 @@ class Setting(Generic[_Value]):
     meaning: str
     is_internal: bool = False
     accepts_empty: bool = False
+    is_secret: bool = False
+
+    def shown(self, text: str) -> str:
+        """Return what people may see of the variable's text."""
+        return "(hidden)" if self.is_secret and text else text
 
     def read(self, env: Mapping[str, str]) -> _Value:
         """Return the value of the variable.
@@ -60,7 +68,8 @@ class Setting(Generic[_Value]):
         try:
             return self.parse(text)
         except ValueError as error:
-            shown = text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
+            shown = self.shown(text)
+            shown = shown if len(shown) <= _MAX_SHOWN_CHARS else shown[:_MAX_SHOWN_CHARS] + "..."
             raise JobConfigError(f"{self.name}={shown!r}: {error}.") from error
 
 
@@ -149,6 +158,14 @@ def _addresses(text: str) -> dict[str, str]:
     return addresses
 
 
+def _secret(text: str) -> str:
+    if len(text) < _MIN_SECRET_CHARS:
+        raise ValueError(
+            f"expected at least {_MIN_SECRET_CHARS} characters, not {len(text)}; secrets.token_hex() makes 64"
+        )
+    return text
+
+
 # ---- set by users, in the order of the README
 
 DATA_GROUPS = Setting[tuple[str, ...] | None](
@@ -211,6 +228,16 @@ HOST_ADDRESSES = Setting[Mapping[str, str]](
     meaning="JSON object of host name to IP address, for hosts that no resolver knows.",
 )
 
+JOB_SECRET = Setting[str | None](
+    name="LIGHTNING_SM_JOB_SECRET",
+    parse=_secret,
+    default=None,
+    default_text="none: keys follow from the job's name",
+    meaning="Random secret of the job, the same on all hosts, by which they know each other; lightning-sm submit and "
+    "local make one.",
+    is_secret=True,
+)
+
 # ---- passed on by our own processes
 
 PARENT_PID = Setting[int | None](
@@ -256,6 +283,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     PREPARE_S,
     PEERS_TIMEOUT_S,
     HOST_ADDRESSES,
+    JOB_SECRET,
     PARENT_PID,
     RANK_ZERO_PID,
     SLOW_NAMES,

@@ -47,7 +47,7 @@ from lightning_sm.launcher.failure import (
     script_reason,
     write_failure,
 )
-from lightning_sm.launcher.peers.connection import Timings
+from lightning_sm.launcher.peers.connection import Timings, peers_key
 from lightning_sm.launcher.peers.peers import Peers
 from lightning_sm.launcher.toolkit.distribution import processes_per_host
 from lightning_sm.launcher.toolkit.variables import toolkit_variables
@@ -234,7 +234,7 @@ class _HostLauncher:
 
     def _connect(self) -> Peers:
         return Peers(
-            job_identity=self._job.name or "unnamed",
+            key=peers_key(self._job.name or "unnamed", self._env),
             own=self._job.current_host,
             trainers=self._topology.trainer_hosts,
             data_hosts=self._topology.data_hosts,

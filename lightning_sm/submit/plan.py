@@ -15,6 +15,7 @@ import yaml
 from lightning_sm.errors import HyperparameterError
 from lightning_sm.job.facts import CODE_CHANNEL
 from lightning_sm.job.hyperparameters import encode
+from lightning_sm.job.secret import new_secret
 from lightning_sm.submit.job_file import Channel, Group, Job
 from lightning_sm.submit.metric_patterns import metric_definitions
 
@@ -71,7 +72,7 @@ class Plan:
 
 
 def make_plan(job: Job, hyperparameters: Mapping[str, str]) -> Plan:
-    """Fill in what the job file left open.
+    """Fill in what the job file left open, and give the hosts a new secret, by which they know each other.
 
     Args:
         job: The content of the job file.
@@ -82,6 +83,7 @@ def make_plan(job: Job, hyperparameters: Mapping[str, str]) -> Plan:
     for name, channel in job.channels.items():
         groups = (channel.groups or list(job.groups)) if has_groups else None
         channels[name] = replace(channel, groups=groups)
+    job = replace(job, environment={**new_secret(), **job.environment})
     return Plan(job, hyperparameters, metric_definitions(job.metrics, job.metric_patterns), channels)
 
 

@@ -15,6 +15,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from lightning_sm.errors import HyperparameterError, SubmitError
+from lightning_sm.job.variables import JOB_SECRET
 from lightning_sm.submit import local_mode
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.plan import Plan, encode_hyperparameters, for_local_mode, make_plan
@@ -28,13 +29,17 @@ from lightning_sm.submit.service_limits import request_problems
 def dry_run(job: Job) -> dict[str, Any]:
     """Check a job and return the CreateTrainingJob request that the installed SDK builds; nothing is sent.
 
+    The request shows ``(hidden)`` in place of the job's secret.
+
     Raises:
         SDKError: The SDK is not installed.
         SubmitError: The job has problems, which the message lists; or no region is configured.
     """
     # Placeholder credentials keep the SDK from looking for real ones.
     session = _boto_session(aws_access_key_id="rehearsal", aws_secret_access_key="rehearsal")  # noqa: S106
-    return _rehearse(job, session)[1]
+    request = _rehearse(job, session)[1]
+    environment = request.get("Environment", {})
+    return {**request, "Environment": {name: _shown(name, text) for name, text in environment.items()}}
 
 
 def send(job: Job, *, wait: bool = True) -> Mapping[str, Any]:
@@ -120,6 +125,10 @@ def _rehearse(job: Job, session: boto3.Session) -> tuple[Plan, dict[str, Any]]:
                 findings.problems.append(str(error))
     findings.report()
     return make_plan(job, hyperparameters), request
+
+
+def _shown(name: str, text: str) -> str:
+    return JOB_SECRET.shown(text) if name == JOB_SECRET.name else text
 
 
 def _hyperparameters(job: Job, findings: Findings) -> dict[str, str]:

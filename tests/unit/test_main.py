@@ -39,6 +39,17 @@ def test_settings_shows_the_values_here(capsys, monkeypatch):
     assert rows["LIGHTNING_SM_DATA_GROUPS"][1] == "(empty)"
 
 
+def test_settings_hides_the_secret(capsys, monkeypatch, caplog):
+    """A secret is shown as set, neither its value nor, if it is wrong, what is wrong about it in clear."""
+    for secret, exit_code in (("0123456789abcdef" * 4, 0), ("hunter2", 2)):
+        monkeypatch.setenv("LIGHTNING_SM_JOB_SECRET", secret)
+        with caplog.at_level("ERROR", "lightning_sm"):
+            assert main(["settings"]) == exit_code
+        output = capsys.readouterr()
+        assert "(hidden)" in output.out
+        assert secret[:7] not in output.out + output.err + caplog.text
+
+
 def test_settings_fails_for_wrong_values(capsys, monkeypatch, caplog):
     """The table is shown all the same, and each wrong value is an error."""
     monkeypatch.setenv("LIGHTNING_SM_DEVICES", "0")

@@ -1,7 +1,7 @@
 """One connection between two launchers: authenticated lines in both directions, and heartbeats.
 
-A message is one line: a MAC, then a JSON object. The key is derived from the name of the job, which is not a secret. It
-separates jobs and versions that meet on one network; it does not keep attackers out.
+A message is one line: a MAC, then a JSON object. The key follows from the job's secret, which keeps out everybody else.
+In a job without a secret it follows from the job's name, and only separates jobs that meet on one network.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import hashlib
 import hmac
 import json
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from lightning_sm.job.secret import job_key
 
 Message = dict[str, Any]
 
 # Part of the key, so that a launcher with another version of the messages counts as one of another job.
-_PROTOCOL = b"lightning-sm peers 1\0"
+_PROTOCOL = "lightning-sm peers 2"
 # 1024 characters of a reason take at most 6144 bytes, as \u0001.
 MAX_LINE_BYTES = 8 * 1024
 
@@ -54,13 +57,14 @@ class Timings:
     tick_s: float = 0.25
 
 
-def job_key(job_identity: str) -> bytes:
-    """The key of a job's messages.
+def peers_key(job_identity: str, env: Mapping[str, str]) -> bytes:
+    """The key of the messages between a job's launchers.
 
     Args:
         job_identity: The job's ARN or name.
+        env: Environment variables, which may have the job's secret.
     """
-    return hashlib.sha256(_PROTOCOL + job_identity.encode(errors="replace")).digest()
+    return job_key(_PROTOCOL, job_identity, env)
 
 
 def sealed(key: bytes, message: Message) -> bytes:

@@ -13,7 +13,7 @@ from lightning_sm._linux import SIGNAL_POLL_S
 from lightning_sm.job.stopping import JobOutcome, Outcome
 from lightning_sm.job.variables import MAIN_PORT
 from lightning_sm.launcher.peers.client import Client
-from lightning_sm.launcher.peers.connection import Timings, job_key
+from lightning_sm.launcher.peers.connection import Timings
 from lightning_sm.launcher.peers.hub import Hub
 
 _LOG = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Peers:
     """The other launchers of the job, as seen from one of them. A context manager.
 
     Args:
-        job_identity: The job's ARN or name, the same on every host.
+        key: The key of the job's launchers, ``peers_key``.
         own: Name of this host.
         trainers: Names of all trainer hosts.
         data_hosts: Names of all data hosts.
@@ -42,7 +42,7 @@ class Peers:
     def __init__(
         self,
         *,
-        job_identity: str,
+        key: bytes,
         own: str,
         trainers: Sequence[str],
         data_hosts: Sequence[str],
@@ -53,7 +53,7 @@ class Peers:
         on_job_outcome: Callable[[JobOutcome], None],
         timings: Timings | None = None,
     ) -> None:
-        self._key = job_key(job_identity)
+        self._key = key
         self._own = own
         self._main_host = main_host
         self._trainers = tuple(trainers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 
 import pytest
@@ -12,6 +13,7 @@ from lightning_sm.errors import PortInUseError, TopologyError
 from lightning_sm.job.emulated_service import GroupSpec
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Role, Topology
+from lightning_sm.job.variables import JOB_SECRET
 
 
 def _groups(cluster):
@@ -105,6 +107,19 @@ def test_stated_port_of_another_emulated_job_is_refused(tmp_path):
             LocalCluster(spec, tmp_path)
     with LocalCluster(spec, tmp_path) as cluster:
         assert Topology.from_job(SageMakerJob.from_environment(cluster.hosts[0].env)).main_port == port
+
+
+def test_hosts_of_a_job_share_a_secret_that_no_other_job_has(tmp_path, monkeypatch):
+    """All hosts have the same in all attempts; neither this shell's nor that of another job."""
+    monkeypatch.setenv(JOB_SECRET.name, "of this shell, and long enough for one")
+    seen = []
+    for _ in range(2):
+        with LocalCluster(ClusterSpec([GroupSpec("trainer", 2), GroupSpec("data", 1)]), tmp_path) as cluster:
+            secrets = {JOB_SECRET.read(host.env) for host in cluster.hosts}
+            cluster.next_attempt()
+            (secret,) = secrets | {JOB_SECRET.read(host.env) for host in cluster.hosts}
+            seen.append(secret)
+    assert len({None, os.environ[JOB_SECRET.name], *seen}) == 4
 
 
 def test_data_groups_can_be_named(tmp_path):

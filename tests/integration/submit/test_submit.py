@@ -89,7 +89,7 @@ REQUEST = {
         },
     ],
     "HyperParameters": {"data.batch_size": "64", "nothing": "null", "name": '"a b"'},
-    "Environment": {"NAME": "value"},
+    "Environment": {"NAME": "value", "LIGHTNING_SM_JOB_SECRET": "(hidden)"},
     "Tags": [{"Key": "project", "Value": "digits"}],
     "VpcConfig": {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]},
     "EnableInterContainerTrafficEncryption": True,
@@ -155,7 +155,7 @@ def plain(request):
 
 
 def test_a_dry_run_shows_the_request_and_sends_nothing(submit, service):
-    """Every key of the file arrives where the service looks for it, by both SDKs, without credentials."""
+    """Every key of the file arrives where the service looks for it, without credentials; only the secret is hidden."""
     environment = {name: value for name, value in service.environment.items() if "ACCESS_KEY" not in name}
     ended = submit(JOB, "--dry-run", environment=environment)
     assert ended.returncode == 0, ended.stderr
@@ -164,11 +164,15 @@ def test_a_dry_run_shows_the_request_and_sends_nothing(submit, service):
 
 
 def test_the_cloud_gets_what_the_dry_run_shows(submit, service):
-    """The job is sent once and watched until it ends; nothing else is sent."""
+    """The job is sent once, with a secret that nothing shows, and watched until it ends; nothing else is sent."""
     service.endings = [COMPLETED]
     ended = submit(JOB, "--cloud")
     assert ended.returncode == 0, ended.stderr
     (request,) = service.requests
+    secret = request["Environment"].pop("LIGHTNING_SM_JOB_SECRET")
+    assert re.fullmatch("[0-9a-f]{64}", secret)
+    assert secret not in ended.stdout + ended.stderr
+    request["Environment"] |= {"LIGHTNING_SM_JOB_SECRET": "(hidden)"}
     assert plain(request) == REQUEST
     assert re.fullmatch(r"digits-[0-9a-f-]+", request["TrainingJobName"])
     assert f"Job {request['TrainingJobName']} is Completed" in ended.stderr

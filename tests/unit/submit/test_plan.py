@@ -10,6 +10,7 @@ import yaml
 
 from lightning_sm.errors import HyperparameterError
 from lightning_sm.job.hyperparameters import to_argv
+from lightning_sm.job.variables import JOB_SECRET
 from lightning_sm.submit.job_file import Channel, Group, Job, Retries, Spot, Vpc
 from lightning_sm.submit.plan import encode_hyperparameters, for_local_mode, make_plan
 
@@ -34,6 +35,16 @@ def test_groups_are_for_all_channels_or_for_none():
     assert plan.with_code("s3://b/c").channels["lightning_sm_code"].groups == ["trainer", "data"]
     plan = make_plan(replace(JOB, channels={"b": Channel("s3://b/b")}), {})
     assert {channel.groups for channel in plan.with_code("s3://b/c").channels.values()} == {None}
+
+
+def test_each_job_gets_a_secret_of_its_own():
+    """Two jobs from one file have different secrets; one in the file is kept, as are its other variables."""
+    first, second = (make_plan(replace(JOB, environment={"A": "1"}), {}).job.environment for _ in range(2))
+    assert first.keys() == {"A", JOB_SECRET.name}
+    assert first[JOB_SECRET.name] != second[JOB_SECRET.name]
+    assert JOB_SECRET.read(first) == first[JOB_SECRET.name]
+    own = {JOB_SECRET.name: "mine" * 8}
+    assert make_plan(replace(JOB, environment=own), {}).job.environment == own
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,14 @@ def test_setting_that_the_launcher_refuses_is_a_problem(tmp_path, name, value):
     assert found[Status.PROBLEM].found.startswith(f"LIGHTNING_SM_{name}={value!r}: expected ")
 
 
+def test_a_secret_is_never_shown(tmp_path):
+    """Neither a valid secret nor a wrong one is in what the doctor found; that it is set is."""
+    for secret in ("0123456789abcdef" * 4, "hunter2"):
+        results = list(start.variables(_context(tmp_path, LIGHTNING_SM_JOB_SECRET=secret)))
+        assert "LIGHTNING_SM_JOB_SECRET" in results[-1].found
+        assert secret not in str(results)
+
+
 def test_settings_are_named(tmp_path):
     """The variables that are set are shown by name; an empty one means the default."""
     context = _context(tmp_path, LIGHTNING_SM_PEERS_TIMEOUT_S="", LIGHTNING_SM_PREPARE_S="60")

@@ -11,7 +11,7 @@ import threading
 import time
 
 from lightning_sm.job.stopping import Outcome
-from lightning_sm.launcher.peers.connection import Timings
+from lightning_sm.launcher.peers.connection import Timings, peers_key
 from lightning_sm.launcher.peers.peers import Peers
 from tests.fakes.reserved_job import reserve_job
 
@@ -38,6 +38,8 @@ class Job:
 
     identity = "arn:aws:sagemaker:us-east-1:123456789012:training-job/test"
 
+    key = peers_key(identity, {})
+
     def __init__(self, exits, num_trainers=2, num_data_hosts=0):
         self.trainers = [f"algo-{number}" for number in range(1, num_trainers + 1)]
         self.data_hosts = [f"data-{number}" for number in range(1, num_data_hosts + 1)]
@@ -51,7 +53,7 @@ class Job:
         """The launcher of a host, not started; the job outcomes that it gets are in ``received``."""
         received = queue.Queue()
         peers = Peers(
-            job_identity=self.identity,
+            key=self.key,
             own=own,
             trainers=self.trainers,
             data_hosts=self.data_hosts,
@@ -125,8 +127,8 @@ _HOST_SCRIPT = """
 import sys
 from lightning_sm.launcher.peers.connection import Timings
 from lightning_sm.launcher.peers.peers import Peers
-own, identity, bind, port, trainers, silence_s = sys.argv[1:7]
-with Peers(job_identity=identity, own=own, trainers=trainers.split(), data_hosts=[], main_host="algo-1",
+own, key, bind, port, trainers, silence_s = sys.argv[1:7]
+with Peers(key=bytes.fromhex(key), own=own, trainers=trainers.split(), data_hosts=[], main_host="algo-1",
            addresses={"algo-1": bind}, port=int(port), bind=bind, on_job_outcome=lambda job_outcome: None,
            timings=Timings(silence_s=float(silence_s), heartbeat_s=0.1, tick_s=0.02, first_retry_s=0.02,
                            longest_retry_s=0.1)):
@@ -137,7 +139,7 @@ with Peers(job_identity=identity, own=own, trainers=trainers.split(), data_hosts
 
 def host_process(exits, job, own, silence_s=30.0):
     """The launcher of a host in a process of its own, which runs until it is killed."""
-    arguments = [own, job.identity, job.bind, str(job.port), " ".join(job.trainers), str(silence_s)]
+    arguments = [own, job.key.hex(), job.bind, str(job.port), " ".join(job.trainers), str(silence_s)]
     command = [sys.executable, "-c", _HOST_SCRIPT, *arguments]
     process = exits.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
     exits.callback(process.kill)

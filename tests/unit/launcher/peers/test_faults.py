@@ -10,8 +10,9 @@ import time
 
 import pytest
 
+from lightning_sm.job.secret import new_secret
 from lightning_sm.job.stopping import JobOutcome, Outcome
-from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Timings, job_key, sealed
+from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Timings, peers_key, sealed
 from lightning_sm.launcher.peers.peers import Peers
 from tests.unit.launcher.peers.launchers import (
     BROKEN,
@@ -100,11 +101,11 @@ def test_living_hosts_are_not_silent(exits, lines):
 
 
 def _lines_of_strangers(job):
-    key = job_key(job.identity)
+    key = job.key
     hello = {"type": "hello", "host": "algo-2"}
     return {
         "GET / HTTP/1.1": (b"GET / HTTP/1.1\r\n\r\n", "it is not a launcher of this job and version"),
-        "another job": (sealed(job_key("another"), hello), "it is not a launcher of this job and version"),
+        "another job": (sealed(peers_key("another", {}), hello), "it is not a launcher of this job and version"),
         "wrong MAC": (sealed(key, hello).replace(b"algo-2", b"algo-3"), "it is not a launcher of this job and version"),
         "binary": (bytes(range(256)) * 4 + b"\n", "it is not a launcher of this job and version"),
         "endless line": (b"x" * (MAX_LINE_BYTES + 1), "it sent a line longer than 8192 bytes"),
@@ -136,6 +137,24 @@ def test_garbage_is_dropped(exits, lines, kind):
     assert set(outcomes_after_waiting({MAIN: hub, "algo-2": other}).values()) == {JobOutcome("finished")}
 
 
+def test_whoever_knows_the_job_but_not_its_secret_is_told_nothing(exits, lines):
+    """A launcher with the key of the job's name alone gets no byte and reports nothing; those with the secret meet."""
+    job = Job(exits)
+    job.key = peers_key(job.identity, new_secret())
+    hub = job.start(MAIN)
+    stranger = job.connect()
+    key = peers_key(job.identity, {})
+    report = {"type": "report", "exit_code": 1, "reason": "forged"}
+    stranger.sendall(sealed(key, {"type": "hello", "host": "algo-2"}) + sealed(key, report))
+    with contextlib.suppress(ConnectionResetError):
+        assert stranger.recv(1) == b""
+    lines.wait_for("it is not a launcher of this job and version")
+    other = job.start("algo-2")
+    for peers in (hub, other):
+        peers.report(Outcome(0))
+    assert set(outcomes_after_waiting({MAIN: hub, "algo-2": other}).values()) == {JobOutcome("finished")}
+
+
 @pytest.mark.parametrize(
     "message", [{"type": "what"}, {"type": "report"}, {"type": "report", "exit_code": "x", "reason": ""}]
 )
@@ -144,7 +163,7 @@ def test_launcher_that_breaks_the_protocol_counts_as_lost(exits, lines, message)
     job = Job(exits)
     hub = job.start(MAIN)
     host = job.connect()
-    key = job_key(job.identity)
+    key = job.key
     host.sendall(sealed(key, {"type": "hello", "host": "algo-2"}) + sealed(key, message))
     assert hub.received.get(timeout=TIMEOUT_S).kind == "lost"
 
@@ -153,7 +172,7 @@ def test_main_host_waits_only_so_long_for_those_that_do_not_listen(exits, lines)
     """A launcher that never acknowledges the job's end holds the main host up for peers_timeout_s."""
     job = Job(exits)
     hub = job.start(MAIN, silence_s=TIMEOUT_S)
-    key, silent = job_key(job.identity), job.connect()
+    key, silent = job.key, job.connect()
     report = {"type": "report", "exit_code": 0, "reason": ""}
     silent.sendall(sealed(key, {"type": "hello", "host": "algo-2"}) + sealed(key, report))
     joined(lines, "algo-2")
@@ -167,7 +186,7 @@ def test_launcher_that_ends_without_confirming_is_not_waited_for(exits, lines):
     """A connection that ends after the job is over says as much as a confirmation."""
     job = Job(exits)
     hub = job.start(MAIN, peers_timeout_s=TIMEOUT_S)
-    key, host = job_key(job.identity), job.connect()
+    key, host = job.key, job.connect()
     report = {"type": "report", "exit_code": 0, "reason": ""}
     host.sendall(sealed(key, {"type": "hello", "host": "algo-2"}) + sealed(key, report))
     joined(lines, "algo-2")
@@ -183,7 +202,7 @@ def test_second_connection_of_a_host_replaces_the_first(exits, lines):
     """A host that connects again, while its first connection looks alive, is there once, and not lost."""
     job = Job(exits)
     hub = job.start(MAIN)
-    hello = sealed(job_key(job.identity), {"type": "hello", "host": "algo-2"})
+    hello = sealed(job.key, {"type": "hello", "host": "algo-2"})
     first = job.connect()
     first.sendall(hello)
     joined(lines, "algo-2")
@@ -233,7 +252,7 @@ def test_another_program_on_the_port_is_not_the_hub(exits, lines):
     with socket.create_server((job.bind, job.port)) as server:
         server.settimeout(TIMEOUT_S)
         peers = job.start("algo-2")
-        for answer in (b"HTTP/1.1 400 Bad Request\r\n", b"", sealed(job_key("another"), {"type": "welcome"})):
+        for answer in (b"HTTP/1.1 400 Bad Request\r\n", b"", sealed(peers_key("another", {}), {"type": "welcome"})):
             with server.accept()[0] as connection:
                 connection.recv(1024)
                 connection.sendall(answer)
@@ -258,7 +277,7 @@ def test_name_that_does_not_resolve_is_waited_for(exits):
     """A main host whose name does not resolve yet is not an error."""
     job = Job(exits)
     peers = Peers(
-        job_identity=job.identity,
+        key=job.key,
         own="algo-2",
         trainers=job.trainers,
         data_hosts=[],

@@ -1,0 +1,33 @@
+"""Keys by which the hosts of a job know each other, all derived from one secret."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Mapping
+
+from lightning_sm.job.variables import JOB_SECRET
+
+
+def new_secret() -> dict[str, str]:
+    """Return the variable that gives a new secret to the hosts of a job."""
+    return {JOB_SECRET.name: secrets.token_hex(32)}
+
+
+def job_key(purpose: str, job: str, env: Mapping[str, str]) -> bytes:
+    """Return a key of a job, which does not reveal the job's secret or its keys for other purposes.
+
+    Without a secret, whoever knows the job's name can make the key: it then keeps jobs apart that meet by accident.
+
+    Args:
+        purpose: What the key is for, and the version of the messages that it belongs to.
+        job: The job's ARN or name.
+        env: Environment variables, which may have the job's secret.
+
+    Raises:
+        JobConfigError: The secret is too short.
+    """
+    secret = JOB_SECRET.read(env) or ""
+    text = f"{purpose}\0{job}"
+    return hmac.new(secret.encode(errors="replace"), text.encode(errors="replace"), hashlib.sha256).digest()
