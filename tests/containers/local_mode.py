@@ -28,6 +28,8 @@ HETEROGENEOUS = "lightning_sm.HeterogeneousLocalSession"
 _FIT = Path(__file__).parent / "scripts" / "fit.py"
 # Starts a command in a network namespace of its own, where there is only loopback.
 OFFLINE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+# Only a hang reaches it: a job of three containers takes one minute on two idle cores, and three beside other work.
+_TIMEOUT_S = 600.0
 _NETWORK = "sagemaker-local"  # the SDK's, of all its local jobs
 
 
@@ -88,7 +90,7 @@ def fit(
     container_config: Mapping[str, Any] | None = None,
     label: str | None = None,
     is_offline: bool = False,
-    timeout_s: float = 180.0,
+    timeout_s: float = _TIMEOUT_S,
 ) -> LocalJob:
     """Run a job to its end and remove its containers, whatever happened.
 
@@ -131,7 +133,7 @@ def new_label() -> str:
 
 
 def run_job(
-    command: Sequence[str], env: Mapping[str, str], label: str, output_dir: Path, timeout_s: float = 180.0
+    command: Sequence[str], env: Mapping[str, str], label: str, output_dir: Path, timeout_s: float = _TIMEOUT_S
 ) -> LocalJob:
     """Run the process that runs a job, and remove the job's containers, whatever happened.
 

@@ -387,18 +387,7 @@ class RemoteDataModule(LightningDataModule):
 
     def _place(self, stage: str, index: int, facts: LoaderFacts) -> LoaderPlace:
         settings = self._settings
-        trainer = self.trainer
-        rank, world_size = self._ranks()
-        if trainer is not None and not trainer._accelerator_connector.use_distributed_sampler and not facts.is_split:
-            if world_size > 1 and rank == 0:
-                logger.warning(
-                    "Trainer(use_distributed_sampler=False): all %d ranks get the same batches of %s. A data host "
-                    "serves all ranks, and self.trainer.global_rank is 0 there. To split the data over the ranks, use "
-                    "DistributedSampler, or leave use_distributed_sampler on.",
-                    world_size,
-                    facts.name,
-                )
-            rank, world_size = 0, 1  # every rank gets everything that the sampler yields
+        rank, world_size = self._data_ranks(facts)
         return LoaderPlace(
             request_name=self._request_name(stage),
             index=index,
@@ -415,6 +404,25 @@ class RemoteDataModule(LightningDataModule):
             # A validation whose shards restart, or that ends early, would give wrong metrics.
             batches_per_pass=settings.batches_per_epoch if stage == "train" else None,
         )
+
+    def _data_ranks(self, facts: LoaderFacts) -> tuple[int, int]:
+        """This rank, and the number of ranks, among those that split the data."""
+        trainer = self.trainer
+        # The strategy knows which ranks train on the same batches: those of a tensor parallel group, for example.
+        ranks = None if trainer is None else trainer.distributed_sampler_kwargs
+        if ranks is None:
+            return 0, 1
+        if not trainer._accelerator_connector.use_distributed_sampler and not facts.is_split:
+            if trainer.world_size > 1 and trainer.is_global_zero:
+                logger.warning(
+                    "Trainer(use_distributed_sampler=False): all %d ranks get the same batches of %s. A data host "
+                    "serves all ranks, and self.trainer.global_rank is 0 there. To split the data over the ranks, use "
+                    "DistributedSampler, or leave use_distributed_sampler on.",
+                    trainer.world_size,
+                    facts.name,
+                )
+            return 0, 1  # every rank gets everything that the sampler yields
+        return int(ranks["rank"]), int(ranks["num_replicas"])
 
     def _begin_epoch(self, _: int) -> None:
         """Report the last epoch and resume: Lightning announces an epoch to loaders before it reads its progress."""
