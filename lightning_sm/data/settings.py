@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_sm.errors import DataSettingsError
+from lightning_sm.job.secret import job_key
+from lightning_sm.job.variables import JOB_SECRET
 
 _GIB = 1 << 30
 
@@ -41,7 +42,8 @@ class DataServiceSettings:
         virtual_shards: Number of shards into which iterable datasets are split, a multiple of the number of ranks.
             Default: the least common multiple of 16 and the number of ranks.
         port: Port of the data hosts. Default: derived from the job.
-        token: Secret that trainers must present. Default: derived from the job's name.
+        token: Secret that trainers must present. Default: derived from LIGHTNING_SM_JOB_SECRET; without that from the
+            job's name, which is no secret.
         tls_certificate: PEM file with the certificate of the data hosts; turns TLS on. Its SubjectAlternativeName must
             have the names by which trainers reach them, for example algo-1 and algo-2.
         tls_key: PEM file with the private key of the certificate.
@@ -65,7 +67,7 @@ class DataServiceSettings:
     batches_per_epoch: int | None = None
     virtual_shards: int | None = None
     port: int | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     tls_certificate: str | None = None
     tls_key: str | None = None
     tls_authority: str | None = None
@@ -102,20 +104,37 @@ class Credentials:
         tls_certificate: PEM file with the certificate of this side.
         tls_key: PEM file with its private key.
         tls_authority: PEM file with the authority that signed the certificate of the other side.
+        token_source: Where the token comes from, for messages.
     """
 
     job: str
-    token: str
+    token: str = field(repr=False)
     tls_certificate: str | None = None
     tls_key: str | None = None
     tls_authority: str | None = None
+    token_source: str = ""
 
     @classmethod
-    def of(cls, settings: DataServiceSettings, job: str) -> Credentials:
-        """Take the credentials from the user's settings."""
-        # The default token is not a secret. It keeps a trainer from using the data hosts of another job by accident.
-        token = settings.token or hashlib.blake2b(job.encode(), digest_size=16).hexdigest()
-        return cls(job, token, settings.tls_certificate, settings.tls_key, settings.tls_authority)
+    def of(cls, settings: DataServiceSettings, job: str, env: Mapping[str, str] = os.environ) -> Credentials:
+        """Take the credentials from the user's settings.
+
+        Args:
+            settings: The settings.
+            job: Name of the job.
+            env: Environment variables, which may have the job's secret.
+
+        Raises:
+            JobConfigError: The job's secret is too short.
+        """
+        source = JOB_SECRET.name if env.get(JOB_SECRET.name) else "the job's name"
+        return cls(
+            job,
+            settings.token or job_key("lightning-sm data hosts", job, env).hex(),
+            settings.tls_certificate,
+            settings.tls_key,
+            settings.tls_authority,
+            token_source="data_service.token" if settings.token else source,
+        )
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,13 @@ from lightning_sm.data.protocol.spec import CHUNK_BYTES
 from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials
 from lightning_sm.errors import DataSettingsError
+from lightning_sm.job.variables import JOB_SECRET
 
 PROTOCOL_VERSION = "1"
 SERVICE = "lightning_sm.DataHost"
+
+# A request for a batch has 8 bytes per sample, and all requests for the batches of a window may share a message.
+MAX_REQUESTS_BYTES = 64 << 20
 
 # Values of keys in "-bin" may be any bytes; other values must be ASCII, and lose leading and trailing blanks.
 _VERSION_KEY = "lightning-sm-protocol"
@@ -43,7 +47,9 @@ def metadata(credentials: Credentials) -> list[tuple[str, str | bytes]]:
 
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type information
-    """Rejects calls of another version, of another job, or without the token, before anything is read.
+    """Refuses calls without the token, of another version, or of another job, before anything is read.
+
+    Who does not have the token is told nothing else: the default token follows from the job's name.
 
     Args:
         credentials: Job and token.
@@ -56,21 +62,16 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type i
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         """Accept a call, or abort it with the reason."""
-        handler = continuation(details)
-        rejection = self._rejection(dict(details.invocation_metadata))
-        if rejection is None:
-            return handler
-        code, text = rejection
+        refusal = self._refusal(dict(details.invocation_metadata))
+        if refusal is None:
+            return continuation(details)
+        # For every method, also one that does not exist here. A handler of a single request would read that first.
+        return grpc.stream_stream_rpc_method_handler(lambda _, context: context.abort(*refusal))
 
-        def abort(_: Any, context: Any) -> Any:
-            context.abort(code, text)
-
-        # Methods that do not exist here, of another version for example, are rejected with the same reason.
-        is_stream = handler is not None and handler.response_streaming
-        kind = grpc.stream_stream_rpc_method_handler if is_stream else grpc.unary_unary_rpc_method_handler
-        return kind(abort)
-
-    def _rejection(self, sent: dict[str, Any]) -> tuple[Any, str] | None:
+    def _refusal(self, sent: dict[str, Any]) -> tuple[Any, str] | None:
+        # Compared in constant time: how long it takes must not reveal anything about the token.
+        if not hmac.compare_digest(sent.get(_TOKEN_KEY, b""), self._credentials.token.encode()):
+            return grpc.StatusCode.UNAUTHENTICATED, "wrong token"
         version = sent.get(_VERSION_KEY)
         if version != PROTOCOL_VERSION:
             return grpc.StatusCode.FAILED_PRECONDITION, (
@@ -83,18 +84,52 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type i
                 f"{self._host} belongs to job {self._credentials.job!r}, this trainer to job "
                 f"{job.decode(errors='replace')!r}."
             )
-        # Compared in constant time: how long it takes must not reveal anything about the token.
-        if not hmac.compare_digest(sent.get(_TOKEN_KEY, b""), self._credentials.token.encode()):
-            return grpc.StatusCode.UNAUTHENTICATED, (
-                f"{self._host} has another token than this trainer. Set the same data_service.token on all hosts."
-            )
         return None
+
+
+class _TokenRefusedError(grpc.RpcError):  # type: ignore[misc]  # grpc has no type information
+    """The refusal of a data host that says no more than that, in words for the trainer's user."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._text = (
+            f"the data host refused the token of this trainer, which belongs to job {credentials.job!r} and has its "
+            f"token from {credentials.token_source}. Compare both hosts: they must be of the same job, and have the "
+            f"same data_service.token, or none; the same {JOB_SECRET.name}, or none; and the same version of "
+            "lightning_sm"
+        )
+        super().__init__(self._text)
+
+    def code(self) -> Any:
+        """Return the status code, as of any error of a call."""
+        return grpc.StatusCode.UNAUTHENTICATED
+
+    def details(self) -> str:
+        """Return the text."""
+        return self._text
+
+
+class _Explainer(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]  # grpc has no type information
+    """Says what the trainer knows about the refusal of its token: the data host must not."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+
+    def intercept_unary_unary(self, continuation: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
+        """Make a call."""
+        call = continuation(details, request)
+        if call.code() is grpc.StatusCode.UNAUTHENTICATED:
+            raise _TokenRefusedError(self._credentials)
+        return call
 
 
 def channel_options() -> list[tuple[str, Any]]:
     """Return the options of a trainer's connection."""
+    # A fixed window for several pieces: probing for the window cost up to a quarter of the rate on a fast network.
     return [
         *_common_options(),
+        # Room for the largest header and the first piece, and for small answers that are sent in the same message.
+        ("grpc.max_receive_message_length", MAX_HEADER_BYTES + CHUNK_BYTES + (1 << 20)),
+        ("grpc.http2.lookahead_bytes", 16 << 20),
         # Without it, ranks in one process would share a connection.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 200),
@@ -107,6 +142,9 @@ def server_options() -> list[tuple[str, Any]]:
     """Return the options of a data host's server."""
     return [
         *_common_options(),
+        ("grpc.max_receive_message_length", MAX_REQUESTS_BYTES),
+        # What arrives of a request before anybody reads it, such as that of a stranger.
+        ("grpc.http2.lookahead_bytes", 1 << 20),
         ("grpc.so_reuseport", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
@@ -114,16 +152,12 @@ def server_options() -> list[tuple[str, Any]]:
 
 
 def _common_options() -> list[tuple[str, Any]]:
-    # A fixed window for several pieces: probing for the window cost up to a quarter of the rate on a fast network.
     return [
-        # Room for the largest header and the first piece, and for small answers that are sent in the same message.
-        ("grpc.max_receive_message_length", MAX_HEADER_BYTES + CHUNK_BYTES + (1 << 20)),
         ("grpc.max_send_message_length", -1),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_frame_size", 16777215),
         ("grpc.http2.bdp_probe", 0),
-        ("grpc.http2.lookahead_bytes", 16 << 20),
     ]
 
 
@@ -140,8 +174,9 @@ def open_channel(address: str, credentials: Credentials) -> Any:
     """
     files = read_tls(credentials)
     options = channel_options()
+    explainer = _Explainer(credentials)
     if files is None:
-        return grpc.insecure_channel(address, options=options)
+        return grpc.intercept_channel(grpc.insecure_channel(address, options=options), explainer)
     if address.startswith("unix:"):
         # gRPC would look for the path of the socket in the certificate.
         options.append(("grpc.ssl_target_name_override", "localhost"))
@@ -151,7 +186,7 @@ def open_channel(address: str, credentials: Credentials) -> Any:
         private_key=files.key if is_mutual else None,
         certificate_chain=files.certificate if is_mutual else None,
     )
-    return grpc.secure_channel(address, tls, options=options)
+    return grpc.intercept_channel(grpc.secure_channel(address, tls, options=options), explainer)
 
 
 def bind(server: Any, address: str, credentials: Credentials) -> str:

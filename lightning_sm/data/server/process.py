@@ -33,7 +33,8 @@ from lightning_sm.errors import DataSettingsError, WireError
 
 logger = logging.getLogger(__name__)
 
-# Each rank holds one thread for its stream, and one more during a short call. Threads are created on demand.
+# Each rank holds one thread for its stream, and one more during a short call. Threads are created on demand. More calls
+# would wait for a thread without end: they are refused, and the trainer tries again.
 _MAX_THREADS = 2048
 
 # A call that waits for the user's setup() answers "not yet" after this time, so that the trainer can log it.
@@ -89,6 +90,7 @@ class ServerProcess:
             handlers=[grpc.method_handlers_generic_handler(grpc_transport.SERVICE, handlers)],
             interceptors=[grpc_transport.Guard(settings.credentials, settings.name)],
             options=grpc_transport.server_options(),
+            maximum_concurrent_rpcs=_MAX_THREADS,
         )
 
     def run(self) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import pytest
@@ -14,9 +17,10 @@ from lightning_sm.data.protocol import grpc_transport
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.errors import DataHostMismatchError, DataHostUnreachableError, DataSettingsError
+from lightning_sm.job.variables import JOB_SECRET
 from tests.integration.data.cluster import remote
 from tests.integration.data.datasets import Augmented, Data
-from tests.integration.data.fakes import FakeHost, FakeTrainer, credentials
+from tests.integration.data.fakes import FakeHost, credentials
 
 pytestmark = pytest.mark.processes
 
@@ -81,26 +85,67 @@ def theirs(tmp_path):
 
 
 def test_only_trainers_of_the_job_with_the_token_are_served():
-    """A wrong token or job is an error at once that names the setting; the right ones, in any script, get batches."""
+    """A wrong token or job is an error at once that says what to compare; the right ones get batches."""
     right, wrong = ({"token": token} for token in ("geheim \N{SNOWMAN} ", "guessed"))
     with DataHost(data(), settings=DataServiceSettings(**right)) as host:
-        assert "Set the same data_service.token on all hosts" in refusal(host.address, **wrong)
-        assert "Set the same data_service.token on all hosts" in refusal(host.address)
+        assert "belongs to job 'local' and has its token from data_service.token. C" in refusal(host.address, **wrong)
+        assert "belongs to job 'local' and has its token from the job's name. Compare" in refusal(host.address)
         assert "belongs to job 'local', this trainer to job 'other'" in refusal(host.address, "other", **right)
         assert num_batches(host.address, **right) == 2
 
 
-def test_calls_without_credentials_are_refused_whatever_they_ask(pool):
-    """Every method, even one that is not there, refuses a caller with no metadata, no token or a wrong one."""
-    right = grpc_transport.metadata(credentials())
-    wrong = [*right[:2], ("lightning-sm-token-bin", b"guessed")]
-    unauthenticated, precondition = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION
+def test_the_secret_of_the_job_is_the_token(monkeypatch):
+    """Hosts with the job's secret serve each other, and nobody who knows only the job's name, or its own secret."""
+    monkeypatch.setenv(JOB_SECRET.name, "of this job " * 4)
+    with DataHost(data()) as host:
+        assert num_batches(host.address) == 2
+        for secret, source in ((None, "the job's name"), ("of another job " * 4, JOB_SECRET.name)):
+            monkeypatch.delenv(JOB_SECRET.name) if secret is None else monkeypatch.setenv(JOB_SECRET.name, secret)
+            assert f"has its token from {source}. Compare both hosts" in refusal(host.address)
+
+
+def stranger(address, metadata, body=b"{}"):
+    """Return code and text of each method's answer to somebody with a gRPC client of his own."""
+    answers = {}
+    with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
+        for name in ("Open", "List", "Fetch", "Heartbeat", "Finish", "Stop"):
+            method = grpc_transport.method(name)
+            if name in ("List", "Fetch"):
+                call = channel.stream_stream(method)(iter([body]), metadata=metadata, timeout=20)
+            else:
+                call = channel.unary_unary(method).future(body, metadata=metadata, timeout=20)
+            answers[name] = (call.code(), call.details())
+    return answers
+
+
+def test_a_stranger_is_told_nothing():
+    """Whatever is called, whatever else is right about it, without the token there is one answer that says nothing."""
+    known = credentials("digits-2026-11-22")
+    version, job, _ = grpc_transport.metadata(known)
+    for sent in ([], [version], [version, job], [version, job, ("lightning-sm-token-bin", b"guessed")], [("a", "b")]):
+        with FakeHost().serving(known) as address:
+            answers = stranger(address, sent)
+        assert set(answers.values()) == {(grpc.StatusCode.UNAUTHENTICATED, "wrong token")}, answers
+
+
+def test_the_bodies_of_strangers_are_not_read(pool):
+    """60 MB in each of eight calls without the token take no memory, and trainers get their batches meanwhile."""
     host = pool.serve(data().make)[0]
-    for metadata, code in (([], precondition), (right[:2], unauthenticated), (wrong, unauthenticated)):
-        with FakeTrainer(host.address, metadata) as trainer:
-            codes = {name: trainer.any_call(name) for name in ("Open", "List", "Fetch", "Heartbeat", "Finish", "Stop")}
-        assert set(codes.values()) == {code}, codes
+    (server,) = (child for child in host.main.children() if "data.server" in " ".join(child.cmdline()))
     assert num_batches(host.address) == 2
+    before = peak_memory(server)
+    with ThreadPoolExecutor(8) as threads:
+        calls = [threads.submit(stranger, host.address, [], bytes(60 << 20)) for _ in range(8)]
+        assert num_batches(host.address) == 2
+        codes = {code for call in calls for code, _ in call.result().values()}
+    assert codes == {grpc.StatusCode.UNAUTHENTICATED}
+    assert peak_memory(server) - before < 60 << 20
+
+
+def peak_memory(process):
+    """Return the most bytes that a process ever had in memory."""
+    status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) << 10
 
 
 def test_a_trainer_of_another_version_is_told_both_versions(monkeypatch):

@@ -4,6 +4,7 @@ import pytest
 
 from lightning_sm.data.settings import Credentials, DataServiceSettings, default_workers
 from lightning_sm.errors import DataSettingsError
+from lightning_sm.job.variables import JOB_SECRET
 
 
 @pytest.mark.parametrize(
@@ -32,12 +33,23 @@ def test_hedging_can_be_turned_off():
     assert DataServiceSettings(hedge_factor=0.0).hedge_factor == 0.0
 
 
-def test_jobs_without_a_token_are_apart():
-    """Without a token of the user's each job has its own; the user's own goes before."""
-    settings = DataServiceSettings()
-    assert Credentials.of(settings, "a") == Credentials.of(settings, "a")
-    assert Credentials.of(settings, "a").token != Credentials.of(settings, "b").token
-    assert Credentials.of(DataServiceSettings(token="mine"), "a").token == "mine"  # noqa: S105, S106  # a test's own
+def test_the_token_is_the_users_or_follows_from_secret_and_job():
+    """The user's token goes before; else jobs are apart, and nobody has the token who knows only the job's name."""
+    settings, secret = DataServiceSettings(), {JOB_SECRET.name: "s" * 32}
+    without = {job: Credentials.of(settings, job, {}) for job in "ab"}
+    having = {job: Credentials.of(settings, job, secret) for job in "ab"}
+    assert len({known.token for known in (*without.values(), *having.values())}) == 4
+    assert Credentials.of(settings, "a", dict(secret)) == having["a"]
+    mine = Credentials.of(DataServiceSettings(token="mine"), "a", secret)  # noqa: S106  # a test's own
+    assert mine.token == "mine"  # noqa: S105
+    sources = [known.token_source for known in (mine, having["a"], without["a"])]
+    assert sources == ["data_service.token", JOB_SECRET.name, "the job's name"]
+
+
+def test_tokens_are_not_printed():
+    """Neither settings nor credentials show the token where somebody prints them."""
+    settings = DataServiceSettings(token="mine-alone")  # noqa: S106  # a test's own
+    assert "mine-alone" not in repr(settings) + repr(Credentials.of(settings, "a", {}))
 
 
 def test_there_is_a_worker_on_any_machine():
