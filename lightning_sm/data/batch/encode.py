@@ -7,7 +7,7 @@ import json
 import math
 import reprlib
 import struct
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from enum import Enum
 from itertools import chain
@@ -261,7 +261,6 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any], Any]] = {
     range: _Encoder._range,
     slice: _Encoder._range,
     dict: _Encoder._dict,
-    defaultdict: _Encoder._dict,
     OrderedDict: _Encoder._dict,
     np.ndarray: _Encoder._array,
     np.memmap: _Encoder._array,

@@ -4,9 +4,10 @@ An object is converted to *parts*, a tree that the codec can encode, and rebuilt
 in modules that the process has already imported: no message can make the trainer import or run a module.
 
 Known without registration, once the user's code has imported them: ``PackedSequence``, sparse and nested tensors,
-dataclasses, named tuples and enum members; torchvision's ``tv_tensors``, ``tensordict.TensorDict``,
-``transformers.BatchEncoding`` (without the fast tokenizer's ``Encoding`` objects) and ``BatchFeature``, and
-``torch_geometric``'s ``Data`` and ``Batch`` of ``Data``.
+``torch.device``, dataclasses, named tuples and enum members; ``defaultdict``, which becomes a ``dict`` if its default
+factory is not a builtin type; torchvision's ``tv_tensors``, ``tensordict.TensorDict``, ``transformers.BatchEncoding``
+(without the fast tokenizer's ``Encoding`` objects) and ``BatchFeature``, and ``torch_geometric``'s ``Data`` and
+``Batch`` of ``Data``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import dataclasses
 import math
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
@@ -29,6 +31,13 @@ from lightning_sm.errors import BatchTypeError
 _MAX_ELEMENTS = 2**62
 _INDEX_DTYPES = (torch.int64, torch.int32)
 _NATIVE = frozenset({torch.Tensor, torch.nn.Parameter, dict, list, tuple, set, frozenset, str, bytes, int, float, bool})
+
+
+# Default factories that a defaultdict keeps. Others are the user's code, which no message may call.
+_FACTORIES: dict[str, Any] = {
+    "None": None,
+    **{kind.__name__: kind for kind in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)},
+}
 
 
 class BatchType(NamedTuple):
@@ -300,6 +309,24 @@ def _packed_from_parts(parts: Any) -> PackedSequence:
     return PackedSequence(data, batch_sizes, *permutations)
 
 
+def _defaultdict_parts(obj: Any) -> Any:
+    name = next((name for name, factory in _FACTORIES.items() if factory is obj.default_factory), None)
+    return [name, dict(obj)]
+
+
+def _defaultdict_from_parts(parts: Any) -> Any:
+    name, items = parts
+    if type(items) is not dict:
+        raise ValueError(f"the items of a defaultdict are a {type(items).__name__}")
+    return items if name is None else defaultdict(_FACTORIES[name], items)
+
+
+def _device_from_parts(parts: Any) -> torch.device:
+    if type(parts) is not str:
+        raise ValueError(f"the name of a device is a {type(parts).__name__}")
+    return torch.device(parts)
+
+
 def _tv_parts(obj: Any) -> Any:
     # format is an enum of torchvision; the constructor also takes its name.
     settings = {name: getattr(obj, name) for name in ("canvas_size", "clamping_mode") if hasattr(obj, name)}
@@ -347,6 +374,8 @@ _TENSOR_TYPES = {
     )
 }
 register_batch_type(PackedSequence, list, _packed_from_parts)
+register_batch_type(defaultdict, _defaultdict_parts, _defaultdict_from_parts)
+register_batch_type(torch.device, str, _device_from_parts)
 
 _GRAPH_BATCH = "torch_geometric.data.batch:Batch"
 _KNOWN_TYPES = {

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_sm.data.host.loader import ServedLoader, describe_structure
@@ -35,6 +37,7 @@ class ServedModule:
         self.loaders: dict[str, list[ServedLoader]] = {}
         self.replies: dict[str, dict[str, Any]] = {}
         self._datamodule = datamodule
+        self._trainer: TrainerFacts
         self._is_prepared = False
         self._changed: set[str] = set()
         self._run: int | None = None
@@ -70,7 +73,7 @@ class ServedModule:
         self.replies.clear()
         self._left_runs.add(self._run)
         self._run = None
-        self._datamodule.teardown(self._stage)
+        self._datamodule.teardown(stage=self._stage)
 
     def _run_hooks(self, request: dict[str, Any]) -> dict[str, Any]:
         self._enter(request)
@@ -78,8 +81,13 @@ class ServedModule:
             return {"attributes": self._attributes()}
         hook = f"{request['loaders']}_dataloader"
         logger.info("Running %s()", hook)
-        seed_all(hook_seed(request["seed"], hook, request["epoch"]))
-        structure, loaders = describe_structure(getattr(self._datamodule, hook)(), hook, request["loaders"])
+        seed, epoch = request["seed"], request["epoch"]
+        seed_all(hook_seed(seed, hook, epoch))
+        with self._trainer.noting_reads() as reads:
+            returned = getattr(self._datamodule, hook)()
+            structure, loaders = describe_structure(returned, hook, request["loaders"], seed=seed, epoch=epoch)
+        if not all(loader.facts.is_split for loader in loaders):
+            reads.check()
         self._forget_older_loaders(request["opening"])
         self.loaders[request["opening"]] = loaders
         return {"structure": structure, "loaders": [loader.facts.to_json() for loader in loaders]}
@@ -98,20 +106,24 @@ class ServedModule:
                 "Another training has taken over this data host, which serves one training at a time. Start separate "
                 "data hosts for each training."
             )
-        self._datamodule.trainer = TrainerFacts(request["trainer"])
+        self._trainer = self._datamodule.trainer = TrainerFacts(request["trainer"])
         if request["run"] == self._run:
             return
         if not self._is_prepared:
             logger.info("Running prepare_data()")
             seed_all(hook_seed(request["seed"], "prepare_data", 0))
-            self._datamodule.prepare_data()
+            with self._trainer.noting_reads() as reads:
+                self._datamodule.prepare_data()
+            reads.check()
             self._is_prepared = True
         self.leave()
         logger.info("Running setup(%r)", request["stage"])
         before = dict(vars(self._datamodule))
         # Every host, also one that is restarted and one of a resumed job, must split the data alike.
         seed_all(hook_seed(request["seed"], "setup", 0))
-        self._datamodule.setup(request["stage"])
+        with self._trainer.noting_reads() as reads:
+            self._datamodule.setup(stage=request["stage"])  # by its name, as Lightning calls it
+        reads.check()
         # Accumulated over all runs: a later setup() may set the same objects again.
         self._changed |= {name for name, value in vars(self._datamodule).items() if before.get(name) is not value}
         self._run = request["run"]
@@ -131,25 +143,93 @@ class ServedModule:
         return attributes
 
 
+_RANKS = ("global_rank", "local_rank", "node_rank")
+_SIZES = ("world_size", "num_devices", "num_nodes")
+
+
+class RankReads:
+    """Which ranks and sizes of the Trainer were read, and where. Both together are how users split data by rank."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[str, str] = {}
+        self._sizes: dict[str, str] = {}
+
+    def note(self, name: str, value: Any, where: str) -> None:
+        """Note that an attribute was read.
+
+        Args:
+            name: The attribute.
+            value: Its value; a world of one leaves nothing to split.
+            where: File and line.
+        """
+        if name in _RANKS:
+            self._ranks.setdefault(f"self.trainer.{name}={value}", where)
+        elif name in _SIZES and value is not None and value > 1:
+            self._sizes.setdefault(f"self.trainer.{name}={value}", where)
+
+    def check(self) -> None:
+        """Check that the user leaves the split to the data service.
+
+        Raises:
+            DataSettingsError: Both a rank and a size were read.
+        """
+        if not self._ranks or not self._sizes:
+            return
+        (rank, rank_where), (size, size_where) = next(iter(self._ranks.items())), next(iter(self._sizes.items()))
+        raise DataSettingsError(
+            f"{rank} ({rank_where}) and {size} ({size_where}) were both read, as by code that splits the data by rank. "
+            "But a data host serves all ranks: its own rank is always 0, and the parts of the other ranks would be "
+            "lost. Return loaders over all of the data: the data service splits it over the ranks, and a "
+            "DistributedSampler may stay. What only one rank shall do: self.trainer.is_global_zero. For the batch size "
+            f"of a rank, {size.partition('=')[0]} alone."
+        )
+
+
 class TrainerFacts:
     """Stands in for the ``Trainer``, which a data host does not have.
 
     It has ``current_epoch``, ``global_step``, ``max_epochs``, ``max_steps``, ``num_nodes``, ``num_devices`` and
-    ``world_size`` of the Trainer that requested the loaders, and rank 0: a data host serves all ranks.
+    ``world_size`` of the Trainer that requested the loaders; 0 for ``global_rank``, ``local_rank`` and ``node_rank``,
+    and True for ``is_global_zero``: a data host serves all ranks.
+
+    Reading a rank and then a size is an error, except in the user's hooks, whose reads are checked when they end: a
+    hook may pass both to a ``DistributedSampler``.
 
     Args:
         facts: The values.
     """
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
-        self.__dict__.update({name: facts.get(name) for name in TRAINER_FACTS})
-        self.global_rank = 0
-        self.local_rank = 0
-        self.node_rank = 0
-        self.is_global_zero = True
+        self._facts = {
+            **{name: facts.get(name) for name in TRAINER_FACTS},
+            **dict.fromkeys(_RANKS, 0),
+            "is_global_zero": True,
+        }
+        self._reads = RankReads()
+        self._is_in_hook = False
+
+    @contextmanager
+    def noting_reads(self) -> Iterator[RankReads]:
+        """Collect what is read, for a check at the end."""
+        reads = self._reads = RankReads()
+        self._is_in_hook = True
+        try:
+            yield reads
+        finally:
+            self._reads = RankReads()
+            self._is_in_hook = False
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"self.trainer.{name} is not available on a data host, only {', '.join(TRAINER_FACTS)} and rank 0. Pass "
-            "other values to the DataModule as arguments."
-        )
+        if name.startswith("__") or name == "_facts":  # of a copy that is not filled yet
+            raise AttributeError(name)
+        if name not in self._facts:
+            raise AttributeError(
+                f"self.trainer.{name} is not available on a data host, only {', '.join(self._facts)}. Pass other "
+                "values to the DataModule as arguments."
+            )
+        value = self._facts[name]
+        reader = sys._getframe(1)
+        self._reads.note(name, value, f"{reader.f_code.co_filename}:{reader.f_lineno}")
+        if not self._is_in_hook:
+            self._reads.check()
+        return value

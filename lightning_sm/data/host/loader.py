@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +22,12 @@ from torch.utils.data import (
 
 from lightning_sm.data.batch.arena import Arena
 from lightning_sm.data.batch.collate import collate_into
+from lightning_sm.data.host.identity import describe_data
 from lightning_sm.data.host.iterable import OpenShards, UserCodeError, show_worker_info
 from lightning_sm.data.host.random_state import seed_all
+from lightning_sm.data.host.sampler import SamplerPass, UserSampler
 from lightning_sm.data.ipc.processes import in_fork
-from lightning_sm.data.plan.seeds import SampleSeeds
+from lightning_sm.data.plan.seeds import SampleSeeds, worker_seed
 from lightning_sm.data.protocol.spec import BatchSpec, LoaderFacts, Order
 from lightning_sm.errors import DataSettingsError
 
@@ -37,18 +40,24 @@ class ServedLoader:
         name: Its place in what ``*_dataloader()`` returned, for messages: ``train_dataloader()["a"]``.
         stage: "train", "val", "test" or "predict".
         index: Position among the loaders of the stage.
+        seed: Seed of the run.
+        epoch: Epoch for which the hook ran.
 
     Raises:
-        DataSettingsError: It is not a DataLoader.
+        DataSettingsError: It is not a DataLoader, or its class iterates in another way.
     """
 
-    def __init__(self, loader: Any, name: str, stage: str, index: int) -> None:
+    def __init__(self, loader: Any, name: str, stage: str, index: int, *, seed: int = 0, epoch: int = 0) -> None:
         if not isinstance(loader, DataLoader):
             raise DataSettingsError(
                 f"{name} is a {type(loader).__name__}. Data hosts serve torch.utils.data.DataLoader objects, also in "
                 "dicts, lists, tuples and CombinedLoader."
             )
+        _check_iteration(loader, name)
         self._loader = loader
+        self._seed = seed
+        self._first_epoch = epoch
+        self._worker: tuple[int, int, int] | None = None
         self._dataset = loader.dataset
         self._collate: Callable[[Any], Any] = loader.collate_fn
         self._stage = stage
@@ -56,9 +65,27 @@ class ServedLoader:
         self._shards = OpenShards(loader, stage, index)
         self._keys: tuple[tuple[int, int, int], list[Any]] | None = None
         self._fetches_lists = _has_own_getitems(self._dataset)
-        self.facts = self._describe(name)
+        order, num_samples, batch_size, drop_last = _order_of(loader, stage)
+        sampler = loader.batch_sampler if order == "batch_sampler" else _sampler_of(loader)
+        data = [*describe_data(self._dataset, sampler), str(num_samples)]
+        versions = [torch.__version__, np.__version__, platform.python_version()]
+        cls = type(self._dataset)
+        self.facts = LoaderFacts(
+            name=name,
+            order=order,
+            num_samples=num_samples,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            identity=_short_hash(data),
+            fingerprint=_short_hash([*data, *versions]),
+            dataset=cls.__qualname__ if num_samples is None else f"{cls.__qualname__} of {num_samples}",
+            is_split=type(sampler) is DistributedSampler,
+        )
+        self._sampler = UserSampler(sampler)
         # Keys that are not integers stay on the data hosts; trainers request their positions instead.
-        self._is_positional = self.facts.order in ("sampler", "batch_sampler") and not self._yields_indices()
+        self._is_positional = order in ("sampler", "batch_sampler") and not self._sampler.yields_indices(
+            in_batches=order == "batch_sampler"
+        )
 
     def sampler_order(
         self, seed: int, epoch: int, pass_index: int, num_shards: int = 0
@@ -98,6 +125,7 @@ class ServedLoader:
         """
         if self.facts.order == "shards":
             return self._shards.batch(spec)
+        self._show_worker_info()
         seeds = SampleSeeds(spec.seed, self._stage, self._index, spec.epoch, spec.pass_index)
         keys: list[Any] = spec.keys.tolist()
         if self._is_positional:
@@ -112,18 +140,32 @@ class ServedLoader:
         except Exception as error:
             raise UserCodeError(f"index {keys!r}") from error
 
-    def enter_worker(self, worker_id: int, num_workers: int) -> None:
+    def enter_worker(self, host: str, worker_id: int, num_workers: int) -> None:
         """Set ``get_worker_info()`` and run the user's ``worker_init_fn``; shards do both when they open.
 
         Args:
+            host: Name of the data host.
             worker_id: Number of the worker on its host.
             num_workers: Workers on the host.
         """
+        context: Any = self._loader.multiprocessing_context
+        if context is not None and context.get_start_method() != "fork":
+            # Such workers get a pickled copy, without the open files and connections that its __getstate__ leaves out.
+            self._dataset = pickle.loads(pickle.dumps(self._dataset))  # noqa: S301  # of this process
+            vars(self._loader)["dataset"] = self._dataset  # DataLoader refuses to have it set
         if self.facts.order == "shards":
             return
-        show_worker_info(worker_id, num_workers, worker_id, self._dataset)
+        seed = worker_seed(self._seed, host, self._stage, self._index, worker_id)
+        self._worker = worker_id, num_workers, seed
+        self._show_worker_info()
         if self._loader.worker_init_fn is not None:
+            # A generator that it makes from torch.initial_seed() differs between workers, as in a DataLoader.
+            seed_all(seed)
             self._loader.worker_init_fn(worker_id)
+
+    def _show_worker_info(self) -> None:
+        if self._worker is not None:
+            show_worker_info(*self._worker, self._dataset)
 
     def _samples(self, keys: list[Any], seeds: SampleSeeds, spec: BatchSpec) -> list[Any]:
         if self._fetches_lists:
@@ -152,58 +194,27 @@ class ServedLoader:
             self._keys = (which, keys)
         return self._keys[1]
 
-    @property
-    def _sampler(self) -> Any:
-        return self._loader.sampler if self.facts.order == "sampler" else self._loader.batch_sampler
-
     def _run_sampler(self, seed: int, epoch: int, pass_index: int) -> list[Any]:
-        seed_all(SampleSeeds(seed, self._stage, self._index, epoch, pass_index).of("sampler"))
-        samplers: list[Any] = [self._sampler, getattr(self._sampler, "sampler", None)]
-        for sampler in samplers:
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
-            if isinstance(getattr(sampler, "generator", None), torch.Generator):
-                sampler.generator.manual_seed(torch.initial_seed())
-        return list(self._sampler)
+        def pass_of(epoch: int, pass_index: int) -> SamplerPass:
+            return SamplerPass(epoch, SampleSeeds(seed, self._stage, self._index, epoch, pass_index))
 
-    def _yields_indices(self) -> bool:
-        state = torch.random.get_rng_state()
-        first: Any = next(iter(self._sampler), 0)
-        torch.random.set_rng_state(state)
-        if self.facts.order == "batch_sampler":
-            first = next(iter(first), 0)
-        return isinstance(first, (int, np.integer)) or (isinstance(first, torch.Tensor) and first.ndim == 0)
-
-    def _describe(self, name: str) -> LoaderFacts:
-        order, num_samples, batch_size, drop_last = _order_of(self._loader)
-        cls = type(self._dataset)
-        fingerprint = getattr(self._dataset, "fingerprint", None)
-        data = [
-            f"{cls.__module__}.{cls.__qualname__}",
-            str(num_samples),
-            str(fingerprint() if callable(fingerprint) else None),
-        ]
-        versions = [torch.__version__, np.__version__, platform.python_version()]
-        return LoaderFacts(
-            name=name,
-            order=order,
-            num_samples=num_samples,
-            batch_size=batch_size,
-            drop_last=drop_last,
-            identity=_short_hash(data),
-            fingerprint=_short_hash([*data, *versions]),
-            dataset=cls.__qualname__ if num_samples is None else f"{cls.__qualname__} of {num_samples}",
-            is_split=type(_sampler_of(self._loader)) is DistributedSampler,
-        )
+        # "test" and "predict" have one pass, whatever the epoch of the training before.
+        first = self._first_epoch if self._stage in ("train", "val") else epoch
+        earlier = [pass_of(past, 0) for past in range(first, epoch)]
+        return self._sampler.order(pass_of(epoch, pass_index), earlier)
 
 
-def describe_structure(loaders: Any, name: str, stage: str) -> tuple[Any, list[ServedLoader]]:
+def describe_structure(
+    loaders: Any, name: str, stage: str, *, seed: int = 0, epoch: int = 0
+) -> tuple[Any, list[ServedLoader]]:
     """Separate the loaders that a ``*_dataloader()`` hook returned from their containers.
 
     Args:
         loaders: A loader, or nested lists, tuples, dicts and ``CombinedLoader``s of loaders.
         name: The hook, for messages.
         stage: "train", "val", "test" or "predict".
+        seed: Seed of the run.
+        epoch: Epoch for which the hook ran.
 
     Raises:
         DataSettingsError: It contains something else.
@@ -221,22 +232,40 @@ def describe_structure(loaders: Any, name: str, stage: str) -> tuple[Any, list[S
             return {kind: [take_apart(value, f"{path}[{number}]") for number, value in enumerate(part)]}
         if hasattr(part, "iterables") and hasattr(part, "_mode"):  # CombinedLoader of either Lightning
             return {"combined": part._mode, "of": take_apart(part.iterables, path)}
-        served.append(ServedLoader(part, path, stage, len(served)))
+        served.append(ServedLoader(part, path, stage, len(served), seed=seed, epoch=epoch))
         return len(served) - 1
 
     return take_apart(loaders, f"{name}()"), served
 
 
-def _order_of(loader: DataLoader[Any]) -> tuple[Order, int | None, int | None, bool]:
+def _check_iteration(loader: DataLoader[Any], name: str) -> None:
+    """Check that iterating over a loader does what ``DataLoader`` does."""
+    for method in ("__iter__", "_get_iterator"):
+        owner = next(cls for cls in type(loader).__mro__ if method in vars(cls))
+        # torchdata's StatefulDataLoader yields what DataLoader yields.
+        if owner.__module__.partition(".")[0] not in ("torch", "torchdata"):
+            raise DataSettingsError(
+                f"{name} is a {type(loader).__name__}, but data hosts do not call {owner.__qualname__}.{method}(): "
+                "they build each batch by itself, from sampler, dataset and collate_fn. Move what the method does to "
+                "batches into collate_fn, or into on_after_batch_transfer() of the DataModule, which runs on the "
+                "trainers."
+            )
+
+
+def _order_of(loader: DataLoader[Any], stage: str) -> tuple[Order, int | None, int | None, bool]:
     """Return the order of a loader, the number of samples, the batch size, and whether the last batch is dropped."""
     if isinstance(loader.dataset, IterableDataset):
         return "shards", None, loader.batch_size, loader.drop_last
     batch_sampler: Any = loader.batch_sampler
+    # Lightning predicts every sample.
+    may_drop = stage != "predict"
     if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
+        if isinstance(batch_sampler, BatchSampler) and not may_drop:
+            batch_sampler.drop_last = False
         return "batch_sampler", None, None, False
     sampler = _sampler_of(loader)
     size = None if batch_sampler is None else int(batch_sampler.batch_size)
-    drop_last = batch_sampler is not None and bool(batch_sampler.drop_last)
+    drop_last = may_drop and batch_sampler is not None and bool(batch_sampler.drop_last)
     dataset: Any = loader.dataset
     if type(sampler) is SequentialSampler:
         return "sequential", len(sampler), size, drop_last
@@ -244,7 +273,12 @@ def _order_of(loader: DataLoader[Any]) -> tuple[Order, int | None, int | None, b
         return "shuffled", len(sampler), size, drop_last
     if type(sampler) is DistributedSampler:
         # It splits the data over the ranks, as the plan does, but the plan fits any number of ranks without padding.
-        return "shuffled" if sampler.shuffle else "sequential", len(dataset), size, drop_last or sampler.drop_last
+        return (
+            "shuffled" if sampler.shuffle else "sequential",
+            len(dataset),
+            size,
+            drop_last or (may_drop and sampler.drop_last),
+        )
     return "sampler", len(sampler) if hasattr(sampler, "__len__") else None, size, drop_last
 
 

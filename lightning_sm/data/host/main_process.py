@@ -26,6 +26,7 @@ import numpy as np
 from lightning_sm._log import show_log_lines
 from lightning_sm.data.host.datamodule import ServedModule
 from lightning_sm.data.host.worker import run_worker
+from lightning_sm.data.host.world import world_of_one
 from lightning_sm.data.ipc.messages import Finished, Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, fork, run_and_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
@@ -79,6 +80,7 @@ class HostProcess:
         self._problem: dict[str, str] | None = None
         self._training_succeeded = False
 
+    @world_of_one()
     def serve(self, until: MessageSocket | None = None) -> None:
         """Serve until the trainers have finished, until SIGTERM, or until the other end of a socket is closed.
 
@@ -255,7 +257,9 @@ class HostProcess:
 
         def run() -> None:
             ours.close()  # a worker with its own copy of the other end would never see that end closed
-            run_worker(theirs, ring, self._module.loaders, number, self._settings.workers)
+            host = self._settings.name or self._settings.address
+            num_workers = self._settings.workers
+            run_worker(theirs, ring, self._module.loaders, host=host, worker_id=number, num_workers=num_workers)
 
         with ours, theirs:
             pid = self._fork(run)

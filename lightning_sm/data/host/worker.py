@@ -33,6 +33,8 @@ def run_worker(
     sock: socket.socket,
     ring: Ring,
     openings: Mapping[str, Sequence[ServedLoader]],
+    *,
+    host: str,
     worker_id: int,
     num_workers: int,
 ) -> None:
@@ -42,6 +44,7 @@ def run_worker(
         sock: Connection to the server process.
         ring: The slots for finished batches.
         openings: The loaders that were opened so far, by the name of the request that opened them.
+        host: Name of the data host.
         worker_id: Number of the worker on its host.
         num_workers: Workers on the host.
     """
@@ -56,7 +59,7 @@ def run_worker(
     try:
         for loaders in openings.values():
             for loader in loaders:
-                loader.enter_worker(worker_id, num_workers)
+                loader.enter_worker(host, worker_id, num_workers)
     except Exception as error:  # noqa: BLE001  # the error of the user's code is the answer to every request
         problem = error
     with contextlib.suppress(BrokenPipeError):  # the server process died while this worker built a batch
@@ -85,7 +88,7 @@ def _serve(
         pieces = _compress(ring.slot(slot)[:num_bytes], arena, spec.compression) if spec.compression else []
     except UserCodeError as error:
         _fail(requests, slot, error.__cause__ or error, error.where)
-    except (BatchTypeError, BatchTooLargeError, DataSettingsError) as error:
+    except (BatchTypeError, BatchTooLargeError) as error:
         requests.send("failed", slot=slot, error=type(error).__name__, text=str(error))
     except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
         _fail(requests, slot, error, f"step {spec.step}")
@@ -117,5 +120,8 @@ def _compress(data: np.ndarray, arena: Arena, compression: str) -> list[tuple[in
 
 
 def _fail(requests: MessageSocket, slot: int, error: BaseException, where: str) -> None:
+    if isinstance(error, DataSettingsError):
+        requests.send("failed", slot=slot, error="DataSettingsError", text=str(error))
+        return
     text = "".join(traceback.format_exception(error))
     requests.send("failed", slot=slot, error="RemoteTransformError", text=text, where=where)

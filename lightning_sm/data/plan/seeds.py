@@ -80,6 +80,24 @@ def hook_seed(seed: int, hook: str, epoch: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
+def worker_seed(seed: int, host: str, stage: str, loader_index: int, worker_id: int) -> int:
+    """Return the seed of a worker as ``get_worker_info()`` shows it, an unsigned 63-bit number.
+
+    It is the only seed that depends on the host: draws of a generator that a ``worker_init_fn`` makes from it must
+    differ between workers, also those of different hosts.
+
+    Args:
+        seed: Seed of the run.
+        host: Name of the data host.
+        stage: What the loader is for, such as ``train``.
+        loader_index: Position of the loader in its stage.
+        worker_id: Number of the worker on its host.
+    """
+    key = encode_key(["lightning_sm.worker", int(seed), host, stage, int(loader_index), int(worker_id)])
+    # torch.initial_seed() in a worker of DataLoader is never negative, nor above int64.
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
 def encode_key(value: object) -> bytes:
     """Encode a key so that different keys differ: JSON distinguishes 1 from "1", and marks where a sequence ends.
 

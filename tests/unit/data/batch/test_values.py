@@ -55,9 +55,25 @@ def test_container_is_unchanged(value):
     assert repr(received) == repr(value) or isinstance(value, set | frozenset)
 
 
-def test_defaultdict_becomes_a_dictionary():
-    """The default factory of a defaultdict is code, and stays behind."""
-    assert type(send(defaultdict(list, a=[1]))) is dict
+@pytest.mark.parametrize("factory", [list, dict, int, None])
+def test_defaultdict_keeps_a_builtin_factory(factory):
+    """A defaultdict of lists or numbers arrives as one, with its items and their order."""
+    received = send({"boxes": defaultdict(factory, b=[1], a=torch.ones(2))})["boxes"]
+    assert type(received) is defaultdict
+    assert received.default_factory is factory
+    assert list(received) == ["b", "a"]
+    assert received["a"].tolist() == [1, 1]
+
+
+def test_defaultdict_of_a_function_becomes_a_dictionary():
+    """A default factory of the user's own is code, and stays behind."""
+    assert type(send(defaultdict(lambda: [0], a=[1]))) is dict
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda:1", "meta"])
+def test_device_is_unchanged(name):
+    """A device is a name, also of a device that this machine does not have."""
+    assert send([torch.device(name)]) == [torch.device(name)]
 
 
 def test_dataclass_is_rebuilt_without_its_constructor():

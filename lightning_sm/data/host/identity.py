@@ -1,0 +1,67 @@
+"""What a dataset is, for comparisons between data hosts, and between a checkpoint and the run that resumes from it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset, Subset, SubsetRandomSampler
+
+from lightning_sm.data.plan.samples import digest
+from lightning_sm.data.plan.seeds import encode_key
+from lightning_sm.errors import DataSettingsError
+
+
+def describe_data(dataset: Any, sampler: Any = None) -> list[str]:
+    """Return texts that are equal for the same data.
+
+    They are the class and the ``fingerprint()``, if there is one, of the dataset and of each dataset in its attributes,
+    and what each ``Subset`` of these and a ``SubsetRandomSampler`` select: hosts that split the data differently would
+    train on each other's validation samples.
+
+    Args:
+        dataset: The dataset.
+        sampler: The sampler of single samples.
+    """
+    texts = list(_walk(dataset, set()))
+    if isinstance(sampler, SubsetRandomSampler):
+        texts.append(_digest(sampler.indices))
+    return texts
+
+
+def _walk(dataset: Any, seen: set[int]) -> Iterator[str]:
+    if id(dataset) in seen:
+        return
+    seen.add(id(dataset))
+    cls = type(dataset)
+    yield f"{cls.__module__}.{cls.__qualname__}"
+    fingerprint = getattr(dataset, "fingerprint", None)
+    yield str(fingerprint() if callable(fingerprint) else None)
+    if isinstance(dataset, Subset):
+        yield _digest(dataset.indices)
+    for value in list(getattr(dataset, "__dict__", {}).values()):
+        for item in _items(value):
+            if isinstance(item, Dataset):
+                yield from _walk(item, seen)
+
+
+def _items(value: Any) -> list[Any]:
+    """Return the values of a container of datasets, such as that of a ``ConcatDataset``, or the value itself."""
+    if isinstance(value, (list, tuple, dict)):
+        items = list(value.values()) if isinstance(value, dict) else value
+        # One look: it may be a list of a million files.
+        return list(items) if items and isinstance(items[0], Dataset) else []
+    return [value]
+
+
+def _digest(indices: Any) -> str:
+    try:
+        array = np.asarray(indices)
+        if array.dtype.kind in "iu":
+            return digest(array)
+        return hashlib.blake2b(encode_key(list(indices)), digest_size=8).hexdigest()
+    except (TypeError, ValueError, DataSettingsError):
+        # Keys of the user's own classes: their texts may hold addresses, which differ on each host.
+        return f"{len(indices)} keys"

@@ -1,0 +1,58 @@
+"""The world that DataModules see on a data host: one process, which reads all of the data.
+
+The data service splits the samples over the ranks. Code that also splits them, by ``torch.distributed`` or by the
+variables of torchrun, must find nothing to split: it would leave out what it takes for the parts of other ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch.distributed
+
+_VARIABLES = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "GROUP_RANK": "0",
+    "NODE_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+}
+
+
+@contextmanager
+def world_of_one() -> Iterator[None]:
+    """Make ``torch.distributed`` and torchrun's variables tell of a world of one, here and in forks.
+
+    A process group that the user's script has made stays as it is.
+    """
+    before = {name: os.environ.get(name) for name in _VARIABLES}
+    os.environ.update(_VARIABLES)
+    is_ours = torch.distributed.is_available() and not torch.distributed.is_initialized() and _init_group()
+    try:
+        yield
+    finally:
+        if is_ours:
+            torch.distributed.destroy_process_group()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _init_group() -> bool:
+    """Make a process group of one process without threads, if this version of torch has one.
+
+    Gloo's groups start three threads, and this process forks. Torch's group for its own tests starts none; alone, its
+    collective operations give what Gloo's give. Without it, what needs a group fails with torch's own error.
+    """
+    with suppress(ImportError):
+        from torch.testing._internal.distributed import fake_pg  # registers the backend  # noqa: F401, PLC0415
+
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # documented, but not in its __all__
+        torch.distributed.init_process_group("fake", store=store, rank=0, world_size=1)
+        return True
+    return False

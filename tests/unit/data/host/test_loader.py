@@ -1,0 +1,236 @@
+"""What data hosts make of the user's loaders."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+    random_split,
+)
+
+from lightning_sm.data.batch.arena import Arena
+from lightning_sm.data.host.loader import ServedLoader
+from lightning_sm.data.ipc.processes import in_fork
+from lightning_sm.data.protocol.spec import BatchSpec
+from lightning_sm.errors import DataSettingsError
+
+
+class Numbers(Dataset):
+    """A number for each index."""
+
+    def __init__(self, length=10):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return index
+
+
+class Handles(Numbers):
+    """Numbers from a file that must not be shared between processes."""
+
+    handle = "of the main process"
+
+    def __getitem__(self, index):
+        return f"{index} {self.handle}"
+
+    def __getstate__(self):
+        return {"length": self.length, "handle": "of this worker"}
+
+
+class Asking(Numbers):
+    """What each loader's samples learn of their worker."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def __getitem__(self, index):
+        info = get_worker_info()
+        return [info.dataset.name, info.id, info.num_workers]
+
+
+class Counting(Sampler):
+    """Counts its passes."""
+
+    def __init__(self):
+        self.num_passes = 0
+
+    def __iter__(self):
+        self.num_passes += 1
+        return iter([self.num_passes])
+
+    def __len__(self):
+        return 1
+
+
+class Mine(BatchSampler):
+    """A batch sampler of the user's."""
+
+
+class Doubling(DataLoader):
+    """A loader that changes its batches."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch * 2
+
+
+class Filtering(DataLoader):
+    """A loader that changes its batches in another place, as those of torch_geometric do."""
+
+    def _get_iterator(self):
+        return iter([])
+
+
+class Named(DataLoader):
+    """A loader that does nothing of its own when it is iterated."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.name = "mine"
+
+
+def served(loader, stage="train", **options):
+    """Serve a loader."""
+    return ServedLoader(loader, f"{stage}_dataloader()", stage, 0, **options)
+
+
+def batch(loader, *keys, epoch=0):
+    """Return the batch of some keys."""
+    arena = Arena(np.zeros(1 << 16, np.uint8))
+    return loader.batch(BatchSpec("o", 0, 0, epoch, 0, 0, 0, np.array(keys)), arena)
+
+
+def order(loader, epoch=0):
+    """Return the order of a pass, as a data host computes it."""
+    keys, offsets = in_fork(lambda: loader.sampler_order(0, epoch, 0))
+    return keys.tolist() if offsets is None else (keys.tolist(), offsets.tolist())
+
+
+def test_another_split_is_other_data():
+    """Hosts that split by themselves, with other generators, are found out; on resume, too."""
+    splits = [random_split(Numbers(), [7, 3], generator=torch.Generator().manual_seed(seed))[0] for seed in (1, 1, 2)]
+    one, same, other = (served(DataLoader(split)).facts for split in splits)
+    assert one == same
+    assert one.identity != other.identity
+    assert one.fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize(("loader_class", "method"), [(Doubling, "__iter__"), (Filtering, "_get_iterator")])
+def test_a_loader_that_iterates_in_its_own_way_is_refused(loader_class, method):
+    """What it does to batches would be left out silently: the error names the method, and where to put its code."""
+    with pytest.raises(DataSettingsError, match=rf"do not call {loader_class.__name__}\.{method}.*collate_fn"):
+        served(loader_class(Numbers()))
+
+
+def test_other_subclasses_of_dataloader_are_served(monkeypatch):
+    """Those that only set something, and torchdata's, which yields the same batches."""
+    assert served(Named(Numbers())).facts.num_samples == 10
+    monkeypatch.setattr(Doubling, "__module__", "torchdata.stateful_dataloader")
+    assert served(Doubling(Numbers())).facts.num_samples == 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"drop_last": True}, {"sampler": DistributedSampler(Numbers(), 2, 0, drop_last=True), "drop_last": True}],
+)
+def test_predictions_drop_nothing(options):
+    """Lightning predicts every sample."""
+    assert served(DataLoader(Numbers(), batch_size=4, **options)).facts.drop_last
+    assert not served(DataLoader(Numbers(), batch_size=4, **options), "predict").facts.drop_last
+
+
+def test_batch_samplers_of_predictions_drop_nothing():
+    """Those of the user's own, too."""
+    loader = DataLoader(Numbers(), batch_sampler=Mine(SequentialSampler(Numbers()), 4, drop_last=True))
+    assert order(served(loader))[1] == [0, 4, 8]
+    assert order(served(loader, "predict"))[1] == [0, 4, 8, 10]
+
+
+def test_a_batch_sampler_without_a_batch_is_no_error():
+    """There is nothing to do."""
+    loader = DataLoader(Numbers(3), batch_sampler=Mine(SequentialSampler(Numbers(3)), 8, drop_last=True))
+    assert order(served(loader)) == ([], [0])
+
+
+def test_a_sampler_that_cannot_be_iterated_fails_in_a_pass():
+    """Not when the loader opens: a local one may never be iterated."""
+    loader = served(DataLoader(Numbers(), sampler=WeightedRandomSampler([], 4)))
+    with pytest.raises(RuntimeError):
+        order(loader)
+
+
+def test_loaders_of_empty_datasets_are_served():
+    """A dataset may have nothing for a stage."""
+    assert served(DataLoader(Numbers(0))).facts.num_samples == 0
+
+
+def test_a_sampler_is_as_old_as_its_loader():
+    """Loaders that are reloaded in an epoch have new samplers; in tests, the epochs of training do not count."""
+    loader = DataLoader(Numbers(), sampler=Counting())
+    assert order(served(loader), epoch=2) == [3]
+    assert order(served(loader, epoch=2), epoch=2) == [1]
+    assert order(served(loader, "test"), epoch=2) == [1]
+
+
+def test_samples_see_the_dataset_of_their_loader():
+    """get_worker_info() is that of the loader whose batch is built, whichever worker was prepared last."""
+    train, val = (served(DataLoader(Asking(stage), collate_fn=list), stage) for stage in ("train", "val"))
+
+    def batches():
+        for loader in (train, val):
+            loader.enter_worker("algo-1", 2, 4)
+        return [batch(loader, 0) for loader in (train, val, train)]
+
+    assert in_fork(batches) == [[["train", 2, 4]], [["val", 2, 4]], [["train", 2, 4]]]
+
+
+def drawn_in_worker(run=0, host="algo-1", worker=0, stage="train"):
+    """Return what a worker draws when it is prepared."""
+    drawn = []
+
+    def prepare(_):
+        drawn.append(np.random.default_rng(get_worker_info().seed).integers(1 << 40))
+        drawn.append(np.random.default_rng(torch.initial_seed()).integers(1 << 40))
+
+    loader = served(DataLoader(Numbers(), worker_init_fn=prepare), stage, seed=run)
+
+    def run_worker():
+        loader.enter_worker(host, worker, 4)
+        return drawn
+
+    return in_fork(run_worker)
+
+
+@pytest.mark.parametrize("other", [{"run": 1}, {"host": "algo-2"}, {"worker": 1}, {"stage": "val"}])
+def test_workers_draw_different_numbers(other):
+    """The seed of a worker depends on run, host, worker and loader; a worker that replaces another has the same."""
+    assert drawn_in_worker() == drawn_in_worker()
+    assert not set(drawn_in_worker()) & set(drawn_in_worker(**other))
+
+
+def test_a_loader_with_spawned_workers_has_copies_of_the_dataset():
+    """Each worker gets the dataset as pickling leaves it, as a spawned worker does; others share the main process's."""
+
+    def handles(**options):
+        loader = served(DataLoader(Handles(), collate_fn=list, **options))
+
+        def run_worker():
+            loader.enter_worker("algo-1", 0, 1)
+            return batch(loader, 3)
+
+        return in_fork(run_worker)
+
+    assert handles(num_workers=1, multiprocessing_context="spawn") == ["3 of this worker"]
+    assert handles(num_workers=1, multiprocessing_context="fork") == ["3 of the main process"]
+    assert handles() == ["3 of the main process"]

@@ -1,0 +1,105 @@
+"""Code that splits data by rank finds a world of one process on a data host."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+
+from lightning_sm.data.host.world import world_of_one
+
+
+@pytest.fixture
+def torchrun(monkeypatch):
+    """Variables of rank 5 of 8."""
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_torchruns_variables_tell_of_one_process(torchrun):
+    """Code that reads them splits nothing, and afterwards they are what they were."""
+    before = dict(os.environ)
+    with world_of_one():
+        assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK")] == ["0"] * 4
+        assert [os.environ[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")] == ["1"] * 2
+    assert dict(os.environ) == before
+
+
+def test_there_is_a_process_group_of_one():
+    """Ranks can be asked for, a sampler without arguments yields all, and the group is gone afterwards."""
+    with world_of_one():
+        assert dist.is_initialized()
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+        assert list(DistributedSampler(range(5), shuffle=False)) == [0, 1, 2, 3, 4]
+    assert not dist.is_initialized()
+
+
+def test_the_group_starts_no_threads():
+    """Data hosts fork their workers: a thread could hold a lock for ever."""
+    before = len(os.listdir("/proc/self/task"))
+    with world_of_one():
+        dist.barrier()
+        assert len(os.listdir("/proc/self/task")) == before
+
+
+def summed():
+    """All-reduce."""
+    tensor = torch.arange(3.0)
+    dist.all_reduce(tensor)
+    return tensor.tolist()
+
+
+def gathered():
+    """All-gather."""
+    tensors = [torch.zeros(3)]
+    dist.all_gather(tensors, torch.arange(3.0))
+    return tensors[0].tolist()
+
+
+def gathered_objects():
+    """All-gather of objects."""
+    objects = [None]
+    dist.all_gather_object(objects, {"files": 3})
+    return objects
+
+
+def broadcast_objects():
+    """Broadcast."""
+    objects = ["a", "b"]
+    dist.broadcast_object_list(objects)
+    return objects
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        (dist.barrier, None),
+        (summed, [0, 1, 2]),
+        (gathered, [0, 1, 2]),
+        (gathered_objects, [{"files": 3}]),
+        (broadcast_objects, ["a", "b"]),
+    ],
+)
+def test_collective_operations_give_what_gloo_gives(operation, expected):
+    """In a world of one, torch's group for tests is right: hooks let rank 0 prepare and tell the others."""
+    with world_of_one():
+        assert operation() == expected
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert operation() == expected
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_of_the_users_own_stays():
+    """A script that has made one on the data host keeps it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with world_of_one():
+            assert dist.get_backend() == "gloo"
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
