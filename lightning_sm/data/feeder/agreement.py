@@ -47,7 +47,8 @@ class LoaderAgreement:
             return  # the training continues without this host
         replies = self._replies.setdefault(name, {})
         replies[host] = reply
-        self._first.setdefault(name, now)
+        if name not in self._answered:
+            self._first.setdefault(name, now)
         if "error" in reply:
             error: type[DataServiceError] = getattr(errors, reply["error"])
             raise error(f"Data host {host} failed in {reply['where']}:\n{reply['text']}")
@@ -64,11 +65,12 @@ class LoaderAgreement:
         """
         for name, first in list(self._first.items()):
             replies = self._replies[name]
-            if name in self._answered or any("error" in reply for reply in replies.values()):
+            if any("error" in reply for reply in replies.values()):
                 continue
             # Hosts that were missing for an earlier request do not delay later ones.
             if len(replies) >= (len(self._present) or self._num_hosts) or now - first >= _PATIENCE_S:
                 self._answered.add(name)
+                del self._first[name]
                 self._present = set(replies)
                 _check_agreement(replies)
                 self._answer(name, next(iter(replies.values())))

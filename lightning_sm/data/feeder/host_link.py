@@ -117,8 +117,12 @@ class HostLink:
             request: Run of the Trainer, stage and hook whose loaders to open.
         """
         with self._lock:
-            # A new run of the Trainer has no use for the loaders of the one before.
+            # A new run of the Trainer has no use for the loaders of the one before, and hosts forget those of a hook
+            # but the last two. A host that is restarted in epoch 300 must not run train_dataloader() 300 times.
             self._wanted = {name: old for name, old in self._wanted.items() if old["run"] == request["run"]}
+            earlier = [old for old, facts in self._wanted.items() if facts["loaders"] == request["loaders"]]
+            for old in earlier[:-1]:
+                del self._wanted[old]
             self._opened &= set(self._wanted)
             self._wanted[name] = request
         self._nudge.set()
@@ -262,6 +266,7 @@ class HostLink:
         detail = "the data host closed the stream"
         try:
             for message in call:
+                self._num_silent = 0  # a host that sends batches lives, even if it is too busy for heartbeats
                 for request_id, kind, value, payload in frames(message):
                     self._owner.link_frame(self, request_id, kind, value, payload)
         except grpc.RpcError as error:

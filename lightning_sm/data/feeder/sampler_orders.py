@@ -105,7 +105,7 @@ class SamplerOrders:
         self._known: OrderedDict[str, Future[SamplerOrder]] = OrderedDict()
         self._agreements = ThreadPoolExecutor(_NUM_REMEMBERED, thread_name_prefix="sampler order")
         self._requests = ThreadPoolExecutor(4 * max(1, len(links)), thread_name_prefix="sampler order of host")
-        self._is_closed = False
+        self._closed = threading.Event()
 
     def get(self, facts: Mapping[str, Any]) -> SamplerOrder:
         """Return the order of a pass, as soon as the hosts agree on it.
@@ -129,13 +129,13 @@ class SamplerOrders:
         try:
             return order.result()
         except Exception as error:
-            if self._is_closed:  # the thread pools are
+            if self._closed.is_set():  # the thread pools are
                 raise DataServiceError("The training has ended.") from error
             raise
 
     def close(self) -> None:
         """Stop all requests."""
-        self._is_closed = True
+        self._closed.set()
         for pool in (self._agreements, self._requests):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -144,12 +144,16 @@ class SamplerOrders:
         orders: dict[str, SamplerOrder] = {}
         patience_s = _PATIENCE_S
         num_crashes = 0
-        while not self._is_closed:
+        while not self._closed.is_set():
             up = {link.name: link for link in self._links.values() if link.state is LinkState.UP}
             for name, link in up.items():
                 if name not in replies:
                     replies[name] = self._requests.submit(_request, link, request)
-            wait([reply for name, reply in replies.items() if name not in orders], _PERIOD_S, FIRST_COMPLETED)
+            pending = [reply for name, reply in replies.items() if name not in orders]
+            if pending:
+                wait(pending, _PERIOD_S, FIRST_COMPLETED)
+            else:  # no host is up
+                self._closed.wait(_PERIOD_S)
             for name, reply in list(replies.items()):
                 if name in orders or not reply.done():
                     continue

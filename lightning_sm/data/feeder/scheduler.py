@@ -21,6 +21,8 @@ from enum import Enum
 from itertools import count, takewhile
 from typing import NamedTuple
 
+# Frames carry request ids as 32 bits, which last five days at 10,000 requests per second. Then they start again.
+_NUM_REQUEST_IDS = 1 << 32
 # Weight of a new sample in a host's moving average: one heavy batch must not make a host look slow.
 _LATENCY_WEIGHT = 0.25
 # A host lags that is this many times slower than the fastest.
@@ -488,7 +490,7 @@ class Scheduler:
     def _send(self, host: _Host, current: _Pass, step: int, now: float, *, is_hedge: bool) -> Request:
         if not self._requests:
             self._measured_until = now
-        request = Request(next(self._request_ids), host.host, current.pass_id, step, is_hedge, now)
+        request = Request(next(self._request_ids) % _NUM_REQUEST_IDS, host.host, current.pass_id, step, is_hedge, now)
         self._num_hedges += is_hedge
         host.num_hedges += is_hedge
         host.num_in_flight += 1

@@ -170,7 +170,7 @@ class RemoteDataModule(LightningDataModule):
         """Hyperparameters of the wrapped DataModule, as ``save_hyperparameters`` recorded them."""
         return self._datamodule.hparams_initial
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage: str = "fit") -> None:
         """Connect to the data hosts, and wait until the first one has run the user's ``setup``.
 
         Args:

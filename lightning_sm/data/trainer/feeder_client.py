@@ -128,7 +128,10 @@ class FeederClient:
         """End a pass, and return the batches that arrived but were not taken; may be called from a finalizer."""
         inbox = self._inboxes.pop(pass_id, deque())
         self._release(Released.PASS, pass_id, 0)
-        return [message for message in inbox if message.kind == "batch"]
+        messages = []
+        while inbox:
+            messages.append(inbox.popleft())
+        return [message for message in messages if message.kind == "batch"]
 
     def next(self, pass_id: int, timeout_s: float, poll: Callable[[], bool]) -> Message:
         """Wait for the next batch of a pass, or its end: a message of kind "batch" or "end".
@@ -177,7 +180,10 @@ class FeederClient:
 
     def describe(self) -> str:
         """Return lines about hosts and passes, for messages."""
-        state = self.state()
+        try:
+            state = self.state()
+        except errors.DataServiceError as error:  # a message must not end a training
+            return f"  {error}"
         lines = []
         for host in state["hosts"]:
             why = f" ({host['why']})" if host["why"] else ""
@@ -279,9 +285,16 @@ class FeederClient:
             self._error = message
         elif (inbox := self._inboxes.get(message.facts["pass_id"])) is not None:
             inbox.append(message)
-        elif message.kind == "batch":  # of a pass that has been closed since
-            self.release(message.facts["ring"], message.facts["slot"])
+            # A finalizer may have closed the pass after the lookup.
+            if message.facts["pass_id"] not in self._inboxes and inbox:
+                self._discard(inbox.popleft())
+        else:  # of a pass that has been closed since
+            self._discard(message)
         return True
+
+    def _discard(self, message: Message) -> None:
+        if message.kind == "batch":
+            self.release(message.facts["ring"], message.facts["slot"])
 
     def _raise_error(self, pass_id: int | None) -> None:
         """Raise an error that ends all passes, or the one at which a pass has arrived."""

@@ -92,8 +92,8 @@ class LoaderStats:
         )
 
 
-def with_busy_fraction(hosts: list[dict[str, Any]], before: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Add the fraction of the time since an earlier report that the workers of each data host were busy.
+def since(hosts: list[dict[str, Any]], before: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Count from an earlier report on, and add the fraction of the time since then that a host's workers were busy.
 
     Args:
         hosts: The data hosts' states from the feeder.
@@ -106,7 +106,8 @@ def with_busy_fraction(hosts: list[dict[str, Any]], before: Mapping[str, Mapping
         busy_s = (host["busy_s"] or 0.0) - (old.get("busy_s") or 0.0)
         # A restarted host counts from zero.
         fraction = min(1.0, busy_s / seconds) if seconds > 0 and busy_s >= 0 else None
-        reports.append({**host, "busy_fraction": fraction})
+        counts = {name: host[name] - old.get(name, 0) for name in ("batches", "retries", "hedges")}
+        reports.append({**host, **counts, "busy_fraction": fraction})
     return reports
 
 
@@ -125,7 +126,7 @@ def advice(input_bound: float, hosts: Sequence[Mapping[str, Any]]) -> str | None
 
     Args:
         input_bound: Fraction of the time that the training loop waited.
-        hosts: The data hosts' states from ``with_busy_fraction``.
+        hosts: The data hosts' states from ``since``.
     """
     if input_bound < _NOTICEABLE_WAIT:
         return None

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_sm.data.trainer.loader import RemoteLoader
-from lightning_sm.data.trainer.metrics import LoaderStats, advice, host_line, with_busy_fraction
+from lightning_sm.data.trainer.metrics import LoaderStats, advice, host_line, since
 from lightning_sm.data.trainer.position import batches_taken
+from lightning_sm.errors import DataServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,9 @@ class Reporter:
         is_due = trainer.loggers and loader.stats.num_batches % trainer.log_every_n_steps == 0
         if not (is_last or is_due):
             return
-        state = self._state()
+        state = self._state_or_none()
+        if state is None:
+            return
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         for log in trainer.loggers:
             log.log_metrics(loader.stats.metrics(state), step=step)
@@ -53,14 +56,25 @@ class Reporter:
             loader: The loader of the epoch.
             trainer: The Trainer; None if there is none.
         """
-        if trainer is not None and loader.stats.num_batches:
-            self._log_lines(loader, trainer, self._state()["hosts"])
+        if trainer is None or not loader.stats.num_batches:
+            return
+        state = self._state_or_none()
+        if state is not None:
+            self._log_lines(loader, trainer, state["hosts"])
+
+    def _state_or_none(self) -> dict[str, Any] | None:
+        """The state, or None if the feeder does not answer: a training must not end because of its statistics."""
+        try:
+            return self._state()
+        except DataServiceError as error:
+            logger.warning("There are no statistics of the data service: %s", error)
+            return None
 
     def _log_lines(self, loader: RemoteLoader, trainer: Any, hosts: list[dict[str, Any]]) -> None:
         if trainer.local_rank == 0:
             logger.info("%s", loader.stats.line(f"epoch {self._epoch}, data of rank {trainer.global_rank}"))
         if trainer.is_global_zero:
-            reports = with_busy_fraction(hosts, self._hosts)
+            reports = since(hosts, self._hosts)
             self._hosts = {host["name"]: host for host in hosts}
             for report in reports:
                 logger.info("%s", host_line(report))

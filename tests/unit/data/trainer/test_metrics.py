@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_sm.data.trainer.metrics import LoaderStats, advice, host_line, with_busy_fraction
+from lightning_sm.data.trainer.metrics import LoaderStats, advice, host_line, since
 
 MESSAGE = {"num_bytes": 2_000_000, "ready": 3, "queue_s": 0.5, "produce_s": 0.25}
 
@@ -53,11 +53,12 @@ def test_metrics_are_per_batch_and_per_second():
 
 
 def test_the_busy_part_is_of_the_time_since_the_last_report():
-    """Workers' seconds over seconds times workers; a restarted host has none."""
-    before = {"algo-2": host(busy_s=4.0, up_s=5.0), "algo-3": host("algo-3", busy_s=100.0, up_s=5.0)}
-    first, second = with_busy_fraction([host(), host("algo-3")], before)
+    """Workers' seconds over seconds times workers; a restarted host has none. Counts are since then, too."""
+    before = {"algo-2": host(busy_s=4.0, up_s=5.0, batches=7), "algo-3": host("algo-3", busy_s=100.0, up_s=5.0)}
+    first, second = since([host(), host("algo-3")], before)
     assert first["busy_fraction"] == pytest.approx(4.0 / (5.0 * 4))
     assert second["busy_fraction"] is None
+    assert (first["batches"], first["retries"], first["hedges"]) == (3, 0, 0)
 
 
 def test_a_line_tells_state_and_work():
