@@ -301,6 +301,8 @@ _FROM_JSON = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _parse(header: bytes) -> tuple[int, Any]:
+    if (num_lists := header.count(b"[")) > batch_format.MAX_LISTS:
+        raise WireError(f"The header of a batch has {num_lists} lists; {batch_format.MAX_LISTS} are allowed.")
     try:
         message = _FROM_JSON.decode(header.decode("utf-8"))
     except (ValueError, RecursionError) as error:

@@ -48,7 +48,13 @@ def encode(batch: Any, arena: Arena) -> bytes:
     encoder = _Encoder()
     tree = encoder.node(batch)
     arena.place(encoder.leaves)
-    return _TO_JSON.encode([batch_format.FORMAT, batch_format.VERSION, arena.used, tree]).encode("ascii")
+    header = _TO_JSON.encode([batch_format.FORMAT, batch_format.VERSION, arena.used, tree]).encode("ascii")
+    if (num_lists := header.count(b"[")) > batch_format.MAX_LISTS:
+        raise BatchTooLargeError(
+            f"A batch has {num_lists} lists and opening brackets in texts; {batch_format.MAX_LISTS} are allowed. "
+            "Convert numbers to tensors, and long texts to bytes."
+        )
+    return header
 
 
 class _Attribute(str):

@@ -18,6 +18,9 @@ import torch
 MAX_DEPTH = 64
 """Levels of nested containers that a batch may have."""
 
+MAX_LISTS = 2**22
+"""Brackets that a header may have: a list takes 5 bytes in the header, but more than 100 as nodes and objects."""
+
 FORMAT = "lsm-batch"
 VERSION = 1
 REQUIRES_GRAD = 1  # flags of a tensor

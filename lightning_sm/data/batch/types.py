@@ -142,6 +142,9 @@ def rebuild_dataclass(cls: type, values: dict[str, Any]) -> Any:
 
 def field_names(cls: type) -> list[str] | None:
     """Return the fields of a dataclass or named tuple, or None for any other class."""
+    # A finalizer would run on what a message says, in an object that no __init__ has made.
+    if hasattr(cls, "__del__"):
+        return None
     if issubclass(cls, tuple):
         names = getattr(cls, "_fields", None)
         return list(names) if isinstance(names, tuple) else None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
+from lightning_sm.data.batch import format as batch_format
 from lightning_sm.data.batch.arena import Arena
 from lightning_sm.data.batch.decode import decode
 from lightning_sm.data.batch.encode import encode
@@ -125,6 +127,18 @@ def test_broken_message_is_refused(name):
     """A broken or malicious message is a WireError, and no other error."""
     with pytest.raises(WireError):
         decode(BROKEN[name], make_slot(64))
+
+
+def test_a_header_full_of_lists_takes_no_memory():
+    """Lists cost 20 times their bytes: a header with more of them than any batch has is refused before it is parsed."""
+    message = b'["lsm-batch",1,0,["l"' + b',["l"]' * (batch_format.MAX_LISTS + 1) + b"]]"
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError, match=r"has 4194307 lists; 4194304 are allowed"):
+            decode(message, make_slot(0))
+        assert tracemalloc.get_traced_memory()[1] < len(message)
+    finally:
+        tracemalloc.stop()
 
 
 def test_jagged_lengths_and_packed_orders_are_checked():

@@ -113,6 +113,14 @@ def test_explosion_of_shared_containers_is_an_error(monkeypatch):
         send(shared)
 
 
+def test_more_lists_than_a_trainer_takes_are_an_error_of_the_data_host(monkeypatch):
+    """A batch that the trainer would refuse for its many lists is refused where it is made, with what to do."""
+    monkeypatch.setattr("lightning_sm.data.batch.format.MAX_LISTS", 100)
+    assert send([[]] * 90) == [[]] * 90
+    with pytest.raises(BatchTooLargeError, match=r"has 102 lists .* 100 are allowed. Convert numbers to tensors"):
+        send([[]] * 100)
+
+
 def test_batch_too_large_names_both_sizes():
     """A batch that does not fit says how many bytes it needs, how many there are, and which setting to raise."""
     with pytest.raises(BatchTooLargeError, match=r"needs at least 4000 bytes, but a slot has 1024.*max_batch_bytes"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
 from collections import namedtuple
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -34,6 +36,27 @@ def registry(monkeypatch):
     """Let a test register types of its own."""
     monkeypatch.setattr(batch_types, "_by_class", dict(batch_types._by_class))
     monkeypatch.setattr(batch_types, "_by_name", dict(batch_types._by_name))
+
+
+@dataclasses.dataclass
+class Temporary:
+    """Names a file that goes with it."""
+
+    path: str
+    removed: ClassVar[list[str]] = []
+
+    def __del__(self):
+        self.removed.append(self.path)
+
+
+def test_a_class_with_a_finalizer_is_not_built_from_a_message():
+    """Neither end takes it: its finalizer would run on what somebody else says, without its __init__."""
+    with pytest.raises(BatchTypeError, match=r"Temporary, which cannot be sent. Register its class"):
+        send([Temporary("own")])
+    Temporary.removed.clear()
+    with pytest.raises(BatchTypeError, match="Temporary"):
+        decode(header(["x", f"{__name__}:Temporary", ["path"], ["/etc/passwd"]]), make_slot(0))
+    assert Temporary.removed == []
 
 
 @pytest.mark.usefixtures("registry")
