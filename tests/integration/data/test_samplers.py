@@ -4,8 +4,10 @@ import collections
 import os
 import random
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -13,15 +15,16 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     Subset,
     WeightedRandomSampler,
     get_worker_info,
     random_split,
 )
 
-from lightning_sm.errors import DataHostMismatchError, RemoteTransformError
-from tests.integration.data.cluster import remote
-from tests.integration.data.datasets import stream_hash
+from lightning_sm.errors import DataHostMismatchError, DataSettingsError, RemoteTransformError
+from tests.integration.data.cluster import Host, remote, running
+from tests.integration.data.datasets import HOST_VARIABLE, stream_hash
 
 pytestmark = pytest.mark.processes
 
@@ -99,6 +102,20 @@ class Counting(Backwards):
         return iter([f"number {number}" for number in numbers])
 
 
+class Own(Backwards):
+    """An order that is drawn from a generator of the sampler's own."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+
+    def __iter__(self):
+        return iter(self.rng.permutation(LENGTH).tolist())
+
+
+class Mine(BatchSampler):
+    """A batch sampler of the user's."""
+
+
 class Growing(Sampler):
     """Batches of 1, 2, 3, ... samples, in another order every epoch."""
 
@@ -132,6 +149,43 @@ class Faulty(Backwards):
         raise ZeroDivisionError("no samples per class")
 
 
+class Doubling(DataLoader):
+    """A loader that changes its batches."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield {"index": batch["index"] * 2}
+
+
+class Unsplittable(Numbers):
+    """A dataset that finds out too late that it cannot be served."""
+
+    def __getitem__(self, index):
+        raise DataSettingsError("self.trainer.global_rank=0 and self.trainer.world_size=8 were both read")
+
+
+class Parts(Numbers):
+    """Notes in each sample which part of the data its process takes for its own."""
+
+    def __getitem__(self, index):
+        places = (os.environ["RANK"], os.environ["WORLD_SIZE"], dist.get_rank(), dist.get_world_size())
+        return {"index": index, "place": [int(place) for place in places]}
+
+
+def grouped(samples):
+    """Collate to a structure of Python's."""
+    groups = collections.defaultdict(list)
+    for sample in samples:
+        groups[sample["index"] % 3].append(sample["index"])
+    return {"groups": groups, "device": torch.device("cpu")}
+
+
+def split_by_host():
+    """Split the data in another way on each host."""
+    seed = ord(os.environ[HOST_VARIABLE])
+    return DataLoader(random_split(Numbers(), [40, 10], generator=torch.Generator().manual_seed(seed))[0])
+
+
 def first_and_last(samples):
     """Collate in a way of the user's own."""
     return [samples[0]["index"], samples[-1]["index"], torch.rand(1)]
@@ -158,6 +212,10 @@ def make():
         "collated": DataLoader(numbers, batch_size=8, collate_fn=first_and_last),
         "prepared": DataLoader(Workers(), batch_size=8, worker_init_fn=prepare),
         "nested": [DataLoader(numbers, batch_size=10), (DataLoader(numbers, batch_size=25),)],
+        "own": DataLoader(numbers, batch_size=8, sampler=Own()),
+        "bare": DataLoader(numbers, batch_size=8, sampler=DistributedSampler(numbers)),
+        "none": DataLoader(numbers, batch_sampler=Mine(SequentialSampler(range(3)), 8, drop_last=True)),
+        "grouped": DataLoader(numbers, batch_size=8, collate_fn=grouped),
         "dishonest": DataLoader(numbers, batch_size=8, sampler=Dishonest()),
         "faulty": DataLoader(numbers, batch_size=8, sampler=Faulty()),
     }
@@ -196,7 +254,7 @@ def params(cheap, widening):
 @pytest.mark.parametrize(
     "name",
     params(
-        ["drawn", "growing", "counting", "distributed", "unbatched"],
+        ["drawn", "growing", "counting", "own", "distributed", "unbatched"],
         ["backwards", "words", "split", "collated", "weighted", "replacement", "batches", "subset", "lists"],
     ),
 )
@@ -210,7 +268,7 @@ def test_one_host_gives_the_same_stream_as_two(loaders, loaders_of_one, name):
 
 
 @pytest.mark.parametrize(
-    "name", params(["growing", "words", "distributed"], ["backwards", "batches", "counting", "lists"])
+    "name", params(["growing", "words", "own", "bare"], ["backwards", "batches", "counting", "distributed", "lists"])
 )
 def test_every_sample_comes_once(loaders, name):
     """Custom orders leave nothing out and repeat nothing; the padding of DistributedSampler is not needed."""
@@ -248,6 +306,26 @@ def test_orders_are_those_of_the_samplers(loaders):
     assert [batch[:2] for batch in taken(loaders["collated"])] == [
         [start, min(start + 7, 49)] for start in range(0, 50, 8)
     ]
+
+
+def test_samplers_go_on_from_epoch_to_epoch(loaders):
+    """A generator or a counter of the sampler's own gives another order in each epoch, as with a local loader."""
+    for name in ("own", "counting"):
+        assert len({tuple(indices(taken(loaders[name], epoch))) for epoch in range(4)}) == 4
+
+
+def test_a_batch_sampler_may_have_no_batches(loaders):
+    """Then a pass has none."""
+    assert taken(loaders["none"]) == []
+    assert len(loaders["none"]) == 0
+
+
+def test_structures_of_python_arrive_as_they_are(loaders):
+    """A defaultdict with a builtin factory, and a device."""
+    first = taken(loaders["grouped"])[0]
+    assert first["groups"] == {0: [0, 3, 6], 1: [1, 4, 7], 2: [2, 5]}
+    assert first["groups"]["another"] == []
+    assert first["device"] == torch.device("cpu")
 
 
 def expected_growing(epoch):
@@ -296,3 +374,37 @@ def test_an_exception_in_worker_init_fn_comes_with_its_traceback(pool):
         pytest.raises(RemoteTransformError, match="no cache for worker 0"),
     ):
         list(module.train_dataloader())
+
+
+def test_hosts_that_split_the_data_differently_are_an_error(pool):
+    """Some samples would be trained on and validated with: nothing is served."""
+    with (
+        remote(pool.serve(split_by_host)[:2]) as module,
+        pytest.raises(DataHostMismatchError, match=r"Data hosts serve different data(.|\n)*seeds in setup"),
+    ):
+        module.train_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (lambda: Doubling(Numbers(), batch_size=8), r"do not call Doubling\.__iter__"),
+        (lambda: DataLoader(Unsplittable(), batch_size=8), "global_rank=0 and self.trainer.world_size=8"),
+    ],
+)
+def test_what_cannot_be_served_is_an_error_of_the_settings(pool, loader, message):
+    """The message is the data host's, without a traceback: the user has to write something else."""
+    with remote(pool.serve(loader)[:1]) as module, pytest.raises(DataSettingsError, match=message) as caught:
+        list(module.train_dataloader())
+    assert "Traceback" not in str(caught.value)
+
+
+def test_data_is_not_split_by_the_rank_of_the_process(monkeypatch):
+    """A data host that a rank of torchrun starts, as local workers are, is a world of one."""
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    host = Host("r", lambda: DataLoader(Parts(), batch_size=10, sampler=DistributedSampler(Parts(), shuffle=False)), 1)
+    with running(host), remote([host]) as module:
+        batches = list(module.train_dataloader())
+    assert indices(batches) == list(range(LENGTH))
+    assert {tuple(place) for batch in batches for place in torch.stack(batch["place"], 1).tolist()} == {(0, 1, 0, 1)}
