@@ -11,7 +11,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 # The tests in containers form one group, which takes longest and so starts before the other groups.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help train test proof check lint unit format clean
+.PHONY: help train test proof gpu check lint unit format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -26,6 +26,9 @@ test: $(READY) $(TOOLKIT) ## set up .venv and test every property of the product
 
 proof: test $(SDK3)/.ready ## make test, then full matrices, all examples, both SDKs and both Lightnings
 	$(PYTEST) -m proof tests/containers tests/integration tests/unit
+
+gpu: $(READY) ## what only a GPU shows: page-locked slots, CUDA graphs, the example app on CUDA
+	$(BIN)/python -m pytest -rs tests/gpu
 
 check: $(READY) ## what every commit must pass: lint and unit tests
 	@$(MAKE) --no-print-directory --output-sync=target -j2 lint unit

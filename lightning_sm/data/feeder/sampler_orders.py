@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -149,11 +149,7 @@ class SamplerOrders:
             for name, link in up.items():
                 if name not in replies:
                     replies[name] = self._requests.submit(_request, link, request)
-            pending = [reply for name, reply in replies.items() if name not in orders]
-            if pending:
-                wait(pending, _PERIOD_S, FIRST_COMPLETED)
-            else:  # no host is up
-                self._closed.wait(_PERIOD_S)
+            self._pause([reply for name, reply in replies.items() if name not in orders])
             for name, reply in list(replies.items()):
                 if name in orders or not reply.done():
                     continue
@@ -179,6 +175,13 @@ class SamplerOrders:
                         reply.add_done_callback(partial(self._compare_late, request, orders, name))
                 return next(iter(orders.values()))
         raise DataServiceError("The training has ended.")
+
+    def _pause(self, pending: Sequence[_Reply]) -> None:
+        """Wait for the first reply; while no host is up, there is none to wait for."""
+        if pending:
+            wait(pending, _PERIOD_S, FIRST_COMPLETED)
+        else:
+            self._closed.wait(_PERIOD_S)
 
     def _compare_late(
         self, request: Mapping[str, Any], orders: Mapping[str, SamplerOrder], name: str, reply: _Reply

@@ -1,0 +1,51 @@
+"""The example app trains on a GPU with the batches of a data host, also after an interruption."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.processes]
+
+_REPOSITORY = Path(__file__).parents[2]
+_TIMEOUT_S = 240
+
+
+def run(folder, *faults):
+    """Train on one GPU host and one data host; return all lines."""
+    command = [sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=1:ml.g5.xlarge", "--group", "data=1"]
+    command += ["--base-dir", str(folder), "--env", "CUDA_VISIBLE_DEVICES=0", *faults]
+    command += ["--", "app/train.py", "fit", "--config", "app/configs/digits.yaml"]
+    command += ["--trainer.accelerator=gpu", "--trainer.devices=1"]
+    ended = subprocess.run(
+        command, cwd=_REPOSITORY, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, errors="replace"
+    )
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 0, output
+    return output
+
+
+def best_accuracy(output):
+    """The best validation accuracy in the progress lines."""
+    found = [float(value) for value in re.findall(r"val_acc[=: ]+([01]\.\d+)", output)]
+    assert found, output
+    return max(found)
+
+
+def test_the_app_learns_from_the_batches_of_a_data_host(tmp_path, record_property):
+    """The GPU is used, the accuracy is that of the CPU, and the log says how much the GPU waited."""
+    output = run(tmp_path)
+    assert "GPU available: True (cuda), used: True" in output
+    assert best_accuracy(output) >= 0.97
+    shares = [int(share) for share in re.findall(r"input-bound (\d+)%", output)]
+    assert shares, output
+    record_property("input-bound, in % per epoch", shares)
+
+
+def test_an_interrupted_job_resumes_on_the_gpu(tmp_path):
+    """SIGTERM in the third epoch: a checkpoint, and a second attempt that goes on from there to the same accuracy."""
+    output = run(tmp_path, "--fault", "interrupt@epoch=3")
+    assert "latest valid checkpoint" in output
+    assert best_accuracy(output) >= 0.97

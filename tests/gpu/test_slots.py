@@ -1,0 +1,152 @@
+"""Batches in page-locked slots reach the GPU whole, however far it is behind its CPU and whoever copies them."""
+
+import pytest
+import torch
+from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_sm import DataHost, DataServiceSettings, RemoteDataModule
+
+pytestmark = [pytest.mark.gpu, pytest.mark.processes]
+
+NUM_BATCHES, BATCH_SIZE, WIDTH = 200, 32, 4096
+# About 5 ms of a GPU at 2 GHz: the CPU is ready with a step long before.
+_SLEEP_CYCLES = 10_000_000
+
+
+class Filled(Dataset):
+    """Vectors that are filled with their own number, so that a mixture of two batches shows."""
+
+    def __len__(self):
+        return NUM_BATCHES * BATCH_SIZE
+
+    def __getitem__(self, index):
+        return torch.full((WIDTH,), float(index))
+
+
+class Data(LightningDataModule):
+    """Filled vectors, in order."""
+
+    def train_dataloader(self):
+        return DataLoader(Filled(), batch_size=BATCH_SIZE)
+
+
+EXPECTED = torch.arange(NUM_BATCHES * BATCH_SIZE, dtype=torch.float32).reshape(NUM_BATCHES, BATCH_SIZE)
+
+
+def assert_whole(seen):
+    """Assert that all batches arrived, in their order, and that each row has one value."""
+    seen = torch.stack(seen).cpu()  # of shape (batches, samples, 2): least and greatest value of each row
+    assert torch.equal(seen[..., 0], EXPECTED)
+    assert torch.equal(seen[..., 1], EXPECTED)
+
+
+def extremes(batch):
+    """The least and the greatest value of each row, without waiting for the GPU."""
+    return torch.stack([batch.amin(1), batch.amax(1)], dim=-1)
+
+
+@pytest.fixture
+def module():
+    """A DataModule whose window is as small as it can be, so that slots are used again at once."""
+    settings = DataServiceSettings(batch_timeout_s=30.0, window_batches=2)
+    with DataHost(Data(), workers=4) as host:
+        module = RemoteDataModule(Data(), [host.address], settings=settings)
+        module.setup("fit")
+        yield module
+        module.teardown("fit")
+
+
+def test_batches_are_page_locked_until_the_end_of_the_fit():
+    """CUDA says so itself; afterwards the memory is ordinary again, and a batch in it still valid."""
+    with DataHost(Data(), workers=2) as host:
+        for _ in range(2):  # the second fit of a process, too
+            module = RemoteDataModule(Data(), [host.address], settings=DataServiceSettings(window_batches=2))
+            module.setup("fit")
+            batch = next(iter(module.train_dataloader()))
+            assert batch.is_pinned()
+            module.teardown("fit")
+            assert not batch.is_pinned()
+            assert torch.equal(batch[:, 0], EXPECTED[0])
+
+
+def test_a_loop_that_runs_ahead_of_the_gpu_gets_whole_batches(module):
+    """Each step takes the GPU 5 ms and the CPU nothing; no step waits for its result."""
+    seen = []
+    for batch in module.train_dataloader():
+        torch.cuda._sleep(_SLEEP_CYCLES)
+        seen.append(extremes(batch.to("cuda", non_blocking=True)))
+        del batch
+    assert_whole(seen)
+
+
+def test_cuda_graphs_that_run_ahead_get_whole_batches(module):
+    """The copy into the static input and the replay are queued, and the CPU goes on."""
+    static = torch.zeros(BATCH_SIZE, WIDTH, device="cuda")
+    extremes(static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = extremes(static)
+    seen = []
+    for batch in module.train_dataloader():
+        static.copy_(batch, non_blocking=True)
+        graph.replay()
+        torch.cuda._sleep(_SLEEP_CYCLES // 10)
+        seen.append(result.clone())
+        del batch
+    assert_whole(seen)
+
+
+class Model(LightningModule):
+    """Notes its batches on the GPU, and never waits for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        torch.cuda._sleep(_SLEEP_CYCLES)
+        self.seen.append(extremes(batch))
+        return self.scale * batch[0, 0]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-9)
+
+
+class SideStream(Model):
+    """Copies its batches on a stream of its own, as prefetchers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.stream = None
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        self.stream = self.stream or torch.cuda.Stream(device)
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(_SLEEP_CYCLES)
+            on_gpu = batch.to(device, non_blocking=True)
+        torch.cuda.current_stream(device).wait_stream(self.stream)
+        on_gpu.record_stream(torch.cuda.current_stream(device))
+        return on_gpu
+
+
+@pytest.mark.parametrize("model", [Model, SideStream])
+def test_a_trainer_gets_whole_batches_in_two_fits(model, tmp_path):
+    """Also where the user's code copies on a side stream, whose copies nobody else knows of."""
+    with DataHost(Data(), workers=4) as host:
+        for _ in range(2):
+            fitted = model()
+            trainer = Trainer(
+                accelerator="gpu",
+                devices=1,
+                max_epochs=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                default_root_dir=tmp_path,
+            )
+            settings = DataServiceSettings(batch_timeout_s=30.0, window_batches=2)
+            trainer.fit(fitted, datamodule=RemoteDataModule(Data(), [host.address], settings=settings))
+            assert_whole(fitted.seen)
