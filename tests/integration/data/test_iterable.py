@@ -71,14 +71,14 @@ def widening(*rows):
 def one_of(world_size, rank, hosts, **settings):
     """Connect as one of several ranks."""
     with remote(hosts, **settings) as module:
-        module._ranks = lambda: (rank, world_size)
+        module._data_ranks = lambda _: (rank, world_size)
         yield module
 
 
 def loader_at(module, first_step, stop_step=None):
     """A loader whose Trainer has resumed in the middle of an epoch."""
     loader = module.train_dataloader()
-    loader._position = lambda _: Position(0, 0, first_step, stop_step)
+    loader._position = lambda *_: Position(0, 0, first_step, stop_step)
     return loader
 
 
