@@ -13,6 +13,9 @@ from lightning_sm.job.variables import JOB_SECRET
 
 _GIB = 1 << 30
 
+# A data host reads every shard of an iterable dataset to count its batches.
+MAX_SHARDS = 1 << 20
+
 Compression = Literal["zstd", "lz4"]
 
 
@@ -81,6 +84,11 @@ class DataServiceSettings:
         for name in ("window_bytes", "max_batch_bytes", "startup_timeout_s", "batch_timeout_s", "lease_s"):
             if getattr(self, name) <= 0:
                 raise DataSettingsError(f"data_service.{name}={getattr(self, name)} must be positive.")
+        if self.virtual_shards is not None and self.virtual_shards > MAX_SHARDS:
+            raise DataSettingsError(
+                f"data_service.virtual_shards={self.virtual_shards} must be at most {MAX_SHARDS}. A few per worker "
+                "keep all workers busy."
+            )
         if self.local_workers < 0:
             raise DataSettingsError(f"data_service.local_workers={self.local_workers} must not be negative.")
         if self.hedge_factor != 0 and self.hedge_factor < 1:

@@ -13,10 +13,20 @@ from typing import Any
 
 from lightning_sm import errors
 from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.settings import MAX_SHARDS
 from lightning_sm.errors import WireError
 
 _INT64 = 2**63
 _MAX_DEPTH = 64
+
+# Names of ranks and hosts, numbers, the values of a Trainer, and how a training ended: an exception's text may be long.
+_MAX_REQUEST_BYTES = 1 << 20
+# Attributes of a DataModule have up to 64 KB each. A list takes 20 times its bytes once it is parsed.
+_MAX_REPLY_BYTES = 32 << 20
+_MAX_CONTAINERS = 1 << 18
+_MAX_NAME_CHARS = 512
+_MAX_TRAINER_FACTS = 64
+_RANGES = {"world_size": (1, 1 << 16), "num_shards": (0, MAX_SHARDS), "loader": (0, 1 << 16)}
 
 _HOOKS = ("", "train", "val", "test", "predict")
 _MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
@@ -41,11 +51,32 @@ class Call:
             WireError: The request is malformed.
         """
         what = f"{self.name} request"
-        facts = _object(data, what)
+        facts = _object(data, what, _MAX_REQUEST_BYTES)
         values = {name: _value(facts, name, kind, what) for name, kind in self.fields.items()}
+        for name, value in values.items():
+            least, most = _RANGES.get(name, (-_INT64, _INT64))
+            if isinstance(value, int) and not least <= value <= most:
+                raise WireError(f"In the {what}, {name} is {value}; {least} to {most} are allowed.")
+            if isinstance(value, str) and name != "outcome" and len(value) > _MAX_NAME_CHARS:
+                raise WireError(f"In the {what}, {name} has {len(value)} characters; {_MAX_NAME_CHARS} are allowed.")
         if values.get("loaders", "") not in _HOOKS:
             raise WireError(f"The {what} names unknown loaders: {reprlib.repr(values['loaders'])}.")
+        if "run" in values:
+            _check_opening(values, what)
         return values
+
+
+def _check_opening(values: Mapping[str, Any], what: str) -> None:
+    """Check that loaders are named after their run, and that the values of the Trainer are few and plain."""
+    opening, run, trainer = values["opening"], values["run"], values["trainer"]
+    if not opening.startswith(f"{run}/"):
+        raise WireError(f"The {what} is for run {run}, but its name is {reprlib.repr(opening)}.")
+    plain = all(value is None or isinstance(value, (bool, int, float, str)) for value in trainer.values())
+    if not plain or len(trainer) > _MAX_TRAINER_FACTS:
+        raise WireError(
+            f"The {what} has {len(trainer)} values of the Trainer: {reprlib.repr(trainer)}. At most "
+            f"{_MAX_TRAINER_FACTS} numbers and texts are allowed."
+        )
 
 
 OPEN = Call(
@@ -138,7 +169,13 @@ def _is_int(value: Any) -> bool:
     return type(value) is int and -_INT64 <= value < _INT64
 
 
-def _object(data: bytes, what: str) -> dict[str, Any]:
+def _object(data: bytes, what: str, max_bytes: int = _MAX_REPLY_BYTES) -> dict[str, Any]:
+    num_containers = data.count(b"[") + data.count(b"{")
+    if len(data) > max_bytes or num_containers > _MAX_CONTAINERS:
+        raise WireError(
+            f"The {what} has {len(data)} bytes with {num_containers} lists and objects; {max_bytes} bytes with "
+            f"{_MAX_CONTAINERS} are allowed."
+        )
     try:
         facts = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -17,6 +17,9 @@ _BATCH = struct.Struct("<Qdd")
 FRAME_BYTES = _FRAME.size
 MAX_STRUCTURE_BYTES = MAX_HEADER_BYTES - _BATCH.size
 
+# A traceback of a million characters, each of which JSON may write as \\u1234.
+_MAX_FAILURE_BYTES = 8 << 20
+
 
 class FrameKind(IntEnum):
     """What a frame contains."""
@@ -88,11 +91,13 @@ def parse_failure(payload: memoryview) -> dict[str, str]:
     """Parse the payload of a FAILURE frame.
 
     Raises:
-        WireError: It is malformed.
+        WireError: It is malformed, or too long.
 
     Returns:
         "error", the name of the error; "text"; and "where", the user's function that failed, or "".
     """
+    if len(payload) > _MAX_FAILURE_BYTES:
+        raise WireError(f"A data host reported a failure in {len(payload)} bytes; {_MAX_FAILURE_BYTES} are allowed.")
     try:
         facts = json.loads(bytes(payload))
         return {name: str(facts[name]) for name in ("error", "text", "where")}

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lightning_sm.data.ipc.messages import Finished
+from lightning_sm.errors import DataHostMismatchError
 
 # What a ``RemoteDataModule`` reports that is closed after its training, or at the regular end of its process.
 _SUCCESSES = ("finished", "the process ended")
+
+# Without leases, a trainer that was killed must not keep others out for ever.
+_SILENT_S = 60.0
+_MAX_NAMES = 4
 
 
 def is_success(outcome: str) -> bool:
@@ -32,19 +39,28 @@ class Leases:
         self._startup_timeout_s = startup_timeout_s
         self._started = now
         self._last_seen: dict[str, float] = {}
+        self._world_sizes: dict[str, int] = {}
         self._finished: dict[str, str] = {}
         self._num_expected = 1
         self._job_is_ending = False
         self._last_event = now
 
     def heartbeat(self, client: str, world_size: int, now: float) -> None:
-        """Renew a lease.
+        """Renew a lease, or grant one to a trainer of the same training as the others.
 
         Args:
             client: Name of the trainer rank.
             world_size: Ranks of the training, all of which this host waits for.
             now: Time.
+
+        Raises:
+            DataHostMismatchError: The trainer is new, and the others belong to a training of another size, or are as
+                many already as it has.
         """
+        running = self._running(now)
+        if client not in running:
+            _check_newcomer(client, world_size, {other: self._world_sizes[other] for other in running})
+        self._world_sizes[client] = world_size
         self._last_seen[client] = now
         self._last_event = now
         self._finished.pop(client, None)
@@ -55,13 +71,16 @@ class Leases:
         """End a lease.
 
         Args:
-            client: Name of the trainer rank.
+            client: Name of the trainer rank, for which ``has`` is true.
             outcome: How its training ended.
             now: Time.
         """
-        self._last_seen.setdefault(client, now)
         self._finished[client] = outcome
         self._last_event = now
+
+    def has(self, client: str) -> bool:
+        """Return whether a trainer has, or had, a lease."""
+        return client in self._last_seen
 
     def expect_no_more(self) -> None:
         """Note that the job is ending: this host serves the connected trainers, and does not wait for others."""
@@ -89,6 +108,13 @@ class Leases:
         ranks = "the trainer rank has" if len(done) == 1 else f"all {len(done)} trainer ranks have"
         return Finished(f"{ranks} finished ({outcomes})")
 
+    def _running(self, now: float) -> list[str]:
+        """Return the trainers that have neither finished nor fallen silent."""
+        silent_s = _SILENT_S if self._lease_s is None else self._lease_s
+        return [
+            client for client, seen in self._last_seen.items() if client not in self._finished and now - seen < silent_s
+        ]
+
     def _outcome_without_trainers(self, now: float) -> Finished | None:
         if self._job_is_ending:
             return Finished("the job was stopped before a trainer connected")
@@ -96,3 +122,23 @@ class Leases:
         if limit_s is None or now - self._started < limit_s:
             return None
         return Finished(f"No trainer connected within {limit_s:.0f} s. See the trainers' logs.", is_error=True)
+
+
+def _check_newcomer(client: str, world_size: int, others: dict[str, int]) -> None:
+    """Check that a trainer can belong to the training of those that hold leases, given with their world sizes."""
+    if others and world_size not in others.values():
+        why = f"{client} belongs to a training of {world_size} ranks, but {_listed(others)} to one of "
+        why += " and ".join(str(size) for size in sorted(set(others.values())))
+    elif len(others) >= world_size:
+        why = f"{client} is one too many for a training of {world_size} ranks, of which {_listed(others)} are connected"
+    else:
+        return
+    raise DataHostMismatchError(
+        f"{why}. A data host serves one training at a time: wait until the others have ended, or start data hosts for "
+        "each training, with a data_service.token of its own."
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    first = sorted(names)
+    return ", ".join(first[:_MAX_NAMES]) + (", ..." if len(first) > _MAX_NAMES else "")

@@ -28,8 +28,8 @@ from lightning_sm.data.protocol.frames import MAX_STRUCTURE_BYTES, FrameKind, ba
 from lightning_sm.data.protocol.spec import CHUNK_BYTES, BatchSpec
 from lightning_sm.data.server.leases import Leases, is_success
 from lightning_sm.data.server.worker_pool import Affinity, Failed, Produced, Task, WorkerPool
-from lightning_sm.data.settings import HostSettings
-from lightning_sm.errors import DataSettingsError, WireError
+from lightning_sm.data.settings import MAX_SHARDS, HostSettings
+from lightning_sm.errors import DataHostMismatchError, DataSettingsError, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,13 @@ _CALL_TIMEOUT_S = 5.0
 # Ranks are at most an epoch apart, and an epoch has one order per loader. For a slower rank the sampler runs again.
 _MAX_SAMPLER_ORDERS = 32
 
+# The user's hooks run one after the other, and a sampler in a process of its own: what is not finished yet is bounded.
+# Trainers have a handful of stages, and a few loaders for each.
+_MAX_RUNNING = 32
+
 # A traceback may contain the repr of a dataset; its end has the error.
 _MAX_TEXT = 1 << 20
+_MAX_OUTCOME_CHARS = 1000
 
 # Answers that are ready at the same time share a message up to this size: a message costs more than a small batch.
 _MAX_SHARED_MESSAGE_BYTES = 256 << 10
@@ -72,6 +77,7 @@ class ServerProcess:
         self._settings = settings
         self._pool = WorkerPool(lambda worker: self._send("kill", worker=worker))
         self._leases = Leases(settings.lease_s, settings.startup_timeout_s, time.monotonic())
+        self._leasing = threading.Lock()
         self._changed = threading.Condition()
         self._requested: set[str] = set()
         self._opened: dict[str, dict[str, Any]] = {}
@@ -106,7 +112,8 @@ class ServerProcess:
             try:
                 message = self._main.receive(timeout_s=0.5)
             except TimeoutError:
-                outcome = self._leases.outcome(time.monotonic())
+                with self._leasing:
+                    outcome = self._leases.outcome(time.monotonic())
                 if outcome is not None:
                     self._send("finished", **asdict(outcome))
                 continue
@@ -122,7 +129,8 @@ class ServerProcess:
         if message.kind == "worker":
             self._pool.add(message)
         elif message.kind == "job_ends":
-            self._leases.expect_no_more()
+            with self._leasing:
+                self._leases.expect_no_more()
         elif message.kind == "lost":
             self._pool.lose(message.facts["worker"], message.facts["why"])
         elif message.kind == "opened":
@@ -167,6 +175,7 @@ class ServerProcess:
         opening = facts["opening"]
         with self._changed:
             if opening not in self._requested:
+                self._check_number("Open", len(self._requested - self._opened.keys()), context)
                 self._requested.add(opening)
                 self._send("open", **facts)
             self._changed.wait_for(lambda: opening in self._opened, _CALL_TIMEOUT_S)
@@ -178,10 +187,14 @@ class ServerProcess:
         return json.dumps(reply or {"state": "opening"}).encode()
 
     def _list(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        facts = _parse(calls.LIST, next(requests), context)
+        facts = _parse(calls.LIST, next(requests, b""), context)
         key = json.dumps(facts, sort_keys=True)
         with self._changed:
             if key not in self._sampler_orders:
+                if facts["loader"] >= len(self._opened.get(facts["opening"], {}).get("loaders", [])):
+                    context.abort(grpc.StatusCode.NOT_FOUND, self._not_open(facts["opening"], facts["loader"]))
+                running = [order for order in self._sampler_orders.values() if not order.data]
+                self._check_number("List", len(running), context)
                 self._sampler_orders[key] = _SamplerOrder()
                 self._send("run_sampler", key=key, **facts)
             self._changed.wait_for(
@@ -228,17 +241,33 @@ class ServerProcess:
         spec = BatchSpec.decode(payload)
         loaders = self._opened.get(spec.opening, {}).get("loaders", [])
         if not 0 <= spec.loader < len(loaders):
-            text = f"loader {spec.loader} of {spec.opening} is not open on data host {self._settings.name}"
-            stream.put(request_id, Failed("NotOpen", text))
+            stream.put(request_id, Failed("NotOpen", self._not_open(spec.opening, spec.loader)))
             return
         # Only the worker that has the iterator of a virtual shard can continue it.
         is_shard = loaders[spec.loader]["order"] == "shards"
         affinity = (spec.opening, spec.loader, _shard_of(spec)) if is_shard else None
         stream.submit(request_id, spec.opening, payload, affinity)
 
+    def _not_open(self, opening: str, loader: int) -> str:
+        return f"loader {loader} of {opening} is not open on data host {self._settings.name}"
+
+    def _check_number(self, name: str, num_running: int, context: Any) -> None:
+        """Refuse a call that would start one more run of the user's code than may be unfinished."""
+        if num_running >= _MAX_RUNNING:
+            context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"data host {self._settings.name} runs {num_running} different {name} requests already, and at most "
+                f"{_MAX_RUNNING} at a time",
+            )
+
     def _heartbeat(self, request: bytes, context: Any) -> bytes:
         facts = _parse(calls.HEARTBEAT, request, context)
-        self._leases.heartbeat(facts["client"], facts["world_size"], time.monotonic())
+        try:
+            with self._leasing:
+                self._leases.heartbeat(facts["client"], facts["world_size"], time.monotonic())
+        except DataHostMismatchError as error:
+            # Not final: the trainer tries again, and the others may have ended by then.
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         state = {
             "name": self._settings.name,
             "up_s": time.monotonic() - self._started,
@@ -251,9 +280,17 @@ class ServerProcess:
 
     def _finish(self, request: bytes, context: Any) -> bytes:
         facts = _parse(calls.FINISH, request, context)
-        # Before the answer: as soon as the trainer has it, the trainer may exit, and this host may get SIGTERM.
-        self._send("trainer_finished", is_success=is_success(facts["outcome"]))
-        self._leases.finish(facts["client"], facts["outcome"], time.monotonic())
+        client = facts["client"]
+        outcome = facts["outcome"][:_MAX_OUTCOME_CHARS]
+        with self._leasing:
+            if not self._leases.has(client):
+                context.abort(
+                    grpc.StatusCode.NOT_FOUND,
+                    f"{client} has sent no heartbeat to data host {self._settings.name}, which does not wait for it",
+                )
+            # Before the answer: as soon as the trainer has it, the trainer may exit, and this host may get SIGTERM.
+            self._send("trainer_finished", is_success=is_success(outcome))
+            self._leases.finish(client, outcome, time.monotonic())
         return b"{}"
 
 
@@ -366,7 +403,7 @@ def _batch_frames(request_id: int, batch: Produced) -> Iterator[bytes]:
 
 def _shard_of(spec: BatchSpec) -> int:
     match spec.keys.tolist():
-        case [num_shards, shard, offset, _] if 0 <= shard < num_shards and offset >= 0:
+        case [num_shards, shard, offset, _] if 0 <= shard < num_shards <= MAX_SHARDS and offset >= 0:
             return int(shard)
     raise WireError(f"a request for shards with the keys {spec.keys[:8].tolist()}")
 

@@ -14,6 +14,7 @@ from lightning_sm.job.variables import JOB_SECRET
         ({"window_batches": -1}, r"window_batches=-1 must be at least 1"),
         ({"batches_per_epoch": 0}, r"batches_per_epoch=0 must be at least 1"),
         ({"virtual_shards": 0}, r"virtual_shards=0 must be at least 1"),
+        ({"virtual_shards": 2**20 + 1}, r"virtual_shards=1048577 must be at most 1048576"),
         ({"window_bytes": 0}, r"window_bytes=0 must be positive"),
         ({"max_batch_bytes": -5}, r"max_batch_bytes=-5 must be positive"),
         ({"batch_timeout_s": 0.0}, r"batch_timeout_s=0.0 must be positive"),

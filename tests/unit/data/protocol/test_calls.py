@@ -109,3 +109,39 @@ def test_a_request_loses_what_was_not_asked_for():
     """Names that mean something between the processes of a data host do not get there from outside."""
     request = {"opening": "o", "loader": 0, "seed": 1, "epoch": 2, "pass_index": 3, "num_shards": 0}
     assert calls.LIST.parse(encoded({**request, "fds": [0], "listing": "x", "kind": "kill"})) == request
+
+
+OPEN = {"opening": "1/fit//0", "run": 1, "stage": "fit", "loaders": "", "epoch": 0, "seed": 0, "trainer": {"a": 1.5}}
+LIST = {"opening": "1/fit//0", "loader": 0, "seed": 1, "epoch": 2, "pass_index": 3, "num_shards": 0}
+HEARTBEAT = {"client": "rank 0 on algo-1", "world_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("call", "request_", "changed", "why"),
+    [
+        (calls.OPEN, OPEN, {"opening": "2/fit//0"}, "is for run 1, but its name is '2/fit//0'"),
+        (calls.OPEN, OPEN, {"opening": "1/" + "x" * 512}, "opening has 514 characters; 512 are allowed"),
+        (calls.OPEN, OPEN, {"trainer": {"a": [1]}}, "has 1 values of the Trainer: .* At most 64 numbers"),
+        (calls.OPEN, OPEN, {"trainer": dict.fromkeys(map(str, range(65)))}, "has 65 values of the Trainer"),
+        (calls.OPEN, OPEN, {"surprise": "x" * (1 << 20)}, "has 1048[0-9]+ bytes .* 1048576 bytes"),
+        (calls.OPEN, OPEN, {"surprise": [[]] * (1 << 18)}, "262146 lists and objects; .* 262144 are allowed|262147"),
+        (calls.LIST, LIST, {"num_shards": 2**20 + 1}, "num_shards is 1048577; 0 to 1048576 are allowed"),
+        (calls.LIST, LIST, {"num_shards": -1}, "num_shards is -1"),
+        (calls.LIST, LIST, {"loader": -1}, "loader is -1; 0 to 65536 are allowed"),
+        (calls.HEARTBEAT, HEARTBEAT, {"world_size": 0}, "world_size is 0; 1 to 65536 are allowed"),
+        (calls.HEARTBEAT, HEARTBEAT, {"world_size": 10**9}, "world_size is 1000000000; 1 to"),
+        (calls.HEARTBEAT, HEARTBEAT, {"client": "x" * 513}, "client has 513 characters; 512 are allowed"),
+    ],
+)
+def test_a_request_is_bounded(call, request_, changed, why):
+    """What is too much of anything is refused with what came and what is allowed; the rest is taken."""
+    assert call.parse(encoded(request_)) == request_
+    with pytest.raises(WireError, match=why):
+        call.parse(encoded({**request_, **changed}))
+
+
+def test_an_answer_is_bounded_in_lists():
+    """Lists that would take 20 times their bytes on the trainer are refused before they are parsed."""
+    reply = {"attributes": {"boxes": [[]] * (1 << 18)}}
+    with pytest.raises(WireError, match=r"answer to Open has .* 262147 lists and objects; .* 262144 are allowed"):
+        calls.open_reply(encoded(reply))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sm.data.protocol.frames import FRAME_BYTES, FrameKind, frame, frames
+from lightning_sm.data.protocol.frames import FRAME_BYTES, FrameKind, frame, frames, parse_failure
 from lightning_sm.errors import WireError
 
 FRAMES = st.lists(
@@ -38,3 +38,11 @@ def test_a_message_that_is_cut_is_refused(sent, data):
     else:
         with pytest.raises(WireError):
             list(frames(message[:position]))
+
+
+def test_a_failure_is_a_traceback_at_most():
+    """A million characters in the longest way that JSON can write them fit; more is refused unread."""
+    failure = b'{"error": "E", "where": "w", "text": "%s"}'
+    assert len(parse_failure(memoryview(failure % (b"\\u1234" * (1 << 20))))["text"]) == 1 << 20
+    with pytest.raises(WireError, match=r"failure in \d+ bytes; 8388608 are allowed"):
+        parse_failure(memoryview(failure % (b" " * (8 << 20))))

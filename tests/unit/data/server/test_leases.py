@@ -4,6 +4,7 @@ import pytest
 
 from lightning_sm.data.ipc.messages import Finished
 from lightning_sm.data.server.leases import Leases, is_success
+from lightning_sm.errors import DataHostMismatchError
 
 
 def test_no_trainer_connected():
@@ -60,6 +61,39 @@ def test_a_host_that_was_started_by_hand_stays():
     leases.heartbeat("rank 0", 1, now=1.0)
     leases.finish("rank 0", "finished", now=2.0)
     assert leases.outcome(1e9) is None
+
+
+def test_a_newcomer_must_belong_to_the_training_that_runs():
+    """A host serves as many ranks as the training has, all of its size, until these have finished or are lost."""
+    leases = Leases(60.0, 900.0, now=0.0)
+    for rank in range(2):
+        leases.heartbeat(f"rank {rank}", 2, now=1.0)
+    with pytest.raises(DataHostMismatchError, match="rank 2 is one too many for a training of 2 ranks, of which"):
+        leases.heartbeat("rank 2", 2, now=2.0)
+    with pytest.raises(DataHostMismatchError, match=r"of 8 ranks, but rank 0, rank 1 to one of 2\. A data host serves"):
+        leases.heartbeat("rank 2", 8, now=2.0)
+    leases.finish("rank 1", "finished", now=3.0)
+    leases.heartbeat("rank 2", 2, now=4.0)
+    leases.heartbeat("rank 3", 8, now=64.0)
+    assert [leases.has(f"rank {rank}") for rank in range(5)] == [True, True, True, True, False]
+
+
+def test_a_rank_may_train_in_a_smaller_group_later():
+    """Trainer(devices=1).test() on rank 0, after a fit in which the other ranks still hold their leases, is served."""
+    leases = Leases(None, None, now=0.0)
+    for rank in range(4):
+        leases.heartbeat(f"rank {rank}", 4, now=1.0)
+    leases.heartbeat("rank 0", 1, now=2.0)
+    leases.heartbeat("rank 1", 4, now=2.0)
+
+
+def test_a_trainer_that_is_silent_keeps_nobody_out():
+    """Also without leases, a trainer that was killed is forgotten after a minute."""
+    leases = Leases(None, None, now=0.0)
+    leases.heartbeat("rank 0 on a", 1, now=1.0)
+    with pytest.raises(DataHostMismatchError):
+        leases.heartbeat("rank 0 on b", 1, now=60.0)
+    leases.heartbeat("rank 0 on b", 1, now=61.0)
 
 
 def test_an_ending_job_waits_for_no_rank_that_has_not_connected():

@@ -1,0 +1,137 @@
+"""A call with the token neither takes a data host over nor ends it by accident: it may start and say only so much.
+
+The test stands in for the main process of the data host, which runs the user's code: it sees what the server starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import grpc
+import pytest
+
+from lightning_sm.data.ipc.processes import start_module
+from lightning_sm.data.protocol import calls, grpc_transport
+from lightning_sm.data.settings import HostSettings
+from tests.integration.data.fakes import LOADER, credentials
+
+pytestmark = pytest.mark.processes
+
+OPENING = {"opening": "1/fit/train/0", "run": 1, "stage": "fit", "loaders": "train", "epoch": 0, "seed": 0}
+ORDER = {"opening": "1/fit/train/0", "loader": 0, "seed": 0, "epoch": 0, "pass_index": 0, "num_shards": 0}
+TIMEOUT_S = 20.0
+# How many runs of the user's code may be unfinished.
+MAX_RUNNING = 32
+
+
+class Server:
+    """The server process of a data host whose main process is this one."""
+
+    def __init__(self):
+        self.process, self.main = start_module("lightning_sm.data.server.process")
+        settings = HostSettings("127.0.0.1:0", 2, 1 << 20, 60.0, None, "algo-9", credentials())
+        self.main.send("serve", settings=dataclasses.asdict(settings))
+        address = self.main.receive(TIMEOUT_S).facts["address"]
+        self._channel = grpc.insecure_channel(address)
+
+    def start(self, name, **facts):
+        """Start a call, and return its future."""
+        kind = self._channel.stream_stream if name == "List" else self._channel.unary_unary
+        method, request = kind(grpc_transport.method(name)), json.dumps(facts).encode()
+        options = {"metadata": grpc_transport.metadata(credentials()), "timeout": TIMEOUT_S}
+        return method(iter([request]), **options) if name == "List" else method.future(request, **options)
+
+    def end(self, name, **facts):
+        """Make a call, and return how it ended: code and text."""
+        call = self.start(name, **facts)
+        return call.code(), call.details()
+
+    def received(self, number, kind):
+        """Return the facts of the next messages to the main process, all of one kind."""
+        messages = [self.main.receive(TIMEOUT_S) for _ in range(number)]
+        assert {message.kind for message in messages} == {kind}
+        return [message.facts for message in messages]
+
+    def close(self):
+        """End the process."""
+        self._channel.close()
+        self.main.close()
+        self.process.wait(TIMEOUT_S)
+
+
+@pytest.fixture
+def server():
+    """A server that no trainer has called yet."""
+    made = Server()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_openings_that_run_are_bounded(server):
+    """The user's hooks run for at most so many requests at a time; the next is refused until one of them is done."""
+    running = []
+    for number in range(MAX_RUNNING):
+        running.append(server.start("Open", **{**OPENING, "opening": f"1/fit/train/{number}", "trainer": {}}))
+        server.received(1, "open")
+    code, text = server.end("Open", **{**OPENING, "opening": "1/fit/train/99", "trainer": {}})
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert text == "data host algo-9 runs 32 different Open requests already, and at most 32 at a time"
+    server.main.send("opened", opening="1/fit/train/0", structure=0, loaders=[LOADER.to_json()])
+    assert calls.open_reply(running[0].result())["structure"] == 0
+    server.start("Open", **{**OPENING, "opening": "1/fit/train/99", "trainer": {}})
+    assert server.received(1, "open")[0]["opening"] == "1/fit/train/99"
+
+
+def test_samplers_that_run_are_bounded(server):
+    """Each different order is a process: so many run at a time, for loaders that are open, and no others."""
+    code, text = server.end("List", **ORDER)
+    assert code is grpc.StatusCode.NOT_FOUND
+    assert text == "loader 0 of 1/fit/train/0 is not open on data host algo-9"
+    opened = server.start("Open", **OPENING, trainer={})
+    server.received(1, "open")
+    server.main.send("opened", opening="1/fit/train/0", structure=0, loaders=[LOADER.to_json()])
+    opened.result()
+    assert server.end("List", **{**ORDER, "loader": 1})[0] is grpc.StatusCode.NOT_FOUND
+    running = []  # a call that nobody holds is cancelled
+    for epoch in range(MAX_RUNNING):
+        running.append(server.start("List", **{**ORDER, "epoch": epoch}))
+        server.received(1, "run_sampler")
+    code, text = server.end("List", **{**ORDER, "epoch": 99})
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "runs 32 different List requests already" in text
+    code, text = server.end("List", **{**ORDER, "num_shards": 2**40})
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert text == "In the List request, num_shards is 1099511627776; 0 to 1048576 are allowed."
+
+
+def test_only_trainers_that_sent_heartbeats_can_finish(server):
+    """Whoever reports the end of ranks that are not there ends nothing; the rank that is there does."""
+    for number in range(2):
+        code, text = server.end("Finish", client=f"rank {number} on algo-1", outcome="finished")
+        assert code is grpc.StatusCode.NOT_FOUND
+        assert f"rank {number} on algo-1 has sent no heartbeat to data host algo-9" in text
+    server.start("Heartbeat", client="rank 0 on algo-1", world_size=1).result()
+    server.start("Finish", client="rank 0 on algo-1", outcome="ValueError: " + "x" * 100_000).result()
+    assert server.received(1, "trainer_finished") == [{"is_success": False}]
+    (ended,) = server.received(1, "finished")
+    assert ended["reason"].startswith("the trainer rank has finished (ValueError: xxx")
+    assert len(ended["reason"]) < 2000
+
+
+def test_trainers_of_another_training_get_no_lease(server):
+    """A rank of another world size, and one more than there can be, are refused with both numbers; for now."""
+    server.start("Heartbeat", client="rank 0 on algo-1", world_size=1).result()
+    for world_size, why in (
+        (4, "belongs to a training of 4 ranks, but rank 0 on algo-1 to one of 1. A data host serves one training"),
+        (1, "is one too many for a training of 1 ranks, of which rank 0 on algo-1 are connected"),
+    ):
+        code, text = server.end("Heartbeat", client="rank 0 on other", world_size=world_size)
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert text.startswith(f"rank 0 on other {why}")
+    for client, world_size in (("x" * 513, 1), ("rank 0 on other", 0), ("rank 0 on other", 10**6)):
+        assert server.end("Heartbeat", client=client, world_size=world_size)[0] is grpc.StatusCode.INVALID_ARGUMENT
+    server.start("Finish", client="rank 0 on algo-1", outcome="finished").result()
+    server.start("Heartbeat", client="rank 0 on other", world_size=4).result()
