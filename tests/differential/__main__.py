@@ -107,7 +107,7 @@ def run(module: Any, script: Case) -> tuple[dict[str, list[Any]], dict[str, str]
     for name in ("fit", "validate", "test", "predict"):
         try:
             getattr(trainer, name)(model, datamodule=module)
-        except Exception as error:  # noqa: BLE001  # both may fail; what differs is found later
+        except Exception as error:  # noqa: BLE001, PERF203  # both may fail; what differs is found later
             errors[name] = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-4)}"
     return model.seen, errors
 
