@@ -246,7 +246,7 @@ def _check_iteration(loader: DataLoader[Any], name: str) -> None:
         if owner.__module__.partition(".")[0] not in ("torch", "torchdata"):
             raise DataSettingsError(
                 f"{name} is a {type(loader).__name__}, but data hosts do not call {owner.__qualname__}.{method}(): "
-                "they build each batch by itself, from sampler, dataset and collate_fn. Move what the method does to "
+                "they build each batch themselves, from sampler, dataset and collate_fn. Move what the method does to "
                 "batches into collate_fn, or into on_after_batch_transfer() of the DataModule, which runs on the "
                 "trainers."
             )

@@ -46,8 +46,9 @@ def world_of_one() -> Iterator[None]:
 def _init_group() -> bool:
     """Make a process group of one process without threads, if this version of torch has one.
 
-    Gloo's groups start three threads, and this process forks. Torch's group for its own tests starts none; alone, its
-    collective operations give what Gloo's give. Without it, what needs a group fails with torch's own error.
+    Gloo's groups start three threads, and this process forks. Torch's group for tests starts none, and in a world of
+    one, its collective operations do what Gloo's do (seen in torch 2.14). Its module is private: should a later torch
+    not have it, only DataModules that need a group fail, with torch's own error.
     """
     with suppress(ImportError):
         from torch.testing._internal.distributed import fake_pg  # registers the backend  # noqa: F401, PLC0415

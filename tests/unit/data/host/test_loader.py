@@ -8,6 +8,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     Sampler,
     SequentialSampler,
     WeightedRandomSampler,
@@ -45,6 +46,18 @@ class Handles(Numbers):
 
     def __getstate__(self):
         return {"length": self.length, "handle": "of this worker"}
+
+
+class Lines(IterableDataset):
+    """A line of a file that must not be shared between processes."""
+
+    handle = "of the main process"
+
+    def __iter__(self):
+        return iter([self.handle])
+
+    def __getstate__(self):
+        return {"handle": "of this worker"}
 
 
 class Asking(Numbers):
@@ -222,15 +235,19 @@ def test_workers_draw_different_numbers(other):
 def test_a_loader_with_spawned_workers_has_copies_of_the_dataset():
     """Each worker gets the dataset as pickling leaves it, as a spawned worker does; others share the main process's."""
 
-    def handles(**options):
-        loader = served(DataLoader(Handles(), collate_fn=list, **options))
+    def taken(dataset, *keys, **options):
+        loader = served(DataLoader(dataset, collate_fn=list, **options))
 
         def run_worker():
             loader.enter_worker("algo-1", 0, 1)
-            return batch(loader, 3)
+            return batch(loader, *keys)
 
         return in_fork(run_worker)
 
-    assert handles(num_workers=1, multiprocessing_context="spawn") == ["3 of this worker"]
-    assert handles(num_workers=1, multiprocessing_context="fork") == ["3 of the main process"]
-    assert handles() == ["3 of the main process"]
+    spawned = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    assert taken(Handles(), 3, **spawned) == ["3 of this worker"]
+    assert taken(Handles(), 3, num_workers=1, multiprocessing_context="fork") == ["3 of the main process"]
+    assert taken(Handles(), 3) == ["3 of the main process"]
+    shard = (1, 0, 0, True)  # of 1, the first, its first batch, which is wanted
+    assert taken(Lines(), *shard, **spawned) == ["of this worker"]
+    assert taken(Lines(), *shard) == ["of the main process"]
