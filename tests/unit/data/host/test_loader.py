@@ -36,28 +36,34 @@ class Numbers(Dataset):
         return index
 
 
-class Handles(Numbers):
-    """Numbers from a file that must not be shared between processes."""
+class Handle:
+    """An open file, which must not be shared between processes."""
 
-    handle = "of the main process"
-
-    def __getitem__(self, index):
-        return f"{index} {self.handle}"
+    owner = "the main process"
 
     def __getstate__(self):
-        return {"length": self.length, "handle": "of this worker"}
+        return {"owner": "this worker"}
+
+
+class Handles(Numbers):
+    """Numbers from a file."""
+
+    def __init__(self):
+        super().__init__()
+        self.handle = Handle()
+
+    def __getitem__(self, index):
+        return f"{index} of {self.handle.owner}"
 
 
 class Lines(IterableDataset):
-    """A line of a file that must not be shared between processes."""
+    """The only line of a file."""
 
-    handle = "of the main process"
+    def __init__(self):
+        self.handle = Handle()
 
     def __iter__(self):
-        return iter([self.handle])
-
-    def __getstate__(self):
-        return {"handle": "of this worker"}
+        return iter([f"line of {self.handle.owner}"])
 
 
 class Asking(Numbers):
@@ -249,5 +255,5 @@ def test_a_loader_with_spawned_workers_has_copies_of_the_dataset():
     assert taken(Handles(), 3, num_workers=1, multiprocessing_context="fork") == ["3 of the main process"]
     assert taken(Handles(), 3) == ["3 of the main process"]
     shard = (1, 0, 0, True)  # of 1, the first, its first batch, which is wanted
-    assert taken(Lines(), *shard, **spawned) == ["of this worker"]
-    assert taken(Lines(), *shard) == ["of the main process"]
+    assert taken(Lines(), *shard, **spawned) == ["line of this worker"]
+    assert taken(Lines(), *shard) == ["line of the main process"]
