@@ -44,7 +44,7 @@ class ServedLoader:
         epoch: Epoch for which the hook ran.
 
     Raises:
-        DataSettingsError: It is not a DataLoader, or its class iterates in another way.
+        DataSettingsError: It is not a DataLoader, its class iterates in another way, or its dataset cannot be served.
     """
 
     def __init__(self, loader: Any, name: str, stage: str, index: int, *, seed: int = 0, epoch: int = 0) -> None:
@@ -54,6 +54,7 @@ class ServedLoader:
                 "dicts, lists, tuples and CombinedLoader."
             )
         _check_iteration(loader, name)
+        _check_dataset(loader.dataset, name)
         self._loader = loader
         self._seed = seed
         self._first_epoch = epoch
@@ -249,6 +250,18 @@ def _check_iteration(loader: DataLoader[Any], name: str) -> None:
                 "they build each batch themselves, from sampler, dataset and collate_fn. Move what the method does to "
                 "batches into collate_fn, or into on_after_batch_transfer() of the DataModule, which runs on the "
                 "trainers."
+            )
+
+
+def _check_dataset(dataset: Any, name: str) -> None:
+    """Check that the workers of an iterable dataset do not wait for each other, as virtual shards open in turn."""
+    for cls in type(dataset).__mro__:
+        # StreamingDataset._resume_incr_epoch() (streaming/base/dataset.py): a barrier of all workers of the node.
+        if cls.__module__.startswith("streaming.") and cls.__name__ == "StreamingDataset":
+            raise DataSettingsError(
+                f"The dataset of {name} is a StreamingDataset of MosaicML, whose workers wait for each other when a "
+                "pass begins. On a data host this would be for ever: it reads virtual shards, one after the other. "
+                "Train without data hosts, or read the same files by a dataset that splits itself by get_worker_info()."
             )
 
 

@@ -159,6 +159,14 @@ def test_other_subclasses_of_dataloader_are_served(monkeypatch):
     assert served(Doubling(Numbers())).facts.num_samples == 10
 
 
+def test_a_dataset_whose_workers_wait_for_each_other_is_refused():
+    """MosaicML's StreamingDataset would hang: virtual shards open one after the other."""
+    streaming = type("StreamingDataset", (IterableDataset,), {"__module__": "streaming.base.dataset"})
+    users = type("Images", (streaming,), {})
+    with pytest.raises(DataSettingsError, match=r"train_dataloader\(\) is a StreamingDataset of MosaicML"):
+        served(DataLoader(users()))
+
+
 @pytest.mark.parametrize(
     "options",
     [{"drop_last": True}, {"sampler": DistributedSampler(Numbers(), 2, 0, drop_last=True), "drop_last": True}],
