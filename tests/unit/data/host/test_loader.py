@@ -161,10 +161,15 @@ def test_other_subclasses_of_dataloader_are_served(monkeypatch):
 
 def test_a_dataset_whose_workers_wait_for_each_other_is_refused():
     """MosaicML's StreamingDataset would hang: virtual shards open one after the other."""
-    streaming = type("StreamingDataset", (IterableDataset,), {"__module__": "streaming.base.dataset"})
-    users = type("Images", (streaming,), {})
+
+    class StreamingDataset(Lines):
+        __module__ = "streaming.base.dataset"
+
+    class Images(StreamingDataset):
+        pass
+
     with pytest.raises(DataSettingsError, match=r"train_dataloader\(\) is a StreamingDataset of MosaicML"):
-        served(DataLoader(users()))
+        served(DataLoader(Images()))
 
 
 @pytest.mark.parametrize(
