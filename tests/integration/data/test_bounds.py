@@ -13,7 +13,10 @@ import pytest
 
 from lightning_sm.data.ipc.processes import start_module
 from lightning_sm.data.protocol import calls, grpc_transport
-from lightning_sm.data.settings import HostSettings
+from lightning_sm.data.settings import DataServiceSettings, HostSettings
+from lightning_sm.data.trainer.datamodule import RemoteDataModule
+from lightning_sm.errors import DataServiceError
+from tests.integration.data.datasets import Data
 from tests.integration.data.fakes import LOADER, credentials
 
 pytestmark = pytest.mark.processes
@@ -32,8 +35,8 @@ class Server:
         self.process, self.main = start_module("lightning_sm.data.server.process")
         settings = HostSettings("127.0.0.1:0", 2, 1 << 20, 60.0, None, "algo-9", credentials())
         self.main.send("serve", settings=dataclasses.asdict(settings))
-        address = self.main.receive(TIMEOUT_S).facts["address"]
-        self._channel = grpc.insecure_channel(address)
+        self.address = self.main.receive(TIMEOUT_S).facts["address"]
+        self._channel = grpc.insecure_channel(self.address)
 
     def start(self, name, **facts):
         """Start a call, and return its future."""
@@ -135,3 +138,12 @@ def test_trainers_of_another_training_get_no_lease(server):
         assert server.end("Heartbeat", client=client, world_size=world_size)[0] is grpc.StatusCode.INVALID_ARGUMENT
     server.start("Finish", client="rank 0 on algo-1", outcome="finished").result()
     server.start("Heartbeat", client="rank 0 on other", world_size=4).result()
+
+
+def test_a_second_training_waits_and_says_for_whom(server):
+    """A trainer that gets no lease tries again until its time to start is over, and names who keeps the data host."""
+    server.start("Heartbeat", client="rank 0 on other", world_size=4).result()
+    module = RemoteDataModule(Data(list), [server.address], settings=DataServiceSettings(startup_timeout_s=2))
+    with pytest.raises(DataServiceError, match="training of 1 ranks, but rank 0 on other to one of 4"):
+        module.setup("fit")
+    module.teardown("fit")
