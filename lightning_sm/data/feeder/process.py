@@ -61,6 +61,7 @@ class Feeder:
         self._requests: dict[int, Request] = {}
         self._closed_early: set[int] = set()
         self._agreement = LoaderAgreement(len(settings["addresses"]), self._notify_opened)
+        self._after_first: dict[str, dict[str, Any]] = {}
         self._is_running = True
         credentials = Credentials(**settings["credentials"])
         self._links = {
@@ -118,8 +119,20 @@ class Feeder:
     def _open(self, request: dict[str, Any]) -> None:
         with self._lock:
             self._agreement.request(request["opening"])
-        for link in self._links.values():
-            link.want(request["opening"], request)
+        first, *others = self._links.values()
+        first.want(request["opening"], {**request, "prepares": True})
+        if request["prepares_everywhere"]:
+            for link in others:
+                link.want(request["opening"], {**request, "prepares": True})
+        else:
+            self._after_first[request["opening"]] = request
+
+    def _open_others(self, name: str) -> None:
+        """Let the other hosts open loaders once the first has: their prepare_data() would write to the same files."""
+        request = self._after_first.pop(name, None)
+        if request is not None:
+            for link in list(self._links.values())[1:]:
+                link.want(name, {**request, "prepares": False})
 
     def _notify_opened(self, name: str, reply: dict[str, Any]) -> None:
         self._notify("opened", opening=name, **reply)
@@ -241,6 +254,8 @@ class Feeder:
         except DataServiceError as error:
             self._fail(None, error)
         if "error" not in reply:
+            if link is next(iter(self._links.values())):
+                self._open_others(name)
             return ""
         logger.warning(
             "Continuing without data host %s, which failed in %s:\n%s", link.name, reply["where"], reply["text"]

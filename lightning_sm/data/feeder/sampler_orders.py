@@ -240,7 +240,7 @@ def _compare(orders: Mapping[str, SamplerOrder], request: Mapping[str, Any]) -> 
         )
     raise DataHostMismatchError(
         f"The user's sampler of {request['opening']} yields a different order on each data host: {digests}. Random "
-        "draws must come from the global generator of random, NumPy or torch, or from the sampler's generator "
-        "attribute, which have the same seeds on all hosts. The order must not depend on time, host names or unordered "
-        "sets."
+        "draws must come from the global generator of random, NumPy or torch, or from a random generator in the "
+        "sampler's attributes, which have the same seeds on all hosts. The order must not depend on time, host names "
+        "or unordered sets."
     )

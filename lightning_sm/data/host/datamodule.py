@@ -43,12 +43,15 @@ class ServedModule:
         self._run: int | None = None
         self._stage: str | None = None
         self._left_runs: set[int] = set()
+        self._state = ""  # that the DataModule has loaded in this run
 
     def open(self, request: dict[str, Any]) -> dict[str, Any]:
         """Run ``prepare_data``, ``setup`` and a ``*_dataloader`` hook, each unless it has run already.
 
         Args:
-            request: Its name ("opening"), run of the Trainer, stage, hook, epoch, seed, and attributes of the Trainer.
+            request: Its name ("opening"), run of the Trainer, stage, hook, epoch, seed, whether this host runs
+                ``prepare_data``, the DataModule's state in the checkpoint as JSON (empty: none), and attributes of the
+                Trainer.
 
         Returns:
             The structure and the facts of the loaders; or the attributes that ``setup`` set; or the error.
@@ -78,7 +81,10 @@ class ServedModule:
     def _run_hooks(self, request: dict[str, Any]) -> dict[str, Any]:
         self._enter(request)
         if not request["loaders"]:
-            return {"attributes": self._attributes()}
+            return self._attributes()
+        if request["state"] not in ("", self._state):
+            self._state = request["state"]
+            self._datamodule.load_state_dict(json.loads(self._state))
         hook = f"{request['loaders']}_dataloader"
         logger.info("Running %s()", hook)
         seed, epoch = request["seed"], request["epoch"]
@@ -109,7 +115,7 @@ class ServedModule:
         self._trainer = self._datamodule.trainer = TrainerFacts(request["trainer"])
         if request["run"] == self._run:
             return
-        if not self._is_prepared:
+        if request["prepares"] and not self._is_prepared:
             logger.info("Running prepare_data()")
             seed_all(hook_seed(request["seed"], "prepare_data", 0))
             with self._trainer.noting_reads() as reads:
@@ -128,19 +134,28 @@ class ServedModule:
         self._changed |= {name for name, value in vars(self._datamodule).items() if before.get(name) is not value}
         self._run = request["run"]
         self._stage = request["stage"]
+        self._state = ""
 
     def _attributes(self) -> dict[str, Any]:
-        """Return the plain values that ``setup`` has set on the DataModule, such as the number of classes."""
+        """Return the plain values that ``setup`` has set on the DataModule, and the names of all others ("missing")."""
         attributes = {}
-        for name in sorted(self._changed):
+        missing = []
+        for name in sorted(self._changed & vars(self._datamodule).keys()):
             value = getattr(self._datamodule, name)
-            try:
-                text = json.dumps(value)
-            except (TypeError, ValueError):
-                continue
-            if len(text) <= _MAX_ATTRIBUTE_BYTES and json.loads(text) == value:
+            if _is_plain(value):
                 attributes[name] = value
-        return attributes
+            else:
+                missing.append(name)
+        return {"attributes": attributes, "missing": missing}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is the same after a journey as JSON."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return len(text) <= _MAX_ATTRIBUTE_BYTES and bool(json.loads(text) == value)
 
 
 _RANKS = ("global_rank", "local_rank", "node_rank")

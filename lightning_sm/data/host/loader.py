@@ -81,6 +81,8 @@ class ServedLoader:
             fingerprint=_short_hash([*data, *versions]),
             dataset=cls.__qualname__ if num_samples is None else f"{cls.__qualname__} of {num_samples}",
             is_split=type(sampler) is DistributedSampler,
+            dataset_length=len(self._dataset) if hasattr(self._dataset, "__len__") else None,
+            num_workers=loader.num_workers,
         )
         self._sampler = UserSampler(sampler)
         # Keys that are not integers stay on the data hosts; trainers request their positions instead.

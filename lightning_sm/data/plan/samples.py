@@ -42,8 +42,8 @@ def num_steps(num_samples: int, batch_size: int | None, *, drop_last: bool, worl
     """Count the steps of a pass, the same on every rank: else collectives would hang.
 
     Of a ``SamplePlan`` these are the full global batches, plus one step for a tail that has a sample for every rank, or
-    that is the only step. With ``drop_last`` the only step must lack fewer samples than there are ranks; the
-    ``DistributedSampler`` of torch repeats as many. If ``batch_size`` is None, every sample is a batch of its own, as in a
+    that is the only step. With ``drop_last`` the only step must lack fewer samples than there are ranks: as many as
+    torch's ``DistributedSampler`` repeats. If ``batch_size`` is None, every sample is a batch of its own, as in a
     ``BatchPlan``.
     """
     if batch_size is None:

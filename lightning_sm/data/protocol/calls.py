@@ -25,6 +25,7 @@ _MAX_REQUEST_BYTES = 1 << 20
 _MAX_REPLY_BYTES = 32 << 20
 _MAX_CONTAINERS = 1 << 18
 _MAX_NAME_CHARS = 512
+_LONG_TEXTS = ("outcome", "state")
 _MAX_TRAINER_FACTS = 64
 _RANGES = {"world_size": (1, 1 << 16), "num_shards": (0, MAX_SHARDS), "loader": (0, 1 << 16)}
 
@@ -57,7 +58,7 @@ class Call:
             least, most = _RANGES.get(name, (-_INT64, _INT64))
             if isinstance(value, int) and not least <= value <= most:
                 raise WireError(f"In the {what}, {name} is {value}; {least} to {most} are allowed.")
-            if isinstance(value, str) and name != "outcome" and len(value) > _MAX_NAME_CHARS:
+            if isinstance(value, str) and name not in _LONG_TEXTS and len(value) > _MAX_NAME_CHARS:
                 raise WireError(f"In the {what}, {name} has {len(value)} characters; {_MAX_NAME_CHARS} are allowed.")
         if values.get("loaders", "") not in _HOOKS:
             raise WireError(f"The {what} names unknown loaders: {reprlib.repr(values['loaders'])}.")
@@ -80,7 +81,18 @@ def _check_opening(values: Mapping[str, Any], what: str) -> None:
 
 
 OPEN = Call(
-    "Open", {"opening": str, "run": int, "stage": str, "loaders": str, "epoch": int, "seed": int, "trainer": dict}
+    "Open",
+    {
+        "opening": str,
+        "run": int,
+        "stage": str,
+        "loaders": str,
+        "epoch": int,
+        "seed": int,
+        "prepares": bool,
+        "state": str,
+        "trainer": dict,
+    },
 )
 LIST = Call("List", {"opening": str, "loader": int, "seed": int, "epoch": int, "pass_index": int, "num_shards": int})
 HEARTBEAT = Call("Heartbeat", {"client": str, "world_size": int})
@@ -108,7 +120,7 @@ def open_reply(data: bytes) -> dict[str, Any]:
         WireError: The answer is malformed.
 
     Returns:
-        "state"; or "error", "text" and "where"; or "attributes"; or "structure" and "loaders".
+        "state"; or "error", "text" and "where"; or "attributes" and "missing"; or "structure" and "loaders".
     """
     what = "answer to Open"
     facts = _object(data, what)
@@ -119,9 +131,9 @@ def open_reply(data: bytes) -> dict[str, Any]:
             _value(facts, name, str, what)
         if not _is_error(facts["error"]):
             raise WireError(f"The {what} has an unknown error: {reprlib.repr(facts['error'])}.")
-    elif set(facts) == {"attributes"}:
-        for name in _value(facts, "attributes", dict, what):
-            if not name.isidentifier() or name.startswith("__"):
+    elif set(facts) == {"attributes", "missing"}:
+        for name in [*_value(facts, "attributes", dict, what), *_value(facts, "missing", list, what)]:
+            if not isinstance(name, str) or not name.isidentifier() or name.startswith("__"):
                 raise WireError(f"The {what} has an invalid attribute name: {reprlib.repr(name)}.")
     elif set(facts) == {"structure", "loaders"}:
         loaders = _value(facts, "loaders", list, what)

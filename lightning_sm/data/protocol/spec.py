@@ -40,6 +40,8 @@ class LoaderFacts:
         fingerprint: ``identity`` and the versions of the libraries; it must be equal on all data hosts.
         dataset: Description of the dataset, for messages.
         is_split: Whether the user splits the data over the ranks, with a ``DistributedSampler``.
+        dataset_length: ``len(loader.dataset)``; None if it has none.
+        num_workers: ``loader.num_workers``, which data hosts ignore.
     """
 
     name: str
@@ -51,6 +53,8 @@ class LoaderFacts:
     fingerprint: str
     dataset: str
     is_split: bool = False
+    dataset_length: int | None = None
+    num_workers: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -69,12 +73,13 @@ class LoaderFacts:
             raise WireError(f"A data host described a loader with missing or unknown fields: {error}.") from error
         texts = (loader.name, loader.identity, loader.fingerprint, loader.dataset)
         flags = (loader.drop_last, loader.is_split)
-        sizes = (loader.num_samples, loader.batch_size)
+        sizes = (loader.num_samples, loader.batch_size, loader.dataset_length)
         if (
             loader.order not in get_args(Order)
             or not all(isinstance(text, str) for text in texts)
             or not all(isinstance(flag, bool) for flag in flags)
             or not all(size is None or (type(size) is int and 0 <= size < _MAX_SIZE) for size in sizes)
+            or type(loader.num_workers) is not int
         ):
             raise WireError(f"A data host described a loader with invalid values: {str(facts)[:500]}.")
         return loader

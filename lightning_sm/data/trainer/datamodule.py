@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import math
 import os
@@ -11,6 +12,7 @@ import secrets
 import socket
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning_sm._lightning import CombinedLoader, LightningDataModule
@@ -68,6 +70,9 @@ class RemoteDataModule(LightningDataModule):
         DataSettingsError: There is no address, or the library for ``settings.compression`` is not installed.
     """
 
+    # False in a job: a script may run the Trainer several times before training has finished.
+    closes_on_teardown = True
+
     def __new__(cls, datamodule: LightningDataModule, *_: Any, **__: Any) -> RemoteDataModule:
         """Create an instance whose class has exactly the hooks that the user's DataModule overrides."""
         own = type(datamodule)
@@ -95,16 +100,15 @@ class RemoteDataModule(LightningDataModule):
         settings = settings or DataServiceSettings()
         if settings.compression is not None:
             codec_of(settings.compression)  # report a missing library here instead of with the first batch
+        # Lightning's own __init__ only sets attributes, and the wrapped DataModule has those already.
         self._datamodule = datamodule
-        super().__init__()
-        # Drop what Lightning just set, such as whether hyperparameters are logged: the wrapped DataModule has its own.
-        self.__dict__ = {"_datamodule": datamodule}
         self._addresses = list(addresses)
         self._settings = settings
         self._seed = seed
         self._job = job
         self._run = 0
         self._run_seed = 0
+        self._state_for_hosts = ""
         self._stage: str | None = None
         self._client: FeederClient | None = None
         self._local: DataHost | None = None
@@ -114,8 +118,6 @@ class RemoteDataModule(LightningDataModule):
         self._pools: dict[tuple[str, int], SlotPool] = {}
         self._progress = Progress()
         self._reporter = Reporter(self._state)
-        # False in a job: a script may run the Trainer several times before training has finished.
-        self.closes_on_teardown = True
         self._take_hooks()
 
     def _take_hooks(self) -> None:
@@ -134,6 +136,13 @@ class RemoteDataModule(LightningDataModule):
                 "run on the data hosts only. Numbers, strings, and lists and dicts of these that setup() sets there "
                 "are copied to the trainers; other values are not."
             ) from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the wrapped DataModule, whose hooks and ``state_dict`` read it, unless it is our own."""
+        if name.startswith("_") or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._datamodule, name, value)
 
     def __reduce__(self) -> Any:
         """Pickle what does not belong to this process; unpickling creates the class again."""
@@ -193,7 +202,16 @@ class RemoteDataModule(LightningDataModule):
         self._structures.clear()
         if self._client is None:
             self._client = self._start_feeder()
-        for name, value in self._request_loaders("")["attributes"].items():
+        reply = self._request_loaders("")
+        self._take_attributes(reply["attributes"])
+        # A dataset that is None until setup() must not look as if setup() had not run.
+        for name in reply["missing"]:
+            if vars(self._datamodule).get(name, self) is None:
+                delattr(self._datamodule, name)
+
+    def _take_attributes(self, attributes: dict[str, Any]) -> None:
+        """Set the plain values that the user's ``setup`` has set on the data hosts."""
+        for name, value in attributes.items():
             own = inspect.getattr_static(type(self._datamodule), name, None)
             if not isinstance(own, _PLAIN):
                 raise WireError(
@@ -258,6 +276,16 @@ class RemoteDataModule(LightningDataModule):
             state_dict: A state that ``state_dict`` returned.
         """
         self._datamodule.load_state_dict(state_dict)
+        # Its loaders may depend on it: the stage of a curriculum, for example.
+        try:
+            self._state_for_hosts = json.dumps(state_dict)
+        except (TypeError, ValueError) as error:
+            logger.warning(
+                "The state of %s cannot be sent to the data hosts (%s). Their loaders do not see it. Keep numbers, "
+                "strings, lists and dicts in it.",
+                type(self._datamodule).__name__,
+                error,
+            )
 
     @property
     def _feeder(self) -> FeederClient:
@@ -313,6 +341,8 @@ class RemoteDataModule(LightningDataModule):
             "epoch": self._reload_epoch(loaders),
             # Not that of a checkpoint, which is loaded after setup().
             "seed": self._run_seed,
+            "prepares_everywhere": bool(self._datamodule.prepare_data_per_node),
+            "state": self._state_for_hosts,
             "trainer": {name: getattr(trainer, name, None) for name in TRAINER_FACTS},
         }
         return self._feeder.open_loaders(request, self._settings.startup_timeout_s)
@@ -343,6 +373,9 @@ class RemoteDataModule(LightningDataModule):
         loaders = []
         for index, values in enumerate(reply["loaders"]):
             facts = LoaderFacts.from_json(values)
+            if self._is_overfitting and facts.order in ("shuffled", "sampler") and facts.dataset_length is not None:
+                # As Lightning does it with a DataLoader: the order of the dataset, in all epochs.
+                facts = replace(facts, order="sequential", num_samples=facts.dataset_length)
             place = self._place(stage, index, facts)
             slots = self._slots(stage, index, facts.name, place)
             loaders.append(RemoteLoader(self._feeder, facts, place, slots, self._position_of))
@@ -362,6 +395,10 @@ class RemoteDataModule(LightningDataModule):
                 loaders[0].place.window_bytes / 1e6,
             )
         return reply["structure"]
+
+    @property
+    def _is_overfitting(self) -> bool:
+        return self.trainer is not None and self._stage == "fit" and self.trainer.overfit_batches > 0
 
     def _position_of(self, loader: RemoteLoader, iterator: Iterator[Any]) -> Position:
         return position_of(loader, iterator, self.trainer)

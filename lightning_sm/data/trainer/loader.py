@@ -62,6 +62,30 @@ class RemoteLoader:
         """Samples per batch and rank; None if the dataset or the batch sampler sets it."""
         return self.facts.batch_size
 
+    @property
+    def drop_last(self) -> bool:
+        """Whether an incomplete last batch is dropped."""
+        return self.facts.drop_last
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of the user's loader; data hosts have workers of their own."""
+        return self.facts.num_workers
+
+    @property
+    def dataset(self) -> RemoteDataset:
+        """What a trainer has of the dataset: its length."""
+        return RemoteDataset(self.facts)
+
+    def __getattr__(self, name: str) -> Any:
+        """Explain which attributes of a ``DataLoader`` a trainer has."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{self.__class__.__name__} has no attribute {name!r}. The DataLoader is on the data hosts; a trainer has "
+            "its batches, its length, batch_size, drop_last, num_workers, and len(dataset)."
+        )
+
     def __len__(self) -> int:
         """Return the number of batches in a pass; it is the same on every rank."""
         facts = self.facts
@@ -134,7 +158,7 @@ class RemoteLoader:
                 "compression": place.compression,
             },
             "stage": place.stage,
-            "order": "sequential" if position.is_sequential and facts.order == "shuffled" else facts.order,
+            "order": facts.order,
             "num_samples": facts.num_samples,
             "batch_size": facts.batch_size,
             "drop_last": facts.drop_last,
@@ -146,6 +170,37 @@ class RemoteLoader:
             "window_batches": place.window_batches,
             "window_bytes": place.window_bytes,
         }
+
+
+class RemoteDataset:
+    """Stands in for the user's dataset, which is on the data hosts.
+
+    Args:
+        facts: The loader of the dataset.
+    """
+
+    def __init__(self, facts: LoaderFacts) -> None:
+        self._facts = facts
+
+    def __len__(self) -> int:
+        """Return the number of samples.
+
+        Raises:
+            TypeError: The user's dataset has no length.
+        """
+        if self._facts.dataset_length is None:
+            raise TypeError(f"{self._facts.dataset} ({self._facts.name}) has no length.")
+        return self._facts.dataset_length
+
+    def __getattr__(self, name: str) -> Any:
+        """Explain that there is no more of it here."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{self.__class__.__name__} has no attribute {name!r}: {self._facts.dataset} ({self._facts.name}) is on "
+            "the data hosts, and a trainer has only its length. Numbers and texts that setup() sets on the DataModule "
+            "are copied to the trainers."
+        )
 
 
 class _Pass(Iterator[Any]):

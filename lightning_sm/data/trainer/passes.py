@@ -61,7 +61,6 @@ class Position:
         pass_index: Index of the pass within the epoch.
         first_step: First batch of the pass.
         stop_step: End of the pass, exclusive; None: the end of the data.
-        is_sequential: Whether shuffling is off (``overfit_batches``).
         is_by_hand: Whether the user iterates over the loader, and not the Trainer.
     """
 
@@ -69,7 +68,6 @@ class Position:
     pass_index: int = 0
     first_step: int = 0
     stop_step: int | None = None
-    is_sequential: bool = False
     is_by_hand: bool = False
 
 

@@ -111,14 +111,13 @@ def position_of(loader: RemoteLoader, iterator: Iterator[Any], trainer: Any) -> 
         return Position(max(loader.epoch, 0))
     fit_loop = trainer.fit_loop
     epoch = fit_loop.epoch_progress.current.processed
-    is_sequential = trainer.overfit_batches > 0
-    if is_sequential and loader.facts.order in ("sampler", "batch_sampler"):
+    if trainer.overfit_batches > 0 and loader.facts.order == "batch_sampler":
         epoch = 0  # the user's sampler may choose other samples in each epoch
     if not _is_trainers_own(iterator, trainer):
         # The user iterates: over all of it, and in another order than the Trainer's pass in this epoch.
-        return Position(epoch, loader.next_pass_by_hand(epoch), is_sequential=is_sequential, is_by_hand=True)
+        return Position(epoch, loader.next_pass_by_hand(epoch), is_by_hand=True)
     if loader.place.stage != "train":
-        return Position(epoch, 0, 0, _evaluation_limit(loader, trainer), is_sequential)
+        return Position(epoch, 0, 0, _evaluation_limit(loader, trainer))
     limit = trainer.num_training_batches
     taken = batches_taken(trainer)
     if loader.num_passes == 0 and limit == float("inf"):
@@ -138,7 +137,7 @@ def position_of(loader: RemoteLoader, iterator: Iterator[Any], trainer: Any) -> 
         is_cycle = fit_loop._combined_loader._mode == "max_size_cycle"
         pass_index, first_step = divmod(taken, length) if is_cycle else (0, min(taken, length))
     stop_step = None if limit == float("inf") else first_step + max(0, int(limit) - taken)
-    return Position(epoch, pass_index, first_step, stop_step, is_sequential)
+    return Position(epoch, pass_index, first_step, stop_step)
 
 
 def batches_taken(trainer: Any) -> int:

@@ -46,7 +46,7 @@ class FakeHost:
     def __init__(self, answer: Callable[[int], list[bytes]] | None = None, loader: LoaderFacts = LOADER) -> None:
         self.heartbeat = json.dumps({"name": "fake", "workers": 2, "busy": 0, "queued": 0}).encode()
         opened = {"structure": 0, "loaders": [loader.to_json()]}
-        self.opened = {"": b'{"attributes": {}}', "train": json.dumps(opened).encode()}
+        self.opened = {"": b'{"attributes": {}, "missing": []}', "train": json.dumps(opened).encode()}
         self.listed = b""
         self.answer = answer
 

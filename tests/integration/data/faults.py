@@ -145,6 +145,8 @@ class Job:
             "loaders": "",
             "epoch": 0,
             "seed": 0,
+            "prepares_everywhere": True,
+            "state": "",
             "trainer": dict.fromkeys(("world_size",)),
         }
         module._client._send("open", opening="1/validate//0", **facts)

@@ -21,7 +21,16 @@ from tests.integration.data.fakes import LOADER, credentials
 
 pytestmark = pytest.mark.processes
 
-OPENING = {"opening": "1/fit/train/0", "run": 1, "stage": "fit", "loaders": "train", "epoch": 0, "seed": 0}
+OPENING = {
+    "opening": "1/fit/train/0",
+    "run": 1,
+    "stage": "fit",
+    "loaders": "train",
+    "epoch": 0,
+    "seed": 0,
+    "prepares": True,
+    "state": "",
+}
 ORDER = {"opening": "1/fit/train/0", "loader": 0, "seed": 0, "epoch": 0, "pass_index": 0, "num_shards": 0}
 TIMEOUT_S = 20.0
 # How many runs of the user's code may be unfinished.
@@ -84,7 +93,7 @@ def test_openings_that_run_are_bounded(server):
     assert text == "data host algo-9 runs 32 different Open requests already, and at most 32 at a time"
     server.main.send("opened", opening="1/fit/train/0", structure=0, loaders=[LOADER.to_json()])
     assert calls.open_reply(running[0].result())["structure"] == 0
-    server.start("Open", **{**OPENING, "opening": "1/fit/train/99", "trainer": {}})
+    running.append(server.start("Open", **{**OPENING, "opening": "1/fit/train/99", "trainer": {}}))
     assert server.received(1, "open")[0]["opening"] == "1/fit/train/99"
 
 

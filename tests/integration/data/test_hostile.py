@@ -94,8 +94,8 @@ REPLIES = {
     "nothing": b"{}",
     "too deep": b"[" * 100_000,
     "an unknown error": b'{"error": "SystemExit", "text": "", "where": ""}',
-    "a field of the feeder": b'{"attributes": {}, "opening": "x"}',
-    "a magic attribute": b'{"attributes": {"__class__": 1}}',
+    "a field of the feeder": b'{"attributes": {}, "missing": [], "opening": "x"}',
+    "a magic attribute": b'{"attributes": {"__class__": 1}, "missing": []}',
 }
 
 
@@ -130,7 +130,7 @@ def test_a_nonsensical_answer_to_a_call_is_an_error_of_the_trainer(method, what)
 def test_a_data_host_cannot_replace_hooks_of_the_datamodule(name):
     """A value for a name that the DataModule's class has as a function or property is an error that names both."""
     host = FakeHost()
-    host.opened[""] = json.dumps({"attributes": {name: 7}}).encode()
+    host.opened[""] = json.dumps({"attributes": {name: 7}, "missing": []}).encode()
     expected = rf"setup\(\) set {name}=7, but in the class Data on this trainer {name} is a (function|property)"
     with host.serving() as address, pytest.raises(WireError, match=expected), remote([address]):
         pass
@@ -145,7 +145,7 @@ class Digits(Data):
 def test_a_data_host_may_replace_defaults_of_the_class():
     """A number that setup() sets in place of a default of the class reaches the trainer."""
     host = FakeHost()
-    host.opened[""] = json.dumps({"attributes": {"num_classes": 10}}).encode()
+    host.opened[""] = json.dumps({"attributes": {"num_classes": 10}, "missing": []}).encode()
     with host.serving() as address:
         module = RemoteDataModule(Digits(list), [address])
         module.setup("fit")
@@ -185,6 +185,8 @@ OPENING = {
     "loaders": "train",
     "epoch": 9,
     "seed": 0,
+    "prepares": True,
+    "state": "",
     "trainer": {},
 }
 REQUESTS = {

@@ -62,7 +62,16 @@ class Module:
 
 def opened(facts=FACTS, **hooks):
     """Open the loaders for training, and return the reply."""
-    request = {"opening": "1/fit/train/0", "run": 1, "stage": "fit", "loaders": "train", "epoch": 0, "seed": 0}
+    request = {
+        "opening": "1/fit/train/0",
+        "run": 1,
+        "stage": "fit",
+        "loaders": "train",
+        "epoch": 0,
+        "seed": 0,
+        "prepares": True,
+        "state": "",
+    }
     return ServedModule(Module(**hooks)).open({**request, "trainer": facts})
 
 
@@ -147,7 +156,17 @@ def test_hooks_get_the_stage_by_its_name():
             stages.append(stage)
 
     module = ServedModule(Named())
-    request = {"opening": "1/fit//0", "run": 1, "stage": "fit", "loaders": "", "epoch": 0, "seed": 0, "trainer": {}}
+    request = {
+        "opening": "1/fit//0",
+        "run": 1,
+        "stage": "fit",
+        "loaders": "",
+        "epoch": 0,
+        "seed": 0,
+        "prepares": True,
+        "state": "",
+        "trainer": {},
+    }
     assert "error" not in module.open(request)
     module.leave()
     assert stages == ["fit", "fit"]

@@ -35,13 +35,15 @@ PARSERS = [
 REPLIES = [
     {"state": "opening"},
     {"error": "RemoteTransformError", "text": "Traceback", "where": "setup('fit')"},
-    {"attributes": {"num_classes": 7, "names": ["a", "b"]}},
+    {"attributes": {"num_classes": 7, "names": ["a", "b"]}, "missing": ["train_set"]},
     {"structure": 0, "loaders": [LOADER]},
     {"structure": {"list": []}, "loaders": []},
     {"structure": {"dict": [["a", 0], [1, {"combined": "max_size", "of": {"tuple": [1]}}]]}, "loaders": [LOADER] * 2},
     {"structure": 0, "loaders": [{**LOADER, "num_samples": None, "batch_size": None, "order": "shards"}]},
 ]
-NAMES = st.sampled_from(["state", "error", "text", "where", "attributes", "structure", "loaders", "dict", "list", "of"])
+NAMES = st.sampled_from(
+    ["state", "error", "text", "where", "attributes", "missing", "structure", "loaders", "dict", "list", "of"]
+)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("opening"),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES | st.text(max_size=5), inner, max_size=3),
@@ -65,8 +67,10 @@ def test_an_answer_that_makes_sense_comes_through_unchanged(reply):
         {"state": "closed"},
         {"error": "RemoteTransformError", "text": "", "where": None},
         {"error": "logging", "text": "", "where": ""},
-        {"attributes": {"a b": 1}},
-        {"attributes": {}, "kind": "batch"},
+        {"attributes": {"a b": 1}, "missing": []},
+        {"attributes": {}, "missing": ["__class__"]},
+        {"attributes": {}, "missing": [7]},
+        {"attributes": {}, "missing": [], "kind": "batch"},
         {"structure": 0, "loaders": []},
         {"structure": -1, "loaders": [LOADER]},
         {"structure": False, "loaders": [LOADER]},
@@ -111,7 +115,17 @@ def test_a_request_loses_what_was_not_asked_for():
     assert calls.LIST.parse(encoded({**request, "fds": [0], "listing": "x", "kind": "kill"})) == request
 
 
-OPEN = {"opening": "1/fit//0", "run": 1, "stage": "fit", "loaders": "", "epoch": 0, "seed": 0, "trainer": {"a": 1.5}}
+OPEN = {
+    "opening": "1/fit//0",
+    "run": 1,
+    "stage": "fit",
+    "loaders": "",
+    "epoch": 0,
+    "seed": 0,
+    "prepares": True,
+    "state": "",
+    "trainer": {"a": 1.5},
+}
 LIST = {"opening": "1/fit//0", "loader": 0, "seed": 1, "epoch": 2, "pass_index": 3, "num_shards": 0}
 HEARTBEAT = {"client": "rank 0 on algo-1", "world_size": 4}
 
@@ -142,6 +156,6 @@ def test_a_request_is_bounded(call, request_, changed, why):
 
 def test_an_answer_is_bounded_in_lists():
     """Lists that would take 20 times their bytes on the trainer are refused before they are parsed."""
-    reply = {"attributes": {"boxes": [[]] * (1 << 18)}}
-    with pytest.raises(WireError, match=r"answer to Open has .* 262147 lists and objects; .* 262144 are allowed"):
+    reply = {"attributes": {"boxes": [[]] * (1 << 18)}, "missing": []}
+    with pytest.raises(WireError, match=r"answer to Open has .* 262148 lists and objects; .* 262144 are allowed"):
         calls.open_reply(encoded(reply))

@@ -1,0 +1,173 @@
+"""What crosses between the DataModule on a trainer and those on the data hosts."""
+
+import os
+from contextlib import ExitStack
+
+import pytest
+import torch
+from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+
+from lightning_sm import DataHost, RemoteDataModule
+
+pytestmark = pytest.mark.processes
+
+_QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+    "devices": 1,
+}
+
+
+class Endless(IterableDataset):
+    """A dataset without length."""
+
+    def __iter__(self):
+        return iter(range(4))
+
+
+class Data(LightningDataModule):
+    """Loaders over as many numbers as its stage says, and a journal of what runs where.
+
+    Args:
+        journal: File for the journal.
+    """
+
+    def __init__(self, journal):
+        super().__init__()
+        self.journal = journal
+        self.train_set = None
+        self.num_classes = None
+        self.stage = 1
+
+    def note(self, what):
+        with self.journal.open("a") as file:
+            file.write(f"{os.getpid()} {what}\n")
+
+    def prepare_data(self):
+        self.note("prepare_data")
+
+    def setup(self, stage=None):
+        self.note(f"setup {stage}")
+        self.train_set = torch.arange(12)
+        self.num_classes = 3
+
+    def train_dataloader(self):
+        return DataLoader(self.train_set[: 4 * self.stage], batch_size=2, num_workers=3, drop_last=True)
+
+    def val_dataloader(self):
+        return [DataLoader(Endless()), DataLoader(range(3), sampler=WeightedRandomSampler([1.0] * 3, 9))]
+
+    def state_dict(self):
+        return {"stage": self.stage}
+
+    def load_state_dict(self, state_dict):
+        self.stage = state_dict["stage"]
+
+
+class Shared(Data):
+    """Its data lies in a file system that all hosts share."""
+
+    def __init__(self, journal):
+        super().__init__(journal)
+        self.prepare_data_per_node = False
+
+
+class Model(LightningModule):
+    """Notes what it is trained on."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((self.current_epoch, batch.tolist()))
+        return self.weight * 1.0
+
+    def on_train_epoch_end(self):
+        self.trainer.datamodule.stage = 2  # noted in the next checkpoint
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(("data", "num_calls"), [(Data, 2), (Shared, 1)])
+def test_prepare_data_runs_where_the_datamodule_says(data, num_calls, tmp_path):
+    """On every data host, or with prepare_data_per_node=False on one, before any other runs setup()."""
+    journal = tmp_path / "journal"
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(DataHost(data(journal), workers=1)).address for _ in range(2)]
+        module = RemoteDataModule(data(journal), addresses)
+        module.setup()
+        module.train_dataloader()
+        module.teardown("fit")
+    lines = [line.split(maxsplit=1) for line in journal.read_text().splitlines()]
+    assert len([process for process, what in lines if what == "prepare_data"]) == num_calls
+    assert len({process for process, what in lines if what == "setup fit"}) == 2
+    assert lines[0][1] == "prepare_data"
+
+
+def test_a_resumed_datamodule_has_its_state_on_the_data_hosts_as_well(tmp_path):
+    """A curriculum goes on at its stage: the loaders of the second run are those of the second stage."""
+    journal = tmp_path / "journal"
+    with DataHost(Data(journal), workers=1) as host:
+        first, second = Model(), Model()
+        trainer = Trainer(**_QUIET, max_epochs=1, limit_val_batches=0, default_root_dir=tmp_path)
+        trainer.fit(first, datamodule=RemoteDataModule(Data(journal), [host.address]))
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        trainer = Trainer(**_QUIET, max_epochs=2, limit_val_batches=0, default_root_dir=tmp_path)
+        module = RemoteDataModule(Data(journal), [host.address])
+        trainer.fit(second, datamodule=module, ckpt_path=tmp_path / "last.ckpt", weights_only=False)
+    assert first.seen == [(0, [0, 1]), (0, [2, 3])]
+    assert second.seen == [(1, [number, number + 1]) for number in (0, 2, 4, 6)]
+
+
+def test_what_setup_makes_on_the_data_hosts_is_not_none_on_the_trainer(tmp_path):
+    """A dataset stays there, and who asks for it is told so; a number is copied."""
+    journal = tmp_path / "journal"
+    with DataHost(Data(journal), workers=1) as host:
+        module = RemoteDataModule(Data(journal), [host.address])
+        assert module.train_set is None
+        module.setup("fit")
+        assert module.num_classes == 3
+        with pytest.raises(AttributeError, match=r"Data has no attribute 'train_set' on a trainer\. .*setup\(\)"):
+            _ = module.train_set
+        module.teardown("fit")
+
+
+def test_callbacks_read_what_a_loader_is_like(tmp_path):
+    """Lengths and numbers of the user's loader; what a trainer does not have is an error that says where it is."""
+    journal = tmp_path / "journal"
+    with DataHost(Data(journal), workers=1) as host:
+        module = RemoteDataModule(Data(journal), [host.address])
+        module.setup("fit")
+        loader = module.train_dataloader()
+        stream, weighted = module.val_dataloader()
+        assert (len(loader.dataset), loader.num_workers, loader.drop_last, loader.batch_size) == (4, 3, True, 2)
+        assert (len(weighted.dataset), len(weighted)) == (3, 9)
+        with pytest.raises(TypeError, match="has no length"):
+            len(stream.dataset)
+        with pytest.raises(AttributeError, match=r"'classes'.* is on the data hosts"):
+            _ = loader.dataset.classes
+        with pytest.raises(AttributeError, match=r"'collate_fn'\. The DataLoader is on the data hosts"):
+            _ = loader.collate_fn
+        module.teardown("fit")
+
+
+def test_overfitting_replaces_a_sampler_as_lightning_does(tmp_path):
+    """overfit_batches: the order of the dataset, and not what a weighted sampler chooses."""
+
+    class Weighted(Data):
+        def train_dataloader(self):
+            return DataLoader(range(8), batch_size=2, sampler=WeightedRandomSampler([1.0] * 8, 20))
+
+    journal = tmp_path / "journal"
+    options = {**_QUIET, "max_epochs": 2, "overfit_batches": 2, "limit_val_batches": 0, "enable_checkpointing": False}
+    stock, ours = Model(), Model()
+    Trainer(**options).fit(stock, datamodule=Weighted(journal))
+    with DataHost(Weighted(journal), workers=1) as host:
+        Trainer(**options).fit(ours, datamodule=RemoteDataModule(Weighted(journal), [host.address]))
+    assert ours.seen == stock.seen == [(epoch, batch) for epoch in (0, 1) for batch in ([0, 1], [2, 3])]
