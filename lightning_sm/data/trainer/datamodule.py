@@ -378,6 +378,7 @@ class RemoteDataModule(LightningDataModule):
                 facts = replace(facts, order="sequential", num_samples=facts.dataset_length)
             place = self._place(stage, index, facts)
             slots = self._slots(stage, index, facts.name, place)
+            _warn_of_unused_length(facts, place)
             loaders.append(RemoteLoader(self._feeder, facts, place, slots, self._position_of))
         if stage == "train" and loaders:
             loaders[0].on_epoch = self._begin_epoch
@@ -471,6 +472,23 @@ class RemoteDataModule(LightningDataModule):
         known: list[int] = [host["workers"] for host in self._feeder.state()["hosts"] if host["workers"]]
         workers = sum(known) * len(self._addresses) / max(1, len(known))
         return min(_MAX_WINDOW, max(_MIN_WINDOW, math.ceil(2 * workers / self._ranks()[1])))
+
+
+def _warn_of_unused_length(facts: LoaderFacts, place: LoaderPlace) -> None:
+    """Say why a loader has no length, although locally it has one."""
+    if facts.order != "shards" or facts.dataset_length is None or place.batches_per_pass is not None:
+        return
+    if place.stage == "train" and place.world_size == 1:
+        num_batches = -(-facts.dataset_length // (facts.batch_size or 1))
+        logger.warning(
+            "%s has no length here, although len() of its dataset is %d: each of its %d shards may end with a smaller "
+            "batch. For schedulers that need trainer.estimated_stepping_batches, and for progress bars, set "
+            "data_service.batches_per_epoch=%d.",
+            facts.name,
+            facts.dataset_length,
+            place.num_shards,
+            num_batches,
+        )
 
 
 def _overrides(own: Any, hook: str) -> bool:

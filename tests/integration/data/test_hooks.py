@@ -28,6 +28,13 @@ class Endless(IterableDataset):
         return iter(range(4))
 
 
+class Sized(Endless):
+    """The same with a length."""
+
+    def __len__(self):
+        return 10
+
+
 class Data(LightningDataModule):
     """Loaders over as many numbers as its stage says, and a journal of what runs where.
 
@@ -171,3 +178,20 @@ def test_overfitting_replaces_a_sampler_as_lightning_does(tmp_path):
     with DataHost(Weighted(journal), workers=1) as host:
         Trainer(**options).fit(ours, datamodule=RemoteDataModule(Weighted(journal), [host.address]))
     assert ours.seen == stock.seen == [(epoch, batch) for epoch in (0, 1) for batch in ([0, 1], [2, 3])]
+
+
+def test_a_length_that_cannot_be_used_is_told(tmp_path, caplog):
+    """The shards of an iterable dataset may give more batches than its length says; the warning has the way out."""
+
+    class Streamed(Data):
+        def train_dataloader(self):
+            return DataLoader(Sized(), batch_size=4)
+
+    with DataHost(Streamed(tmp_path / "journal"), workers=1) as host:
+        module = RemoteDataModule(Streamed(tmp_path / "journal"), [host.address])
+        module.setup("fit")
+        with pytest.raises(TypeError, match="has no length"):
+            len(module.train_dataloader())
+        module.teardown("fit")
+    assert "len() of its dataset is 10" in caplog.text
+    assert "set data_service.batches_per_epoch=3" in caplog.text

@@ -1,0 +1,149 @@
+"""A pytest plugin that lets a data host serve whatever loaders a test gives to a Trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+from pytorch_lightning import LightningDataModule, Trainer
+from torch.utils.data import DataLoader
+
+from lightning_sm import DataHost, DataServiceSettings, RemoteDataModule
+from lightning_sm.data.host import data_host
+from tests.lightning_suite.zygote import Zygote
+
+_HOOKS = {"train_dataloaders": "train_dataloader", "val_dataloaders": "val_dataloader"}
+_SETTINGS = DataServiceSettings(batch_timeout_s=40.0, startup_timeout_s=40.0)
+_COUNTS: Counter[str] = Counter()
+_ZYGOTES: list[Zygote] = []
+
+
+def pytest_sessionfinish() -> None:
+    """Stop the zygote, and leave the numbers of what was served."""
+    for zygote in _ZYGOTES:
+        zygote.close()
+    _ZYGOTES.clear()
+    folder = os.environ.get("LIGHTNING_SUITE_COUNTS")
+    if folder:
+        Path(folder, f"{os.getpid()}.json").write_text(json.dumps(_COUNTS))
+
+
+class _FromModel(LightningDataModule):
+    """The loader hooks of a model, which is a copy here.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def setup(self, stage: str) -> None:
+        # Hooks of the model read its trainer.
+        self.model._trainer = self.trainer
+
+
+class _FromArguments(LightningDataModule):
+    """Loaders that were given to a Trainer.
+
+    Args:
+        loaders: By the names of hooks.
+    """
+
+    def __init__(self, loaders: dict[str, Any]) -> None:
+        super().__init__()
+        self.loaders = loaders
+
+
+def _datamodule_of(model: Any, given: dict[str, Any]) -> LightningDataModule | None:
+    """The DataModule to serve; None if there is no loader that a data host takes."""
+    if given:
+        hooks = {name: lambda self, name=name: self.loaders[name] for name in given}
+        return type("GivenLoaders", (_FromArguments,), hooks)(given)
+    names = [f"{stage}_dataloader" for stage in ("train", "val", "test", "predict")]
+    own = [name for name in names if _is_own(model, name)]
+    if not own:
+        return None
+    hooks = {name: lambda self, name=name: getattr(self.model, name)() for name in own}
+    return type("LoadersOfModel", (_FromModel,), hooks)(model)
+
+
+def _is_own(model: Any, name: str) -> bool:
+    hook = getattr(model, name, None)
+    module = getattr(getattr(hook, "__func__", hook), "__module__", "")
+    return hook is not None and module is not None and not module.startswith("pytorch_lightning.core")
+
+
+def _are_loaders(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_are_loaders, value.values()))
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(_are_loaders, value))
+    if hasattr(value, "iterables") and hasattr(value, "_mode"):
+        return _are_loaders(value.iterables)
+    return isinstance(value, DataLoader)
+
+
+@contextlib.contextmanager
+def _served(datamodule: LightningDataModule) -> Iterator[RemoteDataModule | None]:
+    """Yield what replaces a DataModule; None if it cannot be sent to another process."""
+    try:
+        cloudpickle.dumps(data_host._without_trainer(datamodule))
+    except (TypeError, AttributeError, pickle.PicklingError, RuntimeError, ValueError):
+        _COUNTS["not pickled"] += 1
+        yield None
+        return
+    with DataHost(datamodule, workers=2, settings=_SETTINGS) as host:
+        _COUNTS["served"] += 1
+        yield RemoteDataModule(datamodule, [host.address], settings=_SETTINGS)
+
+
+def _adapted(name: str) -> Any:
+    stock = getattr(Trainer, name)
+    loader_names = ("train_dataloaders", "val_dataloaders") if name == "fit" else ("dataloaders",)
+
+    def call(self: Trainer, model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip((*loader_names, "datamodule"), args[: len(loader_names) + (name == "fit")], strict=False))
+        rest = args[len(given) :]
+        given |= {key: kwargs.pop(key) for key in (*loader_names, "datamodule") if key in kwargs}
+        given = {key: value for key, value in given.items() if value is not None}
+        first = given.get(loader_names[0])
+        if isinstance(first, LightningDataModule):
+            given = {"datamodule": first}
+        datamodule = given.get("datamodule")
+        if isinstance(datamodule, RemoteDataModule) or (len(given) > 1 and datamodule is not None):
+            return stock(self, model, *rest, **given, **kwargs)
+        if datamodule is None:
+            hooks = _HOOKS if name == "fit" else {"dataloaders": f"{'val' if name == 'validate' else name}_dataloader"}
+            if not all(map(_are_loaders, given.values())):
+                _COUNTS["other types of loaders"] += 1
+                return stock(self, model, *rest, **given, **kwargs)
+            datamodule = _datamodule_of(model, {hooks[key]: value for key, value in given.items()})
+        if datamodule is None or type(datamodule).__module__.startswith("unittest.mock"):
+            _COUNTS["no loaders"] += 1
+            return stock(self, model, *rest, **given, **kwargs)
+        with _served(datamodule) as remote:
+            if remote is None:
+                return stock(self, model, *rest, **given, **kwargs)
+            return stock(self, model, *rest, datamodule=remote, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+@pytest.fixture(autouse=True)
+def _on_data_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not _ZYGOTES:
+        _ZYGOTES.append(Zygote())
+    monkeypatch.setattr(data_host, "start_module", _ZYGOTES[0].start_module)
+    for name in ("fit", "validate", "test", "predict"):
+        monkeypatch.setattr(Trainer, name, _adapted(name))
