@@ -18,6 +18,9 @@ import numpy as np
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.ring import Ring
 
+# A worker hangs on a cancelled task if it takes this many times longer than the longest one before.
+_GRACE_FACTOR = 5.0
+
 # The request that opened the loader, position of the loader, number of the virtual shard.
 Affinity: TypeAlias = tuple[str, int, int]
 
@@ -118,10 +121,10 @@ class WorkerPool:
 
     Args:
         kill: Called with the id of a worker that hangs on a cancelled task.
-        cancel_grace_s: Seconds that a worker may continue with a cancelled task.
+        cancel_grace_s: Seconds that a worker may continue with a cancelled task; more, if earlier tasks took long.
     """
 
-    def __init__(self, kill: Callable[[int], None], cancel_grace_s: float = 10.0) -> None:
+    def __init__(self, kill: Callable[[int], None], cancel_grace_s: float = 30.0) -> None:
         self._kill = kill
         self._cancel_grace_s = cancel_grace_s
         self._lock = threading.RLock()
@@ -130,6 +133,7 @@ class WorkerPool:
         self._kill_at: dict[int, float] = {}  # by worker id
         self._shard_workers: dict[Affinity, int] = {}  # numbers of workers
         self._busy_s = 0.0
+        self._longest_s = 0.0
         self._selector = selectors.DefaultSelector()
         self._waker, self._wakeup = socket.socketpair()
         self._selector.register(self._wakeup, selectors.EVENT_READ, None)
@@ -153,7 +157,9 @@ class WorkerPool:
                 return
             for worker in self._workers.values():
                 if worker.task is task:
-                    self._kill_at[worker.id] = time.monotonic() + self._cancel_grace_s
+                    # A heavy batch is not a hanging worker, whose caches, open files and shards would be lost.
+                    grace_s = max(self._cancel_grace_s, _GRACE_FACTOR * self._longest_s)
+                    self._kill_at[worker.id] = time.monotonic() + grace_s
                     self._wake()
 
     def add(self, message: Message) -> None:
@@ -325,7 +331,9 @@ class WorkerPool:
         task = worker.task
         worker.task = None
         self._kill_at.pop(worker.id, None)
-        self._busy_s += time.perf_counter() - worker.task_started
+        task_s = time.perf_counter() - worker.task_started
+        self._busy_s += task_s
+        self._longest_s = max(self._longest_s, task_s)
         slot = message.facts["slot"]
         if task is None or task.is_cancelled:
             worker.free_slots.append(slot)

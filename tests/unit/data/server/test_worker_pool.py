@@ -193,6 +193,23 @@ def test_a_worker_may_finish_a_cancelled_task(pool, worker, killed):
     assert killed.empty()
 
 
+def test_a_worker_that_takes_as_long_as_before_is_not_killed(pool, worker, killed):
+    """Heavy batches have more time: a killed worker loses its caches, and files that it writes stay half."""
+    _, answers = submit(pool, b"heavy")
+    _, slot = worker.next_request()
+    with pytest.raises(queue.Empty):
+        answers.get(timeout=0.3)
+    worker.done(slot, 1)
+    answers.get(timeout=TIMEOUT_S)
+    task, _ = submit(pool, b"heavy, too")
+    worker.next_request()
+    pool.cancel(task)
+    with pytest.raises(queue.Empty):
+        killed.get(timeout=0.5)
+    assert killed.get(timeout=TIMEOUT_S) == 1
+    pool.lose(1, "was killed by SIGKILL")
+
+
 def test_a_waiting_task_that_is_cancelled_is_forgotten(pool, worker):
     """It never reaches a worker."""
     submit(pool, b"a")
