@@ -165,6 +165,10 @@ class _Host(HostStatus):
         """When it gets the next probe, while it lags."""
         return self.last_sent_at + _PROBE_FACTOR * (self.latency_s or 0.0)
 
+    def is_probe_due(self, now: float) -> bool:
+        """Whether a request shall show that it has recovered."""
+        return self.is_lagging and not self.num_in_flight and self.probe_due_at <= now
+
     @property
     def answers(self) -> bool:
         """Whether it answers at all, if perhaps slowly."""
@@ -440,14 +444,19 @@ class Scheduler:
         still have credits hedge other late steps.
         """
         requests = self._hedge(now, is_urgent=True)
-        free = [(host.priority, order, host) for order, host in enumerate(self._hosts.values()) if host.has_credit(now)]
+        # Due probes first: where the other hosts have credits to spare, they would leave no step for one.
+        free = [
+            (not host.is_probe_due(now), host.priority, order, host)
+            for order, host in enumerate(self._hosts.values())
+            if host.has_credit(now)
+        ]
         heapq.heapify(free)
         while free:
-            _, order, host = heapq.heappop(free)
+            *_, order, host = heapq.heappop(free)
             chosen = self._choose(host, now)
             if chosen is not None:
                 requests.append(self._send(host, *chosen, now, is_hedge=False))
-                heapq.heappush(free, (host.priority, order, host))
+                heapq.heappush(free, (True, host.priority, order, host))
         return requests + self._hedge(now, is_urgent=False)
 
     def next_wakeup(self, now: float) -> float | None:
@@ -576,7 +585,8 @@ class Scheduler:
         if host.answers and self._interval_s > 0.0:
             num_ahead = math.ceil((host.latency_s or 0.0) / self._interval_s)
             steps += current.todo_from(current.position + num_ahead)
-        if not host.num_in_flight and host.probe_due_at <= now:
+        # Not with one of the two steps that are needed next.
+        if host.is_probe_due(now) and current.todo[-1] > current.position + 1:
             steps.append(current.todo[-1])
         return steps
 

@@ -32,13 +32,23 @@ def test_slow_host_gets_a_canary_only_where_it_cannot_help():
     assert asked(scheduler.next_requests(due)) == [("b", 4)]
 
 
+def test_a_host_that_was_slow_once_is_probed_beside_hosts_with_credits_to_spare():
+    """A cold cache at the start must not keep a host idle for the rest of the run, because others take all steps."""
+    scheduler, now = warm({"a": 1.0, "b": 9.0}, num_credits=8)
+    scheduler.open_pass(2, 0, 100, 4)
+    requests = scheduler.next_requests(now + 90.0)
+    assert asked(requests) == [("b", 3), ("a", 0), ("a", 1), ("a", 2)]
+    scheduler.completed(requests[0].request_id, now + 91.0)
+    assert not host_status(scheduler, "b").is_lagging
+
+
 def test_recovered_host_is_believed_at_once():
     """One quick answer of a slow host ends its slowness, as canaries are rare."""
     scheduler, now = warm({"a": 1.0, "b": 9.0})
     scheduler.open_pass(2, 0, 100, 4)
     requests = scheduler.next_requests(now + 90.0)
-    assert asked(requests) == [("a", 0), ("b", 3)]
-    scheduler.completed(requests[1].request_id, now + 91.0)
+    assert asked(requests) == [("b", 3), ("a", 0)]
+    scheduler.completed(requests[0].request_id, now + 91.0)
     assert not host_status(scheduler, "b").is_lagging
     assert asked(scheduler.next_requests(now + 91.0)) == [("b", 1)]
 
@@ -118,7 +128,7 @@ def test_slow_host_that_is_declared_up_gets_a_canary_at_once():
     scheduler.host_lost("b", is_silent=True)
     scheduler.host_up("b", 1)
     scheduler.open_pass(2, 0, 100, 4)
-    assert asked(scheduler.next_requests(now)) == [("a", 0), ("b", 3)]
+    assert asked(scheduler.next_requests(now)) == [("b", 3), ("a", 0)]
 
 
 def test_slow_host_has_one_canary_at_a_time():
@@ -126,7 +136,7 @@ def test_slow_host_has_one_canary_at_a_time():
     scheduler, now = warm({"a": 1.0, "b": 9.0}, num_credits=2)
     scheduler.open_pass(2, 0, 100, 6)
     now += 100.0
-    first, second, canary = scheduler.next_requests(now)
+    canary, first, second = scheduler.next_requests(now)
     assert (canary.host, canary.step) == ("b", 5)
     scheduler.completed(first.request_id, now + 1.0), scheduler.completed(second.request_id, now + 1.0)
     scheduler.advance(2, 2)
