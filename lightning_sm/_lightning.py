@@ -34,7 +34,7 @@ DISTRIBUTION = _choose()
 if TYPE_CHECKING:
     from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
-    from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint, ProgressBar, WeightAveraging
+    from pytorch_lightning.callbacks import BatchSizeFinder, Checkpoint, ModelCheckpoint, ProgressBar, WeightAveraging
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
     from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
     from pytorch_lightning.utilities import CombinedLoader, rank_zero_only
@@ -49,6 +49,7 @@ else:
     LightningDataModule = _root.LightningDataModule
     LightningModule = _root.LightningModule
     Trainer = _root.Trainer
+    BatchSizeFinder = _callbacks.BatchSizeFinder
     Checkpoint = _callbacks.Checkpoint
     ModelCheckpoint = _callbacks.ModelCheckpoint
     ProgressBar = _callbacks.ProgressBar
@@ -65,6 +66,7 @@ else:
 __all__ = [
     "DISTRIBUTION",
     "ArgsType",
+    "BatchSizeFinder",
     "Callback",
     "Checkpoint",
     "ClusterEnvironment",

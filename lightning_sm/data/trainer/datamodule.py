@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_sm._lightning import CombinedLoader, LightningDataModule
+from lightning_sm._lightning import BatchSizeFinder, CombinedLoader, LightningDataModule
 from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.host.data_host import LOCAL_JOB, DataHost
 from lightning_sm.data.plan.shards import default_num_shards
@@ -195,6 +195,12 @@ class RemoteDataModule(LightningDataModule):
         if trainer is not None:
             # The seed as well: a script may seed each rank differently, but all must compute the same plan.
             self._run, self._run_seed = trainer.strategy.broadcast((self._run, self._run_seed))
+            if any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
+                raise DataSettingsError(
+                    "BatchSizeFinder sets the batch size on the trainer, but the data hosts make the batches, with "
+                    f"that of their {type(self._datamodule).__name__}. Find the batch size in a run without data "
+                    "hosts, and pass it as an argument."
+                )
             if self._progress not in trainer.callbacks:
                 trainer.callbacks.insert(0, self._progress)
         self._stage = stage

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn
+from functools import wraps
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from lightning_sm import errors
 from lightning_sm.data.ipc.messages import RELEASE, Message, Released
@@ -24,6 +26,23 @@ _REPORT_PERIOD_S = 30.0
 _EXIT_TIMEOUT_S = 10.0
 # How soon a slot is released that a GPU has read, while the training waits for a batch.
 _SLOT_POLL_S = 0.002
+
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _in_turn(
+    method: Callable[Concatenate[Any, _Arguments], _Result],
+) -> Callable[Concatenate[Any, _Arguments], _Result]:
+    """Let threads that read loaders take turns. Not for what finalizers call: they may interrupt the one at turn."""
+
+    @wraps(method)
+    def call(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with self._turn:
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class FeederClient:
@@ -43,6 +62,7 @@ class FeederClient:
         self._process, self._socket = start_module("lightning_sm.data.feeder.process", releases)
         os.close(releases)
         self._pid = os.getpid()
+        self._turn = threading.RLock()
         self._inboxes: dict[int, deque[Message]] = {}
         self._opened: dict[str, dict[str, Any]] = {}
         self._error: Message | None = None
@@ -59,6 +79,7 @@ class FeederClient:
         }
         self._socket.send("feed", settings=settings)
 
+    @_in_turn
     def open_loaders(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Let all data hosts run ``setup`` and open their loaders; return the loaders that they agree on.
 
@@ -80,6 +101,7 @@ class FeederClient:
         self._raise_error(None)
         return self._opened.pop(name)
 
+    @_in_turn
     def add_ring(self, ring: Ring) -> int:
         """Share a ring with the feeder, and return its number."""
         self._num_rings += 1
@@ -88,6 +110,7 @@ class FeederClient:
         )
         return self._num_rings
 
+    @_in_turn
     def start_pass(self, facts: Mapping[str, Any]) -> int:
         """Start a pass over a loader, and return its number."""
         self._num_passes += 1
@@ -95,6 +118,7 @@ class FeederClient:
         self._send("start", pass_id=self._num_passes, **facts)
         return self._num_passes
 
+    @_in_turn
     def length(self, facts: Mapping[str, Any], timeout_s: float) -> tuple[int, int]:
         """Have a data host determine the length of a pass by running the user's sampler or reading the dataset.
 
@@ -133,6 +157,7 @@ class FeederClient:
             messages.append(inbox.popleft())
         return [message for message in messages if message.kind == "batch"]
 
+    @_in_turn
     def next(self, pass_id: int, timeout_s: float, poll: Callable[[], bool]) -> Message:
         """Wait for the next batch of a pass, or its end: a message of kind "batch" or "end".
 
@@ -168,6 +193,7 @@ class FeederClient:
         """Release a slot of a ring; may be called from a finalizer, in any thread."""
         self._release(Released.SLOT, ring, slot)
 
+    @_in_turn
     def state(self) -> dict[str, Any]:
         """Return the feeder's view of hosts and passes."""
         self._send("state")

@@ -1,14 +1,17 @@
 """What crosses between the DataModule on a trainer and those on the data hosts."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 import torch
 from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+from pytorch_lightning.callbacks import BatchSizeFinder
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from lightning_sm import DataHost, RemoteDataModule
+from lightning_sm.errors import DataSettingsError
 
 pytestmark = pytest.mark.processes
 
@@ -195,3 +198,32 @@ def test_a_length_that_cannot_be_used_is_told(tmp_path, caplog):
         module.teardown("fit")
     assert "len() of its dataset is 10" in caplog.text
     assert "set data_service.batches_per_epoch=3" in caplog.text
+
+
+def test_a_batch_size_that_cannot_be_found_here_is_an_error(tmp_path):
+    """BatchSizeFinder would double a number that no data host reads, until the end of the range."""
+    with DataHost(Data(tmp_path / "journal"), workers=1) as host:
+        trainer = Trainer(**_QUIET, max_epochs=1, default_root_dir=tmp_path, callbacks=[BatchSizeFinder()])
+        with pytest.raises(DataSettingsError, match="BatchSizeFinder sets the batch size on the trainer"):
+            trainer.fit(Model(), datamodule=RemoteDataModule(Data(tmp_path / "journal"), [host.address]))
+
+
+def test_two_threads_may_read_two_loaders(tmp_path):
+    """Each gets its own batches."""
+
+    class Both(Data):
+        def val_dataloader(self):
+            return DataLoader(range(100, 400), batch_size=2)
+
+        def train_dataloader(self):
+            return DataLoader(range(300), batch_size=2)
+
+    with DataHost(Both(tmp_path / "journal"), workers=2) as host, ThreadPoolExecutor(2) as pool:
+        module = RemoteDataModule(Both(tmp_path / "journal"), [host.address])
+        module.setup("fit")
+        loaders = [module.train_dataloader(), module.val_dataloader()]
+        read = [
+            pool.submit(lambda loader=loader: [n for batch in loader for n in batch.tolist()]) for loader in loaders
+        ]
+        assert [one.result() for one in read] == [list(range(300)), list(range(100, 400))]
+        module.teardown("fit")
