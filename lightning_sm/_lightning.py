@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.callbacks import BatchSizeFinder, Checkpoint, ModelCheckpoint, ProgressBar, WeightAveraging
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
+    from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSamplerWrapper
     from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
     from pytorch_lightning.utilities import CombinedLoader, rank_zero_only
 else:
@@ -59,6 +60,9 @@ else:
     LightningArgumentParser = _cli.LightningArgumentParser
     LightningCLI = _cli.LightningCLI
     ClusterEnvironment = _environments.ClusterEnvironment
+    IndexBatchSamplerWrapper = importlib.import_module(
+        f"{DISTRIBUTION}.overrides.distributed"
+    )._IndexBatchSamplerWrapper
     WrappingCheckpointIO = importlib.import_module(f"{DISTRIBUTION}.plugins.io.wrapper")._WrappingCheckpointIO
     CombinedLoader = _utilities.CombinedLoader
     rank_zero_only = _utilities.rank_zero_only
@@ -71,6 +75,7 @@ __all__ = [
     "Checkpoint",
     "ClusterEnvironment",
     "CombinedLoader",
+    "IndexBatchSamplerWrapper",
     "LightningArgumentParser",
     "LightningCLI",
     "LightningDataModule",

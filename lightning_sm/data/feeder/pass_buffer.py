@@ -67,6 +67,7 @@ class PassBuffer:
         stop_step: Step after the last; None while it is not known.
         window_batches: Steps that may be in flight or buffered.
         window_bytes: The same limit in bytes.
+        tells_keys: Whether the training process gets the keys of each batch.
         largest: Bytes of the largest batch so far.
         in_flight: By request id.
         ready: Complete batches by step.
@@ -84,6 +85,7 @@ class PassBuffer:
     stop_step: int | None
     window_batches: int
     window_bytes: int
+    tells_keys: bool = False
     largest: int = 0
     in_flight: dict[int, InFlightBatch] = field(default_factory=dict)
     ready: dict[int, InFlightBatch] = field(default_factory=dict)
@@ -218,7 +220,7 @@ class PassBuffer:
 
     def facts(self, batch: InFlightBatch) -> dict[str, Any]:
         """Return the message to the training process about a batch."""
-        return {
+        facts = {
             "pass_id": self.pass_id,
             "ring": self.ring_number,
             "step": batch.step,
@@ -227,6 +229,7 @@ class PassBuffer:
             "queue_s": batch.queue_s,
             "produce_s": batch.produce_s,
         }
+        return {**facts, "keys": self.plan.batch(batch.step).tolist()} if self.tells_keys else facts
 
     def take(self, step: int) -> int:
         """Record that the consumer has taken every step below one, and return where the window begins."""

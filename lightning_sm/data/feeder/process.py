@@ -156,6 +156,7 @@ class Feeder:
             stop_step=facts["stop_step"],
             window_batches=facts["window_batches"],
             window_bytes=facts["window_bytes"],
+            tells_keys=facts["tells_keys"],
         )
         shard_of = plan.shard if isinstance(plan, ShardSteps) else None
         with self._lock:

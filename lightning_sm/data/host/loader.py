@@ -71,6 +71,11 @@ class ServedLoader:
         data = [*describe_data(self._dataset, sampler), str(num_samples)]
         versions = [torch.__version__, np.__version__, platform.python_version()]
         cls = type(self._dataset)
+        self._sampler = UserSampler(sampler)
+        # Keys that are not integers stay on the data hosts; trainers request their positions instead.
+        self._is_positional = order in ("sampler", "batch_sampler") and not self._sampler.yields_indices(
+            in_batches=order == "batch_sampler"
+        )
         self.facts = LoaderFacts(
             name=name,
             order=order,
@@ -83,11 +88,7 @@ class ServedLoader:
             is_split=type(sampler) is DistributedSampler,
             dataset_length=len(self._dataset) if hasattr(self._dataset, "__len__") else None,
             num_workers=loader.num_workers,
-        )
-        self._sampler = UserSampler(sampler)
-        # Keys that are not integers stay on the data hosts; trainers request their positions instead.
-        self._is_positional = order in ("sampler", "batch_sampler") and not self._sampler.yields_indices(
-            in_batches=order == "batch_sampler"
+            has_indices=order != "shards" and not self._is_positional,
         )
 
     def sampler_order(

@@ -42,6 +42,7 @@ class LoaderFacts:
         is_split: Whether the user splits the data over the ranks, with a ``DistributedSampler``.
         dataset_length: ``len(loader.dataset)``; None if it has none.
         num_workers: ``loader.num_workers``, which data hosts ignore.
+        has_indices: Whether trainers know which sample of the dataset is where, by its index.
     """
 
     name: str
@@ -55,6 +56,7 @@ class LoaderFacts:
     is_split: bool = False
     dataset_length: int | None = None
     num_workers: int = 0
+    has_indices: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -72,7 +74,7 @@ class LoaderFacts:
         except TypeError as error:
             raise WireError(f"A data host described a loader with missing or unknown fields: {error}.") from error
         texts = (loader.name, loader.identity, loader.fingerprint, loader.dataset)
-        flags = (loader.drop_last, loader.is_split)
+        flags = (loader.drop_last, loader.is_split, loader.has_indices)
         sizes = (loader.num_samples, loader.batch_size, loader.dataset_length)
         if (
             loader.order not in get_args(Order)

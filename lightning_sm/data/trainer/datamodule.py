@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_sm._lightning import BatchSizeFinder, CombinedLoader, LightningDataModule
+from lightning_sm._lightning import BatchSizeFinder, CombinedLoader, IndexBatchSamplerWrapper, LightningDataModule
 from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.host.data_host import LOCAL_JOB, DataHost
 from lightning_sm.data.plan.shards import default_num_shards
@@ -385,7 +385,11 @@ class RemoteDataModule(LightningDataModule):
             place = self._place(stage, index, facts)
             slots = self._slots(stage, index, facts.name, place)
             _warn_of_unused_length(facts, place)
-            loaders.append(RemoteLoader(self._feeder, facts, place, slots, self._position_of))
+            loader = RemoteLoader(self._feeder, facts, place, slots, self._position_of)
+            if stage == "predict" and facts.has_indices:
+                loader.batch_sampler = _SeenIndices()
+                loader.on_indices = loader.batch_sampler.seen_batch_indices.append
+            loaders.append(loader)
         if stage == "train" and loaders:
             loaders[0].on_epoch = self._begin_epoch
             loaders[0].on_batch = lambda loader: self._reporter.batch(loader, self.trainer)
@@ -478,6 +482,13 @@ class RemoteDataModule(LightningDataModule):
         known: list[int] = [host["workers"] for host in self._feeder.state()["hosts"] if host["workers"]]
         workers = sum(known) * len(self._addresses) / max(1, len(known))
         return min(_MAX_WINDOW, max(_MIN_WINDOW, math.ceil(2 * workers / self._ranks()[1])))
+
+
+class _SeenIndices(IndexBatchSamplerWrapper):
+    """Where Lightning's prediction loop looks for the indices of each batch, for ``BasePredictionWriter``."""
+
+    def __init__(self) -> None:  # Lightning's own takes over the attributes of a batch sampler
+        self.seen_batch_indices: list[list[int]] = []
 
 
 def _warn_of_unused_length(facts: LoaderFacts, place: LoaderPlace) -> None:

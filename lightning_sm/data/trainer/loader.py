@@ -53,9 +53,10 @@ class RemoteLoader:
         self._shards = ShardPasses(facts.name, place, self._count_on_host) if facts.order == "shards" else None
         # Lightning reads both, to warn about shuffled validation data and to announce epochs.
         self.sampler = _Shuffled(self) if facts.order == "shuffled" else _Sequential(self)
-        self.batch_sampler = None
+        self.batch_sampler: Any = None
         self.on_epoch: Callable[[int], None] | None = None
         self.on_batch: Callable[[RemoteLoader], None] | None = None
+        self.on_indices: Callable[[list[int]], None] | None = None  # with those of each batch of the Trainer
 
     @property
     def batch_size(self) -> int | None:
@@ -123,7 +124,7 @@ class RemoteLoader:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: a copy in another process gives no batches."""
-        own = ("_client", "_position", "slots", "on_epoch", "on_batch")
+        own = ("_client", "_position", "slots", "on_epoch", "on_batch", "on_indices")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __iter__(self) -> Iterator[Any]:
@@ -169,6 +170,7 @@ class RemoteLoader:
             "stop_step": position.stop_step,
             "window_batches": place.window_batches,
             "window_bytes": place.window_bytes,
+            "tells_keys": self.on_indices is not None,
         }
 
 
@@ -240,6 +242,8 @@ class _Pass(Iterator[Any]):
         self._loader.stats.count(facts, wait_s, busy_s)
         if self._loader.on_batch is not None:
             self._loader.on_batch(self._loader)
+        if self._loader.on_indices is not None:
+            self._loader.on_indices(facts["keys"])
         self._returned_at = time.perf_counter()
         return batch
 

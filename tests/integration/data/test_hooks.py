@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from pytorch_lightning import LightningDataModule, LightningModule, Trainer
-from pytorch_lightning.callbacks import BatchSizeFinder
+from pytorch_lightning.callbacks import BasePredictionWriter, BatchSizeFinder
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from lightning_sm import DataHost, RemoteDataModule
@@ -227,3 +227,48 @@ def test_two_threads_may_read_two_loaders(tmp_path):
         ]
         assert [one.result() for one in read] == [list(range(300)), list(range(100, 400))]
         module.teardown("fit")
+
+
+class Writer(BasePredictionWriter):
+    """Notes what it is told to write."""
+
+    def __init__(self):
+        super().__init__("batch_and_epoch")
+        self.batches, self.epochs = [], []
+
+    def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+        self.batches.append((batch.tolist(), batch_indices))
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        self.epochs.append(batch_indices)
+
+
+class Predicted(Data):
+    """Loaders to predict, each with another order, and one without indices."""
+
+    def predict_dataloader(self):
+        reverse = list(range(6, -1, -1))
+        return [
+            DataLoader(range(7), batch_size=3, drop_last=True),
+            DataLoader(range(7), batch_size=3, sampler=reverse),
+            DataLoader(Endless(), batch_size=1),
+        ]
+
+
+def test_a_prediction_writer_gets_the_indices_of_the_samples(tmp_path):
+    """By them, predictions of several ranks are put in order; an iterable dataset has none."""
+    writers = {}
+    for name in ("stock", "ours"):
+        writers[name] = Writer()
+        trainer = Trainer(**_QUIET, default_root_dir=tmp_path, callbacks=[writers[name]])
+        model = Model()
+        model.predict_step = lambda batch, batch_idx, dataloader_idx=0: batch
+        if name == "stock":
+            trainer.predict(model, datamodule=Predicted(tmp_path / "journal"))
+            continue
+        with DataHost(Predicted(tmp_path / "journal"), workers=1) as host:
+            trainer.predict(model, datamodule=RemoteDataModule(Predicted(tmp_path / "journal"), [host.address]))
+    assert writers["ours"].batches[:6] == writers["stock"].batches[:6]
+    assert writers["ours"].batches[0] == ([0, 1, 2], [0, 1, 2])
+    assert writers["ours"].epochs == writers["stock"].epochs
+    assert writers["ours"].epochs[0][2] == []
