@@ -86,7 +86,7 @@ class ServedLoader:
             fingerprint=_short_hash([*data, *versions]),
             dataset=cls.__qualname__ if num_samples is None else f"{cls.__qualname__} of {num_samples}",
             is_split=type(sampler) is DistributedSampler,
-            dataset_length=len(self._dataset) if hasattr(self._dataset, "__len__") else None,
+            dataset_length=_length_of(self._dataset),
             num_workers=loader.num_workers,
             has_indices=order != "shards" and not self._is_positional,
         )
@@ -296,6 +296,13 @@ def _order_of(loader: DataLoader[Any], stage: str) -> tuple[Order, int | None, i
             drop_last or (may_drop and sampler.drop_last),
         )
     return "sampler", len(sampler) if hasattr(sampler, "__len__") else None, size, drop_last
+
+
+def _length_of(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):  # what Lightning takes for "no length"
+        return None
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
