@@ -70,6 +70,16 @@ class Data(LightningDataModule):
     def val_dataloader(self):
         return [DataLoader(Endless()), DataLoader(range(3), sampler=WeightedRandomSampler([1.0] * 3, 9))]
 
+    def test_dataloader(self):
+        return [DataLoader(range(300), batch_size=2), DataLoader(range(100, 400), batch_size=2)]
+
+    def predict_dataloader(self):
+        return [
+            DataLoader(range(7), batch_size=3, drop_last=True),
+            DataLoader(range(7), batch_size=3, sampler=list(range(6, -1, -1))),
+            DataLoader(Endless(), batch_size=1),
+        ]
+
     def state_dict(self):
         return {"stage": self.stage}
 
@@ -104,7 +114,29 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-@pytest.mark.parametrize(("data", "num_calls"), [(Data, 2), (Shared, 1)])
+@pytest.fixture(scope="module")
+def journal(tmp_path_factory):
+    """File for the journal of what the tests share."""
+    return tmp_path_factory.mktemp("hooks") / "journal"
+
+
+@pytest.fixture(scope="module")
+def address(journal):
+    """A data host that serves ``Data``."""
+    with DataHost(Data(journal), workers=2) as host:
+        yield host.address
+
+
+@pytest.fixture
+def module(address, journal):
+    """The DataModule of a trainer that fits without a Trainer."""
+    module = RemoteDataModule(Data(journal), [address])
+    module.setup("fit")
+    yield module
+    module.teardown("fit")
+
+
+@pytest.mark.parametrize(("data", "num_calls"), [pytest.param(Data, 2, marks=pytest.mark.proof), (Shared, 1)])
 def test_prepare_data_runs_where_the_datamodule_says(data, num_calls, tmp_path):
     """On every data host, or with prepare_data_per_node=False on one, before any other runs setup()."""
     journal = tmp_path / "journal"
@@ -135,36 +167,37 @@ def test_a_resumed_datamodule_has_its_state_on_the_data_hosts_as_well(tmp_path):
     assert second.seen == [(1, [number, number + 1]) for number in (0, 2, 4, 6)]
 
 
-def test_what_setup_makes_on_the_data_hosts_is_not_none_on_the_trainer(tmp_path):
+def test_what_setup_makes_on_the_data_hosts_is_not_none_on_the_trainer(address, journal):
     """A dataset stays there, and who asks for it is told so; a number is copied."""
-    journal = tmp_path / "journal"
-    with DataHost(Data(journal), workers=1) as host:
-        module = RemoteDataModule(Data(journal), [host.address])
-        assert module.train_set is None
-        module.setup("fit")
-        assert module.num_classes == 3
-        with pytest.raises(AttributeError, match=r"Data has no attribute 'train_set' on a trainer\. .*setup\(\)"):
-            _ = module.train_set
-        module.teardown("fit")
+    module = RemoteDataModule(Data(journal), [address])
+    assert module.train_set is None
+    module.setup("fit")
+    assert module.num_classes == 3
+    with pytest.raises(AttributeError, match=r"Data has no attribute 'train_set' on a trainer\. .*setup\(\)"):
+        _ = module.train_set
+    module.teardown("fit")
 
 
-def test_callbacks_read_what_a_loader_is_like(tmp_path):
+def test_callbacks_read_what_a_loader_is_like(module):
     """Lengths and numbers of the user's loader; what a trainer does not have is an error that says where it is."""
-    journal = tmp_path / "journal"
-    with DataHost(Data(journal), workers=1) as host:
-        module = RemoteDataModule(Data(journal), [host.address])
-        module.setup("fit")
-        loader = module.train_dataloader()
-        stream, weighted = module.val_dataloader()
-        assert (len(loader.dataset), loader.num_workers, loader.drop_last, loader.batch_size) == (4, 3, True, 2)
-        assert (len(weighted.dataset), len(weighted)) == (3, 9)
-        with pytest.raises(TypeError, match="has no length"):
-            len(stream.dataset)
-        with pytest.raises(AttributeError, match=r"'classes'.* is on the data hosts"):
-            _ = loader.dataset.classes
-        with pytest.raises(AttributeError, match=r"'collate_fn'\. The DataLoader is on the data hosts"):
-            _ = loader.collate_fn
-        module.teardown("fit")
+    loader = module.train_dataloader()
+    stream, weighted = module.val_dataloader()
+    assert (len(loader.dataset), loader.num_workers, loader.drop_last, loader.batch_size) == (4, 3, True, 2)
+    assert (len(weighted.dataset), len(weighted)) == (3, 9)
+    with pytest.raises(TypeError, match="has no length"):
+        len(stream.dataset)
+    with pytest.raises(AttributeError, match=r"'classes'.* is on the data hosts"):
+        _ = loader.dataset.classes
+    with pytest.raises(AttributeError, match=r"'collate_fn'\. The DataLoader is on the data hosts"):
+        _ = loader.collate_fn
+
+
+def test_two_threads_may_read_two_loaders(module):
+    """Each gets its own batches."""
+    with ThreadPoolExecutor(2) as pool:
+        read = [pool.submit(list, loader) for loader in module.test_dataloader()]
+    numbers = [[number for batch in one.result() for number in batch.tolist()] for one in read]
+    assert numbers == [list(range(300)), list(range(100, 400))]
 
 
 def test_overfitting_replaces_a_sampler_as_lightning_does(tmp_path):
@@ -200,33 +233,11 @@ def test_a_length_that_cannot_be_used_is_told(tmp_path, caplog):
     assert "set data_service.batches_per_epoch=3" in caplog.text
 
 
-def test_a_batch_size_that_cannot_be_found_here_is_an_error(tmp_path):
+def test_a_batch_size_that_cannot_be_found_here_is_an_error(address, journal, tmp_path):
     """BatchSizeFinder would double a number that no data host reads, until the end of the range."""
-    with DataHost(Data(tmp_path / "journal"), workers=1) as host:
-        trainer = Trainer(**_QUIET, max_epochs=1, default_root_dir=tmp_path, callbacks=[BatchSizeFinder()])
-        with pytest.raises(DataSettingsError, match="BatchSizeFinder sets the batch size on the trainer"):
-            trainer.fit(Model(), datamodule=RemoteDataModule(Data(tmp_path / "journal"), [host.address]))
-
-
-def test_two_threads_may_read_two_loaders(tmp_path):
-    """Each gets its own batches."""
-
-    class Both(Data):
-        def val_dataloader(self):
-            return DataLoader(range(100, 400), batch_size=2)
-
-        def train_dataloader(self):
-            return DataLoader(range(300), batch_size=2)
-
-    with DataHost(Both(tmp_path / "journal"), workers=2) as host, ThreadPoolExecutor(2) as pool:
-        module = RemoteDataModule(Both(tmp_path / "journal"), [host.address])
-        module.setup("fit")
-        loaders = [module.train_dataloader(), module.val_dataloader()]
-        read = [
-            pool.submit(lambda loader=loader: [n for batch in loader for n in batch.tolist()]) for loader in loaders
-        ]
-        assert [one.result() for one in read] == [list(range(300)), list(range(100, 400))]
-        module.teardown("fit")
+    trainer = Trainer(**_QUIET, max_epochs=1, default_root_dir=tmp_path, callbacks=[BatchSizeFinder()])
+    with pytest.raises(DataSettingsError, match="BatchSizeFinder sets the batch size on the trainer"):
+        trainer.fit(Model(), datamodule=RemoteDataModule(Data(journal), [address]))
 
 
 class Writer(BasePredictionWriter):
@@ -243,19 +254,7 @@ class Writer(BasePredictionWriter):
         self.epochs.append(batch_indices)
 
 
-class Predicted(Data):
-    """Loaders to predict, each with another order, and one without indices."""
-
-    def predict_dataloader(self):
-        reverse = list(range(6, -1, -1))
-        return [
-            DataLoader(range(7), batch_size=3, drop_last=True),
-            DataLoader(range(7), batch_size=3, sampler=reverse),
-            DataLoader(Endless(), batch_size=1),
-        ]
-
-
-def test_a_prediction_writer_gets_the_indices_of_the_samples(tmp_path):
+def test_a_prediction_writer_gets_the_indices_of_the_samples(address, journal, tmp_path):
     """By them, predictions of several ranks are put in order; an iterable dataset has none."""
     writers = {}
     for name in ("stock", "ours"):
@@ -263,11 +262,9 @@ def test_a_prediction_writer_gets_the_indices_of_the_samples(tmp_path):
         trainer = Trainer(**_QUIET, default_root_dir=tmp_path, callbacks=[writers[name]])
         model = Model()
         model.predict_step = lambda batch, batch_idx, dataloader_idx=0: batch
-        if name == "stock":
-            trainer.predict(model, datamodule=Predicted(tmp_path / "journal"))
-            continue
-        with DataHost(Predicted(tmp_path / "journal"), workers=1) as host:
-            trainer.predict(model, datamodule=RemoteDataModule(Predicted(tmp_path / "journal"), [host.address]))
+        trainer.predict(
+            model, datamodule=Data(journal) if name == "stock" else RemoteDataModule(Data(journal), [address])
+        )
     assert writers["ours"].batches[:6] == writers["stock"].batches[:6]
     assert writers["ours"].batches[0] == ([0, 1, 2], [0, 1, 2])
     assert writers["ours"].epochs == writers["stock"].epochs
