@@ -9,7 +9,7 @@ import sys
 
 # The longest single wait of a main thread that handles signals. Python runs handlers in the main thread, between two
 # instructions; the kernel may give a signal to any other thread, or to this one just before it blocks. A wait without a
-# limit goes on then: SIGTERM was lost until the script ended by itself.
+# limit would continue, and the handler of SIGTERM would not run until the script exits by itself.
 SIGNAL_POLL_S = 1.0
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1

@@ -119,13 +119,13 @@ class Feeder:
     def _open(self, request: dict[str, Any]) -> None:
         with self._lock:
             self._agreement.request(request["opening"])
-        first, *others = self._links.values()
-        first.want(request["opening"], {**request, "prepares": True})
-        if request["prepares_everywhere"]:
-            for link in others:
-                link.want(request["opening"], {**request, "prepares": True})
-        else:
+        links = list(self._links.values())
+        if not request["prepares_everywhere"]:
+            # Before the first is asked: its thread may have the reply at once.
             self._after_first[request["opening"]] = request
+            links = links[:1]
+        for link in links:
+            link.want(request["opening"], {**request, "prepares": True})
 
     def _open_others(self, name: str) -> None:
         """Let the other hosts open loaders once the first has: their prepare_data() would write to the same files."""

@@ -49,7 +49,7 @@ class RemoteLoader:
         self.epoch = 0
         self._sampler_length: tuple[int, int] | None = None  # epoch, number of batches
         self.num_passes = 0
-        self._by_hand = -1, 0  # epoch, number of the user's own passes
+        self._by_hand = -1, 0  # epoch, index of the user's last own pass in it
         self._shards = ShardPasses(facts.name, place, self._count_on_host) if facts.order == "shards" else None
         # Lightning reads both, to warn about shuffled validation data and to announce epochs.
         self.sampler = _Shuffled(self) if facts.order == "shuffled" else _Sequential(self)
@@ -133,10 +133,9 @@ class RemoteLoader:
 
     def next_pass_by_hand(self, epoch: int) -> int:
         """Return the index of the user's next own pass in an epoch: no pass of the Trainer has it."""
-        if self._by_hand[0] != epoch:
-            self._by_hand = epoch, 0
-        self._by_hand = epoch, self._by_hand[1] + 1
-        return FIRST_BY_HAND + self._by_hand[1] - 1
+        last_epoch, last = self._by_hand
+        self._by_hand = epoch, last + 1 if epoch == last_epoch else 0
+        return FIRST_BY_HAND + self._by_hand[1]
 
     def _start_position(self, own: _Pass) -> Position:
         position = self._position(self, own)
