@@ -1,6 +1,6 @@
 PYTHON ?= python3
-# Each worker starts up to four processes with torch (4 GB).
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(1, min(4, os.cpu_count() or 1)))')
+# One more than cores, because tests wait for processes that start; each starts up to four with torch (4 GB).
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
