@@ -1,4 +1,7 @@
-"""How the kernel treats a process: signals, the death of its parent, orphans. On systems but Linux, no-ops."""
+"""What only Linux can do, and what takes its place on macOS: the one file that asks for the system.
+
+On macOS scripts train, and emulated jobs without data groups run. Data hosts need Linux.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,78 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
+
+from lightning_sm.errors import NeedsLinuxError
 
 # The longest single wait of a main thread that handles signals. Python runs handlers in the main thread, between two
 # instructions; the kernel may give a signal to any other thread, or to this one just before it blocks. A wait without a
 # limit would continue, and the handler of SIGTERM would not run until the script exits by itself.
 SIGNAL_POLL_S = 1.0
+_IS_LINUX = sys.platform == "linux"
+# Whether ``adopt_orphans`` has an effect. Elsewhere processes whose parent died belong to process 1.
+ADOPTS_ORPHANS = _IS_LINUX
+LOOPBACK_INTERFACE = "lo" if _IS_LINUX else "lo0"
+_SYSTEM = {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
+def missing_on_this_system() -> str:
+    """Say in one sentence what this system lacks; empty on Linux."""
+    return "" if _IS_LINUX else f"This system is {_SYSTEM}: jobs with data hosts need Linux."
+
+
+def require_linux(what: str, advice: str) -> None:
+    """Check that this system is Linux.
+
+    Args:
+        what: What needs it, as the beginning of a sentence.
+        advice: What to do elsewhere, as a sentence.
+
+    Raises:
+        NeedsLinuxError: It is not.
+    """
+    if not _IS_LINUX:
+        raise NeedsLinuxError(f"{what} needs Linux, but this system is {_SYSTEM}. {advice}")
+
+
+def usable_cpus() -> int:
+    """Count the CPUs that this process may use; off Linux, all CPUs of the machine."""
+    return len(os.sched_getaffinity(0)) if _IS_LINUX else os.cpu_count() or 1
+
+
+def loopback_addresses(count: int) -> list[str]:
+    """Return an address of this machine for each of some hosts.
+
+    None is 127.0.0.1, which would hide a wrong main address. macOS has no other loopback address: all hosts share it.
+    """
+    return [f"127.0.0.{2 + number}" if _IS_LINUX else "127.0.0.1" for number in range(count)]
+
+
+def handles_signal(pid: int, signum: int, *, or_blocks: bool = False) -> bool | None:
+    """Whether a process has a handler for a signal; None where the kernel does not say (off Linux).
+
+    Args:
+        pid: Process id. A process that has ended handles nothing.
+        signum: Number of the signal.
+        or_blocks: Also true if the process blocks the signal, which then waits until a handler may be there.
+    """
+    if not _IS_LINUX:
+        return None
+    masks = ("SigCgt:", "SigBlk:") if or_blocks else ("SigCgt:",)
+    try:
+        # The kernel may cut the process's name off in the middle of a character.
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    found = [line.split()[1] for line in status.splitlines() if line.startswith(masks)]
+    return any(int(mask, 16) >> (signum - 1) & 1 for mask in found)
+
+
 def terminate_with_parent(parent_pid: int) -> bool:
-    """Get SIGTERM when the parent dies.
+    """Get SIGTERM when the parent dies (Linux only).
 
     Args:
         parent_pid: Process id that the parent had when it started this process.
@@ -30,7 +93,7 @@ def terminate_with_parent(parent_pid: int) -> bool:
 
 
 def kill_with_parent() -> None:
-    """Get SIGKILL when the thread that started this process dies."""
+    """Get SIGKILL when the thread that started this process dies (Linux only)."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -39,6 +102,20 @@ def adopt_orphans(wanted: bool) -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, int(wanted))
 
 
+def ended_child() -> int | None:
+    """Return the process id of a child that has ended, without reaping it.
+
+    None if there is none, and off Linux, where orphans, for which this is, become children of process 1.
+    """
+    if not _IS_LINUX:  # waitid came to macOS with Python 3.13
+        return None
+    try:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return None if ended is None else ended.si_pid
+
+
 def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
+    if _IS_LINUX:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -15,6 +15,7 @@ The tree::
     |- SubmitError(ValueError)           a job cannot be submitted: wrong description, or something is missing here
     |- MixedLightningError(ImportError)  pytorch_lightning and lightning.pytorch classes were mixed
     |- SDKError(ImportError)             the SageMaker SDK is missing, or its version is not supported
+    |- NeedsLinuxError(RuntimeError)     only Linux can do it, and this system is another
     `- DataServiceError                  the data service cannot continue
        |- DataSettingsError(ValueError)       a setting, or a DataModule that cannot be served
        |- DataHostUnreachableError(ConnectionError)  no data host can be reached
@@ -82,6 +83,10 @@ class MixedLightningError(LightningSMError, ImportError):
 
 class SDKError(LightningSMError, ImportError):
     """The SageMaker SDK is not installed, or lightning_sm does not support its version."""
+
+
+class NeedsLinuxError(LightningSMError, RuntimeError):
+    """Only Linux can do it, and this system is another."""
 
 
 class DataServiceError(LightningSMError):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_sm._linux import usable_cpus
 from lightning_sm.errors import DataSettingsError
 from lightning_sm.job.secret import job_key
 from lightning_sm.job.variables import JOB_SECRET
@@ -175,4 +176,4 @@ class HostSettings:
 
 def default_workers() -> int:
     """Return the default number of workers: the CPUs that this process may use minus 1, at least 1."""
-    return max(1, len(os.sched_getaffinity(0)) - 1)
+    return max(1, usable_cpus() - 1)

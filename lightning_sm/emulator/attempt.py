@@ -17,7 +17,7 @@ from lightning_sm._linux import adopt_orphans
 from lightning_sm.emulator.cluster import LocalCluster, LocalHost
 from lightning_sm.emulator.faults import RESUMED, Fault, Kind, Moment, Plan, host_name
 from lightning_sm.emulator.output import Output
-from lightning_sm.emulator.running_host import HostProcess, signal_process
+from lightning_sm.emulator.running_host import HostProcess, processes_of_job, signal_process
 from lightning_sm.job.variables import HOST_ADDRESSES, SLOW_NAMES, STEP_FILE
 
 # From SIGTERM to SIGKILL after a failure: the launchers of the other hosts give their scripts 15 s, and then report.
@@ -284,7 +284,8 @@ class Attempt:
         launchers = {host.process.pid for host in self.hosts}  # reaped by their own threads
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline:
-            left = [process for process in psutil.Process().children(recursive=True) if process.pid not in spared]
+            family = processes_of_job(self._cluster.job_dir)
+            left = [process for process in family if process.pid not in spared]
             if not left:
                 return
             for process in left:

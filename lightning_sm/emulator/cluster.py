@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_sm._linux import LOOPBACK_INTERFACE, loopback_addresses, require_linux, usable_cpus
 from lightning_sm.emulator.ports import reserve_ports
 from lightning_sm.errors import JobConfigError, OutputDirectoryError, PortInUseError
 from lightning_sm.job.emulated_service import GroupSpec, deal_hosts, resource_config_of
@@ -38,7 +39,7 @@ _LEAKING_NAMES = frozenset(
         "WORLD_SIZE",
     }
 )
-# Host algo-i has the address 127.0.0.(1 + i): none is 127.0.0.1, which would hide a wrong main address.
+# Loopback addresses from 127.0.0.2.
 _MAX_HOSTS = 253
 # Each name leads to ports out of 10000; so many occupied ports in a row mean that something else is wrong.
 _NAME_ATTEMPTS = 50
@@ -112,6 +113,7 @@ class LocalCluster:
         HyperparameterError: A hyperparameter has a value that the service cannot pass on.
         OutputDirectoryError: A folder cannot be created.
         PortInUseError: No free ports were found.
+        NeedsLinuxError: There are data hosts, and this system is not Linux.
     """
 
     def __init__(self, spec: ClusterSpec, base_dir: Path) -> None:
@@ -194,7 +196,7 @@ class LocalCluster:
         data_dir = base_dir / "input" / "data"
         for folder in (config_dir, data_dir, base_dir / "model", base_dir / "output" / "data"):
             folder.mkdir(parents=True)
-        resources = {**resource_config_of(groups, name), "network_interface_name": "lo"}
+        resources = {**resource_config_of(groups, name), "network_interface_name": LOOPBACK_INTERFACE}
         _write_json(config_dir / "resourceconfig.json", resources)
         _write_json(config_dir / "hyperparameters.json", self._hyperparameters)
         _write_json(config_dir / "inputdataconfig.json", dict.fromkeys(self._spec.channels, _CHANNEL_CONFIG))
@@ -240,14 +242,14 @@ def _shared_environment(spec: ClusterSpec) -> dict[str, str]:
     return {
         "AWS_REGION": "us-east-1",
         # All hosts share this machine's CPUs, and PyTorch would start one thread per CPU in every process.
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_processes)),
+        "OMP_NUM_THREADS": str(max(1, usable_cpus() // num_processes)),
         **inherited,
         "CUDA_VISIBLE_DEVICES": "",
         "SM_NUM_GPUS": "0",
         "PYTHONUNBUFFERED": "1",
         DEVICES.name: str(spec.devices),
         **new_secret(),
-        HOST_ADDRESSES.name: json.dumps({host: f"127.0.0.{1 + number}" for number, host in enumerate(hosts, start=1)}),
+        HOST_ADDRESSES.name: json.dumps(dict(zip(hosts, loopback_addresses(len(hosts)), strict=True))),
         **spec.environment,
     }
 
@@ -257,6 +259,11 @@ def _name_with_ports(groups: Sequence[InstanceGroup], shared: Mapping[str, str])
     for _ in range(_NAME_ATTEMPTS):
         name = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         topology = _topology(groups, shared, name)
+        if topology.data_hosts:
+            require_linux(
+                f"A cluster with data hosts ({', '.join(topology.data_hosts)})",
+                "Leave the data groups out, or run it in a Linux container.",
+            )
         try:
             return name, topology, reserve_ports(topology)
         except PortInUseError as error:

@@ -6,12 +6,12 @@ import argparse
 import json
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_sm._linux import require_linux
 from lightning_sm.emulator import faults
 from lightning_sm.emulator.cluster import ClusterSpec, LocalCluster
 from lightning_sm.emulator.runner import run
@@ -85,14 +85,12 @@ def main(options: argparse.Namespace) -> int:
     Raises:
         LightningSMError: An option is wrong; nothing was started.
     """
-    if sys.platform != "linux":
-        raise JobConfigError(
-            f"lightning-sm local needs Linux (process groups, addresses 127.0.0.x), but this is {sys.platform}."
-        )
     script, *args = options.command or [""]
     _check_script(script)
     base_dir = Path(options.base_dir or Path(tempfile.gettempdir()) / f"lightning-sm-{os.getuid()}")
     settings = faults.FaultSettings(tuple(map(faults.parse, options.fault)), options.grace_s, options.max_attempts)
+    if any(fault.kind is faults.Kind.SLOW_DNS for fault in settings.faults):
+        require_linux("The fault slow-dns", "Leave it out: the hosts share one address here.")
     channels = _pairs("--channel", "NAME=DIR", options.channel)
     spec = ClusterSpec(
         groups=[_group(text) for text in options.group] or [GroupSpec("trainer", 1)],

@@ -14,8 +14,8 @@ from lightning_sm.job.variables import MAIN_PORT
 def reserve_ports(topology: Topology) -> contextlib.ExitStack:
     """Reserve a job's ports against other emulated jobs, even before its hosts listen on them.
 
-    An abstract Unix socket stands for each port: like ports, they belong to a network namespace and end with their
-    process.
+    The UDP port of the same number, which nothing else of the job uses, stands for each port: like it, it belongs to
+    this machine or its network namespace, and is free again when its process has ended.
 
     Returns:
         The reservation; close it to release the ports.
@@ -26,7 +26,7 @@ def reserve_ports(topology: Topology) -> contextlib.ExitStack:
     with contextlib.ExitStack() as claims:
         for port, (listener, host) in _listeners(topology).items():
             check_port_is_free(port, host, listener)
-            _claim(port, claims.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)))
+            _claim(port, claims.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)))
         return claims.pop_all()
 
 
@@ -42,7 +42,7 @@ def _listeners(topology: Topology) -> dict[int, tuple[str, str]]:
 
 def _claim(port: int, claim: socket.socket) -> None:
     try:
-        claim.bind(f"\0lightning-sm local, port {port}")
+        claim.bind(("127.0.0.1", port))
     except OSError as error:
         raise PortInUseError(
             f"Port {port} belongs to another job that lightning-sm local is running on this machine. Wait until it "

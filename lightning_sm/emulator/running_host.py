@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from lightning_sm._linux import ADOPTS_ORPHANS, handles_signal
 from lightning_sm.emulator.cluster import LocalHost
 from lightning_sm.emulator.output import Output
 from lightning_sm.job.variables import PARENT_PID
@@ -98,15 +99,10 @@ class HostProcess:
     def listens(self) -> bool:
         """Whether the launcher would receive SIGTERM as process 1 of a container, as on the service.
 
-        The kernel drops every signal to process 1 for which it has no handler ("man 7 pid_namespaces").
+        The kernel drops every signal to process 1 for which it has no handler ("man 7 pid_namespaces"). True where the
+        kernel does not say.
         """
-        try:
-            status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii", errors="replace")
-        except OSError:
-            return False
-        masks = dict(line.split(":", 1) for line in status.splitlines() if line.startswith(("SigCgt", "SigBlk")))
-        # A blocked signal stays pending: the handler may be installed before it is delivered.
-        return any(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks.values())
+        return handles_signal(self.process.pid, signal.SIGTERM, or_blocks=True) is not False
 
     def interrupt(self) -> bool:
         """Send SIGTERM to the launcher, as the service does.
@@ -199,8 +195,8 @@ class HostProcess:
             launcher = psutil.Process(self.process.pid)
             if self.ended_at is None:
                 below = {launcher, *launcher.children(recursive=True)}
-        # The emulator adopts all orphans; the host's folder in their environment shows where they belong.
-        others = [process for process in psutil.Process().children(recursive=True) if process not in below]
+        # Orphans: the host's folder in their environment shows where they belong.
+        others = [process for process in processes_of_job(self.host.base_dir.parent) if process not in below]
         mine = [process for process in others if _variable(process, "SAGEMAKER_BASE_DIR") == str(self.host.base_dir)]
         return [process for process in (*below, *mine) if _is_alive(process)]
 
@@ -209,6 +205,19 @@ class HostProcess:
             return any(argument.endswith(self._script) for argument in process.cmdline())
         except psutil.Error:
             return False
+
+
+def processes_of_job(job_dir: Path) -> list[psutil.Process]:
+    """The descendants of this process, orphans included.
+
+    Args:
+        job_dir: Where orphans are not adopted, they are known by a host's folder in this one, in their environment.
+    """
+    found = psutil.Process().children(recursive=True)
+    if not ADOPTS_ORPHANS:
+        others = (process for process in psutil.process_iter() if process not in found)
+        found += [one for one in others if Path(_variable(one, "SAGEMAKER_BASE_DIR") or "/").parent == job_dir]
+    return found
 
 
 def _write_line(process: subprocess.Popen[bytes], line: str) -> None:

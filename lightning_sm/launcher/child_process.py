@@ -16,7 +16,7 @@ from types import FrameType
 
 import psutil
 
-from lightning_sm._linux import SIGNAL_POLL_S, adopt_orphans
+from lightning_sm._linux import SIGNAL_POLL_S, adopt_orphans, ended_child, handles_signal
 from lightning_sm.errors import ScriptError
 from lightning_sm.job.stopping import GENTLE_SIGNAL, StopSchedule
 
@@ -133,10 +133,10 @@ class ChildProcess:
     def _reap_orphans(self, _signum: int, _frame: FrameType | None) -> None:
         """Reap processes that the script started and left: they would stay zombies until the job ends."""
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                if self._process is None or ended.si_pid == self._process.pid:
+            while (pid := ended_child()) is not None:
+                if self._process is None or pid == self._process.pid:
                     return  # ``run`` waits for the script itself
-                os.waitpid(ended.si_pid, 0)
+                os.waitpid(pid, 0)
 
     def _start(self, command: Sequence[str], directory: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         try:
@@ -205,12 +205,8 @@ class ChildProcess:
     def _handling(self, signum: int) -> Iterator[psutil.Process]:
         """The descendants of this process that handle a signal. It would end all others."""
         for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(OSError):  # it has just ended
-                # The kernel may cut the name off in the middle of a character.
-                fields = Path(f"/proc/{process.pid}/status").read_text(errors="replace").splitlines()
-                caught = next((line.split()[1] for line in fields if line.startswith("SigCgt:")), "0")
-                if int(caught, 16) >> (signum - 1) & 1:
-                    yield process
+            if handles_signal(process.pid, signum):
+                yield process
 
     def _send(self, signum: int) -> None:
         if self._process is not None:

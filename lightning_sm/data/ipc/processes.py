@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from lightning_sm._linux import kill_with_parent
+from lightning_sm._linux import kill_with_parent, require_linux
 from lightning_sm.data.ipc.messages import MessageSocket
 
 # malloc.h: M_MMAP_THRESHOLD, of which glibc takes no more than 32 MiB; M_TRIM_THRESHOLD; M_TOP_PAD.
@@ -26,7 +26,12 @@ def start_module(module: str, *fds: int) -> tuple[subprocess.Popen[bytes], Messa
     """Run a module in a new process, and return the process and the connection to it.
 
     The arguments of the module are numbers of descriptors that it inherits: its end of the connection, and ``fds``.
+
+    Raises:
+        NeedsLinuxError: This system is not Linux.
     """
+    # For memory without a name, and for handles of processes (memfd, pidfd).
+    require_linux("The data service", "Pass the DataModule to the Trainer itself, or run in a Linux container.")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     # The new interpreter must find the same modules as this one.
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}

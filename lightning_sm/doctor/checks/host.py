@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from lightning_sm._linux import missing_on_this_system
 from lightning_sm.doctor.context import Context, text_of
 from lightning_sm.doctor.report import Result, ok, warning
 
@@ -18,10 +19,13 @@ _SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh", "ksh", "busybox"})
 
 
 def machine(_context: Context) -> Iterator[Result]:
-    """Show CPUs, memory and kernel."""
+    """Show CPUs, memory and kernel, and what the kernel lacks."""
     memory = psutil.virtual_memory().total / _GIB
     kernel = os.uname()
     yield ok("machine", f"{os.cpu_count()} CPUs, {memory:.1f} GiB memory, {kernel.sysname} {kernel.release}")
+    missing = missing_on_this_system()
+    if missing:
+        yield warning("system", missing, "Run them in a Linux container, or leave the data groups out.")
 
 
 def signals(context: Context) -> Iterator[Result]:
