@@ -151,6 +151,9 @@ class SageMakerEnvironment(ClusterEnvironment):
     def set_world_size(self, size: int) -> None:
         """Take the world size that Lightning computed. The first call in a process also calls ``announce``.
 
+        Lightning calls it when it makes the Trainer, and again when it has started the other local ranks; from then on,
+        torchrun's variables tell the user's code which rank this is.
+
         Args:
             size: ``num_nodes`` x ``devices``.
 
@@ -163,6 +166,9 @@ class SageMakerEnvironment(ClusterEnvironment):
         SageMakerEnvironment._consulted = True
         if not is_spawned_copy:
             self.announce(size // self.num_nodes)
+        # Not before Lightning has started the other local ranks, which would inherit the rank of this process.
+        if self.creates_processes_externally:
+            self._export_ranks(size)
 
     def announce(self, devices: int) -> None:
         """Set the network variables and log the table of hosts, once per process.
@@ -177,6 +183,8 @@ class SageMakerEnvironment(ClusterEnvironment):
         SageMakerEnvironment._announced = True
         leave_at_exit()
         self._export_interface()
+        if self.num_nodes * devices == 1:
+            self._export_ranks(1)
         self._report(devices)
 
     def global_rank(self) -> int:
@@ -313,6 +321,24 @@ class SageMakerEnvironment(ClusterEnvironment):
             "Pass the hosts to mpirun in the order of the table, add -x SM_CURRENT_HOST, or start the script with "
             "python -m mpi4py."
         )
+
+    def _export_ranks(self, world_size: int) -> None:
+        """Set the variables by which torchrun tells ranks, for code that asks no process group.
+
+        Lightning sets neither RANK nor LOCAL_WORLD_SIZE. It sets LOCAL_RANK itself, which must not be there before:
+        Lightning takes it for a sign that the local ranks are running.
+
+        Source:
+            What reads them, also in DataLoader workers, which have no process group: WebDataset 1.0
+            (utils.pytorch_worker_info) RANK and WORLD_SIZE, and MosaicML Streaming 0.13 (base/distributed.py) also
+            LOCAL_WORLD_SIZE; LitData 0.2 (utilities/env.py) WORLD_SIZE. s3torchconnector 1.5 asks torch.distributed.
+        """
+        os.environ["RANK"] = str(self.global_rank())
+        os.environ["WORLD_SIZE"] = str(world_size)
+        os.environ["LOCAL_WORLD_SIZE"] = str(world_size // self.num_nodes)
+        os.environ["GROUP_RANK"] = str(self._node_rank)
+        if self._launch.launcher is Launcher.MPI:  # nothing else sets it there
+            os.environ["LOCAL_RANK"] = str(self.local_rank())
 
     def _export_interface(self) -> None:
         """Point NCCL and Gloo at the job's interface, if this host has it (SDK v3 names one that no host has)."""

@@ -120,6 +120,19 @@ class Hosts:
         return sorted((seen for seen in found if stage in (None, seen.get("stage"))), key=lambda seen: seen["rank"])
 
 
+def check_rank_variables(seen: Iterable[Mapping[str, Any]], devices: int) -> None:
+    """Every rank that meet.py wrote has torchrun's variables, and nobody's at its start.
+
+    Args:
+        seen: What the ranks wrote.
+        devices: Ranks of each host.
+    """
+    for rank in seen:
+        place = {"RANK": rank["rank"], "WORLD_SIZE": rank["world_size"], "LOCAL_RANK": rank["local_rank"]}
+        place |= {"LOCAL_WORLD_SIZE": devices, "GROUP_RANK": rank["node_rank"]}
+        assert rank["variables"] == {name: str(number) for name, number in place.items()}
+
+
 def run_together(commands: Mapping[str, tuple[Sequence[str], Mapping[str, str]]]) -> dict[str, Ended]:
     """Run commands side by side, and kill what is left of all when one fails or the time is over.
 

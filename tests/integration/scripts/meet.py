@@ -15,12 +15,24 @@ from pytorch_lightning import LightningModule, Trainer
 from lightning_sm import SageMakerEnvironment
 
 OUT = Path(os.environ["SAGEMAKER_BASE_DIR"]) / "output"
+INHERITED = os.environ.get("RANK")
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
 # Registered before all else, and so run after it. Workers of ddp_spawn import this file, too.
 @atexit.register
 def write_end():
     (OUT / f"end-{os.getpid()}.json").write_text(json.dumps({"in_group": torch.distributed.is_initialized()}))
+
+
+class Ranks(torch.utils.data.Dataset):
+    """What a worker of the DataLoader is told of its rank."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.tensor([float(os.environ.get("RANK", "0"))])
 
 
 class Tiny(LightningModule):
@@ -30,6 +42,7 @@ class Tiny(LightningModule):
         self.host, self.trainer_number = host, trainer_number
 
     def training_step(self, batch, batch_idx):
+        assert batch.tolist() == [[self.trainer.global_rank]]
         return self.layer(batch).sum()
 
     def test_step(self, batch, batch_idx):
@@ -39,7 +52,7 @@ class Tiny(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.ones(16, 1), batch_size=1)
+        return torch.utils.data.DataLoader(Ranks(), batch_size=1, num_workers=1)
 
     test_dataloader = train_dataloader
 
@@ -61,6 +74,8 @@ class Tiny(LightningModule):
             "address": os.environ.get("MASTER_ADDR"),
             "port": os.environ.get("MASTER_PORT"),
             "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+            "inherited": INHERITED,
+            "variables": {name: os.environ.get(name) for name in VARIABLES},
             "mpi4py": "mpi4py" in sys.modules,
         }
         (OUT / f"seen-{self.trainer_number}-{stage}-{os.getpid()}.json").write_text(json.dumps(seen))

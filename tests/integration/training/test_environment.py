@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 
-from tests.integration.hosts import TIMEOUT_S, Hosts, script
+from tests.integration.hosts import TIMEOUT_S, Hosts, check_rank_variables, script
 
 pytestmark = pytest.mark.processes
 
@@ -68,6 +68,14 @@ def test_plain_processes_form_one_world_in_every_stage(plain, stage):
     for rank in seen:
         assert rank["world_size"] == 4
         assert rank["met"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_rank_variables_are_those_that_torchrun_would_set(plain, stage):
+    """Each rank and its DataLoader workers know RANK and its kin, and no local rank has inherited those of rank 0."""
+    hosts, _ = plain
+    check_rank_variables(hosts.seen(stage), devices=2)
+    assert [rank["inherited"] for rank in hosts.seen(stage)] == [STRAYS["RANK"], None] * 2
 
 
 def test_main_address_and_port_are_those_of_the_first_host(plain):
@@ -129,6 +137,7 @@ def test_torchrun_decides_on_ranks_and_main_address(hosts, order):
         (order[1], 1, 1),
     ]
     assert all(rank["met"] == [0, 1, 2, 3] for rank in seen)
+    check_rank_variables(seen, devices=2)
     assert {rank["address"] for rank in seen} == {hosts.address(order[0])}
     differs = "torchrun orders the hosts differently"
     assert (differs in ended[order[0]].output) == (order[0] != "algo-1")
@@ -158,6 +167,7 @@ def test_spawned_workers_get_their_own_ranks(hosts):
         ("algo-2", 2, [0, 1, 2, 3]),
         ("algo-2", 3, [0, 1, 2, 3]),
     ]
+    check_rank_variables(hosts.seen(), devices=2)
     assert ended["algo-1"].output.count("main address algo-1") == 1
     # Those of the parents, too, which never had a group.
     assert _in_group_at_exit(hosts) == [False] * 6

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.hosts import TIMEOUT_S, Hosts, run_together, script
+from tests.integration.hosts import TIMEOUT_S, Hosts, check_rank_variables, run_together, script
 
 pytestmark = [
     pytest.mark.proof,
@@ -88,6 +88,7 @@ def _check_met(hosts, main_host, world_size):
     for seen in hosts.seen():
         assert seen["met"] == list(range(world_size))
         assert seen["address"] == hosts.address(main_host)
+    check_rank_variables(hosts.seen(), world_size // 2)
     assert len({seen["port"] for seen in hosts.seen()}) == 1
 
 

@@ -338,6 +338,36 @@ def test_interface_that_does_not_exist_is_neither_exported_nor_kept(caplog):
     assert "interface ethwe (not on this host)" in report
 
 
+def test_rank_variables_wait_until_lightning_has_started_the_local_ranks():
+    """A local rank that Lightning is about to start must not inherit the rank of the process that starts it."""
+    environment = _environment("algo-2")
+    environment.set_global_rank(2)
+    environment.set_world_size(4)  # Lightning makes the Trainer
+    assert not set(RANK_VARIABLES) & set(os.environ)
+    os.environ["LOCAL_RANK"] = "0"  # it has started the others
+    environment.set_world_size(4)
+    assert _ranks() == {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+
+
+def test_rank_variables_under_mpirun():
+    """Under mpirun, which has other names for all of them, they are set, too."""
+    environment = _environment("algo-2", variables=_mpi(3, devices=2, size=4))
+    environment.set_world_size(4)
+    assert _ranks() == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+
+
+def test_rank_variables_of_one_process():
+    """A job of one process has them, too, but for the one that would keep a later Trainer from starting local ranks."""
+    environment = _environment("algo-1", {"gpu": ("algo-1",)})
+    environment.announce(devices=1)
+    assert _ranks() == {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+    assert not environment.creates_processes_externally
+
+
+def _ranks():
+    return {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
+
+
 def test_job_without_an_interface_exports_none(monkeypatch):
     """Without a named interface the libraries choose."""
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
