@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_sm.data.host.datamodule import ServedModule, TrainerFacts
 from lightning_sm.data.protocol.spec import TRAINER_FACTS
 from lightning_sm.errors import DataSettingsError
+from tests.fakes.requests import open_request
 
 FACTS = {"world_size": 8, "num_devices": 4, "num_nodes": 2, "current_epoch": 3}
 
@@ -62,17 +63,7 @@ class Module:
 
 def opened(facts=FACTS, **hooks):
     """Open the loaders for training, and return the reply."""
-    request = {
-        "opening": "1/fit/train/0",
-        "run": 1,
-        "stage": "fit",
-        "loaders": "train",
-        "epoch": 0,
-        "seed": 0,
-        "prepares": True,
-        "state": "",
-    }
-    return ServedModule(Module(**hooks)).open({**request, "trainer": facts})
+    return ServedModule(Module(**hooks)).open(open_request(trainer=facts))
 
 
 def rank_and_size(trainer):
@@ -156,17 +147,6 @@ def test_hooks_get_the_stage_by_its_name():
             stages.append(stage)
 
     module = ServedModule(Named())
-    request = {
-        "opening": "1/fit//0",
-        "run": 1,
-        "stage": "fit",
-        "loaders": "",
-        "epoch": 0,
-        "seed": 0,
-        "prepares": True,
-        "state": "",
-        "trainer": {},
-    }
-    assert "error" not in module.open(request)
+    assert "error" not in module.open(open_request(""))
     module.leave()
     assert stages == ["fit", "fit"]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lightning_sm.data.protocol import calls
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.errors import WireError
+from tests.fakes.requests import list_request, open_request
 
 LOADER = LoaderFacts(
     name="train_dataloader()",
@@ -111,22 +112,12 @@ def test_any_bytes_are_taken_or_refused(parse, data):
 
 def test_a_request_loses_what_was_not_asked_for():
     """Names that mean something between the processes of a data host do not get there from outside."""
-    request = {"opening": "o", "loader": 0, "seed": 1, "epoch": 2, "pass_index": 3, "num_shards": 0}
+    request = list_request(seed=1, epoch=2, pass_index=3)
     assert calls.LIST.parse(encoded({**request, "fds": [0], "listing": "x", "kind": "kill"})) == request
 
 
-OPEN = {
-    "opening": "1/fit//0",
-    "run": 1,
-    "stage": "fit",
-    "loaders": "",
-    "epoch": 0,
-    "seed": 0,
-    "prepares": True,
-    "state": "",
-    "trainer": {"a": 1.5},
-}
-LIST = {"opening": "1/fit//0", "loader": 0, "seed": 1, "epoch": 2, "pass_index": 3, "num_shards": 0}
+OPEN = open_request("", trainer={"a": 1.5})
+LIST = list_request(seed=1, epoch=2, pass_index=3)
 HEARTBEAT = {"client": "rank 0 on algo-1", "world_size": 4}
 
 
