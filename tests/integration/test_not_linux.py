@@ -1,0 +1,126 @@
+"""On macOS scripts train and emulated jobs run; what needs Linux says so. Linux plays macOS (``not_linux``)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.emulators import SCRIPT_START, TIMEOUT_S, job_dir, local, processes_of
+from tests.integration.hosts import REPOSITORY, script
+
+MACOS = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "not_linux"), str(REPOSITORY)])}
+ADDRESSES = SCRIPT_START + "print('addresses', os.environ['LIGHTNING_SM_HOST_ADDRESSES'], os.environ['SM_HOSTS'])\n"
+# A process that leaves its parent and its session, as daemons do, and then outlives its host's launcher.
+DAEMON = """\
+import os, subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait(600)"], start_new_session=True)
+print("left a daemon", flush=True)
+"""
+NEEDED = re.compile(r"needs Linux, but this system is macOS\. ")
+
+
+@pytest.fixture
+def places(tmp_path):
+    """Folders of the jobs and of the script."""
+    for name in ("jobs", "work"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "jobs", tmp_path / "work"
+
+
+def test_emulated_job_runs(places):
+    """Two hosts, which share the only loopback address, run the script; their launchers meet, and nobody is left."""
+    jobs, work = places
+    (work / "train.py").write_text(ADDRESSES)
+    ended = local(jobs, work, "--group", "trainer=2", "--keep", "--", "train.py", **MACOS)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("addresses " + '{"algo-1": "127.0.0.1", "algo-2": "127.0.0.1"}') == 2
+    assert "Traceback" not in ended.stdout + ended.stderr
+    config = json.loads((job_dir(jobs) / "algo-1" / "input" / "config" / "resourceconfig.json").read_text())
+    assert config["network_interface_name"] == "lo0"
+
+
+def test_failure_of_one_host_ends_the_other(places):
+    """The launchers of both hosts talk to each other over the shared address, and each names the failed host."""
+    jobs, work = places
+    (work / "train.py").write_text(
+        SCRIPT_START + "import threading\nif host == 'algo-2':\n    raise ArithmeticError('too large')\n"
+        "threading.Event().wait(60)\n"
+    )
+    ended = local(jobs, work, "--group", "trainer=2", "--", "train.py", **MACOS)
+    assert ended.returncode == 1
+    for host in ("algo-1", "algo-2"):
+        assert "ArithmeticError: too large" in (job_dir(jobs) / host / "output" / "failure").read_text()
+
+
+def test_orphans_end_with_the_job(places):
+    """A daemon that the script left ends with the job, though it is no child of the emulator here."""
+    jobs, work = places
+    (work / "train.py").write_text(DAEMON + "import threading\nthreading.Event().wait(60)\n")
+    ended = local(
+        jobs, work, "--group", "trainer=1", "--fault", "kill-launcher:algo-1@after=2", "--", "train.py", **MACOS
+    )
+    assert ended.returncode == 137, ended.stdout
+    assert "left a daemon" in ended.stdout
+    assert processes_of(jobs) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--group", "trainer=1", "--group", "data=1"], "A cluster with data hosts (algo-"),
+        (["--fault", "slow-dns:algo-1=5"], "The fault slow-dns"),
+    ],
+)
+def test_what_needs_linux_is_refused_in_one_line(places, options, message):
+    """Nothing is started, and one line says what needs Linux and what to do."""
+    jobs, work = places
+    (work / "train.py").write_text("print('started')")
+    ended = local(jobs, work, *options, "--", "train.py", **MACOS)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"lightning-sm: error: {message}")
+    assert NEEDED.search(line)
+    assert (ended.stdout, list(jobs.iterdir())) == ("", [])
+
+
+def test_doctor_tells(tmp_path):
+    """The doctor runs, and has a line on what this system lacks."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "lightning_sm", "doctor", "--json"],
+        env={**os.environ, **MACOS, "SAGEMAKER_BASE_DIR": str(tmp_path / "none")},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    (result,) = [row for row in json.loads(ended.stdout)["results"] if row["name"] == "system"]
+    assert result["status"] == "warning"
+    assert result["found"] == "This system is macOS: jobs with data hosts need Linux."
+    assert "The check itself failed" not in ended.stdout
+
+
+@pytest.mark.processes
+def test_script_with_the_cli_trains(tmp_path):
+    """Every module loads, SageMakerCLI fits and tests with a spawned worker; data hosts say that they need Linux."""
+    ended = subprocess.run(
+        [*script("without_linux.py"), "fit", "--trainer.max_epochs=1", "--trainer.accelerator=cpu"],
+        cwd=tmp_path,
+        env={**os.environ, **MACOS, "PRELOAD": "torch pytorch_lightning.cli grpc tensorboard.compat"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("seen:")]
+    seen = json.loads(line.removeprefix("seen:"))
+    assert {name.partition(".")[0] for name in seen["missing"]} <= {"sagemaker", "sagemaker_training"}
+    assert seen["steps"] == 4
+    assert NEEDED.search(seen["remote"])
+    assert NEEDED.search(seen["host"])

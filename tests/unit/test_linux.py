@@ -1,0 +1,81 @@
+"""What the kernel is asked for on Linux, and what takes its place elsewhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from lightning_sm import _linux
+from lightning_sm.errors import NeedsLinuxError
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Another system, whose calls of the kernel do not exist."""
+    monkeypatch.setattr(_linux, "_IS_LINUX", False)
+    monkeypatch.setattr(_linux, "_SYSTEM", "macOS")
+    for name in ("sched_getaffinity", "waitid"):
+        monkeypatch.delattr(os, name)
+
+
+@pytest.fixture
+def sleeper():
+    """A child that handles SIGUSR1 and blocks SIGUSR2."""
+    text = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])\n"
+        "print(flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", text], **pipes) as process:
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def test_handlers_and_blocked_signals_are_told_apart(sleeper):
+    """A blocked signal counts only where that is asked for; a process that has ended handles nothing."""
+    assert _linux.handles_signal(sleeper.pid, signal.SIGUSR1) is True
+    assert _linux.handles_signal(sleeper.pid, signal.SIGUSR2) is False
+    assert _linux.handles_signal(sleeper.pid, signal.SIGUSR2, or_blocks=True) is True
+    assert _linux.handles_signal(sleeper.pid, signal.SIGHUP, or_blocks=True) is False
+    sleeper.kill()
+    sleeper.wait()
+    assert _linux.handles_signal(sleeper.pid, signal.SIGUSR1) is False
+
+
+def test_ended_child_is_not_reaped(sleeper):
+    """The child that has ended is named, and its exit code is left for whoever waits for it."""
+    assert _linux.ended_child() is None
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+    assert _linux.ended_child() == sleeper.pid
+    assert sleeper.wait() == -signal.SIGKILL
+
+
+def test_hosts_have_addresses_of_their_own():
+    """None is 127.0.0.1, which would hide a wrong main address."""
+    assert _linux.loopback_addresses(3) == ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
+    assert _linux.missing_on_this_system() == ""
+    _linux.require_linux("This", "Do that.")
+
+
+def test_elsewhere_nothing_is_asked_of_the_kernel(elsewhere):
+    """Each capability has its documented substitute."""
+    assert _linux.loopback_addresses(2) == ["127.0.0.1", "127.0.0.1"]
+    assert _linux.usable_cpus() == os.cpu_count()
+    assert _linux.handles_signal(os.getpid(), signal.SIGTERM) is None
+    assert _linux.ended_child() is None
+    assert _linux.terminate_with_parent(os.getppid()) is True
+
+
+def test_elsewhere_the_error_names_the_system_and_what_to_do(elsewhere):
+    """One line: what needs Linux, what this is, what to do."""
+    with pytest.raises(NeedsLinuxError, match=r"^This needs Linux, but this system is macOS\. Do that\.$"):
+        _linux.require_linux("This", "Do that.")
