@@ -1,7 +1,7 @@
 """The failure file: what SageMaker shows as the reason of a failed job, and users read first.
 
-SageMaker keeps the first 1024 characters of ``/opt/ml/output/failure``. So the exception comes first, and its
-traceback after it. (sagemaker-training begins with the command line, which often fills the space alone.)
+SageMaker keeps the first 1024 characters of ``/opt/ml/output/failure``. So the exception comes first, then where it was
+raised, then its traceback. (sagemaker-training begins with the command line, which often fills the space alone.)
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning_sm._log import command_logger
 from lightning_sm.errors import LightningSMError
-from lightning_sm.job.stopping import MAX_REASON_CHARS, JobOutcome
+from lightning_sm.job.stopping import MAX_REASON_CHARS
+from lightning_sm.job.topology import Role
 
 _LOG = command_logger(__name__)
 
@@ -31,7 +32,7 @@ _ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|
 # torch.distributed prefixes every line of an uncaught exception with its rank. A progress bar without a newline may
 # precede it.
 _RANK = re.compile(r"^\[rank\d+\]: ?")
-_START = re.compile(r"(\[rank\d+\]: )?(?:Original )?Traceback \(most recent call last\):\s*$")
+_START = re.compile(r"(\[rank(?P<rank>\d+)\]: )?(?:Original )?Traceback \(most recent call last\):\s*$")
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<name>.+))?')
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:: .*|:)?$")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
@@ -48,7 +49,34 @@ _LOST_PEER = re.compile(
 )
 # argparse and jsonargparse: "train.py: error: ..." or "error: ...".
 _USAGE_ERROR = re.compile(r"^(?:[^\s:]+(?: [\w-]+)*: )?error: .+")
-_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<frozen ")
+_USAGE = re.compile(r"^usage: ")
+# What SageMakerEnvironment logs at exit when no Trainer has used it. A script that failed has not come so far.
+_ALONE_START = "No Trainer used SageMakerEnvironment."
+_ALONE_END = "Set Trainer(num_nodes="
+# The user's exception on a data host, as the trainers raise it: its text, the place, and the traceback from there.
+_REMOTE = re.compile(r"^(?:lightning_sm\.errors\.)?RemoteTransformError: ")
+_LIBRARY = re.compile(
+    r"/(?:site|dist)-packages/|/lib/python\d|\"<frozen |/lightning_sm/(?:data|job|launcher|training)/"
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The host on which a script ran.
+
+    Attributes:
+        host: Name of the host.
+        role: Its role in the job.
+        rank: Rank of its only training process; None if it has several, or none.
+    """
+
+    host: str
+    role: Role
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        rank = "" if self.rank is None else f", rank {self.rank}"
+        return f"{self.role.value} host {self.host}{rank}"
 
 
 @dataclass
@@ -60,12 +88,14 @@ class _Traceback:
         exception: The lines of the exception: type and message.
         is_chained: Whether it was raised while the previous exception was handled.
         is_ignored: Whether it was raised where Python ignores exceptions, such as in ``__del__``.
+        rank: The rank that printed it, if it said so.
     """
 
     frames: list[str] = field(default_factory=list)
     exception: list[str] = field(default_factory=list)
     is_chained: bool = False
     is_ignored: bool = False
+    rank: int | None = None
 
     @property
     def is_consequence(self) -> bool:
@@ -74,45 +104,49 @@ class _Traceback:
         return any(_LOST_PEER.search(line) for line in self.exception)
 
 
-def failure_reason(stderr_tail: str, exit_code: int) -> str:
+def failure_reason(stderr_tail: str, exit_code: int, place: Place | None = None, circumstances: str = "") -> str:
     """Say in at most 1024 characters why a process failed, the decisive words first.
 
     Args:
         stderr_tail: The end of what the process and its children (the local ranks) wrote to stderr.
         exit_code: Its exit code; 128 + n if signal n killed it.
+        place: Where it ran; None if the reader knows.
+        circumstances: What else the reader should know of how it ended; may be empty.
     """
     lines = _lines(stderr_tail)
-    ending = _ending(exit_code)
+    ending = _ending(exit_code, circumstances)
     usage_error = next((index for index, line in enumerate(lines) if _USAGE_ERROR.match(line)), None)
     if exit_code == _USAGE_EXIT_CODE and usage_error is not None:
-        return _limited("\n".join([*_message(lines[usage_error:]), ending]))
+        message = _limited("\n".join(_usage_message(lines[usage_error:])), _MAX_EXCEPTION_CHARS)
+        return f"{message}\n{_where(place, ending)}"
     tracebacks = list(_tracebacks(lines))
     traceback = _cause(tracebacks)
     if traceback is None and exit_code < _SIGNALS:
         # Only consequences: the last one ended the script. (A script that was killed was not ended by them.)
         traceback = next((last for last in reversed(tracebacks) if not last.is_ignored), None)
     if traceback is not None:
-        exception = _limited("\n".join(traceback.exception), _MAX_EXCEPTION_CHARS)
-        return _with_frames(exception, traceback.frames, ending)
+        if place is not None and traceback.rank is not None:
+            place = replace(place, rank=traceback.rank)
+        return _with_place(traceback, tracebacks, place, ending)
     written = [line for line in lines if line]
-    if not written:
-        return f"The training script failed without writing to stderr: {ending}."
-    return _with_last_lines(written, ending)
+    where = ending if place is None else f"{ending} on {place}"
+    return _with_last_lines(written, where) if written else f"{where}; the training script wrote nothing to stderr"
 
 
-def script_reason(stderr_tail: str, exit_code: int, stopped_by: int | None, num_restarts: int) -> str:
+def script_reason(
+    stderr_tail: str, exit_code: int, place: Place, *, stopped_by: int | None = None, num_restarts: int = 0
+) -> str:
     """Say why the training script of this host failed.
 
     Args:
         stderr_tail: The end of what the script and its local ranks wrote to stderr.
         exit_code: Exit code of the script; 128 + n if signal n killed it.
+        place: This host.
         stopped_by: The signal that told this host to stop, if there was one.
         num_restarts: How often the script was killed and restarted.
     """
-    reason = failure_reason(stderr_tail, exit_code)
-    if num_restarts:
-        times = "once" if num_restarts == 1 else f"{num_restarts} times"
-        reason = f"The data host's script was killed and restarted {times}. {reason}"
+    times = "once" if num_restarts == 1 else f"{num_restarts} times"
+    reason = failure_reason(stderr_tail, exit_code, place, f"restarted {times}" if num_restarts else "")
     if stopped_by is not None:
         reason = f"The job was stopped or interrupted ({signal.Signals(stopped_by).name}). {reason}"
     return reason
@@ -130,15 +164,18 @@ def not_started_reason(stopped_by: int | None, doing: str) -> str:
     return f"The job was stopped or interrupted ({signal.Signals(stopped_by).name}). This host was {doing}."
 
 
-def failed_elsewhere_reason(job: JobOutcome) -> str:
-    """Say that another host failed first, and why."""
-    return f"Host {job.host} failed first, with exit code {job.exit_code}: {job.reason}"
+def error_reason(error: Exception, place: Place | None) -> str:
+    """Say why the launcher failed before or besides its script: an error of lightning_sm, or else a bug.
 
-
-def error_reason(error: Exception) -> str:
-    """Say why the launcher failed before or besides its script: an error of lightning_sm, or else a bug."""
+    Args:
+        error: The error.
+        place: This host; None if that is not known yet.
+    """
     reason = f"{type(error).__name__}: {error}"
-    return reason if isinstance(error, LightningSMError) else f"The launcher failed: {reason}"
+    if not isinstance(error, LightningSMError):
+        reason = f"The launcher failed: {reason}"
+    where = "" if place is None else f"\non {place}"
+    return _limited(reason, MAX_REASON_CHARS - len(where)) + where
 
 
 def is_consequence(stderr_tail: str) -> bool:
@@ -174,14 +211,20 @@ def write_failure(output_dir: Path, reason: str) -> None:
 
 def _lines(stderr_tail: str) -> list[str]:
     text = _ANSI.sub("", stderr_tail).replace("\r\n", "\n").replace("\r", "\n")
-    return [line.rstrip() for line in text.split("\n")]
+    lines = [line.rstrip() for line in text.split("\n")]
+    start = next((index for index, line in enumerate(lines) if line.startswith(_ALONE_START)), None)
+    if start is not None:
+        end = next((index for index in range(start, len(lines)) if lines[index].startswith(_ALONE_END)), start)
+        del lines[start : end + 1]
+    return lines
 
 
-def _ending(exit_code: int) -> str:
+def _ending(exit_code: int, circumstances: str) -> str:
+    more = f", {circumstances}" if circumstances else ""
     try:
-        return f"killed by {signal.Signals(exit_code - _SIGNALS).name} (exit code {exit_code})"
+        return f"killed by {signal.Signals(exit_code - _SIGNALS).name} (exit code {exit_code}{more})"
     except ValueError:
-        return f"exit code {exit_code}"
+        return f"exit code {exit_code}{more}"
 
 
 def _cause(tracebacks: list[_Traceback]) -> _Traceback | None:
@@ -206,6 +249,7 @@ def _tracebacks(lines: list[str]) -> Iterator[_Traceback]:
             prefix = start.group(1) or ""
             rest = [rest.removeprefix(prefix) for rest in lines[index + 1 :] if rest.startswith(prefix.rstrip())]
             traceback = _parsed(rest)
+            traceback.rank = None if start["rank"] is None else int(start["rank"])
             before = [line for line in lines[:index] if line and line.startswith(prefix.rstrip())][-1:]
             traceback.is_chained = bool(before) and any(text in before[0] for text in _CHAINED)
             traceback.is_ignored = bool(before) and before[0].startswith("Exception ignored")
@@ -249,16 +293,44 @@ def _message(lines: list[str]) -> list[str]:
     return message
 
 
-def _with_frames(exception: str, frames: list[str], ending: str) -> str:
+def _usage_message(lines: list[str]) -> list[str]:
+    """The error and what explains it, which jsonargparse separates by an empty line: all to the end of the output."""
+    ends = (_USAGE, _USAGE_ERROR, _START)
+    message = lines[:1]
+    for line in lines[1:]:
+        if any(end.match(line) for end in ends):
+            break
+        message += [line] if line else []
+    return message
+
+
+def _where(place: Place | None, ending: str, verb: str = "on") -> str:
+    return ending if place is None else f"{verb} {place} ({ending})"
+
+
+def _with_place(traceback: _Traceback, tracebacks: list[_Traceback], place: Place | None, ending: str) -> str:
+    """The exception, where it was raised, and its frames; of an error on a data host those from there."""
+    exception = traceback.exception
+    frames = traceback.frames
+    where = _where(place, ending)
+    if _REMOTE.match(exception[0]):
+        exception = [_REMOTE.sub("", exception[0]), *exception[1:]]
+        remote = (other for other in tracebacks if other.exception[0] == exception[0])
+        frames = next((other.frames for other in remote), frames)
+        if place is not None:  # the place of the error is part of it
+            where = _where(place, ending, "passed on to") if place.role is Role.TRAINER else ending
+    return _with_frames(_limited("\n".join(exception), _MAX_EXCEPTION_CHARS) + f"\n{where}", frames)
+
+
+def _with_frames(reason: str, frames: list[str]) -> str:
     """Add frames, the nearest first: the raising one, then those in the user's own code."""
     nearest = frames[::-1]
     wanted = nearest[:1] + [frame for frame in nearest[1:] if not _LIBRARY.search(frame)]
-    reason = exception
     for frame in wanted:
-        if len(reason) + len(frame) + len(ending) + 2 > MAX_REASON_CHARS:
+        if len(reason) + len(frame) + 1 > MAX_REASON_CHARS:
             break
         reason += f"\n{frame}"
-    return _limited(f"{reason}\n{ending}")
+    return _limited(reason)
 
 
 def _with_last_lines(written: list[str], ending: str) -> str:

@@ -40,8 +40,8 @@ from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import DEVICES, PARENT_PID, PEERS_TIMEOUT_S
 from lightning_sm.launcher.child_process import ChildProcess, ignore_signals
 from lightning_sm.launcher.failure import (
+    Place,
     error_reason,
-    failed_elsewhere_reason,
     is_consequence,
     remove_failure,
     script_reason,
@@ -89,16 +89,19 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
     output_dir = _output_dir(env)
     if output_dir is not None:
         remove_failure(output_dir)
+    place: Place | None = None
     try:
         job = _job_of_this_host(env)
         output_dir = job.output_dir
-        outcome = _HostLauncher(job, env).run(script, args)
+        topology = Topology.from_job(job)
+        place = _place(job, topology)
+        outcome = _HostLauncher(job, topology, place, env).run(script, args)
     except LightningSMError as error:
         _LOG.error("error: %s", error)
-        outcome = Outcome(_USAGE_EXIT_CODE, error_reason(error))
+        outcome = Outcome(_USAGE_EXIT_CODE, error_reason(error, place))
     except Exception as error:  # noqa: BLE001 - a bug; SageMaker must still show why the host failed
         _LOG.exception("error in the launcher")
-        outcome = Outcome(1, error_reason(error))
+        outcome = Outcome(1, error_reason(error, place))
     ignore_signals()
     if outcome.exit_code != 0:
         if output_dir is not None:
@@ -110,9 +113,10 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
 class _HostLauncher:
     """Runs the script of one host, and agrees with the launchers of the other hosts on how the job ends."""
 
-    def __init__(self, job: SageMakerJob, env: Mapping[str, str]) -> None:
+    def __init__(self, job: SageMakerJob, topology: Topology, place: Place, env: Mapping[str, str]) -> None:
         self._job = job
-        self._topology = Topology.from_job(job)
+        self._topology = topology
+        self._place = place
         self._env = env
         self._peers_timeout_s = PEERS_TIMEOUT_S.read(env)
         self._child = ChildProcess(StopSchedule.from_environment(env), PARENT_PID.read(env))
@@ -138,7 +142,7 @@ class _HostLauncher:
             except Stopped as stopped:
                 own = Outcome(0) if self._is_data_host else Outcome(stopped.exit_code, str(stopped))
             except LightningSMError as error:
-                self._report(peers, Outcome(_USAGE_EXIT_CODE, error_reason(error)))
+                self._report(peers, Outcome(_USAGE_EXIT_CODE, error_reason(error, self._place)))
                 raise
             return self._final_outcome(own, self._report(peers, own))
 
@@ -164,7 +168,10 @@ class _HostLauncher:
         if not self._is_stopped and is_consequence(child.stderr_tail):
             # Another host has failed, and its launcher is about to report that.
             self._is_job_outcome_known.wait(_CONSEQUENCE_S)
-        return Outcome(exit_code, script_reason(child.stderr_tail, exit_code, child.stopped_by, self._num_restarts))
+        reason = script_reason(
+            child.stderr_tail, exit_code, self._place, stopped_by=child.stopped_by, num_restarts=self._num_restarts
+        )
+        return Outcome(exit_code, reason)
 
     def _run_until_it_ends(self, command: Sequence[str], directory: Path, env: Mapping[str, str]) -> int:
         """Run the script. On a data host, restart it if it was killed and the job still needs it."""
@@ -294,7 +301,7 @@ class _HostLauncher:
             return Outcome(0)
         if final is FinalOutcome.FAILED_ELSEWHERE and job is not None:
             threading.Event().wait(_AFTER_THE_FIRST_S)
-            return Outcome(own.exit_code or 1, failed_elsewhere_reason(job))
+            return Outcome(own.exit_code or 1, job.reason)
         return own
 
 
@@ -338,6 +345,13 @@ def command_line(args: Sequence[str], job: SageMakerJob, directory: Path) -> lis
             f"The hyperparameter subcommand is {subcommand!r}, but the command line says {args[0]!r}. Remove one."
         )
     return [*args, *options]
+
+
+def _place(job: SageMakerJob, topology: Topology) -> Place:
+    # With several processes, the one that failed says its rank itself.
+    is_one_process = (job.devices or job.num_gpus) == 1
+    is_rank_known = topology.role is Role.TRAINER and is_one_process
+    return Place(job.current_host, topology.role, topology.node_rank if is_rank_known else None)
 
 
 def _banner(job: SageMakerJob, topology: Topology) -> str:

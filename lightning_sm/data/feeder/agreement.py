@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_sm import errors
+from lightning_sm.data.protocol.failures import with_place
 from lightning_sm.errors import DataHostMismatchError, DataServiceError
 
 # Hosts that open their loaders this much later than the first do not delay the start; they join later. Two hosts that
@@ -51,7 +52,7 @@ class LoaderAgreement:
             self._first.setdefault(name, now)
         if "error" in reply:
             error: type[DataServiceError] = getattr(errors, reply["error"])
-            raise error(f"Data host {host} failed in {reply['where']}:\n{reply['text']}")
+            raise error(with_place(reply["text"], f"data host {host}, {reply['where']}"))
         if name in self._answered:
             _check_agreement(replies)
         else:

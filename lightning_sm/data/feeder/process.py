@@ -30,6 +30,7 @@ from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Rele
 from lightning_sm.data.ipc.processes import exit_when_a_thread_fails, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.shards import ShardSteps
+from lightning_sm.data.protocol.failures import first_line, with_place
 from lightning_sm.data.protocol.frames import FrameKind, frame, parse_failure, parse_header
 from lightning_sm.data.protocol.spec import BatchSpec
 from lightning_sm.data.settings import Credentials
@@ -258,11 +259,12 @@ class Feeder:
             if link is next(iter(self._links.values())):
                 self._open_others(name)
             return ""
-        logger.warning(
-            "Continuing without data host %s, which failed in %s:\n%s", link.name, reply["where"], reply["text"]
-        )
         return f"failed in {reply['where']}"
 
+        else:
+            if "error" in reply:
+                what = first_line(reply["text"])
+                logger.warning("Continuing without data host %s: %s: %s", link.name, reply["where"], what)
     def link_refused(self, error: DataServiceError) -> None:
         """Fail: the host does not belong to this job, or violates the protocol."""
         self._fail(None, error)
@@ -326,7 +328,8 @@ class Feeder:
 
     def _request_failed(self, buffer: PassBuffer, request: Request, error: str, text: str, where: str) -> None:
         link = self._links[request.host]
-        reason = f"{where}\n{text}" if where else text
+        place = ", ".join(filter(None, (f"data host {link.name}", where, f"batch of step {request.step}")))
+        reason = f"{text} on data host {link.name}" if error == "WorkerLost" else with_place(text, place)
         retry = RETRIES.get(error, Retry.NEVER)
         decision = self._scheduler.failed(request.request_id, time.monotonic(), retry=retry, reason=reason)
         self._requests.pop(request.request_id, None)
@@ -337,9 +340,7 @@ class Feeder:
             return
         if error == "NotOpen":
             link.reopen()
-        logger.warning(
-            "Data host %s failed to build the batch of step %d, retrying: %s", link.name, request.step, reason
-        )
+        logger.warning("A batch failed on %s, and is requested again: %s", place, first_line(text))
         self._send_requests()
 
     # Requests to data hosts

@@ -18,6 +18,7 @@ from lightning_sm.data.feeder.host_link import HostLink, LinkState, describe
 from lightning_sm.data.feeder.pass_buffer import StepPlan
 from lightning_sm.data.plan.samples import BatchPlan, IndexArray, SamplePlan, digest, epoch_order
 from lightning_sm.data.plan.shards import ShardSteps, shard_steps
+from lightning_sm.data.protocol.failures import with_place
 from lightning_sm.errors import DataHostMismatchError, DataServiceError, RemoteTransformError, WireError
 
 logger = logging.getLogger(__name__)
@@ -213,9 +214,9 @@ def _request(link: HostLink, request: Mapping[str, Any]) -> SamplerOrder | None:
             logger.warning("The process that ran a sampler on data host %s %s.", link.name, facts["lost"])
             return None
         if "text" in facts:
-            raise RemoteTransformError(
-                f"The user's sampler or dataset failed on data host {link.name}:\n{facts['text']}"
-            )
+            source = "the iterable dataset" if request["num_shards"] else "the sampler"
+            place = f"data host {link.name}, {source} of {request['opening']}"
+            raise RemoteTransformError(with_place(facts["text"], place))
         if "num_keys" not in facts or min(num_keys, num_offsets) < 0 or len(rest) != 8 * (num_keys + num_offsets):
             raise WireError(
                 f"The sampler's order from data host {link.name} is malformed: {num_keys} keys and {num_offsets} "

@@ -108,7 +108,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class FailureDecision:
-    """Whether a failure ends the pass; if so, all failures of the step ("host: reason") and requests to cancel."""
+    """Whether a failure ends the pass; if so, the reasons of all failures of the step, and requests to cancel."""
 
     is_fatal: bool
     failures: tuple[str, ...] = ()
@@ -431,7 +431,7 @@ class Scheduler:
         cancel = self._end_requests(list(current.in_flight[request.step]))
         return FailureDecision(
             is_fatal=True,
-            failures=tuple(f"{f.host}: {f.reason}" for f in failures if f.retry is not Retry.ELSEWHERE),
+            failures=tuple(failure.reason for failure in failures if failure.retry is not Retry.ELSEWHERE),
             cancel=tuple(other for other in cancel if other is not request),
         )
 

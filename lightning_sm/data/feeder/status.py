@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from lightning_sm import errors
@@ -29,18 +30,20 @@ def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -
     Args:
         error: Name of the error that a data host reported last.
         step: The step that failed.
-        decision: All failures of the step.
+        decision: All failures of the step: how workers ended and where, or else the complete messages.
         keys: Indices of the step.
     """
     if error == "WorkerLost":
         more = len(keys) - _NUM_SHOWN_KEYS
         shown = f"{keys[:_NUM_SHOWN_KEYS]}" + (f" and {more} more" if more > 0 else "")
+        counts = Counter(decision.failures).items()
+        lost = "; ".join(f"a worker {what}" + (f" ({number} times)" if number > 1 else "") for what, number in counts)
         return DataServiceError(
-            f"Step {step} kills the workers of data hosts: {'; '.join(decision.failures)}. Look for samples that crash "
-            f"native code or take too much memory; indices {shown}."
+            f"Step {step} kills the workers of data hosts: {lost}. Look for samples that crash native code or take too "
+            f"much memory; indices {shown}."
         )
     kind: type[DataServiceError] = getattr(errors, error) if error in _ERRORS else DataServiceError
-    return kind(f"The batch of step {step} failed on {decision.failures[-1]}")
+    return kind(decision.failures[-1])
 
 
 def host_state(link: HostLink, status: HostStatus | None) -> dict[str, Any]:

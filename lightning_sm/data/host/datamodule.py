@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from lightning_sm.data.host.loader import ServedLoader, describe_structure
 from lightning_sm.data.host.random_state import seed_all
 from lightning_sm.data.plan.seeds import hook_seed
+from lightning_sm.data.protocol.failures import describe_exception
 from lightning_sm.data.protocol.spec import TRAINER_FACTS
 from lightning_sm.errors import DataSettingsError
 
@@ -65,8 +65,7 @@ class ServedModule:
             where = f"{request['loaders']}_dataloader()" if request["loaders"] else f"setup({request['stage']!r})"
             if isinstance(error, DataSettingsError):
                 return {"error": "DataSettingsError", "text": str(error), "where": where}
-            text = "".join(traceback.format_exception(error))
-            return {"error": "RemoteTransformError", "text": text, "where": where}
+            return {"error": "RemoteTransformError", "text": describe_exception(error), "where": where}
 
     def leave(self) -> None:
         """Run ``teardown``, if ``setup`` has run."""

@@ -23,6 +23,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from lightning_sm import errors
 from lightning_sm._log import show_log_lines
 from lightning_sm.data.host.datamodule import ServedModule
 from lightning_sm.data.host.worker import run_worker
@@ -30,6 +31,7 @@ from lightning_sm.data.host.world import world_of_one
 from lightning_sm.data.ipc.messages import Finished, Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, fork, run_and_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
+from lightning_sm.data.protocol.failures import describe_exception, first_line, with_place
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataServiceError
 from lightning_sm.job.stopping import GENTLE_SIGNAL
@@ -122,12 +124,8 @@ class HostProcess:
         # With an owner, the trainers' error is in the owner's own process already.
         problem = self._problem
         if until is None and problem is not None and not self._training_succeeded:
-            # The launcher reports the first traceback in the log: it must be the user's own error.
-            logger.error("Data host %s failed in %s:\n%s", self._settings.name, problem["where"], problem["text"])
-            raise DataServiceError(
-                f"Data host {self._settings.name} could not open its loaders, and the training failed: "
-                f"{problem['where']} raised {_last_line(problem['text'])}"
-            )
+            kind: type[errors.DataServiceError] = getattr(errors, problem["error"])
+            raise kind(with_place(problem["text"], f"data host {self._settings.name}, {problem['where']}"))
         logger.info("The data host exits: %s.", outcome.reason)
 
     def _wait_for_outcome(self) -> Finished:
@@ -229,7 +227,7 @@ class HostProcess:
             self._fork_workers()
         if "error" in reply:
             self._problem = reply
-            logger.warning("%s failed; trainers get the error: %s", reply["where"], _last_line(reply["text"]))
+            logger.warning("%s failed; trainers get the error: %s", reply["where"], first_line(reply["text"]))
         else:
             self._problem = None
         self._send("opened", opening=request["opening"], **reply)
@@ -296,8 +294,8 @@ class HostProcess:
                     keys, offsets = loader.sampler_order(
                         request["seed"], request["epoch"], request["pass_index"], request["num_shards"]
                     )
-                except Exception:  # noqa: BLE001  # the error of the user's sampler is sent to the trainers
-                    file.write(json.dumps({"text": traceback.format_exc()}).encode() + b"\n")
+                except Exception as error:  # noqa: BLE001  # the error of the user's sampler is sent to the trainers
+                    file.write(json.dumps({"text": describe_exception(error)}).encode() + b"\n")
                     return
                 sizes = {"num_keys": len(keys), "num_offsets": 0 if offsets is None else len(offsets)}
                 file.write(json.dumps(sizes).encode() + b"\n")
@@ -350,10 +348,6 @@ class HostProcess:
         self._pidfds.clear()
         self._selector.close()
         self._module.leave()
-
-
-def _last_line(text: str) -> str:
-    return next(reversed(text.strip().splitlines()), "")
 
 
 def _is_readable(fd: int, timeout_s: float) -> bool:

@@ -10,7 +10,6 @@ import contextlib
 import signal
 import socket
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -25,6 +24,7 @@ from lightning_sm.data.host.loader import ServedLoader
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import keep_freed_memory
 from lightning_sm.data.ipc.ring import Ring
+from lightning_sm.data.protocol.failures import describe_exception
 from lightning_sm.data.protocol.spec import CHUNK_BYTES, BatchSpec
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError, DataSettingsError
 
@@ -91,7 +91,7 @@ def _serve(
     except (BatchTypeError, BatchTooLargeError) as error:
         requests.send("failed", slot=slot, error=type(error).__name__, text=str(error))
     except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
-        _fail(requests, slot, error, f"step {spec.step}")
+        _fail(requests, slot, error, "")
     else:
         produce_s = time.perf_counter() - started
         requests.send("done", header, slot=slot, num_bytes=num_bytes, pieces=pieces, produce_s=produce_s)
@@ -123,5 +123,4 @@ def _fail(requests: MessageSocket, slot: int, error: BaseException, where: str) 
     if isinstance(error, DataSettingsError):
         requests.send("failed", slot=slot, error="DataSettingsError", text=str(error))
         return
-    text = "".join(traceback.format_exception(error))
-    requests.send("failed", slot=slot, error="RemoteTransformError", text=text, where=where)
+    requests.send("failed", slot=slot, error="RemoteTransformError", text=describe_exception(error), where=where)

@@ -203,7 +203,7 @@ class WorkerPool:
             self._kill_at.pop(worker_id, None)
             worker.close()
         if task is not None and not task.is_cancelled:
-            task.answer(Failed("WorkerLost", f"worker {worker.number} {why}", f"worker {worker.number}"))
+            task.answer(Failed("WorkerLost", why, f"worker {worker.number}"))
         for other in moved:
             other.answer(Failed("ShardMoved", f"worker {worker.number}, which had the shard open, {why}"))
 

@@ -97,7 +97,7 @@ def test_a_requirement_that_does_not_exist_fails_the_host(base, python, index):
     said = failure(base).splitlines()
     assert said[0].startswith("ScriptError: pip could not install the requirements of ")
     assert "No matching distribution found for tiny==9.9" in failure(base)
-    assert "PIP_INDEX_URL" in said[-1]
+    assert "PIP_INDEX_URL" in said[-2]
 
 
 @pytest.mark.matrix(first=1)
@@ -111,7 +111,7 @@ def test_requirements_that_would_replace_torch_are_refused(base, python, index, 
     assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
     assert "torch==0.0.1" in failure(base)
     assert f"(constraint) torch=={importlib.metadata.version('torch')}" in failure(base)
-    assert failure(base).endswith("(LIGHTNING_SM_INSTALL_REQUIREMENTS=unprotected lets pip replace them).")
+    assert "(LIGHTNING_SM_INSTALL_REQUIREMENTS=unprotected lets pip replace them).\non " in failure(base)
 
 
 def test_torch_is_replaced_if_that_is_wanted(base, python, index):
@@ -235,7 +235,7 @@ def test_the_failure_of_another_host_ends_pip(tmp_path, python):
             with started(bases["algo-2"], bases["algo-2"], **variables) as second:
                 assert second.exit_code() == 1
             assert first.exit_code() == 143
-    assert failure(bases["algo-1"]).startswith("Host algo-2 failed first, with exit code 1: ")
+    assert failure(bases["algo-1"]) == failure(bases["algo-2"])
     assert "no such data" in failure(bases["algo-1"])
 
 

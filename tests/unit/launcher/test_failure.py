@@ -6,7 +6,12 @@ import traceback
 
 import pytest
 
-from lightning_sm.launcher.failure import failure_reason, is_consequence
+from lightning_sm.errors import ScriptError
+from lightning_sm.job.topology import Role
+from lightning_sm.launcher import failure
+from lightning_sm.launcher.failure import Place, error_reason, is_consequence, script_reason
+
+_PLACE = Place("algo-2", Role.TRAINER, rank=1)
 
 _VALUE_ERROR = """\
 Traceback (most recent call last):
@@ -36,6 +41,11 @@ socketProgress: Connection closed by remote peer
 """
 
 
+def failure_reason(stderr_tail, exit_code, place=_PLACE):
+    """The reason on the second of two trainer hosts with one process each."""
+    return failure.failure_reason(stderr_tail, exit_code, place)
+
+
 def _printed(source: str, name: str = "/code/train.py") -> str:
     """What this Python version prints for the exception that the source raises."""
     try:
@@ -47,21 +57,79 @@ def _printed(source: str, name: str = "/code/train.py") -> str:
     raise AssertionError(source)
 
 
-def test_exception_comes_first_then_its_own_frame_then_user_frames():
-    """The exception opens the reason; library frames are left out between the user's."""
+def test_exception_comes_first_then_its_place_then_user_frames():
+    """The exception opens the reason, host and rank follow; library frames are left out between the user's."""
     assert failure_reason("Epoch 0 starts\n" + _VALUE_ERROR, 1).split("\n") == [
         "ValueError: bad shape",
+        "on trainer host algo-2, rank 1 (exit code 1)",
         'File "/code/model.py", line 12, in forward: raise ValueError("bad shape")',
         'File "/code/train.py", line 30, in <module>: main()',
-        "exit code 1",
     ]
+
+
+def test_a_rank_that_printed_its_number_is_named():
+    """Of a host with several processes, the rank is that of the traceback; without one it is left out."""
+    place = Place("algo-1", Role.TRAINER)
+    prefixed = "".join(f"[rank13]: {line}\n" for line in _VALUE_ERROR.splitlines())
+    assert failure_reason(prefixed, 1, place).splitlines()[1] == "on trainer host algo-1, rank 13 (exit code 1)"
+    assert failure_reason(_VALUE_ERROR, 1, place).splitlines()[1] == "on trainer host algo-1 (exit code 1)"
+
+
+def test_a_data_host_has_no_rank_and_its_restarts_are_counted():
+    """The user's error comes first also where the script was restarted before."""
+    reason = script_reason(_VALUE_ERROR, 1, Place("algo-3", Role.DATA), num_restarts=2)
+    assert reason.splitlines()[:2] == ["ValueError: bad shape", "on data host algo-3 (exit code 1, restarted 2 times)"]
+    once = script_reason("", 137, Place("algo-3", Role.DATA), num_restarts=1)
+    assert once.startswith("killed by SIGKILL (exit code 137, restarted once) on data host algo-3; the training script")
+
+
+def test_an_error_before_the_script_starts_names_the_host():
+    """What the launcher itself could not do is the reason, on this host."""
+    place = Place("algo-3", Role.DATA)
+    assert error_reason(ScriptError("no such script."), place) == "ScriptError: no such script.\non data host algo-3"
+    assert error_reason(ScriptError("no such script."), None) == "ScriptError: no such script."
+    assert error_reason(KeyError("x"), place).startswith("The launcher failed: KeyError: 'x'\n")
+
+
+_REMOTE = """Traceback (most recent call last):
+  File "/code/train.py", line 30, in <module>
+    SageMakerCLI(Model, Data)
+  File "/venv/lib/python3.11/site-packages/pytorch_lightning/trainer.py", line 500, in fit
+    self._run(model)
+lightning_sm.errors.RemoteTransformError: ValueError: sample 40 is corrupt: img_40.jpg
+on data host algo-3 (127.0.0.4:27184), worker 0: index 40, batch of step 5
+Traceback (most recent call last):
+  File "/work/lightning_sm/data/host/loader.py", line 185, in _samples
+    samples.append(self._dataset[key])
+  File "/code/images.py", line 9, in __getitem__
+    raise ValueError(f"sample {i} is corrupt: img_{i}.jpg")
+ValueError: sample 40 is corrupt: img_40.jpg
+"""
+
+
+def test_an_error_on_a_data_host_is_the_users_own_from_there():
+    """The reason of the trainer is the user's exception, with sample, data host and frames; not how it travelled."""
+    assert failure_reason(_REMOTE, 1).split("\n") == [
+        "ValueError: sample 40 is corrupt: img_40.jpg",
+        "on data host algo-3 (127.0.0.4:27184), worker 0: index 40, batch of step 5",
+        "passed on to trainer host algo-2, rank 1 (exit code 1)",
+        'File "/code/images.py", line 9, in __getitem__: raise ValueError(f"sample {i} is corrupt: img_{i}.jpg")',
+    ]
+    of_data_host = failure_reason(_REMOTE, 1, Place("algo-3", Role.DATA)).splitlines()
+    assert of_data_host[:1] + of_data_host[2:3] == ["ValueError: sample 40 is corrupt: img_40.jpg", "exit code 1"]
+
+
+def test_frames_of_lightning_sm_are_not_the_users():
+    """A library installed from a checkout is a library all the same."""
+    tail = _VALUE_ERROR.replace("/venv/lib/python3.11/site-packages/pytorch_lightning", "/src/lightning_sm/training")
+    assert "lightning_sm" not in failure_reason(tail, 1)
 
 
 def test_real_interpreter_output_is_understood():
     """What this Python version prints for an uncaught exception gives the exception and its line."""
     reason = failure_reason(_printed("def f():\n    return 1 / 0\nf()"), 1)
-    assert reason.startswith('ZeroDivisionError: division by zero\nFile "/code/train.py", line 2, in f')
-    assert reason.endswith("exit code 1")
+    place = "on trainer host algo-2, rank 1 (exit code 1)"
+    assert reason.startswith(f'ZeroDivisionError: division by zero\n{place}\nFile "/code/train.py", line 2, in f')
 
 
 def test_raising_frame_in_a_library_is_kept():
@@ -80,14 +148,17 @@ def test_first_exception_that_is_no_consequence_wins(consequence):
 def test_consequence_is_the_reason_when_there_is_nothing_else():
     """A lone "connection closed by peer" opens the reason, unless the script was killed."""
     assert failure_reason(_PEER + "bye\n", 1).startswith("RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection")
-    assert failure_reason(_PEER + "Segmentation fault\n", 139).startswith("killed by SIGSEGV (exit code 139); last")
+    assert failure_reason(_PEER + "Segmentation fault\n", 139).startswith(
+        "killed by SIGSEGV (exit code 139) on trainer"
+    )
 
 
 def test_rank_prefixes_and_progress_bars_do_not_hide_a_traceback():
     """The prefixes of torch.distributed and an unfinished progress bar are stripped."""
     prefixed = "".join(f"[rank1]: {line}\n" for line in _VALUE_ERROR.splitlines())
     reason = failure_reason("Epoch 0:  50%|###   | 1/2\rEpoch 0:  50%|###   | 1/2" + prefixed, 1)
-    assert reason.startswith('ValueError: bad shape\nFile "/code/model.py", line 12')
+    assert reason.startswith("ValueError: bad shape\non trainer host algo-2, rank 1 (exit code 1)\n")
+    assert reason.splitlines()[2].startswith('File "/code/model.py", line 12')
 
 
 def test_interleaved_ranks_are_told_apart_by_their_prefix():
@@ -114,7 +185,8 @@ def test_exception_of_a_worker_process_is_preferred_to_its_messenger():
         'Original Traceback (most recent call last):\n  File "/code/data.py", line 7, in __getitem__\n'
         "    open(path)\nOSError: no such image\n"
     )
-    assert failure_reason(tail, 1).startswith('OSError: no such image\nFile "/code/data.py", line 7')
+    reason = failure_reason(tail, 1).splitlines()
+    assert (reason[0], reason[2][:28]) == ("OSError: no such image", 'File "/code/data.py", line 7')
 
 
 def test_exceptions_that_python_ignored_are_no_reason():
@@ -126,7 +198,7 @@ def test_exceptions_that_python_ignored_are_no_reason():
 def test_message_of_several_lines_is_kept():
     """A table in the message is part of the reason."""
     reason = failure_reason(_VALUE_ERROR + "group    role\n-------  ----\ngpu      trainer\n", 1)
-    assert reason.startswith("ValueError: bad shape\ngroup    role\n-------  ----\ngpu      trainer\nFile ")
+    assert reason.startswith("ValueError: bad shape\ngroup    role\n-------  ----\ngpu      trainer\non trainer host")
 
 
 def test_usage_error_is_the_error_line():
@@ -139,6 +211,21 @@ def test_usage_error_is_the_error_line():
     assert failure_reason(f"{usage}{tip}error: Parser key 'x':\n  Not a valid int\n", 2).startswith(
         "error: Parser key 'x':\n  Not a valid int\n"
     )
+
+
+def test_a_usage_error_keeps_what_stands_behind_an_empty_line():
+    """Behind one, jsonargparse explains an ambiguous class; what other processes print is not part of it."""
+    explained = (
+        'error: Parser key "data":\n\n  - Does not validate against any of the Union subtypes\n  Errors:\n'
+        "    - Multiple subclasses with name Data. Give the full class path to avoid ambiguity: a.Data, b.Data.\n"
+        "  Given value: Data\n"
+    )
+    usage = "usage: train.py [-h] [--a A]\ntip: run: train.py --help\n"
+    for tail in (usage + explained, (usage + explained) * 2, usage + explained + _VALUE_ERROR):
+        assert failure_reason(tail, 2).splitlines() == [
+            *(line for line in explained.splitlines() if line),
+            "on trainer host algo-2, rank 1 (exit code 2)",
+        ]
 
 
 def test_syntax_error_names_file_and_line():
@@ -158,7 +245,9 @@ def test_signal_is_named(code, name):
 
 def test_silent_failure_is_a_plain_sentence():
     """Without a word on stderr the exit code is all there is."""
-    assert failure_reason("\n \n", 3) == "The training script failed without writing to stderr: exit code 3."
+    assert failure_reason("\n \n", 3) == (
+        "exit code 3 on trainer host algo-2, rank 1; the training script wrote nothing to stderr"
+    )
 
 
 def test_colours_are_stripped():
@@ -179,6 +268,19 @@ def test_reason_is_never_longer_than_the_service_keeps(tail):
     """Long messages, lines and outputs are cut to 1024 characters, and something remains."""
     assert 10 < len(failure_reason(tail, 1)) <= 1024
     assert "exit code 1" in failure_reason(tail, 1)
+
+
+def test_what_the_environment_logs_at_exit_is_no_part_of_a_failure():
+    """That no Trainer used it follows from any exit before the Trainer: neither usage errors nor last lines have it."""
+    alone = (
+        "No Trainer used SageMakerEnvironment. If this process trained, host algo-1 trained alone.\n"
+        "host    group    role\n------  -------  ----\nalgo-1  trainer  trainer\n"
+        "Set Trainer(num_nodes=environment.num_nodes): with one device, Lightning ignores the cluster.\n"
+    )
+    usage = "usage: train.py [-h]\nerror: the following arguments are required: --model.data_path\n"
+    place = "trainer host algo-2, rank 1"
+    assert failure_reason(usage + alone, 2) == f"{usage.splitlines()[1]}\non {place} (exit code 2)"
+    assert failure_reason("no data\n" + alone, 1) == f"exit code 1 on {place}; last lines of stderr:\nno data"
 
 
 @pytest.mark.parametrize("tail", ["Traceback (most recent call last):", '  File "x", line 1\n', "[rank0]: ", "error: "])

@@ -71,15 +71,15 @@ def test_batch_that_kills_workers_is_fatal():
     for now, host in ((1.0, "a"), (10.0, "b"), (20.0, "a")):
         (request,) = scheduler.next_requests(now)
         assert request.host == host
-        assert not scheduler.failed(request.request_id, now, retry=Retry.LIMITED, reason="killed").is_fatal
+        assert not scheduler.failed(request.request_id, now, retry=Retry.LIMITED, reason=f"on {host}").is_fatal
     (request,) = scheduler.next_requests(30.0)
     scheduler.failed(request.request_id, 30.0, retry=Retry.ELSEWHERE, reason="lost")
     (request,) = scheduler.next_requests(40.0)
     scheduler.host_lost(request.host, is_silent=False)
     (request,) = scheduler.next_requests(50.0)
-    decision = scheduler.failed(request.request_id, 50.0, retry=Retry.LIMITED, reason="killed")
+    decision = scheduler.failed(request.request_id, 50.0, retry=Retry.LIMITED, reason=f"on {request.host}")
     assert decision.is_fatal
-    assert decision.failures == ("a: killed", "b: killed", "a: killed", "b: killed")
+    assert decision.failures == ("on a", "on b", "on a", "on b")
     assert scheduler.next_requests(60.0) == []
     scheduler.set_window(1, 2)
     assert [r.step for r in scheduler.next_requests(60.0)] == [1]
@@ -94,7 +94,7 @@ def test_user_code_is_tried_once_more(hosts, second):
     (request,) = scheduler.next_requests(1.0)
     decision = scheduler.failed(request.request_id, 2.0, retry=Retry.ONCE, reason="KeyError: 4")
     assert (request.host, decision.is_fatal) == (second, True)
-    assert decision.failures == ("a: KeyError: 3", f"{second}: KeyError: 4")
+    assert decision.failures == ("KeyError: 3", "KeyError: 4")
     assert scheduler.next_requests(2.0) == []
 
 
@@ -114,7 +114,7 @@ def test_hopeless_failure_is_fatal_at_once():
     """No retry where none can help; the step is neither asked again nor does it stop other steps."""
     scheduler = make("a", "b", window=3)
     scheduler.next_requests(0.0)
-    assert scheduler.failed(0, 1.0, retry=Retry.NEVER, reason="not authorised").failures == ("a: not authorised",)
+    assert scheduler.failed(0, 1.0, retry=Retry.NEVER, reason="not authorised").failures == ("not authorised",)
     assert asked(scheduler.next_requests(1.0)) == [("a", 2)]
     assert scheduler.passes()[0].waiting_for == 0
 

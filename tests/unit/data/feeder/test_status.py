@@ -4,7 +4,7 @@ from lightning_sm.data.feeder.scheduler import FailureDecision
 from lightning_sm.data.feeder.status import explain, host_state
 from lightning_sm.errors import DataServiceError, RemoteTransformError
 
-FAILURES = ("algo-2: worker 1 was killed by SIGSEGV", "algo-3: worker 0 was killed by SIGSEGV")
+FAILURES = tuple(f"was killed by SIGSEGV on data host {host}" for host in ("algo-2 (a:1)", "b:1", "algo-2 (a:1)"))
 
 
 class Link:
@@ -14,19 +14,21 @@ class Link:
 
 
 def test_a_batch_that_kills_workers_names_its_indices():
-    """Of many indices the first are shown, and the number of the others."""
+    """Of many indices the first are shown, and the number of the others; what happened again is counted."""
     error = explain("WorkerLost", 7, FailureDecision(is_fatal=True, failures=FAILURES), list(range(40)))
     assert type(error) is DataServiceError
-    assert str(error).startswith(f"Step 7 kills the workers of data hosts: {'; '.join(FAILURES)}.")
+    assert str(error).startswith(
+        f"Step 7 kills the workers of data hosts: a worker {FAILURES[0]} (2 times); a worker {FAILURES[1]}. Look for "
+    )
     assert str(error).endswith("12, 13, 14, 15] and 24 more.")
 
 
 def test_an_error_of_the_user_keeps_its_name():
-    """The last failure is the one with the traceback; unknown names become the general error."""
-    decision = FailureDecision(is_fatal=True, failures=("algo-2: Traceback", "algo-3: Traceback again"))
+    """The last failure is the message; unknown names become the general error."""
+    decision = FailureDecision(is_fatal=True, failures=("KeyError: 3", "KeyError: 4\non data host b"))
     error = explain("RemoteTransformError", 3, decision, [])
     assert type(error) is RemoteTransformError
-    assert str(error) == "The batch of step 3 failed on algo-3: Traceback again"
+    assert str(error) == "KeyError: 4\non data host b"
     assert type(explain("Anything", 3, decision, [])) is DataServiceError
 
 

@@ -154,7 +154,7 @@ def test_a_dead_worker_loses_its_batch_and_nothing_else(pool, worker, workers):
     _, kept = submit(pool, b"b")
     worker.next_request()
     pool.lose(1, "was killed by SIGKILL")
-    assert lost.get(timeout=TIMEOUT_S) == Failed("WorkerLost", "worker 0 was killed by SIGKILL", "worker 0")
+    assert lost.get(timeout=TIMEOUT_S) == Failed("WorkerLost", "was killed by SIGKILL", "worker 0")
     workers.append(FakeWorker(pool, 2))
     payload, slot = workers[-1].next_request()
     assert payload == b"b"

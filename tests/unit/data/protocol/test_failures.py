@@ -1,0 +1,78 @@
+"""What a trainer raises for an exception on a data host: the user's error first, then where, then the traceback."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_sm.data.protocol.failures import describe_exception, first_line, with_place
+from lightning_sm.job.topology import Role
+from lightning_sm.launcher.failure import Place, failure_reason
+
+
+class OwnError(Exception):
+    """Of the user's own module."""
+
+
+def _raised(function):
+    try:
+        function()
+    except Exception as error:  # noqa: BLE001 - whatever it raises is what is wanted
+        return error
+    raise AssertionError(function)
+
+
+def _chained():
+    try:
+        {}["label"]
+    except KeyError as error:
+        raise ValueError("no label\nin img_40.jpg") from error
+
+
+def _own():
+    raise OwnError("bad")
+
+
+def _syntax():
+    compile("def f(:", "broken.py", "exec")
+
+
+@pytest.mark.parametrize(
+    ("function", "message", "cause"),
+    [
+        (_chained, "ValueError: no label\nin img_40.jpg", "KeyError: 'label'"),
+        (_own, f"{__name__}.OwnError: bad", "OwnError"),
+        (_syntax, "SyntaxError: invalid syntax", "broken.py"),
+    ],
+)
+def test_the_error_comes_first_then_its_place(function, message, cause):
+    """Messages of several lines and chains included; the traceback is complete."""
+    text = with_place(describe_exception(_raised(function)), "data host algo-3 (b:1), index 40")
+    assert text.startswith(f"{message}\non data host algo-3 (b:1), index 40\nTraceback (most recent call last):\n")
+    assert cause in text
+    assert text.endswith(message)
+    assert first_line(text) == message.partition("\n")[0]
+
+
+def test_an_error_without_traceback_has_its_place_at_the_end():
+    """What lightning_sm itself found is one message."""
+    assert with_place("val_dataloader() is a str.\n", "data host b") == "val_dataloader() is a str.\non data host b"
+
+
+def test_the_launcher_reads_it_as_the_users_own_error():
+    """What a rank prints of it becomes a reason with error, sample, data host, trainer host and the user's frames."""
+    text = with_place(describe_exception(_raised(_chained)), "data host algo-3 (b:1), index 40")
+    printed = (
+        'Traceback (most recent call last):\n  File "/code/train.py", line 9, in <module>\n    fit()\n'
+        f"lightning_sm.errors.RemoteTransformError: {text}\n"
+    )
+    for prefix in ("", "[rank1]: "):
+        tail = "".join(f"{prefix}{line}\n" for line in printed.splitlines())
+        reason = failure_reason(tail, 1, Place("algo-1", Role.TRAINER, 1)).splitlines()
+        assert reason[:4] == [
+            "ValueError: no label",
+            "in img_40.jpg",
+            "on data host algo-3 (b:1), index 40",
+            "passed on to trainer host algo-1, rank 1 (exit code 1)",
+        ]
+        assert "in _chained: raise ValueError" in reason[4]
+        assert not any("/code/train.py" in line for line in reason)
