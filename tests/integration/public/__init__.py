@@ -1,0 +1,1 @@
+"""Scripts in the shape of public ones, plainly and in jobs."""

@@ -1,0 +1,169 @@
+"""Scripts as they are published, with one import changed: plainly, on two trainers, and with a data host as well.
+
+Each was written elsewhere, or in the shape of what is; none knows of these tests.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.emulators import job_dir, local
+from tests.integration.hosts import REPOSITORY
+from tests.integration.public import datasets
+from tests.integration.public.plain_runs import PlainRuns, started
+
+pytestmark = [pytest.mark.processes, pytest.mark.proof]
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TRAINERS = ("--group", "trainer=2")
+DATA_HOST = (*TRAINERS, "--group", "data=1")
+# A job of three hosts with torch takes 15 s on two cores.
+TIMEOUT_S = 120
+ONCE = ("fit", "--trainer.max_epochs=1", "--trainer.accelerator=cpu")
+
+
+@dataclass(frozen=True)
+class Script:
+    """One script, and what is to become of it.
+
+    Attributes:
+        name: Its file.
+        steps: Optimizer steps of one process; two trainers take half of them each.
+        args: Its arguments everywhere.
+        data: Makes its data.
+        folder: The argument for the folder of the data.
+        is_channel: Whether a job sets it to its only channel, so that it need not be given.
+        refused: What the job with a data host says instead of training.
+    """
+
+    name: str
+    steps: int
+    args: tuple[str, ...] = ONCE
+    data: Callable[[Path], None] | None = None
+    folder: str = "--data.data_dir"
+    is_channel: bool = True
+    refused: str | None = None
+
+
+CASES = {
+    "image classifier": Script("image_classifier", 8, ONCE[1:]),
+    "imagenet": Script(
+        "imagenet",
+        4,
+        data=datasets.image_folders,
+        folder="--model.data_path",
+        is_channel=False,
+        refused="but the script has no LightningDataModule for them to serve",
+    ),
+    "bolts": Script("bolts_mnist", 8, (*ONCE, "--model.num_classes=10", "--data.batch_size=8"), datasets.mnist),
+    "text": Script("text_classifier", 16),
+    "time series": Script("forecasting", 8, (*ONCE, "--data.batch_size=4"), datasets.sales),
+    "webdataset": Script("webdataset_images", 16, data=datasets.shards),
+    "litdata": Script(
+        "litdata_tokens",
+        16,
+        data=datasets.tokens,
+        refused="train_dataloader() is a StreamingDataLoader, but data hosts do not call ",
+    ),
+    "template": Script("template", 16, (*ONCE, "--test_after_fit=true", "--model.lr=0.05")),
+}
+# What only data hosts take differently.
+WITH_DATA_HOST = {
+    **CASES,
+    "webdataset, its own loader": Script(
+        "webdataset_images",
+        16,
+        (*ONCE, "--data.web_loader=true"),
+        datasets.shards,
+        refused="train_dataloader() is a WebLoader",
+    ),
+    "litdata, torch's loader": Script("litdata_tokens", 16, (*ONCE, "--data.stateful_loader=false"), datasets.tokens),
+}
+
+
+@pytest.fixture(scope="module")
+def plain_runs() -> Iterator[PlainRuns]:
+    """Runs scripts off SageMaker."""
+    with started(REPOSITORY) as runs:
+        yield runs
+
+
+@pytest.fixture
+def work(tmp_path):
+    """The user's project folder."""
+    folder = tmp_path / "work"
+    shutil.copytree(SCRIPTS, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """The folder of a script's data, made once."""
+    made: dict[str, Path] = {}
+
+    def folder_of(script: Script) -> Path | None:
+        if script.data is None:
+            return None
+        if script.name not in made:
+            made[script.name] = tmp_path_factory.mktemp(script.name)
+            script.data(made[script.name])
+        return made[script.name]
+
+    return folder_of
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_plainly(plain_runs, work, data, case):
+    """Off SageMaker the script trains as with LightningCLI."""
+    script, folder = CASES[case], data(CASES[case])
+    options = [] if folder is None else [f"{script.folder}={folder}"]
+    code, output = plain_runs.run(work / f"{script.name}.py", [*script.args, *options], work)
+    assert code == 0, output
+    assert steps_in(work) == script.steps
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_two_trainers(tmp_path, work, data, case):
+    """Two hosts share the steps."""
+    script = CASES[case]
+    ended = run_job(tmp_path / "jobs", work, script, data(script), TRAINERS)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert steps_in(job_dir(tmp_path / "jobs")) == script.steps // 2
+
+
+@pytest.mark.parametrize("case", WITH_DATA_HOST)
+def test_on_two_trainers_and_a_data_host(tmp_path, work, data, case):
+    """A data host builds the batches of the same script, or the job ends with what the script lacks for that."""
+    script = WITH_DATA_HOST[case]
+    ended = run_job(tmp_path / "jobs", work, script, data(script), DATA_HOST)
+    if script.refused is None:
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert steps_in(job_dir(tmp_path / "jobs")) == script.steps // 2
+    else:
+        assert ended.returncode == 1, ended.stdout + ended.stderr
+        assert script.refused in reason_of(ended.stdout)
+
+
+def run_job(jobs, work, script, folder, groups, *options):
+    """Emulate a job; the script finds its data in the job's only channel."""
+    channel = [] if folder is None else ["--channel", f"training={folder}"]
+    args = [] if folder is None or script.is_channel else [f"{script.folder}={folder}"]
+    options = [*groups, *channel, *options, "--keep", "--env", f"PYTHONPATH={REPOSITORY}"]
+    return local(jobs, work, *options, "--", f"{script.name}.py", *script.args, *args, timeout_s=TIMEOUT_S)
+
+
+def reason_of(output):
+    """The reason of the failure that the emulator shows last."""
+    return output.rpartition("Reason (")[2]
+
+
+def steps_in(folder):
+    """The most steps that a checkpoint in a folder has."""
+    files = [file for file in folder.rglob("*.ckpt") if not file.is_symlink()]
+    return max(torch.load(file, weights_only=False)["global_step"] for file in files)
