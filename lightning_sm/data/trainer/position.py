@@ -113,11 +113,12 @@ def position_of(loader: RemoteLoader, iterator: Iterator[Any], trainer: Any) -> 
     epoch = fit_loop.epoch_progress.current.processed
     if trainer.overfit_batches > 0 and loader.facts.order == "batch_sampler":
         epoch = 0  # the user's sampler may choose other samples in each epoch
-    if not _is_trainers_own(iterator, trainer):
+    combined = _trainers_own(iterator, trainer)
+    if combined is None:
         # The user iterates: over all of it, and in another order than the Trainer's pass in this epoch.
         return Position(epoch, loader.next_pass_by_hand(epoch), is_by_hand=True)
     if loader.place.stage != "train":
-        return Position(epoch, 0, 0, _evaluation_limit(loader, trainer))
+        return Position(epoch, 0, 0, _evaluation_limit(loader, combined, trainer))
     limit = trainer.num_training_batches
     taken = batches_taken(trainer)
     if loader.num_passes == 0 and limit == float("inf"):
@@ -146,11 +147,12 @@ def batches_taken(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
 
 
-def _is_trainers_own(iterator: Iterator[Any], trainer: Any) -> bool:
-    """Whether one of the Trainer's loops iterates, and not the user, over a loader that both have."""
+def _trainers_own(iterator: Iterator[Any], trainer: Any) -> Any:
+    """Return the CombinedLoader of the Trainer that iterates; None if it is the user, over a loader that both have."""
     fit_loop = trainer.fit_loop
     loops = (fit_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-    return any(_iterates(loop._combined_loader, iterator) for loop in loops)
+    combined_loaders = (loop._combined_loader for loop in loops)
+    return next((combined for combined in combined_loaders if _iterates(combined, iterator)), None)
 
 
 def _iterates(combined: Any, iterator: Iterator[Any]) -> bool:
@@ -159,11 +161,13 @@ def _iterates(combined: Any, iterator: Iterator[Any]) -> bool:
     return any(one is iterator or _iterates(one, iterator) for one in iterators)
 
 
-def _evaluation_limit(loader: RemoteLoader, trainer: Any) -> int | None:
+def _evaluation_limit(loader: RemoteLoader, combined: Any, trainer: Any) -> int | None:
     index = loader.place.index
     name = "num_sanity_val_batches" if trainer.sanity_checking else f"num_{loader.place.stage}_batches"
     limits = getattr(trainer, name)
-    limit = limits[index] if index < len(limits) else float("inf")
+    # Loaders that are read together end when the longest has its limit, and may give more than theirs until then.
+    own = limits[index : index + 1] if combined._mode == "sequential" else limits
+    limit = max(own, default=float("inf"))
     return None if limit == float("inf") else int(limit)
 
 
