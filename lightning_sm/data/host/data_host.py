@@ -72,6 +72,7 @@ class DataHost:
         Raises:
             DataSettingsError: A TLS file is missing or invalid.
             DataServiceError: The address is taken, or the DataModule cannot be copied to another process.
+            NeedsLinuxError: This system is not Linux.
         """
         read_tls(self._settings.credentials)
         self._process, self._socket = start_module("lightning_sm.data.host.main_process")

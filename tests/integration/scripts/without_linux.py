@@ -20,7 +20,10 @@ class Points(LightningDataModule):
     def train_dataloader(self):
         return DataLoader(TensorDataset(torch.ones(16, 2)), batch_size=self.batch_size, num_workers=1)
 
-    val_dataloader = test_dataloader = train_dataloader
+    def val_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=self.batch_size)
+
+    test_dataloader = val_dataloader
 
 
 class Model(LightningModule):
@@ -62,6 +65,11 @@ def refusal(act):
     return None
 
 
+def serve():
+    with DataHost(Points()):
+        pass
+
+
 def read_remotely():
     RemoteDataModule(Points(), addresses=["127.0.0.1:1"]).setup("fit")
 
@@ -73,6 +81,6 @@ if __name__ == "__main__":
     seen |= {
         "steps": cli.trainer.global_step,
         "remote": refusal(read_remotely),
-        "host": refusal(lambda: DataHost(Points())),
+        "host": refusal(serve),
     }
     print("seen:", json.dumps(seen))
