@@ -460,7 +460,9 @@ class RemoteDataModule(LightningDataModule):
         ranks = None if trainer is None else trainer.distributed_sampler_kwargs
         if ranks is None:
             return 0, 1
-        if not trainer._accelerator_connector.use_distributed_sampler and not facts.is_split:
+        # It does not concern iterable datasets, which split themselves by rank; on a data host they cannot.
+        splits_itself = facts.is_split or facts.order == "shards"
+        if not trainer._accelerator_connector.use_distributed_sampler and not splits_itself:
             if trainer.world_size > 1 and trainer.is_global_zero:
                 logger.warning(
                     "Trainer(use_distributed_sampler=False): all %d ranks get the same batches of %s. A data host "

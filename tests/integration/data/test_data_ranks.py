@@ -2,20 +2,33 @@
 
 import pytest
 import torch
-from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.strategies import DDPStrategy
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_sm import DataHost, RemoteDataModule
+from tests.integration.data.numbers import quiet_trainer
 
 pytestmark = pytest.mark.processes
 
 
+class Stream(IterableDataset):
+    """A number for each of 48 shards."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        return iter(range(info.id, 48, info.num_workers))
+
+
 class Data(LightningDataModule):
-    """Twelve numbers."""
+    """Twelve numbers, or a stream."""
+
+    def __init__(self, *, is_stream=False):
+        super().__init__()
+        self.is_stream = is_stream
 
     def train_dataloader(self):
-        return DataLoader(range(12), batch_size=2)
+        return DataLoader(Stream() if self.is_stream else range(12), batch_size=2)
 
 
 class Model(LightningModule):
@@ -42,22 +55,24 @@ class TensorParallel(DDPStrategy):
         return {"num_replicas": 3, "rank": 1}
 
 
-def test_the_strategy_says_which_share_of_the_data_a_rank_trains_on(tmp_path):
-    """Not its global rank: the ranks of a tensor parallel group need the same batches."""
-    trainer = Trainer(
-        strategy=TensorParallel(process_group_backend="gloo"),
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        default_root_dir=tmp_path,
-    )
-    model = Model()
+def trained_on(data, folder, **settings):
+    """What the rank is trained on."""
+    strategy = TensorParallel(process_group_backend="gloo")
+    trainer, model = quiet_trainer(folder, strategy=strategy, devices=1, max_epochs=1, **settings), Model()
     try:
-        with DataHost(Data(), workers=1) as host:
-            trainer.fit(model, datamodule=RemoteDataModule(Data(), [host.address]))
+        with DataHost(data, workers=1) as host:
+            trainer.fit(model, datamodule=RemoteDataModule(data, [host.address]))
     finally:
         torch.distributed.destroy_process_group()
-    assert model.seen == [[2, 3], [8, 9]]
+    return model.seen
+
+
+def test_the_strategy_says_which_share_of_the_data_a_rank_trains_on(tmp_path):
+    """Not its global rank: the ranks of a tensor parallel group need the same batches."""
+    assert trained_on(Data(), tmp_path) == [[2, 3], [8, 9]]
+
+
+def test_an_iterable_dataset_is_split_whatever_use_distributed_sampler_says(tmp_path):
+    """Lightning never gives it a sampler; it splits itself by rank, which it cannot do on a data host."""
+    seen = trained_on(Data(is_stream=True), tmp_path, use_distributed_sampler=False)
+    assert sorted(seen) == [[number] for number in range(1, 48, 3)]
