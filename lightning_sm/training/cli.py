@@ -6,10 +6,8 @@ import inspect
 import logging
 import pkgutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +15,23 @@ from jsonargparse import Namespace
 
 from lightning_sm._lightning import (
     ArgsType,
-    Callback,
-    ClusterEnvironment,
     LightningArgumentParser,
     LightningCLI,
     LightningDataModule,
-    ProgressBar,
     Trainer,
     check_same_distribution,
 )
 from lightning_sm._log import show_log_lines
 from lightning_sm.data.service import remote, serve
 from lightning_sm.data.settings import DataServiceSettings
-from lightning_sm.errors import DataSettingsError, OutputDirectoryError, TopologyError
+from lightning_sm.errors import DataSettingsError
 from lightning_sm.job.command_line import is_toolkit_rendering, job_arguments
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import DATA_GROUPS
-from lightning_sm.training.callbacks.line_progress import LineProgress
-from lightning_sm.training.callbacks.local_position import LocalPosition
-from lightning_sm.training.callbacks.outputs import JobOutputs
-from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
-from lightning_sm.training.callbacks.step_report import step_reports
-from lightning_sm.training.checkpoints.durable_io import make_durable
-from lightning_sm.training.checkpoints.newest import Load, job_facts
 from lightning_sm.training.config_overlay import JobOverlay
 from lightning_sm.training.environment import SageMakerEnvironment, leave_at_exit
+from lightning_sm.training.trainer_setup import TrainerSetup, as_list
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +52,8 @@ class SageMakerCLI(LightningCLI):
     - writes logs to the output data directory (one folder per host), and TensorBoard logs and checkpoints to the
       folders that SageMaker uploads during training, if the job has them. Relative folders in the configuration or in
       a ``ModelCheckpoint`` become relative to these;
-    - resumes from the latest valid checkpoint in the checkpoint directory, unless ``ckpt_path`` names another, and
-      saves one there when the job is interrupted. With ``run=False``, the script resumes with
-      ``trainer.fit(..., ckpt_path=cli.ckpt_path)``;
+    - saves a checkpoint in the checkpoint directory when the job is interrupted, and resumes from the latest valid one
+      whenever ``fit`` is called, by the CLI or by the script (see ``SpotCheckpoint``);
     - writes the best model to the model directory;
     - logs progress as lines;
     - serves the DataModule's batches from the hosts of data groups, and fetches them from there on the trainers.
@@ -81,10 +69,6 @@ class SageMakerCLI(LightningCLI):
         resolve_timeout_s: Seconds to wait for the main host's name to resolve.
         *args: Other positional arguments of ``LightningCLI``.
         **kwargs: Other keyword arguments of ``LightningCLI``.
-
-    Attributes:
-        ckpt_path: In a job with a checkpoint directory, the checkpoint from which ``fit`` resumes. None if there is no
-            valid one, for other subcommands, on data hosts, and outside SageMaker.
 
     Raises:
         JobConfigError: The job's files are malformed.
@@ -105,12 +89,10 @@ class SageMakerCLI(LightningCLI):
         **kwargs: Any,
     ) -> None:
         settings = inspect.signature(LightningCLI).bind(model_class, datamodule_class, *args, **kwargs).arguments
-        defaults = _as_list((settings.get("trainer_defaults") or {}).get("callbacks"))
+        defaults = as_list((settings.get("trainer_defaults") or {}).get("callbacks"))
         for candidate in (model_class, datamodule_class, settings.get("trainer_class"), *map(type, defaults)):
             check_same_distribution(candidate)
         self._channel_mapping = dict(channels or {})
-        self.ckpt_path: str | None = None
-        self._resume_from: Callable[[Load], str | None] | None = None
         self.job = SageMakerJob.from_environment()
         leave_at_exit()  # also outside SageMaker: two processes on a laptop use Gloo
         if self.job is not None:
@@ -132,8 +114,9 @@ class SageMakerCLI(LightningCLI):
                 args = self._job_arguments(self.job)
             with _links_postponed([parser, *getattr(self, "_subcommand_parsers", {}).values()]):
                 self.config = _parse(parser, args)
-                # Without defaults and default_config_files, only the user's values remain.
-                explicit = _parse(parser, args, defaults=False)
+                # Without defaults and default_config_files, only the user's values remain. The classes that were
+                # chosen stay: without them, jsonargparse does not know the options of their arguments.
+                explicit = _parse(parser, args, _classes_only(self.config), defaults=False)
             self._adapt_to_job(self.job, parser, explicit)
         self._take_data_service_settings()
 
@@ -155,27 +138,21 @@ class SageMakerCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Instantiate the trainer, in a job with the cluster environment and the job's callbacks."""
-        job = self.job
-        if job is None:
+        if self.job is None:
             return super().instantiate_trainer(**kwargs)
         settings = {**self._get(self.config_init, "trainer", default={}), **kwargs}
-        kwargs["plugins"] = self._with_environment(_as_list(settings.get("plugins")), settings.get("strategy"))
+        callbacks = [
+            *as_list(settings.get("callbacks")),
+            *as_list(self.trainer_defaults.get("callbacks")),
+            *(self._get(self.config_init, key) for key in self._parser(self.subcommand).callback_keys),
+        ]
         config = self.config[self.subcommand] if self.subcommand else self.config
-        outputs = JobOutputs(job, str(self._parser(self.subcommand).dump(config, skip_none=False)))
-        own = [*self._line_progress(settings), LocalPosition(), *step_reports(), outputs]
-        kwargs["callbacks"] = [*_as_list(settings.get("callbacks")), *own]
+        dump = str(self._parser(self.subcommand).dump(config, skip_none=False))
+        # A function given as trainer_class need not accept every argument.
+        added = self._setup.arguments(settings, callbacks, dump)
+        kwargs.update({name: value for name, value in added.items() if name in settings})
         trainer = super().instantiate_trainer(**kwargs)
-        outputs.route_checkpoints(trainer)
-        if job.checkpoint_dir is not None:
-            make_durable(trainer, job.checkpoint_dir)
-        # Added afterwards: a Trainer that gets a Checkpoint callback does not add its default ModelCheckpoint.
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(callback, SpotCheckpoint) for callback in callbacks):
-            folder = job.checkpoint_dir or job.host_output_dir / "checkpoints"
-            callbacks.append(SpotCheckpoint(folder, job_facts=job_facts(job)))
-        if self._resume_from is not None:
-            self.ckpt_path = self._resume_from(trainer.strategy.checkpoint_io.load_checkpoint)
-        self.environment.announce(trainer.num_devices)
+        self._setup.complete(trainer)
         return trainer
 
     def _job_arguments(self, job: SageMakerJob) -> list[str]:
@@ -195,26 +172,15 @@ class SageMakerCLI(LightningCLI):
         overlay = JobOverlay(config, explicit[subcommand] if subcommand else explicit)
         is_trainer = self.topology.role is Role.TRAINER
         if is_trainer:
-            for folder in (job.model_dir, job.host_output_dir, job.checkpoint_dir, job.tensorboard_dir):
-                if folder is not None:
-                    _check_writable(folder)
             self.environment = SageMakerEnvironment(job, **self._environment_settings)
+            self._setup = TrainerSetup(job, self.environment)
             overlay.fit_trainer(self.environment)
             overlay.route_outputs(job, self._parser(subcommand).callback_keys)
-            if subcommand in (None, "fit") and job.checkpoint_dir is not None:
-                self._resume_from = partial(overlay.resume_from, job.checkpoint_dir, job, is_fit=subcommand == "fit")
         overlay.route_channels(job, self._channel_mapping)
         if is_trainer and self.topology.data_hosts:
             required = _required_parameters(_class_of(config.get("data"), self.datamodule_class))
             overlay.fill_missing_folders(job, required, self._channel_mapping)
         self.config = parser.parse_object({subcommand: overlay.changes} if subcommand else overlay.changes, self.config)
-
-    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        kwargs: dict[str, Any] = super()._prepare_subcommand_kwargs(subcommand)
-        # Not in the configuration: that is saved next to the model, and a later job that reads it has no such file.
-        if self.ckpt_path is not None and "ckpt_path" in kwargs:
-            kwargs["ckpt_path"] = self.ckpt_path
-        return kwargs
 
     def _take_data_service_settings(self) -> None:
         """Remove the settings from the configuration if they are defaults, so that ``LightningCLI`` can read it."""
@@ -228,16 +194,17 @@ class SageMakerCLI(LightningCLI):
             config[_DATA_SERVICE] = values
 
     def _datamodule_alone(self) -> LightningDataModule:
-        """Instantiate the DataModule without trainer, loggers and callbacks, and the model only if a link needs it."""
+        """Instantiate the DataModule, and of the rest only what links take its arguments from."""
         parser = self._parser(self.subcommand)
         config = self.config[self.subcommand] if self.subcommand else self.config
-        links = parser._links_group._group_actions if hasattr(parser, "_links_group") else []
-        needs_model = any(link.apply_on == "instantiate" and link.target[0].startswith("data.") for link in links)
-        wanted = config.clone()
-        for name in vars(config):
-            if name != "data" and not (name == "model" and needs_model):
-                del wanted[name]
-        return self._required(parser.instantiate_classes(wanted).get("data"))
+        with _instantiates_only("data", parser) as names:
+            wanted = Namespace()  # type: ignore[no-untyped-call]
+            for name in names:
+                if name in config:
+                    wanted[name] = config[name]
+            # jsonargparse 4.49 renamed it.
+            instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+            return self._required(instantiate(wanted).get("data"))
 
     def _required(self, datamodule: LightningDataModule | None) -> LightningDataModule:
         if datamodule is None:
@@ -248,48 +215,11 @@ class SageMakerCLI(LightningCLI):
             )
         return datamodule
 
-    def _with_environment(self, plugins: list[Any], strategy: Any) -> list[Any]:
-        candidates = [*plugins, getattr(strategy, "cluster_environment", None)]
-        environments = [candidate for candidate in candidates if isinstance(candidate, ClusterEnvironment)]
-        if not environments:
-            return [*plugins, self.environment]
-        if not isinstance(environments[0], SageMakerEnvironment):
-            where = "trainer.plugins" if environments[0] in plugins else "trainer.strategy"
-            raise TopologyError(
-                f"{where} has {type(environments[0]).__name__}, but SageMakerCLI adds SageMakerEnvironment, which "
-                f"also supports torchrun and mpirun. Remove {type(environments[0]).__name__} from {where}."
-            )
-        return plugins
-
-    def _line_progress(self, settings: Mapping[str, Any]) -> list[Callback]:
-        """Return a LineProgress, unless the user turned progress off or chose another progress bar."""
-        if settings.get("enable_progress_bar") is False or settings.get("barebones"):
-            return []
-        callbacks = [
-            *_as_list(settings.get("callbacks")),
-            *_as_list(self.trainer_defaults.get("callbacks")),
-            *(self._get(self.config_init, key) for key in self._parser(self.subcommand).callback_keys),
-        ]
-        return [] if any(isinstance(item, ProgressBar) for item in callbacks) else [LineProgress()]
-
-
-def _check_writable(folder: Path) -> None:
-    """Fail at the start instead of hours later, at the first result."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise OutputDirectoryError(
-            f"{folder} is not writable ({error}). SageMaker mounts it writable: look for a read-only mount, a full "
-            "disk, or a container user without permission."
-        ) from error
-
 
 @contextmanager
 def _links_postponed(parsers: Sequence[LightningArgumentParser]) -> Iterator[None]:
     """Parse without links between arguments, whose sources may not be known before defaults and channels."""
-    links = [parser._links_group._group_actions for parser in parsers if hasattr(parser, "_links_group")]
+    links = [_links_of(parser) for parser in parsers]
     kept = [list(actions) for actions in links]
     try:
         for actions in links:
@@ -300,11 +230,72 @@ def _links_postponed(parsers: Sequence[LightningArgumentParser]) -> Iterator[Non
             actions[:] = all_actions
 
 
-def _parse(parser: LightningArgumentParser, args: Any, *, defaults: bool = True) -> Namespace:
+@contextmanager
+def _instantiates_only(name: str, parser: LightningArgumentParser) -> Iterator[set[str]]:
+    """Restrict what a parser instantiates to one class, and those that links to its arguments are computed from.
+
+    Without it, jsonargparse instantiates each class group, a group that is missing in the configuration without any
+    arguments, and computes all links.
+
+    Yields:
+        Names of the classes in the configuration.
+    """
+    wanted = {name}
+    all_links = _links_of(parser)
+    links: list[Any] = []
+    while True:
+        new = [
+            link
+            for link in all_links
+            if link.apply_on == "instantiate"
+            and link not in links
+            and any(f"{link.target[0]}.".startswith(f"{one}.") for one in wanted)
+        ]
+        if not new:
+            break
+        links += new
+        wanted.update(source.dest for link in new for _, source in link.source)
+    groups = parser._action_groups
+    kept = list(all_links)
+    try:
+        all_links[:] = links
+        parser._action_groups = [
+            group for group in groups if not hasattr(group, "instantiate_class") or group.dest in wanted
+        ]
+        yield wanted
+    finally:
+        all_links[:] = kept
+        parser._action_groups = groups
+
+
+def _links_of(parser: LightningArgumentParser) -> list[Any]:
+    """The parser's own list of its links between arguments."""
+    actions: list[Any] = parser._links_group._group_actions if hasattr(parser, "_links_group") else []
+    return actions
+
+
+def _parse(
+    parser: LightningArgumentParser, args: Any, base: Namespace | None = None, *, defaults: bool = True
+) -> Namespace:
     """Parse without validation, because a channel may still provide a required argument."""
     parse = parser.parse_object if isinstance(args, (dict, Namespace)) else parser.parse_args
-    config: Namespace = parse(args, defaults=defaults, _skip_validation=True)
+    config: Namespace = parse(args, base, defaults=defaults, _skip_validation=True)
     return config
+
+
+def _classes_only(value: Any) -> Any:
+    """Reduce a configuration to the classes that it chooses; None if it chooses none."""
+    if isinstance(value, list):
+        items = [_classes_only(item) for item in value]
+        return items if items and None not in items else None
+    if not isinstance(value, Namespace):
+        return None
+    classes = Namespace()  # type: ignore[no-untyped-call]
+    for name, child in vars(value).items():
+        kept = child if name == "class_path" else _classes_only(child)
+        if kept is not None:
+            classes[name] = kept
+    return classes if vars(classes) else None
 
 
 def _class_of(section: Any, default: Any) -> Any:
@@ -329,9 +320,3 @@ def _required_parameters(maker: Any) -> list[str]:
         if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             break
     return required
-
-
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -14,7 +14,6 @@ from lightning_sm._lightning import DISTRIBUTION, rank_zero_only
 from lightning_sm.errors import ChannelError
 from lightning_sm.job.channels import channel_for, route
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.training.checkpoints.newest import Load, newest_checkpoint
 from lightning_sm.training.environment import SageMakerEnvironment
 
 logger = logging.getLogger(__name__)
@@ -135,24 +134,6 @@ class JobOverlay:
                 _rebase(item, "dirpath", job.checkpoint_dir or job.host_output_dir)
         for item in _class_entries(self._config.get("trainer.profiler")):
             _rebase(item, "dirpath", job.host_output_dir)
-
-    def resume_from(self, folder: Path, job: SageMakerJob, load: Load, *, is_fit: bool) -> str | None:
-        """Return the checkpoint to resume from: the latest valid one, unless the user named another.
-
-        Args:
-            folder: The job's checkpoint folder.
-            job: The current job; checkpoints of other jobs are not valid.
-            load: ``load_checkpoint`` of the Trainer's ``CheckpointIO``.
-            is_fit: Whether the CLI itself calls ``fit``, and not the script.
-        """
-        stated = _value(self._explicit, "ckpt_path")
-        # Lightning's own "last" ignores checkpoints of SpotCheckpoint.
-        latest = newest_checkpoint(folder, job, load) if stated in (None, "last") else None
-        if latest is None:
-            return None if stated is None else str(stated)
-        hint = "" if is_fit else " To resume from it, pass ckpt_path=cli.ckpt_path to trainer.fit."
-        _log_once("ckpt_path = %s: the latest valid checkpoint of the job.%s", latest, hint)
-        return str(latest)
 
     def _set(self, key: str, value: Any) -> None:
         if _has(self._config, key):  # the script's own trainer_class need not accept every argument

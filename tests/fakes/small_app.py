@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sm import SageMakerCLI
+from lightning_sm.training.callbacks import spot_checkpoint
 from tests.fakes.job_folder import resource_config, write_job
 
 ONE_HOST = {"trainer": ["algo-1"]}
@@ -200,7 +202,12 @@ class Host:
             The CLI.
         """
         self._monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        self.new_process()
         return cli(model, data, seed_everything_default=1, **kwargs)
+
+    def new_process(self) -> None:
+        """Count the Trainers from 1, as in a process of its own."""
+        self._monkeypatch.setattr(spot_checkpoint, "_numbers", itertools.count(1))
 
     def make(self, *arguments: str, **kwargs: Any) -> Any:
         """Like ``start``, but make model, data and trainer only."""

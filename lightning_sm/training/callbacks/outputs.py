@@ -39,14 +39,14 @@ class JobOutputs(Callback):
 
     Args:
         job: The job with its folders.
-        config: The resolved configuration, as YAML.
+        config: The resolved configuration, as YAML; without one, there is no ``config.yaml``.
     """
 
-    def __init__(self, job: SageMakerJob, config: str) -> None:
+    def __init__(self, job: SageMakerJob, config: str | None = None) -> None:
         super().__init__()
         self._job = job
         self._model_dir = job.model_dir
-        self._config = config
+        self.config = config
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Set the folders again, because ``configure_callbacks`` may have added callbacks."""
@@ -138,8 +138,9 @@ class JobOutputs(Callback):
             torch.save(state_dict, self._incoming(MODEL_STATE_DICT))
             os.replace(incoming, target)
             os.replace(self._incoming(MODEL_STATE_DICT), self._model_dir / MODEL_STATE_DICT)
-        self._incoming(MODEL_CONFIG).write_text(self._config, encoding="utf-8")
-        os.replace(self._incoming(MODEL_CONFIG), self._model_dir / MODEL_CONFIG)
+        if self.config is not None:
+            self._incoming(MODEL_CONFIG).write_text(self.config, encoding="utf-8")
+            os.replace(self._incoming(MODEL_CONFIG), self._model_dir / MODEL_CONFIG)
         logger.info("model: %s (from %s)", target, os.path.basename(checkpoint))
 
     def _export_shards(self, checkpoint: str, trainer: Trainer) -> None:

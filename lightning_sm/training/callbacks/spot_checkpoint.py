@@ -1,7 +1,8 @@
-"""SpotCheckpoint: save a checkpoint when training is interrupted, so that the next attempt resumes exactly there."""
+"""SpotCheckpoint: save a checkpoint when training is interrupted, and resume exactly there in the next attempt."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -11,7 +12,6 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,19 @@ from torch.utils.data import IterableDataset
 
 from lightning_sm._lightning import Checkpoint, LightningModule, Trainer, WeightAveraging
 from lightning_sm.errors import CheckpointError
+from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.process_launcher import Launch, Launcher
 from lightning_sm.job.stopping import GENTLE_SIGNAL, INTERRUPTED_EXIT_CODE
 from lightning_sm.training.callbacks.pace import Pace
-from lightning_sm.training.checkpoints.newest import JOB_KEY
+from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts
+from lightning_sm.training.checkpoints.resume import resume_from_latest
 
 logger = logging.getLogger(__name__)
 
 # SIGUSR2 from our launcher; SIGTERM from launchers that know no other (torchrun, mpirun, the stock toolkit).
 STOP_SIGNALS = (GENTLE_SIGNAL, signal.SIGTERM)
+# Tells the Trainers of a script apart, in the order in which it makes them: the same in every attempt.
+_numbers = itertools.count(1)
 _NAME = re.compile(r"interrupted-epoch=(?P<epoch>\d+)-step=(?P<step>\d+)\.ckpt")
 
 
@@ -49,6 +53,12 @@ class _Moment(Enum):
 class SpotCheckpoint(Checkpoint):
     """Save a checkpoint and exit when the job is interrupted or stopped (SIGUSR2 or SIGTERM to any rank).
 
+    In a SageMaker job, ``fit`` resumes from the latest valid checkpoint in the job's checkpoint directory (without one,
+    in ``dirpath``), periodic ones included, however the script calls it. A checkpoint of this job wins over
+    ``ckpt_path``, and that over one of an earlier job with the same S3 address. If a script calls ``fit`` several
+    times, each call resumes from its own checkpoints: a checkpoint holds the number of its Trainer, and of the fit with
+    that Trainer.
+
     The signal handler only sets a flag. About every second the ranks add up their flags (a SUM, which every backend
     supports), so that all ranks save at the same step and exit together, with code 143. A collective call inside the
     handler, as in Lightning itself, deadlocks whenever the signal reaches the ranks at different moments (Lightning
@@ -58,27 +68,23 @@ class SpotCheckpoint(Checkpoint):
     start, with the same weights. While gradients accumulate nothing is saved, because they would be lost: training
     continues to the end of the step.
 
-    ``SageMakerCLI`` adds it to every job. Without a checkpoint directory, the checkpoint goes next to the logs.
+    ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job. Without a checkpoint directory, the checkpoint goes
+    next to the logs.
 
     Args:
         dirpath: Folder for the checkpoint.
         check_every_s: Target time between two exchanges of flags, in seconds; slow steps make it longer.
         keep: Number of checkpoints of this callback to keep. At least 2: the latest may not be fully uploaded.
-        job_facts: Written into every checkpoint of the Trainer, so that a later job knows which job saved it.
     """
 
-    def __init__(
-        self,
-        dirpath: str | Path,
-        check_every_s: float = 1.0,
-        keep: int = 2,
-        job_facts: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, dirpath: str | Path, check_every_s: float = 1.0, keep: int = 2) -> None:
         super().__init__()
         self._dirpath = Path(dirpath)
         self._check_every_s = check_every_s
         self._keep = max(2, keep)
-        self._job_facts = dict(job_facts or {})
+        self._job = SageMakerJob.from_environment()
+        self._number = next(_numbers)
+        self._num_fits = 0
         self._owner = os.getpid()
         self._is_fit = True
         self._exit_code = INTERRUPTED_EXIT_CODE
@@ -94,6 +100,13 @@ class SpotCheckpoint(Checkpoint):
         """Install the signal handlers. They stay after the run, so that a late signal does not disturb its end."""
         self._owner = os.getpid()
         self._is_fit = stage == "fit"
+        if self._is_fit:
+            self._num_fits += 1
+            if self._job is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+                folder = self._job.checkpoint_dir or self._dirpath
+                # A host's output folder starts empty, and has another name on each host.
+                if not folder.is_relative_to(self._job.host_output_dir):
+                    resume_from_latest(trainer, folder, self._job, self._fit)
         # Lightning kills rank 0 of a host when another local rank exits with a code other than 0.
         is_child = Launch.detect(os.environ, os.getppid()).launcher is Launcher.LIGHTNING
         self._exit_code = 0 if is_child else INTERRUPTED_EXIT_CODE
@@ -104,6 +117,10 @@ class SpotCheckpoint(Checkpoint):
             signal.signal(signum, self._on_signal)
         # Lightning would replace our handler by its own, with the collective call; it takes the handler from here.
         trainer._signal_connector._sigterm_notifier_fn = self._on_signal  # type: ignore[method-assign,assignment]
+
+    @property
+    def _fit(self) -> str:
+        return f"{self._number}.{self._num_fits}"
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         if os.getpid() != self._owner:
@@ -128,8 +145,7 @@ class SpotCheckpoint(Checkpoint):
         if num_different > 0:
             raise CheckpointError(
                 f"Rank {trainer.global_rank} starts at epoch {own[0]}, step {own[1]}, but rank 0 at epoch {main[0]}, "
-                f"step {main[1]}. The checkpoints in {self._dirpath} differ between the hosts: name the one to resume "
-                "from with --ckpt_path."
+                f"step {main[1]}. The file that ckpt_path names differs between the hosts: copy one to all of them."
             )
         epoch_loop = trainer.fit_loop.epoch_loop
         if trainer.fit_loop.restarted_mid_epoch and epoch_loop.batch_progress.current.ready == 0:
@@ -263,8 +279,8 @@ class SpotCheckpoint(Checkpoint):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Record which job saves the checkpoint, and correct the progress within the interrupted epoch."""
-        if self._job_facts:
-            checkpoint[JOB_KEY] = self._job_facts
+        if self._job is not None:
+            checkpoint[JOB_KEY] = job_facts(self._job, self._fit)
         if self._moment is _Moment.OTHER:
             return
         loop = checkpoint["loops"]["fit_loop"]

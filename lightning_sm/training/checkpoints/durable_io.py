@@ -83,9 +83,9 @@ class DurableCheckpointIO(WrappingCheckpointIO):
 
     def load_checkpoint(self, path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint with the other CheckpointIO."""
-        # Lightning 2.6 passes weights_only=None, which a CheckpointIO written for 2.5 does not accept.
+        # Since Lightning 2.6 there is weights_only, which a CheckpointIO written for 2.5 does not accept.
         load = self._inner.load_checkpoint
-        if kwargs.get("weights_only", ...) is None:
+        if not kwargs.get("weights_only", True):
             parameters = inspect.signature(load).parameters
             takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
             if "weights_only" not in parameters and not takes_any:

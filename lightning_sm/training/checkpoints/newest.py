@@ -33,13 +33,23 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _SHARDS_INDEX, _SHARDS_META = ".metadata", "meta.pt"
 
 
-def job_facts(job: SageMakerJob) -> dict[str, str | None]:
-    """Return what a checkpoint holds under ``JOB_KEY``: facts that identify the job that wrote it."""
-    return {"name": job.name, "checkpoint_s3_uri": job.checkpoint_uri}
+def job_facts(job: SageMakerJob, fit: str) -> dict[str, str | None]:
+    """Return what a checkpoint holds under ``JOB_KEY``: facts that identify the job that wrote it.
+
+    Args:
+        job: The job.
+        fit: Which of the script's fits, such as ``1.1`` (see ``SpotCheckpoint``).
+    """
+    return {"name": job.name, "checkpoint_s3_uri": job.checkpoint_uri, "fit": fit}
 
 
 def newest_checkpoint(
-    folder: str | os.PathLike[str], job: SageMakerJob | None = None, load: Load | None = None
+    folder: str | os.PathLike[str],
+    job: SageMakerJob | None = None,
+    load: Load | None = None,
+    *,
+    fit: str | None = None,
+    is_own: bool = False,
 ) -> Path | None:
     """Find the valid checkpoint with the most progress.
 
@@ -52,11 +62,16 @@ def newest_checkpoint(
             are invalid. None accepts checkpoints of any job.
         load: ``load_checkpoint`` of a ``CheckpointIO``, for formats other than those of Lightning and
             torch.distributed.checkpoint.
+        fit: Which of the script's fits is to resume; checkpoints of another fit are invalid. None accepts all.
+        is_own: Whether to accept only checkpoints of ``job`` itself, from an earlier attempt.
 
     Returns:
         The file, or the folder of a sharded checkpoint; None if there is no valid checkpoint.
     """
-    readings = [_read(path, job, load) for path in sorted(_candidates(Path(folder)))]
+    readings = [_read(path, load) for path in sorted(_candidates(Path(folder)))]
+    if is_own:
+        readings = [one for one in readings if one.job is not None and job is not None and one.job["name"] == job.name]
+    readings = [_checked(reading, job, fit) for reading in readings]
     best = max((reading for reading in readings if reading.fault is None), key=lambda one: one.progress, default=None)
     for reading in readings:
         if reading.fault is None:
@@ -82,11 +97,13 @@ class _Reading:
     Attributes:
         path: The file or folder.
         progress: Counts of optimizer steps, epochs, and more (see ``_progress``); empty if unknown.
+        job: What it says of the job that wrote it (``job_facts``); None if it says nothing.
         fault: Why training cannot resume from it; None if it is valid.
     """
 
     path: Path
     progress: tuple[int, ...] = ()
+    job: Mapping[str, Any] | None = None
     fault: str | None = None
 
 
@@ -110,18 +127,18 @@ def _candidates(folder: Path) -> Iterator[Path]:
                 logger.warning("Ignoring %s: it links to %s, which does not exist.", path, target)
 
 
-def _read(path: Path, job: SageMakerJob | None, load: Load | None) -> _Reading:
+def _read(path: Path, load: Load | None) -> _Reading:
     try:
         checkpoint = _contents(path, load)
         progress = _progress(checkpoint)
-        _check_job(checkpoint.get(JOB_KEY), job)
     except _UnusableError as error:
         return _Reading(path, fault=str(error))
     except Exception as error:  # noqa: BLE001 - a broken file may raise anything, also in the user's classes
         return _Reading(path, fault=f"cannot be read ({_brief(error)})")
     # Lightning refuses to resume from such a checkpoint (ModelCheckpoint(save_weights_only=True)).
     fault = None if "lr_schedulers" in checkpoint else "contains weights only"
-    return _Reading(path, progress, fault)
+    facts = checkpoint.get(JOB_KEY)
+    return _Reading(path, progress, facts if isinstance(facts, Mapping) else None, fault)
 
 
 def _contents(path: Path, load: Load | None) -> Any:
@@ -191,19 +208,25 @@ def _progress(checkpoint: Any) -> tuple[int, ...]:
     return tuple(int(count) for count in (checkpoint["global_step"], checkpoint["epoch"], *processed))
 
 
-def _check_job(facts: Any, job: SageMakerJob | None) -> None:
-    """Raise if a checkpoint belongs to another job."""
-    if job is None or not isinstance(facts, Mapping):
-        return
-    name = facts.get("name")
-    uri = facts.get("checkpoint_s3_uri")
-    is_same_job = name == job.name or None in (name, job.name)
-    # A new job that continues another one has the same S3 address.
-    if not is_same_job and (uri or "").rstrip("/") != (job.checkpoint_uri or "").rstrip("/"):
-        raise _UnusableError(
-            f"is left over from job {name!r} (checkpoint_s3_uri={uri!r}); this is job {job.name!r} "
-            f"(checkpoint_s3_uri={job.checkpoint_uri!r})"
-        )
+def _checked(reading: _Reading, job: SageMakerJob | None, fit: str | None) -> _Reading:
+    """Return the reading with a fault if the checkpoint belongs to another job or another fit."""
+    if reading.fault is not None or reading.job is None:
+        return reading
+    fault = None
+    name = reading.job.get("name")
+    uri = reading.job.get("checkpoint_s3_uri")
+    saved_fit = reading.job.get("fit")
+    if job is not None:
+        is_same_job = name == job.name or None in (name, job.name)
+        # A new job that continues another one has the same S3 address.
+        if not is_same_job and (uri or "").rstrip("/") != (job.checkpoint_uri or "").rstrip("/"):
+            fault = (
+                f"is left over from job {name!r} (checkpoint_s3_uri={uri!r}); this is job {job.name!r} "
+                f"(checkpoint_s3_uri={job.checkpoint_uri!r})"
+            )
+    if None not in (saved_fit, fit) and saved_fit != fit:
+        fault = f"is from fit {saved_fit} of the script (number of its Trainer, number of the fit); this is fit {fit}"
+    return reading if fault is None else _Reading(reading.path, fault=fault)
 
 
 def _brief(error: BaseException) -> str:

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from tests.fakes.small_app import SmallModel
+from lightning_sm import SageMakerCLI, SpotCheckpoint
+from tests.fakes.small_app import SmallData, SmallModel, make_trainer
 
 QUIET = ("--trainer.enable_model_summary=false", "--trainer.accelerator=cpu")
 KEEP_LAST = "--trainer.callbacks={class_path: ModelCheckpoint, init_args: {save_last: true}}"
@@ -47,16 +49,29 @@ class TestCkptPath:
         (host.base_dir / "c.yaml").write_text(f"ckpt_path: {stated}")
         arguments = {"line": [f"--ckpt_path={stated}"], "file": [f"--config={host.base_dir / 'c.yaml'}"]}[source]
         cli, found = fit(host, KEEP_LAST, *(arguments if stated else []), epochs=3)
-        assert (found, cli.ckpt_path) == (interrupted, interrupted)
+        assert found == interrupted
         assert cli.trainer.global_step == 6
 
-    def test_a_checkpoint_of_the_users(self, host, checkpoints):
-        """A file that the user names is taken, though there is a newer one."""
-        fit(host, KEEP_LAST)
-        interrupt(host, checkpoints, epochs=2)
-        older = str(checkpoints / "last.ckpt")
-        cli, found = fit(host, f"--ckpt_path={older}", epochs=2)
-        assert (found, cli.ckpt_path) == (older, older)
+    def test_a_restart_resumes_its_own_progress_and_not_the_users_file_again(self, host, checkpoints, caplog):
+        """A file that the user names is where the first attempt starts; a restart resumes from its own checkpoint."""
+        caplog.set_level("INFO", "lightning_sm")
+        cli, _ = fit(host, "--trainer.enable_checkpointing=false")
+        stated = host.base_dir / "pretrained.ckpt"
+        cli.trainer.save_checkpoint(stated)
+        arguments = (f"--ckpt_path={stated}", KEEP_LAST)
+        _, found = fit(host, *arguments, epochs=2)
+        assert found == str(stated)
+        assert "Resuming from" not in caplog.text
+        cli, found = fit(host, *arguments, epochs=3)
+        assert (Path(found).parent, cli.trainer.global_step) == (checkpoints, 6)
+        assert f"It takes precedence over ckpt_path={stated}." in caplog.text
+
+    def test_a_file_that_the_user_names_wins_over_an_earlier_job(self, host, checkpoints, monkeypatch):
+        """What another job left at the same S3 address is continued only if the user names nothing else."""
+        for name, expected in (("job-1", None), ("job-2", checkpoints / "last.ckpt")):
+            monkeypatch.setenv("TRAINING_JOB_NAME", name)
+            _, found = fit(host, KEEP_LAST, *([] if expected is None else [f"--ckpt_path={expected}"]), epochs=2)
+            assert found == (expected and str(expected))
 
     def test_a_checkpoint_in_a_format_of_the_users(self, host, checkpoints, caplog):
         """Which one is furthest is read by the user's CheckpointIO; what it cannot read either is passed over."""
@@ -87,36 +102,128 @@ class TestCkptPath:
         assert found is not None
 
     def test_only_fit_resumes(self, host, checkpoints):
-        """Other subcommands take the weights that they are told to."""
+        """Other subcommands use the weights that the user names."""
         fit(host)
         assert list(checkpoints.iterdir())
-        cli = host.start("validate", *QUIET)
-        assert (cli.ckpt_path, cli.trainer.ckpt_path) == (None, None)
+        assert host.start("validate", *QUIET).trainer.ckpt_path is None
 
+    def test_hyperparameters_of_any_type_are_resumed(self, host, checkpoints):
+        """A checkpoint that is valid is also loaded, whatever objects the user has put into it."""
+        fit(host, model=PathModel)
+        cli, found = fit(host, model=PathModel, epochs=2)
+        assert (Path(found).parent, cli.trainer.global_step) == (checkpoints, 4)
 
-class TestWithoutRun:
-    """A script that calls trainer.fit itself."""
-
-    def test_the_script_gets_the_checkpoint_to_resume_from(self, host, checkpoints, caplog):
-        """The CLI has the latest valid checkpoint as an attribute, and one line says what to do with it."""
+    def test_a_dry_run_starts_from_the_beginning(self, host, checkpoints):
+        """fast_dev_run tries one step, which there would not be after a resume."""
         fit(host)
-        caplog.set_level("INFO", "lightning_sm")
+        _, found = fit(host, "--trainer.fast_dev_run=true")
+        assert found is None
+
+
+class PathModel(SmallModel):
+    """Saves an object that torch.load refuses with weights_only."""
+
+    def on_save_checkpoint(self, checkpoint):
+        """Add the object."""
+        checkpoint["folder"] = Path("anywhere")
+
+
+class TuneTrainer(Trainer):
+    """Has a method of its own that trains."""
+
+    def tune(self, model, datamodule=None):
+        """Train.
+
+        Args:
+            model: The model.
+            datamodule: Its data.
+        """
+        self.fit(model, datamodule=datamodule)
+
+
+class TuneCLI(SageMakerCLI):
+    """Has a subcommand of its own that trains."""
+
+    @staticmethod
+    def subcommands():
+        """Add it to Lightning's."""
+        return {**SageMakerCLI.subcommands(), "tune": {"model", "datamodule"}}
+
+
+class TemplateCLI(SageMakerCLI):
+    """Chooses the arguments of fit by itself, as a public template does."""
+
+    def _prepare_subcommand_kwargs(self, subcommand):
+        return {"model": self.model, "datamodule": self.datamodule}
+
+
+class TestWhateverStartsFit:
+    """However the script comes to fit, a restarted job resumes."""
+
+    @staticmethod
+    def by_script(host):
+        """Build the parts with the CLI, and call fit."""
         cli = host.make("--trainer.max_epochs=2", *QUIET)
+        cli.trainer.fit(cli.model, cli.datamodule)
+        return cli.trainer
+
+    @staticmethod
+    def by_subcommand(host):
+        """Run a subcommand of the script's own."""
+        return host.start("tune", "--trainer.max_epochs=2", *QUIET, cli=TuneCLI, trainer_class=TuneTrainer).trainer
+
+    @staticmethod
+    def by_template(host):
+        """Run fit with arguments of the script's own."""
+        return fit(host, epochs=2, cli=TemplateCLI)[0].trainer
+
+    @staticmethod
+    def by_callback(host):
+        """Use our callback with a Trainer of Lightning's."""
+        folder = host.base_dir / "ck"
+        host.new_process()
+        trainer = make_trainer(max_epochs=2, callbacks=[SpotCheckpoint(folder)], default_root_dir=host.base_dir)
+        trainer.fit(SmallModel(), SmallData())
+        return trainer
+
+    @pytest.mark.usefixtures("restored_signals")
+    @pytest.mark.parametrize("way", ["by_script", "by_subcommand", "by_template", "by_callback"])
+    def test_it_resumes(self, host, checkpoints, caplog, way):
+        """The Trainer continues with the second epoch, and the log names the checkpoint."""
+        fit(host)
         (path,) = checkpoints.iterdir()
-        assert cli.ckpt_path == str(path)
-        (line,) = (text for text in caplog.messages if "ckpt_path" in text)
-        assert str(path) in line
-        assert "pass ckpt_path=cli.ckpt_path to trainer.fit" in line
-        cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=cli.ckpt_path)
-        assert cli.trainer.global_step == 4
+        caplog.set_level("INFO", "lightning_sm")
+        trainer = getattr(self, way)(host)
+        assert (trainer.ckpt_path, trainer.global_step) == (str(path), 4)
+        assert f"Resuming from {path}" in caplog.text
+
+    def test_each_fit_of_a_script_resumes_from_its_own_checkpoints(self, host, checkpoints):
+        """A script that trains twice does not take the first training's checkpoint for one of the second."""
+
+        def run(epochs):
+            steps = []
+            cli = host.make(f"--trainer.max_epochs={epochs}", *QUIET)
+            cli.trainer.fit(cli.model, cli.datamodule)
+            steps.append(cli.trainer.ckpt_path)
+            second = make_trainer(
+                max_epochs=epochs,
+                callbacks=[SpotCheckpoint(checkpoints), ModelCheckpoint(checkpoints / "second")],
+            )
+            second.fit(SmallModel(), SmallData())
+            return [*steps, second.ckpt_path, second.global_step]
+
+        assert run(1) == [None, None, 2]
+        first, second, steps = run(2)
+        assert (Path(first).parent, Path(second).parent, steps) == (checkpoints, checkpoints / "second", 4)
 
     @pytest.mark.parametrize("has_checkpoint_dir", [True, False])
     def test_nothing_to_resume_from(self, host, caplog, has_checkpoint_dir):
-        """In a first attempt, and in a job without a checkpoint folder, it is None, and nothing is said."""
+        """A first attempt, or a job without a checkpoint folder, starts from the beginning without a word."""
         caplog.set_level("INFO", "lightning_sm")
         host.configure(checkpoint={"LocalPath": str(host.base_dir / "ck")} if has_checkpoint_dir else None)
-        assert host.make().ckpt_path is None
-        assert "ckpt_path" not in caplog.text
+        _, found = fit(host)
+        assert found is None
+        assert "Resuming" not in caplog.text
 
 
 class OwnCheckpoint(SmallModel):

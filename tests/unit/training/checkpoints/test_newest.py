@@ -350,9 +350,32 @@ def test_a_link_inside_stands_for_its_file(tmp_path, warnings_of):
 
 
 def test_facts_of_a_job_go_into_checkpoints():
-    """They are the job's name and its S3 address, which can be loaded with weights_only."""
-    assert job_facts(a_job()) == {"name": "job-1", "checkpoint_s3_uri": "s3://bucket/ck"}
-    assert job_facts(a_job(None, None)) == {"name": None, "checkpoint_s3_uri": None}
+    """They are the job's name, its S3 address and the number of the fit, which can be loaded with weights_only."""
+    assert job_facts(a_job(), "1.2") == {"name": "job-1", "checkpoint_s3_uri": "s3://bucket/ck", "fit": "1.2"}
+    assert job_facts(a_job(None, None), "1.1") == {"name": None, "checkpoint_s3_uri": None, "fit": "1.1"}
+
+
+def test_only_checkpoints_of_the_same_fit_are_taken(tmp_path, warnings_of):
+    """A script that trains twice resumes each training from its own checkpoints; old ones name no fit."""
+    first = save(tmp_path / "first.ckpt", step=1, facts=job_facts(a_job(), "1.1"))
+    save(tmp_path / "second.ckpt", step=2, facts=job_facts(a_job(), "2.1"))
+    assert newest_checkpoint(tmp_path, a_job(), fit="1.1") == first
+    (warning,) = warnings_of()
+    assert "second.ckpt is from fit 2.1 of the script" in warning
+    assert newest_checkpoint(tmp_path, a_job(), fit="1.2") is None
+    old = save(tmp_path / "old.ckpt", step=3)
+    assert newest_checkpoint(tmp_path, a_job(), fit="1.1") == old
+
+
+def test_own_checkpoints_are_those_of_the_same_job(tmp_path, warnings_of):
+    """Whoever asks for the job's own checkpoints hears nothing of others, not even of invalid ones."""
+    save(tmp_path / "old.ckpt", step=4)
+    save(tmp_path / "before.ckpt", step=3, facts=job_facts(a_job("job-0"), "1.1"))
+    (tmp_path / "broken.ckpt").write_bytes(b"")
+    assert newest_checkpoint(tmp_path, a_job(), is_own=True) is None
+    own = save(tmp_path / "own.ckpt", step=1, facts=job_facts(a_job(), "1.1"))
+    assert newest_checkpoint(tmp_path, a_job(), is_own=True) == own
+    assert warnings_of() == []
 
 
 @pytest.mark.parametrize(
@@ -371,7 +394,7 @@ def test_facts_of_a_job_go_into_checkpoints():
 def test_checkpoints_of_another_job_with_another_address_are_left_over(tmp_path, warnings_of, facts, is_taken):
     """Only a checkpoint that differs in the job's name and in the S3 address is passed over; both jobs are named."""
     mine = save(tmp_path / "mine.ckpt", step=1)
-    other = save(tmp_path / "other.ckpt", step=2, facts=facts and job_facts(facts))
+    other = save(tmp_path / "other.ckpt", step=2, facts=facts and job_facts(facts, "1.1"))
     assert newest_checkpoint(tmp_path, a_job()) == (other if is_taken else mine)
     assert newest_checkpoint(tmp_path) == other
     found = warnings_of()
@@ -383,7 +406,7 @@ def test_checkpoints_of_another_job_with_another_address_are_left_over(tmp_path,
 
 def test_only_leftovers_start_from_the_beginning(tmp_path, warnings_of):
     """With nothing but checkpoints of another job, training starts from the beginning; sharded ones count, too."""
-    facts = job_facts(a_job("job-0", "s3://bucket/other"))
+    facts = job_facts(a_job("job-0", "s3://bucket/other"), "1.1")
     save(tmp_path / "other.ckpt", step=2, facts=facts)
     save_sharded(tmp_path / "sharded.ckpt", step=3, facts=facts)
     assert newest_checkpoint(tmp_path, a_job()) is None
