@@ -18,7 +18,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 train: $(READY) ## set up .venv and train the example app on an emulated cluster of two trainer and two data hosts
-	$(BIN)/lightning-sm local --group trainer=2 --group data=2 --base-dir outputs --keep -- \
+	$(BIN)/lightning-sm local --group trainer=2 --group data=2 --base-dir outputs -- \
 		app/train.py fit --config app/configs/digits.yaml
 
 test: $(READY) $(TOOLKIT) ## set up .venv and test every property of the product once, with real processes

@@ -118,6 +118,7 @@ class Attempt:
                 host.forget_frozen()
                 host.waiter.join(timeout=_GRACE_S)
                 host.reader.join(timeout=_GRACE_S)
+            self._output.say_repeats()
             adopt_orphans(False)
 
     def _variables(self) -> dict[str, str]:

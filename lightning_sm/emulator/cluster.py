@@ -17,6 +17,7 @@ from typing import Any
 
 from lightning_sm._linux import LOOPBACK_INTERFACE, loopback_addresses, require_linux, usable_cpus
 from lightning_sm.emulator.ports import reserve_ports
+from lightning_sm.emulator.run_folders import create_run_folder
 from lightning_sm.errors import JobConfigError, OutputDirectoryError, PortInUseError
 from lightning_sm.job.emulated_service import GroupSpec, deal_hosts, resource_config_of
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
@@ -132,14 +133,16 @@ class LocalCluster:
         own_checkpoint_dir = self.job_dir / "checkpoints" if spec.keeps_checkpoints else None
         self.checkpoint_dir = spec.checkpoint_dir.absolute() if spec.checkpoint_dir else own_checkpoint_dir
         self._made_base_dir = not base_dir.exists()
+        self._lock = -1
         try:
-            self.job_dir.mkdir(parents=True)
+            self._lock = create_run_folder(self.job_dir)
             if self.checkpoint_dir is not None:
                 self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
             self.hosts = self._make_hosts(groups, topology)
         except OSError as error:
             self._ports.close()
             self.remove()
+            self._release()
             raise OutputDirectoryError(
                 f"{error.filename or base_dir}: cannot be written ({error.strerror})."
             ) from error
@@ -151,6 +154,7 @@ class LocalCluster:
         self._ports.close()
         if not self.keep:
             self.remove()
+        self._release()
 
     def remove(self) -> None:
         """Remove the folder of the job, and its parent if that was created for this job and is empty."""
@@ -160,6 +164,12 @@ class LocalCluster:
                 self.job_dir.parent.rmdir()
             except OSError:
                 return  # another job uses it
+
+    def _release(self) -> None:
+        """Note that the run is no longer in progress."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def next_attempt(self) -> None:
         """Reassign the hosts to groups at random, with empty folders at the same paths; only checkpoints stay.

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from lightning_sm._linux import require_linux
 from lightning_sm.emulator import faults
 from lightning_sm.emulator.cluster import ClusterSpec, LocalCluster
+from lightning_sm.emulator.run_folders import remove_finished_runs
 from lightning_sm.emulator.runner import run
 from lightning_sm.errors import HyperparameterError, JobConfigError, ScriptError
 from lightning_sm.job.emulated_service import DEFAULT_INSTANCE_TYPE, GroupSpec
@@ -30,6 +32,9 @@ examples:
     lightning-sm local --group trainer=2 --fault interrupt@step=20,skew=0.5 -- app/train.py fit
 
 {faults.HELP}"""
+
+# Runs in the temporary folder, the current one included.
+_MAX_RUNS = 20
 
 _GROUP = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)=(?P<count>\d{1,4})(?::(?P<type>ml\.[a-z0-9.-]+))?")
 
@@ -70,10 +75,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum number of attempts (default: one more than there are interruptions and restarts)",
     )
     parser.add_argument(
-        "--base-dir", metavar="DIR", help="parent folder for the folders of the hosts (default: a temporary folder)"
+        "--base-dir",
+        metavar="DIR",
+        help=f"parent folder for the folders of runs (default: a temporary folder, which keeps the newest {_MAX_RUNS})",
     )
     parser.add_argument("--seed", type=int, help="seed of the random assignment of hosts to groups")
-    parser.add_argument("--keep", action="store_true", help="keep the folders of the hosts, even after success")
+    parser.add_argument(
+        "--discard", action="store_true", help="remove the folders of the hosts after success, the model included"
+    )
+    parser.add_argument(
+        "--clean", action="store_true", help="run nothing: remove the folders of all runs that are not in progress"
+    )
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="-- SCRIPT [ARGS]", help="training script and its arguments"
     )
@@ -85,9 +97,11 @@ def main(options: argparse.Namespace) -> int:
     Raises:
         LightningSMError: An option is wrong; nothing was started.
     """
+    base_dir = Path(options.base_dir or Path(tempfile.gettempdir()) / f"lightning-sm-{os.getuid()}").expanduser()
+    if options.clean:
+        return _clean(base_dir, options.command)
     script, *args = options.command or [""]
     _check_script(script)
-    base_dir = Path(options.base_dir or Path(tempfile.gettempdir()) / f"lightning-sm-{os.getuid()}")
     settings = faults.FaultSettings(tuple(map(faults.parse, options.fault)), options.grace_s, options.max_attempts)
     if any(fault.kind is faults.Kind.SLOW_DNS for fault in settings.faults):
         require_linux("The fault slow-dns", "Leave it out: the hosts share one address here.")
@@ -104,7 +118,30 @@ def main(options: argparse.Namespace) -> int:
     )
     faults.check(settings, {group.name: group.num_hosts for group in spec.groups}, spec.devices)
     with LocalCluster(spec, base_dir) as cluster:
-        return run(cluster, [script, *args], settings, keep=options.keep)
+        if not options.base_dir:
+            _remove_old_runs(base_dir)
+        return run(cluster, [script, *args], settings, discard=options.discard)
+
+
+def _clean(base_dir: Path, command: Sequence[str]) -> int:
+    """Remove the runs that are not in progress, and say how much that was; 1 if some could not be removed."""
+    if command:
+        raise JobConfigError(f"--clean runs nothing, but a command follows: {' '.join(command)}. Remove one of them.")
+    removal = remove_finished_runs(base_dir)
+    lines = [f"Removed {removal} from {base_dir}."]
+    if removal.in_use:
+        lines.append(f"Runs in progress were kept: {', '.join(removal.in_use)}.")
+    lines += [f"Cannot remove {problem}." for problem in removal.problems]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 1 if removal.problems else 0
+
+
+def _remove_old_runs(base_dir: Path) -> None:
+    """Remove all but the newest runs: they hold checkpoints, and nobody looks into a temporary folder."""
+    removal = remove_finished_runs(base_dir, keep=_MAX_RUNS - 1)
+    if removal.num_runs:
+        sys.stdout.write(f"Removed {removal} from {base_dir}, which keeps the newest {_MAX_RUNS}.\n")
+        sys.stdout.flush()
 
 
 def _group(text: str) -> GroupSpec:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import BinaryIO
 
 from lightning_sm.emulator.cluster import LocalHost
+from lightning_sm.launcher.condensed import Condensed
 
 # ANSI colours that are readable on dark and light terminals.
 _COLOURS = (36, 33, 35, 32, 34, 31)
@@ -31,6 +32,8 @@ class Output:
         self.broken_by: int | None = None
         self._stream = stream
         self._lock = threading.Lock()
+        self._condensed = Condensed(only_across_sources=True)
+        self._condensing = threading.Lock()
         width = max(len(name) for name in names)
         self._prefix = {name: f"{name:<{width}} | ".encode() for name in names}
         if stream.isatty() and not os.environ.get("NO_COLOR"):
@@ -43,9 +46,22 @@ class Output:
         with pipe, (host.base_dir / "output" / "log.txt").open("wb", buffering=0) as log:
             while line := pipe.readline(_MAX_LINE_BYTES):
                 log.write(line)
-                # A progress bar overwrites itself; only its last state is shown.
-                shown = line.rstrip(b"\r\n").rpartition(b"\r")[2]
-                self._write(self._prefix[host.name] + shown + b"\n")
+                with self._condensing:
+                    self._show(host, self._condensed.feed(line, host.name))
+            with self._condensing:
+                self._show(host, self._condensed.flush(host.name))
+
+    def say_repeats(self) -> None:
+        """Write how often hosts wrote the same traceback or usage text as another host, which is not shown again."""
+        with self._condensing:
+            for line in self._condensed.take_repeats():
+                self.say(line)
+
+    def _show(self, host: LocalHost, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            # A progress bar overwrites itself; only its last state is shown.
+            shown = line.rstrip(b"\r\n").rpartition(b"\r")[2]
+            self._write(self._prefix[host.name] + shown + b"\n")
 
     def say(self, text: str) -> None:
         """Write one or more lines of the emulator itself."""

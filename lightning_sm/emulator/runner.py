@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 import signal
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from tabulate import tabulate
@@ -17,21 +20,26 @@ from lightning_sm.emulator.attempt import Attempt, Outcome
 from lightning_sm.emulator.cluster import LocalCluster, LocalHost
 from lightning_sm.emulator.faults import FaultSettings, Plan
 from lightning_sm.emulator.output import Output
+from lightning_sm.job.stopping import MAX_REASON_CHARS
+from lightning_sm.launcher.failure import Place, ending_of
 
+# Files of a folder that are named; a run may have thousands.
+_MAX_LISTED = 8
+_EVENT_FILE = re.compile(r"events\.out\.tfevents\.")
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run(cluster: LocalCluster, command: Sequence[str], settings: FaultSettings, *, keep: bool) -> int:
+def run(cluster: LocalCluster, command: Sequence[str], settings: FaultSettings, *, discard: bool) -> int:
     """Run a training script on every host of an emulated job, and wait until all hosts end.
 
     When a host fails, the others are stopped, as on the service. When this process is stopped, so are the hosts. After
     an interruption the job resumes in another attempt.
 
     Args:
-        cluster: The hosts. Their folders are kept after a failure.
+        cluster: The hosts. Their folders are kept.
         command: Training script and its arguments.
         settings: The faults to inject.
-        keep: Whether to keep the folders even after success.
+        discard: Whether to remove the folders after success.
 
     Returns:
         The exit code of the last attempt: 0 if all hosts succeeded; else that of the first host that failed; 128 + n if
@@ -44,11 +52,13 @@ def run(cluster: LocalCluster, command: Sequence[str], settings: FaultSettings, 
     # Until the last line: a late Ctrl-C must not remove folders that are to be kept.
     with _noted_signals() as signals:
         attempts, outcome = _run_attempts(cluster, command, output, settings, signals)
-        cluster.keep = keep or outcome.exit_code != 0
+        cluster.keep = not discard or outcome.exit_code != 0
         output.say(_table(attempts))
+        output.say("\n".join(_whereabouts(cluster)))
+        if outcome.exit_code == 0:
+            output.say("\n".join(_models(cluster)))
         if outcome.failed is not None:
-            output.say(_reason(outcome.failed))
-        output.say("\n".join(_whereabouts(cluster, outcome.exit_code)))
+            output.say(f"The job failed:\n{_reason(outcome.failed, outcome.exit_code)}")
     return outcome.exit_code
 
 
@@ -117,29 +127,51 @@ def _table(attempts: Sequence[Attempt]) -> str:
     return tabulate(columns, headers="keys", disable_numparse=True, colalign=alignment)
 
 
-def _reason(host: LocalHost) -> str:
+def _reason(host: LocalHost, exit_code: int) -> str:
     """The reason for the failure, as SageMaker would show it."""
     try:
-        reason = (host.base_dir / "output" / "failure").read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        return f"{host.name} wrote no reason ({error})."
-    return f"Reason ({host.name}):\n{textwrap.indent(reason[:1024], '  ')}"
+        return (host.base_dir / "output" / "failure").read_text(encoding="utf-8", errors="replace")[:MAX_REASON_CHARS]
+    except FileNotFoundError:  # it was killed as a whole
+        return f"{ending_of(exit_code)} on {Place(host.name, host.role)}, which left no reason"
 
 
-def _whereabouts(cluster: LocalCluster, exit_code: int) -> Iterator[str]:
-    """Where to find everything, the model first."""
+def _whereabouts(cluster: LocalCluster) -> Iterator[str]:
+    """Where to find everything but the model."""
     if not cluster.keep:
-        yield "The folders of the hosts, including the model, were removed; --keep keeps them."
         return
-    if cluster.attempt > 1:
-        yield f"The folders of earlier attempts are kept in {cluster.job_dir / 'attempt-*'}."
-    if exit_code != 0:
-        yield f"The folders of all hosts are kept in {cluster.job_dir} (logs: output/log.txt)."
+    folders = "algo-*, earlier attempts in attempt-*" if cluster.attempt > 1 else "algo-*"
+    yield f"Folders of the hosts: {cluster.job_dir} ({folders}; logs: output/log.txt)"
+    for host in cluster.hosts:
+        folder = host.base_dir / "output" / "data"
+        files = _files(folder)
+        if files:
+            yield f"Output of {host.name}: {folder} ({_listed(files)})"
+    events = _event_folders(cluster.job_dir)
+    if events:
+        yield f"TensorBoard: tensorboard --logdir {shlex.quote(os.path.commonpath(events))}"
+
+
+def _models(cluster: LocalCluster) -> Iterator[str]:
+    """Where to find the model: the last lines, because that is what most runs are for."""
+    if not cluster.keep:
+        yield "The folders of the hosts, the model included, were removed (--discard)."
         return
-    for title, folder in (("model", "model"), ("output", "output/data")):
-        for host in cluster.hosts:
-            files = sorted(path for path in (host.base_dir / folder).rglob("*") if path.is_file())
-            if files:
-                yield f"{title} of {host.name}: {host.base_dir / folder}"
-                yield from (f"  {path.relative_to(host.base_dir / folder)}" for path in files)
-    yield f"everything else: {cluster.job_dir} (logs: output/log.txt)"
+    models = [(host, host.base_dir / "model") for host in cluster.hosts]
+    found = [
+        f"Model of {host.name}: {folder} ({_listed(files)})" for host, folder in models if (files := _files(folder))
+    ]
+    yield from found or ["No host has written a model (into the folder model, SageMaker's /opt/ml/model)."]
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _listed(files: Sequence[str]) -> str:
+    more = len(files) - _MAX_LISTED
+    return ", ".join(files[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _event_folders(job_dir: Path) -> list[str]:
+    """Folders with TensorBoard's files; not in channels, which are links."""
+    return [folder for folder, _, files in os.walk(job_dir) if any(map(_EVENT_FILE.match, files))]

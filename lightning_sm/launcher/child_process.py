@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shlex
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import psutil
 from lightning_sm._linux import SIGNAL_POLL_S, adopt_orphans, ended_child, handles_signal
 from lightning_sm.errors import ScriptError
 from lightning_sm.job.stopping import GENTLE_SIGNAL, StopSchedule
+from lightning_sm.launcher.condensed import CondensedBytes
 
 # Enough for the tracebacks of 8 local ranks with deep stacks; SageMaker shows 1024 characters of it.
 _TAIL_BYTES = 64 * 1024
@@ -28,6 +30,8 @@ _LEFTOVERS_GRACE_S = 10.0
 _KILL_GRACE_S = 5
 # Between SIGTERM and SIGKILL for the script of a job that failed on another host, so that it can log its state.
 _END_GRACE_S = 15.0
+# A script that pauses for so long has ended its traceback, and its other ranks have printed theirs.
+_PAUSE_S = 0.3
 # To read what a pipe still holds (64 KiB on Linux).
 _DRAIN_S = 2.0
 _POLL_S = 0.05
@@ -67,6 +71,7 @@ class ChildProcess:
         self._parent = parent
         self._process: subprocess.Popen[bytes] | None = None
         self._tail = bytearray()
+        self._condensed = CondensedBytes()
 
     @property
     def must_exit(self) -> bool:
@@ -77,6 +82,11 @@ class ChildProcess:
     def stderr_tail(self) -> str:
         """The last 64 KiB that the last command and its processes wrote to stderr."""
         return bytes(self._tail).decode("utf-8", errors="replace")
+
+    @property
+    def left_out(self) -> bytes:
+        """The last command's tracebacks that were not shown: they may follow from the end of another process."""
+        return b"".join(self._condensed.condensed.left_out)
 
     def listen(self) -> None:
         """Handle signals from now on. They are forwarded to the command: SIGTERM by the schedule, SIGINT at once."""
@@ -109,9 +119,10 @@ class ChildProcess:
         self._has_exited = False
         tail = bytearray()  # a new one: a process of the last command may still write to the old one
         self._tail = tail
+        self._condensed = CondensedBytes()
         self.listen()
         process = self._start(command, directory, env)
-        copier = threading.Thread(target=_copy_stderr, args=(process, tail), daemon=True)
+        copier = threading.Thread(target=_copy_stderr, args=(process, tail, self._condensed), daemon=True)
         copier.start()
         exit_code = _wait(process)
         self._has_exited = True
@@ -229,15 +240,25 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
             return process.wait(SIGNAL_POLL_S)
 
 
-def _copy_stderr(process: subprocess.Popen[bytes], tail: bytearray) -> None:
+def _copy_stderr(process: subprocess.Popen[bytes], tail: bytearray, condensed: CondensedBytes) -> None:
     if process.stderr is None:
         return
     target: int | None = sys.__stderr__.fileno() if sys.__stderr__ is not None else None
     with process.stderr as pipe:
-        while chunk := os.read(pipe.fileno(), _TAIL_BYTES):
-            tail += chunk
-            del tail[:-_TAIL_BYTES]
-            if target is not None and not _write_all(target, chunk):
+        poll = select.poll()
+        poll.register(pipe)
+        has_ended = False
+        while not has_ended:
+            if not poll.poll(1000 * _PAUSE_S if condensed.has_more else None):
+                shown = condensed.flush()
+            elif chunk := os.read(pipe.fileno(), _TAIL_BYTES):
+                tail += chunk
+                del tail[:-_TAIL_BYTES]
+                shown = condensed.feed(chunk)
+            else:
+                has_ended = True
+                shown = condensed.flush()
+            if target is not None and not _write_all(target, shown):
                 target = None  # nobody reads our stderr; keep reading the pipe, else the script would block
 
 

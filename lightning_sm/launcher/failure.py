@@ -8,48 +8,24 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_sm._log import command_logger
 from lightning_sm.errors import LightningSMError
 from lightning_sm.job.stopping import MAX_REASON_CHARS
 from lightning_sm.job.topology import Role
+from lightning_sm.launcher.tracebacks import ANSI, START, USAGE, USAGE_ERROR, Traceback, cause_of, tracebacks_in
 
 _LOG = command_logger(__name__)
 
 # The exception may take this much, so that the frame that raised it always fits behind it.
 _MAX_EXCEPTION_CHARS = 700
-# A message of several lines (our own tables, CUDA's hints) may be followed by the output of other processes.
-_MAX_EXCEPTION_LINES = 12
 # argparse's, and so jsonargparse's.
 _USAGE_EXIT_CODE = 2
 # A process that signal n killed has exit code 128 + n.
 _SIGNALS = 128
 
-_ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-# torch.distributed prefixes every line of an uncaught exception with its rank. A progress bar without a newline may
-# precede it.
-_RANK = re.compile(r"^\[rank\d+\]: ?")
-_START = re.compile(r"(\[rank(?P<rank>\d+)\]: )?(?:Original )?Traceback \(most recent call last\):\s*$")
-_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<name>.+))?')
-_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:: .*|:)?$")
-_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-# What one process raises because another one ended: not the reason, unless there is no other exception.
-_CONSEQUENCE = re.compile(
-    r"SIGTERM|KeyboardInterrupt|SystemExit|BrokenPipe|Broken pipe|ConnectionReset|Connection reset|ConnectionRefused"
-    r"|Connection closed by (?:remote )?peer|ProcessRaisedException|ProcessExitedException"
-    r"|^\S+: Caught \w+ in DataLoader worker"
-)
-# Messages of NCCL, and of PyTorch for NCCL and TCPStore. They may stand on any line of an exception, after its cause.
-_LOST_PEER = re.compile(
-    r"remote process exited or there was a network error|ncclRemoteError|NCCL communicator was aborted"
-    r"|DistStoreError: (?:Socket Timeout|wait timeout)"
-)
-# argparse and jsonargparse: "train.py: error: ..." or "error: ...".
-_USAGE_ERROR = re.compile(r"^(?:[^\s:]+(?: [\w-]+)*: )?error: .+")
-_USAGE = re.compile(r"^usage: ")
 # What SageMakerEnvironment logs at exit when no Trainer has used it. A script that failed has not come so far.
 _ALONE_START = "No Trainer used SageMakerEnvironment."
 _ALONE_END = "Set Trainer(num_nodes="
@@ -79,31 +55,6 @@ class Place:
         return f"{self.role.value} host {self.host}{rank}"
 
 
-@dataclass
-class _Traceback:
-    """One exception as Python printed it.
-
-    Attributes:
-        frames: The frames, the raising one last: ``File "train.py", line 3, in main: code``.
-        exception: The lines of the exception: type and message.
-        is_chained: Whether it was raised while the previous exception was handled.
-        is_ignored: Whether it was raised where Python ignores exceptions, such as in ``__del__``.
-        rank: The rank that printed it, if it said so.
-    """
-
-    frames: list[str] = field(default_factory=list)
-    exception: list[str] = field(default_factory=list)
-    is_chained: bool = False
-    is_ignored: bool = False
-    rank: int | None = None
-
-    @property
-    def is_consequence(self) -> bool:
-        if self.is_ignored or _CONSEQUENCE.search(self.exception[0]) is not None:
-            return True
-        return any(_LOST_PEER.search(line) for line in self.exception)
-
-
 def failure_reason(stderr_tail: str, exit_code: int, place: Place | None = None, circumstances: str = "") -> str:
     """Say in at most 1024 characters why a process failed, the decisive words first.
 
@@ -114,13 +65,13 @@ def failure_reason(stderr_tail: str, exit_code: int, place: Place | None = None,
         circumstances: What else the reader should know of how it ended; may be empty.
     """
     lines = _lines(stderr_tail)
-    ending = _ending(exit_code, circumstances)
-    usage_error = next((index for index, line in enumerate(lines) if _USAGE_ERROR.match(line)), None)
+    ending = ending_of(exit_code, circumstances)
+    usage_error = next((index for index, line in enumerate(lines) if USAGE_ERROR.match(line)), None)
     if exit_code == _USAGE_EXIT_CODE and usage_error is not None:
         message = _limited("\n".join(_usage_message(lines[usage_error:])), _MAX_EXCEPTION_CHARS)
         return f"{message}\n{_where(place, ending)}"
-    tracebacks = list(_tracebacks(lines))
-    traceback = _cause(tracebacks)
+    tracebacks = list(tracebacks_in(lines))
+    traceback = cause_of(tracebacks)
     if traceback is None and exit_code < _SIGNALS:
         # Only consequences: the last one ended the script. (A script that was killed was not ended by them.)
         traceback = next((last for last in reversed(tracebacks) if not last.is_ignored), None)
@@ -130,7 +81,7 @@ def failure_reason(stderr_tail: str, exit_code: int, place: Place | None = None,
         return _with_place(traceback, tracebacks, place, ending)
     written = [line for line in lines if line]
     where = ending if place is None else f"{ending} on {place}"
-    return _with_last_lines(written, where) if written else f"{where}; the training script wrote nothing to stderr"
+    return _with_last_lines(written, where) if written else f"{where}; nothing was written to stderr"
 
 
 def script_reason(
@@ -184,7 +135,7 @@ def is_consequence(stderr_tail: str) -> bool:
     Args:
         stderr_tail: The end of what the script and its local ranks wrote to stderr.
     """
-    tracebacks = list(_tracebacks(_lines(stderr_tail)))
+    tracebacks = list(tracebacks_in(_lines(stderr_tail)))
     return bool(tracebacks) and all(traceback.is_consequence for traceback in tracebacks)
 
 
@@ -210,7 +161,7 @@ def write_failure(output_dir: Path, reason: str) -> None:
 
 
 def _lines(stderr_tail: str) -> list[str]:
-    text = _ANSI.sub("", stderr_tail).replace("\r\n", "\n").replace("\r", "\n")
+    text = ANSI.sub("", stderr_tail).replace("\r\n", "\n").replace("\r", "\n")
     lines = [line.rstrip() for line in text.split("\n")]
     start = next((index for index, line in enumerate(lines) if line.startswith(_ALONE_START)), None)
     if start is not None:
@@ -219,7 +170,13 @@ def _lines(stderr_tail: str) -> list[str]:
     return lines
 
 
-def _ending(exit_code: int, circumstances: str) -> str:
+def ending_of(exit_code: int, circumstances: str = "") -> str:
+    """Say how a process ended: "killed by SIGKILL (exit code 137)".
+
+    Args:
+        exit_code: Its exit code; 128 + n if signal n killed it.
+        circumstances: More about it; may be empty.
+    """
     more = f", {circumstances}" if circumstances else ""
     try:
         return f"killed by {signal.Signals(exit_code - _SIGNALS).name} (exit code {exit_code}{more})"
@@ -227,75 +184,9 @@ def _ending(exit_code: int, circumstances: str) -> str:
         return f"exit code {exit_code}{more}"
 
 
-def _cause(tracebacks: list[_Traceback]) -> _Traceback | None:
-    """The first exception that is not a consequence; in a chain of exceptions, the last such one."""
-    chains: list[list[_Traceback]] = []
-    for traceback in tracebacks:
-        if traceback.is_chained and chains:
-            chains[-1].append(traceback)
-        else:
-            chains.append([traceback])
-    for chain in chains:
-        causes = [traceback for traceback in chain if not traceback.is_consequence]
-        if causes:
-            return causes[-1]
-    return None
-
-
-def _tracebacks(lines: list[str]) -> Iterator[_Traceback]:
-    for index, line in enumerate(lines):
-        start = _START.search(line)
-        if start is not None:
-            prefix = start.group(1) or ""
-            rest = [rest.removeprefix(prefix) for rest in lines[index + 1 :] if rest.startswith(prefix.rstrip())]
-            traceback = _parsed(rest)
-            traceback.rank = None if start["rank"] is None else int(start["rank"])
-            before = [line for line in lines[:index] if line and line.startswith(prefix.rstrip())][-1:]
-            traceback.is_chained = bool(before) and any(text in before[0] for text in _CHAINED)
-            traceback.is_ignored = bool(before) and before[0].startswith("Exception ignored")
-        elif _FRAME.match(line) and (index == 0 or not lines[index - 1].startswith((" ", "Traceback", "["))):
-            traceback = _parsed(lines[index:])  # a syntax error in the script: Python prints no headline
-            if not traceback.exception or "Error: " not in traceback.exception[0]:
-                continue
-        else:
-            continue
-        if traceback.exception:
-            yield traceback
-
-
-def _parsed(lines: list[str]) -> _Traceback:
-    """Read frames up to the exception, and skip lines that other processes wrote in between."""
-    traceback = _Traceback()
-    for index, raw in enumerate(lines):
-        line = _RANK.sub("", raw)
-        frame = _FRAME.match(line)
-        if frame is not None:
-            place = f'File "{frame["file"]}", line {frame["line"]}'
-            traceback.frames.append(place + (f", in {frame['name']}" if frame["name"] else ""))
-        elif line.startswith("    ") and traceback.frames and not set(line) <= set(" ^~"):
-            if lines[index - 1].lstrip().startswith("File "):
-                traceback.frames[-1] += f": {line.strip()}"
-        elif _START.search(line):
-            break
-        elif traceback.frames and _EXCEPTION.match(line):
-            traceback.exception = _message([_RANK.sub("", line) for line in lines[index:]])
-            break
-    return traceback
-
-
-def _message(lines: list[str]) -> list[str]:
-    """The first line and the lines that continue it."""
-    message = lines[:1]
-    for line in lines[1:_MAX_EXCEPTION_LINES]:
-        if not line or _START.search(line):
-            break
-        message.append(line)
-    return message
-
-
 def _usage_message(lines: list[str]) -> list[str]:
     """The error and what explains it, which jsonargparse separates by an empty line: all to the end of the output."""
-    ends = (_USAGE, _USAGE_ERROR, _START)
+    ends = (USAGE, USAGE_ERROR, START)
     message = lines[:1]
     for line in lines[1:]:
         if any(end.match(line) for end in ends):
@@ -308,7 +199,7 @@ def _where(place: Place | None, ending: str, verb: str = "on") -> str:
     return ending if place is None else f"{verb} {place} ({ending})"
 
 
-def _with_place(traceback: _Traceback, tracebacks: list[_Traceback], place: Place | None, ending: str) -> str:
+def _with_place(traceback: Traceback, tracebacks: list[Traceback], place: Place | None, ending: str) -> str:
     """The exception, where it was raised, and its frames; of an error on a data host those from there."""
     exception = traceback.exception
     frames = traceback.frames

@@ -14,6 +14,7 @@ import os
 import platform
 import shlex
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -106,7 +107,7 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
     if outcome.exit_code != 0:
         if output_dir is not None:
             write_failure(output_dir, outcome.reason)
-        _LOG.error("this host failed with exit code %d.", outcome.exit_code)
+        _LOG.error("this host ends with exit code %d: %s", outcome.exit_code, outcome.reason.partition("\n")[0])
     return outcome.exit_code
 
 
@@ -144,7 +145,11 @@ class _HostLauncher:
             except LightningSMError as error:
                 self._report(peers, Outcome(_USAGE_EXIT_CODE, error_reason(error, self._place)))
                 raise
-            return self._final_outcome(own, self._report(peers, own))
+            final = self._final_outcome(own, self._report(peers, own))
+            if final is own and own.exit_code != 0 and not self._is_stopped and is_consequence(child.stderr_tail):
+                # No other host has failed: the tracebacks that seemed to follow from that are all there is.
+                sys.stderr.write(child.left_out.decode("utf-8", "replace"))
+            return final
 
     @property
     def _is_data_host(self) -> bool:

@@ -37,7 +37,7 @@ def test_emulated_job_runs(places):
     """Two hosts, which share the only loopback address, run the script; their launchers meet, and nobody is left."""
     jobs, work = places
     (work / "train.py").write_text(ADDRESSES)
-    ended = local(jobs, work, "--group", "trainer=2", "--keep", "--", "train.py", **MACOS)
+    ended = local(jobs, work, "--group", "trainer=2", "--", "train.py", **MACOS)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("addresses " + '{"algo-1": "127.0.0.1", "algo-2": "127.0.0.1"}') == 2
     assert "Traceback" not in ended.stdout + ended.stderr

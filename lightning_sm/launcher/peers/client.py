@@ -173,7 +173,7 @@ class Client:
             self._lost_why = why
             self._retry_at = now + self._timings.first_retry_s
             self.awaited = [self._main_host]
-            if not self._is_job_over:
+            if self.job_outcome is None:  # else it was to be expected, and the log has said why
                 _LOG.info("Lost connection to the launcher on %s: %s. Reconnecting.", self._main_host, why)
         elif not self._has_logged_stranger:
             self._has_logged_stranger = True

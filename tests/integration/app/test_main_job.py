@@ -39,7 +39,7 @@ def trained(tmp_path_factory):
         if key not in folders:
             folders[key] = tmp_path_factory.mktemp("job")
             _local(
-                *("--group", f"trainer={num_hosts}", *groups, "--base-dir", folders[key], "--keep", "--"),
+                *("--group", f"trainer={num_hosts}", *groups, "--base-dir", folders[key], "--"),
                 *("app/train.py", "fit", "--config", "app/configs/digits.yaml"),
                 *(f"--data.augment={augment}", f"--data.batch_size={64 // num_hosts}", "--trainer.strategy=ddp"),
                 *("--trainer.precision=64-true", "--trainer.max_epochs=1", "--trainer.enable_model_summary=false"),
@@ -97,10 +97,13 @@ def test_one_model_is_left_which_loads_with_and_without_lightning(trained):
 def test_make_train_reaches_the_accuracy(tmp_path):
     """Two trainers and two data hosts reach 0.95 accuracy, and the last lines say where the model is."""
     output = _local(
-        *("--group", "trainer=2", "--group", "data=2", "--base-dir", tmp_path, "--keep", "--"),
+        *("--group", "trainer=2", "--group", "data=2", "--base-dir", tmp_path, "--"),
         *("app/train.py", "fit", "--config", "app/configs/digits.yaml"),
     )
     accuracy = float(re.findall(r"finished: .*val_acc=([0-9.eE+-]+)", output)[-1])
     assert accuracy >= 0.95
     (model_dir,) = (path.parent for path in tmp_path.glob("*/*/model/model.ckpt"))
-    assert str(model_dir) in output
+    *_, board, last = output.splitlines()
+    assert last == f"Model of {model_dir.parent.name}: {model_dir} (config.yaml, model.ckpt, state_dict.pt)"
+    events = Path(board.removeprefix("TensorBoard: tensorboard --logdir ")).rglob("events.out.tfevents.*")
+    assert len(list(events)) >= 1

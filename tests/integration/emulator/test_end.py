@@ -55,10 +55,49 @@ def test_failing_host_ends_the_others(jobs, work):
     ended = local(jobs, work, "--group", "trainer=3", "--", "train.py")
     assert ended.returncode == 9
     assert "Host algo-2 (group trainer) failed with exit code 9." in ended.stdout
-    assert "  no more data" in ended.stdout
+    reason = r"exit code 9 on trainer host algo-2, rank 1; last lines of stderr:\nno more data\n"
+    assert ended.stdout.endswith(f"The job failed:\n{reason}")
     assert re.search(r"^algo-1 +trainer +trainer +143 ", ended.stdout, re.MULTILINE)
-    assert f"kept in {job_dir(jobs)}" in ended.stdout
+    assert f"Folders of the hosts: {job_dir(jobs)} (" in ended.stdout
     assert not processes_of(jobs)
+
+
+# All hosts fail at the same moment, and in the same way.
+_TOGETHER = (
+    SCRIPT_START
+    + f"""
+import glob, sys, threading, time
+open(base + '/ready', 'w').close()
+deadline = time.monotonic() + {TIMEOUT_S}
+while len(glob.glob(os.path.dirname(base) + '/*/ready')) < 3 and time.monotonic() < deadline:
+    threading.Event().wait(0.01)
+"""
+)
+_USAGE = _TOGETHER + "import argparse\nargparse.ArgumentParser('train.py').parse_args(['--nix'])\n"
+_RAISE = _TOGETHER + "def load():\n    raise KeyError('label')\nload()\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "headline", "error"),
+    [
+        (_USAGE, 2, "usage: ", "train.py: error: unrecognized arguments: --nix"),
+        (_RAISE, 1, "Traceback", "KeyError: 'label'"),
+    ],
+    ids=["usage", "traceback"],
+)
+def test_what_all_hosts_print_is_shown_once(jobs, work, script, code, headline, error):
+    """The first host's usage text or traceback is shown, those of the others are counted; the logs have all."""
+    (work / "train.py").write_text(script)
+    ended = local(jobs, work, "--group", "trainer=2", "--group", "data=1", "--", "train.py")
+    assert ended.returncode == code
+    lines = ended.stdout.splitlines()
+    assert len([line for line in lines if headline in line]) == 1, ended.stdout
+    assert len([line for line in lines if line.endswith(f"| {error}")]) == 1, ended.stdout
+    (repeats,) = [line for line in lines if line.startswith(f"{error} (left out: the same ")]
+    assert re.fullmatch(r".* (once|2 times) more, by algo-\d(, algo-\d)?\)", repeats)
+    logs = [log.read_text() for log in jobs.glob("*/algo-*/output/log.txt")]
+    assert sum(error in log for log in logs) >= 2
+    assert ended.stdout.rpartition("The job failed:\n")[2].startswith(f"{error}\non ")
 
 
 @pytest.mark.matrix(first=1)

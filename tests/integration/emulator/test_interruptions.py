@@ -14,7 +14,7 @@ from tests.integration.faulty_jobs import TIMEOUT_S, read_to_line, row, run_faul
 
 def test_interrupted_job_resumes_from_its_checkpoint(jobs, work):
     """The second attempt has the job's name, port and checkpoints, and nothing else of the first."""
-    options = ["--group", "trainer=2", "--group", "data=1", "--keep", "--fault", "interrupt@step=8"]
+    options = ["--group", "trainer=2", "--group", "data=1", "--fault", "interrupt@step=8"]
     ended = run_faulty(jobs, work, *options)
     assert ended.returncode == 0, ended.stdout
     first, second = ended.stdout.split("Attempt 2 of 2\n")
@@ -45,9 +45,9 @@ def test_a_host_that_still_saves_is_left_alone_when_another_has_left(jobs, work)
     assert "saved ['SIGUSR2']" in ended.stdout
 
 
-def test_folders_of_all_attempts_are_removed(jobs, work):
-    """After success nothing is left, checkpoints in the job's folder included; a named checkpoint folder stays."""
-    options = ["--fault", "restart@step=8"]
+def test_folders_of_all_attempts_are_discarded(jobs, work):
+    """With --discard, checkpoints in the job's folder are, too; a named checkpoint folder stays."""
+    options = ["--discard", "--fault", "restart@step=8"]
     assert run_faulty(jobs, work, *options).returncode == 0
     assert not jobs.exists()
     assert run_faulty(jobs, work, *options, "--checkpoints", "kept").returncode == 0

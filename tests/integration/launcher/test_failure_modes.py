@@ -325,7 +325,7 @@ def run_job(folder, cell):
             "--group",
             f"data={cell.num_data_hosts}",
         ),
-        *("--seed", "1", "--keep", "--base-dir", str(folder / "jobs"), "--checkpoints", str(folder / "checkpoints")),
+        *("--seed", "1", "--base-dir", str(folder / "jobs"), "--checkpoints", str(folder / "checkpoints")),
         *(word for name, value in env.items() for word in ("--env", f"{name}={value}")),
         *cell.options,
         *("--", str(SCRIPTS / "train_and_note.py"), "fit", "--trainer.max_epochs", "2", "--model.step_s", "0.02"),

@@ -5,6 +5,7 @@ Each was written elsewhere, or in the shape of what is; none knows of these test
 
 from __future__ import annotations
 
+import csv
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -71,6 +72,8 @@ CASES = {
         data=datasets.tokens,
         refused="train_dataloader() is a StreamingDataLoader, but data hosts do not call ",
     ),
+    # Two optimizers, each of which steps once for a batch. No CLI: argparse, and SageMakerTrainer in place of Trainer.
+    "gan": Script("gan", 32, ("--max_epochs=1", "--strategy=ddp_find_unused_parameters_true")),
     "template": Script("template", 16, (*ONCE, "--test_after_fit=true", "--model.lr=0.05")),
 }
 # What only data hosts take differently.
@@ -150,17 +153,29 @@ def test_on_two_trainers_and_a_data_host(tmp_path, work, data, case):
         assert script.refused in reason_of(ended.stdout)
 
 
+def test_template_continues_after_an_interruption(tmp_path, work):
+    """A CLI that prepares the arguments of fit itself resumes all the same."""
+    long = Script("template", 0, (*ONCE, "--data.num_samples=6000", "--trainer.log_every_n_steps=1"))
+    ended = run_job(tmp_path / "jobs", work, long, None, TRAINERS, "--fault", "interrupt@step=100")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (metrics,) = job_dir(tmp_path / "jobs").glob("algo-*/output/data/*/logs/blobs/*/metrics.csv")
+    with metrics.open() as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file)]
+    assert steps[0] >= 100
+    assert steps_in(job_dir(tmp_path / "jobs")) == 750
+
+
 def run_job(jobs, work, script, folder, groups, *options):
     """Emulate a job; the script finds its data in the job's only channel."""
     channel = [] if folder is None else ["--channel", f"training={folder}"]
     args = [] if folder is None or script.is_channel else [f"{script.folder}={folder}"]
-    options = [*groups, *channel, *options, "--keep", "--env", f"PYTHONPATH={REPOSITORY}"]
+    options = [*groups, *channel, *options, "--env", f"PYTHONPATH={REPOSITORY}"]
     return local(jobs, work, *options, "--", f"{script.name}.py", *script.args, *args, timeout_s=TIMEOUT_S)
 
 
 def reason_of(output):
     """The reason of the failure that the emulator shows last."""
-    return output.rpartition("Reason (")[2]
+    return output.rpartition("The job failed:\n")[2]
 
 
 def steps_in(folder):

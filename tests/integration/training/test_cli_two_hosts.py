@@ -25,7 +25,7 @@ def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_hosts")
     (folder / "points").mkdir()
     groups = ["--group", "trainer=2", "--group", "data=1"]
-    places = ["--base-dir", str(folder / "jobs"), "--checkpoints", str(folder / "ck"), "--keep"]
+    places = ["--base-dir", str(folder / "jobs"), "--checkpoints", str(folder / "ck")]
     ended = subprocess.run(
         [
             *(sys.executable, "-m", "lightning_sm", "local", *groups, *places),
@@ -46,7 +46,7 @@ def job(tmp_path_factory):
 @pytest.fixture(scope="module")
 def hosts(job):
     """Folders of the trainers by rank, and last of the data host."""
-    texts = {host: (host / "output" / "log.txt").read_text() for host in job.iterdir()}
+    texts = {host: (host / "output" / "log.txt").read_text() for host in job.glob("algo-*")}
     data = [host for host, text in texts.items() if "role data" in text]
     trainers = sorted(host for host in texts if host not in data)
     return [*trainers, *data]

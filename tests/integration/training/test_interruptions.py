@@ -124,7 +124,7 @@ def test_sharded_checkpoints(tmp_path, references):
     expected = references()
     code, output = run_job(
         tmp_path,
-        *("--fault", "interrupt@step=20,skew=0.2", "--keep"),
+        *("--fault", "interrupt@step=20,skew=0.2"),
         arguments=("--model.step_s", "0.05"),
         script="train_sharded.py",
     )

@@ -80,7 +80,7 @@ def test_a_data_host_has_no_rank_and_its_restarts_are_counted():
     reason = script_reason(_VALUE_ERROR, 1, Place("algo-3", Role.DATA), num_restarts=2)
     assert reason.splitlines()[:2] == ["ValueError: bad shape", "on data host algo-3 (exit code 1, restarted 2 times)"]
     once = script_reason("", 137, Place("algo-3", Role.DATA), num_restarts=1)
-    assert once.startswith("killed by SIGKILL (exit code 137, restarted once) on data host algo-3; the training script")
+    assert once.startswith("killed by SIGKILL (exit code 137, restarted once) on data host algo-3; nothing was")
 
 
 def test_an_error_before_the_script_starts_names_the_host():
@@ -245,9 +245,7 @@ def test_signal_is_named(code, name):
 
 def test_silent_failure_is_a_plain_sentence():
     """Without a word on stderr the exit code is all there is."""
-    assert failure_reason("\n \n", 3) == (
-        "exit code 3 on trainer host algo-2, rank 1; the training script wrote nothing to stderr"
-    )
+    assert failure_reason("\n \n", 3) == ("exit code 3 on trainer host algo-2, rank 1; nothing was written to stderr")
 
 
 def test_colours_are_stripped():

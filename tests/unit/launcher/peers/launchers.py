@@ -86,10 +86,12 @@ class Lines(logging.Handler):
     def __init__(self):
         super().__init__()
         self.queue = queue.Queue()
+        self.seen = []
 
     def emit(self, record):
         """Keep a line."""
-        self.queue.put(record.getMessage())
+        self.seen.append(record.getMessage())
+        self.queue.put(self.seen[-1])
 
     def wait_for(self, *texts):
         """Wait until each text has been part of a line."""

@@ -209,6 +209,21 @@ def test_brief_interruption_of_a_connection_loses_nobody(exits, lines):
     assert set(outcomes_after_waiting({MAIN: hub, "algo-2": again}).values()) == {JobOutcome("finished")}
 
 
+@pytest.mark.parametrize("has_failed", [True, False])
+def test_a_lost_main_host_is_news_only_before_the_job_has_failed(exits, lines, has_failed):
+    """When the main host leaves after a failure that all know of, nobody logs that it is gone; else they do at once."""
+    job = Job(exits)
+    other = job.start("algo-2", hub_reconnect_s=TIMEOUT_S)
+    with job.make(MAIN) as hub:
+        joined(lines, "algo-2")
+        if has_failed:
+            hub.report(BROKEN)
+            assert other.received.get(timeout=TIMEOUT_S).host == MAIN
+    job.start(MAIN)
+    joined(lines, "algo-2")  # a second time: the connection was lost, and that was noticed
+    assert any("Lost connection" in line for line in lines.seen) is not has_failed
+
+
 def test_restarted_hub_learns_everything_again(exits, lines):
     """A main host that comes back in time gets all reports again."""
     job = Job(exits, 3)

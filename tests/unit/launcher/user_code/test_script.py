@@ -109,7 +109,7 @@ def test_constraints_keep_what_the_image_is_built_around():
     ("output", "said"),
     [
         ("Looking in indexes\n  ERROR: inner\nERROR: outer\n[notice] new pip\n", "  ERROR: inner\nERROR: outer"),
-        ("", "failed without writing to stderr: killed by SIGKILL"),
+        ("", "killed by SIGKILL (exit code 137); nothing was written to stderr"),
         ('Traceback (most recent call last):\n  File "a", line 1, in b\nImportError: no pip\n', "ImportError: no pip"),
         ("ERROR: " + "x" * 5000, "..."),
     ],
