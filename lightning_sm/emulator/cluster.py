@@ -255,6 +255,8 @@ def _shared_environment(spec: ClusterSpec) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(1, usable_cpus() // num_processes)),
         **inherited,
         "CUDA_VISIBLE_DEVICES": "",
+        # Lightning's switch for Apple's GPU (accelerators/mps.py), with which it refuses to train on several hosts.
+        "DISABLE_MPS": "1",
         "SM_NUM_GPUS": "0",
         "PYTHONUNBUFFERED": "1",
         DEVICES.name: str(spec.devices),

@@ -15,7 +15,7 @@ from tests.integration.emulators import SCRIPT_START, TIMEOUT_S, job_dir, local,
 from tests.integration.hosts import REPOSITORY, script
 
 MACOS = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "not_linux"), str(REPOSITORY)])}
-ADDRESSES = SCRIPT_START + "print('addresses', os.environ['LIGHTNING_SM_HOST_ADDRESSES'], os.environ['SM_HOSTS'])\n"
+ADDRESSES = SCRIPT_START + "print('addresses', os.environ['LIGHTNING_SM_HOST_ADDRESSES'], os.environ['DISABLE_MPS'])\n"
 # A process that leaves its parent and its session, as daemons do, and then outlives its host's launcher.
 DAEMON = """\
 import os, subprocess, sys
@@ -39,7 +39,7 @@ def test_emulated_job_runs(places):
     (work / "train.py").write_text(ADDRESSES)
     ended = local(jobs, work, "--group", "trainer=2", "--", "train.py", **MACOS)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.count("addresses " + '{"algo-1": "127.0.0.1", "algo-2": "127.0.0.1"}') == 2
+    assert ended.stdout.count("addresses " + '{"algo-1": "127.0.0.1", "algo-2": "127.0.0.1"} 1') == 2
     assert "Traceback" not in ended.stdout + ended.stderr
     config = json.loads((job_dir(jobs) / "algo-1" / "input" / "config" / "resourceconfig.json").read_text())
     assert config["network_interface_name"] == "lo0"
