@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_sm.job.channels import CONFIG_CHANNEL
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.hyperparameters import is_for_toolkit, to_argv
+
+logger = logging.getLogger(__name__)
 
 _CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -37,7 +42,8 @@ def is_toolkit_rendering(argv: Sequence[str], job: SageMakerJob) -> bool:
     """Whether sagemaker-training or an SDK v3 driver built a command line from the job's hyperparameters.
 
     Both write a ``--name value`` pair for each hyperparameter, and lose types (None becomes an empty string, a dict
-    ``a=1,b=2``); ``job_arguments`` keeps them.
+    ``a=1,b=2``); ``job_arguments`` keeps them. Other values for the same names are those of a script's author
+    (``run.sh``: ``python train.py --data.batch_size 64``) and count; a line of the log names them.
 
     Args:
         argv: Arguments of this process, without the program.
@@ -46,7 +52,33 @@ def is_toolkit_rendering(argv: Sequence[str], job: SageMakerJob) -> bool:
     names = {name.lstrip("-") for name in argv[::2]}
     are_pairs = len(argv) > 0 and len(argv) % 2 == 0 and all(name.startswith("-") for name in argv[::2])
     wanted = {name for name in job.hyperparameters if not is_for_toolkit(name)}
-    return are_pairs and wanted <= names <= set(job.hyperparameters)
+    if not are_pairs or not wanted <= names <= set(job.hyperparameters):
+        return False
+    different = [
+        f"{option} {value} (hyperparameter: {job.hyperparameters[option.lstrip('-')]})"
+        for option, value in zip(argv[::2], argv[1::2], strict=True)
+        if _unquoted(value) not in _renderings(job.hyperparameters[option.lstrip("-")])
+    ]
+    if different:
+        logger.warning("The script's command line wins over the job's hyperparameters: %s.", ", ".join(different))
+    return not different
+
+
+def _renderings(hyperparameter: str) -> set[str]:
+    """The values that either program may write for a hyperparameter, as ``_unquoted`` returns them."""
+    try:
+        value = json.loads(hyperparameter)
+    except ValueError:
+        value = hyperparameter
+    text = ",".join(f"{key}={value[key]}" for key in sorted(value)) if isinstance(value, dict) else str(value)
+    # sagemaker-training, mapping.py, to_cmd_args; SDK v3, container_drivers/common/utils.py, safe_serialize.
+    rendered = (hyperparameter, "" if value is None else text, json.dumps(value))
+    return {_unquoted(one) for one in rendered}
+
+
+def _unquoted(value: str) -> str:
+    """Leave out what a shell between the program and the script may have removed, and JSON's optional blanks."""
+    return re.sub(r"[\s'\"\\\\]", "", value)
 
 
 def _in_config_channel(argument: str, job: SageMakerJob, directory: Path) -> str:

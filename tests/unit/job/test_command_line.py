@@ -1,10 +1,20 @@
 """The arguments of a script from hyperparameters and the config channel, and telling them from the toolkit's."""
 
+import json
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_sm.job.command_line import is_toolkit_rendering, job_arguments
 from lightning_sm.job.facts import Channel
 from tests.fakes.job_folder import make_job
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=4,
+)
 
 
 def job_with(hyperparameters=None, config_dir=None):
@@ -100,3 +110,42 @@ def test_the_sdk_v3_drivers_command_line_is_recognised():
 def test_a_command_line_of_the_users_own_is_not_taken_for_the_toolkits(arguments):
     """A subcommand, a missing or an additional option, or another form: somebody wrote these arguments."""
     assert not is_toolkit_rendering(arguments, job_with(HYPERPARAMETERS))
+
+
+def test_a_value_of_the_scripts_own_wins_and_is_named(caplog):
+    """Options that somebody wrote into a shell script are not replaced in silence by the hyperparameters."""
+    job = job_with({"data.batch_size": "32", "model.lr": "0.1"})
+    assert not is_toolkit_rendering(["--data.batch_size", "64", "--model.lr", "0.1"], job)
+    (line,) = caplog.messages
+    assert "--data.batch_size 64 (hyperparameter: 32)" in line
+    assert "model.lr" not in line
+
+
+@pytest.mark.toolkit
+@given(st.dictionaries(st.from_regex(r"[a-z]{1,6}", fullmatch=True), VALUES, min_size=1, max_size=4))
+def test_whatever_the_programs_write_is_recognised(values):
+    """A value of any type and by any SDK is recognised, also after a shell took its quotes."""
+    from sagemaker_training import mapping
+
+    for hyperparameters in (
+        {key: str(value) for key, value in values.items()},  # SDK v2, generic Estimator
+        {key: json.dumps(value) for key, value in values.items()},  # SDK v2, framework
+        {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()},  # SDK v3
+    ):
+        decoded = {key: decoded_as_programs_do(value) for key, value in hyperparameters.items()}
+        by_toolkit = mapping.to_cmd_args(decoded)
+        by_driver = [
+            part
+            for key, value in decoded.items()
+            for part in (f"--{key}", value if isinstance(value, str) else json.dumps(value))
+        ]
+        for arguments in (by_toolkit, by_driver, [part.replace("'", "") for part in by_driver]):
+            assert is_toolkit_rendering(arguments, job_with(hyperparameters))
+
+
+def decoded_as_programs_do(text):
+    """Both read JSON where it is valid."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
