@@ -36,12 +36,13 @@ def serve(
         name=job.current_host,
         credentials=Credentials.of(settings, _identity(job)),
     )
+    num_trainers = len(topology.trainer_hosts)
     logger.info(
-        "Data host %s serves at %s (workers: %d, at most 2 batches in memory for each). Waiting for trainers: %s.",
+        "Data host %s serves at %s (workers: %d), until %s finished.",
         job.current_host,
         address,
         host_settings.workers,
-        ", ".join(topology.trainer_hosts),
+        "the trainer host has" if num_trainers == 1 else f"all {num_trainers} trainer hosts have",
     )
     HostProcess(datamodule, host_settings, lambda _: None).serve()
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_sm._lightning import Callback, ClusterEnvironment, ProgressBar, Trainer
+from lightning_sm._lightning import Callback, ClusterEnvironment, Trainer
 from lightning_sm.errors import OutputDirectoryError, TopologyError
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.training.callbacks.line_progress import LineProgress
+from lightning_sm.training.callbacks.line_progress import own_progress
 from lightning_sm.training.callbacks.local_position import LocalPosition
 from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
@@ -56,9 +56,8 @@ class TrainerSetup:
         plugins = as_list(given.get("plugins"))
         arguments = {"plugins": self._with_environment(plugins, given.get("strategy"))}
         own = list(self._callbacks)
-        wants_progress = given.get("enable_progress_bar") is not False and not given.get("barebones")
-        if wants_progress and not any(isinstance(callback, ProgressBar) for callback in callbacks):
-            own.insert(0, LineProgress())
+        if given.get("enable_progress_bar") is not False and not given.get("barebones"):
+            own[:0] = own_progress(callbacks)
         arguments["callbacks"] = [*as_list(given.get("callbacks")), *own]
         return arguments
 

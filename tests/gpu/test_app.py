@@ -39,9 +39,9 @@ def test_the_app_learns_from_the_batches_of_a_data_host(tmp_path, record_propert
     output = run(tmp_path)
     assert "GPU available: True (cuda), used: True" in output
     assert best_accuracy(output) >= 0.97
-    shares = [int(share) for share in re.findall(r"input-bound (\d+)%", output)]
+    shares = [float(share) for share in re.findall(r" data_wait=([\d.]+)%", output)]
     assert shares, output
-    record_property("input-bound, in % per epoch", shares)
+    record_property("data wait, in % per epoch", shares)
 
 
 def test_an_interrupted_job_resumes_on_the_gpu(tmp_path):

@@ -49,6 +49,10 @@ class LinkState(Enum):
 class Owner(Protocol):
     """Receives the events of a link, in the link's threads."""
 
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        """What goes with every heartbeat about the training on this rank."""
+
     def link_up(self, link: HostLink) -> None:
         """The host is connected and has opened all loaders."""
 
@@ -78,11 +82,13 @@ class HostLink:
         facts: The last answer to a heartbeat; empty if there was none.
         state: State of the connection.
         detail: Why it is not UP, for people.
+        num_lost: How often the connection was lost.
     """
 
     def __init__(self, address: str, credentials: Credentials, client: Mapping[str, Any], owner: Owner) -> None:
         self.address = address
         self.facts: dict[str, Any] = {}
+        self.num_lost = 0
         self._set_state(LinkState.CONNECTING, "not connected yet")
         self._client = dict(client)
         self._owner = owner
@@ -174,7 +180,8 @@ class HostLink:
         while not self._closed.is_set():
             began = time.monotonic()
             try:
-                self.facts = calls.heartbeat_reply(self._unary("Heartbeat", self._client, _HEARTBEAT_TIMEOUT_S))
+                request = {**self._client, **self._owner.figures}
+                self.facts = calls.heartbeat_reply(self._unary("Heartbeat", request, _HEARTBEAT_TIMEOUT_S))
                 self._num_silent = 0
                 self._open_wanted()
             except grpc.RpcError as error:
@@ -248,6 +255,7 @@ class HostLink:
                 self._opened.clear()
                 self._num_losses += 1
             if was_up:
+                self.num_lost += 1
                 logger.warning("Lost connection to data host %s: %s. Reconnecting.", self.name, detail)
             self._owner.link_lost(self)
 

@@ -36,6 +36,7 @@ class InFlightBatch:
         received: Bytes so far.
         queue_s: Seconds in the host's queue.
         produce_s: Seconds in the worker.
+        transfer_s: Seconds from request to batch, without those in queue and worker.
     """
 
     step: int
@@ -45,6 +46,7 @@ class InFlightBatch:
     received: int = 0
     queue_s: float = 0.0
     produce_s: float = 0.0
+    transfer_s: float = 0.0
 
     @property
     def is_complete(self) -> bool:
@@ -170,9 +172,15 @@ class PassBuffer:
         piece = codec_of(self.template.compression).decompress(payload, max(0, size))
         self.take_data(request_id, offset, memoryview(piece))
 
-    def accept(self, request_id: int) -> None:
-        """Keep a complete answer until its step is next."""
+    def accept(self, request_id: int, latency_s: float) -> InFlightBatch:
+        """Keep a complete answer until its step is next, and return it.
+
+        Args:
+            request_id: Number of the request.
+            latency_s: Seconds from the request until now.
+        """
         batch = self.in_flight.pop(request_id)
+        batch.transfer_s = max(0.0, latency_s - batch.queue_s - batch.produce_s)
         self.ready[batch.step] = batch
         self.largest = max(self.largest, batch.num_bytes)
         if isinstance(self.plan, ShardSteps):
@@ -188,6 +196,7 @@ class PassBuffer:
                     self.template.loader,
                     self.template.opening,
                 )
+        return batch
 
     def skip(self, request_id: int, end: int | None) -> None:
         """Record the answer that a step of a shard has no batch.
@@ -228,6 +237,7 @@ class PassBuffer:
             "num_bytes": batch.num_bytes,
             "queue_s": batch.queue_s,
             "produce_s": batch.produce_s,
+            "transfer_s": batch.transfer_s,
         }
         return {**facts, "keys": self.plan.batch(batch.step).tolist()} if self.tells_keys else facts
 

@@ -25,7 +25,7 @@ from lightning_sm.data.feeder.host_link import HostLink, LinkState
 from lightning_sm.data.feeder.pass_buffer import PassBuffer
 from lightning_sm.data.feeder.sampler_orders import SamplerOrders, lengths, step_plan
 from lightning_sm.data.feeder.scheduler import Request, Retry, Scheduler
-from lightning_sm.data.feeder.status import RETRIES, explain, host_state, pass_state
+from lightning_sm.data.feeder.status import RETRIES, explain, host_state, pass_state, rank_figures
 from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Released
 from lightning_sm.data.ipc.processes import exit_when_a_thread_fails, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
@@ -48,7 +48,7 @@ class Feeder:
     Args:
         trainer: Connection to the training process.
         releases: Pipe through which the training process releases slots.
-        settings: Addresses, credentials, client facts, hedging.
+        settings: Addresses, credentials, client facts, hedging; whether another rank of this host logs for all.
     """
 
     def __init__(self, trainer: MessageSocket, releases: int, settings: dict[str, Any]) -> None:
@@ -63,6 +63,9 @@ class Feeder:
         self._closed_early: set[int] = set()
         self._agreement = LoaderAgreement(len(settings["addresses"]), self._notify_opened)
         self._after_first: dict[str, dict[str, Any]] = {}
+        # Sent with heartbeats; replaced as a whole, because the threads of the links read it.
+        self.figures: dict[str, Any] = {}
+        self._transfers: dict[str, float] = dict.fromkeys(settings["addresses"], 0.0)
         self._is_running = True
         credentials = Credentials(**settings["credentials"])
         self._links = {
@@ -114,6 +117,8 @@ class Feeder:
                 threading.Thread(target=plan, args=(facts,), name=message.kind, daemon=True).start()
             elif message.kind == "state":
                 self._notify("state", **self._state())
+            elif message.kind == "figures":
+                self.figures = facts
             elif message.kind == "finish":
                 self._finish(facts["outcome"])
 
@@ -229,8 +234,12 @@ class Feeder:
         with self._lock:
             known = {status.host: status for status in self._scheduler.hosts()}
             passes = [pass_state(status, now) for status in self._scheduler.passes()]
-        hosts = [host_state(link, known.get(address)) for address, link in self._links.items()]
-        return {"hosts": hosts, "passes": passes}
+            transfers = dict(self._transfers)
+        hosts = [
+            {**host_state(link, known.get(address)), "transfer_s": transfers[address]}
+            for address, link in self._links.items()
+        ]
+        return {"hosts": hosts, "passes": passes, "ranks": rank_figures(self._links.values())}
 
     # Events of links
 
@@ -255,16 +264,16 @@ class Feeder:
                 self._agreement.add_reply(name, link.name, reply, time.monotonic())
         except DataServiceError as error:
             self._fail(None, error)
+        else:
+            if "error" in reply:
+                what = first_line(reply["text"])
+                logger.warning("Continuing without data host %s: %s: %s", link.name, reply["where"], what)
         if "error" not in reply:
             if link is next(iter(self._links.values())):
                 self._open_others(name)
             return ""
         return f"failed in {reply['where']}"
 
-        else:
-            if "error" in reply:
-                what = first_line(reply["text"])
-                logger.warning("Continuing without data host %s: %s: %s", link.name, reply["where"], what)
     def link_refused(self, error: DataServiceError) -> None:
         """Fail: the host does not belong to this job, or violates the protocol."""
         self._fail(None, error)
@@ -303,12 +312,14 @@ class Feeder:
             self._complete(buffer, request)
 
     def _complete(self, buffer: PassBuffer, request: Request) -> None:
-        completion = self._scheduler.completed(request.request_id, time.monotonic())
+        now = time.monotonic()
+        completion = self._scheduler.completed(request.request_id, now)
         del self._requests[request.request_id]
         if not completion.is_accepted:
             buffer.drop(request.request_id)
             return
-        buffer.accept(request.request_id)
+        batch = buffer.accept(request.request_id, now - request.sent_at)
+        self._transfers[request.host] += batch.transfer_s
         self._cancel(completion.cancel)
         self._scheduler.set_window(buffer.pass_id, buffer.window)
         self._deliver(buffer)
@@ -378,6 +389,8 @@ def main() -> None:
     trainer = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
     message = trainer.receive()
     if message is not None:
+        if message.facts["settings"]["is_quiet"]:
+            logging.getLogger("lightning_sm").setLevel(logging.ERROR)
         Feeder(trainer, int(sys.argv[2]), message.facts["settings"]).run()
 
 

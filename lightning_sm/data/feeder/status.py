@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from lightning_sm import errors
@@ -62,8 +63,20 @@ def host_state(link: HostLink, status: HostStatus | None) -> dict[str, Any]:
         "batches": status.num_completed,
         "retries": status.num_retries,
         "hedges": status.num_hedges,
-        **{name: link.facts.get(name) for name in ("workers", "busy", "queued", "busy_s", "up_s")},
+        "lost": link.num_lost,
+        **{name: link.facts.get(name) for name in ("workers", "busy", "queued")},
+        **{name: link.facts.get(name, 0) for name in ("busy_s", "capacity_s", "built", "built_s")},
     }
+
+
+def rank_figures(links: Iterable[HostLink]) -> dict[str, Any]:
+    """Return the latest figures of each rank that a data host has, by the name of the rank."""
+    latest: dict[str, Any] = {}
+    for link in links:
+        for rank, figures in link.facts.get("figures", {}).items():
+            if rank not in latest or figures["num_batches"] > latest[rank]["num_batches"]:
+                latest[rank] = figures
+    return latest
 
 
 def pass_state(status: PassStatus, now: float) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,13 +14,14 @@ from lightning_sm.data.host.loader import ServedLoader, describe_structure
 from lightning_sm.data.host.random_state import seed_all
 from lightning_sm.data.plan.seeds import hook_seed
 from lightning_sm.data.protocol.failures import describe_exception
+from lightning_sm.data.protocol.plain_values import plain_json
 from lightning_sm.data.protocol.spec import TRAINER_FACTS
 from lightning_sm.errors import DataSettingsError
 
 logger = logging.getLogger(__name__)
 
-# The attributes of a DataModule that are copied to the trainers are numbers and names, not data.
-_MAX_ATTRIBUTE_BYTES = 1 << 16
+# A hook that takes longer is worth a line.
+_SLOW_HOOK_S = 10.0
 
 
 class ServedModule:
@@ -85,10 +87,9 @@ class ServedModule:
             self._state = request["state"]
             self._datamodule.load_state_dict(json.loads(self._state))
         hook = f"{request['loaders']}_dataloader"
-        logger.info("Running %s()", hook)
         seed, epoch = request["seed"], request["epoch"]
         seed_all(hook_seed(seed, hook, epoch))
-        with self._trainer.noting_reads() as reads:
+        with _timed(f"{hook}()"), self._trainer.noting_reads() as reads:
             returned = getattr(self._datamodule, hook)()
             structure, loaders = describe_structure(returned, hook, request["loaders"], seed=seed, epoch=epoch)
         if not all(loader.facts.is_split for loader in loaders):
@@ -115,46 +116,39 @@ class ServedModule:
         if request["run"] == self._run:
             return
         if request["prepares"] and not self._is_prepared:
-            logger.info("Running prepare_data()")
             seed_all(hook_seed(request["seed"], "prepare_data", 0))
-            with self._trainer.noting_reads() as reads:
+            with _timed("prepare_data()"), self._trainer.noting_reads() as reads:
                 self._datamodule.prepare_data()
             reads.check()
             self._is_prepared = True
         self.leave()
-        logger.info("Running setup(%r)", request["stage"])
-        before = dict(vars(self._datamodule))
+        before = {name: (value, plain_json(value)) for name, value in vars(self._datamodule).items()}
         # Every host, also one that is restarted and one of a resumed job, must split the data alike.
         seed_all(hook_seed(request["seed"], "setup", 0))
-        with self._trainer.noting_reads() as reads:
+        with _timed(f"setup({request['stage']!r})"), self._trainer.noting_reads() as reads:
             self._datamodule.setup(stage=request["stage"])  # by its name, as Lightning calls it
         reads.check()
         # Accumulated over all runs: a later setup() may set the same objects again.
-        self._changed |= {name for name, value in vars(self._datamodule).items() if before.get(name) is not value}
+        self._changed |= {
+            name
+            for name, value in vars(self._datamodule).items()
+            if name not in before or before[name][0] is not value or before[name][1] != plain_json(value)
+        }
         self._run = request["run"]
         self._stage = request["stage"]
         self._state = ""
 
     def _attributes(self) -> dict[str, Any]:
-        """Return the plain values that ``setup`` has set on the DataModule, and the names of all others ("missing")."""
+        """Return the plain values that ``setup`` has set or changed, and the names of all others ("missing")."""
         attributes = {}
         missing = []
         for name in sorted(self._changed & vars(self._datamodule).keys()):
-            value = getattr(self._datamodule, name)
-            if _is_plain(value):
-                attributes[name] = value
-            else:
+            text = plain_json(getattr(self._datamodule, name))
+            if text is None:
                 missing.append(name)
+            else:
+                attributes[name] = json.loads(text)
         return {"attributes": attributes, "missing": missing}
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is the same after a journey as JSON."""
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return len(text) <= _MAX_ATTRIBUTE_BYTES and bool(json.loads(text) == value)
 
 
 _RANKS = ("global_rank", "local_rank", "node_rank")
@@ -247,3 +241,13 @@ class TrainerFacts:
         if not self._is_in_hook:
             self._reads.check()
         return value
+
+
+@contextmanager
+def _timed(hook: str) -> Iterator[None]:
+    """Log how long a hook of the user takes, if that is long; while it runs, trainers log what they wait for."""
+    logger.debug("Running %s", hook)
+    began = time.monotonic()
+    yield
+    seconds = time.monotonic() - began
+    logger.log(logging.INFO if seconds >= _SLOW_HOOK_S else logging.DEBUG, "%s took %.1f s", hook, seconds)

@@ -6,12 +6,14 @@ Both ends have the same version, so unknown fields and values are errors.
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_sm import errors
+from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.data.settings import MAX_SHARDS
 from lightning_sm.errors import WireError
@@ -29,6 +31,9 @@ _LONG_TEXTS = ("outcome", "state")
 _MAX_TRAINER_FACTS = 64
 _RANGES = {"world_size": (1, 1 << 16), "num_shards": (0, MAX_SHARDS), "loader": (0, 1 << 16)}
 
+# What a data host tells about the work of its workers, see ``WorkerPool.state``.
+_WORK = ("busy_s", "capacity_s", "built", "built_s")
+
 _HOOKS = ("", "train", "val", "test", "predict")
 _MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
@@ -40,10 +45,12 @@ class Call:
     Attributes:
         name: The gRPC method.
         fields: Names of the values, and their types.
+        optional: The same of values that may be left out.
     """
 
     name: str
     fields: Mapping[str, type]
+    optional: Mapping[str, type] = field(default_factory=dict)
 
     def parse(self, data: bytes) -> dict[str, Any]:
         """Return the values of a request, without any others that it has.
@@ -53,7 +60,8 @@ class Call:
         """
         what = f"{self.name} request"
         facts = _object(data, what, _MAX_REQUEST_BYTES)
-        values = {name: _value(facts, name, kind, what) for name, kind in self.fields.items()}
+        sent = {**self.fields, **{name: kind for name, kind in self.optional.items() if name in facts}}
+        values = {name: _value(facts, name, kind, what) for name, kind in sent.items()}
         for name, value in values.items():
             least, most = _RANGES.get(name, (-_INT64, _INT64))
             if isinstance(value, int) and not least <= value <= most:
@@ -64,6 +72,8 @@ class Call:
             raise WireError(f"The {what} names unknown loaders: {reprlib.repr(values['loaders'])}.")
         if "run" in values:
             _check_opening(values, what)
+        if "figures" in values:
+            RankFigures.from_json(values["figures"])
         return values
 
 
@@ -95,7 +105,8 @@ OPEN = Call(
     },
 )
 LIST = Call("List", {"opening": str, "loader": int, "seed": int, "epoch": int, "pass_index": int, "num_shards": int})
-HEARTBEAT = Call("Heartbeat", {"client": str, "world_size": int})
+# A rank's figures, once it trains; rank 0 wants those of all ranks.
+HEARTBEAT = Call("Heartbeat", {"client": str, "world_size": int}, {"figures": dict, "wants_figures": bool})
 FINISH = Call("Finish", {"client": str, "outcome": str})
 
 
@@ -110,6 +121,13 @@ def heartbeat_reply(data: bytes) -> dict[str, Any]:
     _value(facts, "name", str, what)
     for name in ("workers", "busy", "queued"):
         _value(facts, name, int, what)
+    for name in _WORK:
+        value = facts.get(name, 0)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise WireError(f"In the {what}, {name!r} must be a number, not {reprlib.repr(value)}.")
+    if "figures" in facts:
+        for figures in _value(facts, "figures", dict, what).values():
+            RankFigures.from_json(figures)
     return facts
 
 

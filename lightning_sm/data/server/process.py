@@ -83,7 +83,7 @@ class ServerProcess:
         self._opened: dict[str, dict[str, Any]] = {}
         self._sampler_orders: dict[str, _SamplerOrder] = {}
         self._streams: set[_Stream] = set()
-        self._started = time.monotonic()
+        self._figures: dict[str, Any] = {}  # by trainer rank
         handlers = {
             "Open": grpc.unary_unary_rpc_method_handler(self._open),
             "List": grpc.stream_stream_rpc_method_handler(self._list),
@@ -265,12 +265,15 @@ class ServerProcess:
         try:
             with self._leasing:
                 self._leases.heartbeat(facts["client"], facts["world_size"], time.monotonic())
+                if "figures" in facts:
+                    self._figures[facts["client"]] = facts["figures"]
+                figures = {"figures": dict(self._figures)} if facts.get("wants_figures") else {}
         except DataHostMismatchError as error:
             # Not final: the trainer tries again, and the others may have ended by then.
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         state = {
             "name": self._settings.name,
-            "up_s": time.monotonic() - self._started,
+            **figures,
             **self._pool.state(),
             # As many as configured: the first heartbeat comes before any worker is forked, and trainers decide by it
             # how many batches to request.
@@ -291,6 +294,7 @@ class ServerProcess:
             # Before the answer: as soon as the trainer has it, the trainer may exit, and this host may get SIGTERM.
             self._send("trainer_finished", is_success=is_success(outcome))
             self._leases.finish(client, outcome, time.monotonic())
+            self._figures.pop(client, None)
         return b"{}"
 
 

@@ -116,6 +116,41 @@ class _Worker:
         self.ring.close()
 
 
+@dataclass
+class _Work:
+    """How busy the workers are while trainers have more to request.
+
+    The time after the last request, in which the last batches are built and then nothing, does not count: no more
+    workers could have been used. It ends with a request that finds no other.
+
+    Attributes:
+        busy_s: Seconds that workers worked, of all workers together.
+        capacity_s: Seconds that all workers together could have worked.
+    """
+
+    busy_s: float = 0.0
+    capacity_s: float = 0.0
+    _measured_at: float = field(default_factory=time.perf_counter)
+    # Since the last request.
+    _recent_busy_s: float = 0.0
+    _recent_capacity_s: float = 0.0
+
+    def advance(self, now: float, num_busy: int, num_workers: int) -> None:
+        """Add the time since the last call."""
+        seconds = now - self._measured_at
+        self._measured_at = now
+        self._recent_busy_s += seconds * num_busy
+        self._recent_capacity_s += seconds * num_workers
+
+    def request(self, *, is_needed: bool) -> None:
+        """Count the time since the last request, if other requests are still in work (``is_needed``)."""
+        if is_needed:
+            self.busy_s += self._recent_busy_s
+            self.capacity_s += self._recent_capacity_s
+        self._recent_busy_s = 0.0
+        self._recent_capacity_s = 0.0
+
+
 class WorkerPool:
     """Gives tasks to idle workers; clients take turns.
 
@@ -132,7 +167,9 @@ class WorkerPool:
         self._queues: OrderedDict[object, deque[Task]] = OrderedDict()
         self._kill_at: dict[int, float] = {}  # by worker id
         self._shard_workers: dict[Affinity, int] = {}  # numbers of workers
-        self._busy_s = 0.0
+        self._work = _Work()
+        self._num_built = 0
+        self._built_s = 0.0
         self._longest_s = 0.0
         self._selector = selectors.DefaultSelector()
         self._waker, self._wakeup = socket.socketpair()
@@ -144,6 +181,8 @@ class WorkerPool:
     def submit(self, task: Task) -> None:
         """Queue a task."""
         with self._lock:
+            self._measure()
+            self._work.request(is_needed=any(self._queues.values()) or any(w.task for w in self._workers.values()))
             self._queues.setdefault(task.client, deque()).append(task)
             self._dispatch()
 
@@ -208,14 +247,21 @@ class WorkerPool:
             other.answer(Failed("ShardMoved", f"worker {worker.number}, which had the shard open, {why}"))
 
     def state(self) -> dict[str, Any]:
-        """Return what a data host reports about its workers."""
+        """Return what a data host reports about its workers.
+
+        "built" and "built_s" are the tasks that they have done, and the seconds that these took. Of the seconds of all
+        workers in times of demand ("capacity_s"), "busy_s" is the part in which they worked, see ``_Work``.
+        """
         with self._lock:
             available = [worker for worker in self._workers.values() if worker.is_available]
             return {
                 "workers": len(available),
                 "busy": sum(worker.task is not None for worker in available),
                 "queued": sum(map(len, self._queues.values())),
-                "busy_s": self._busy_s,
+                "busy_s": self._work.busy_s,
+                "capacity_s": self._work.capacity_s,
+                "built": self._num_built,
+                "built_s": self._built_s,
             }
 
     def close(self) -> None:
@@ -232,8 +278,14 @@ class WorkerPool:
         self._waker.close()
         self._wakeup.close()
 
+    def _measure(self) -> None:
+        """Count the time since the last change. Call it with the lock held, before workers begin or end a task."""
+        available = [worker for worker in self._workers.values() if worker.is_available]
+        self._work.advance(time.perf_counter(), sum(worker.task is not None for worker in available), len(available))
+
     def _dispatch(self) -> None:
         """Give tasks to idle workers. Call it with the lock held, after every change of queues, workers or slots."""
+        self._measure()
         idle = [w for w in self._workers.values() if w.is_available and w.task is None and w.free_slots]
         while idle:
             task = self._next_task(idle)
@@ -328,11 +380,13 @@ class WorkerPool:
         if message.kind == "ready":
             worker.state = _State.READY
             return lambda: None
+        self._measure()
         task = worker.task
         worker.task = None
         self._kill_at.pop(worker.id, None)
         task_s = time.perf_counter() - worker.task_started
-        self._busy_s += task_s
+        self._num_built += 1
+        self._built_s += task_s
         self._longest_s = max(self._longest_s, task_s)
         slot = message.facts["slot"]
         if task is None or task.is_cancelled:

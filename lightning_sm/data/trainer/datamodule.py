@@ -13,12 +13,20 @@ import socket
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from lightning_sm._lightning import BatchSizeFinder, CombinedLoader, IndexBatchSamplerWrapper, LightningDataModule
+from lightning_sm._lightning import (
+    BatchSizeFinder,
+    CombinedLoader,
+    IndexBatchSamplerWrapper,
+    LightningDataModule,
+    rank_zero_only,
+)
 from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.host.data_host import LOCAL_JOB, DataHost
 from lightning_sm.data.plan.shards import default_num_shards
+from lightning_sm.data.protocol.plain_values import plain_value
 from lightning_sm.data.protocol.spec import TRAINER_FACTS, LoaderFacts
 from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings
@@ -31,6 +39,7 @@ from lightning_sm.data.trainer.slots import SlotPool
 from lightning_sm.errors import DataServiceError, DataSettingsError, WireError
 
 logger = logging.getLogger(__name__)
+_warn_once = rank_zero_only(logger.warning)
 
 _LOADER_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 
@@ -45,7 +54,8 @@ _RUN_BITS = 62
 _TRAINER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 # What a data host may replace on the class of the DataModule: defaults such as ``num_classes = None``, never a hook.
-_PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
+_PLAIN = (type(None), bool, int, float, str, list, tuple, set, dict)
+_COPIED = "numbers, strings, and lists, tuples, sets and dicts of these, up to 64 KB"
 
 # Hooks of the DataModule, of the LightningModule and of the strategy that get batches before they are on the device.
 _COPYING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "batch_to_device")
@@ -56,8 +66,8 @@ class RemoteDataModule(LightningDataModule):
 
     ``prepare_data``, ``setup``, ``*_dataloader`` and ``teardown`` run on the data hosts. ``on_before_batch_transfer``,
     ``transfer_batch_to_device``, ``on_after_batch_transfer``, ``state_dict`` and ``load_state_dict`` run here. Other
-    attributes are those of the wrapped DataModule, including the numbers, strings, lists and dicts that its ``setup``
-    set on the data hosts.
+    attributes are those of the wrapped DataModule, including the plain values (numbers, strings, and lists, tuples,
+    sets and dicts of these, up to 64 KB) that its ``setup`` set or changed on the data hosts.
 
     Args:
         datamodule: The user's DataModule. Its data need not be accessible from this machine.
@@ -116,8 +126,10 @@ class RemoteDataModule(LightningDataModule):
         # The structure of a stage's loaders, with the name of the request for them.
         self._structures: dict[str, tuple[str, Any]] = {}
         self._pools: dict[tuple[str, int], SlotPool] = {}
+        # What setup() has set on the data hosts, and is not copied.
+        self._missing: frozenset[str] = frozenset()
         self._progress = Progress()
-        self._reporter = Reporter(self._state)
+        self._reporter = Reporter(lambda: self._feeder)
         self._take_hooks()
 
     def _take_hooks(self) -> None:
@@ -129,13 +141,18 @@ class RemoteDataModule(LightningDataModule):
         if name.startswith("__") or name == "_datamodule":
             raise AttributeError(name)
         try:
-            return getattr(self._datamodule, name)
+            value = getattr(self._datamodule, name)
         except AttributeError as error:
-            raise AttributeError(
-                f"{type(self._datamodule).__name__} has no attribute {name!r} on a trainer. prepare_data() and setup() "
-                "run on the data hosts only. Numbers, strings, and lists and dicts of these that setup() sets there "
-                "are copied to the trainers; other values are not."
-            ) from error
+            raise self._no_attribute(name) from error
+        if value is None and name in self._missing:  # a default of the class
+            raise self._no_attribute(name)
+        return value
+
+    def _no_attribute(self, name: str) -> AttributeError:
+        return AttributeError(
+            f"{type(self._datamodule).__name__} has no attribute {name!r} on a trainer. prepare_data() and setup() run "
+            f"on the data hosts only. What setup() sets there is copied to the trainers if it is plain ({_COPIED})."
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the wrapped DataModule, whose hooks and ``state_dict`` read it, unless it is our own."""
@@ -202,7 +219,7 @@ class RemoteDataModule(LightningDataModule):
                     "hosts, and pass it as an argument."
                 )
             if self._progress not in trainer.callbacks:
-                trainer.callbacks.insert(0, self._progress)
+                trainer.callbacks[:0] = [self._progress, self._reporter]
         self._stage = stage
         self._loaders.clear()
         self._structures.clear()
@@ -210,20 +227,35 @@ class RemoteDataModule(LightningDataModule):
             self._client = self._start_feeder()
         reply = self._request_loaders("")
         self._take_attributes(reply["attributes"])
-        # A dataset that is None until setup() must not look as if setup() had not run.
-        for name in reply["missing"]:
-            if vars(self._datamodule).get(name, self) is None:
+        self._leave_out(reply["missing"])
+
+    def _leave_out(self, names: Sequence[str]) -> None:
+        """Note what ``setup`` has set on the data hosts and is not copied: it must not look as if it had not run."""
+        own = vars(self._datamodule)
+        for name in names:
+            if name in own and own[name] is None:
                 delattr(self._datamodule, name)
+        self._missing = frozenset(names)
+        stale = sorted(self._missing & own.keys())
+        if stale and (self.trainer is None or self.trainer.is_global_zero):
+            logger.warning(
+                "setup() has replaced %s of %s on the data hosts by values that are not copied to the trainers (%s). "
+                "Here they keep the values that they had before.",
+                ", ".join(stale),
+                type(self._datamodule).__name__,
+                _COPIED,
+            )
 
     def _take_attributes(self, attributes: dict[str, Any]) -> None:
         """Set the plain values that the user's ``setup`` has set on the data hosts."""
-        for name, value in attributes.items():
+        for name, encoded in attributes.items():
+            value = plain_value(encoded)
             own = inspect.getattr_static(type(self._datamodule), name, None)
             if not isinstance(own, _PLAIN):
                 raise WireError(
                     f"A data host says that setup() set {name}={reprlib.repr(value)}, but in the class "
                     f"{type(self._datamodule).__name__} on this trainer {name} is a {type(own).__name__}. Only names "
-                    "that the class does not have, or has as numbers, strings, lists or dicts, are copied to trainers. "
+                    "that the class does not have, or has as plain values, are copied to trainers. "
                     "If it is your setup(), give the value another name."
                 )
             setattr(self._datamodule, name, value)
@@ -234,9 +266,8 @@ class RemoteDataModule(LightningDataModule):
         Args:
             stage: "fit", "validate", "test" or "predict".
         """
-        train = self._loaders.get("train")
-        if train and self._client is not None:
-            self._reporter.end_epoch(train[0], self.trainer)
+        if self._client is not None and self.trainer is not None:
+            self._reporter.end_epoch(self.trainer)
         self._loaders.clear()
         self._structures.clear()
         if self.closes_on_teardown:
@@ -286,7 +317,7 @@ class RemoteDataModule(LightningDataModule):
         try:
             self._state_for_hosts = json.dumps(state_dict)
         except (TypeError, ValueError) as error:
-            logger.warning(
+            _warn_once(
                 "The state of %s cannot be sent to the data hosts (%s). Their loaders do not see it. Keep numbers, "
                 "strings, lists and dicts in it.",
                 type(self._datamodule).__name__,
@@ -301,18 +332,17 @@ class RemoteDataModule(LightningDataModule):
             )
         return self._client
 
-    def _state(self) -> dict[str, Any]:
-        return self._feeder.state()
-
     def _start_feeder(self) -> FeederClient:
         rank, world_size = self._ranks()
         addresses = list(self._addresses)
         if self._settings.local_workers:
             addresses.append(self._start_local_workers(world_size))
-        client = {"client": f"rank {rank} on {socket.gethostname()}", "world_size": world_size}
+        name = f"rank {rank} on {socket.gethostname()}"
+        client = {"client": name, "world_size": world_size, "wants_figures": rank == 0}
         credentials = Credentials.of(self._settings, self._job)
         read_tls(credentials)  # report an unreadable file here instead of in the feeder process
-        feeder = FeederClient(addresses, credentials, client, self._settings.hedge_factor)
+        is_quiet = self.trainer is not None and self.trainer.local_rank != 0
+        feeder = FeederClient(addresses, credentials, client, self._settings.hedge_factor, is_quiet=is_quiet)
         weakref.finalize(self, feeder.close, "the process ended")
         return feeder
 
@@ -385,6 +415,8 @@ class RemoteDataModule(LightningDataModule):
             place = self._place(stage, index, facts)
             slots = self._slots(stage, index, facts.name, place)
             _warn_of_unused_length(facts, place)
+            if self.trainer is not None and self.trainer.is_global_zero and not self._is_overfitting:
+                _warn_of_kept_order(facts, place)
             loader = RemoteLoader(self._feeder, facts, place, slots, self._position_of)
             if stage == "predict" and facts.has_indices:
                 loader.batch_sampler = _SeenIndices()
@@ -392,18 +424,20 @@ class RemoteDataModule(LightningDataModule):
             loaders.append(loader)
         if stage == "train" and loaders:
             loaders[0].on_epoch = self._begin_epoch
-            loaders[0].on_batch = lambda loader: self._reporter.batch(loader, self.trainer)
+            if self.trainer is not None:
+                for loader in loaders:
+                    loader.on_batch = partial(self._reporter.batch, self.trainer, is_step=loader is loaders[0])
             self._progress.follow(loaders)
         self._loaders[stage] = loaders
-        if loaders and (self.trainer is None or self.trainer.local_rank == 0):
-            logger.info(
-                "%s_dataloader(): each rank holds at most %d batches per loader (number of loaders: %d). At most %d of "
-                "them, and at most %.0f MB, are in flight or buffered.",
+        if loaders:
+            logger.debug(
+                "%s_dataloader(): for each of %d loaders, this rank requests up to %d batches (%.0f MB) ahead, and has "
+                "memory for %d.",
                 stage,
-                loaders[0].slots.num_slots,
                 len(loaders),
                 loaders[0].place.window_batches,
                 loaders[0].place.window_bytes / 1e6,
+                loaders[0].slots.num_slots,
             )
         return reply["structure"]
 
@@ -476,7 +510,7 @@ class RemoteDataModule(LightningDataModule):
 
     def _begin_epoch(self, _: int) -> None:
         """Report the last epoch and resume: Lightning announces an epoch to loaders before it reads its progress."""
-        self._reporter.end_epoch(self._loaders["train"][0], self.trainer)
+        self._reporter.end_epoch(self.trainer)
         self._progress.resume(self.trainer)
 
     def _default_window(self) -> int:
@@ -507,6 +541,17 @@ def _warn_of_unused_length(facts: LoaderFacts, place: LoaderPlace) -> None:
             facts.dataset_length,
             place.num_shards,
             num_batches,
+        )
+
+
+def _warn_of_kept_order(facts: LoaderFacts, place: LoaderPlace) -> None:
+    """Say where the order is another one than without data hosts."""
+    if place.stage == "train" and facts.order == "sequential" and place.world_size > 1 and not facts.is_split:
+        logger.warning(
+            "%s does not shuffle, and its %d ranks train in its order. Without data hosts, Lightning shuffles such a "
+            "loader on several ranks. To train as there, set shuffle=True.",
+            facts.name,
+            place.world_size,
         )
 
 

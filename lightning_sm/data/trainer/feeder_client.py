@@ -51,17 +51,30 @@ class FeederClient:
     Args:
         addresses: Addresses of the data hosts.
         credentials: Credentials for the data hosts.
-        client: This rank: "client" is its name, "world_size" the number of ranks.
+        client: This rank: "client" is its name, "world_size" the number of ranks; "wants_figures": whether ``state``
+            has what other ranks share.
         hedge_factor: See ``DataServiceSettings``.
+        is_quiet: Whether another rank of this host logs what all of them would.
+
+    Attributes:
+        name: Name of this rank.
     """
 
     def __init__(
-        self, addresses: Sequence[str], credentials: Credentials, client: Mapping[str, Any], hedge_factor: float
+        self,
+        addresses: Sequence[str],
+        credentials: Credentials,
+        client: Mapping[str, Any],
+        hedge_factor: float,
+        *,
+        is_quiet: bool = False,
     ) -> None:
+        self.name = str(client["client"])
         releases, self._releases = os.pipe()
         self._process, self._socket = start_module("lightning_sm.data.feeder.process", releases)
         os.close(releases)
         self._pid = os.getpid()
+        self._is_quiet = is_quiet
         self._turn = threading.RLock()
         self._inboxes: dict[int, deque[Message]] = {}
         self._opened: dict[str, dict[str, Any]] = {}
@@ -76,6 +89,7 @@ class FeederClient:
             "credentials": asdict(credentials),
             "client": dict(client),
             "hedge_factor": hedge_factor,
+            "is_quiet": is_quiet,
         }
         self._socket.send("feed", settings=settings)
 
@@ -204,6 +218,11 @@ class FeederClient:
                 raise errors.DataServiceError(f"The feeder process did not answer within {_EXIT_TIMEOUT_S:.0f} s.")
         return self._states.pop()
 
+    @_in_turn
+    def share(self, figures: Mapping[str, float]) -> None:
+        """Let the data hosts know what this rank has measured; rank 0 finds it in its ``state``."""
+        self._send("figures", figures=figures)
+
     def describe(self) -> str:
         """Return lines about hosts and passes, for messages."""
         try:
@@ -275,9 +294,13 @@ class FeederClient:
     ) -> bool:
         """Receive messages until a condition holds, and return whether it does in time. Log what a long wait is for.
 
+        All ranks wait for loaders, and the first of each host logs it; each rank waits for batches of its own.
+
         Raises:
             DataServiceError: The feeder reported an error, of this pass or of all.
         """
+        if self._is_quiet and pass_id is None:
+            level = logging.DEBUG
         deadline = time.monotonic() + timeout_s
         report_at = time.monotonic() + _REPORT_PERIOD_S
         while not is_ready():

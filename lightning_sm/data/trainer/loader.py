@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import RandomSampler, SequentialSampler
@@ -14,7 +14,6 @@ from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.plan.samples import num_steps
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.data.trainer.feeder_client import FeederClient
-from lightning_sm.data.trainer.metrics import LoaderStats
 from lightning_sm.data.trainer.passes import FIRST_BY_HAND, LoaderPlace, Position, ShardPasses
 from lightning_sm.data.trainer.slots import SlotPool, SlotRing
 
@@ -43,7 +42,6 @@ class RemoteLoader:
         self.facts = facts
         self.place = place
         self.slots = slots
-        self.stats = LoaderStats()
         self._client = client
         self._position = position
         self.epoch = 0
@@ -55,7 +53,8 @@ class RemoteLoader:
         self.sampler = _Shuffled(self) if facts.order == "shuffled" else _Sequential(self)
         self.batch_sampler: Any = None
         self.on_epoch: Callable[[int], None] | None = None
-        self.on_batch: Callable[[RemoteLoader], None] | None = None
+        # With the feeder's message, the seconds that the training loop waited, and those since the batch before.
+        self.on_batch: Callable[[Mapping[str, Any], float, float | None], None] | None = None
         self.on_indices: Callable[[list[int]], None] | None = None  # with those of each batch of the Trainer
 
     @property
@@ -236,11 +235,10 @@ class _Pass(Iterator[Any]):
         self._client.take(facts["pass_id"], facts["step"] + 1)
         if self._position.is_by_hand:
             return batch
-        wait_s = time.perf_counter() - called_at
-        busy_s = None if self._returned_at is None else called_at - self._returned_at
-        self._loader.stats.count(facts, wait_s, busy_s)
         if self._loader.on_batch is not None:
-            self._loader.on_batch(self._loader)
+            wait_s = time.perf_counter() - called_at
+            busy_s = None if self._returned_at is None else called_at - self._returned_at
+            self._loader.on_batch(facts, wait_s, busy_s)
         if self._loader.on_indices is not None:
             self._loader.on_indices(facts["keys"])
         self._returned_at = time.perf_counter()

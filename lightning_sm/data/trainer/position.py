@@ -6,12 +6,12 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lightning_sm._lightning import Callback
+from lightning_sm._lightning import Callback, rank_zero_only
 from lightning_sm.data.trainer.loader import RemoteLoader
 from lightning_sm.data.trainer.passes import Position
 from lightning_sm.data.trainer.resume import LoaderPosition, SavedPosition
 
-logger = logging.getLogger(__name__)
+_warn_once = rank_zero_only(logging.getLogger(__name__).warning)
 
 _CHECKPOINT_KEY = "lightning_sm.data"
 
@@ -83,11 +83,11 @@ class Progress(Callback):
         batches, num_repeated = saved.batches_for(_positions(self._loaders))
         if batches == saved.batches:
             return
-        logger.warning(
+        _warn_once(
             "The checkpoint was saved after batch %d of epoch %d, which is batch %d with the present ranks (%d) and "
             "batch sizes. Samples that repeat: %d.",
             saved.batches,
-            saved.epoch,
+            saved.epoch + 1,
             batches,
             trainer.world_size,
             num_repeated,

@@ -1,84 +1,179 @@
-"""Reports measurements of the data service: metrics to the Trainer's loggers, and log lines after each epoch."""
+"""Reports measurements of the data service: metrics to the Trainer's loggers, and a word at the end of an epoch."""
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from lightning_sm.data.trainer.loader import RemoteLoader
-from lightning_sm.data.trainer.metrics import LoaderStats, advice, host_line, since
+from lightning_sm._lightning import Callback
+from lightning_sm.data.protocol.figures import RankFigures
+from lightning_sm.data.trainer.feeder_client import FeederClient
+from lightning_sm.data.trainer.metrics import HostFigures, logger_metrics
 from lightning_sm.data.trainer.position import batches_taken
+from lightning_sm.data.trainer.verdict import slowest, trouble, verdict
 from lightning_sm.errors import DataServiceError
 
 logger = logging.getLogger(__name__)
 
+# How often the other ranks' figures are renewed, at most; heartbeats carry them every 0.5 s.
+_SHARE_PERIOD_S = 0.25
 
-class Reporter:
-    """Reports on the first training loader.
+
+@dataclass
+class _Epoch:
+    """What is known at the first batch of an epoch and, from its last batch on, what the data hosts did in between."""
+
+    number: int
+    before: RankFigures
+    hosts_before: Sequence[Mapping[str, Any]] = ()
+    hosts: Sequence[Mapping[str, Any]] = ()
+    is_reported: bool = False
+
+
+class Reporter(Callback):
+    """Measures the training loaders of a rank, and reports those of all ranks on rank 0.
+
+    Figures of other ranks and of data hosts arrive with heartbeats, about a second later. They are sums since the
+    start, of which each report takes what was added: what arrives after it is in the next one.
 
     Args:
-        state: ``FeederClient.state``.
+        feeder: Returns the client of this rank's feeder.
     """
 
-    def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
-        self._state = state
-        self._hosts: dict[str, dict[str, Any]] = {}
-        self._epoch = 0
+    def __init__(self, feeder: Callable[[], FeederClient]) -> None:
+        self._feeder = feeder
+        self._figures = RankFigures()
+        self._shared_at = 0.0
+        # From the first backward pass of a step to its end: time in which other ranks may make this one wait.
+        self._sync_began: float | None = None
+        self._sync_s = 0.0
+        self._epoch: _Epoch | None = None
+        self._reported: dict[str, RankFigures] = {}  # by rank, when the last epoch was reported
 
-    def batch(self, loader: RemoteLoader, trainer: Any) -> None:
-        """After a batch, log metrics if they are due; after the last batch of an epoch, also log lines.
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process: strategies that spawn pickle the Trainer."""
+        return {**vars(self), "_feeder": None, "_epoch": None}
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """Note where ranks begin to wait for each other."""
+        if self._sync_began is None:
+            self._sync_began = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Note where they end to."""
+        if self._sync_began is not None:
+            self._sync_s += time.perf_counter() - self._sync_began
+            self._sync_began = None
+
+    def batch(
+        self, trainer: Any, message: Mapping[str, Any], wait_s: float, busy_s: float | None, *, is_step: bool
+    ) -> None:
+        """Count a batch, share the figures with rank 0 from time to time, and log metrics if they are due.
 
         Args:
-            loader: The loader of the batch.
-            trainer: The Trainer; None if there is none.
+            trainer: The Trainer.
+            message: The feeder's message with the batch.
+            wait_s: Seconds that the training loop waited for it.
+            busy_s: Seconds since the batch before; None for the first batch of a pass.
+            is_step: Whether it is a batch of the first training loader.
         """
-        if trainer is None:
+        if self._epoch is None:
+            self._epoch = self._begin(trainer)
+        epoch = self._epoch
+        self._figures.count(message, wait_s, busy_s, self._sync_s, is_step=is_step)
+        if not is_step:
             return
-        self._epoch = trainer.fit_loop.epoch_progress.current.processed
+        self._sync_s = 0.0
         is_last = batches_taken(trainer) + 1 >= trainer.num_training_batches
-        is_due = trainer.loggers and loader.stats.num_batches % trainer.log_every_n_steps == 0
-        if not (is_last or is_due):
+        now = time.monotonic()
+        if is_last or now >= self._shared_at + _SHARE_PERIOD_S:
+            self._shared_at = now
+            self._feeder().share(self._figures.to_json())
+        own = self._figures.since(epoch.before)
+        is_due = trainer.loggers and (is_last or own.num_steps % trainer.log_every_n_steps == 0)
+        if not is_due and not (is_last and trainer.is_global_zero):
             return
         state = self._state_or_none()
         if state is None:
             return
+        if is_last:
+            epoch.hosts = state["hosts"]
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         for log in trainer.loggers:
-            log.log_metrics(loader.stats.metrics(state), step=step)
-        if is_last:
-            self._log_lines(loader, trainer, state["hosts"])
+            log.log_metrics(logger_metrics(own, message["ready"], state), step=step)
 
-    def end_epoch(self, loader: RemoteLoader, trainer: Any) -> None:
-        """Log the lines of an epoch that ended early, or whose length was unknown.
+    def end_epoch(self, trainer: Any) -> None:
+        """Log the report of the epoch on rank 0, if no progress line has it.
 
         Args:
-            loader: The loader of the epoch.
-            trainer: The Trainer; None if there is none.
+            trainer: The Trainer.
         """
-        if trainer is None or not loader.stats.num_batches:
-            return
+        epoch = self._epoch
+        text = self.report() if trainer.is_global_zero else ""
+        self._epoch = None
+        if epoch is not None and text:
+            planned = trainer.max_epochs if (trainer.max_epochs or 0) > 0 else "?"
+            logger.info("epoch=%d/%s %s", epoch.number + 1, planned, text)
+
+    def report(self) -> str:
+        """Return what is to say about the epoch, once, and log the trouble that data hosts had.
+
+        Returns:
+            How long the slowest rank waited for data, and a verdict, if there is one; "" if the epoch had no batches,
+            or has been reported.
+        """
+        epoch = self._epoch
+        if epoch is None or epoch.is_reported:
+            return ""
+        epoch.is_reported = True
         state = self._state_or_none()
+        if state is None:
+            return ""
+        known = {name: RankFigures.from_json(values) for name, values in state["ranks"].items()}
+        known[self._feeder().name] = copy.copy(self._figures)
+        ranks = {name: figures.since(self._reported.get(name)) for name, figures in known.items()}
+        ranks = {name: figures for name, figures in ranks.items() if figures.num_steps}
+        self._reported = known
+        if not ranks:
+            return ""
+        before = {host["name"]: host for host in epoch.hosts_before}
+        hosts = [HostFigures.between(before.get(host["name"], {}), host) for host in epoch.hosts or state["hosts"]]
+        for sentence in trouble(hosts):
+            logger.warning("%s", sentence)
+        _, rank = slowest(ranks)
+        text = verdict(ranks, hosts)
+        return f"data_wait={100 * rank.wait_fraction:.1f}%" + (f" | {text}" if text else "")
+
+    def _begin(self, trainer: Any) -> _Epoch:
+        """Take the figures at the first batch of an epoch."""
+        state = self._state_or_none() if trainer.is_global_zero else None
+        number = trainer.fit_loop.epoch_progress.current.processed
+        epoch = _Epoch(number, copy.copy(self._figures))
         if state is not None:
-            self._log_lines(loader, trainer, state["hosts"])
+            epoch.hosts_before = state["hosts"]
+            # Of a rank that is new, all is new, unless it belonged to a training before this one.
+            for name, values in state["ranks"].items():
+                self._reported.setdefault(name, RankFigures.from_json(values))
+        return epoch
 
     def _state_or_none(self) -> dict[str, Any] | None:
         """The state, or None if the feeder does not answer: a training must not end because of its statistics."""
         try:
-            return self._state()
+            return self._feeder().state()
         except DataServiceError as error:
             logger.warning("There are no statistics of the data service: %s", error)
             return None
 
-    def _log_lines(self, loader: RemoteLoader, trainer: Any, hosts: list[dict[str, Any]]) -> None:
-        if trainer.local_rank == 0:
-            logger.info("%s", loader.stats.line(f"epoch {self._epoch}, data of rank {trainer.global_rank}"))
-        if trainer.is_global_zero:
-            reports = since(hosts, self._hosts)
-            self._hosts = {host["name"]: host for host in hosts}
-            for report in reports:
-                logger.info("%s", host_line(report))
-            text = advice(loader.stats.input_bound, reports)
-            if text is not None:
-                logger.info("%s", text)
-        loader.stats = LoaderStats()
+
+def data_report(trainer: Any) -> str:
+    """Return what the data service has to say about the epoch that ends, on rank 0; "" without data hosts.
+
+    Args:
+        trainer: The Trainer.
+    """
+    reports = (callback.report() for callback in trainer.callbacks if isinstance(callback, Reporter))
+    return " ".join(filter(None, reports))

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from typing import Any
 
-from lightning_sm._lightning import LightningModule, ProgressBar, Trainer
+from lightning_sm._lightning import Callback, LightningModule, ProgressBar, Trainer, rank_zero_only
+from lightning_sm.data.trainer.reporter import data_report
 
 logger = logging.getLogger(__name__)
+_log_once = rank_zero_only(logger.info)
 
 
 class LineProgress(ProgressBar):
     """Log a line of progress every few seconds, at the end of each epoch and at the end of a run.
 
     A line looks like ``epoch=3/10 step=45 train_loss=0.411723 val_acc=0.9333``: one ``name=value`` for each metric, so
-    that ``metric_definitions`` such as ``val_acc=([0-9.eE+-]+)`` find them. Only rank 0 logs.
+    that ``metric_definitions`` such as ``val_acc=([0-9.eE+-]+)`` find them. Only rank 0 logs. In a job with data hosts,
+    the line of an epoch ends with ``data_wait=1.2%``, how long the slowest rank waited for data, and with the cause if
+    that is worth a word.
 
     Args:
         every_n_seconds: Minimum time between two lines of an epoch, in seconds.
@@ -48,8 +53,9 @@ class LineProgress(ProgressBar):
             self._log(trainer, f"{self._epoch(trainer)} batch={batch_idx + 1}/{batches} step={trainer.global_step}")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the epoch's metrics."""
-        self._log(trainer, f"{self._epoch(trainer)} step={trainer.global_step}")
+        """Log the epoch's metrics, and what the data service has to say."""
+        report = data_report(trainer) if self.is_enabled else ""
+        self._log(trainer, f"{self._epoch(trainer)} step={trainer.global_step}", report)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the metrics of ``trainer.validate``; ``fit`` logs them at the end of the epoch."""
@@ -73,8 +79,27 @@ class LineProgress(ProgressBar):
         planned = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else "?"
         return f"epoch={trainer.current_epoch + 1}/{planned}"
 
-    def _log(self, trainer: Trainer, position: str) -> None:
+    def _log(self, trainer: Trainer, position: str, report: str = "") -> None:
         self._next_line_at = time.monotonic() + self._every_n_seconds
         if self.is_enabled:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            logger.info("%s", " ".join([position, *(f"{name}={value:.6g}" for name, value in metrics.items())]))
+            values = [f"{name}={value:.6g}" for name, value in metrics.items()]
+            logger.info("%s", " ".join(filter(None, [position, *values, report])))
+
+
+def own_progress(callbacks: Iterable[Callback]) -> list[Callback]:
+    """Return a LineProgress, unless the user has a progress bar; then say what the job lacks.
+
+    Args:
+        callbacks: All callbacks of the user.
+    """
+    bar = next((callback for callback in callbacks if isinstance(callback, ProgressBar)), None)
+    if bar is None:
+        return [LineProgress()]
+    if not isinstance(bar, LineProgress):
+        _log_once(
+            "%s replaces the progress lines of this job, such as epoch=3/10 step=45 val_acc=0.93: metric_definitions "
+            "find only what it prints itself. Remove it to have the lines.",
+            type(bar).__name__,
+        )
+    return []

@@ -731,7 +731,7 @@ class Idle(Callback):
     busy = ()
 
     def on_fit_start(self, trainer, model):
-        hosts = trainer.datamodule._state()["hosts"]
+        hosts = trainer.datamodule._feeder.state()["hosts"]
         self.busy = [(host["busy"], host["queued"]) for host in hosts if host["workers"]]
 
 

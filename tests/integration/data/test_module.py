@@ -177,7 +177,7 @@ def test_loaders_of_different_lengths_resume(cluster, train):
 
 
 def test_metrics_reach_the_logger(cluster, caplog):
-    """Waiting, rates and repairs; and one line for each host at the end of each epoch."""
+    """Waiting, rates and repairs; and one line at the end of each epoch, for all hosts, if nothing is wrong."""
     caplog.set_level(logging.INFO, "lightning_sm")
     logger = InMemory()
     cluster.fit("sequential", "small", logger=logger, log_every_n_steps=2)
@@ -190,12 +190,6 @@ def test_metrics_reach_the_logger(cluster, caplog):
         assert found["data/bytes_per_s"] > found["data/batches_per_s"]
         assert found["data/retries"] == 0
         assert found["data/produce_ms"] > 0
+        assert found["data/transfer_ms"] > 0
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("lightning_sm.data")]
-    assert [
-        re.match(r"epoch (\d), data of rank 0: 6 batches", line)[1] for line in lines if "data of rank" in line
-    ] == [
-        "0",
-        "1",
-    ]
-    for host in cluster.hosts:
-        assert len([line for line in lines if f"data host {host.address}: up" in line]) == 2
+    assert [re.fullmatch(r"epoch=(\d)/2 data_wait=[\d.]+%", line)[1] for line in lines] == ["1", "2"]

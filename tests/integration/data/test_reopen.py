@@ -10,6 +10,7 @@ class Owner:
     """Counts how often the host has come up."""
 
     def __init__(self):
+        self.figures = {}
         self.ups = threading.Semaphore(0)
 
     def link_up(self, link):

@@ -28,7 +28,7 @@ def answer(buffer, request_id, data):
     buffer.take_header(request_id, len(data), 0.0, 0.0, b"header")
     buffer.take_data(request_id, 0, memoryview(data))
     assert buffer.in_flight[request_id].is_complete
-    buffer.accept(request_id)
+    buffer.accept(request_id, latency_s=1.0)
 
 
 def test_requests_name_the_keys_of_their_step(buffer):

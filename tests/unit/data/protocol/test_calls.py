@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sm.data.protocol import calls
+from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.errors import WireError
 from tests.fakes.requests import list_request, open_request
@@ -119,6 +120,7 @@ def test_a_request_loses_what_was_not_asked_for():
 OPEN = open_request("", trainer={"a": 1.5})
 LIST = list_request(seed=1, epoch=2, pass_index=3)
 HEARTBEAT = {"client": "rank 0 on algo-1", "world_size": 4}
+TRAINING = {**HEARTBEAT, "figures": RankFigures().to_json(), "wants_figures": True}
 
 
 @pytest.mark.parametrize(
@@ -136,6 +138,9 @@ HEARTBEAT = {"client": "rank 0 on algo-1", "world_size": 4}
         (calls.HEARTBEAT, HEARTBEAT, {"world_size": 0}, "world_size is 0; 1 to 65536 are allowed"),
         (calls.HEARTBEAT, HEARTBEAT, {"world_size": 10**9}, "world_size is 1000000000; 1 to"),
         (calls.HEARTBEAT, HEARTBEAT, {"client": "x" * 513}, "client has 513 characters; 512 are allowed"),
+        (calls.HEARTBEAT, TRAINING, {"figures": {"wait_s": 1.0}}, "figures of a rank have unknown names"),
+        (calls.HEARTBEAT, TRAINING, {"figures": [1.0]}, "'figures' must be of type dict"),
+        (calls.HEARTBEAT, TRAINING, {"wants_figures": 1}, "'wants_figures' must be of type bool"),
     ],
 )
 def test_a_request_is_bounded(call, request_, changed, why):
@@ -150,3 +155,33 @@ def test_an_answer_is_bounded_in_lists():
     reply = {"attributes": {"boxes": [[]] * (1 << 18)}, "missing": []}
     with pytest.raises(WireError, match=r"answer to Open has .* 262148 lists and objects; .* 262144 are allowed"):
         calls.open_reply(encoded(reply))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"busy_s": "1"},
+        {"capacity_s": float("nan")},
+        {"built": None},
+        {"built_s": True},
+        {"figures": 1},
+        {"figures": {"rank 1": {}}},
+    ],
+    ids=str,
+)
+def test_impossible_figures_of_a_host_are_refused(change):
+    """Reports compute with them."""
+    reply = {
+        "name": "a",
+        "workers": 1,
+        "busy": 0,
+        "queued": 0,
+        "busy_s": 0.5,
+        "capacity_s": 1,
+        "built": 2,
+        "built_s": 3.5,
+    }
+    reply["figures"] = {"rank 1": RankFigures().to_json()}
+    assert calls.heartbeat_reply(encoded(reply)) == reply
+    with pytest.raises(WireError):
+        calls.heartbeat_reply(encoded({**reply, **change}))

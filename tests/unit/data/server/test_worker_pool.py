@@ -8,7 +8,7 @@ import pytest
 
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.server.worker_pool import Failed, Produced, Task, WorkerPool
+from lightning_sm.data.server.worker_pool import Failed, Produced, Task, WorkerPool, _Work
 
 TIMEOUT_S = 60.0
 OPENING = "1/fit/train/0"
@@ -263,3 +263,38 @@ def test_closing_a_pool_whose_thread_has_ended_already(monkeypatch):
     monkeypatch.setattr(pool, "_wake", wake_late)
     pool.close()
     assert not pool._thread.is_alive()
+
+
+def test_the_time_of_demand_ends_with_the_last_request():
+    """Two workers: one is idle for lack of requests for 1 s of 4, then the last batch takes 10 s, then nothing happens.
+
+    Before, the time in which the last batches are built, and the time between two epochs, made busy workers look idle.
+    """
+    work = _Work()
+    now = work._measured_at
+    work.request(is_needed=False)
+    work.advance(now + 1.0, num_busy=1, num_workers=2)
+    work.request(is_needed=True)
+    work.advance(now + 4.0, num_busy=2, num_workers=2)
+    work.request(is_needed=True)
+    assert (work.busy_s, work.capacity_s) == (pytest.approx(7.0), pytest.approx(8.0))
+    work.advance(now + 14.0, num_busy=1, num_workers=2)
+    work.advance(now + 99.0, num_busy=0, num_workers=2)
+    work.request(is_needed=False)
+    assert (work.busy_s, work.capacity_s) == (pytest.approx(7.0), pytest.approx(8.0))
+
+
+def test_a_busy_worker_counts_while_others_wait_for_it(pool, worker):
+    """The worker is busy as long as there are requests; one that comes alone says nothing."""
+    answers = [submit(pool, b"a")[1]]
+    assert (pool.state()["busy_s"], pool.state()["built"]) == (0.0, 0)
+    _, slot = worker.next_request()
+    answers.append(submit(pool, b"b")[1])
+    worker.done(slot, 0)
+    worker.done(worker.next_request()[1], 0)
+    for each in answers:
+        each.get(timeout=TIMEOUT_S)
+    state = pool.state()
+    assert state["built"] == 2
+    assert 0.0 < state["busy_s"] <= state["capacity_s"]
+    assert state["built_s"] > state["busy_s"]

@@ -1,21 +1,165 @@
-"""Statistics of the data service."""
+"""Reports of the data service: of all ranks, by rank 0, once per epoch."""
 
 import logging
 from types import SimpleNamespace
 
-from lightning_sm.data.trainer.metrics import LoaderStats
-from lightning_sm.data.trainer.reporter import Reporter
+import pytest
+
+from lightning_sm.data.protocol.figures import RankFigures
+from lightning_sm.data.trainer.reporter import Reporter, data_report
 from lightning_sm.errors import DataServiceError
 
+MESSAGE = {"num_bytes": 1000, "queue_s": 0.0, "produce_s": 0.5, "transfer_s": 0.0, "ready": 1}
+HOST = {
+    "name": "algo-3",
+    "state": "up",
+    "why": "",
+    "workers": 1,
+    "batches": 0,
+    "retries": 0,
+    "hedges": 0,
+    "lost": 0,
+    "busy_s": 0.0,
+    "capacity_s": 0.0,
+    "built": 0,
+    "built_s": 0.0,
+    "transfer_s": 0.0,
+}
 
-def test_a_feeder_that_does_not_answer_costs_the_statistics_only(caplog):
+
+class Feeder:
+    """What a rank shares, and what the data hosts know of others."""
+
+    name = "rank 0 on algo-1"
+
+    def __init__(self):
+        self.shared = []
+        self.ranks = {}
+        self.host = dict(HOST)
+
+    def share(self, figures):
+        self.shared.append(figures)
+
+    def state(self):
+        return {"hosts": [dict(self.host)], "ranks": dict(self.ranks), "passes": []}
+
+
+def make_trainer(epoch=0, **facts):
+    """A Trainer in an epoch of three batches; ``taken`` says at which."""
+    batches = SimpleNamespace(current=SimpleNamespace(processed=0))
+    loop = SimpleNamespace(batch_progress=batches, _batches_that_stepped=0)
+    fit_loop = SimpleNamespace(
+        epoch_progress=SimpleNamespace(current=SimpleNamespace(processed=epoch)), epoch_loop=loop
+    )
+    known = {
+        "loggers": [],
+        "log_every_n_steps": 50,
+        "num_training_batches": 3,
+        "is_global_zero": True,
+        "max_epochs": 10,
+    }
+    return SimpleNamespace(fit_loop=fit_loop, **{**known, **facts})
+
+
+def train(reporter, trainer, wait_s=0.0, busy_s=1.0):
+    """Take the three batches of an epoch."""
+    for number in range(3):
+        trainer.fit_loop.epoch_loop.batch_progress.current.processed = number
+        reporter.batch(trainer, MESSAGE, wait_s, None if number == 0 else busy_s, is_step=True)
+
+
+@pytest.fixture
+def feeder():
+    """The client of the feeder."""
+    return Feeder()
+
+
+@pytest.fixture
+def reporter(feeder):
+    """The reporter of rank 0."""
+    return Reporter(lambda: feeder)
+
+
+def test_the_report_is_about_the_slowest_rank(feeder, reporter):
+    """Rank 0 waits for nothing, and says how long rank 1 waited, since the last report."""
+    feeder.ranks["rank 1 on algo-2"] = RankFigures(num_batches=9, num_steps=9, wait_s=100.0).to_json()
+    train(reporter, make_trainer())
+    added = RankFigures(num_batches=12, num_steps=12, wait_s=106.0, busy_s=2.0, produce_s=5.0)
+    feeder.ranks["rank 1 on algo-2"] = added.to_json()
+    text = reporter.report()
+    assert text.startswith("data_wait=75.0% | Rank 1 on algo-2 waits 75% of the time")
+    assert reporter.report() == ""
+
+
+def test_a_healthy_epoch_has_only_a_number(feeder, reporter):
+    """No word more."""
+    feeder.ranks["rank 1 on algo-2"] = RankFigures().to_json()
+    train(reporter, make_trainer(), wait_s=0.25, busy_s=0.75)
+    assert reporter.report() == "data_wait=25.0%"
+
+
+def test_every_rank_shares_its_figures_at_the_end_of_an_epoch(feeder, reporter):
+    """Rank 1 reports nothing, logs nothing, and asks for no state."""
+    feeder.state = None
+    trainer = make_trainer(is_global_zero=False)
+    train(reporter, trainer)
+    reporter.end_epoch(trainer)
+    assert feeder.shared[-1] == {**RankFigures().to_json(), **feeder.shared[-1], "num_steps": 3, "busy_s": 2.0}
+
+
+def test_without_a_progress_line_the_report_is_a_line(feeder, reporter, caplog):
+    """It counts epochs from 1, as progress lines do, and comes once."""
+    trainer = make_trainer(epoch=2)
+    with caplog.at_level(logging.INFO):
+        train(reporter, trainer)
+        reporter.end_epoch(trainer)
+        reporter.end_epoch(trainer)
+    assert caplog.messages == ["epoch=3/10 data_wait=0.0%"]
+
+
+def test_with_a_progress_line_there_is_no_other(reporter, caplog):
+    """The progress line takes the report."""
+    trainer = make_trainer(callbacks=[object(), reporter])
+    with caplog.at_level(logging.INFO):
+        train(reporter, trainer)
+        assert data_report(trainer) == "data_wait=0.0%"
+        reporter.end_epoch(trainer)
+    assert not caplog.messages
+
+
+def test_trouble_of_data_hosts_has_lines_of_its_own(feeder, reporter, caplog):
+    """Only in the epoch in which it happened."""
+    for epoch, lost in enumerate((1, 0)):
+        train(reporter, make_trainer(epoch, num_training_batches=float("inf")))
+        feeder.host["lost"] += lost
+        reporter.report()
+        reporter.end_epoch(make_trainer())
+    assert caplog.messages == ["Data host algo-3 in this epoch: connection lost once."]
+
+
+def test_time_with_other_ranks_is_no_own_time(feeder, reporter, monkeypatch):
+    """From the first backward pass of a step to its end."""
+    clock = iter([10.0, 13.0])
+    monkeypatch.setattr("lightning_sm.data.trainer.reporter.time.perf_counter", lambda: next(clock))
+    trainer = make_trainer()
+    reporter.batch(trainer, MESSAGE, 0.0, None, is_step=True)
+    reporter.on_before_backward(trainer, None, None)
+    reporter.on_before_backward(trainer, None, None)
+    reporter.on_train_batch_end(trainer, None, None, None, 0)
+    trainer.fit_loop.epoch_loop.batch_progress.current.processed = 2
+    reporter.batch(trainer, MESSAGE, 0.0, 5.0, is_step=True)
+    assert (feeder.shared[-1]["busy_s"], feeder.shared[-1]["sync_s"]) == (5.0, 3.0)
+
+
+def test_a_feeder_that_does_not_answer_costs_the_statistics_only(feeder, reporter, caplog):
     """A training, or a fit that has ended, goes on without them."""
 
     def state():
         raise DataServiceError("The feeder process did not answer within 10 s.")
 
-    stats = LoaderStats()
-    stats.num_batches = 1
+    trainer = make_trainer()
+    train(reporter, trainer)
+    feeder.state = state
     with caplog.at_level(logging.WARNING):
-        Reporter(state).end_epoch(SimpleNamespace(stats=stats), SimpleNamespace())
+        reporter.end_epoch(trainer)
     assert "no statistics of the data service: The feeder process did not answer" in caplog.text

@@ -1,0 +1,125 @@
+"""What a trainer rank measures, and how rank 0 gets it from the others: by the heartbeats that data hosts get anyway.
+
+A collective call would have to come at the same moment on all ranks, between those of the user, and could hang.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from lightning_sm.errors import WireError
+
+_MAX_VALUE = 2.0**62
+# Digits after the point: a tenth of a millisecond.
+_DIGITS = 4
+
+
+@dataclass
+class RankFigures:
+    """Measurements of a rank's training loaders, summed up since its process started.
+
+    Attributes:
+        num_batches: Number of batches, of all training loaders.
+        num_steps: Number of batches of the first training loader.
+        num_bytes: Bytes of the batches.
+        first_wait_s: Seconds that the training loop waited for the first batches of passes.
+        wait_s: Seconds that it waited for the other batches.
+        transfer_wait_s: The part of ``wait_s`` in which batches were on their way from a data host.
+        busy_s: Seconds that it worked between batches.
+        sync_s: The part of ``busy_s`` in the backward pass and the optimizer, where ranks wait for each other.
+        queue_s: Total seconds that requests waited for a worker.
+        produce_s: Total seconds that workers spent on the batches.
+        transfer_s: Total seconds from request to batch, without ``queue_s`` and ``produce_s``.
+    """
+
+    num_batches: int = 0
+    num_steps: int = 0
+    num_bytes: int = 0
+    first_wait_s: float = 0.0
+    wait_s: float = 0.0
+    transfer_wait_s: float = 0.0
+    busy_s: float = 0.0
+    sync_s: float = 0.0
+    queue_s: float = 0.0
+    produce_s: float = 0.0
+    transfer_s: float = 0.0
+
+    def count(
+        self, message: Mapping[str, Any], wait_s: float, busy_s: float | None, sync_s: float, *, is_step: bool
+    ) -> None:
+        """Add a batch.
+
+        Args:
+            message: The feeder's message with the batch.
+            wait_s: Seconds that the training loop waited for it.
+            busy_s: Seconds since the loader gave the batch before; None for the first batch of a pass.
+            sync_s: The part of ``busy_s`` in the backward pass and the optimizer.
+            is_step: Whether it is a batch of the first loader. Where a step takes batches of several loaders, the
+                first one's ``busy_s`` has the waits for the others in it.
+        """
+        self.num_batches += 1
+        self.num_bytes += message["num_bytes"]
+        queue_s, produce_s, transfer_s = (message[name] for name in ("queue_s", "produce_s", "transfer_s"))
+        self.queue_s += queue_s
+        self.produce_s += produce_s
+        self.transfer_s += transfer_s
+        if busy_s is None:
+            self.first_wait_s += wait_s
+        else:
+            self.wait_s += wait_s
+            self.transfer_wait_s += wait_s * transfer_s / max(1e-9, queue_s + produce_s + transfer_s)
+        if not is_step:
+            self.busy_s -= wait_s
+            return
+        self.num_steps += 1
+        if busy_s is not None:
+            self.busy_s += busy_s
+            self.sync_s += sync_s
+
+    def since(self, before: RankFigures | None) -> RankFigures:
+        """Return what was added since an earlier moment.
+
+        Args:
+            before: The figures at that moment; None, or figures of a process that has been replaced: everything.
+        """
+        if before is None or before.num_batches > self.num_batches:
+            return self
+        return RankFigures(**{name: value - getattr(before, name) for name, value in vars(self).items()})
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first batch to the last."""
+        return self.wait_s + self.busy_s
+
+    @property
+    def wait_fraction(self) -> float:
+        """Fraction of these seconds that the training loop waited; 0 before the second batch."""
+        return self.wait_s / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def own_s(self) -> float:
+        """Seconds that the rank worked by itself: no other rank can have made it wait."""
+        return self.busy_s - self.sync_s
+
+    def to_json(self) -> dict[str, float]:
+        """Return the values for a heartbeat."""
+        return {name: round(value, _DIGITS) for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, values: Any) -> RankFigures:
+        """Convert back what another process sent.
+
+        Raises:
+            WireError: A value is missing, unknown, or not a finite number.
+        """
+        if not isinstance(values, dict) or set(values) != {field.name for field in fields(cls)}:
+            raise WireError(f"The figures of a rank have unknown names: {reprlib.repr(values)}.")
+        for name, value in values.items():
+            is_number = type(value) in (int, float) and math.isfinite(value) and abs(value) <= _MAX_VALUE
+            if not is_number or (name.startswith("num_") and (type(value) is not int or value < 0)):
+                raise WireError(f"In the figures of a rank, {name} is {reprlib.repr(value)}.")
+        return cls(**values)

@@ -1,0 +1,190 @@
+"""What held up training in an epoch, if anything did, and what would help. Pure rules over measurements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from lightning_sm.data.protocol.figures import RankFigures
+from lightning_sm.data.trainer.metrics import HostFigures
+
+# Less is not worth a word: both a fraction of the epoch, and seconds.
+_MIN_FRACTION = 0.05
+_MIN_SECONDS = 1.0
+# The first batch of each epoch cannot be requested ahead; only a large part of an epoch matters.
+_MIN_FIRST_FRACTION = 0.2
+_MIN_FIRST_SECONDS = 5.0
+# One host, or rank, is slower than the others from this factor on.
+_SLOWER = 2.0
+# Of so few batches a mean says nothing.
+_MIN_BATCHES = 3
+# The network is the cause if batches were on their way for this part of the waiting.
+_TRANSFER_PART = 0.5
+# The workers are the cause if they were busy for this part of the time in which there was something to do.
+_BUSY = 0.8
+# Workers that are to be busy for no more than this part of the time: batches are not all alike.
+_TARGET = 0.9
+# More workers than these many times the present ones are no advice.
+_MOST_WORKERS = 10
+
+# From here on, two digits are whole seconds.
+_WHOLE_SECONDS = 10.0
+
+
+def slowest(ranks: Mapping[str, RankFigures]) -> tuple[str, RankFigures]:
+    """Return the rank that waited for data the longest, and its name.
+
+    Args:
+        ranks: What each rank measured in the epoch, by name; at least one.
+    """
+    return max(ranks.items(), key=lambda item: item[1].wait_s)
+
+
+def verdict(ranks: Mapping[str, RankFigures], hosts: Sequence[HostFigures]) -> str | None:
+    """Return what held up training, and what would help; None if nothing did.
+
+    Args:
+        ranks: What each rank measured in the epoch, by name; at least one.
+        hosts: What the data hosts did in the epoch.
+    """
+    found = [text for text in (_slow_rank(ranks), _wait(ranks, hosts)) if text is not None]
+    return " ".join(found) or None
+
+
+def trouble(hosts: Sequence[HostFigures]) -> list[str]:
+    """Return a sentence about each data host that was not there all the time, or did not answer all requests.
+
+    Args:
+        hosts: What the data hosts did in the epoch.
+    """
+    sentences = []
+    for host in hosts:
+        parts = []
+        if host.state != "up":
+            parts.append(host.state + (f" ({host.why})" if host.why else ""))
+        if host.num_lost:
+            parts.append(f"connection lost {'once' if host.num_lost == 1 else f'{host.num_lost} times'}")
+        if host.num_retries:
+            requests = "1 request" if host.num_retries == 1 else f"{host.num_retries} requests"
+            parts.append(f"{requests} repeated")
+        if parts:
+            sentences.append(f"Data host {host.name} in this epoch: {', '.join(parts)}.")
+    return sentences
+
+
+def _slow_rank(ranks: Mapping[str, RankFigures]) -> str | None:
+    """A rank whose own code takes so long that the others wait for it in the backward pass."""
+    found = _outlier({name: rank.own_s / rank.num_steps for name, rank in ranks.items() if rank.num_steps})
+    if found is None:
+        return None
+    name, own_s, others_s = found
+    extra_s = (own_s - others_s) * ranks[name].num_steps
+    if extra_s < max(_MIN_SECONDS, _MIN_FRACTION * ranks[name].seconds):
+        return None
+    return (
+        f"{_capital(name)} holds up the others: apart from the backward pass and the optimizer, its own code takes "
+        f"{_seconds(own_s)} a step, that of the others {_seconds(others_s)}."
+    )
+
+
+def _wait(ranks: Mapping[str, RankFigures], hosts: Sequence[HostFigures]) -> str | None:
+    """Why training waited for data."""
+    name, rank = slowest(ranks)
+    if rank.wait_s < _MIN_SECONDS or rank.wait_fraction < _MIN_FRACTION:
+        return _first_wait(ranks)
+    others_s = max((other.wait_s for key, other in ranks.items() if key != name), default=rank.wait_s)
+    who = f"{_capital(name)} waits" if rank.wait_s >= _SLOWER * others_s else "Training waits"
+    who += f" {rank.wait_fraction:.0%} of the time"
+    if rank.transfer_wait_s >= _TRANSFER_PART * rank.wait_s:
+        return _slow_link(who, hosts) or _network(who, rank)
+    return (
+        _slow_host(who, hosts)
+        or _workers(who, rank, ranks, hosts)
+        or (
+            f"{who} for data, although the workers of the data hosts are not always busy, and the network is not slow: "
+            "some batches take much longer than others, or too few are requested ahead. Raise "
+            "data_service.window_batches and data_service.window_bytes."
+        )
+    )
+
+
+def _first_wait(ranks: Mapping[str, RankFigures]) -> str | None:
+    longest_s, rank = max(((rank.first_wait_s, rank) for rank in ranks.values()), key=lambda pair: pair[0])
+    fraction = longest_s / max(1e-9, longest_s + rank.seconds)
+    if longest_s < _MIN_FIRST_SECONDS or fraction < _MIN_FIRST_FRACTION:
+        return None
+    return f"The first batch of the epoch took {_seconds(longest_s)}, {fraction:.0%} of the epoch."
+
+
+def _slow_host(who: str, hosts: Sequence[HostFigures]) -> str | None:
+    found = _outlier({host.name: host.built_s / host.num_built for host in hosts if host.num_built >= _MIN_BATCHES})
+    if found is None:
+        return None
+    name, own_s, others_s = found
+    return (
+        f"{who} because of data host {name}: a worker takes {_seconds(own_s)} for a batch there, and "
+        f"{_seconds(others_s)} on the others. Look at what else it runs, and at its access to the data."
+    )
+
+
+def _slow_link(who: str, hosts: Sequence[HostFigures]) -> str | None:
+    received = [host for host in hosts if host.num_received >= _MIN_BATCHES]
+    found = _outlier({host.name: host.transfer_s / host.num_received for host in received})
+    if found is None:
+        return None
+    name, own_s, others_s = found
+    return (
+        f"{who} because of the network of data host {name}: its batches take {_seconds(own_s)} on their way, those of "
+        f"the others {_seconds(others_s)}."
+    )
+
+
+def _network(who: str, rank: RankFigures) -> str:
+    batches = max(1, rank.num_batches)
+    latency_s = (rank.queue_s + rank.produce_s + rank.transfer_s) / batches
+    megabytes = rank.num_bytes / 1e6
+    return (
+        f"{who} for the network: of the {_seconds(latency_s)} from request to batch, "
+        f"{_seconds(rank.transfer_s / batches)} are the way from the data host ({megabytes / batches:.3g} MB a batch, "
+        f"{megabytes / rank.seconds:.3g} MB/s). Make batches smaller (uint8 instead of float32, "
+        "data_service.compression), or choose hosts with a faster network."
+    )
+
+
+def _workers(
+    who: str, slowest_rank: RankFigures, ranks: Mapping[str, RankFigures], hosts: Sequence[HostFigures]
+) -> str | None:
+    workers = sum(host.workers for host in hosts if host.state == "up")
+    capacity_s = sum(host.capacity_s for host in hosts)
+    busy = sum(host.busy_s for host in hosts) / capacity_s if capacity_s else 0.0
+    if busy < _BUSY or not workers:
+        return None
+    # Worker seconds for the batches of one step of all ranks, and how long a step takes that waits for no data. The
+    # rank that waits least shows it best: the others' data make it wait, too, in the backward pass.
+    cost_s = sum(rank.produce_s for rank in ranks.values()) / max(1, slowest_rank.num_steps)
+    step_s = min(rank.busy_s / max(1, rank.num_steps) for rank in ranks.values())
+    needed = max(workers + 1, math.ceil(cost_s / max(1e-9, _TARGET * step_s)))
+    build_s = slowest_rank.produce_s / max(1, slowest_rank.num_batches)
+    owners = "the only worker of the data hosts is" if workers == 1 else f"the {workers} workers of the data hosts are"
+    text = f"{who} for the transforms: {owners} busy {busy:.0%} of the time, with {_seconds(build_s)} for a batch."
+    if needed <= _MOST_WORKERS * workers:
+        return f"{text} About {needed} workers would do (data_service.workers, more or larger data hosts)."
+    return f"{text} It would take about {needed} workers, so make the transforms cheaper, or do them beforehand."
+
+
+def _outlier(means: Mapping[str, float]) -> tuple[str, float, float] | None:
+    """Return the name with the largest value, the value, and the median of the others; None if it is not far larger."""
+    if len(means) <= 1:
+        return None
+    name = max(means, key=lambda name: means[name])
+    others = median(value for other, value in means.items() if other != name)
+    return (name, means[name], others) if means[name] >= _SLOWER * others else None
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < _WHOLE_SECONDS else f"{seconds:.0f} s"
+
+
+def _capital(name: str) -> str:
+    return name[:1].upper() + name[1:]

@@ -1,0 +1,163 @@
+"""The verdict names what held up training, and is silent about trifles."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from lightning_sm.data.protocol.figures import RankFigures
+from lightning_sm.data.trainer.metrics import HostFigures
+from lightning_sm.data.trainer.verdict import slowest, trouble, verdict
+
+# An epoch of 100 steps, 10 s long, that never waits.
+RANK = RankFigures(
+    num_batches=100,
+    num_steps=100,
+    num_bytes=10**9,
+    first_wait_s=0.5,
+    busy_s=10.0,
+    sync_s=8.0,
+    queue_s=0.1,
+    produce_s=20.0,
+    transfer_s=1.0,
+)
+# Two workers that built those batches, and had time to spare.
+HOST = HostFigures(
+    "algo-3", workers=2, busy_s=10.0, capacity_s=40.0, num_built=100, built_s=20.0, num_received=50, transfer_s=0.5
+)
+
+
+def ranks(*figures):
+    """Ranks by name."""
+    return {f"rank {number} on algo-{number + 1}": one for number, one in enumerate(figures)}
+
+
+def hosts(*figures):
+    """Data hosts with names of their own."""
+    return [replace(one, name=f"algo-{number + 3}") for number, one in enumerate(figures)]
+
+
+def waiting(wait_s, transfer_wait_s=0.0, **changes):
+    """A rank that waited."""
+    return replace(RANK, wait_s=wait_s, transfer_wait_s=transfer_wait_s, **changes)
+
+
+def test_nothing_is_said_when_nothing_is_wrong():
+    """Four equal ranks that do not wait, on two data hosts."""
+    assert verdict(ranks(*[RANK] * 4), hosts(HOST, HOST)) is None
+
+
+@pytest.mark.parametrize(
+    "rank",
+    [
+        # 7 % of 0.04 s, and 90 % of a second.
+        replace(RANK, wait_s=0.0028, busy_s=0.0372, sync_s=0.03),
+        replace(RANK, wait_s=0.9, busy_s=0.1, sync_s=0.08),
+        # Two seconds of a minute.
+        replace(RANK, wait_s=2.0, busy_s=58.0, sync_s=50.0),
+    ],
+    ids=["7% of 0.04 s", "90% of 1 s", "2 s of 60 s"],
+)
+def test_trifles_are_no_advice(rank):
+    """It takes both a part of the epoch and some seconds."""
+    assert verdict(ranks(rank, rank), hosts(replace(HOST, busy_s=40.0))) is None
+
+
+def test_slow_transforms_need_workers():
+    """A step takes 0.1 s without waiting and both ranks' batches 4 s of a worker: 45 workers."""
+    slow = [waiting(290.0, produce_s=200.0, queue_s=100.0)] * 2
+    text = verdict(ranks(*slow), [replace(HOST, workers=6, busy_s=1710.0, capacity_s=1800.0)])
+    assert text.startswith(
+        "Training waits 97% of the time for the transforms: the 6 workers of the data hosts are busy"
+    )
+    assert "busy 95% of the time, with 2 s for a batch. About 45 workers would do" in text
+    assert "network" not in text
+
+
+def test_a_need_of_very_many_workers_is_one_of_cheaper_transforms():
+    """3 s a sample with one worker; a training step of 10 ms."""
+    slow = waiting(72.0, busy_s=0.03, sync_s=0.02, num_steps=4, num_batches=4, produce_s=96.0, queue_s=72.0)
+    text = verdict(ranks(slow), [replace(HOST, workers=1, busy_s=47.0, capacity_s=48.0)])
+    assert "the only worker of the data hosts is busy 98% of the time, with 24 s for a batch" in text
+    assert re.search(r"about 3\d{3} workers, so make the transforms cheaper", text)
+
+
+def test_as_many_workers_as_there_are_never_do():
+    """Workers that are full are too few, even if the rest of the step seems long enough."""
+    text = verdict(ranks(waiting(1.0)), [replace(HOST, workers=8, busy_s=90.0, capacity_s=100.0)])
+    assert "About 9 workers would do" in text
+
+
+def test_a_slow_network_is_named_with_its_rate():
+    """Batches are on their way for most of the waiting, while workers are idle."""
+    text = verdict(ranks(waiting(90.0, 80.0, transfer_s=150.0), waiting(88.0, 78.0)), hosts(HOST, HOST))
+    assert text.startswith("Training waits 90% of the time for the network: of the 1.7 s from request to batch, 1.5 s")
+    assert "(10 MB a batch, 10 MB/s)" in text
+    assert "workers" not in text
+
+
+def test_a_rank_with_slow_code_of_its_own_is_named():
+    """The others wait for it in the backward pass, and no rank waits for data."""
+    slow = replace(RANK, busy_s=100.0, sync_s=2.0)
+    others = [replace(RANK, busy_s=100.0, sync_s=98.0)] * 3
+    text = verdict(ranks(others[0], slow, *others[1:]), hosts(HOST))
+    assert text == (
+        "Rank 1 on algo-2 holds up the others: apart from the backward pass and the optimizer, its own code takes "
+        "0.98 s a step, that of the others 0.02 s."
+    )
+
+
+def test_a_rank_that_waits_for_its_data_holds_up_the_others_by_data():
+    """The others seem busy all the time, because they wait for it in the backward pass."""
+    own = waiting(62.0, produce_s=60.0, busy_s=38.0, sync_s=36.0)
+    others = [replace(RANK, busy_s=100.0, sync_s=98.0)] * 3
+    text = verdict(ranks(*others, own), [replace(HOST, busy_s=39.0)])
+    assert text.startswith("Rank 3 on algo-4 waits 62% of the time for the transforms")
+
+
+def test_a_slow_data_host_is_named():
+    """Its workers take four times as long for a batch as those of the others."""
+    slow = replace(HOST, num_built=20, built_s=16.0)
+    text = verdict(ranks(waiting(5.0)), hosts(HOST, slow, HOST))
+    assert text.startswith("Training waits 33% of the time because of data host algo-4: a worker takes 0.8 s")
+    assert "0.2 s on the others" in text
+
+
+def test_a_data_host_with_a_slow_network_is_named():
+    """Batches of the others come at once."""
+    slow = replace(HOST, num_received=10, transfer_s=9.0)
+    text = verdict(ranks(waiting(5.0, 4.5)), hosts(HOST, slow))
+    assert (
+        "because of the network of data host algo-4: its batches take 0.9 s on their way, those of the others 0.01"
+        in text
+    )
+
+
+def test_a_window_that_is_too_small_is_the_last_suspect():
+    """Neither the workers nor the network are full."""
+    assert "Raise data_service.window_batches" in verdict(ranks(waiting(5.0)), hosts(HOST))
+    assert "Raise data_service.window_batches" in verdict(ranks(waiting(5.0)), [HostFigures("algo-3")])
+
+
+def test_a_long_first_batch_is_told_if_it_is_much_of_the_epoch():
+    """Nothing can be requested ahead of an epoch."""
+    assert (
+        verdict(ranks(replace(RANK, first_wait_s=24.0)), [])
+        == "The first batch of the epoch took 24 s, 71% of the epoch."
+    )
+    assert verdict(ranks(replace(RANK, first_wait_s=4.0)), []) is None
+
+
+def test_the_slowest_rank_is_the_one_that_waited_longest():
+    """Not rank 0."""
+    assert slowest(ranks(RANK, waiting(3.0), waiting(2.0)))[0] == "rank 1 on algo-2"
+
+
+def test_trouble_is_what_needed_repair():
+    """Lost connections, repeated requests, and hosts that are gone; a healthy host is not mentioned."""
+    lost = replace(HOST, num_lost=2, num_retries=5)
+    gone = replace(HOST, state="down", why="unavailable", num_lost=1, num_retries=1)
+    assert trouble(hosts(HOST, lost, gone)) == [
+        "Data host algo-4 in this epoch: connection lost 2 times, 5 requests repeated.",
+        "Data host algo-5 in this epoch: down (unavailable), connection lost once, 1 request repeated.",
+    ]
