@@ -96,4 +96,4 @@ def _decoded(encoded: Any, depth: int) -> Any:
 
 
 def _is_pair(part: Any) -> bool:
-    return isinstance(part, list) and len(part) == 2  # noqa: PLR2004 - key and value
+    return isinstance(part, list) and len(part) == 2

@@ -231,12 +231,11 @@ class RemoteDataModule(LightningDataModule):
 
     def _leave_out(self, names: Sequence[str]) -> None:
         """Note what ``setup`` has set on the data hosts and is not copied: it must not look as if it had not run."""
-        own = vars(self._datamodule)
         for name in names:
-            if name in own and own[name] is None:
+            if vars(self._datamodule).get(name, self) is None:
                 delattr(self._datamodule, name)
         self._missing = frozenset(names)
-        stale = sorted(self._missing & own.keys())
+        stale = [name for name in names if inspect.getattr_static(self._datamodule, name, None) is not None]
         if stale and (self.trainer is None or self.trainer.is_global_zero):
             logger.warning(
                 "setup() has replaced %s of %s on the data hosts by values that are not copied to the trainers (%s). "

@@ -154,6 +154,44 @@ def test_a_data_host_may_replace_defaults_of_the_class():
 
 
 LISTINGS = [
+class Text(Data):
+    """Has what its ``setup`` will replace: as a default of the class, and in the object."""
+
+    vocabulary = None
+
+    def __init__(self, make):
+        super().__init__(make)
+        self.train_set = None
+        self.transform = "none"
+
+
+def test_what_is_not_copied_does_not_look_as_if_setup_had_not_run(caplog):
+    """What was None is an error that says so, of object and class alike; what had another value is named in the log."""
+    host = FakeHost()
+    missing = ["train_set", "transform", "vocabulary"]
+    labels = {"dict": [[0, "neg"], [1, "pos"]]}
+    host.opened[""] = json.dumps({"attributes": {"id2label": labels}, "missing": missing}).encode()
+    with host.serving() as address:
+        module = RemoteDataModule(Text(list), [address])
+        module.setup("fit")
+        module.teardown("fit")
+    assert module.id2label == {0: "neg", 1: "pos"}
+    for name in ("train_set", "vocabulary"):
+        with pytest.raises(AttributeError, match=f"Text has no attribute '{name}' on a trainer.*run on the data hosts"):
+            getattr(module, name)
+    assert module.transform == "none"
+    (warning,) = [text for text in caplog.messages if "setup() has replaced" in text]
+    assert "replaced transform of Text on the data hosts by values that are not copied" in warning
+
+
+def test_an_attribute_that_is_not_plain_is_an_error():
+    """A data host of another version, or none of ours, cannot make anything else of it."""
+    host = FakeHost()
+    host.opened[""] = json.dumps({"attributes": {"labels": {"object": "os.system"}}, "missing": []}).encode()
+    with host.serving() as address, pytest.raises(WireError, match="is not a plain value"), remote([address]):
+        pass
+
+
     b"",
     b"nonsense",
     b"[]\n",

@@ -1,11 +1,13 @@
 """What a DataModule on a data host sees as its Trainer, and how its hooks are called."""
 
 import copy
+import json
 
 import pytest
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_sm.data.host.datamodule import ServedModule, TrainerFacts
+from lightning_sm.data.protocol.plain_values import plain_value
 from lightning_sm.data.protocol.spec import TRAINER_FACTS
 from lightning_sm.errors import DataSettingsError
 from tests.fakes.requests import open_request
@@ -123,6 +125,32 @@ def test_a_distributed_sampler_may_have_rank_and_size():
     assert "error" not in opened(train_dataloader=distributed)
     mixed = opened(train_dataloader=lambda trainer: [distributed(trainer), rank_and_size(trainer)])
     assert mixed["error"] == "DataSettingsError"
+
+
+class Labelled(Module):
+    """Sets and changes attributes in ``setup``."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+        self.train_set = None
+        self.width = 7
+        self.samples = ["x"]
+
+    def setup(self, stage):
+        self.counts["neg"] = 3
+        self.id2label = {0: "neg", 1: "pos"}
+        self.shape = (3, 32)
+        self.train_set = DataLoader(range(8))
+        self.words = ["word"] * 100_000
+
+
+def test_plain_values_that_setup_sets_or_changes_are_copied_and_the_others_named():
+    """Dicts with any keys, tuples, and what setup() only adds to; what it left alone is neither."""
+    reply = ServedModule(Labelled()).open(open_request(""))
+    copied = {name: plain_value(value) for name, value in json.loads(json.dumps(reply["attributes"])).items()}
+    assert copied == {"counts": {"neg": 3}, "id2label": {0: "neg", 1: "pos"}, "shape": (3, 32)}
+    assert reply["missing"] == ["train_set", "words"]
 
 
 def test_code_that_splits_by_rank_later_is_an_error():
