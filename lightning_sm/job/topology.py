@@ -130,8 +130,12 @@ class Topology:
             TopologyError: This host serves data; data hosts have no rank.
         """
         if self.role is not Role.TRAINER:
-            msg = f"Host {self.current_host!r} serves data and has no rank.\n{self.table()}"
-            raise TopologyError(msg)
+            raise TopologyError(
+                f"Host {self.current_host!r} serves data and has no rank. A script has to serve its batches there, and "
+                "not to train: lightning_sm.SageMakerCLI does so; docs/custom-code.md has what a script without it has "
+                f"to write. Or let all groups train, with {DATA_GROUPS.name}= (empty) in the environment of the job.\n"
+                f"{self.table()}"
+            )
         return self.trainer_hosts.index(self.current_host)
 
     def table(self, devices: int | None = None) -> str:
