@@ -1,0 +1,441 @@
+"""What differs between the batches of stock Lightning and those of data hosts, and which differences are documented.
+
+A documented difference is believed only where the batches are those that the documentation promises.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import SequentialSampler
+
+from tests.differential.cases import Case, Loaders, Part, case
+from tests.differential.fits import RUNS, Seen, plain
+
+# Documented in docs/heterogeneous-clusters.md, or refused by stock Lightning.
+REASONS = {
+    "unsized": "a sampler without length: stock refuses fractions, or does not validate; data hosts count its batches",
+    "batch sampler refused": "stock refuses a batch sampler that is not a BatchSampler under DDP and overfit_batches",
+    "batch sampler replaced": "stock replaces the sampler or the batch size of a torch BatchSampler; data hosts do not",
+    "overfit_batches": "a random batch sampler: stock trains on other batches in each epoch, data hosts on the same",
+    "counting sampler": "a sampler that counts its passes: in a validation, data hosts count epochs",
+    "shards": "a stream: each virtual shard may end with a smaller batch, so there may be more batches",
+    "shards left out": "a stream on several ranks: the batches that only some ranks would have are left out",
+    "shuffled": "a training loader without shuffle: stock shuffles it on several ranks, data hosts keep its order",
+    "RandomSampler replaced": "stock's DistributedSampler forgets num_samples of a RandomSampler, data hosts do not",
+    "padding": "ranks that do not divide the samples: stock repeats some, data hosts share the last step",
+    "drop_last": "ranks that do not divide the samples: stock pads first, data hosts drop what does not fill a step",
+}
+
+_REPLACED = {"torch's batch sampler": "batch sampler replaced", "RandomSampler of a part": "RandomSampler replaced"}
+
+
+@dataclass
+class Deviation:
+    """A difference.
+
+    Attributes:
+        where: Run, stage and epoch.
+        what: What differs.
+        stock: By stock Lightning.
+        ours: With data hosts.
+        reason: Key of ``REASONS``; None: it has none.
+    """
+
+    where: str
+    what: str
+    stock: Any
+    ours: Any
+    reason: str | None = None
+
+
+def deviations(number: int, stock: Sequence[Seen], ours: Sequence[Seen]) -> Iterator[Deviation]:
+    """Yield what differs.
+
+    Args:
+        number: Number of the case.
+        stock: What each rank saw by stock Lightning.
+        ours: What each rank saw with data hosts.
+    """
+    script = case(number)
+    yield from _failures(script, stock, ours)
+    for key in sorted({key for seen in (*stock, *ours) for key in seen.batches}):
+        if any(key.split()[0] in seen.errors for seen in (*stock, *ours)):
+            continue
+        old, new = ([_by_part(script, key, seen) for seen in ranks] for ranks in (stock, ours))
+        for index, part in enumerate(_loaders_of(script, key).parts):
+            place = _Place(script, key, part, index)
+            of_stock, of_ours = [parts[index] for parts in old], [parts[index] for parts in new]
+            is_split = script.trainer.get("use_distributed_sampler", True) or part.has("stream")
+            if script.world_size > 1 and (is_split or part.has("DistributedSampler")):
+                yield from _Together(place).compare(of_stock, of_ours)
+            else:
+                for one_stock, one_ours in zip(of_stock, of_ours, strict=True):
+                    yield from _Alone(place).compare(one_stock, one_ours)
+
+
+def _loaders_of(script: Case, key: str) -> Loaders:
+    return script.train if key.split()[1] == "train" else script.evaluation
+
+
+def _failures(script: Case, stock: Sequence[Seen], ours: Sequence[Seen]) -> Iterator[Deviation]:
+    for name in RUNS:
+        old = next((seen.errors[name] for seen in stock if name in seen.errors), None)
+        new = next((seen.errors[name] for seen in ours if name in seen.errors), None)
+        if (old is None) != (new is None):
+            reason = None if old is None else _reason_of_refusal(script, name, old)
+            yield Deviation(name, "one fails", old, new, reason)
+
+
+def _reason_of_refusal(script: Case, name: str, error: str) -> str | None:
+    used = [script.train, script.evaluation] if name == "fit" else [script.evaluation]
+    if any(loaders.has("without length") for loaders in used) and (
+        "using an IterableDataset" in error or "using an `IterableDataset`" in error or "`__len__`" in error
+    ):
+        return "unsized"
+    if any(loaders.has("own") for loaders in used) and "inject a (distributed) sampler into your batch" in error:
+        return "batch sampler refused"
+    if any(loaders.has("torch's batch sampler") for loaders in used) and "overfit_batches" in script.trainer:
+        return "batch sampler replaced"
+    return None
+
+
+def _by_part(script: Case, key: str, seen: Seen) -> list[list[Any]]:
+    """The batches of each loader."""
+    loaders = _loaders_of(script, key)
+    parts: list[list[Any]] = [[] for _ in loaders.parts]
+    for dataloader_idx, batch in seen.batches.get(key, []):
+        if loaders.mode == "sequential" or loaders.shape == "one":
+            parts[dataloader_idx].append(batch)
+            continue
+        (structure,) = batch.values()
+        for index, one in enumerate(structure.values() if isinstance(structure, dict) else structure):
+            if one is not None:
+                parts[index].append(one)
+    return parts
+
+
+@dataclass
+class _Place:
+    """One loader in one stage of a run.
+
+    Attributes:
+        script: The case.
+        key: Run, stage and epoch.
+        part: The loader.
+        index: Its number.
+    """
+
+    script: Case
+    key: str
+    part: Part
+    index: int
+
+    @property
+    def loaders(self) -> Loaders:
+        """The loader, and those beside it."""
+        return _loaders_of(self.script, self.key)
+
+    @property
+    def stage(self) -> str:
+        """train, sanity, val, test or predict."""
+        return self.key.split()[1]
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether the Trainer fits."""
+        return self.key.startswith("fit")
+
+    @property
+    def is_overfit(self) -> bool:
+        """Whether the order of the dataset replaces that of the sampler."""
+        return self.is_fit and "overfit_batches" in self.script.trainer
+
+    @property
+    def is_shuffled_by_stock(self) -> bool:
+        """Whether stock Lightning gives it a DistributedSampler that shuffles, although the loader does not."""
+        loader = self.part.loader
+        is_plain = type(loader.sampler) is SequentialSampler and not self.part.has("batch sampler")
+        return self.stage == "train" and self.script.world_size > 1 and is_plain and not self.is_overfit
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a pass may end before the loader does, or begin again."""
+        limits = {f"limit_{self.stage}_batches", "overfit_batches" if self.is_fit else ""}
+        is_together = len(self.loaders.parts) > 1 and self.loaders.mode != "sequential"
+        return self.stage == "sanity" or bool(limits & {*self.script.trainer}) or is_together
+
+    @property
+    def drops_last(self) -> bool:
+        """Whether a smaller last batch is left out."""
+        return self.part.has("drop_last") and self.stage != "predict"
+
+    @property
+    def reason_of_validations(self) -> str | None:
+        """Why there are others in an epoch: it depends on the number of batches for training."""
+        reasons = {"without length": "unsized", "stream": "shards"}
+        return next((reason for word, reason in reasons.items() if self.script.train.has(word)), None)
+
+    def deviation(self, what: str, stock: Any, ours: Any, reason: str | None = None) -> Deviation:
+        """Describe a difference."""
+        return Deviation(f"{self.key}, loader {self.index}", what, stock, ours, reason)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in a pass of one rank."""
+        loader = self.part.loader
+        if self.drops_last or loader.batch_size is None:
+            return len(self.local_pass())
+        return -(-self.part.size // loader.batch_size)
+
+    def local_pass(self, number: int = 0) -> list[Any]:
+        """The batches of a pass of the loader itself, after ``number`` others."""
+        again = case(self.script.number)
+        loader = _loaders_of(again, self.key).parts[self.index].loader
+        for _ in range(number):
+            for _ in loader.batch_sampler or loader.sampler:
+                pass
+        return [plain(batch) for batch in loader]
+
+
+class _Alone:
+    """Compares what one rank saw of a loader.
+
+    Args:
+        place: The loader.
+    """
+
+    def __init__(self, place: _Place) -> None:
+        self._place = place
+
+    def compare(self, stock: list[Any], ours: list[Any]) -> Iterator[Deviation]:
+        """Yield what differs."""
+        place, part = self._place, self._place.part
+        if stock == ours:
+            return
+        if part.is_ordered or (place.is_overfit and not part.has("own")):
+            yield place.deviation("batches", stock, ours, self._reason(stock, ours))
+        elif part.has("stream"):
+            yield from self._streams(stock, ours)
+        elif len(stock) != len(ours):
+            yield place.deviation("number of batches", len(stock), len(ours), self._reason(stock, ours))
+        elif part.has("own with random numbers"):
+            yield from self._shuffled_batches(stock, ours)
+        elif _shapes(stock) != _shapes(ours):
+            yield place.deviation("shapes of batches", _shapes(stock), _shapes(ours))
+        elif part.is_complete:
+            yield from self._samples(stock, ours)
+
+    def _reason(self, stock: list[Any], ours: list[Any]) -> str | None:
+        place, part = self._place, self._place.part
+        if place.is_fit and place.stage in ("val", "sanity"):
+            epoch = int(place.key.split()[2])
+            whole = place.local_pass(epoch if part.has("counts its passes") else 0)
+            if part.has("counts its passes") and _is_repeated(ours, whole[: len(ours)]):
+                return "counting sampler"
+            if not part.is_ordered or _is_repeated(ours, whole):
+                return place.reason_of_validations
+        if part.has("torch's batch sampler") and (place.stage == "predict" or place.is_overfit):
+            return "batch sampler replaced" if _has_all(ours, place.local_pass(), place) else None
+        return None
+
+    def _streams(self, stock: list[Any], ours: list[Any]) -> Iterator[Deviation]:
+        place = self._place
+        whole = _leaves(place.local_pass())
+        if place.is_limited:
+            if not _is_within(_leaves(ours), whole) or len(ours) < len(stock):
+                yield place.deviation("samples", stock, ours)
+            elif len(ours) > len(stock):
+                yield place.deviation("number of batches", len(stock), len(ours), "shards")
+        elif _leaves(ours) != whole:
+            reason = self._reason(stock, ours)
+            is_repeated = reason == "shards" and not sum(_leaves(ours).values()) % sum(whole.values())
+            yield place.deviation("samples", stock, ours, reason if is_repeated else None)
+        elif len(ours) != len(stock):
+            yield place.deviation("number of batches", len(stock), len(ours), "shards")
+
+    def _shuffled_batches(self, stock: list[Any], ours: list[Any]) -> Iterator[Deviation]:
+        place = self._place
+        whole = place.local_pass()
+        if any(batch not in whole for batch in ours):
+            yield place.deviation("batches", stock, ours)
+        elif place.is_overfit:
+            yield place.deviation("batches", stock, ours, "overfit_batches")
+        elif not place.is_limited:
+            yield from self._samples(stock, ours)
+
+    def _samples(self, stock: list[Any], ours: list[Any]) -> Iterator[Deviation]:
+        """Compare the samples of a pass over a loader whose order is random."""
+        place = self._place
+        whole = _all_leaves(place)
+        first = ours[: place.num_batches]  # CombinedLoader may begin again
+        is_whole = len(first) == place.num_batches and not place.drops_last
+        if not (_leaves(first) == whole if is_whole else _is_within(_leaves(first), whole)):
+            yield place.deviation("samples", stock, ours)
+
+
+class _Together:
+    """Compares what all ranks together saw of a loader that is split over them.
+
+    Args:
+        place: The loader.
+    """
+
+    def __init__(self, place: _Place) -> None:
+        self._place = place
+
+    def compare(self, stock: list[list[Any]], ours: list[list[Any]]) -> Iterator[Deviation]:
+        """Yield what differs."""
+        place, part = self._place, self._place.part
+        if len({len(batches) for batches in ours}) > 1:
+            yield place.deviation("number of batches per rank", *([len(one) for one in each] for each in (stock, ours)))
+            return
+        old, new = _steps(stock), _steps(ours)
+        if part.has("stream"):
+            yield from self._streams(old, new)
+        elif place.is_shuffled_by_stock:
+            if not self._is_in_order(new):
+                yield place.deviation("samples by step", stock, ours)
+            elif old != new:
+                yield place.deviation("samples by step", stock, ours, "shuffled")
+        elif part.is_ordered or (place.is_overfit and not part.has("own")):
+            if old != new:
+                yield place.deviation("samples by step", stock, ours, self._reason(old, new))
+        elif len(old) != len(new):
+            yield place.deviation("number of steps", len(old), len(new), self._reason(old, new))
+        elif part.is_complete and not place.is_limited and not place.drops_last:
+            yield from self._samples(stock, ours)
+
+    def _reason(self, old: list[Counter[str]], new: list[Counter[str]]) -> str | None:
+        place, part = self._place, self._place.part
+        if not set(sum(new, Counter())) <= set(_all_leaves(place)):
+            return None
+        if place.is_fit and place.stage in ("val", "sanity"):
+            if part.has("counts its passes") and len(old) == len(new):
+                return "counting sampler"
+            if place.reason_of_validations is not None:
+                return place.reason_of_validations
+        replaced = next((reason for word, reason in _REPLACED.items() if part.has(word)), None)
+        if replaced is not None:
+            return replaced
+        if part.size % place.script.world_size == 0 or not 0 <= len(old) - len(new) <= 1:
+            return None
+        return "drop_last" if place.drops_last else self._padding(old, new)
+
+    def _is_in_order(self, new: list[Counter[str]]) -> bool:
+        """Whether the full steps have the order of the dataset."""
+        place = self._place
+        per_step = (place.part.loader.batch_size or 1) * place.script.world_size
+        samples = _leaves_of_samples(place)
+        full = [sum(samples[first : first + per_step], Counter()) for first in range(0, len(samples), per_step)]
+        num_full = min(len(full), len(new)) - 1
+        return new[:num_full] == full[:num_full] and set(sum(new, Counter())) <= set(_all_leaves(place))
+
+    def _padding(self, old: list[Counter[str]], new: list[Counter[str]]) -> str | None:
+        """Return the reason if samples that stock Lightning repeats are all that differs."""
+        place, part = self._place, self._place.part
+        total, whole = sum(new, Counter()), _all_leaves(place)
+        # With fewer samples than ranks some repeat, and so do batches that the user's code has made.
+        has_repeats = part.size < place.script.world_size or part.has("batch_size=None")
+        is_right = _is_within(total, whole) if place.is_limited else total == whole
+        if part.is_complete and not has_repeats and not is_right:
+            return None
+        same = min(len(old), len(new)) - 1
+        if part.is_ordered and old[:same] != new[:same]:
+            return None
+        return "padding"
+
+    def _samples(self, stock: list[list[Any]], ours: list[list[Any]]) -> Iterator[Deviation]:
+        place = self._place
+        total, whole = sum(_steps(ours), Counter()), _all_leaves(place)
+        if total == whole:
+            return
+        has_repeats = place.part.size < place.script.world_size or place.part.has("own")
+        if not has_repeats or set(total) != set(whole):
+            yield place.deviation("samples", stock, ours)
+
+    def _streams(self, old: list[Counter[str]], new: list[Counter[str]]) -> Iterator[Deviation]:
+        place = self._place
+        total, whole = sum(new, Counter()), _all_leaves(place)
+        if place.is_fit and place.stage == "val" and "val_check_interval" in place.script.trainer:
+            is_right = set(total) <= set(whole)  # several validations in an epoch
+        else:
+            is_right = _is_within(total, whole)
+        if not is_right:
+            yield place.deviation("samples", old, new)
+        elif not place.is_limited and total != whole:
+            yield place.deviation("samples", old, new, "shards left out")
+        elif len(old) != len(new):
+            yield place.deviation("number of steps", len(old), len(new), "shards")
+
+
+def _steps(ranks: list[list[Any]]) -> list[Counter[str]]:
+    """The values of each step, of all ranks together."""
+    longest = max(map(len, ranks))
+    return [sum((_leaves(batches[step : step + 1]) for batches in ranks), Counter()) for step in range(longest)]
+
+
+def _all_leaves(place: _Place) -> Counter[str]:
+    """The values of all samples of a loader, those of an incomplete last batch included."""
+    return sum(_leaves_of_samples(place), Counter())
+
+
+def _leaves_of_samples(place: _Place) -> list[Counter[str]]:
+    loader: Any = _loaders_of(case(place.script.number), place.key).parts[place.index].loader
+    if place.part.has("stream"):
+        return [_leaves([plain(one)]) for one in loader]
+    wrap = (lambda one: one) if place.part.has("batch_size=None") else (lambda one: [one])
+    return [_leaves([plain(loader.collate_fn(wrap(loader.dataset[index])))]) for index in range(len(loader.dataset))]
+
+
+def _is_repeated(batches: list[Any], once: list[Any]) -> bool:
+    """Whether batches are those of one pass, several times."""
+    if not once:
+        return not batches
+    times, rest = divmod(len(batches), len(once))
+    return not rest and batches == once * times
+
+
+def _has_all(batches: list[Any], whole: list[Any], place: _Place) -> bool:
+    return _is_within(_leaves(batches), _leaves(whole)) if place.is_limited else _leaves(batches) == _leaves(whole)
+
+
+def _is_within(some: Counter[str], whole: Counter[str]) -> bool:
+    return not some - whole
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and isinstance(value[0], str) and isinstance(value[1], list)
+
+
+def _shapes(batches: list[Any]) -> list[Any]:
+    """Everything but the values."""
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: shape(part) for key, part in value.items()}
+        if _is_array(value):
+            return value[:2]
+        return [shape(part) for part in value] if isinstance(value, list) else type(value).__name__
+
+    return [shape(batch) for batch in batches]
+
+
+def _leaves(batches: list[Any]) -> Counter[str]:
+    """All values: the samples, whatever batches they are in."""
+
+    def leaves(value: Any) -> Iterator[Any]:
+        if isinstance(value, dict):
+            value = [part for name, part in value.items() if name != "count"]  # of samples in the batch
+        elif _is_array(value):
+            value = value[2]
+        if not isinstance(value, list):
+            yield value
+            return
+        for part in value:
+            yield from leaves(part)
+
+    return Counter(str(leaf) for batch in batches for leaf in leaves(batch))
