@@ -67,12 +67,17 @@ def trained_on(data, folder, **settings):
     return model.seen
 
 
-def test_the_strategy_says_which_share_of_the_data_a_rank_trains_on(tmp_path):
-    """Not its global rank: the ranks of a tensor parallel group need the same batches."""
+def test_the_strategy_says_which_share_of_the_data_a_rank_trains_on(tmp_path, caplog):
+    """Not its global rank: the ranks of a tensor parallel group need the same batches.
+
+    On several ranks, Lightning's own sampler would shuffle; that the loader does not is kept, and told.
+    """
     assert trained_on(Data(), tmp_path) == [[2, 3], [8, 9]]
+    assert "train_dataloader() does not shuffle, and its 3 ranks train in its order" in caplog.text
 
 
-def test_an_iterable_dataset_is_split_whatever_use_distributed_sampler_says(tmp_path):
+def test_an_iterable_dataset_is_split_whatever_use_distributed_sampler_says(tmp_path, caplog):
     """Lightning never gives it a sampler; it splits itself by rank, which it cannot do on a data host."""
     seen = trained_on(Data(is_stream=True), tmp_path, use_distributed_sampler=False)
     assert sorted(seen) == [[number] for number in range(1, 48, 3)]
+    assert "does not shuffle" not in caplog.text
