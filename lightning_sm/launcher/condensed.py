@@ -14,7 +14,7 @@ from lightning_sm.launcher.tracebacks import (
     START,
     USAGE,
     USAGE_ERROR,
-    may_have_lost_peer,
+    may_follow_from_another,
 )
 
 _HEADER = b"Traceback (most recent call last):"
@@ -94,7 +94,9 @@ class Condensed:
         stream = self._streams.setdefault((source, mark), _Stream())
         if stream.held:
             return self._continue(stream, line, text, source, f"{source} {mark.strip('[]: ')}".strip())
-        if START.search(text) or USAGE.match(text):
+        start = START.search(text)
+        # With a rank in the middle of the line it follows a progress bar, and its other lines are those of the rank.
+        if USAGE.match(text) or (start is not None and start["rank"] is None):
             stream.held, stream.texts = [line], [text]
             return []
         return [] if self._is_left_out(stream, text) else [line]
@@ -136,10 +138,10 @@ class Condensed:
         stream.held, stream.behind, stream.expected, stream.is_behind_consequence = [], None, [], False
         key = tuple(texts[1:])
         is_merged = self._only_across_sources
-        if not is_merged and not USAGE.match(texts[0]) and may_have_lost_peer(key[-1]):
+        if not is_merged and not USAGE.match(texts[0]) and may_follow_from_another(key[-1]):
             self.left_out.append(b"".join(lines))
             stream.is_behind_consequence = True
-            note = f" (another process may have ended; {len(lines) - 1} lines of traceback left out)\n"
+            note = f" ({len(lines) - 1} lines of traceback left out: another process may have ended)\n"
             return [lines[-1].rstrip(b"\r\n") + note.encode()]
         shown = self._shown.get(key)
         if shown is not None and not (is_merged and shown.source == source):

@@ -33,7 +33,8 @@ _LOST_PEER = re.compile(
     r"remote process exited or there was a network error|ncclRemoteError|NCCL communicator was aborted"
     r"|DistStoreError: (?:Socket Timeout|wait timeout)"
 )
-_NCCL = re.compile(r"DistBackendError: NCCL")
+# Not on the first line where NCCL has lost a peer; and what Lightning raises in the handler of SIGTERM.
+_STOPPED = re.compile(r"DistBackendError: NCCL|SIGTERMException")
 # argparse and jsonargparse: "train.py: error: ..." or "error: ...".
 USAGE_ERROR = re.compile(r"^(?:[^\s:]+(?: [\w-]+)*: )?error: .+")
 USAGE = re.compile(r"^usage: ")
@@ -65,13 +66,13 @@ class Traceback:
         return any(_LOST_PEER.search(line) for line in self.exception)
 
 
-def may_have_lost_peer(exception: str) -> bool:
-    """Whether the first line of an exception is what ranks raise when another one has ended.
+def may_follow_from_another(exception: str) -> bool:
+    """Whether the first line of an exception is what ranks raise when another process, or the job, has ended.
 
     Args:
         exception: The line. NCCL says only in later ones whether that is its cause.
     """
-    return any(pattern.search(exception) for pattern in (_LOST_CONNECTION, _LOST_PEER, _NCCL))
+    return any(pattern.search(exception) for pattern in (_LOST_CONNECTION, _LOST_PEER, _STOPPED))
 
 
 def cause_of(tracebacks: Sequence[Traceback]) -> Traceback | None:

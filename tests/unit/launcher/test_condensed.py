@@ -20,7 +20,7 @@ _LOST = _CAUSE.replace(
 )
 _LOST_LINE = (
     "RuntimeError: [pair.cc:534] Connection closed by peer [127.0.0.1]:4242 "
-    "(another process may have ended; 6 lines of traceback left out)\n"
+    "(6 lines of traceback left out: another process may have ended)\n"
 )
 _USAGE = """\
 usage: train.py [-h] [--config CONFIG]
@@ -70,6 +70,12 @@ def test_the_same_traceback_of_other_ranks_is_counted():
         text
         == _by_rank(_CAUSE, 0) + "ValueError: bad shape (left out: the same 3 times more, by rank1, rank2, rank3)\n"
     )
+
+
+def test_a_progress_bar_before_a_rank_mark_changes_no_order():
+    """The lines come out as they came in."""
+    text = "Epoch 0: 50%|### " + _by_rank(_CAUSE, 0)
+    assert _shown(text)[0] == text
 
 
 def test_what_differs_is_shown():
