@@ -16,6 +16,7 @@ from lightning_sm._lightning import rank_zero_only
 from lightning_sm.errors import JobConfigError, TopologyError
 from lightning_sm.job.process_launcher import RANK_VARIABLES
 from lightning_sm.job.variables import RANK_ZERO_PID
+from lightning_sm.launcher.failure import failure_reason
 from lightning_sm.training import environment as module
 from lightning_sm.training.environment import SageMakerEnvironment
 from tests.fakes.job_folder import make_job, resource_config, write_job
@@ -90,6 +91,14 @@ def test_data_host_is_refused_whoever_started_it(variables):
     """A data host has no rank, not even one that a launcher gave it (SDK v2 starts torchrun in every group)."""
     with pytest.raises(TopologyError, match=r"(?s)Host 'algo-1' serves data and has no rank.*algo-1\* +data"):
         _environment("algo-1", MIXED, variables=variables)
+
+
+def test_what_is_logged_of_an_unused_environment_is_no_reason(caplog, monkeypatch):
+    """A script that ended before its Trainer was made has another reason, which the launcher shows without the table."""
+    monkeypatch.setattr(logging.getLogger("lightning_sm"), "propagate", True)
+    module._report_if_alone(_environment().topology)
+    (said,) = [text for text in caplog.messages if "trained alone" in text]
+    assert failure_reason(f"no such folder\n{said}\n", 1) == "exit code 1; last lines of stderr:\nno such folder"
 
 
 def test_data_groups_can_be_named():
