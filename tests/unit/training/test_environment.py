@@ -94,7 +94,7 @@ def test_data_host_is_refused_whoever_started_it(variables):
 
 
 def test_what_is_logged_of_an_unused_environment_is_no_reason(caplog, monkeypatch):
-    """A script that ended before its Trainer was made has another reason, which the launcher shows without the table."""
+    """A script that ended before its Trainer was made has another reason, which the launcher shows alone."""
     monkeypatch.setattr(logging.getLogger("lightning_sm"), "propagate", True)
     module._report_if_alone(_environment().topology)
     (said,) = [text for text in caplog.messages if "trained alone" in text]
