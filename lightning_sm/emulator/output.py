@@ -31,9 +31,8 @@ class Output:
     def __init__(self, stream: BinaryIO, names: Sequence[str]) -> None:
         self.broken_by: int | None = None
         self._stream = stream
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._condensed = Condensed(only_across_sources=True)
-        self._condensing = threading.Lock()
         width = max(len(name) for name in names)
         self._prefix = {name: f"{name:<{width}} | ".encode() for name in names}
         if stream.isatty() and not os.environ.get("NO_COLOR"):
@@ -46,14 +45,14 @@ class Output:
         with pipe, (host.base_dir / "output" / "log.txt").open("wb", buffering=0) as log:
             while line := pipe.readline(_MAX_LINE_BYTES):
                 log.write(line)
-                with self._condensing:
+                with self._lock:
                     self._show(host, self._condensed.feed(line, host.name))
-            with self._condensing:
+            with self._lock:
                 self._show(host, self._condensed.flush(host.name))
 
     def say_repeats(self) -> None:
         """Write how often hosts wrote the same traceback or usage text as another host, which is not shown again."""
-        with self._condensing:
+        with self._lock:
             for line in self._condensed.take_repeats():
                 self.say(line)
 
