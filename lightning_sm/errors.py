@@ -110,7 +110,10 @@ class DataHostMismatchError(DataServiceError, ValueError):
 
 
 class RemoteTransformError(DataServiceError, RuntimeError):
-    """The user's dataset, transform, sampler, collate function or hook raised an exception on a data host."""
+    """The user's dataset, transform, sampler, collate function or hook raised an exception on a data host.
+
+    The message is that exception's type and message, then its place, then its traceback: see data/protocol/failures.py.
+    """
 
 
 class BatchTypeError(DataServiceError, TypeError):
