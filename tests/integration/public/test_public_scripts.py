@@ -70,7 +70,7 @@ CASES = {
         "litdata_tokens",
         16,
         data=datasets.tokens,
-        refused="train_dataloader() is a StreamingDataLoader, but data hosts do not call ",
+        refused="val_dataloader() is a StreamingDataLoader, but data hosts do not call ",
     ),
     # Two optimizers, each of which steps once for a batch. No CLI: argparse, and SageMakerTrainer in place of Trainer.
     "gan": Script("gan", 32, ("--max_epochs=1", "--strategy=ddp_find_unused_parameters_true")),
@@ -84,7 +84,7 @@ WITH_DATA_HOST = {
         16,
         (*ONCE, "--data.web_loader=true"),
         datasets.shards,
-        refused="train_dataloader() is a WebLoader",
+        refused="val_dataloader() is a WebLoader. Data hosts serve torch.utils.data.DataLoader",
     ),
     "litdata, torch's loader": Script("litdata_tokens", 16, (*ONCE, "--data.stateful_loader=false"), datasets.tokens),
 }
@@ -155,14 +155,15 @@ def test_on_two_trainers_and_a_data_host(tmp_path, work, data, case):
 
 def test_template_continues_after_an_interruption(tmp_path, work):
     """A CLI that prepares the arguments of fit itself resumes all the same."""
-    long = Script("template", 0, (*ONCE, "--data.num_samples=6000", "--trainer.log_every_n_steps=1"))
+    args = (*ONCE, "--data.num_samples=6000", "--trainer.log_every_n_steps=10", "--trainer.limit_val_batches=1")
+    long = Script("template", 1500, args)
     ended = run_job(tmp_path / "jobs", work, long, None, TRAINERS, "--fault", "interrupt@step=100")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (metrics,) = job_dir(tmp_path / "jobs").glob("algo-*/output/data/*/logs/blobs/*/metrics.csv")
     with metrics.open() as file:
         steps = [int(row["step"]) for row in csv.DictReader(file)]
     assert steps[0] >= 100
-    assert steps_in(job_dir(tmp_path / "jobs")) == 750
+    assert steps_in(job_dir(tmp_path / "jobs")) == long.steps // 2
 
 
 def run_job(jobs, work, script, folder, groups, *options):

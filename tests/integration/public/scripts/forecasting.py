@@ -12,6 +12,25 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from lightning_sm import SageMakerCLI
 
 
+class BucketBatchSampler(BatchSampler):
+    """Batches of windows of one length, to pad little; what is left at the end makes mixed batches."""
+
+    def __init__(self, sampler, batch_size, drop_last=False, lengths=()):
+        super().__init__(sampler, batch_size, drop_last)
+        self.lengths = lengths
+
+    def __iter__(self):
+        buckets = {}
+        for index in self.sampler:
+            bucket = buckets.setdefault(self.lengths[index], [])
+            bucket.append(index)
+            if len(bucket) == self.batch_size:
+                yield buckets.pop(self.lengths[index])
+        yield from BatchSampler(
+            [index for bucket in buckets.values() for index in bucket], self.batch_size, self.drop_last
+        )
+
+
 class TimeSeriesDataSet(Dataset):
     def __init__(self, series, max_encoder_length=12, max_prediction_length=4):
         self.series = {name: torch.tensor(values, dtype=torch.float32) for name, values in series.items()}
@@ -51,7 +70,9 @@ class TimeSeriesDataSet(Dataset):
             return DataLoader(self, batch_size=batch_size, collate_fn=self.collate_fn)
         return DataLoader(
             self,
-            batch_sampler=BatchSampler(RandomSampler(self), batch_size, drop_last=True),
+            batch_sampler=BucketBatchSampler(
+                RandomSampler(self), batch_size, drop_last=True, lengths=[length for _, _, length in self.index]
+            ),
             collate_fn=self.collate_fn,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,

@@ -61,7 +61,9 @@ class SimpleNet(LightningModule):
         return torch.nn.functional.cross_entropy(self.net(x), y)
 
     def training_step(self, batch, batch_idx):
-        return self.step(batch)
+        loss = self.step(batch)
+        self.log("train/loss", loss)
+        return loss
 
     def validation_step(self, batch, batch_idx):
         self.log("val/loss", self.step(batch), sync_dist=True)
