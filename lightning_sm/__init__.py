@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
     from lightning_sm.training.cli import SageMakerCLI
     from lightning_sm.training.environment import SageMakerEnvironment
+    from lightning_sm.training.trainer import SageMakerFabric, SageMakerTrainer
 
 __all__ = [
     "Channel",
@@ -35,7 +36,9 @@ __all__ = [
     "Role",
     "SageMakerCLI",
     "SageMakerEnvironment",
+    "SageMakerFabric",
     "SageMakerJob",
+    "SageMakerTrainer",
     "SpotCheckpoint",
     "Topology",
     "__version__",
@@ -53,7 +56,9 @@ _MODULE_OF = {
     "Role": "lightning_sm.job.topology",
     "SageMakerCLI": "lightning_sm.training.cli",
     "SageMakerEnvironment": "lightning_sm.training.environment",
+    "SageMakerFabric": "lightning_sm.training.trainer",
     "SageMakerJob": "lightning_sm.job.facts",
+    "SageMakerTrainer": "lightning_sm.training.trainer",
     "SpotCheckpoint": "lightning_sm.training.callbacks.spot_checkpoint",
     "Topology": "lightning_sm.job.topology",
     "register_batch_type": "lightning_sm.data.batch.types",

@@ -32,10 +32,13 @@ def _choose() -> str:
 DISTRIBUTION = _choose()
 
 if TYPE_CHECKING:
+    from lightning_fabric import Fabric
     from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.callbacks import BatchSizeFinder, Checkpoint, ModelCheckpoint, ProgressBar, WeightAveraging
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
+    from pytorch_lightning.loggers import TensorBoardLogger
+    from pytorch_lightning.loggers.logger import DummyLogger
     from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSamplerWrapper
     from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
     from pytorch_lightning.utilities import CombinedLoader, rank_zero_only
@@ -43,6 +46,7 @@ else:
     _root = importlib.import_module(DISTRIBUTION)
     _callbacks = importlib.import_module(f"{DISTRIBUTION}.callbacks")
     _cli = importlib.import_module(f"{DISTRIBUTION}.cli")
+    _fabric = "lightning_fabric" if DISTRIBUTION == "pytorch_lightning" else "lightning.fabric"
     _environments = importlib.import_module(f"{DISTRIBUTION}.plugins.environments")
     _utilities = importlib.import_module(f"{DISTRIBUTION}.utilities")
 
@@ -60,9 +64,12 @@ else:
     LightningArgumentParser = _cli.LightningArgumentParser
     LightningCLI = _cli.LightningCLI
     ClusterEnvironment = _environments.ClusterEnvironment
+    DummyLogger = importlib.import_module(f"{DISTRIBUTION}.loggers.logger").DummyLogger
+    Fabric = importlib.import_module(_fabric).Fabric
     IndexBatchSamplerWrapper = importlib.import_module(
         f"{DISTRIBUTION}.overrides.distributed"
     )._IndexBatchSamplerWrapper
+    TensorBoardLogger = importlib.import_module(f"{DISTRIBUTION}.loggers").TensorBoardLogger
     WrappingCheckpointIO = importlib.import_module(f"{DISTRIBUTION}.plugins.io.wrapper")._WrappingCheckpointIO
     CombinedLoader = _utilities.CombinedLoader
     rank_zero_only = _utilities.rank_zero_only
@@ -75,6 +82,8 @@ __all__ = [
     "Checkpoint",
     "ClusterEnvironment",
     "CombinedLoader",
+    "DummyLogger",
+    "Fabric",
     "IndexBatchSamplerWrapper",
     "LightningArgumentParser",
     "LightningCLI",
@@ -82,6 +91,7 @@ __all__ = [
     "LightningModule",
     "ModelCheckpoint",
     "ProgressBar",
+    "TensorBoardLogger",
     "Trainer",
     "WeightAveraging",
     "WrappingCheckpointIO",

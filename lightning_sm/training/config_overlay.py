@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from lightning_sm.errors import ChannelError
 from lightning_sm.job.channels import channel_for, route
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.training.environment import SageMakerEnvironment
+from lightning_sm.training.trainer_setup import cluster_arguments, is_fixed, logs_to_tensorboard
 
 logger = logging.getLogger(__name__)
 _log_once = rank_zero_only(logger.info)
@@ -96,15 +96,9 @@ class JobOverlay:
         Raises:
             TopologyError: The user set a value that contradicts the cluster.
         """
-        stated_nodes = _value(self._explicit, "trainer.num_nodes")
-        stated_devices = _num_devices(_value(self._explicit, "trainer.devices"))
-        environment.validate_settings(
-            num_devices=stated_devices if stated_devices is not None else environment.devices or 1,
-            num_nodes=environment.num_nodes if stated_nodes is None else stated_nodes,
-        )
-        self._set("trainer.num_nodes", environment.num_nodes)
-        if environment.devices is not None and stated_devices is None:
-            self._set("trainer.devices", environment.devices)
+        given = {name: _value(self._explicit, f"trainer.{name}") for name in ("num_nodes", "devices")}
+        for name, value in cluster_arguments(environment, given).items():
+            self._set(f"trainer.{name}", value)
 
     def route_outputs(self, job: SageMakerJob, callback_keys: Iterable[str]) -> None:
         """Direct logs and checkpoints to the job's folders, and make relative folders relative to these.
@@ -114,17 +108,14 @@ class JobOverlay:
             callback_keys: Keys of callbacks that the script added to the parser, besides ``trainer.callbacks``.
         """
         root = self._config.get("trainer.default_root_dir")
-        if not _is_fixed(root):
+        if not is_fixed(root):
             self._set("trainer.default_root_dir", str(job.host_output_dir / (root or "")))
         loggers = self._config.get("trainer.logger")
-        has_default_logger = loggers in (None, True) and not self._config.get("trainer.barebones")
-        if has_default_logger and job.tensorboard_dir is not None:
-            if importlib.util.find_spec("tensorboard") is None:
-                logger.warning("The job has a TensorBoard output, but the package tensorboard is not installed.")
-            else:
-                class_path = f"{DISTRIBUTION}.loggers.TensorBoardLogger"
-                arguments = {"save_dir": str(job.tensorboard_dir)}
-                self._set("trainer.logger", {"class_path": class_path, "init_args": arguments})
+        barebones = self._config.get("trainer.barebones")
+        if job.tensorboard_dir is not None and logs_to_tensorboard(loggers, barebones=barebones):
+            class_path = f"{DISTRIBUTION}.loggers.TensorBoardLogger"
+            arguments = {"save_dir": str(job.tensorboard_dir)}
+            self._set("trainer.logger", {"class_path": class_path, "init_args": arguments})
         for item in _class_entries(loggers):
             is_tensorboard = item.class_path.endswith(".TensorBoardLogger")
             folder = job.tensorboard_dir if is_tensorboard else None
@@ -190,22 +181,5 @@ def _rebase(item: Namespace, argument: str, folder: Path) -> None:
     """Make a relative folder in an argument of a class relative to ``folder``."""
     arguments = item.get("init_args") if "class_path" in item else item
     stated = arguments.get(argument) if isinstance(arguments, Namespace) else None
-    if stated is not None and not _is_fixed(stated):
+    if stated is not None and not is_fixed(stated):
         arguments[argument] = str(folder / stated)
-
-
-def _is_fixed(folder: Any) -> bool:
-    """Whether a folder is absolute, or an address such as s3://."""
-    return folder is not None and ("://" in str(folder) or Path(folder).is_absolute())
-
-
-def _num_devices(setting: Any) -> int | None:
-    """Number of processes per host that a ``devices`` setting states; None if it states none ("auto", -1)."""
-    if isinstance(setting, str):
-        numbers = [part for part in setting.split(",") if part.strip()]
-        if not all(part.strip().lstrip("-").isdecimal() for part in numbers):
-            return None  # "auto", or invalid: Lightning's own check names the fault
-        setting = int(numbers[0]) if len(numbers) == 1 else numbers
-    if isinstance(setting, list):
-        return len(setting)
-    return setting if isinstance(setting, int) and setting > 0 else None

@@ -368,7 +368,7 @@ class SageMakerEnvironment(ClusterEnvironment):
             interface += " (not on this host)"
         logger.info(
             "%s\njob %s, %s, main address %s:%d, interface %s\nlightning_sm %s, %s %s, torch %s, python %s",
-            self._topology.table(devices),
+            self._topology.table(devices, is_short=True),
             self._job.name or "(no name)",
             launcher,
             self._launch.main_address or self._main_host,

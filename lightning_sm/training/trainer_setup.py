@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,8 @@ from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
 from lightning_sm.training.callbacks.step_report import step_reports
 from lightning_sm.training.checkpoints.durable_io import make_durable
 from lightning_sm.training.environment import SageMakerEnvironment
+
+logger = logging.getLogger(__name__)
 
 
 class TrainerSetup:
@@ -100,6 +104,48 @@ class TrainerSetup:
         return list(plugins)
 
 
+def cluster_arguments(environment: SageMakerEnvironment, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the Trainer's or Fabric's ``num_nodes``, and ``devices`` if a launcher sets their number.
+
+    Args:
+        environment: The job's cluster environment.
+        given: The user's ``num_nodes`` and ``devices``; a missing one or None leaves the choice to the job.
+
+    Raises:
+        TopologyError: The user set a value that contradicts the cluster.
+    """
+    stated_nodes = given.get("num_nodes")
+    stated_devices = _num_devices(given.get("devices"))
+    environment.validate_settings(
+        num_devices=stated_devices if stated_devices is not None else environment.devices or 1,
+        num_nodes=environment.num_nodes if stated_nodes is None else stated_nodes,
+    )
+    arguments = {"num_nodes": environment.num_nodes}
+    if environment.devices is not None and stated_devices is None:
+        arguments["devices"] = environment.devices
+    return arguments
+
+
+def logs_to_tensorboard(loggers: Any, *, barebones: Any) -> bool:
+    """Whether a job with a TensorBoard output needs a logger for it, because the user has chosen none.
+
+    Args:
+        loggers: The Trainer's ``logger``.
+        barebones: The Trainer's ``barebones``.
+    """
+    if loggers not in (None, True) or barebones:
+        return False
+    if importlib.util.find_spec("tensorboard") is None:
+        logger.warning("The job has a TensorBoard output, but the package tensorboard is not installed.")
+        return False
+    return True
+
+
+def is_fixed(folder: Any) -> bool:
+    """Whether a folder is absolute, or an address such as s3://."""
+    return folder is not None and ("://" in str(folder) or Path(folder).is_absolute())
+
+
 def as_list(value: Any) -> list[Any]:
     """Return the items of an argument that takes one item, a list, or None."""
     if value is None:
@@ -118,3 +164,15 @@ def _check_writable(folder: Path) -> None:
             f"{folder} is not writable ({error}). SageMaker mounts it writable: look for a read-only mount, a full "
             "disk, or a container user without permission."
         ) from error
+
+
+def _num_devices(setting: Any) -> int | None:
+    """Number of processes per host that a ``devices`` setting states; None if it states none ("auto", -1)."""
+    if isinstance(setting, str):
+        numbers = [part for part in setting.split(",") if part.strip()]
+        if not all(part.strip().lstrip("-").isdecimal() for part in numbers):
+            return None  # "auto", or invalid: Lightning's own check names the fault
+        setting = int(numbers[0]) if len(numbers) == 1 else numbers
+    if isinstance(setting, list):
+        return len(setting)
+    return setting if isinstance(setting, int) and setting > 0 else None

@@ -1,0 +1,183 @@
+"""SageMakerTrainer and SageMakerFabric: for scripts without LightningCLI, what SageMakerCLI does for those with it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from lightning_sm._lightning import DummyLogger, Fabric, LightningDataModule, TensorBoardLogger, Trainer
+from lightning_sm._log import show_log_lines
+from lightning_sm.data.service import remote, serve
+from lightning_sm.data.settings import DataServiceSettings
+from lightning_sm.data.trainer.datamodule import RemoteDataModule
+from lightning_sm.errors import DataSettingsError
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.topology import Role, Topology
+from lightning_sm.job.variables import DATA_GROUPS
+from lightning_sm.training.callbacks.outputs import JobOutputs
+from lightning_sm.training.environment import SageMakerEnvironment, leave_at_exit
+from lightning_sm.training.trainer_setup import (
+    TrainerSetup,
+    as_list,
+    cluster_arguments,
+    is_fixed,
+    logs_to_tensorboard,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def _with_remote_data(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method of Trainer fetch the batches of its DataModule from the job's data hosts."""
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def call(trainer: SageMakerTrainer, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(trainer, *args, **kwargs).arguments
+        # Lightning also takes a DataModule in the place of the loaders.
+        for name in ("train_dataloaders", "dataloaders"):
+            if isinstance(given.get(name), LightningDataModule):
+                given["datamodule"] = given.pop(name)
+        given["datamodule"] = trainer._remote_data(method.__name__, given.get("datamodule"))
+        given.pop("self")
+        return method(trainer, **given)
+
+    return call
+
+
+class SageMakerTrainer(Trainer):
+    """The ``Trainer`` of a script without LightningCLI that runs unchanged on a laptop, on one host and on a cluster.
+
+    Outside SageMaker it is ``Trainer``. In a SageMaker job it also
+
+    - sets ``num_nodes``, the devices if a launcher such as torchrun sets their number, and the cluster environment;
+    - writes logs to the output data directory (one folder per host), and TensorBoard logs and checkpoints to the
+      folders that SageMaker uploads during training, if the job has them. Relative folders of ``default_root_dir``,
+      of TensorBoard and CSV loggers and of ``ModelCheckpoint`` become relative to these;
+    - saves a checkpoint when the job is interrupted, and resumes from the latest valid one (see ``SpotCheckpoint``);
+    - writes the best model to the model directory at the end of ``fit``;
+    - logs progress as lines, unless the user has another progress bar;
+    - on the hosts of data groups, serves the batches of the first DataModule that ``fit``, ``validate``, ``test`` or
+      ``predict`` gets, and exits when the trainers have finished; on the trainers, fetches the batches from there.
+
+    Hyperparameters and channels stay the script's business: SageMaker passes hyperparameters as ``--name value``, and
+    ``SageMakerJob.from_environment()`` has the folders of the channels.
+
+    Args:
+        data_service: Settings of the data service.
+        **kwargs: Arguments of ``Trainer``. They win, and one that contradicts the cluster is an error.
+
+    Raises:
+        JobConfigError: The job's files are malformed.
+        TopologyError: ``num_nodes`` or ``devices`` contradict the cluster, or there is another cluster environment.
+        OutputDirectoryError: A directory of the job is not writable.
+    """
+
+    def __init__(self, *, data_service: DataServiceSettings | None = None, **kwargs: Any) -> None:
+        # SageMakerCLI has done all of it for a Trainer of its own.
+        is_set_up = any(isinstance(callback, JobOutputs) for callback in as_list(kwargs.get("callbacks")))
+        self._job = None if is_set_up else SageMakerJob.from_environment()
+        self._data_service = data_service or DataServiceSettings()
+        self._served: LightningDataModule | None = None
+        self._remote: RemoteDataModule | None = None
+        leave_at_exit()
+        if self._job is None:
+            super().__init__(**kwargs)
+            return
+        show_log_lines()
+        self._topology = Topology.from_job(self._job)
+        if self._topology.role is Role.DATA:
+            # It never trains: the user's accelerator need not exist on this host.
+            super().__init__(accelerator="cpu", devices=1, logger=DummyLogger(), enable_checkpointing=False)
+            return
+        environment = SageMakerEnvironment(self._job)
+        setup = TrainerSetup(self._job, environment)
+        settings = {**kwargs, **cluster_arguments(environment, kwargs), **_folders(self._job, kwargs)}
+        super().__init__(**{**settings, **setup.arguments(settings, as_list(settings.get("callbacks")))})
+        setup.complete(self)
+
+    if not TYPE_CHECKING:  # to a type checker they are Trainer's own
+        fit = _with_remote_data(Trainer.fit)
+        validate = _with_remote_data(Trainer.validate)
+        test = _with_remote_data(Trainer.test)
+        predict = _with_remote_data(Trainer.predict)
+
+    def _remote_data(self, method: str, datamodule: LightningDataModule | None) -> LightningDataModule | None:
+        """Return the DataModule that fetches from the data hosts; on a data host, serve and exit."""
+        if self._job is None or not self._topology.data_hosts or isinstance(datamodule, RemoteDataModule):
+            return datamodule
+        if datamodule is None:
+            if self._remote is not None and method != "fit":
+                return None  # Lightning uses that of fit again
+            raise DataSettingsError(
+                f"The job has data hosts ({', '.join(self._topology.data_hosts)}), but {method}() got no "
+                "LightningDataModule for them to serve. Put the DataLoaders into a LightningDataModule and pass it as "
+                f"datamodule, or remove the data groups from the job (with {DATA_GROUPS.name}= in the environment, all "
+                "groups train)."
+            )
+        if self._topology.role is Role.DATA:
+            serve(datamodule, self._job, self._topology, self._data_service)
+            sys.exit(0)
+        if self._remote is None:
+            self._served = datamodule
+            self._remote = remote(datamodule, self._job, self._topology, self._data_service)
+        if datamodule is self._served:
+            return self._remote
+        logger.warning(
+            "%s() loads the data of %s on this host: data hosts serve the first DataModule that the Trainer got, %s.",
+            method,
+            type(datamodule).__name__,
+            type(self._served).__name__,
+        )
+        return datamodule
+
+
+class SageMakerFabric(Fabric):
+    """The ``Fabric`` of a script that runs unchanged on a laptop, on one host and on a cluster.
+
+    Outside SageMaker it is ``Fabric``. In a SageMaker job it also sets ``num_nodes``, the devices if a launcher sets
+    their number, and the cluster environment. Logs, checkpoints, the model and resuming are the script's business:
+    ``SageMakerJob.from_environment()`` has the folders. Fabric has no hook for an interruption, and no DataModule that
+    data hosts could serve.
+
+    Args:
+        **kwargs: Arguments of ``Fabric``. They win, and one that contradicts the cluster is an error.
+
+    Raises:
+        JobConfigError: The job's files are malformed.
+        TopologyError: ``num_nodes`` or ``devices`` contradict the cluster, or this host serves data.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        leave_at_exit()
+        job = SageMakerJob.from_environment()
+        if job is not None:
+            show_log_lines()
+            environment = SageMakerEnvironment(job)
+            kwargs.update(cluster_arguments(environment, kwargs))
+            kwargs["plugins"] = [*as_list(kwargs.get("plugins")), environment]
+        super().__init__(**kwargs)
+
+
+def _folders(job: SageMakerJob, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``default_root_dir`` and ``logger``, and move loggers with relative folders below the job's folders."""
+    root = given.get("default_root_dir")
+    loggers = given.get("logger")
+    folders: dict[str, Any] = {}
+    if root is None or not is_fixed(root):
+        folders["default_root_dir"] = str(job.host_output_dir / (root or ""))
+    if job.tensorboard_dir is not None and logs_to_tensorboard(loggers, barebones=given.get("barebones")):
+        folders["logger"] = TensorBoardLogger(job.tensorboard_dir)
+    for one in as_list(loggers):
+        # TensorBoardLogger and CSVLogger; other loggers send their files to a service.
+        folder = getattr(one, "_root_dir", None)
+        if folder is not None and not is_fixed(folder):
+            base = job.tensorboard_dir if isinstance(one, TensorBoardLogger) else None
+            one._root_dir = os.path.join(base or job.host_output_dir, folder)
+            vars(one).update({"_save_dir": one._root_dir} if "_save_dir" in vars(one) else {})
+    return folders

@@ -1,0 +1,207 @@
+"""SageMakerTrainer and SageMakerFabric: what scripts without LightningCLI get from a job."""
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pytorch_lightning import Trainer
+from pytorch_lightning.callbacks import ModelCheckpoint, TQDMProgressBar
+from pytorch_lightning.cli import LightningCLI
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from pytorch_lightning.plugins.environments import LightningEnvironment
+
+from lightning_sm import DataServiceSettings, SageMakerEnvironment, SageMakerFabric, SageMakerTrainer
+from lightning_sm.data.trainer.datamodule import RemoteDataModule
+from lightning_sm.errors import DataSettingsError, TopologyError
+from lightning_sm.training import trainer as trainer_module
+from lightning_sm.training.callbacks.line_progress import LineProgress
+from lightning_sm.training.callbacks.local_position import LocalPosition
+from lightning_sm.training.callbacks.outputs import JobOutputs
+from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
+from tests.fakes.small_app import TWO_HOSTS, SmallData, SmallModel
+from tests.integration.hosts import REPOSITORY, SCRIPTS
+
+WITH_DATA = {"gpu": ["algo-1"], "data": ["algo-2"]}
+QUIET = {"accelerator": "cpu", "enable_model_summary": False}
+
+
+def fit(host, **settings):
+    """Do what a script without a CLI does, in a process of its own."""
+    host.new_process()
+    trainer = SageMakerTrainer(**QUIET, **{"max_epochs": 1, **settings})
+    trainer.fit(SmallModel(), datamodule=SmallData())
+    return trainer
+
+
+def callbacks_of(trainer):
+    """Types of the callbacks."""
+    return {type(callback) for callback in trainer.callbacks}
+
+
+class TestElsewhere:
+    """Outside SageMaker."""
+
+    @pytest.fixture(autouse=True)
+    def _laptop(self, host, monkeypatch):
+        monkeypatch.delenv("SAGEMAKER_BASE_DIR")
+
+    def test_it_is_the_trainer(self):
+        """Nothing is added, and nothing is written elsewhere."""
+        trainer = SageMakerTrainer(**QUIET, max_epochs=1, data_service=DataServiceSettings(workers=1))
+        assert callbacks_of(trainer) == callbacks_of(Trainer(**QUIET))
+        trainer.fit(SmallModel(), SmallData())
+        assert trainer.global_step == 2
+        assert [path.name for path in Path.cwd().iterdir()] == ["lightning_logs"]
+
+    def test_fabric_is_fabric(self):
+        """Nothing is added."""
+        fabric = SageMakerFabric(accelerator="cpu", devices=1)
+        fabric.launch()
+        assert fabric.world_size == 1
+
+
+class TestInAJob:
+    """On a trainer host."""
+
+    def test_it_adds_what_the_cli_adds(self, host):
+        """Cluster, folders, callbacks: as with SageMakerCLI."""
+        expected = host.configure(TWO_HOSTS).make()
+        host.new_process()
+        trainer = SageMakerTrainer(**QUIET)
+        assert trainer.num_nodes == 2
+        assert isinstance(trainer.strategy.cluster_environment, SageMakerEnvironment)
+        assert trainer.default_root_dir == expected.trainer.default_root_dir == str(host.output_dir)
+        assert callbacks_of(trainer) >= {LineProgress, LocalPosition, JobOutputs, SpotCheckpoint, ModelCheckpoint}
+
+    @pytest.mark.usefixtures("restored_signals")
+    def test_a_restarted_job_resumes_and_leaves_its_model(self, host):
+        """Checkpoints go to the checkpoint folder, from which the next attempt resumes; the model is exported."""
+        folder = host.base_dir / "ck"
+        host.configure(checkpoint={"LocalPath": str(folder)})
+        fit(host)
+        trainer = fit(host, max_epochs=2)
+        assert (Path(trainer.ckpt_path).parent, trainer.global_step) == (folder, 4)
+        assert sorted(path.name for path in host.model_dir.iterdir()) == ["model.ckpt", "state_dict.pt"]
+
+    @pytest.mark.usefixtures("restored_signals")
+    def test_relative_folders_are_those_of_the_job(self, host):
+        """What the script writes to relative folders arrives in the job's."""
+        host.configure(tensorboard={"LocalPath": str(host.base_dir / "tb")})
+        loggers = [CSVLogger("mine"), TensorBoardLogger("board"), CSVLogger("/abs")]
+        trainer = SageMakerTrainer(
+            **QUIET,
+            logger=loggers,
+            default_root_dir="root",
+            callbacks=[ModelCheckpoint("ckpts"), TQDMProgressBar()],
+        )
+        assert [logger.save_dir for logger in trainer.loggers] == [
+            str(host.output_dir / "mine"),
+            str(host.base_dir / "tb" / "board"),
+            "/abs",
+        ]
+        assert trainer.default_root_dir == str(host.output_dir / "root")
+        assert trainer.checkpoint_callback.dirpath == str(host.output_dir / "ckpts")
+        assert LineProgress not in callbacks_of(trainer)
+        fit(host, logger=CSVLogger("mine"))
+        assert list((host.output_dir / "mine").rglob("metrics.csv"))
+        assert list(Path.cwd().iterdir()) == []
+
+    def test_the_default_logger_is_tensorboards_if_the_job_has_its_folder(self, host):
+        """As with the CLI."""
+        host.configure(tensorboard={"LocalPath": str(host.base_dir / "tb")})
+        (logger,) = SageMakerTrainer(**QUIET).loggers
+        assert (type(logger), logger.save_dir) == (TensorBoardLogger, str(host.base_dir / "tb"))
+
+    @pytest.mark.parametrize(
+        ("settings", "text"),
+        [
+            ({"num_nodes": 1}, r"num_nodes=1\) does not match"),
+            ({"plugins": [LightningEnvironment()]}, r"trainer\.plugins has LightningEnvironment"),
+        ],
+    )
+    def test_contradictions_are_refused(self, host, settings, text):
+        """A setting that contradicts the cluster is an error before training."""
+        host.configure(TWO_HOSTS)
+        with pytest.raises(TopologyError, match=text):
+            SageMakerTrainer(**QUIET, **settings)
+
+    def test_it_may_be_the_clis_trainer(self, host):
+        """With SageMakerCLI, nothing is added twice, and the options of fit are Lightning's."""
+        cli = host.configure(WITH_DATA).make(trainer_class=SageMakerTrainer)
+        names = [type(callback).__name__ for callback in cli.trainer.callbacks]
+        assert len(names) == len(set(names))
+        assert isinstance(cli.datamodule, RemoteDataModule)
+        assert inspect.signature(SageMakerTrainer.fit) == inspect.signature(Trainer.fit)
+        assert "ckpt_path" in host.start("validate", trainer_class=SageMakerTrainer, cli=_Parses).config.validate
+
+
+class _Parses(LightningCLI):
+    """Ends when the arguments are parsed."""
+
+    def instantiate_classes(self):
+        """Build nothing."""
+
+    def _run_subcommand(self, subcommand):
+        """Run nothing."""
+
+
+class TestDataHosts:
+    """In a job with a data group."""
+
+    @pytest.mark.parametrize("place", ["datamodule", "train_dataloaders"])
+    def test_a_data_host_serves(self, host, monkeypatch, place):
+        """It serves the DataModule with the script's settings, and exits; it need not have the script's accelerator."""
+        served = []
+        monkeypatch.setattr(trainer_module, "serve", lambda *arguments: served.append(arguments))
+        host.configure(WITH_DATA, "algo-2")
+        settings = DataServiceSettings(workers=3)
+        data = SmallData()
+        trainer = SageMakerTrainer(accelerator="gpu", devices=8, data_service=settings)
+        trainer.logger.experiment.add_scalar("nothing", 1)
+        with pytest.raises(SystemExit) as ended:
+            trainer.fit(SmallModel(), **{place: data})
+        assert ended.value.code == 0
+        ((datamodule, _, topology, used),) = served
+        assert (datamodule, topology.current_host, used) == (data, "algo-2", settings)
+
+    def test_a_trainer_fetches(self, host, monkeypatch, caplog):
+        """The Trainer gets a DataModule that fetches, the same for each call; another one is loaded here."""
+        host.configure(WITH_DATA)
+        trainer = SageMakerTrainer(**QUIET)
+        got = []
+        monkeypatch.setattr(trainer, "_fit_impl", lambda *arguments: got.append(arguments[3]))
+        data, other = SmallData(), SmallData()
+        trainer.fit(SmallModel(), data)
+        trainer.fit(SmallModel(), datamodule=data)
+        assert isinstance(got[0], RemoteDataModule)
+        assert got[0] is got[1]
+        trainer.fit(SmallModel(), datamodule=other)
+        assert got[2] is other
+        assert "fit() loads the data of SmallData on this host" in caplog.text
+
+    @pytest.mark.parametrize("name", ["algo-1", "algo-2"])
+    def test_loaders_without_a_data_module_are_refused(self, host, name):
+        """The error says what to write, on the trainers and on the data hosts."""
+        host.configure(WITH_DATA, name)
+        with pytest.raises(DataSettingsError, match=r"algo-2.*fit\(\) got no LightningDataModule"):
+            SageMakerTrainer(**QUIET).fit(SmallModel(), SmallData().train_dataloader())
+
+
+@pytest.mark.processes
+def test_fabric_on_two_hosts(tmp_path):
+    """An unmodified Fabric script forms one world of all hosts."""
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2", "--base-dir", str(tmp_path)),
+            *("--env", f"PYTHONPATH={REPOSITORY}", "--", str(SCRIPTS / "reduce_with_fabric.py")),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for rank in (0, 1):
+        assert f"rank {rank} of 2: the sum of all ranks is 3" in ended.stdout
