@@ -39,8 +39,7 @@ def compared(num_workers: int = 2) -> Iterator[Callable[[int], list[Deviation]]]
             path.write_text(str(number))
             if case(number).world_size > 1:
                 return list(deviations(number, *ranks.run(number)))
-            stock, ours = alone.run(number)
-            return list(deviations(number, [stock], [ours]))
+            return list(deviations(number, [alone.stock(number)], [alone.ours(number)]))
 
         yield compare
 

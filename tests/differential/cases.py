@@ -279,7 +279,9 @@ class _Maker:
     def _part(self, first: int, *, may_stream: bool = False, is_even: bool = False) -> Part:
         rng = self._rng
         kind = rng.choice(KINDS)
-        length = rng.choice([2, 4, 8, 14, 20, 32] if is_even else [1, 2, 3, 5, 8, 13, 20, 31])
+        lengths = [2, 4, 8, 14, 20, 32] if is_even else [1, 2, 3, 5, 8, 13, 20, 31]
+        # Stock Lightning cannot predict fewer samples than there are ranks: one rank fails, and the other waits for it.
+        length = rng.choice([size for size in lengths if size >= self._world_size])
         options: dict[str, Any] = {}
         if may_stream and rng.random() < 0.2:
             return self._stream(kind, length, first)
@@ -288,7 +290,7 @@ class _Maker:
         dataset: Any = rng.choice([Samples, Lists])(length, first, kind)
         words = [f"{type(dataset).__name__} of {length} {kind}", *(one.__name__ for one in options.values())]
         wrapped = rng.random()
-        if wrapped < 0.1 and not is_even:
+        if wrapped < 0.1 and not is_even and length > 2:
             dataset = Subset(dataset, list(range(length))[:: rng.choice([1, 2])])
             words.append("Subset")
         elif wrapped < 0.2:
