@@ -27,6 +27,9 @@ _PEERS_BELOW_MAIN = 5_000
 _DATA_BELOW_MAIN = 10_000
 _FIRST_UNPRIVILEGED_PORT = 1024
 
+# Hosts of each role in a short table.
+_MAX_ROWS = 4
+
 
 class Role(Enum):
     """What a host does in a job."""
@@ -138,27 +141,40 @@ class Topology:
             )
         return self.trainer_hosts.index(self.current_host)
 
-    def table(self, devices: int | None = None) -> str:
+    def table(self, devices: int | None = None, *, is_short: bool = False) -> str:
         """Draw the hosts of the job, one line each: host, group, instance type, role, node rank, global ranks.
 
         Args:
             devices: Number of processes on each trainer host, if known.
+            is_short: Leave out hosts in the middle of a long list.
         """
-        group_of = {host: group for group in self.groups for host in group.hosts}
-        rows = []
-        for host in (*self.trainer_hosts, *self.data_hosts):
-            group = group_of[host]
-            role = self.role_of(host)
-            node_rank = "-"
-            ranks = "-"
-            if role is Role.TRAINER:
-                rank = self.trainer_hosts.index(host)
-                node_rank = str(rank)
-                ranks = _span(rank * devices, devices) if devices else "?"
-            marker = "*" if host == self.current_host else ""
-            rows.append([host + marker, group.name, group.instance_type or "-", role.value, node_rank, ranks])
         headers = ["host", "group", "instance", "role", "node rank", "ranks"]
+        rows = [
+            row
+            for hosts in (self.trainer_hosts, self.data_hosts)
+            for row in _shortened([self._row(host, devices) for host in hosts], is_short=is_short)
+        ]
         return tabulate(rows, headers=headers, disable_numparse=True)
+
+    def _row(self, host: str, devices: int | None) -> list[str]:
+        group = next(group for group in self.groups if host in group.hosts)
+        role = self.role_of(host)
+        node_rank = "-"
+        ranks = "-"
+        if role is Role.TRAINER:
+            rank = self.trainer_hosts.index(host)
+            node_rank = str(rank)
+            ranks = _span(rank * devices, devices) if devices else "?"
+        marker = "*" if host == self.current_host else ""
+        return [host + marker, group.name, group.instance_type or "-", role.value, node_rank, ranks]
+
+
+def _shortened(rows: list[list[str]], *, is_short: bool) -> list[list[str]]:
+    if not is_short or len(rows) <= _MAX_ROWS:
+        return rows
+    left_out = len(rows) - _MAX_ROWS + 1
+    row = [f"... {left_out} more hosts", *["..."] * (len(rows[0]) - 1)]
+    return [*rows[: _MAX_ROWS - 2], row, rows[-1]]
 
 
 def _span(first: int, count: int) -> str:

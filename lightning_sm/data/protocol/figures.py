@@ -25,6 +25,7 @@ class RankFigures:
     Attributes:
         num_batches: Number of batches, of all training loaders.
         num_steps: Number of batches of the first training loader.
+        num_timed: Number of these whose step has its duration in ``busy_s``: all but the newest of each pass.
         num_bytes: Bytes of the batches.
         first_wait_s: Seconds that the training loop waited for the first batches of passes.
         wait_s: Seconds that it waited for the other batches.
@@ -38,6 +39,7 @@ class RankFigures:
 
     num_batches: int = 0
     num_steps: int = 0
+    num_timed: int = 0
     num_bytes: int = 0
     first_wait_s: float = 0.0
     wait_s: float = 0.0
@@ -77,6 +79,7 @@ class RankFigures:
             return
         self.num_steps += 1
         if busy_s is not None:
+            self.num_timed += 1
             self.busy_s += busy_s
             self.sync_s += sync_s
 

@@ -75,11 +75,11 @@ def trouble(hosts: Sequence[HostFigures]) -> list[str]:
 
 def _slow_rank(ranks: Mapping[str, RankFigures]) -> str | None:
     """A rank whose own code takes so long that the others wait for it in the backward pass."""
-    found = _outlier({name: rank.own_s / rank.num_steps for name, rank in ranks.items() if rank.num_steps})
+    found = _outlier({name: rank.own_s / rank.num_timed for name, rank in ranks.items() if rank.num_timed})
     if found is None:
         return None
     name, own_s, others_s = found
-    extra_s = (own_s - others_s) * ranks[name].num_steps
+    extra_s = (own_s - others_s) * ranks[name].num_timed
     if extra_s < max(_MIN_SECONDS, _MIN_FRACTION * ranks[name].seconds):
         return None
     return (
@@ -163,14 +163,15 @@ def _workers(
     # Worker seconds for the batches of one step of all ranks, and how long a step takes that waits for no data. The
     # rank that waits least shows it best: the others' data make it wait, too, in the backward pass.
     cost_s = sum(rank.produce_s for rank in ranks.values()) / max(1, slowest_rank.num_steps)
-    step_s = min(rank.busy_s / max(1, rank.num_steps) for rank in ranks.values())
+    step_s = min(rank.busy_s / max(1, rank.num_timed) for rank in ranks.values())
     needed = max(workers + 1, math.ceil(cost_s / max(1e-9, _TARGET * step_s)))
     build_s = slowest_rank.produce_s / max(1, slowest_rank.num_batches)
     owners = "the only worker of the data hosts is" if workers == 1 else f"the {workers} workers of the data hosts are"
     text = f"{who} for the transforms: {owners} busy {busy:.0%} of the time, with {_seconds(build_s)} for a batch."
     if needed <= _MOST_WORKERS * workers:
         return f"{text} About {needed} workers would do (data_service.workers, more or larger data hosts)."
-    return f"{text} It would take about {needed} workers, so make the transforms cheaper, or do them beforehand."
+    rounded = float(f"{needed:.2g}")
+    return f"{text} It would take about {rounded:.0f} workers, so make the transforms cheaper, or do them beforehand."
 
 
 def _outlier(means: Mapping[str, float]) -> tuple[str, float, float] | None:

@@ -228,6 +228,22 @@ def test_table_shows_each_host_with_ranks():
     assert topology.table().splitlines()[3].split()[-1] == "?"
 
 
+def test_a_short_table_has_few_lines_for_many_hosts():
+    """The log of a large job begins with what matters; errors show all hosts."""
+    groups = {
+        "gpu": [f"algo-{index:02}" for index in range(1, 17)],
+        "data_group": [f"data-{index}" for index in range(4)],
+    }
+    topology = Topology.from_job(make_job(groups, "algo-01"))
+    rows = topology.table(devices=8, is_short=True).splitlines()[2:]
+    assert [re.split(r" {2,}", row)[0] for row in rows] == [
+        *("algo-01*", "algo-02", "... 13 more hosts", "algo-16"),
+        *("data-0", "data-1", "data-2", "data-3"),
+    ]
+    assert rows[3].split()[-1] == "120-127"
+    assert len(topology.table(devices=8).splitlines()) == 2 + 20
+
+
 # ---- port
 
 

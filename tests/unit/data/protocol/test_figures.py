@@ -52,7 +52,7 @@ def test_nothing_counted_is_no_fraction():
 def test_differences_start_again_with_a_new_process():
     """A rank that was started again counts from zero, and all that it counts is new."""
     before, after = counted((1.0, None, 0.0)), counted((1.0, None, 0.0), (0.5, 0.2, 0.1))
-    assert after.since(before).num_steps == 1
+    assert (after.since(before).num_steps, after.since(before).num_timed, before.num_timed) == (1, 1, 0)
     assert after.since(before).wait_s == pytest.approx(0.5)
     assert before.since(after) == before
     assert before.since(None) == before
