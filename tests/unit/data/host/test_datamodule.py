@@ -1,42 +1,12 @@
-"""What a DataModule on a data host sees as its Trainer, and how its hooks are called."""
+"""How the hooks of a DataModule on a data host are called, and what trainers get to know of it."""
 
-import copy
 import json
 
-import pytest
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
-from lightning_sm.data.host.datamodule import ServedModule, TrainerFacts
+from lightning_sm.data.host.datamodule import ServedModule
 from lightning_sm.data.protocol.plain_values import plain_value
-from lightning_sm.data.protocol.spec import TRAINER_FACTS
-from lightning_sm.errors import DataSettingsError
 from tests.fakes.requests import open_request
-
-FACTS = {"world_size": 8, "num_devices": 4, "num_nodes": 2, "current_epoch": 3}
-
-
-def test_facts_of_the_trainer_are_there():
-    """Epoch, steps and sizes are those of the trainers; the rank is 0, because one data host serves all ranks."""
-    values = {name: number for number, name in enumerate(TRAINER_FACTS)}
-    assert {name: getattr(TrainerFacts(values), name) for name in TRAINER_FACTS} == values
-    ranks = ("global_rank", "local_rank", "node_rank", "is_global_zero")
-    assert [getattr(TrainerFacts(values), name) for name in ranks] == [0, 0, 0, True]
-
-
-def test_a_missing_fact_is_none():
-    """Without a Trainer there are no values."""
-    assert TrainerFacts({}).max_epochs is None
-
-
-def test_anything_else_says_what_to_do():
-    """The error names the attribute, the available ones, and what to do."""
-    with pytest.raises(AttributeError, match=r"self.trainer.model is not available on a data host, only current_epoch"):
-        _ = TrainerFacts({}).model
-
-
-def test_a_copy_is_one():
-    """Datasets that hold the DataModule are copied for each shard."""
-    assert copy.deepcopy(TrainerFacts(FACTS)).world_size == 8
 
 
 class Module:
@@ -63,70 +33,6 @@ class Module:
         return self._hooks.get(hook, lambda _: None)(self.trainer)
 
 
-def opened(facts=FACTS, **hooks):
-    """Open the loaders for training, and return the reply."""
-    return ServedModule(Module(**hooks)).open(open_request(trainer=facts))
-
-
-def rank_and_size(trainer):
-    """Split by rank."""
-    return DataLoader(range(8)[trainer.global_rank :: trainer.world_size])
-
-
-def rank_of_node(trainer):
-    """Split by node."""
-    return DataLoader(range(8)[trainer.node_rank :: trainer.num_nodes])
-
-
-def size_and_rank(trainer):
-    """Split by rank, the other way round."""
-    size = trainer.world_size
-    return DataLoader(range(size)[trainer.local_rank :: size])
-
-
-@pytest.mark.parametrize("split", [rank_and_size, rank_of_node, size_and_rank])
-@pytest.mark.parametrize("hook", ["prepare_data", "setup", "train_dataloader"])
-def test_a_hook_that_splits_by_rank_is_an_error(hook, split):
-    """All but one part would be lost: the error names what was read, where, and what to write instead."""
-    reply = opened(**{hook: split})
-    assert reply["error"] == "DataSettingsError"
-    assert "_rank=0 (" in reply["text"]
-    assert reply["text"].count("test_datamodule.py:") == 2
-    assert "self.trainer.is_global_zero" in reply["text"]
-
-
-@pytest.mark.parametrize(
-    "hooks",
-    [
-        {"setup": lambda trainer: trainer.global_rank, "train_dataloader": lambda trainer: trainer.world_size and None},
-        {"setup": lambda trainer: (trainer.is_global_zero, trainer.world_size)},
-        {"setup": lambda trainer: (trainer.global_rank, trainer.local_rank, trainer.current_epoch)},
-        {"train_dataloader": lambda trainer: DataLoader(range(8), batch_size=16 // trainer.world_size)},
-    ],
-    ids=["each in a hook of its own", "is_global_zero", "ranks alone", "the size alone"],
-)
-def test_a_hook_that_does_not_split_is_none(hooks):
-    """Ranks are read for logs, and sizes for the batch size."""
-    assert "error" not in opened(**hooks)
-
-
-def test_with_one_rank_nothing_is_split():
-    """The only rank gets all."""
-    assert "error" not in opened({**FACTS, "world_size": 1}, train_dataloader=rank_and_size)
-
-
-def test_a_distributed_sampler_may_have_rank_and_size():
-    """It is understood: the data service splits in its place. Only if all loaders of the hook have one."""
-
-    def distributed(trainer):
-        sampler = DistributedSampler(range(8), num_replicas=trainer.world_size, rank=trainer.global_rank)
-        return DataLoader(range(8), sampler=sampler)
-
-    assert "error" not in opened(train_dataloader=distributed)
-    mixed = opened(train_dataloader=lambda trainer: [distributed(trainer), rank_and_size(trainer)])
-    assert mixed["error"] == "DataSettingsError"
-
-
 class Labelled(Module):
     """Sets and changes attributes in ``setup``."""
 
@@ -151,16 +57,6 @@ def test_plain_values_that_setup_sets_or_changes_are_copied_and_the_others_named
     copied = {name: plain_value(value) for name, value in json.loads(json.dumps(reply["attributes"])).items()}
     assert copied == {"counts": {"neg": 3}, "id2label": {0: "neg", 1: "pos"}, "shape": (3, 32)}
     assert reply["missing"] == ["train_set", "words"]
-
-
-def test_code_that_splits_by_rank_later_is_an_error():
-    """A dataset in a worker that reads a rank and a size, of the Trainer that it kept."""
-    facts = TrainerFacts(FACTS)
-    with facts.noting_reads():
-        assert facts.global_rank == 0
-    assert facts.world_size == 8
-    with pytest.raises(DataSettingsError, match=r"self\.trainer\.global_rank=0 .* self\.trainer\.world_size=8"):
-        _ = facts.global_rank
 
 
 def test_hooks_get_the_stage_by_its_name():

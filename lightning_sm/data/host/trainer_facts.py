@@ -1,0 +1,141 @@
+"""What a DataModule on a data host sees of the Trainer, and whether it splits the data by rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch.distributed
+
+from lightning_sm.data.protocol.spec import TRAINER_FACTS
+from lightning_sm.errors import DataSettingsError
+
+_RANKS = ("global_rank", "local_rank", "node_rank")
+_SIZES = ("world_size", "num_devices", "num_nodes")
+
+
+class RankReads:
+    """Which ranks and sizes of the Trainer were read, and where. Both together are how users split data by rank."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[str, str] = {}
+        self._sizes: dict[str, str] = {}
+
+    def note(self, name: str, value: Any, where: str) -> None:
+        """Note that an attribute was read.
+
+        Args:
+            name: The attribute.
+            value: Its value; a world of one leaves nothing to split.
+            where: File and line.
+        """
+        if name in _RANKS:
+            self.note_rank(f"self.trainer.{name}={value}", where)
+        elif name in _SIZES and value is not None and value > 1:
+            self._sizes.setdefault(f"self.trainer.{name}={value}", where)
+
+    def note_rank(self, rank: str, where: str) -> None:
+        """Note that a rank was read.
+
+        Args:
+            rank: What was read, with its value.
+            where: File and line.
+        """
+        self._ranks.setdefault(rank, where)
+
+    def check(self) -> None:
+        """Check that the user leaves the split to the data service.
+
+        Raises:
+            DataSettingsError: Both a rank and a size were read.
+        """
+        if not self._ranks or not self._sizes:
+            return
+        (rank, rank_where), (size, size_where) = next(iter(self._ranks.items())), next(iter(self._sizes.items()))
+        raise DataSettingsError(
+            f"{rank} ({rank_where}) and {size} ({size_where}) were both read, as by code that splits the data by rank. "
+            "But a data host serves all ranks: its own rank is always 0, and the parts of the other ranks would be "
+            "lost. Return loaders over all of the data: the data service splits it over the ranks, and a "
+            "DistributedSampler may stay. What only one rank shall do: self.trainer.is_global_zero. For the batch size "
+            f"of a rank, {size.partition('=')[0]} alone."
+        )
+
+
+class TrainerFacts:
+    """Stands in for the ``Trainer``, which a data host does not have.
+
+    It has ``current_epoch``, ``global_step``, ``max_epochs``, ``max_steps``, ``num_nodes``, ``num_devices`` and
+    ``world_size`` of the Trainer that requested the loaders; 0 for ``global_rank``, ``local_rank`` and ``node_rank``,
+    and True for ``is_global_zero``: a data host serves all ranks.
+
+    Reading a rank and then a size is an error, except in the user's hooks, whose reads are checked when they end: a
+    hook may pass both to a ``DistributedSampler``.
+
+    Args:
+        facts: The values.
+    """
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self._facts = {
+            **{name: facts.get(name) for name in TRAINER_FACTS},
+            **dict.fromkeys(_RANKS, 0),
+            "is_global_zero": True,
+        }
+        self._reads = RankReads()
+        self._is_in_hook = False
+
+    @contextmanager
+    def noting_reads(self) -> Iterator[RankReads]:
+        """Collect what is read, for a check at the end."""
+        reads = self._reads = RankReads()
+        self._is_in_hook = True
+        try:
+            with _noting_ranks_of_torch(reads):
+                yield reads
+        finally:
+            self._reads = RankReads()
+            self._is_in_hook = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_facts":  # of a copy that is not filled yet
+            raise AttributeError(name)
+        if name not in self._facts:
+            raise AttributeError(
+                f"self.trainer.{name} is not available on a data host, only {', '.join(self._facts)}. Pass other "
+                "values to the DataModule as arguments."
+            )
+        value = self._facts[name]
+        self._reads.note(name, value, _place(sys._getframe(1)))
+        if not self._is_in_hook:
+            self._reads.check()
+        return value
+
+
+@contextmanager
+def _noting_ranks_of_torch(reads: RankReads) -> Iterator[None]:
+    """Note where code asks ``torch.distributed`` for its rank, which is 0, but takes the size from the Trainer."""
+    if not torch.distributed.is_available():
+        yield
+        return
+    get_rank = torch.distributed.get_rank
+
+    def noted(*args: Any, **kwargs: Any) -> int:
+        rank = get_rank(*args, **kwargs)
+        reader = sys._getframe(1)
+        # Torch's own DistributedSampler asks for both there, and is understood.
+        if not reader.f_globals.get("__name__", "").startswith("torch."):
+            reads.note_rank(f"torch.distributed.get_rank()={rank}", _place(reader))
+        return rank
+
+    torch.distributed.get_rank = noted
+    try:
+        yield
+    finally:
+        torch.distributed.get_rank = get_rank
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
