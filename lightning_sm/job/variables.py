@@ -6,6 +6,7 @@ and ``lightning-sm settings`` show the same table.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
@@ -290,3 +291,20 @@ SETTINGS: tuple[Setting[Any], ...] = (
     STEP_FILE,
 )
 USER_SETTINGS = tuple(setting for setting in SETTINGS if not setting.is_internal)
+
+
+def misspelled(env: Mapping[str, str]) -> dict[str, str]:
+    """Find variables that nothing reads, though their names are similar to those of settings.
+
+    Returns:
+        The name that was probably meant, by the name that is set.
+    """
+    known = {setting.name for setting in SETTINGS}
+    # Without the prefix, which would make any two names similar.
+    endings = [setting.name.removeprefix(PREFIX) for setting in USER_SETTINGS]
+    found = {}
+    for name in sorted(env):
+        if name.startswith(PREFIX) and name not in known:
+            for near in difflib.get_close_matches(name.removeprefix(PREFIX), endings, n=1):
+                found[name] = PREFIX + near
+    return found

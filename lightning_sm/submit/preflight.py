@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_sm._log import command_logger
-from lightning_sm.errors import SubmitError, TopologyError
+from lightning_sm.errors import JobConfigError, SubmitError, TopologyError
 from lightning_sm.job.facts import CODE_CHANNEL, InstanceGroup, SageMakerJob
 from lightning_sm.job.topology import Topology
-from lightning_sm.job.variables import DATA_GROUPS
+from lightning_sm.job.variables import DATA_GROUPS, SETTINGS, misspelled
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.metric_patterns import pattern_problem
 from lightning_sm.submit.service_limits import matches
@@ -72,7 +72,14 @@ def check(job: Job, mode: Literal["cloud", "local"], region: str | None = None) 
         mode: Local mode needs no role, no registry and no S3.
         region: Region of the job, if known.
     """
-    problems = [*_groups(job), *_channels(job), *_limits(job), *_script(job), *_metrics(job)]
+    problems = [
+        *_groups(job),
+        *_channels(job),
+        *_limits(job),
+        *_script(job),
+        *_metrics(job),
+        *_environment(job),
+    ]
     problems += _local_channels(job) if mode == "local" else _addresses(job)
     return Findings(problems, [*_advice(job, region)])
 
@@ -109,6 +116,16 @@ def _groups(job: Job) -> Iterator[str]:
         Topology.from_job(SageMakerJob(hosts[0], hosts, groups, "the job file", data_groups=data_groups))
     except TopologyError as error:
         yield f"groups: {error}"
+
+
+def _environment(job: Job) -> Iterator[str]:
+    for setting in SETTINGS:
+        try:
+            setting.read(job.environment)
+        except JobConfigError as error:  # noqa: PERF203 - a problem for each
+            yield f"environment: {error}"
+    for name, near in misspelled(job.environment).items():
+        yield f"environment: nothing reads {name}; {near} is a setting of lightning_sm."
 
 
 def _channels(job: Job) -> Iterator[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 
 from lightning_sm.doctor.context import Context
 from lightning_sm.doctor.report import Result, listed, ok, problem, warning
 from lightning_sm.errors import JobConfigError, LightningSMError
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.variables import PREFIX, SETTINGS, USER_SETTINGS
+from lightning_sm.job.variables import SETTINGS, USER_SETTINGS, misspelled
 from lightning_sm.launcher.user_code.prepare import unpacked
 from lightning_sm.launcher.user_code.script import find_program, find_script, find_submission
 
@@ -23,14 +22,8 @@ def variables(context: Context) -> Iterator[Result]:
             setting.read(context.env)
         except JobConfigError as error:  # noqa: PERF203 - one row for each
             yield problem("variables", str(error), "Correct the variable: the launcher would not start the script.")
-    suffixes = [name.removeprefix(PREFIX) for name in _NAMES]
-    known = {setting.name for setting in SETTINGS}
-    for name in sorted(context.env):
-        if not name.startswith(PREFIX) or name in known:
-            continue
-        # Without the prefix, which would make any two names similar.
-        for near in difflib.get_close_matches(name.removeprefix(PREFIX), suffixes, n=1):
-            yield warning("variables", f"{name} is set, but nothing reads it.", f"Was {PREFIX}{near} meant?")
+    for name, near in misspelled(context.env).items():
+        yield warning("variables", f"{name} is set, but nothing reads it.", f"Was {near} meant?")
     found = [name for name in _NAMES if name in context.env]
     yield ok("variables", f"settings: {listed(found) or 'none, so all have their defaults'}")
 
