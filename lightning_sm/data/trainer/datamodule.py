@@ -221,6 +221,7 @@ class RemoteDataModule(LightningDataModule):
             if self._progress not in trainer.callbacks:
                 trainer.callbacks[:0] = [self._progress, self._reporter]
         self._stage = stage
+        self._reporter.begin_run()
         self._loaders.clear()
         self._structures.clear()
         if self._client is None:

@@ -38,7 +38,7 @@ class Reporter(Callback):
     """Measures the training loaders of a rank, and reports those of all ranks on rank 0.
 
     Figures of other ranks and of data hosts arrive with heartbeats, about a second later. They are sums since the
-    start, of which each report takes what was added: what arrives after it is in the next one.
+    start of the process, of which each report takes what was added: what arrives after it is in the next one.
 
     Args:
         feeder: Returns the client of this rank's feeder.
@@ -52,11 +52,16 @@ class Reporter(Callback):
         self._sync_began: float | None = None
         self._sync_s = 0.0
         self._epoch: _Epoch | None = None
-        self._reported: dict[str, RankFigures] = {}  # by rank, when the last epoch was reported
+        self._reported: dict[str, RankFigures] = {}  # by rank, at the last report, or when the run began
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: strategies that spawn pickle the Trainer."""
         return {**vars(self), "_feeder": None, "_epoch": None}
+
+    def begin_run(self) -> None:
+        """Leave what the ranks have measured in earlier runs of the Trainer out of the next report."""
+        self._epoch = None
+        self._reported.clear()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Note where ranks begin to wait for each other."""
@@ -155,9 +160,9 @@ class Reporter(Callback):
         epoch = _Epoch(number, copy.copy(self._figures))
         if state is not None:
             epoch.hosts_before = state["hosts"]
-            # Of a rank that is new, all is new, unless it belonged to a training before this one.
             for name, values in state["ranks"].items():
                 self._reported.setdefault(name, RankFigures.from_json(values))
+        self._reported.setdefault(self._feeder().name, epoch.before)
         return epoch
 
     def _state_or_none(self) -> dict[str, Any] | None:

@@ -160,8 +160,8 @@ def _workers(
     busy = sum(host.busy_s for host in hosts) / capacity_s if capacity_s else 0.0
     if busy < _BUSY or not workers:
         return None
-    # Worker seconds for the batches of one step of all ranks, and how long a step takes that waits for no data. The
-    # rank that waits least shows it best: the others' data make it wait, too, in the backward pass.
+    # Worker seconds for the batches of one step of all ranks, and how long a step takes at most that waits for no data:
+    # in the backward pass, each rank waits for the data of the others, too.
     cost_s = sum(rank.produce_s for rank in ranks.values()) / max(1, slowest_rank.num_steps)
     step_s = min(rank.busy_s / max(1, rank.num_timed) for rank in ranks.values())
     needed = max(workers + 1, math.ceil(cost_s / max(1e-9, _TARGET * step_s)))
@@ -169,9 +169,11 @@ def _workers(
     owners = "the only worker of the data hosts is" if workers == 1 else f"the {workers} workers of the data hosts are"
     text = f"{who} for the transforms: {owners} busy {busy:.0%} of the time, with {_seconds(build_s)} for a batch."
     if needed <= _MOST_WORKERS * workers:
-        return f"{text} About {needed} workers would do (data_service.workers, more or larger data hosts)."
+        return (
+            f"{text} It takes at least {needed} workers to keep up (data_service.workers, more or larger data hosts)."
+        )
     rounded = float(f"{needed:.2g}")
-    return f"{text} It would take about {rounded:.0f} workers, so make the transforms cheaper, or do them beforehand."
+    return f"{text} It takes about {rounded:.0f} workers to keep up: make the transforms cheaper, or do them beforehand."
 
 
 def _outlier(means: Mapping[str, float]) -> tuple[str, float, float] | None:

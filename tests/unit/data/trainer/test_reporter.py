@@ -91,6 +91,17 @@ def test_the_report_is_about_the_slowest_rank(feeder, reporter):
     assert reporter.report() == ""
 
 
+def test_a_run_does_not_report_what_came_late_from_the_one_before(feeder, reporter):
+    """Rank 1 waited in an earlier fit, and rank 0 as well."""
+    trainer = make_trainer()
+    train(reporter, trainer, wait_s=10.0)
+    reporter.end_epoch(trainer)
+    feeder.ranks["rank 1 on algo-2"] = RankFigures(num_batches=9, num_steps=9, wait_s=100.0).to_json()
+    reporter.begin_run()
+    train(reporter, trainer)
+    assert reporter.report() == "data_wait=0.0%"
+
+
 def test_a_healthy_epoch_has_only_a_number(feeder, reporter):
     """No word more."""
     feeder.ranks["rank 1 on algo-2"] = RankFigures().to_json()
