@@ -173,7 +173,7 @@ def _workers(
             f"{text} It takes at least {needed} workers to keep up (data_service.workers, more or larger data hosts)."
         )
     rounded = float(f"{needed:.2g}")
-    return f"{text} It takes about {rounded:.0f} workers to keep up: make the transforms cheaper, or do them beforehand."
+    return f"{text} It takes about {rounded:.0f} workers to keep up: make transforms cheaper, or do them beforehand."
 
 
 def _outlier(means: Mapping[str, float]) -> tuple[str, float, float] | None:

@@ -81,7 +81,7 @@ def test_a_need_of_very_many_workers_is_one_of_cheaper_transforms():
     )
     text = verdict(ranks(slow), [replace(HOST, workers=1, busy_s=47.0, capacity_s=48.0)])
     assert "the only worker of the data hosts is busy 98% of the time, with 24 s for a batch" in text
-    assert "about 3600 workers to keep up: make the transforms cheaper" in text
+    assert "about 3600 workers to keep up: make transforms cheaper" in text
 
 
 def test_as_many_workers_as_there_are_never_do():
