@@ -55,7 +55,7 @@ def test_failing_host_ends_the_others(jobs, work):
     ended = local(jobs, work, "--group", "trainer=3", "--", "train.py")
     assert ended.returncode == 9
     assert "Host algo-2 (group trainer) failed with exit code 9." in ended.stdout
-    reason = r"exit code 9 on trainer host algo-2, rank 1; last lines of stderr:\nno more data\n"
+    reason = "exit code 9 on trainer host algo-2, rank 1; last lines of stderr:\nno more data\n"
     assert ended.stdout.endswith(f"The job failed:\n{reason}")
     assert re.search(r"^algo-1 +trainer +trainer +143 ", ended.stdout, re.MULTILINE)
     assert f"Folders of the hosts: {job_dir(jobs)} (" in ended.stdout
