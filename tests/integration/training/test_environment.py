@@ -72,7 +72,7 @@ def test_plain_processes_form_one_world_in_every_stage(plain, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_rank_variables_are_those_that_torchrun_would_set(plain, stage):
-    """Each rank and its DataLoader workers know RANK and its kin, and no local rank has inherited those of rank 0."""
+    """Each rank knows RANK and its kin, and no local rank has inherited those of the process that started it."""
     hosts, _ = plain
     check_rank_variables(hosts.seen(stage), devices=2)
     assert [rank["inherited"] for rank in hosts.seen(stage)] == [STRAYS["RANK"], None] * 2
