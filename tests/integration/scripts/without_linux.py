@@ -18,12 +18,9 @@ class Points(LightningDataModule):
         self.batch_size = batch_size
 
     def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(16, 2)), batch_size=self.batch_size, num_workers=1)
+        return DataLoader(TensorDataset(torch.ones(16, 2)), batch_size=self.batch_size)
 
-    def val_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=self.batch_size)
-
-    test_dataloader = val_dataloader
+    val_dataloader = test_dataloader = train_dataloader
 
 
 class Model(LightningModule):
