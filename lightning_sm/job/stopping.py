@@ -66,6 +66,11 @@ class Outcome:
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", self.reason[:MAX_REASON_CHARS])
 
+    @property
+    def headline(self) -> str:
+        """The beginning of the reason in one line, for the log: mostly the error, and where it was raised."""
+        return " ".join(self.reason.splitlines()[:2])
+
 
 @dataclass(frozen=True)
 class JobOutcome:

@@ -107,7 +107,7 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
     if outcome.exit_code != 0:
         if output_dir is not None:
             write_failure(output_dir, outcome.reason)
-        _LOG.error("this host ends with exit code %d: %s", outcome.exit_code, outcome.reason.partition("\n")[0])
+        _LOG.error("this host ends with exit code %d: %s", outcome.exit_code, outcome.headline)
     return outcome.exit_code
 
 
@@ -285,7 +285,7 @@ class _HostLauncher:
                 _LOG.warning(
                     "this data host failed. Keeping it alive until training finishes on the remaining data hosts "
                     "(SageMaker stops the job when a host exits with an error). Cause: %s",
-                    own.reason,
+                    own.headline,
                 )
         if must_wait_for_peers:
             return peers.wait_for_peers()

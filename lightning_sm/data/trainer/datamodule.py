@@ -26,6 +26,7 @@ from lightning_sm._lightning import (
 from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.host.data_host import LOCAL_JOB, DataHost
 from lightning_sm.data.plan.shards import default_num_shards
+from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.protocol.plain_values import plain_value
 from lightning_sm.data.protocol.spec import TRAINER_FACTS, LoaderFacts
 from lightning_sm.data.protocol.tls import read_tls
@@ -282,7 +283,7 @@ class RemoteDataModule(LightningDataModule):
         try:
             self._datamodule.on_exception(exception)
         finally:
-            self.close(f"{type(exception).__name__}: {exception}")
+            self.close(f"{type(exception).__name__}: {first_line(str(exception))}")
 
     def close(self, outcome: str = "finished") -> None:
         """Disconnect this rank from the data hosts, and stop its feeder process.

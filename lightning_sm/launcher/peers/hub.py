@@ -182,7 +182,7 @@ class Hub:
                 "The script on data host %s failed with exit code %d. Training continues without it. Cause: %s",
                 host,
                 outcome.exit_code,
-                outcome.reason,
+                outcome.headline,
             )
 
     def _send_outcome_to_all(self, now: float) -> None:

@@ -80,3 +80,10 @@ def test_unknown_kind_of_outcome_is_refused():
     """A launcher of another version may send one."""
     with pytest.raises(ValueError, match="unknown kind of job outcome: 'won'"):
         JobOutcome.from_message({"kind": "won", "host": "", "exit_code": 0, "reason": ""})
+
+
+def test_the_headline_of_a_reason_has_the_error_and_its_place():
+    """One line for the log; nothing after a success."""
+    reason = 'ValueError: bad shape\non trainer host algo-2, rank 1 (exit code 1)\nFile "train.py", line 3'
+    assert Outcome(1, reason).headline == "ValueError: bad shape on trainer host algo-2, rank 1 (exit code 1)"
+    assert Outcome(0).headline == ""
