@@ -25,7 +25,7 @@ from lightning_sm.launcher.failure import Place, ending_of
 
 # Files of a folder that are named; a run may have thousands.
 _MAX_LISTED = 8
-_EVENT_FILE = re.compile(r"events\.out\.tfevents\.")
+_EVENT_FILE = re.compile(r"(?:^|/)events\.out\.tfevents\.")
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -143,7 +143,7 @@ def _whereabouts(cluster: LocalCluster) -> Iterator[str]:
     yield f"Folders of the hosts: {cluster.job_dir} ({folders}; logs: output/log.txt)"
     for host in cluster.hosts:
         folder = host.base_dir / "output" / "data"
-        files = _files(folder)
+        files = [file for file in _files(folder) if not _EVENT_FILE.search(file)]
         if files:
             yield f"Output of {host.name}: {folder} ({_listed(files)})"
     events = _event_folders(cluster.job_dir)
@@ -174,4 +174,4 @@ def _listed(files: Sequence[str]) -> str:
 
 def _event_folders(job_dir: Path) -> list[str]:
     """Folders with TensorBoard's files; not in channels, which are links."""
-    return [folder for folder, _, files in os.walk(job_dir) if any(map(_EVENT_FILE.match, files))]
+    return [folder for folder, _, files in os.walk(job_dir) if any(map(_EVENT_FILE.search, files))]

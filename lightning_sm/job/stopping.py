@@ -68,8 +68,10 @@ class Outcome:
 
     @property
     def headline(self) -> str:
-        """The beginning of the reason in one line, for the log: mostly the error, and where it was raised."""
-        return " ".join(self.reason.splitlines()[:2])
+        """The reason in one line, for the log: the error and where it was raised, or how the script ended."""
+        first, *others = self.reason.splitlines() or [""]
+        is_tail = first.endswith("last lines of stderr:")
+        return " ".join([first, *(others[-1:] if is_tail else others[:1])])
 
 
 @dataclass(frozen=True)

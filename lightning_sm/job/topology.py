@@ -134,9 +134,10 @@ class Topology:
         """
         if self.role is not Role.TRAINER:
             raise TopologyError(
-                f"Host {self.current_host!r} serves data and has no rank. A script has to serve its batches there, and "
-                "not to train: lightning_sm.SageMakerCLI does so; docs/custom-code.md has what a script without it has "
-                f"to write. Or let all groups train, with {DATA_GROUPS.name}= (empty) in the environment of the job.\n"
+                f"Host {self.current_host!r} serves data and has no rank. Its script has to serve batches, and not to "
+                "train: with lightning_sm.SageMakerCLI in place of LightningCLI, or lightning_sm.SageMakerTrainer in "
+                f"place of Trainer, it does. Or let all groups train, with {DATA_GROUPS.name}= (empty) in the "
+                "environment of the job.\n"
                 f"{self.table()}"
             )
         return self.trainer_hosts.index(self.current_host)

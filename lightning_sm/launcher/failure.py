@@ -31,9 +31,8 @@ _ALONE_START = "No Trainer used SageMakerEnvironment."
 _ALONE_END = "Set Trainer(num_nodes="
 # The user's exception on a data host, as the trainers raise it: its text, the place, and the traceback from there.
 _REMOTE = re.compile(r"^(?:lightning_sm\.errors\.)?RemoteTransformError: ")
-_LIBRARY = re.compile(
-    r"/(?:site|dist)-packages/|/lib/python\d|\"<frozen |/lightning_sm/(?:data|job|launcher|training)/"
-)
+_OWN_ERROR = re.compile(r"^lightning_sm\.errors\.")
+_LIBRARY = re.compile(r'/(?:site|dist)-packages/|/lib/python\d|"<frozen |/lightning_sm/(?:data|job|launcher|training)/')
 
 
 @dataclass(frozen=True)
@@ -216,7 +215,9 @@ def _with_place(traceback: Traceback, tracebacks: list[Traceback], place: Place 
 def _with_frames(reason: str, frames: list[str]) -> str:
     """Add frames, the nearest first: the raising one, then those in the user's own code."""
     nearest = frames[::-1]
-    wanted = nearest[:1] + [frame for frame in nearest[1:] if not _LIBRARY.search(frame)]
+    # An error of lightning_sm says itself what is wrong; where it is raised does not help.
+    num_raising = 0 if _OWN_ERROR.match(reason) else 1
+    wanted = nearest[:num_raising] + [frame for frame in nearest[num_raising:] if not _LIBRARY.search(frame)]
     for frame in wanted:
         if len(reason) + len(frame) + 1 > MAX_REASON_CHARS:
             break

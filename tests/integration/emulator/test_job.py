@@ -53,6 +53,7 @@ _LEAVE = (
     + """
 os.makedirs(f'{base}/output/data/{host}/my logs/version_0')
 open(f'{base}/output/data/{host}/my logs/version_0/events.out.tfevents.1.x', 'w').close()
+open(f'{base}/output/data/{host}/losses.csv', 'w').close()
 if host == 'algo-2':
     for name in ('model.ckpt', 'config.yaml'):
         open(f'{base}/model/{name}', 'w').write('x')
@@ -65,11 +66,10 @@ def test_the_last_line_is_where_the_model_lies(jobs, work):
     (work / "train.py").write_text(_LEAVE)
     ended = local(jobs, work, "--group", "trainer=2", "--", "train.py")
     job = job_dir(jobs)
-    events = "my logs/version_0/events.out.tfevents.1.x"
     assert ended.stdout.splitlines()[-5:] == [
         f"Folders of the hosts: {job} (algo-*; logs: output/log.txt)",
-        f"Output of algo-1: {job}/algo-1/output/data (algo-1/{events})",
-        f"Output of algo-2: {job}/algo-2/output/data (algo-2/{events})",
+        f"Output of algo-1: {job}/algo-1/output/data (algo-1/losses.csv)",
+        f"Output of algo-2: {job}/algo-2/output/data (algo-2/losses.csv)",
         f"TensorBoard: tensorboard --logdir {job}",
         f"Model of algo-2: {job}/algo-2/model (config.yaml, model.ckpt)",
     ]

@@ -86,4 +86,6 @@ def test_the_headline_of_a_reason_has_the_error_and_its_place():
     """One line for the log; nothing after a success."""
     reason = 'ValueError: bad shape\non trainer host algo-2, rank 1 (exit code 1)\nFile "train.py", line 3'
     assert Outcome(1, reason).headline == "ValueError: bad shape on trainer host algo-2, rank 1 (exit code 1)"
+    tail = "exit code 3 on trainer host algo-1; last lines of stderr:\na warning\nno data"
+    assert Outcome(3, tail).headline == "exit code 3 on trainer host algo-1; last lines of stderr: no data"
     assert Outcome(0).headline == ""

@@ -120,9 +120,13 @@ def test_an_error_on_a_data_host_is_the_users_own_from_there():
 
 
 def test_frames_of_lightning_sm_are_not_the_users():
-    """A library installed from a checkout is a library all the same."""
+    """A library installed from a checkout is a library all the same; its own errors do not show where they arose."""
     tail = _VALUE_ERROR.replace("/venv/lib/python3.11/site-packages/pytorch_lightning", "/src/lightning_sm/training")
     assert "lightning_sm" not in failure_reason(tail, 1)
+    tail = _VALUE_ERROR.replace("/code/model.py", "/src/lightning_sm/data/trainer/feeder_client.py")
+    assert "feeder_client.py" in failure_reason(tail, 1)
+    reason = failure_reason(tail.replace("ValueError: ", "lightning_sm.errors.DataTimeoutError: "), 1)
+    assert reason.splitlines()[2:] == ['File "/code/train.py", line 30, in <module>: main()']
 
 
 def test_real_interpreter_output_is_understood():
