@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -223,13 +223,15 @@ class Case:
         train: Loaders for training.
         evaluation: Loaders for validation, test and prediction.
         trainer: Arguments of the Trainer.
+        runs: What it calls of the Trainer.
     """
 
     number: int
     world_size: int
     train: Loaders
     evaluation: Loaders
-    trainer: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any]
+    runs: tuple[str, str]
 
     @property
     def words(self) -> str:
@@ -394,4 +396,5 @@ def case(number: int) -> Case:
         trainer["use_distributed_sampler"] = False
     maker = _Maker(rng, world_size)
     train, evaluation = maker.loaders(0, is_training=True), maker.loaders(10_000, is_training=False)
-    return Case(number, world_size, train, evaluation, trainer)
+    runs = ("fit", rng.choice(["validate", "test", "predict"]))
+    return Case(number, world_size, train, evaluation, trainer, runs)

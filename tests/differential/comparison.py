@@ -10,10 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import SequentialSampler
-
 from tests.differential.cases import Case, Loaders, Part, case
-from tests.differential.fits import RUNS, Seen, plain
+from tests.differential.fits import Seen, plain
 
 # Documented in docs/heterogeneous-clusters.md, or refused by stock Lightning.
 REASONS = {
@@ -21,10 +19,9 @@ REASONS = {
     "batch sampler refused": "stock refuses a batch sampler that is not a BatchSampler under DDP and overfit_batches",
     "batch sampler replaced": "stock replaces the sampler or the batch size of a torch BatchSampler; data hosts do not",
     "overfit_batches": "a random batch sampler: stock trains on other batches in each epoch, data hosts on the same",
-    "counting sampler": "a sampler that counts its passes: in a validation, data hosts count epochs",
+    "counting sampler": "a sampler that counts its passes: data hosts count epochs",
     "shards": "a stream: each virtual shard may end with a smaller batch, so there may be more batches",
-    "shards left out": "a stream on several ranks: the batches that only some ranks would have are left out",
-    "shuffled": "a training loader without shuffle: stock shuffles it on several ranks, data hosts keep its order",
+    "shuffled": "a training loader without shuffle, or with an own sampler: stock shuffles it on several ranks",
     "RandomSampler replaced": "stock's DistributedSampler forgets num_samples of a RandomSampler, data hosts do not",
     "padding": "ranks that do not divide the samples: stock repeats some, data hosts share the last step",
     "drop_last": "ranks that do not divide the samples: stock pads first, data hosts drop what does not fill a step",
@@ -82,7 +79,7 @@ def _loaders_of(script: Case, key: str) -> Loaders:
 
 
 def _failures(script: Case, stock: Sequence[Seen], ours: Sequence[Seen]) -> Iterator[Deviation]:
-    for name in RUNS:
+    for name in script.runs:
         old = next((seen.errors[name] for seen in stock if name in seen.errors), None)
         new = next((seen.errors[name] for seen in ours if name in seen.errors), None)
         if (old is None) != (new is None):
@@ -92,7 +89,9 @@ def _failures(script: Case, stock: Sequence[Seen], ours: Sequence[Seen]) -> Iter
 
 def _reason_of_refusal(script: Case, name: str, error: str) -> str | None:
     used = [script.train, script.evaluation] if name == "fit" else [script.evaluation]
-    if any(loaders.has("without length") for loaders in used) and (
+    # On several ranks, data hosts also count the batches of a stream.
+    unsized = ("without length", "stream") if script.world_size > 1 else ("without length",)
+    if any(loaders.has(word) for loaders in used for word in unsized) and (
         "using an IterableDataset" in error or "using an `IterableDataset`" in error or "`__len__`" in error
     ):
         return "unsized"
@@ -145,6 +144,22 @@ class _Place:
         return self.key.split()[1]
 
     @property
+    def epoch(self) -> int:
+        """Epoch of the training; after it, the number of epochs."""
+        words = self.key.split()
+        return int(words[2]) if self.is_fit else int(self.script.trainer["max_epochs"])
+
+    @property
+    def is_validation(self) -> bool:
+        """Whether it is a validation, or the short one before the training."""
+        return self.stage in ("val", "sanity")
+
+    @property
+    def has_several_passes(self) -> bool:
+        """Whether there may be several validations in an epoch."""
+        return self.is_fit and self.is_validation and "val_check_interval" in self.script.trainer
+
+    @property
     def is_fit(self) -> bool:
         """Whether the Trainer fits."""
         return self.key.startswith("fit")
@@ -156,10 +171,9 @@ class _Place:
 
     @property
     def is_shuffled_by_stock(self) -> bool:
-        """Whether stock Lightning gives it a DistributedSampler that shuffles, although the loader does not."""
-        loader = self.part.loader
-        is_plain = type(loader.sampler) is SequentialSampler and not self.part.has("batch sampler")
-        return self.stage == "train" and self.script.world_size > 1 and is_plain and not self.is_overfit
+        """Whether stock Lightning's DistributedSampler shuffles it, although neither loader nor sampler do."""
+        keeps_order = self.part.is_ordered and not self.part.has("batch sampler") and not self.part.has("Distributed")
+        return self.stage == "train" and self.script.world_size > 1 and keeps_order and not self.is_overfit
 
     @property
     def is_limited(self) -> bool:
@@ -191,14 +205,16 @@ class _Place:
             return len(self.local_pass())
         return -(-self.part.size // loader.batch_size)
 
-    def local_pass(self, number: int = 0) -> list[Any]:
-        """The batches of a pass of the loader itself, after ``number`` others."""
-        again = case(self.script.number)
-        loader = _loaders_of(again, self.key).parts[self.index].loader
-        for _ in range(number):
-            for _ in loader.batch_sampler or loader.sampler:
-                pass
-        return [plain(batch) for batch in loader]
+    def new_loader(self, num_passes: int = 0) -> Any:
+        """The loader itself, after a number of passes over its sampler."""
+        loader: Any = _loaders_of(case(self.script.number), self.key).parts[self.index].loader
+        for _ in range(num_passes):
+            list(loader.batch_sampler or loader.sampler)
+        return loader
+
+    def local_pass(self) -> list[Any]:
+        """The batches of a local pass; of a sampler that counts, those that data hosts promise for this epoch."""
+        return [plain(batch) for batch in self.new_loader(self.epoch if self.part.has("counts its passes") else 0)]
 
 
 class _Alone:
@@ -231,26 +247,29 @@ class _Alone:
 
     def _reason(self, stock: list[Any], ours: list[Any]) -> str | None:
         place, part = self._place, self._place.part
-        if place.is_fit and place.stage in ("val", "sanity"):
-            epoch = int(place.key.split()[2])
-            whole = place.local_pass(epoch if part.has("counts its passes") else 0)
-            if part.has("counts its passes") and _is_repeated(ours, whole[: len(ours)]):
-                return "counting sampler"
-            if not part.is_ordered or _is_repeated(ours, whole):
-                return place.reason_of_validations
+        whole = place.local_pass()
+        if part.has("counts its passes") and place.is_validation:
+            is_right = all(batch in whole for batch in ours) if place.is_limited else _is_repeated(ours, whole)
+            return "counting sampler" if is_right else None
+        has_whole_passes = not part.is_ordered or _is_repeated(ours, whole)
+        if place.is_fit and place.is_validation and has_whole_passes:
+            return place.reason_of_validations
+        if place.stage == "train" and part.has("counts its passes") and place.loaders.mode == "max_size_cycle":
+            return "counting sampler" if ours == (whole * len(ours))[: len(ours)] else None
         if part.has("torch's batch sampler") and (place.stage == "predict" or place.is_overfit):
-            return "batch sampler replaced" if _has_all(ours, place.local_pass(), place) else None
+            return "batch sampler replaced" if _has_all(ours, whole, place) else None
         return None
 
     def _streams(self, stock: list[Any], ours: list[Any]) -> Iterator[Deviation]:
         place = self._place
         whole = _leaves(place.local_pass())
         if place.is_limited:
-            if not _is_within(_leaves(ours), whole) or len(ours) < len(stock):
+            is_right = _is_within(_leaves(ours), whole) or place.has_several_passes
+            if not is_right or len(ours) < len(stock):
                 yield place.deviation("samples", stock, ours)
             elif len(ours) > len(stock):
                 yield place.deviation("number of batches", len(stock), len(ours), "shards")
-        elif _leaves(ours) != whole:
+        elif _leaves(ours) not in (whole, _leaves(stock)):
             reason = self._reason(stock, ours)
             is_repeated = reason == "shards" and not sum(_leaves(ours).values()) % sum(whole.values())
             yield place.deviation("samples", stock, ours, reason if is_repeated else None)
@@ -271,9 +290,16 @@ class _Alone:
         """Compare the samples of a pass over a loader whose order is random."""
         place = self._place
         whole = _all_leaves(place)
-        first = ours[: place.num_batches]  # CombinedLoader may begin again
-        is_whole = len(first) == place.num_batches and not place.drops_last
-        if not (_leaves(first) == whole if is_whole else _is_within(_leaves(first), whole)):
+        if place.has_several_passes and (place.is_limited or place.drops_last):
+            is_right = set(_leaves(ours)) <= set(whole)
+        elif place.has_several_passes:
+            starts = range(0, len(ours), place.num_batches)
+            is_right = all(_leaves(ours[start : start + place.num_batches]) == whole for start in starts)
+        else:
+            first = ours[: place.num_batches]  # CombinedLoader may begin again
+            is_whole = len(first) == place.num_batches and not place.drops_last
+            is_right = _leaves(first) == whole if is_whole else _is_within(_leaves(first), whole)
+        if not is_right:
             yield place.deviation("samples", stock, ours)
 
 
@@ -313,11 +339,10 @@ class _Together:
         place, part = self._place, self._place.part
         if not set(sum(new, Counter())) <= set(_all_leaves(place)):
             return None
-        if place.is_fit and place.stage in ("val", "sanity"):
-            if part.has("counts its passes") and len(old) == len(new):
-                return "counting sampler"
-            if place.reason_of_validations is not None:
-                return place.reason_of_validations
+        if place.is_validation and part.has("counts its passes") and len(old) == len(new):
+            return "counting sampler"
+        if place.is_fit and place.is_validation and place.reason_of_validations is not None:
+            return place.reason_of_validations
         replaced = next((reason for word, reason in _REPLACED.items() if part.has(word)), None)
         if replaced is not None:
             return replaced
@@ -326,10 +351,12 @@ class _Together:
         return "drop_last" if place.drops_last else self._padding(old, new)
 
     def _is_in_order(self, new: list[Counter[str]]) -> bool:
-        """Whether the full steps have the order of the dataset."""
+        """Whether the full steps have the order of the sampler."""
         place = self._place
-        per_step = (place.part.loader.batch_size or 1) * place.script.world_size
-        samples = _leaves_of_samples(place)
+        loader = place.new_loader(place.epoch if place.part.has("counts its passes") else 0)
+        whole = _leaves_of_samples(place)
+        samples = [whole[index] for index in loader.sampler]
+        per_step = (loader.batch_size or 1) * place.script.world_size
         full = [sum(samples[first : first + per_step], Counter()) for first in range(0, len(samples), per_step)]
         num_full = min(len(full), len(new)) - 1
         return new[:num_full] == full[:num_full] and set(sum(new, Counter())) <= set(_all_leaves(place))
@@ -351,23 +378,16 @@ class _Together:
     def _samples(self, stock: list[list[Any]], ours: list[list[Any]]) -> Iterator[Deviation]:
         place = self._place
         total, whole = sum(_steps(ours), Counter()), _all_leaves(place)
-        if total == whole:
-            return
-        has_repeats = place.part.size < place.script.world_size or place.part.has("own")
-        if not has_repeats or set(total) != set(whole):
+        has_repeats = place.part.size < place.script.world_size or place.part.has("own") or place.has_several_passes
+        if total != whole and not (has_repeats and set(total) == set(whole)):
             yield place.deviation("samples", stock, ours)
 
     def _streams(self, old: list[Counter[str]], new: list[Counter[str]]) -> Iterator[Deviation]:
         place = self._place
         total, whole = sum(new, Counter()), _all_leaves(place)
-        if place.is_fit and place.stage == "val" and "val_check_interval" in place.script.trainer:
-            is_right = set(total) <= set(whole)  # several validations in an epoch
-        else:
-            is_right = _is_within(total, whole)
-        if not is_right:
+        is_right = set(total) <= set(whole) if place.has_several_passes else _is_within(total, whole)
+        if not is_right or (not place.is_limited and set(total) != set(whole)):
             yield place.deviation("samples", old, new)
-        elif not place.is_limited and total != whole:
-            yield place.deviation("samples", old, new, "shards left out")
         elif len(old) != len(new):
             yield place.deviation("number of steps", len(old), len(new), "shards")
 
@@ -384,7 +404,7 @@ def _all_leaves(place: _Place) -> Counter[str]:
 
 
 def _leaves_of_samples(place: _Place) -> list[Counter[str]]:
-    loader: Any = _loaders_of(case(place.script.number), place.key).parts[place.index].loader
+    loader = place.new_loader()
     if place.part.has("stream"):
         return [_leaves([plain(one)]) for one in loader]
     wrap = (lambda one: one) if place.part.has("batch_size=None") else (lambda one: [one])

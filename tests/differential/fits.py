@@ -1,4 +1,4 @@
-"""Runs a case by a Trainer: fit, validate, test and predict."""
+"""Runs a case by a Trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from lightning_sm import DataServiceSettings, RemoteDataModule
 from tests.differential.cases import Case, case
 from tests.integration.data.numbers import quiet_trainer
 
-RUNS = ("fit", "validate", "test", "predict")
 # Where ranks disagree, one of them waits for the other.
 RANKS_TIMEOUT_S = 20
 
@@ -126,7 +125,7 @@ def run(module: Any, number: int, folder: Path) -> Seen:
         }
     model, trainer = Model(), quiet_trainer(folder, **settings)
     errors = {}
-    for name in RUNS:
+    for name in script.runs:
         try:
             getattr(trainer, name)(model, datamodule=module)
         except Exception as error:  # noqa: BLE001, PERF203  # both may fail; what differs is found later

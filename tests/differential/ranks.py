@@ -15,8 +15,8 @@ from typing import Any
 from tests.differential.fits import RANKS_TIMEOUT_S, Seen, Twice
 from tests.integration.hosts import REPOSITORY
 
-# fit, validate, test and predict may each wait for a rank that failed.
-_TIMEOUT_S = 5 * RANKS_TIMEOUT_S
+# Each run of the Trainer may wait for a rank that failed.
+_TIMEOUT_S = 4 * RANKS_TIMEOUT_S
 
 
 class Ranks:
