@@ -267,7 +267,7 @@ class RemoteDataModule(LightningDataModule):
         Args:
             stage: "fit", "validate", "test" or "predict".
         """
-        if self._client is not None and self.trainer is not None:
+        if self._client is not None:
             self._reporter.end_epoch(self.trainer)
         self._loaders.clear()
         self._structures.clear()

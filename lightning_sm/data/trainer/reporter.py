@@ -115,12 +115,14 @@ class Reporter(Callback):
         """Log the report of the epoch on rank 0, if no progress line has it.
 
         Args:
-            trainer: The Trainer.
+            trainer: The Trainer; None if there is none, and so no epoch.
         """
         epoch = self._epoch
+        if epoch is None:
+            return
         text = self.report() if trainer.is_global_zero else ""
         self._epoch = None
-        if epoch is not None and text:
+        if text:
             planned = trainer.max_epochs if (trainer.max_epochs or 0) > 0 else "?"
             logger.info("epoch=%d/%s %s", epoch.number + 1, planned, text)
 

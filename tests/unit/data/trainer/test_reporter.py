@@ -128,6 +128,11 @@ def test_without_a_progress_line_the_report_is_a_line(feeder, reporter, caplog):
     assert caplog.messages == ["epoch=3/10 data_wait=0.0%"]
 
 
+def test_without_a_trainer_there_is_nothing_to_report(reporter):
+    """A script that iterates by itself announces epochs as well."""
+    reporter.end_epoch(None)
+
+
 def test_with_a_progress_line_there_is_no_other(reporter, caplog):
     """The progress line takes the report."""
     trainer = make_trainer(callbacks=[object(), reporter])
