@@ -25,7 +25,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 TRAINERS = ("--group", "trainer=2")
 DATA_HOST = (*TRAINERS, "--group", "data=1")
 # A job of three hosts with torch takes 15 s on two cores.
-TIMEOUT_S = 120
+TIMEOUT_S = 180
 ONCE = ("fit", "--trainer.max_epochs=1", "--trainer.accelerator=cpu")
 
 
