@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import json
+import datetime as dt
 import os
+import platform
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import yaml
 
 _REPOSITORY = Path(__file__).parents[2]
 _REASONS = Path(__file__).with_name("differences.yaml")
+_ADAPTER = "tests.lightning_suite.adapter"
+_NO_SPAWN = "tests.lightning_suite.no_spawn"
 GROUPS = {
-    "loops": ["loops"],
     "data": [
         "trainer/test_dataloaders.py",
         "trainer/connectors/test_data_connector.py",
@@ -27,11 +34,87 @@ GROUPS = {
         "utilities/test_combined_loader.py",
         "core/test_datamodules.py",
     ],
-    "callbacks": ["callbacks", "--ignore=callbacks/test_spike.py"],
+    "loops": ["loops"],
     "models": ["models/test_hooks.py", "models/test_restore.py", "models/test_cpu.py", "models/test_hparams.py"],
+    "trainer": [
+        "trainer/test_trainer.py",
+        "trainer/test_states.py",
+        "trainer/test_config_validator.py",
+        "trainer/flags",
+        "trainer/optimization",
+        "trainer/properties",
+    ],
+    "callbacks": ["callbacks", "--ignore=callbacks/test_spike.py"],
     "logging": ["trainer/logging_"],
-    "trainer": ["trainer/test_trainer.py", "trainer/flags", "trainer/optimization", "trainer/properties"],
 }
+
+
+@dataclass(frozen=True)
+class Reasons:
+    """Why tests fail through data hosts.
+
+    Attributes:
+        texts: By the names of test functions, ``FILE::FUNCTION``, the reason.
+    """
+
+    texts: Mapping[str, str]
+
+    @classmethod
+    def read(cls, path: Path) -> Reasons:
+        """Read a file with a list of reasons, each with its functions."""
+        entries = yaml.safe_load(path.read_text()) or []
+        texts = {test: str(entry["reason"]) for entry in entries for test in entry["tests"]}
+        num_tests = sum(len(entry["tests"]) for entry in entries)
+        if len(texts) != num_tests:
+            raise SystemExit(f"{path} has a test twice.")
+        return cls(texts)
+
+
+@dataclass
+class Group:
+    """The outcomes of a group of tests.
+
+    Attributes:
+        name: Its name.
+        stock: "passed", "failed" or "skipped", by test, in stock Lightning.
+        remote: The same through data hosts.
+        counts: What was served.
+        seconds: How long it ran.
+    """
+
+    name: str
+    stock: dict[str, str]
+    remote: dict[str, str]
+    seconds: float = 0.0
+    failing: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.failing = sorted(
+            name for name, outcome in self.stock.items() if outcome == "passed" and self.remote.get(name) != "passed"
+        )
+
+    @property
+    def functions(self) -> list[str]:
+        """Test functions that only fail through data hosts."""
+        return sorted({_function(name) for name in self.failing})
+
+    def unexplained(self, reasons: Reasons) -> list[str]:
+        """Functions that fail without a reason."""
+        return [name for name in self.functions if name not in reasons.texts]
+
+    def stale(self, reasons: Reasons) -> list[str]:
+        """Functions with a reason that do not fail."""
+        ran = {_function(name) for name in self.stock}
+        return sorted((ran & set(reasons.texts)) - set(self.functions))
+
+    def row(self) -> str:
+        """A row of the table."""
+        passed = [Counter(outcomes.values())["passed"] for outcomes in (self.stock, self.remote)]
+        return f"| {self.name} | {len(self.stock)} | {passed[0]} | {passed[1]} | {len(self.failing)} | "
+
+
+def _function(test: str) -> str:
+    return test.partition("[")[0]
 
 
 def copy_tests(source: Path, folder: Path) -> Path:
@@ -54,65 +137,108 @@ def copy_tests(source: Path, folder: Path) -> Path:
     return folder / "tests_pytorch"
 
 
-def run(tests: Path, group: str, plugins: list[str], workers: int) -> dict[str, str]:
-    """Run a group; return the outcome of each test.
+@dataclass(frozen=True)
+class Suite:
+    """Lightning's tests.
 
-    Args:
-        tests: Folder of the tests.
-        group: A key of ``GROUPS``.
+    Attributes:
+        tests: Their folder.
+        workers: Processes of pytest-xdist.
         plugins: pytest plugins.
-        workers: Processes.
     """
-    results = tests.parent / "results.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "-p", "no:cacheprovider"]
-    command += [part for plugin in plugins for part in ("-p", plugin)]
-    command += [f"--junitxml={results}", "-W", "ignore", "--rootdir", str(tests), *GROUPS[group]]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(_REPOSITORY)]), "OMP_NUM_THREADS": "1"}
-    with (tests.parent / f"{group}-{len(plugins)}.log").open("w") as log:
-        subprocess.run(command, cwd=tests, env=env, stdout=log, stderr=subprocess.STDOUT, check=False)
-    return _outcomes(results)
+
+    tests: Path
+    workers: int
+    plugins: tuple[str, ...]
+
+    def run(self, selected: Sequence[str], name: str, *, is_remote: bool) -> dict[str, str]:
+        """Run tests; return the outcome of each.
+
+        Args:
+            selected: Arguments of pytest.
+            name: Name of the log, beside the folder of the tests.
+            is_remote: Whether through data hosts.
+        """
+        log = self.tests.parent / f"{name}.log"
+        results = log.with_suffix(".xml")
+        results.unlink(missing_ok=True)
+        plugins = (*self.plugins, _ADAPTER) if is_remote else self.plugins
+        command = [sys.executable, "-m", "pytest", "-q", "-n", str(self.workers), "-p", "no:cacheprovider"]
+        command += [part for plugin in plugins for part in ("-p", plugin)]
+        command += [f"--junitxml={results}", "-W", "ignore", "--rootdir", str(self.tests), *selected]
+        paths = os.pathsep.join([str(self.tests.parent), str(_REPOSITORY)])
+        env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        with log.open("w") as file:
+            subprocess.run(command, cwd=self.tests, env=env, stdout=file, stderr=subprocess.STDOUT, check=False)
+        if not results.is_file():
+            raise SystemExit(f"pytest left no results:\n{log.read_text()[-2000:]}")
+        return _outcomes(results)
+
+    def run_group(self, name: str) -> Group:
+        """Run a group both ways.
+
+        Args:
+            name: A key of ``GROUPS``.
+        """
+        began = time.monotonic()
+        stock = self.run(GROUPS[name], f"{name}-stock", is_remote=False)
+        remote = self.run(GROUPS[name], f"{name}-remote", is_remote=True)
+        return Group(name, stock, remote, time.monotonic() - began)
 
 
 def _outcomes(results: Path) -> dict[str, str]:
     outcomes = {}
     for case in ET.parse(results).iter("testcase"):  # noqa: S314  # pytest's own file
-        name = f"{case.get('classname', '').replace('.', '/')}::{case.get('name')}"
+        path, _, cls = str(case.get("classname", "")).removeprefix("tests_pytorch.").partition(".Test")
+        name = f"{path.replace('.', '/')}.py::{f'Test{cls}::' if cls else ''}{case.get('name')}"
         kinds = {child.tag for child in case}
         outcomes[name] = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
     return outcomes
 
 
 def main() -> None:
-    """Run the groups and print a table; exit with 1 if a difference has no reason in differences.yaml."""
+    """Run the groups and print a table.
+
+    Exit with 1 if a difference has no reason in differences.yaml, or if a test that has one passes.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path, help="folder with Lightning's source, at the installed version")
     parser.add_argument("--group", choices=GROUPS, action="append", help="default: all")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--keep", type=Path, help="folder for the tests and logs (default: a temporary one)")
+    parser.add_argument("--no-spawn", action="store_true", help="leave out the tests that spawn processes")
     args = parser.parse_args()
-    reasons = yaml.safe_load(_REASONS.read_text()) if _REASONS.is_file() else {}
-    unexplained: list[str] = []
+    reasons = Reasons.read(_REASONS)
+    groups: list[Group] = []
     with tempfile.TemporaryDirectory() as temporary:
-        tests = copy_tests(args.source, args.keep or Path(temporary))
-        sys.stdout.write(
-            "| group | tests | stock pass | remote pass | newly failing | functions |\n|---|---|---|---|---|---|\n"
-        )
-        for group in args.group or GROUPS:
-            stock = run(tests, group, [], args.workers)
-            remote = run(tests, group, ["tests.lightning_suite.adapter"], args.workers)
-            failing = sorted(
-                name for name, outcome in stock.items() if outcome == "passed" and remote.get(name) != "passed"
-            )
-            functions = sorted({name.partition("[")[0] for name in failing})
-            unexplained += [name for name in functions if name.rpartition("::")[2] not in reasons]
-            passed = [Counter(outcomes.values())["passed"] for outcomes in (stock, remote)]
-            sys.stdout.write(
-                f"| {group} | {len(stock)} | {passed[0]} | {passed[1]} | {len(failing)} | {len(functions)} |\n"
-            )
-            sys.stdout.write("".join(f"    {name}\n" for name in failing))
+        tests = copy_tests(args.source.resolve(), args.keep or Path(temporary))
+        suite = Suite(tests, args.workers, (_NO_SPAWN,) if args.no_spawn else ())
+        sys.stdout.write(f"{_versions(args.source)}\n\n")
+        _write_row("group", "tests", "stock pass", "remote pass", "newly failing", "functions", "seconds")
+        _write_row(*["---"] * 7)
+        for name in args.group or GROUPS:
+            group = suite.run_group(name)
+            groups.append(group)
+            sys.stdout.write(f"{group.row()}{len(group.functions)} | {group.seconds:.0f} |\n")
             sys.stdout.flush()
-    sys.stdout.write(json.dumps({"without a reason": unexplained}, indent=1) + "\n")
-    sys.exit(bool(unexplained))
+    for group in groups:
+        sys.stdout.write("".join(f"{name}: {reasons.texts.get(_function(name))}\n" for name in group.failing))
+    unexplained = [name for group in groups for name in group.unexplained(reasons)]
+    stale = [name for group in groups for name in group.stale(reasons)]
+    sys.stdout.write(f"without a reason: {unexplained}\nwith a reason, but they pass: {stale}\n")
+    sys.exit(bool(unexplained or stale))
+
+
+def _versions(source: Path) -> str:
+    info = source / "src" / "version.info"
+    of_tests = info.read_text().strip() if info.is_file() else "unknown"
+    packages = ", ".join(f"{name} {version(name)}" for name in ("pytorch-lightning", "torch"))
+    today = dt.datetime.now(dt.timezone.utc).date()
+    return f"{today}: {packages}, Python {platform.python_version()}; tests of Lightning {of_tests}"
+
+
+def _write_row(*cells: Any) -> None:
+    sys.stdout.write(f"| {' | '.join(map(str, cells))} |\n")
 
 
 if __name__ == "__main__":

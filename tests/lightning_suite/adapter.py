@@ -14,16 +14,23 @@ from typing import Any
 import cloudpickle
 import pytest
 from pytorch_lightning import LightningDataModule, Trainer
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_sm import DataHost, DataServiceSettings, RemoteDataModule
 from lightning_sm.data.host import data_host
+from lightning_sm.data.trainer import feeder_client
 from tests.lightning_suite.zygote import Zygote
 
 _HOOKS = {"train_dataloaders": "train_dataloader", "val_dataloaders": "val_dataloader"}
 _SETTINGS = DataServiceSettings(batch_timeout_s=40.0, startup_timeout_s=40.0)
 _COUNTS: Counter[str] = Counter()
 _ZYGOTES: list[Zygote] = []
+# Lightning replaces them while a hook runs, and leaves its own behind when the hook raises.
+_ORIGINALS = {
+    (cls, name): vars(cls).get(name)
+    for cls in (DataLoader, BatchSampler)
+    for name in ("__init__", "__setattr__", "__delattr__")
+}
 
 
 def pytest_sessionfinish() -> None:
@@ -36,45 +43,35 @@ def pytest_sessionfinish() -> None:
         Path(folder, f"{os.getpid()}.json").write_text(json.dumps(_COUNTS))
 
 
-class _FromModel(LightningDataModule):
-    """The loader hooks of a model, which is a copy here.
+class _FromTest(LightningDataModule):
+    """The loader hooks of a model, which is a copy here, and loaders that were given to a Trainer.
 
     Args:
         model: The model.
-    """
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def setup(self, stage: str) -> None:
-        # Hooks of the model read its trainer.
-        self.model._trainer = self.trainer
-
-
-class _FromArguments(LightningDataModule):
-    """Loaders that were given to a Trainer.
-
-    Args:
         loaders: By the names of hooks.
     """
 
-    def __init__(self, loaders: dict[str, Any]) -> None:
+    def __init__(self, model: Any, loaders: dict[str, Any]) -> None:
         super().__init__()
+        self.model = model
         self.loaders = loaders
 
+    def setup(self, stage: str) -> None:
+        # Hooks of the model read its trainer.
+        if self.model is not None:
+            self.model._trainer = self.trainer
 
-def _datamodule_of(model: Any, given: dict[str, Any]) -> LightningDataModule | None:
-    """The DataModule to serve; None if there is no loader that a data host takes."""
-    if given:
-        hooks = {name: lambda self, name=name: self.loaders[name] for name in given}
-        return type("GivenLoaders", (_FromArguments,), hooks)(given)
-    names = [f"{stage}_dataloader" for stage in ("train", "val", "test", "predict")]
-    own = [name for name in names if _is_own(model, name)]
-    if not own:
+
+def _datamodule_of(model: Any, given: dict[str, Any], name: str) -> LightningDataModule | None:
+    """The DataModule to serve for a method of the Trainer; None if there is no loader that a data host takes."""
+    stages = {"fit": ("train", "val"), "validate": ("val",)}.get(name, (name,))
+    names = [f"{stage}_dataloader" for stage in stages]
+    own = [name for name in names if name not in given and _is_own(model, name)]
+    if not own and not given:
         return None
-    hooks = {name: lambda self, name=name: getattr(self.model, name)() for name in own}
-    return type("LoadersOfModel", (_FromModel,), hooks)(model)
+    hooks: dict[str, Any] = {name: lambda self, name=name: self.loaders[name] for name in given}
+    hooks |= {name: lambda self, name=name: getattr(self.model, name)() for name in own}
+    return type("LoadersOfTest", (_FromTest,), hooks)(model if own else None, given)
 
 
 def _is_own(model: Any, name: str) -> bool:
@@ -102,7 +99,7 @@ def _served(datamodule: LightningDataModule) -> Iterator[RemoteDataModule | None
         _COUNTS["not pickled"] += 1
         yield None
         return
-    with DataHost(datamodule, workers=2, settings=_SETTINGS) as host:
+    with DataHost(datamodule, workers=1, settings=_SETTINGS) as host:
         _COUNTS["served"] += 1
         yield RemoteDataModule(datamodule, [host.address], settings=_SETTINGS)
 
@@ -127,7 +124,8 @@ def _adapted(name: str) -> Any:
             if not all(map(_are_loaders, given.values())):
                 _COUNTS["other types of loaders"] += 1
                 return stock(self, model, *rest, **given, **kwargs)
-            datamodule = _datamodule_of(model, {hooks[key]: value for key, value in given.items()})
+            of_model = self.lightning_module if model is None else model  # after a fit, validate() takes its model
+            datamodule = _datamodule_of(of_model, {hooks[key]: value for key, value in given.items()}, name)
         if datamodule is None or type(datamodule).__module__.startswith("unittest.mock"):
             _COUNTS["no loaders"] += 1
             return stock(self, model, *rest, **given, **kwargs)
@@ -141,9 +139,16 @@ def _adapted(name: str) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _on_data_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_data_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not _ZYGOTES:
         _ZYGOTES.append(Zygote())
-    monkeypatch.setattr(data_host, "start_module", _ZYGOTES[0].start_module)
+    for module in (data_host, feeder_client):
+        monkeypatch.setattr(module, "start_module", _ZYGOTES[0].start_module)
     for name in ("fit", "validate", "test", "predict"):
         monkeypatch.setattr(Trainer, name, _adapted(name))
+    yield
+    for (cls, name), original in _ORIGINALS.items():
+        if original is not None:
+            setattr(cls, name, original)
+        elif name in vars(cls):
+            delattr(cls, name)

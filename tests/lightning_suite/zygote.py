@@ -1,20 +1,28 @@
-"""A process that has loaded torch and forks data hosts, because a new interpreter takes seconds for each test."""
+"""A process that has loaded everything and forks the processes of data hosts and feeders.
+
+Starting their interpreters would take most of the time of a thousand small tests.
+"""
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import fork, run_and_exit
 
+_FORK_TIMEOUT_S = 60.0
+
 
 class Forked:
-    """A child of the zygote, with what a ``DataHost`` uses of ``subprocess.Popen``.
+    """A process that was forked, with what its user needs of ``subprocess.Popen``.
 
     Args:
         pid: Process id.
@@ -22,12 +30,13 @@ class Forked:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
+        self.returncode: int | None = None
         self._pidfd = os.pidfd_open(pid)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has exited; the exit code is the zygote's to know."""
+        """Wait until it has exited; the exit code is its parent's to know."""
         if not select.select([self._pidfd], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired("data host", timeout or 0.0)
+            raise subprocess.TimeoutExpired("fork", timeout or 0.0)
         return 0
 
     def kill(self) -> None:
@@ -36,7 +45,7 @@ class Forked:
 
 
 class Zygote:
-    """Starts data hosts by forking."""
+    """Starts processes by forking."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -48,12 +57,12 @@ class Zygote:
             )
         self._socket = MessageSocket(ours)
 
-    def start_module(self, module: str) -> tuple[Forked, MessageSocket]:
-        """Run the main process of a data host, like ``lightning_sm.data.ipc.processes.start_module``."""
+    def start_module(self, module: str, *fds: int) -> tuple[Forked, MessageSocket]:
+        """Run a module, like ``lightning_sm.data.ipc.processes.start_module``."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            self._socket.send("fork", fds=(theirs.fileno(),), module=module, path=sys.path, cwd=os.getcwd())
-            message = self._socket.receive(60.0)
+            self._socket.send("fork", fds=(theirs.fileno(), *fds), module=module, path=sys.path, cwd=os.getcwd())
+            message = self._socket.receive(_FORK_TIMEOUT_S)
         if message is None:
             raise RuntimeError(f"the zygote exited with code {self._process.wait()}")
         return Forked(message.facts["pid"]), MessageSocket(ours)
@@ -64,28 +73,57 @@ class Zygote:
         self._process.wait(30.0)
 
 
+def _start_child(module: str, *fds: int) -> tuple[Forked, MessageSocket]:
+    """Run a module in a fork of this process, in place of ``start_module``."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def run() -> None:
+        ours.close()
+        # As after an exec.
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+        _run_module(module, theirs.fileno(), *fds)
+
+    with theirs:
+        return Forked(fork(run)), MessageSocket(ours)
+
+
+def _run_module(module: str, *fds: int) -> None:
+    sys.argv = [module, *map(str, fds)]
+    run_and_exit(importlib.import_module(module).main)
+
+
 def main() -> None:
-    """Fork a data host for each message, until the other end is closed."""
+    """Fork a process for each message, until the other end is closed."""
     import pytorch_lightning  # noqa: F401  # what DataModules need
 
+    # gRPC does not survive a fork once it has been used; here it only is loaded.
+    from lightning_sm.data.feeder import process  # noqa: F401
     from lightning_sm.data.host import main_process
+    from lightning_sm.data.server import process as server_process  # noqa: F401
 
+    main_process.start_module = _start_child  # type: ignore[assignment]  # what it uses of Popen
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()  # else the first collection in each fork copies what they share
     requests = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
     while (message := requests.receive()) is not None:
-        descriptor = message.fds[0]
-
-        def run(descriptor: int = descriptor, facts: dict[str, object] = message.facts) -> None:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            requests.close()
-            os.chdir(str(facts["cwd"]))
-            sys.path[:] = facts["path"]  # type: ignore[assignment]
-            sys.argv = ["main_process", str(descriptor)]
-            run_and_exit(main_process.main)
-
-        pid = fork(run)
-        os.close(descriptor)
+        pid = fork(_task(requests, message.fds, message.facts["module"], message.facts["path"], message.facts["cwd"]))
+        for descriptor in message.fds:
+            os.close(descriptor)
         requests.send("forked", pid=pid)
+
+
+def _task(requests: MessageSocket, fds: tuple[int, ...], module: str, path: list[str], cwd: str) -> Callable[[], None]:
+    def run() -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        requests.close()
+        os.chdir(cwd)
+        sys.path[:] = path
+        _run_module(module, *fds)
+
+    return run
 
 
 if __name__ == "__main__":
