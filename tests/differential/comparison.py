@@ -97,6 +97,9 @@ def _reason_of_refusal(script: Case, name: str, error: str) -> str | None:
         return "unsized"
     if any(loaders.has("own") for loaders in used) and "inject a (distributed) sampler into your batch" in error:
         return "batch sampler refused"
+    is_uneven = any(part.size % script.world_size for loaders in used for part in loaders.parts)
+    if is_uneven and "Try at least" in error:  # a fraction of the batches of the rank that has fewer
+        return "padding"
     if any(loaders.has("torch's batch sampler") for loaders in used) and "overfit_batches" in script.trainer:
         return "batch sampler replaced"
     return None
@@ -367,6 +370,8 @@ class _Together:
         total, whole = sum(new, Counter()), _all_leaves(place)
         # With fewer samples than ranks some repeat, and so do batches that the user's code has made.
         has_repeats = part.size < place.script.world_size or part.has("batch_size=None")
+        if place.has_several_passes:
+            return "padding" if place.is_limited or set(total) == set(whole) else None
         is_right = _is_within(total, whole) if place.is_limited else total == whole
         if part.is_complete and not has_repeats and not is_right:
             return None
