@@ -1,0 +1,30 @@
+"""What all ranks of a host would log is logged once."""
+
+import pytest
+
+from lightning_sm.data.trainer.feeder_client import FeederClient
+from tests.fakes.requests import open_request
+from tests.integration.data.fakes import FakeHost, credentials
+from tests.integration.emulators import until
+
+pytestmark = pytest.mark.processes
+
+TIMEOUT_S = 60
+
+
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_the_first_rank_of_a_host_reports_a_lost_connection(capfd, is_quiet):
+    """It is counted on all of them."""
+    client = None
+    try:
+        with FakeHost().serving() as address:
+            client = FeederClient(
+                [address], credentials(), {"client": "rank 1", "world_size": 2}, 3.0, is_quiet=is_quiet
+            )
+            client.open_loaders({**open_request(""), "prepares_everywhere": True}, TIMEOUT_S)
+            until(lambda: client.state()["hosts"][0]["state"] == "up", "the host is connected", TIMEOUT_S)
+        until(lambda: client.state()["hosts"][0]["lost"] == 1, "the lost connection is counted", TIMEOUT_S)
+    finally:
+        if client is not None:
+            client.close("finished")
+    assert ("Lost connection to data host" in capfd.readouterr().err) is not is_quiet
