@@ -74,13 +74,22 @@ def trouble(hosts: Sequence[HostFigures]) -> list[str]:
 
 
 def _slow_rank(ranks: Mapping[str, RankFigures]) -> str | None:
-    """A rank whose own code takes so long that the others wait for it in the backward pass."""
-    found = _outlier({name: rank.own_s / rank.num_timed for name, rank in ranks.items() if rank.num_timed})
-    if found is None:
+    """A rank whose own code takes so long that the others wait for it in the backward pass.
+
+    Ranks may wait for each other in the forward pass, too, where DistributedDataParallel sends the buffers of rank 0.
+    A rank that seems slow, but no slower than others with their waiting for data, may have waited for these.
+    """
+    timed = {name: rank for name, rank in ranks.items() if rank.num_timed}
+    if len(timed) <= 1:
         return None
-    name, own_s, others_s = found
-    extra_s = (own_s - others_s) * ranks[name].num_timed
-    if extra_s < max(_MIN_SECONDS, _MIN_FRACTION * ranks[name].seconds):
+    name = max(timed, key=lambda name: timed[name].own_s / timed[name].num_timed)
+    rank = timed.pop(name)
+    own_s = rank.own_s / rank.num_timed
+    others_s = median(other.own_s / other.num_timed for other in timed.values())
+    others_with_waits_s = median((other.own_s + other.wait_s) / other.num_timed for other in timed.values())
+    extra_s = (own_s - others_with_waits_s) * rank.num_timed
+    is_trivial = extra_s < max(_MIN_SECONDS, _MIN_FRACTION * rank.seconds)
+    if is_trivial or own_s < _SLOWER * others_with_waits_s:
         return None
     return (
         f"{_capital(name)} holds up the others: apart from the backward pass and the optimizer, its own code takes "

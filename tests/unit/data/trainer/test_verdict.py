@@ -117,6 +117,14 @@ def test_a_rank_that_waits_for_its_data_holds_up_the_others_by_data():
     assert text.startswith("Rank 3 on algo-4 waits 62% of the time for the transforms")
 
 
+def test_a_rank_that_waits_for_another_in_the_forward_pass_is_not_slow():
+    """It waits for the buffers of rank 0, which waits for its data."""
+    main = waiting(62.0, produce_s=60.0, busy_s=38.0, sync_s=36.0)
+    other = replace(RANK, busy_s=100.0, sync_s=37.0)
+    text = verdict(ranks(main, other), [replace(HOST, busy_s=39.0)])
+    assert text.startswith("Rank 0 on algo-1 waits 62% of the time for the transforms")
+
+
 def test_a_slow_data_host_is_named():
     """Its workers take four times as long for a batch as those of the others."""
     slow = replace(HOST, num_built=20, built_s=16.0)
