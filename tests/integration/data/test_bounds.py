@@ -16,22 +16,12 @@ from lightning_sm.data.protocol import calls, grpc_transport
 from lightning_sm.data.settings import DataServiceSettings, HostSettings
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.errors import DataServiceError
+from tests.fakes.requests import list_request, open_request
 from tests.integration.data.datasets import Data
 from tests.integration.data.fakes import LOADER, credentials
 
 pytestmark = pytest.mark.processes
 
-OPENING = {
-    "opening": "1/fit/train/0",
-    "run": 1,
-    "stage": "fit",
-    "loaders": "train",
-    "epoch": 0,
-    "seed": 0,
-    "prepares": True,
-    "state": "",
-}
-ORDER = {"opening": "1/fit/train/0", "loader": 0, "seed": 0, "epoch": 0, "pass_index": 0, "num_shards": 0}
 TIMEOUT_S = 20.0
 # How many runs of the user's code may be unfinished.
 MAX_RUNNING = 32
@@ -86,35 +76,35 @@ def test_openings_that_run_are_bounded(server):
     """The user's hooks run for at most so many requests at a time; the next is refused until one of them is done."""
     running = []
     for number in range(MAX_RUNNING):
-        running.append(server.start("Open", **{**OPENING, "opening": f"1/fit/train/{number}", "trainer": {}}))
+        running.append(server.start("Open", **open_request(epoch=number)))
         server.received(1, "open")
-    code, text = server.end("Open", **{**OPENING, "opening": "1/fit/train/99", "trainer": {}})
+    code, text = server.end("Open", **open_request(epoch=99))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert text == "data host algo-9 runs 32 different Open requests already, and at most 32 at a time"
     server.main.send("opened", opening="1/fit/train/0", structure=0, loaders=[LOADER.to_json()])
     assert calls.open_reply(running[0].result())["structure"] == 0
-    running.append(server.start("Open", **{**OPENING, "opening": "1/fit/train/99", "trainer": {}}))
+    running.append(server.start("Open", **open_request(epoch=99)))
     assert server.received(1, "open")[0]["opening"] == "1/fit/train/99"
 
 
 def test_samplers_that_run_are_bounded(server):
     """Each different order is a process: so many run at a time, for loaders that are open, and no others."""
-    code, text = server.end("List", **ORDER)
+    code, text = server.end("List", **list_request())
     assert code is grpc.StatusCode.NOT_FOUND
     assert text == "loader 0 of 1/fit/train/0 is not open on data host algo-9"
-    opened = server.start("Open", **OPENING, trainer={})
+    opened = server.start("Open", **open_request())
     server.received(1, "open")
     server.main.send("opened", opening="1/fit/train/0", structure=0, loaders=[LOADER.to_json()])
     opened.result()
-    assert server.end("List", **{**ORDER, "loader": 1})[0] is grpc.StatusCode.NOT_FOUND
+    assert server.end("List", **list_request(loader=1))[0] is grpc.StatusCode.NOT_FOUND
     running = []  # a call that nobody holds is cancelled
     for epoch in range(MAX_RUNNING):
-        running.append(server.start("List", **{**ORDER, "epoch": epoch}))
+        running.append(server.start("List", **list_request(epoch=epoch)))
         server.received(1, "run_sampler")
-    code, text = server.end("List", **{**ORDER, "epoch": 99})
+    code, text = server.end("List", **list_request(epoch=99))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "runs 32 different List requests already" in text
-    code, text = server.end("List", **{**ORDER, "num_shards": 2**40})
+    code, text = server.end("List", **list_request(num_shards=2**40))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert text == "In the List request, num_shards is 1099511627776; 0 to 1048576 are allowed."
 

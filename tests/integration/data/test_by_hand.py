@@ -4,23 +4,15 @@ from itertools import chain, islice
 
 import pytest
 import torch
-from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.utilities import CombinedLoader
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_sm import DataHost, DataServiceSettings, RemoteDataModule
+from tests.integration.data.numbers import quiet_trainer
 
 pytestmark = pytest.mark.processes
-
-_QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-    "devices": 1,
-}
 
 
 class Numbers(Dataset):
@@ -127,14 +119,15 @@ def widening(kind):
 
 
 @pytest.fixture(scope="module", params=[widening("sequential"), "shuffled", widening("combined"), "stream"])
-def fitted(request):
+def fitted(request, tmp_path_factory):
     """A model that stock Lightning has trained, and one that was trained with a data host."""
     kind = request.param
-    options = {**_QUIET, "max_epochs": 2, "limit_val_batches": 2, "num_sanity_val_steps": 1}
+    folder = tmp_path_factory.mktemp("by_hand")
+    options = {"max_epochs": 2, "limit_val_batches": 2, "num_sanity_val_steps": 1}
     stock, ours = Model(), Model()
-    Trainer(**options).fit(stock, datamodule=Data(kind))
+    quiet_trainer(folder, **options).fit(stock, datamodule=Data(kind))
     with DataHost(Data(kind), workers=1) as host:
-        Trainer(**options).fit(ours, datamodule=RemoteDataModule(Data(kind), [host.address]))
+        quiet_trainer(folder, **options).fit(ours, datamodule=RemoteDataModule(Data(kind), [host.address]))
     return stock, ours
 
 
@@ -153,15 +146,15 @@ def test_the_training_does_not_notice_a_pass_by_hand(fitted):
     assert ours.validated == stock.validated
 
 
-def test_each_pass_by_hand_over_a_shuffled_loader_has_its_own_order():
+def test_each_pass_by_hand_over_a_shuffled_loader_has_its_own_order(tmp_path):
     """As locally; and the order is the same in every run."""
     with DataHost(Data("shuffled"), workers=1) as host:
-        orders = [_orders_by_hand(host.address) for _ in range(2)]
+        orders = [_orders_by_hand(tmp_path, host.address) for _ in range(2)]
     assert orders[0] == orders[1]
     assert len({tuple(order) for order in orders[0]}) == 4
 
 
-def _orders_by_hand(address):
+def _orders_by_hand(folder, address):
     class Twice(Model):
         def read(self, where):
             if where == "on_train_epoch_end":
@@ -170,7 +163,7 @@ def _orders_by_hand(address):
                     self.by_hand[len(self.by_hand)] = [index for batch in batches for index in batch["index"].tolist()]
 
     model = Twice()
-    trainer = Trainer(**_QUIET, max_epochs=2, limit_val_batches=0)
+    trainer = quiet_trainer(folder, max_epochs=2, limit_val_batches=0)
     module = RemoteDataModule(Data("shuffled"), [address], seed=5)
     model.on_train_batch_end = lambda *_: None
     trainer.fit(model, datamodule=module)
@@ -194,7 +187,7 @@ def test_a_second_pass_costs_no_slot_of_the_first():
         module.teardown("fit")
 
 
-def test_batch_norm_is_updated_from_all_batches():
+def test_batch_norm_is_updated_from_all_batches(tmp_path):
     """``update_bn`` after a fit reads the training loader once more, from its beginning."""
     statistics = []
     for is_remote in (False, True):
@@ -218,12 +211,12 @@ def test_batch_norm_is_updated_from_all_batches():
                 return torch.optim.SGD(self.parameters(), 0.1)
 
         model = Normalized()
-        options = {**_QUIET, "max_epochs": 1, "limit_val_batches": 0, "limit_train_batches": 2}
+        trainer = quiet_trainer(tmp_path, max_epochs=1, limit_val_batches=0, limit_train_batches=2)
         if is_remote:
             with DataHost(Data("sequential"), workers=1) as host:
-                Trainer(**options).fit(model, datamodule=RemoteDataModule(Data("sequential"), [host.address]))
+                trainer.fit(model, datamodule=RemoteDataModule(Data("sequential"), [host.address]))
         else:
-            Trainer(**options).fit(model, datamodule=Data("sequential"))
+            trainer.fit(model, datamodule=Data("sequential"))
         statistics.append((model.norm.running_mean.tolist(), model.norm.num_batches_tracked.item()))
     assert statistics[0] == statistics[1]
     assert statistics[0][1] == 6

@@ -6,22 +6,15 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.callbacks import BasePredictionWriter, BatchSizeFinder
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from lightning_sm import DataHost, RemoteDataModule
 from lightning_sm.errors import DataSettingsError
+from tests.integration.data.numbers import quiet_trainer
 
 pytestmark = pytest.mark.processes
-
-_QUIET = {
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-    "devices": 1,
-}
 
 
 class Endless(IterableDataset):
@@ -157,10 +150,10 @@ def test_a_resumed_datamodule_has_its_state_on_the_data_hosts_as_well(tmp_path):
     journal = tmp_path / "journal"
     with DataHost(Data(journal), workers=1) as host:
         first, second = Model(), Model()
-        trainer = Trainer(**_QUIET, max_epochs=1, limit_val_batches=0, default_root_dir=tmp_path)
+        trainer = quiet_trainer(tmp_path, max_epochs=1, limit_val_batches=0)
         trainer.fit(first, datamodule=RemoteDataModule(Data(journal), [host.address]))
         trainer.save_checkpoint(tmp_path / "last.ckpt")
-        trainer = Trainer(**_QUIET, max_epochs=2, limit_val_batches=0, default_root_dir=tmp_path)
+        trainer = quiet_trainer(tmp_path, max_epochs=2, limit_val_batches=0)
         module = RemoteDataModule(Data(journal), [host.address])
         trainer.fit(second, datamodule=module, ckpt_path=tmp_path / "last.ckpt", weights_only=False)
     assert first.seen == [(0, [0, 1]), (0, [2, 3])]
@@ -208,11 +201,11 @@ def test_overfitting_replaces_a_sampler_as_lightning_does(tmp_path):
             return DataLoader(range(8), batch_size=2, sampler=WeightedRandomSampler([1.0] * 8, 20))
 
     journal = tmp_path / "journal"
-    options = {**_QUIET, "max_epochs": 2, "overfit_batches": 2, "limit_val_batches": 0, "enable_checkpointing": False}
+    options = {"max_epochs": 2, "overfit_batches": 2, "limit_val_batches": 0}
     stock, ours = Model(), Model()
-    Trainer(**options).fit(stock, datamodule=Weighted(journal))
+    quiet_trainer(tmp_path, **options).fit(stock, datamodule=Weighted(journal))
     with DataHost(Weighted(journal), workers=1) as host:
-        Trainer(**options).fit(ours, datamodule=RemoteDataModule(Weighted(journal), [host.address]))
+        quiet_trainer(tmp_path, **options).fit(ours, datamodule=RemoteDataModule(Weighted(journal), [host.address]))
     assert ours.seen == stock.seen == [(epoch, batch) for epoch in (0, 1) for batch in ([0, 1], [2, 3])]
 
 
@@ -235,7 +228,7 @@ def test_a_length_that_cannot_be_used_is_told(tmp_path, caplog):
 
 def test_a_batch_size_that_cannot_be_found_here_is_an_error(address, journal, tmp_path):
     """BatchSizeFinder would double a number that no data host reads, until the end of the range."""
-    trainer = Trainer(**_QUIET, max_epochs=1, default_root_dir=tmp_path, callbacks=[BatchSizeFinder()])
+    trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[BatchSizeFinder()])
     with pytest.raises(DataSettingsError, match="BatchSizeFinder sets the batch size on the trainer"):
         trainer.fit(Model(), datamodule=RemoteDataModule(Data(journal), [address]))
 
@@ -259,7 +252,7 @@ def test_a_prediction_writer_gets_the_indices_of_the_samples(address, journal, t
     writers = {}
     for name in ("stock", "ours"):
         writers[name] = Writer()
-        trainer = Trainer(**_QUIET, default_root_dir=tmp_path, callbacks=[writers[name]])
+        trainer = quiet_trainer(tmp_path, callbacks=[writers[name]])
         model = Model()
         model.predict_step = lambda batch, batch_idx, dataloader_idx=0: batch
         trainer.predict(

@@ -16,6 +16,7 @@ from lightning_sm.data.protocol.frames import FrameKind, batch_head, frame, fram
 from lightning_sm.data.protocol.spec import BatchSpec
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
+from tests.fakes.requests import open_request
 from tests.integration.data.cluster import remote
 from tests.integration.data.datasets import Data
 from tests.integration.data.fakes import LOADER, FakeHost, FakeTrainer
@@ -153,7 +154,6 @@ def test_a_data_host_may_replace_defaults_of_the_class():
     assert module.num_classes == 10
 
 
-LISTINGS = [
 class Text(Data):
     """Has what its ``setup`` will replace: as a default of the class, and in the object."""
 
@@ -192,6 +192,7 @@ def test_an_attribute_that_is_not_plain_is_an_error():
         pass
 
 
+LISTINGS = [
     b"",
     b"nonsense",
     b"[]\n",
@@ -216,17 +217,7 @@ def test_a_nonsensical_listing_is_an_error_of_the_trainer(number):
         assert time.monotonic() - began < SOON_S
 
 
-OPENING = {
-    "opening": "1/fit/train/9",
-    "run": 1,
-    "stage": "fit",
-    "loaders": "train",
-    "epoch": 9,
-    "seed": 0,
-    "prepares": True,
-    "state": "",
-    "trainer": {},
-}
+OPENING = open_request(epoch=9)
 REQUESTS = {
     "Open": [
         b"[" * 100_000,
