@@ -18,6 +18,7 @@ REASONS = {
     "unsized": "a sampler without length: stock refuses fractions, or does not validate; data hosts count its batches",
     "batch sampler refused": "stock refuses a batch sampler that is not a BatchSampler under DDP and overfit_batches",
     "batch sampler replaced": "stock replaces the sampler or the batch size of a torch BatchSampler; data hosts do not",
+    "batch sampler not shared": "a batch sampler of another class: in stock, each rank predicts all of its batches",
     "overfit_batches": "a random batch sampler: stock trains on other batches in each epoch, data hosts on the same",
     "counting sampler": "a sampler that counts its passes: data hosts count epochs",
     "shards": "a stream: each virtual shard may end with a smaller batch, so there may be more batches",
@@ -325,6 +326,8 @@ class _Together:
         old, new = _steps(stock), _steps(ours)
         if part.has("stream"):
             yield from self._streams(old, new)
+        elif place.stage == "predict" and part.has("own") and part.has("batch sampler"):
+            yield from self._predicted_batches(stock, ours)
         elif place.is_shuffled_by_stock:
             if not self._is_in_order(new):
                 yield place.deviation("samples by step", stock, ours)
@@ -337,6 +340,13 @@ class _Together:
             yield place.deviation("number of steps", len(old), len(new), self._reason(old, new))
         elif part.is_complete and not place.is_limited and not place.drops_last:
             yield from self._samples(stock, ours)
+
+    def _predicted_batches(self, stock: list[list[Any]], ours: list[list[Any]]) -> Iterator[Deviation]:
+        place = self._place
+        whole = place.local_pass()
+        seen = [batch for batches in ours for batch in batches]
+        is_right = all(batch in whole for batch in seen) and (place.is_limited or all(batch in seen for batch in whole))
+        yield place.deviation("batches", stock, ours, "batch sampler not shared" if is_right else None)
 
     def _reason(self, old: list[Counter[str]], new: list[Counter[str]]) -> str | None:
         place, part = self._place, self._place.part
