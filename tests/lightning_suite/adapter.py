@@ -139,14 +139,16 @@ def _adapted(name: str) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _on_data_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _on_data_hosts() -> Iterator[None]:
     if not _ZYGOTES:
         _ZYGOTES.append(Zygote())
-    for module in (data_host, feeder_client):
-        monkeypatch.setattr(module, "start_module", _ZYGOTES[0].start_module)
-    for name in ("fit", "validate", "test", "predict"):
-        monkeypatch.setattr(Trainer, name, _adapted(name))
-    yield
+    # Its own: the fixture of the same name would end after those of Lightning that look for leaks.
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for module in (data_host, feeder_client):
+            monkeypatch.setattr(module, "start_module", _ZYGOTES[0].start_module)
+        for name in ("fit", "validate", "test", "predict"):
+            monkeypatch.setattr(Trainer, name, _adapted(name))
+        yield
     for (cls, name), original in _ORIGINALS.items():
         if original is not None:
             setattr(cls, name, original)
