@@ -53,7 +53,7 @@ class SageMakerEnvironment(ClusterEnvironment):
     """
 
     # Class variables: they hold for the process, which may build several environments and Trainers.
-    _consulted: ClassVar[bool] = False  # Lightning has asked for ranks; see _report_if_alone
+    _consulted: ClassVar[bool] = False  # Lightning has asked for ranks; see report_if_alone
     _announced: ClassVar[bool] = False
 
     def __init__(
@@ -90,7 +90,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         # Until the Trainer exists, Lightning derives the rank from LOCAL_RANK alone, and would log once per host.
         _set_logging_rank(self.global_rank())
         if self.num_nodes > 1:
-            atexit.register(_report_if_alone, self._topology)
+            atexit.register(report_if_alone, self._topology)
 
     @staticmethod
     def detect() -> bool:
@@ -390,7 +390,7 @@ def _set_logging_rank(rank: int) -> None:
     rank_zero_only.rank = rank  # type: ignore[attr-defined]  # Lightning stores it on the function itself
 
 
-def _report_if_alone(topology: Topology) -> None:
+def report_if_alone(topology: Topology) -> None:
     """Log an error at exit if no Trainer used the environment: with one device, Lightning drops it unread."""
     if SageMakerEnvironment._consulted or hasattr(sys, "last_value"):  # last_value: an exception ended the process
         return

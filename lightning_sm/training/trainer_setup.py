@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import logging
 import tempfile
@@ -18,7 +19,7 @@ from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
 from lightning_sm.training.callbacks.step_report import step_reports
 from lightning_sm.training.checkpoints.durable_io import make_durable
-from lightning_sm.training.environment import SageMakerEnvironment
+from lightning_sm.training.environment import SageMakerEnvironment, report_if_alone
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ class TrainerSetup:
     """
 
     def __init__(self, job: SageMakerJob, environment: SageMakerEnvironment) -> None:
+        # The Trainer gets the environment; without one, an error has ended the script before.
+        atexit.unregister(report_if_alone)
         for folder in (job.model_dir, job.host_output_dir, job.checkpoint_dir, job.tensorboard_dir):
             if folder is not None:
                 _check_writable(folder)

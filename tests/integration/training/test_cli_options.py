@@ -3,6 +3,8 @@
 import contextlib
 import io
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from lightning_sm.training.callbacks.line_progress import LineProgress
 from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.cli import SageMakerCLI
 from tests.fakes.small_app import TWO_HOSTS, SmallModel
+from tests.integration.hosts import REPOSITORY
 
 MODULE = SmallModel.__module__
 CSV = {"class_path": "pytorch_lightning.loggers.CSVLogger", "init_args": {"save_dir": "logs"}}
@@ -203,3 +206,19 @@ def parsed(host, cli, arguments, script):
             inner = inner[name]
         inner.pop(last, None)
     return config
+
+
+@pytest.mark.processes
+def test_a_wrong_option_in_a_job_of_several_hosts_is_all_that_is_said(host):
+    """The error of the command line is not followed by words on a Trainer that was never made."""
+    host.configure(TWO_HOSTS)
+    script = (
+        "from tests.fakes.small_app import SmallData, SmallModel; from lightning_sm import SageMakerCLI; "
+        "SageMakerCLI(SmallModel, SmallData)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", script, "fit", "--model.num_classes=many"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90, env=environment)
+    assert ended.returncode == 2
+    assert "num_classes" in ended.stderr
+    assert "No Trainer used" not in ended.stderr

@@ -40,7 +40,7 @@ def _fresh_process(monkeypatch):
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)
-    atexit.unregister(module._report_if_alone)
+    atexit.unregister(module.report_if_alone)
     atexit.unregister(module._leave)
 
 
@@ -96,7 +96,7 @@ def test_data_host_is_refused_whoever_started_it(variables):
 def test_what_is_logged_of_an_unused_environment_is_no_reason(caplog, monkeypatch):
     """A script that ended before its Trainer was made has another reason, which the launcher shows alone."""
     monkeypatch.setattr(logging.getLogger("lightning_sm"), "propagate", True)
-    module._report_if_alone(_environment().topology)
+    module.report_if_alone(_environment().topology)
     (said,) = [text for text in caplog.messages if "trained alone" in text]
     assert failure_reason(f"no such folder\n{said}\n", 1) == "exit code 1; last lines of stderr:\nno such folder"
 
