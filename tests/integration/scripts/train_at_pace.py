@@ -44,7 +44,7 @@ SITUATIONS = {
     "slow transforms": Situation(14, build_s=(0.3, 0.3), step_s=(0.1, 0.1)),
     "slow network": Situation(14, num_bytes=2_000_000, bytes_per_s=10_000_000),
     "slow code on rank 1": Situation(10, step_s=(0.02, 0.25)),
-    "slow data host": Situation(40, build_s=(0.05, 0.5)),
+    "slow data host": Situation(70, build_s=(0.05, 0.4)),
 }
 
 
