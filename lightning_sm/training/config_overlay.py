@@ -51,6 +51,7 @@ class JobOverlay:
         parameters = list(_arguments_of(data)) if isinstance(data, Namespace) else []
         routing = route(job.channels, parameters, mapping, all_channels_known=not job.is_heterogeneous)
         self._routed.update(routing.channel_of)
+        uses = []
         for key, channel in routing.channel_of.items():
             if not _has(self._config, key):
                 raise ChannelError(
@@ -58,10 +59,12 @@ class JobOverlay:
                     "See --help for the arguments."
                 )
             if _has(self._explicit, key):
-                _log_once("Channel %r: not used, because %s is already set.", channel, key)
+                uses.append(f"{channel!r}: not used, because {key} is already set")
             else:
                 self._set(key, str(job.channels[channel].path))
-                _log_once("Channel %r: %s = %s", channel, key, job.channels[channel].path)
+                uses.append(f"{channel!r}: {key} = {job.channels[channel].path}")
+        if uses:
+            _log_once("Channels: %s.", "; ".join(uses))
         for channel in routing.unused:
             _log_once(
                 "Channel %r matches none of the DataModule's arguments (%s). It is at %s; "
