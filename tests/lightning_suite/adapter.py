@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ from tests.lightning_suite.zygote import Zygote
 
 _HOOKS = {"train_dataloaders": "train_dataloader", "val_dataloaders": "val_dataloader"}
 _SETTINGS = DataServiceSettings(batch_timeout_s=40.0, startup_timeout_s=40.0)
+# The longest test takes half a minute on an idle machine.
+_TEST_TIMEOUT_S = 180
 _COUNTS: Counter[str] = Counter()
 _ZYGOTES: list[Zygote] = []
 # Lightning replaces them while a hook runs, and leaves its own behind when the hook raises.
@@ -138,12 +141,28 @@ def _adapted(name: str) -> Any:
     return call
 
 
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """Fail a test that does not end: some replace the clock, by which the wait for a batch has its own limit."""
+
+    def fail(*_: object) -> None:
+        raise TimeoutError(f"The test has not ended after {_TEST_TIMEOUT_S} s.")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(_TEST_TIMEOUT_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.fixture(autouse=True)
 def _on_data_hosts() -> Iterator[None]:
     if not _ZYGOTES:
         _ZYGOTES.append(Zygote())
     # Its own: the fixture of the same name would end after those of Lightning that look for leaks.
-    with pytest.MonkeyPatch.context() as monkeypatch:
+    with _limited(), pytest.MonkeyPatch.context() as monkeypatch:
         for module in (data_host, feeder_client):
             monkeypatch.setattr(module, "start_module", _ZYGOTES[0].start_module)
         for name in ("fit", "validate", "test", "predict"):
