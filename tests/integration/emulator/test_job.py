@@ -98,9 +98,10 @@ def test_old_runs_can_be_removed_and_do_not_pile_up(tmp_path, work):
     assert len(list(base_dir.iterdir())) == 20
     assert not (base_dir / "local-20200101-100002-a0b1").exists()
     (work / "train.py").write_text("import threading\nthreading.Event().wait(90)")
+    ended_runs = set(base_dir.iterdir())
     with in_background(base_dir, work, "--", "train.py") as process:
         until(lambda: processes_of(base_dir), "a run is in progress", 30)
-        running = max(path.name for path in base_dir.iterdir())
+        (running,) = (path.name for path in set(base_dir.iterdir()) - ended_runs)
         ended = subprocess.run([*lightning_sm, "--clean"], check=True, **settings)
         assert re.fullmatch(rf"Removed 20 runs \(0\.\d MB\) from {base_dir}\.", ended.stdout.splitlines()[0])
         assert ended.stdout.splitlines()[1:] == [f"Runs in progress were kept: {running}."]

@@ -18,7 +18,7 @@ def line_with(metrics):
     """The line that LineProgress logs at the end of an epoch."""
     lines = []
     handler = SimpleNamespace(level=0, handle=lambda record: lines.append(record.getMessage()))
-    trainer = SimpleNamespace(max_epochs=10, current_epoch=2, global_step=45, callback_metrics=metrics)
+    trainer = SimpleNamespace(max_epochs=10, current_epoch=2, global_step=45, callback_metrics=metrics, callbacks=[])
     before = line_progress.logger.level
     line_progress.logger.addHandler(handler)
     line_progress.logger.setLevel("INFO")
