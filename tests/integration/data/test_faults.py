@@ -793,7 +793,7 @@ END_ROWS = [
     EndRow("exception in training_step()", "trainer", "mid-epoch", "the same exception", act=fail_in_a_step),
     EndRow("sys.exit in a hook", "trainer", "mid-epoch", "SystemExit", act=exit_in_a_hook, is_proof=True),
     EndRow("early stopping", "trainer", "mid-epoch", "success", act=stop_early),
-    EndRow("Ctrl-C", "trainer", "mid-epoch", "exit code 1", act=end_process("interrupt", 1)),
+    EndRow("Ctrl-C", "trainer", "mid-epoch", "exit code 1", act=end_process("interrupt", 1), is_proof=True),
     EndRow("sys.exit(3)", "trainer", "mid-epoch", "exit code 3", act=end_process("exit", 3), is_proof=True),
     EndRow("os._exit(4)", "trainer", "mid-epoch", "exit code 4", act=end_process("hard exit", 4), is_proof=True),
 ]

@@ -359,13 +359,7 @@ def left_of(folder):
 
 
 @pytest.mark.processes
-@pytest.mark.matrix(
-    rows=[
-        "exception, main trainer, first step",
-        "SIGKILL of the whole host, only data host",
-        "os._exit(7), one of two data hosts",
-    ]
-)
+@pytest.mark.matrix(rows=["exception, main trainer, first step", "SIGKILL of the whole host, only data host"])
 @pytest.mark.parametrize("cell", MATRIX, ids=str)
 def test_a_job_ends_well_however_it_ends(tmp_path, cell):
     """Every host has its exit code and its reason, all end together, and no process is left behind."""

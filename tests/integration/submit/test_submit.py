@@ -179,6 +179,7 @@ def test_the_cloud_gets_what_the_dry_run_shows(submit, service):
     assert {line.split()[0] for line in service.seen} == {"POST"}
 
 
+@pytest.mark.proof  # the rule has unit tests
 def test_no_capacity_is_tried_again(submit, service):
     """Once as the reason of a job, under another name; the exit code is that of the last one."""
     service.endings = [{"TrainingJobStatus": "Failed", "FailureReason": "CapacityError: none left"}, COMPLETED]

@@ -72,6 +72,7 @@ def _quick(monkeypatch):
     monkeypatch.setattr("sagemaker.config.config.jsonschema.validate", lambda *_: None)
 
 
+@pytest.mark.proof
 @given(JOBS)
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_job_is_refused_with_reasons_or_fits_the_service(job):

@@ -208,6 +208,7 @@ def parsed(host, cli, arguments, script):
     return config
 
 
+@pytest.mark.proof
 @pytest.mark.processes
 def test_a_missing_option_in_a_job_of_several_hosts_is_all_that_is_said(host):
     """The error of the command line is not followed by words on a Trainer that was never made."""

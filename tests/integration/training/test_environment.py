@@ -243,6 +243,7 @@ def test_taken_main_port_ends_the_job_at_once(hosts):
     assert ended["algo-2"].code is None
 
 
+@pytest.mark.proof  # the rule has unit tests
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to replace /etc/hosts for one process")
 def test_name_that_resolves_later_is_waited_for(hosts, tmp_path):

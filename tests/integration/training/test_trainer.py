@@ -189,6 +189,7 @@ class TestDataHosts:
             SageMakerTrainer(**QUIET).fit(SmallModel(), SmallData().train_dataloader())
 
 
+@pytest.mark.proof
 @pytest.mark.processes
 def test_fabric_on_two_hosts(tmp_path):
     """An unmodified Fabric script forms one world of all hosts."""
