@@ -7,6 +7,7 @@ variables of torchrun, must find nothing to split: it would leave out what it ta
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -30,12 +31,15 @@ def world_of_one() -> Iterator[None]:
     """
     before = {name: os.environ.get(name) for name in _VARIABLES}
     os.environ.update(_VARIABLES)
+    # A process group changes it for good: errors of a data host would be marked as those of rank 0.
+    excepthook = sys.excepthook
     is_ours = torch.distributed.is_available() and not torch.distributed.is_initialized() and _init_group()
     try:
         yield
     finally:
         if is_ours:
             torch.distributed.destroy_process_group()
+            sys.excepthook = excepthook
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

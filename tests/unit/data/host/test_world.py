@@ -1,6 +1,7 @@
 """Code that splits data by rank finds a world of one process on a data host."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -92,6 +93,14 @@ def test_collective_operations_give_what_gloo_gives(operation, expected):
         assert operation() == expected
     finally:
         dist.destroy_process_group()
+
+
+def test_errors_are_not_marked_as_those_of_a_rank():
+    """What a process group changes of how errors are printed is as before."""
+    before = sys.excepthook
+    with world_of_one():
+        pass
+    assert sys.excepthook is before
 
 
 def test_a_group_of_the_users_own_stays():
