@@ -14,6 +14,7 @@ from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.process_launcher import Launch, Launcher
 from lightning_sm.job.rendezvous import own_address
 from lightning_sm.job.topology import Topology
+from lightning_sm.job.variables import DATA_GROUPS
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,21 @@ def remote(
     # A script may fit and then test: training has finished only when the process exits.
     module.closes_on_teardown = False
     return module
+
+
+def no_datamodule(topology: Topology, what: str, advice: str) -> DataSettingsError:
+    """Return the error of a job with data hosts whose script gives them nothing to serve.
+
+    Args:
+        topology: The hosts of the job.
+        what: Subject and verb: who has no DataModule.
+        advice: What to write instead, without the alternative of a job without data groups.
+    """
+    return DataSettingsError(
+        f"The job has data hosts ({', '.join(topology.data_hosts)}), but {what} no LightningDataModule for them to "
+        f"serve. {advice}, or remove the data groups from the job (with {DATA_GROUPS.name}= in the environment, all "
+        "groups train)."
+    )
 
 
 def _port(topology: Topology, settings: DataServiceSettings) -> int:

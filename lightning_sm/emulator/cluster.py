@@ -166,7 +166,7 @@ class LocalCluster:
                 return  # another job uses it
 
     def _release(self) -> None:
-        """Note that the run is no longer in progress."""
+        """Unlock the folder of the run, which --clean may then remove."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

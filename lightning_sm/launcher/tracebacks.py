@@ -20,7 +20,7 @@ START = re.compile(r"(\[rank(?P<rank>\d+)\]: )?(?:Original )?Traceback \(most re
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<name>.+))?')
 EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:: .*|:)?$")
 CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-# What one process raises because another one ended: not the reason, unless there is no other exception.
+# Raised because another process exited: the reason of a failure only if there is no other exception.
 _CONSEQUENCE = re.compile(
     r"SIGTERM|KeyboardInterrupt|SystemExit|ProcessRaisedException|ProcessExitedException"
     r"|^\S+: Caught \w+ in DataLoader worker"

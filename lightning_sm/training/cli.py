@@ -22,13 +22,11 @@ from lightning_sm._lightning import (
     check_same_distribution,
 )
 from lightning_sm._log import show_log_lines
-from lightning_sm.data.service import remote, serve
+from lightning_sm.data.service import no_datamodule, remote, serve
 from lightning_sm.data.settings import DataServiceSettings
-from lightning_sm.errors import DataSettingsError
 from lightning_sm.job.command_line import is_toolkit_rendering, job_arguments
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Role, Topology
-from lightning_sm.job.variables import DATA_GROUPS
 from lightning_sm.training.config_overlay import JobOverlay
 from lightning_sm.training.environment import SageMakerEnvironment, leave_at_exit
 from lightning_sm.training.trainer_setup import TrainerSetup, as_list
@@ -208,11 +206,8 @@ class SageMakerCLI(LightningCLI):
 
     def _required(self, datamodule: LightningDataModule | None) -> LightningDataModule:
         if datamodule is None:
-            raise DataSettingsError(
-                f"The job has data hosts ({', '.join(self.topology.data_hosts)}), but the script has no "
-                "LightningDataModule for them to serve. Pass a datamodule_class to SageMakerCLI, or remove the data "
-                f"groups from the job (with {DATA_GROUPS.name}= in the environment, all groups train)."
-            )
+            advice = "Pass a datamodule_class to SageMakerCLI"
+            raise no_datamodule(self.topology, "the script has", advice)
         return datamodule
 
 

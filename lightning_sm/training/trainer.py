@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_sm._lightning import DummyLogger, Fabric, LightningDataModule, TensorBoardLogger, Trainer
 from lightning_sm._log import show_log_lines
-from lightning_sm.data.service import remote, serve
+from lightning_sm.data.service import no_datamodule, remote, serve
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
-from lightning_sm.errors import DataSettingsError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Role, Topology
-from lightning_sm.job.variables import DATA_GROUPS
 from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.environment import SageMakerEnvironment, leave_at_exit
 from lightning_sm.training.trainer_setup import (
@@ -114,12 +112,8 @@ class SageMakerTrainer(Trainer):
         if datamodule is None:
             if self._remote is not None and method != "fit":
                 return None  # Lightning uses that of fit again
-            raise DataSettingsError(
-                f"The job has data hosts ({', '.join(self._topology.data_hosts)}), but {method}() got no "
-                "LightningDataModule for them to serve. Put the DataLoaders into a LightningDataModule and pass it as "
-                f"datamodule, or remove the data groups from the job (with {DATA_GROUPS.name}= in the environment, all "
-                "groups train)."
-            )
+            advice = "Put the DataLoaders into a LightningDataModule and pass it as datamodule"
+            raise no_datamodule(self._topology, f"{method}() got", advice)
         if self._topology.role is Role.DATA:
             serve(datamodule, self._job, self._topology, self._data_service)
             sys.exit(0)

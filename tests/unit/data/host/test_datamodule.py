@@ -6,34 +6,11 @@ from torch.utils.data import DataLoader
 
 from lightning_sm.data.host.datamodule import ServedModule
 from lightning_sm.data.protocol.plain_values import plain_value
+from tests.fakes.hook_module import HookModule
 from tests.fakes.requests import open_request
 
 
-class Module:
-    """A DataModule whose hooks do what a test wants.
-
-    Args:
-        hooks: By their names: functions of the Trainer.
-    """
-
-    def __init__(self, **hooks):
-        self.trainer = None
-        self._hooks = hooks
-
-    def prepare_data(self):
-        self._run("prepare_data")
-
-    def setup(self, stage):
-        self._run("setup")
-
-    def train_dataloader(self):
-        return self._run("train_dataloader") or DataLoader(range(8))
-
-    def _run(self, hook):
-        return self._hooks.get(hook, lambda _: None)(self.trainer)
-
-
-class Labelled(Module):
+class Labelled(HookModule):
     """Sets and changes attributes in ``setup``."""
 
     def __init__(self):
@@ -63,7 +40,7 @@ def test_hooks_get_the_stage_by_its_name():
     """As Lightning calls them."""
     stages = []
 
-    class Named(Module):
+    class Named(HookModule):
         def setup(self, *, stage):
             stages.append(stage)
 

@@ -12,6 +12,7 @@ from lightning_sm.data.host.trainer_facts import TrainerFacts
 from lightning_sm.data.host.world import world_of_one
 from lightning_sm.data.protocol.spec import TRAINER_FACTS
 from lightning_sm.errors import DataSettingsError
+from tests.fakes.hook_module import HookModule
 from tests.fakes.requests import open_request
 
 FACTS = {"world_size": 8, "num_devices": 4, "num_nodes": 2, "current_epoch": 3}
@@ -41,33 +42,9 @@ def test_a_copy_is_one():
     assert copy.deepcopy(TrainerFacts(FACTS)).world_size == 8
 
 
-class Module:
-    """A DataModule whose hooks do what a test wants.
-
-    Args:
-        hooks: By their names: functions of the Trainer.
-    """
-
-    def __init__(self, **hooks):
-        self.trainer = None
-        self._hooks = hooks
-
-    def prepare_data(self):
-        self._run("prepare_data")
-
-    def setup(self, stage):
-        self._run("setup")
-
-    def train_dataloader(self):
-        return self._run("train_dataloader") or DataLoader(range(8))
-
-    def _run(self, hook):
-        return self._hooks.get(hook, lambda _: None)(self.trainer)
-
-
 def opened(facts=FACTS, **hooks):
     """Open the loaders for training, and return the reply."""
-    return ServedModule(Module(**hooks)).open(open_request(trainer=facts))
+    return ServedModule(HookModule(**hooks)).open(open_request(trainer=facts))
 
 
 def rank_and_size(trainer):
