@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pytorch_lightning.loggers.logger import DummyLogger
     from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSamplerWrapper
     from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+    from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
     from pytorch_lightning.utilities import CombinedLoader, rank_zero_only
 else:
     _root = importlib.import_module(DISTRIBUTION)
@@ -48,6 +49,7 @@ else:
     _cli = importlib.import_module(f"{DISTRIBUTION}.cli")
     _fabric = "lightning_fabric" if DISTRIBUTION == "pytorch_lightning" else "lightning.fabric"
     _environments = importlib.import_module(f"{DISTRIBUTION}.plugins.environments")
+    _strategies = importlib.import_module(f"{DISTRIBUTION}.strategies")
     _utilities = importlib.import_module(f"{DISTRIBUTION}.utilities")
 
     Callback = _root.Callback
@@ -64,11 +66,13 @@ else:
     LightningArgumentParser = _cli.LightningArgumentParser
     LightningCLI = _cli.LightningCLI
     ClusterEnvironment = _environments.ClusterEnvironment
+    DDPStrategy = _strategies.DDPStrategy
     DummyLogger = importlib.import_module(f"{DISTRIBUTION}.loggers.logger").DummyLogger
     Fabric = importlib.import_module(_fabric).Fabric
     IndexBatchSamplerWrapper = importlib.import_module(
         f"{DISTRIBUTION}.overrides.distributed"
     )._IndexBatchSamplerWrapper
+    StrategyRegistry = _strategies.StrategyRegistry
     TensorBoardLogger = importlib.import_module(f"{DISTRIBUTION}.loggers").TensorBoardLogger
     WrappingCheckpointIO = importlib.import_module(f"{DISTRIBUTION}.plugins.io.wrapper")._WrappingCheckpointIO
     CombinedLoader = _utilities.CombinedLoader
@@ -82,6 +86,7 @@ __all__ = [
     "Checkpoint",
     "ClusterEnvironment",
     "CombinedLoader",
+    "DDPStrategy",
     "DummyLogger",
     "Fabric",
     "IndexBatchSamplerWrapper",
@@ -91,6 +96,7 @@ __all__ = [
     "LightningModule",
     "ModelCheckpoint",
     "ProgressBar",
+    "StrategyRegistry",
     "TensorBoardLogger",
     "Trainer",
     "WeightAveraging",

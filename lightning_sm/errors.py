@@ -5,6 +5,7 @@ The tree::
     LightningSMError
     |- JobConfigError(ValueError)        a SageMaker file, variable or setting is malformed
     |- TopologyError(ValueError)         groups, hosts or Trainer settings contradict each other
+    |- StrategyError(ValueError)         a strategy cannot train here, or not this model
     |- HyperparameterError(ValueError)   hyperparameters.json cannot become a command line
     |- ChannelError(ValueError)          a channel mapping names a channel or argument that does not exist
     |- ScriptError(ValueError)           the training script cannot be found or started
@@ -43,6 +44,10 @@ class JobConfigError(LightningSMError, ValueError):
 
 class TopologyError(LightningSMError, ValueError):
     """Instance groups, hosts or Trainer settings contradict each other."""
+
+
+class StrategyError(LightningSMError, ValueError):
+    """A strategy cannot train here: library, hosts, devices or model do not suit it."""
 
 
 class HyperparameterError(LightningSMError, ValueError):

@@ -29,6 +29,7 @@ from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.training.config_overlay import JobOverlay
 from lightning_sm.training.environment import SageMakerEnvironment, leave_at_exit
+from lightning_sm.training.strategies.registry import register_strategies
 from lightning_sm.training.trainer_setup import TrainerSetup, as_list
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class SageMakerCLI(LightningCLI):
         for candidate in (model_class, datamodule_class, settings.get("trainer_class"), *map(type, defaults)):
             check_same_distribution(candidate)
         self._channel_mapping = dict(channels or {})
+        register_strategies()
         self.job = SageMakerJob.from_environment()
         leave_at_exit()  # also outside SageMaker: two processes on a laptop use Gloo
         if self.job is not None:

@@ -19,6 +19,7 @@ from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.environment import SageMakerEnvironment, leave_at_exit
+from lightning_sm.training.strategies.registry import register_strategies
 from lightning_sm.training.trainer_setup import (
     TrainerSetup,
     as_list,
@@ -83,6 +84,7 @@ class SageMakerTrainer(Trainer):
         self._data_service = data_service or DataServiceSettings()
         self._served: LightningDataModule | None = None
         self._remote: RemoteDataModule | None = None
+        register_strategies()
         leave_at_exit()
         if self._job is None:
             super().__init__(**kwargs)

@@ -1,0 +1,24 @@
+"""The names by which ``--trainer.strategy=...`` finds the strategies of lightning_sm."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from lightning_sm._lightning import StrategyRegistry
+from lightning_sm.errors import StrategyError
+
+
+def register_strategies() -> None:
+    """Add our strategies to Lightning's registry. Lightning has no entry points for strategies (since 2.5.6).
+
+    Call it before a Trainer is made; to call it again changes nothing.
+    """
+    StrategyRegistry.register("dp", _data_parallel, description="Gone since Lightning 2: use ddp.", override=True)
+
+
+def _data_parallel() -> NoReturn:
+    raise StrategyError(
+        "strategy=dp (torch.nn.DataParallel: one process for all GPUs of a host) is gone since Lightning 2.0. Use "
+        "strategy=ddp with the same devices: one process for each of them, also on several hosts. A batch is then that "
+        "of one process: divide the DataModule's batch size by the number of devices to keep the size of a step."
+    )
