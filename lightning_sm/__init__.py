@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
     from lightning_sm.training.cli import SageMakerCLI
     from lightning_sm.training.environment import SageMakerEnvironment
+    from lightning_sm.training.strategies.smddp import SMDDPStrategy
     from lightning_sm.training.trainer import SageMakerFabric, SageMakerTrainer
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "LocalPosition",
     "RemoteDataModule",
     "Role",
+    "SMDDPStrategy",
     "SageMakerCLI",
     "SageMakerEnvironment",
     "SageMakerFabric",
@@ -54,6 +56,7 @@ _MODULE_OF = {
     "LocalPosition": "lightning_sm.training.callbacks.local_position",
     "RemoteDataModule": "lightning_sm.data.trainer.datamodule",
     "Role": "lightning_sm.job.topology",
+    "SMDDPStrategy": "lightning_sm.training.strategies.smddp",
     "SageMakerCLI": "lightning_sm.training.cli",
     "SageMakerEnvironment": "lightning_sm.training.environment",
     "SageMakerFabric": "lightning_sm.training.trainer",

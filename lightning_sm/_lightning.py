@@ -34,6 +34,7 @@ DISTRIBUTION = _choose()
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
     from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
+    from lightning_fabric.utilities.distributed import _InfiniteBarrier as InfiniteBarrier
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.callbacks import BatchSizeFinder, Checkpoint, ModelCheckpoint, ProgressBar, WeightAveraging
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSamplerWrapper
     from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
     from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+    from pytorch_lightning.trainer.connectors import data_connector
     from pytorch_lightning.utilities import CombinedLoader, rank_zero_only
 else:
     _root = importlib.import_module(DISTRIBUTION)
@@ -69,12 +71,14 @@ else:
     DDPStrategy = _strategies.DDPStrategy
     DummyLogger = importlib.import_module(f"{DISTRIBUTION}.loggers.logger").DummyLogger
     Fabric = importlib.import_module(_fabric).Fabric
+    InfiniteBarrier = importlib.import_module(f"{_fabric}.utilities.distributed")._InfiniteBarrier
     IndexBatchSamplerWrapper = importlib.import_module(
         f"{DISTRIBUTION}.overrides.distributed"
     )._IndexBatchSamplerWrapper
     StrategyRegistry = _strategies.StrategyRegistry
     TensorBoardLogger = importlib.import_module(f"{DISTRIBUTION}.loggers").TensorBoardLogger
     WrappingCheckpointIO = importlib.import_module(f"{DISTRIBUTION}.plugins.io.wrapper")._WrappingCheckpointIO
+    data_connector = importlib.import_module(f"{DISTRIBUTION}.trainer.connectors.data_connector")
     CombinedLoader = _utilities.CombinedLoader
     rank_zero_only = _utilities.rank_zero_only
 
@@ -90,6 +94,7 @@ __all__ = [
     "DummyLogger",
     "Fabric",
     "IndexBatchSamplerWrapper",
+    "InfiniteBarrier",
     "LightningArgumentParser",
     "LightningCLI",
     "LightningDataModule",
@@ -102,6 +107,7 @@ __all__ = [
     "WeightAveraging",
     "WrappingCheckpointIO",
     "check_same_distribution",
+    "data_connector",
     "rank_zero_only",
 ]
 

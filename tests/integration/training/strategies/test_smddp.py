@@ -1,0 +1,79 @@
+"""strategy=smddp on a stand-in of SageMaker's library, which refuses what the library does not support."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.integration.emulators import job_dir, local
+from tests.integration.hosts import REPOSITORY, SCRIPTS, TIMEOUT_S
+
+pytestmark = pytest.mark.processes
+
+LIBRARY = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests/fakes/smdistributed_stand_in")])}
+
+
+def train(folder, strategy, *options):
+    """Train on two hosts, from which SMDDP may be used, and a data host; returns what each rank saw, and the log."""
+    groups = ["--group", "trainer=2:ml.p4d.24xlarge", "--group", "data=1:ml.c5.xlarge"]
+    # Some seconds of steps: an interruption is noticed within one.
+    arguments = ["--data.num_samples", "2000", "--trainer.limit_val_batches", "2", "--trainer.strategy", strategy]
+    ended = local(
+        folder,
+        folder,
+        *groups,
+        *options,
+        "--",
+        str(SCRIPTS / "train_and_reduce.py"),
+        *arguments,
+        timeout_s=180,
+        **LIBRARY,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    seen = [json.loads(path.read_text()) for path in job_dir(folder).glob("algo-*/output/seen.json")]
+    return sorted(seen, key=lambda rank: rank["rank"]), ended.stdout
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """A job with strategy=smddp that was interrupted, and resumed."""
+    return train(tmp_path_factory.mktemp("smddp"), "smddp", "--fault", "interrupt@step=20")
+
+
+def test_an_interrupted_run_on_smddp_ends_with_the_weights_of_ddp(interrupted, tmp_path):
+    """Bit by bit, with prepare_data, a data host, metrics of every kind, and a checkpoint that all ranks agree on."""
+    seen, output = interrupted
+    assert "Interrupted: step" in output
+    assert [(rank["strategy"], rank["backend"]) for rank in seen] == [("SMDDPStrategy", "smddp")] * 2
+    assert "Attempt 2 of 2" in output
+    uninterrupted, _ = train(tmp_path, "ddp")
+    assert [(rank["strategy"], rank["backend"]) for rank in uninterrupted] == [("DDPStrategy", "gloo")] * 2
+    for rank in (*seen, *uninterrupted):
+        del rank["strategy"], rank["backend"]
+    assert seen == uninterrupted
+
+
+def test_ranks_reduce_as_with_any_backend(interrupted):
+    """Means, maxima and decisions are right, though SMDDP itself only adds up."""
+    seen, _ = interrupted
+    for rank in seen:
+        reduced = {name: rank["metrics"][name] for name in ("mean", "max", "min")}
+        assert reduced == {"mean": 1.5, "max": 2.0, "min": 1.0}
+        assert (rank["all"], rank["any"]) == (False, True)
+
+
+@pytest.mark.parametrize(("what", "refused"), [("prepare", "new_group()"), ("log", "ReduceOp.AVG")])
+def test_lightnings_own_ddp_does_what_smddp_refuses(what, refused):
+    """The stand-in finds both faults of Lightning issue 20409: what passes on it avoids them."""
+    ended = subprocess.run(
+        [sys.executable, str(SCRIPTS / "stock_ddp_on_smddp.py"), what],
+        env={**os.environ, **LIBRARY},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+    assert ended.returncode == 1
+    assert f"UnsupportedBySMDDPError: smddp does not support: {refused}" in ended.stderr
