@@ -32,6 +32,8 @@ _NUM_GPUS = Setting[int | None](
     default_text="the device files are counted",
     meaning="NVIDIA GPUs of this host.",
 )
+# By which the SDK asks for SageMaker's data parallel library (SMDDP).
+_SMDDP = "sagemaker_distributed_dataparallel_enabled"
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,15 @@ class SageMakerJob:
     def current_group(self) -> InstanceGroup:
         """The instance group of this host."""
         return next(group for group in self.groups if self.current_host in group.hosts)
+
+    @property
+    def asks_for_smddp(self) -> bool:
+        """Whether ``distribution={...}`` asks for SageMaker's data parallel library (SMDDP).
+
+        It may also have asked for ``pytorchddp``, for which SDK v2 sends the same hyperparameters (sagemaker 2.257.7,
+        pytorch/estimator.py, ``PyTorch.__init__``).
+        """
+        return self.hyperparameters.get(_SMDDP, "").lower() == "true"
 
     @property
     def model_dir(self) -> Path:

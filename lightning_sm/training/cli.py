@@ -46,6 +46,7 @@ class SageMakerCLI(LightningCLI):
     - reads its arguments from the hyperparameters, and runs ``fit`` if they name no subcommand;
     - sets ``trainer.num_nodes``, the devices if a launcher such as torchrun sets their number, and the cluster
       environment;
+    - uses ``SMDDPStrategy`` if the SDK's ``distribution`` asks for it, the job can, and no other strategy is chosen;
     - sets arguments of the DataModule to the paths of channels: ``x_dir`` to channel ``x``; ``data_dir`` or ``root``
       to ``training``, ``train`` or the only channel;
     - writes logs to the output data directory (one folder per host), and TensorBoard logs and checkpoints to the
@@ -175,6 +176,7 @@ class SageMakerCLI(LightningCLI):
             self.environment = SageMakerEnvironment(job, **self._environment_settings)
             self._setup = TrainerSetup(job, self.environment)
             overlay.fit_trainer(self.environment)
+            overlay.follow_distribution(job, self.environment.num_nodes)
             overlay.route_outputs(job, self._parser(subcommand).callback_keys)
         overlay.route_channels(job, self._channel_mapping)
         if is_trainer and self.topology.data_hosts:

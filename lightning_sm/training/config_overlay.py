@@ -14,6 +14,7 @@ from lightning_sm.errors import ChannelError
 from lightning_sm.job.channels import channel_for, route
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.training.environment import SageMakerEnvironment
+from lightning_sm.training.strategies.smddp import distribution_arguments
 from lightning_sm.training.trainer_setup import cluster_arguments, is_fixed, logs_to_tensorboard
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,17 @@ class JobOverlay:
         """
         given = {name: _value(self._explicit, f"trainer.{name}") for name in ("num_nodes", "devices")}
         for name, value in cluster_arguments(environment, given).items():
+            self._set(f"trainer.{name}", value)
+
+    def follow_distribution(self, job: SageMakerJob, num_nodes: int) -> None:
+        """Set the strategy that the SDK's ``distribution={...}`` asks for, if the user has chosen none.
+
+        Args:
+            job: The job.
+            num_nodes: Number of trainer hosts.
+        """
+        chosen = _value(self._config, "trainer.strategy")
+        for name, value in distribution_arguments(job, num_nodes, chosen).items():
             self._set(f"trainer.{name}", value)
 
     def route_outputs(self, job: SageMakerJob, callback_keys: Iterable[str]) -> None:

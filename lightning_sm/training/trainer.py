@@ -20,6 +20,7 @@ from lightning_sm.job.topology import Role, Topology
 from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.environment import SageMakerEnvironment, leave_at_exit
 from lightning_sm.training.strategies.registry import register_strategies
+from lightning_sm.training.strategies.smddp import distribution_arguments
 from lightning_sm.training.trainer_setup import (
     TrainerSetup,
     as_list,
@@ -55,6 +56,7 @@ class SageMakerTrainer(Trainer):
     Outside SageMaker it is ``Trainer``. In a SageMaker job it also
 
     - sets ``num_nodes``, the devices if a launcher such as torchrun sets their number, and the cluster environment;
+    - uses ``SMDDPStrategy`` if the SDK's ``distribution`` asks for it, the job can, and no other strategy is chosen;
     - writes logs to the output data directory (one folder per host), and TensorBoard logs and checkpoints to the
       folders that SageMaker uploads during training, if the job has them. Relative folders of ``default_root_dir``,
       of TensorBoard and CSV loggers and of ``ModelCheckpoint`` become relative to these;
@@ -97,7 +99,12 @@ class SageMakerTrainer(Trainer):
             return
         environment = SageMakerEnvironment(self._job)
         setup = TrainerSetup(self._job, environment)
-        settings = {**kwargs, **cluster_arguments(environment, kwargs), **_folders(self._job, kwargs)}
+        settings = {
+            **kwargs,
+            **cluster_arguments(environment, kwargs),
+            **distribution_arguments(self._job, environment.num_nodes, kwargs.get("strategy")),
+            **_folders(self._job, kwargs),
+        }
         super().__init__(**{**settings, **setup.arguments(settings, as_list(settings.get("callbacks")))})
         setup.complete(self)
 

@@ -23,7 +23,6 @@ _SAME_RANKS = {
     "sagemaker_mpi_enabled": "mpirun",
     "sagemaker_pytorch_ddp_enabled": "mpirun",
 }
-_SMDDP = "sagemaker_distributed_dataparallel_enabled"
 _OTHER_LIBRARIES = {
     "mp_parameters": "smdistributed.modelparallel, which splits the model",
     "sagemaker_pytorch_xla_multi_worker_enabled": "the SageMaker Training Compiler (XLA)",
@@ -53,10 +52,11 @@ def processes_per_host(job: SageMakerJob, topology: Topology) -> int | None:
                 "distribution={...}. To use a strategy of Lightning, such as fsdp or deepspeed, set trainer.strategy."
             )
     _check_groups(asked.get(_GROUPS), topology)
-    if asked.get(_SMDDP):
-        _LOG.warning(
-            "smdistributed.dataparallel (distribution={...}) is not supported. This launcher starts the same ranks, "
-            "which average their gradients by NCCL, as trainer.strategy says."
+    if job.asks_for_smddp:
+        _LOG.info(
+            "distribution={...} asks for smdistributed.dataparallel or pytorchddp, for which the SDK sends the same. "
+            "This launcher starts the same ranks. With SageMakerCLI and SageMakerTrainer they use strategy=smddp, if "
+            "the job can and the script names no other."
         )
     starters = sorted({starter for name, starter in _SAME_RANKS.items() if asked.get(name)})
     if starters:

@@ -8,16 +8,20 @@ Source:
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_sm._lightning import DDPStrategy, InfiniteBarrier, data_connector
+from lightning_sm._lightning import DDPStrategy, InfiniteBarrier, data_connector, rank_zero_only
 from lightning_sm.errors import StrategyError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Topology
+
+logger = logging.getLogger(__name__)
+_warn_once = rank_zero_only(logger.warning)
 
 _BACKEND = "smddp"
 _LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"
@@ -128,3 +132,34 @@ def obstacle_to_smddp(job: SageMakerJob | None, num_nodes: int) -> str | None:
             f"2.4.1, and this is PyTorch {torch.__version__}."
         )
     return None
+
+
+def distribution_arguments(job: SageMakerJob, num_nodes: int, chosen: Any) -> dict[str, Any]:
+    """Return the Trainer's ``strategy`` if ``distribution={...}`` asks for SMDDP, and log it if it is not used.
+
+    Not an error: who asked for ``pytorchddp`` has sent the same, and means any GPUs and any strategy.
+
+    Args:
+        job: The job.
+        num_nodes: Number of trainer hosts.
+        chosen: The user's ``strategy``; None or "auto" leaves the choice to the job.
+    """
+    if not job.asks_for_smddp:
+        return {}
+    asked = "distribution={...} asks for smdistributed.dataparallel (or pytorchddp, for which the SDK sends the same)"
+    if chosen not in (None, "auto"):
+        if _name_of(chosen) not in {"smddp", SMDDPStrategy.__name__}:
+            _warn_once("%s, but the strategy is %s, which is used. SMDDP is strategy=smddp.", asked, _name_of(chosen))
+        return {}
+    obstacle = obstacle_to_smddp(job, num_nodes)
+    if obstacle is not None:
+        _warn_once("%s. Training without it: %s", asked, obstacle)
+        return {}
+    return {"strategy": "smddp"}
+
+
+def _name_of(strategy: Any) -> str:
+    """Name of a strategy: text, an object, or its class in a configuration."""
+    if isinstance(strategy, str):
+        return strategy
+    return str(getattr(strategy, "class_path", type(strategy).__name__)).rpartition(".")[2]

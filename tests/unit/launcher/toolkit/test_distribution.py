@@ -65,10 +65,13 @@ def test_options_of_mpirun_are_not_silently_dropped(caplog):
     assert "Estimator(environment=...)" in caplog.text
 
 
-def test_smdistributed_dataparallel_is_named_as_missing(caplog):
-    """The job runs on, with a warning, as the gradients are the same."""
-    assert processes({"sagemaker_distributed_dataparallel_enabled": "true"}) is None
-    assert "smdistributed.dataparallel (distribution={...}) is not supported" in caplog.text
+@pytest.mark.parametrize("value", ["true", "True"])
+def test_smdistributed_dataparallel_is_left_to_the_script(caplog, value):
+    """The ranks are the same; whether they use SMDDP is decided where the strategy is known."""
+    caplog.set_level(logging.INFO, "lightning_sm")
+    assert processes({"sagemaker_distributed_dataparallel_enabled": value}) is None
+    (record,) = caplog.records
+    assert (record.levelno, "they use strategy=smddp, if the job can" in record.getMessage()) == (logging.INFO, True)
 
 
 @pytest.mark.parametrize(

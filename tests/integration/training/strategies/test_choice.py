@@ -1,0 +1,83 @@
+"""How a strategy of lightning_sm is chosen: by its name, by its class, by the SDK's ``distribution``."""
+
+import json
+import logging
+import sys
+from types import ModuleType
+
+import pytest
+from pytorch_lightning.strategies import DDPStrategy
+
+from lightning_sm import SageMakerTrainer, SMDDPStrategy
+from lightning_sm.errors import StrategyError
+from tests.fakes.job_folder import resource_config
+from tests.fakes.small_app import TWO_HOSTS
+
+LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"
+ASKED = {"sagemaker_distributed_dataparallel_enabled": "true"}
+CPU = ("--trainer.accelerator=cpu", "--trainer.logger=false")
+
+
+@pytest.fixture
+def p4d(host, monkeypatch):
+    """A host of a job on which SMDDP can run."""
+    monkeypatch.setitem(sys.modules, LIBRARY, ModuleType(LIBRARY))
+    return configure(host, "ml.p4d.24xlarge")
+
+
+def configure(host, instance_type, hyperparameters=None):
+    """Write the files of a job of two trainer hosts."""
+    host.configure(TWO_HOSTS, hyperparameters=hyperparameters or {})
+    resources = resource_config(TWO_HOSTS, "algo-1", instance_types={"trainer": instance_type}, interface="lo")
+    (host.base_dir / "input/config/resourceconfig.json").write_text(json.dumps(resources))
+    return host
+
+
+def test_the_name_and_the_class_are_the_same_strategy(p4d, tmp_path):
+    """On the command line, and in a file with arguments of DDP."""
+    assert type(p4d.make(*CPU, "--trainer.strategy=smddp").trainer.strategy) is SMDDPStrategy
+    config = tmp_path / "config.yaml"
+    chosen = {"class_path": "lightning_sm.SMDDPStrategy", "init_args": {"find_unused_parameters": True}}
+    config.write_text(json.dumps({"trainer": {"strategy": chosen}}))
+    strategy = p4d.make(f"--config={config}", *CPU).trainer.strategy
+    assert type(strategy) is SMDDPStrategy
+    assert strategy._ddp_kwargs["find_unused_parameters"] is True
+    assert strategy.process_group_backend == "smddp"
+
+
+@pytest.mark.usefixtures("p4d")
+def test_distribution_chooses_smddp(host, caplog):
+    """Without a strategy in the script, with the CLI and without it."""
+    configure(host, "ml.p4d.24xlarge", ASKED)
+    assert type(host.make(*CPU).trainer.strategy) is SMDDPStrategy
+    assert type(SageMakerTrainer(accelerator="cpu", logger=False).strategy) is SMDDPStrategy
+    assert "distribution" not in caplog.text
+
+
+@pytest.mark.usefixtures("p4d")
+def test_another_strategy_wins_over_distribution_and_both_are_named(host, caplog):
+    """The hyperparameter may come from pytorchddp, which asks for no library."""
+    configure(host, "ml.p4d.24xlarge", ASKED)
+    said = (
+        "asks for smdistributed.dataparallel (or pytorchddp, for which the SDK sends the same), but the strategy is {}"
+    )
+    assert type(host.make(*CPU, "--trainer.strategy=ddp").trainer.strategy) is DDPStrategy
+    assert said.format("ddp, which is used") in caplog.text
+    trainer = SageMakerTrainer(accelerator="cpu", logger=False, strategy=DDPStrategy(find_unused_parameters=True))
+    assert type(trainer.strategy) is DDPStrategy
+    assert said.format("DDPStrategy, which is used") in caplog.text
+
+
+def test_distribution_on_other_hosts_trains_without_smddp(host, caplog):
+    """As pytorchddp, which the SDK sends as the same, is meant to: the log has the reason."""
+    caplog.set_level(logging.INFO, "lightning_sm")
+    configure(host, "ml.g5.48xlarge", ASKED)
+    assert type(host.make(*CPU).trainer.strategy) is DDPStrategy
+    assert "Training without it: SMDDP runs on ml.p4d.24xlarge and ml.p4de.24xlarge, but the trainer" in caplog.text
+
+
+def test_smddp_on_other_hosts_is_an_error_that_names_ddp(host):
+    """When the Trainer is made, before any other rank is started."""
+    configure(host, "ml.g5.48xlarge")
+    with pytest.raises(StrategyError, match=r"strategy=smddp cannot be used: .* ml\.g5\.48xlarge .* Use strategy=ddp"):
+        host.make(*CPU, "--trainer.strategy=smddp")
