@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
     from lightning_sm.training.cli import SageMakerCLI
     from lightning_sm.training.environment import SageMakerEnvironment
+    from lightning_sm.training.strategies.pipeline.strategy import PipelineParallelStrategy
     from lightning_sm.training.strategies.smddp import SMDDPStrategy
     from lightning_sm.training.trainer import SageMakerFabric, SageMakerTrainer
 
@@ -33,6 +34,7 @@ __all__ = [
     "HeterogeneousLocalSession",
     "InstanceGroup",
     "LocalPosition",
+    "PipelineParallelStrategy",
     "RemoteDataModule",
     "Role",
     "SMDDPStrategy",
@@ -54,6 +56,7 @@ _MODULE_OF = {
     "HeterogeneousLocalSession": "lightning_sm.submit.sdk.v2_local_session",
     "InstanceGroup": "lightning_sm.job.facts",
     "LocalPosition": "lightning_sm.training.callbacks.local_position",
+    "PipelineParallelStrategy": "lightning_sm.training.strategies.pipeline.strategy",
     "RemoteDataModule": "lightning_sm.data.trainer.datamodule",
     "Role": "lightning_sm.job.topology",
     "SMDDPStrategy": "lightning_sm.training.strategies.smddp",

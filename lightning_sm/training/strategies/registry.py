@@ -6,6 +6,7 @@ from typing import NoReturn
 
 from lightning_sm._lightning import StrategyRegistry
 from lightning_sm.errors import StrategyError
+from lightning_sm.training.strategies.pipeline.strategy import PipelineParallelStrategy
 from lightning_sm.training.strategies.smddp import SMDDPStrategy
 
 
@@ -14,6 +15,9 @@ def register_strategies() -> None:
 
     Call it before a Trainer is made; to call it again changes nothing.
     """
+    StrategyRegistry.register(
+        "pipeline", PipelineParallelStrategy, description="Stages of the model on several ranks.", override=True
+    )
     StrategyRegistry.register("smddp", SMDDPStrategy, description="DDP by SageMaker's library SMDDP.", override=True)
     StrategyRegistry.register("dp", _data_parallel, description="Gone since Lightning 2: use ddp.", override=True)
 

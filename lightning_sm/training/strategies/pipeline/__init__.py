@@ -1,0 +1,1 @@
+"""Pipeline parallelism for an ordinary LightningModule, alone or combined with data parallelism."""

@@ -1,0 +1,166 @@
+"""The checkpoint of a pipeline is that of a single process: one file, whatever the number of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_sm._lightning import LightningModule
+from lightning_sm.errors import CheckpointError
+from lightning_sm.training.strategies.pipeline.exchange import Replica
+
+_SHOWN = 5  # names in a message
+
+
+class LogicalCheckpoint:
+    """Joins the parts of the stages by the names of parameters, and takes a stage's part out of the whole.
+
+    Args:
+        module: The LightningModule before it is cut.
+        replica: The ranks of this replica.
+        is_written: Whether this replica's first rank writes checkpoints; the others need not gather anything.
+    """
+
+    def __init__(self, module: LightningModule, replica: Replica, *, is_written: bool) -> None:
+        self._module = module
+        self._replica = replica
+        self._is_written = is_written
+        self._entries = list(module.state_dict())
+        self._parameters = {name: i for i, (name, _) in enumerate(module.named_parameters())}
+
+    def weights(self) -> dict[str, Any]:
+        """Return the state dict of the whole module on the replica's first rank, else that of the own stages.
+
+        A collective call of the replica.
+        """
+        own = self._module.state_dict()
+        parts = self._replica.gather(own) if self._is_written else None
+        if parts is None:
+            return dict(own)
+        merged = {name: value for part in reversed(parts) for name, value in part.items()}
+        added = [name for name in merged if name not in self._entries]  # such as states of a callback's module
+        return {name: merged[name] for name in (*self._entries, *added) if name in merged}
+
+    def load_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
+        """Load the own stages' part of a state dict.
+
+        Args:
+            weights: The state dict of the whole module.
+            strict: Whether it must have the module's names, no more and no less.
+
+        Raises:
+            CheckpointError: It has other names.
+        """
+        missing = [name for name in self._entries if name not in weights]
+        unknown = [name for name in weights if name not in self._entries]
+        if strict and (missing or unknown):
+            raise CheckpointError(
+                f"The checkpoint does not fit {type(self._module).__name__}: it lacks {_few(missing)}, and has "
+                f"{_few(unknown)} besides. Load the checkpoint of this model, or set strict_loading=False in it."
+            )
+        own = {name: weights[name] for name in self._module.state_dict() if name in weights}
+        self._module.load_state_dict(own, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of the optimizer as if it had all parameters; on other ranks than the first, the own part.
+
+        A collective call of the replica. Parameters are numbered as torch does: group by group, and here within a group
+        in the order of the module.
+
+        Args:
+            optimizer: This rank's optimizer.
+        """
+        state = optimizer.state_dict()
+        groups = self._names_by_group(optimizer)
+        names = dict(zip((i for group in state["param_groups"] for i in group["params"]), _flat(groups), strict=True))
+        named = {names[i]: entry for i, entry in state["state"].items()}
+        parts = self._replica.gather((named, groups)) if self._is_written else None
+        if parts is None:
+            return state
+        members = self._joined([groups for _, groups in parts])
+        numbers = {name: i for i, name in enumerate(_flat(members))}
+        return {
+            "state": {numbers[name]: entry for entries, _ in parts for name, entry in entries.items()},
+            "param_groups": [
+                {**group, "params": [numbers[name] for name in names_of_group]}
+                for group, names_of_group in zip(state["param_groups"], members, strict=True)
+            ],
+        }
+
+    def load_optimizer_state(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
+        """Load the own stages' part of the state of an optimizer that has all parameters.
+
+        A collective call of the replica.
+
+        Args:
+            optimizer: This rank's optimizer.
+            whole: What ``optimizer_state`` returned, or the state of a single process.
+
+        Raises:
+            CheckpointError: It has other groups of parameters.
+        """
+        groups = self._names_by_group(optimizer)
+        members = self._joined(self._all_groups(groups))
+        sizes = [len(group["params"]) for group in whole["param_groups"]]
+        if sizes != [len(group) for group in members]:
+            raise CheckpointError(
+                f"The checkpoint's optimizer has groups of {sizes} parameters, but configure_optimizers makes groups "
+                f"of {[len(group) for group in members]} in all stages. Resume with the same model and optimizer."
+            )
+        # A single process numbers a group's parameters in the order in which the script passed them to the optimizer,
+        # which is the module's, unless a script sorts them.
+        numbers = {
+            name: number
+            for group, names in zip(whole["param_groups"], members, strict=True)
+            for number, name in zip(group["params"], names, strict=True)
+        }
+        own = {name: i for i, name in enumerate(_flat(groups))}
+        optimizer.load_state_dict(
+            {
+                "state": {own[name]: whole["state"][numbers[name]] for name in own if numbers[name] in whole["state"]},
+                "param_groups": [
+                    {**group, "params": [own[name] for name in names]}
+                    for group, names in zip(whole["param_groups"], groups, strict=True)
+                ],
+            }
+        )
+
+    def _names_by_group(self, optimizer: Optimizer) -> list[list[str]]:
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+    def _all_groups(self, groups: list[list[str]]) -> list[list[list[str]]]:
+        found: list[list[list[str]]] = self._replica.broadcast(self._replica.gather(groups), 0)
+        return found
+
+    def _joined(self, parts: Sequence[list[list[str]]]) -> list[list[str]]:
+        """The names in each of the optimizer's groups, of all stages."""
+        return [
+            sorted((name for part in parts for name in part[i]), key=self._parameters.__getitem__)
+            for i in range(len(parts[0]))
+        ]
+
+
+def synchronize(module: nn.Module, group: dist.ProcessGroup, source: int) -> None:
+    """Give the replicas of a stage the weights of the first, which seeds alone do not make equal.
+
+    Args:
+        module: The module with this rank's stages.
+        group: The ranks with the same stages.
+        source: The global rank of the first of them.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor.detach(), source, group=group)
+
+
+def _flat(groups: Iterable[Iterable[str]]) -> list[str]:
+    return [name for group in groups for name in group]
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN]) or "nothing"
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown

@@ -1,0 +1,120 @@
+"""Forward passes of the network in validation, test and prediction, with any number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sm.training.strategies.pipeline.exchange import Replica
+from lightning_sm.training.strategies.pipeline.placement import Placement
+from lightning_sm.training.strategies.pipeline.rows import num_microbatches
+
+_Tensors = tuple[Tensor, ...]
+
+
+class Evaluation:
+    """Runs the network's stages forward, and gives every rank of the replica the output.
+
+    The schedules of torch cannot do it for every number of rows, and the V-shaped ones not at all. Here the
+    microbatches go through the stages in waves: in wave t, stage s has microbatch t - s. All that crosses between two
+    ranks in a wave goes in one batch, so that NCCL, which keeps the order of calls, cannot block.
+
+    Args:
+        stages: This rank's modules by the number of the stage.
+        placement: The grid of ranks.
+        replica: The ranks of this replica.
+        microbatches: Number of microbatches that is wanted.
+        device: This rank's device.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        placement: Placement,
+        replica: Replica,
+        microbatches: int,
+        device: torch.device,
+    ) -> None:
+        self._stages = stages
+        self._placement = placement
+        self._replica = replica
+        self._microbatches = microbatches
+        self._device = device
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the network; a collective call of the replica.
+
+        Args:
+            inputs: The network's inputs, the same on all ranks of the replica.
+
+        Returns:
+            The network's output, on every rank.
+        """
+        batches = self._split(inputs)
+        last = self._placement.num_stages - 1
+        arrived: dict[int, _Tensors] = {}
+        shapes: dict[int, _Tensors] = {}
+        outputs: list[_Tensors] = []
+        for wave in range(len(batches) + last):
+            made: dict[int, _Tensors] = {}
+            for stage, module in self._stages.items():
+                if 0 <= wave - stage < len(batches):
+                    values = batches[wave - stage] if stage == 0 else arrived.pop(stage)
+                    made[stage] = _as_tuple(module(*values))
+            if last in made:
+                outputs.append(made.pop(last))
+            self._pass_on(wave, len(batches), made, arrived, shapes)
+        joined = None
+        if outputs:
+            joined = tuple(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*outputs, strict=True))
+        joined = self._replica.broadcast(joined, self._placement.position_of(last))
+        return joined[0] if len(joined) == 1 else joined
+
+    def _split(self, inputs: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        tensors = [value for value in inputs if isinstance(value, Tensor) and value.ndim]
+        rows = {len(tensor) for tensor in tensors}
+        # Inputs of different lengths cannot be split by rows.
+        number = num_microbatches(rows.pop(), self._microbatches) if len(rows) == 1 and 0 not in rows else 1
+        split = {id(tensor): tensor.chunk(number) for tensor in tensors}
+        return [tuple(split[id(value)][i] if id(value) in split else value for value in inputs) for i in range(number)]
+
+    def _pass_on(
+        self,
+        wave: int,
+        number: int,
+        made: dict[int, _Tensors],
+        arrived: dict[int, _Tensors],
+        shapes: dict[int, _Tensors],
+    ) -> None:
+        """Give the outputs of a wave to the stages that come next."""
+        owner = self._placement.position_of
+        transfers = []
+        for stage in range(max(0, wave - number + 1), min(wave + 1, self._placement.num_stages - 1)):
+            here, there = owner(stage), owner(stage + 1)
+            if self._replica.position not in (here, there):
+                continue
+            if here == there:
+                arrived[stage + 1] = made[stage]
+            elif stage == wave:  # the first microbatch, whose shapes are those of all
+                if here == self._replica.position:
+                    self._replica.send(made[stage], there)
+                else:
+                    arrived[stage + 1] = shapes[stage + 1] = self._replica.receive(here)
+            elif here == self._replica.position:
+                transfers += [self._transfer(dist.isend, tensor.contiguous(), there) for tensor in made[stage]]
+            else:
+                arrived[stage + 1] = tuple(torch.empty_like(tensor) for tensor in shapes[stage + 1])
+                transfers += [self._transfer(dist.irecv, tensor, here) for tensor in arrived[stage + 1]]
+        for work in dist.batch_isend_irecv(transfers) if transfers else ():
+            work.wait()
+
+    def _transfer(self, call: Any, tensor: Tensor, position: int) -> dist.P2POp:
+        return dist.P2POp(call, tensor, self._replica.ranks[position], group=self._replica.group)
+
+
+def _as_tuple(output: Any) -> _Tensors:
+    return output if isinstance(output, tuple) else (output,)

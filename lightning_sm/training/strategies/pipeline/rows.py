@@ -1,0 +1,88 @@
+"""The rows of a batch: what is cut into microbatches, along dimension 0."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_sm.errors import StrategyError
+
+_Plain = (str, bytes, int, float, bool, type(None))
+
+
+def num_rows(batch: Any) -> int:
+    """Return the length of dimension 0 of a batch's tensors.
+
+    Args:
+        batch: Tensors in tuples, lists, mappings or dataclasses, nested as they like.
+
+    Raises:
+        StrategyError: There is no tensor with rows, or tensors have different lengths.
+    """
+    lengths: set[int] = set()
+    _visit(batch, lengths)
+    if len(lengths) != 1 or 0 in lengths:
+        found = "no tensor with rows" if not lengths else f"tensors of {_listed(lengths)} rows (dimension 0)"
+        raise StrategyError(
+            f"A pipeline cuts batches into microbatches along dimension 0, but the batch ({type(batch).__name__}) has "
+            f"{found}. Return tensors with one row for each sample; what does not depend on the sample belongs into "
+            "the LightningModule."
+        )
+    return lengths.pop()
+
+
+def rows_of(batch: Any, rows: int, part: slice) -> Any:  # noqa: PLR0911  # one for each structure
+    """Return some rows of a batch, in the same structure.
+
+    Lists of as many texts or numbers as there are rows, which ``default_collate`` makes of texts, are cut, too.
+
+    Args:
+        batch: The batch.
+        rows: Its number of rows.
+        part: The rows.
+    """
+    if isinstance(batch, Tensor):
+        return batch[part] if batch.ndim else batch
+    if isinstance(batch, (list, tuple)):
+        if len(batch) == rows and all(isinstance(item, _Plain) for item in batch):
+            return batch[part]
+        items = [rows_of(item, rows, part) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    if isinstance(batch, dict):
+        # A copy first: it keeps what a subclass has besides, such as a default factory.
+        taken = batch.copy()
+        taken.update({key: rows_of(value, rows, part) for key, value in batch.items()})
+        return taken
+    if isinstance(batch, Mapping):
+        return type(batch)({key: rows_of(value, rows, part) for key, value in batch.items()})  # type: ignore[call-arg]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch) if field.init}
+        return dataclasses.replace(batch, **{name: rows_of(value, rows, part) for name, value in fields.items()})
+    return batch
+
+
+def num_microbatches(rows: int, wanted: int) -> int:
+    """Return the largest number of equal microbatches, at most the wanted one: shapes of a schedule are fixed."""
+    return max(number for number in range(1, min(rows, wanted) + 1) if rows % number == 0)
+
+
+def _visit(batch: Any, lengths: set[int]) -> None:
+    if isinstance(batch, Tensor):
+        if batch.ndim:
+            lengths.add(len(batch))
+    elif isinstance(batch, (list, tuple)):
+        for item in batch:
+            _visit(item, lengths)
+    elif isinstance(batch, Mapping):
+        for item in batch.values():
+            _visit(item, lengths)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            _visit(getattr(batch, field.name), lengths)
+
+
+def _listed(lengths: set[int]) -> str:
+    return ", ".join(map(str, sorted(lengths)))

@@ -1,0 +1,151 @@
+"""The schedules: in which order a rank runs the forward and backward passes of the microbatches of a step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from lightning_sm.errors import StrategyError
+from lightning_sm.training.strategies.pipeline.placement import Placement
+
+ScheduleName = Literal["gpipe", "1f1b", "looped_bfs", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"]
+
+# Each holds the buffers of its shapes: as many as a training with batches of a few lengths uses.
+_KEPT = 4
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a schedule of torch.distributed.pipelining needs (measured with torch 2.14.1).
+
+    Args:
+        torch_name: Its name there.
+        chunks: Stages on each rank; None: any number.
+        is_v_shaped: Its laps go back and forth, see ``Placement``.
+        fits: Whether it can run m microbatches over p ranks with v stages each, called as ``fits(m, p, v)``.
+        fallback: The schedule for numbers of microbatches that it cannot run.
+    """
+
+    torch_name: str
+    chunks: int | None
+    is_v_shaped: bool = False
+    fits: Callable[[int, int, int], bool] = lambda m, p, v: True
+    fallback: ScheduleName | None = None
+
+
+def _in_rounds(m: int, p: int, v: int) -> bool:
+    return m % max(1, m // p) == 0
+
+
+SCHEDULES: Mapping[ScheduleName, Schedule] = {
+    "gpipe": Schedule("GPipe", 1),
+    "1f1b": Schedule("1F1B", 1, fits=lambda m, p, v: m >= p, fallback="gpipe"),
+    "looped_bfs": Schedule("LoopedBFS", None),
+    "interleaved": Schedule("Interleaved1F1B", None, fits=_in_rounds, fallback="looped_bfs"),
+    "interleaved_zero_bubble": Schedule("InterleavedZeroBubble", None, fits=_in_rounds, fallback="looped_bfs"),
+    "zbv": Schedule("ZBVZeroBubble", 2, is_v_shaped=True),
+    "dualpipev": Schedule("DualPipeV", 2, is_v_shaped=True, fits=lambda m, p, v: m >= 2 * p, fallback="zbv"),
+}
+
+
+def chunks_of(name: ScheduleName, stated: int | None) -> int:
+    """Return how many stages each rank has.
+
+    Args:
+        name: The schedule.
+        stated: ``chunks`` of the strategy.
+
+    Raises:
+        StrategyError: There is no such schedule, or it needs another number of stages on each rank.
+    """
+    if name not in SCHEDULES:
+        raise StrategyError(f"schedule={name!r} is none of {', '.join(SCHEDULES)}.")
+    needed = SCHEDULES[name].chunks
+    if stated is not None and (stated < 1 or needed not in (None, stated)):
+        needs = "at least 1 stage" if needed is None else f"{needed} stage{'' if needed == 1 else 's'}"
+        several = ", ".join(other for other, schedule in SCHEDULES.items() if schedule.chunks is None)
+        raise StrategyError(
+            f"The strategy has chunks={stated}, but schedule={name} needs {needs} on each rank. Remove chunks, or "
+            f"choose a schedule that takes any number: {several}."
+        )
+    return stated or needed or 2
+
+
+class ScheduleRunner:
+    """Runs training steps over the stages of this rank.
+
+    Args:
+        stages: This rank's modules by the number of the stage.
+        placement: The grid of ranks.
+        group: The ranks of this replica.
+        device: This rank's device.
+        name: The schedule.
+        loss: Called on the rank of the last stage with the output of a microbatch and its number; returns its loss.
+            Called more often than there are microbatches, because a new schedule finds out shapes.
+    """
+
+    def __init__(  # noqa: PLR0917  # what a step needs
+        self,
+        stages: Mapping[int, nn.Module],
+        placement: Placement,
+        group: ProcessGroup,
+        device: torch.device,
+        name: ScheduleName,
+        loss: Callable[[Any, int], Tensor],
+    ) -> None:
+        self._stages = stages
+        self._placement = placement
+        self._group = group
+        self._device = device
+        self._name = name
+        self._loss = loss
+        self._schedules: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def step(self, inputs: tuple[Any, ...], microbatches: int, shapes: Hashable) -> Any:
+        """Run forward and backward passes, which leave the mean gradients of the microbatches in ``.grad``.
+
+        Args:
+            inputs: The network's inputs for the whole batch on the rank of stage 0, else nothing.
+            microbatches: How many; they divide the rows of the batch.
+            shapes: What the shapes of the activations depend on, the same on all ranks of a replica.
+
+        Returns:
+            The network's output for the whole batch on the rank of the last stage, else None.
+        """
+        schedule = self._schedule(microbatches, shapes)
+        is_last = self._placement.num_stages - 1 in self._stages
+        # The schedule splits tensors only: the numbers of the microbatches, by which the loss finds its rows.
+        target = torch.arange(microbatches) if is_last else None
+        return schedule.step(*inputs, target=target)
+
+    def _schedule(self, microbatches: int, shapes: Hashable) -> Any:
+        # Here, because scripts with another strategy need not wait 0.2 s for it.
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+        key = (microbatches, shapes)
+        if key in self._schedules:
+            self._schedules.move_to_end(key)
+            return self._schedules[key]
+        p, v = self._placement.pipeline_size, self._placement.chunks
+        schedule = SCHEDULES[self._name]
+        while not schedule.fits(microbatches, p, v) and schedule.fallback is not None:
+            schedule = SCHEDULES[schedule.fallback]
+        num_stages = self._placement.num_stages
+        # The stage objects, not the modules, hold the shapes of the activations.
+        stages = [
+            PipelineStage(module, stage, num_stages, self._device, group=self._group)
+            for stage, module in sorted(self._stages.items())
+        ]
+        kind = get_schedule_class(schedule.torch_name)
+        argument = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        self._schedules[key] = kind(argument, microbatches, loss_fn=lambda output, i: self._loss(output, int(i)))
+        if len(self._schedules) > _KEPT:
+            self._schedules.popitem(last=False)
+        return self._schedules[key]

@@ -1,0 +1,273 @@
+"""The user's ``training_step``, which calls a network that is spread over several ranks."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_sm._lightning import LightningModule
+from lightning_sm.errors import StrategyError
+
+
+class _NetworkCalled(BaseException):
+    """Carries the network's inputs out of ``training_step``, past handlers of the user's."""
+
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
+class UserSteps:
+    """Calls ``training_step`` with another network in place: one that captures inputs, or returns a given output.
+
+    The LightningModule stays as the user wrote it. The first rank runs ``training_step`` up to the network's call, the
+    last one runs it for each microbatch to get the loss, and all ranks run it once with the output for the whole
+    batch, so that what it logs, adds to metrics and keeps is that of a batch, and the same on all ranks of a replica.
+
+    Args:
+        module: The LightningModule.
+        network: Its network.
+        name: The network's name.
+        evaluate: Called in place of ``network.forward`` outside of training steps.
+        group: The ranks over which metrics are reduced: the replicas.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        network: nn.Module,
+        name: str,
+        evaluate: Callable[..., Any],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._module = module
+        self._name = name
+        self._forward = self._evaluate = evaluate
+        self._is_loss_checked = False
+        self._spares = _spare_metrics(module)
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                metric.process_group = group
+        # On the instance, so that the forward hooks of the user's still run.
+        network.forward = self._call
+
+    def capture(self, arguments: tuple[Any, ...], rows: int) -> tuple[Any, ...]:
+        """Return the inputs with which ``training_step`` calls the network.
+
+        Args:
+            arguments: Those of ``training_step``.
+            rows: Number of rows of the batch.
+
+        Raises:
+            StrategyError: It does not call the network, calls it with other rows, or draws random numbers before, which
+                would differ between the ranks that run it.
+        """
+        before = _random_states()
+        try:
+            with self._quiet(self._stop), torch.no_grad():
+                self._module.training_step(*arguments)
+        except _NetworkCalled as called:
+            inputs = called.inputs
+        else:
+            raise StrategyError(f"{self._where} does not call self.{self._name}(...), the network that is cut.")
+        if any(not isinstance(value, Tensor) or not value.ndim or len(value) != rows for value in inputs):
+            shown = ", ".join(str(tuple(v.shape)) if isinstance(v, Tensor) else type(v).__name__ for v in inputs)
+            raise StrategyError(
+                f"{self._where} calls self.{self._name}(...) with ({shown}), but the batch has {rows} rows. "
+                "Microbatches are rows of both: pass tensors with one row (dimension 0) for each sample."
+            )
+        if before != _random_states():
+            raise StrategyError(
+                f"{self._where} draws random numbers before it calls self.{self._name}(...). Several ranks run it, "
+                "each with other numbers. Draw them in on_after_batch_transfer, which runs once for all stages."
+            )
+        return inputs
+
+    def loss(self, arguments: tuple[Any, ...], output: Any) -> Tensor:
+        """Return the loss of a microbatch, from the network's output.
+
+        Args:
+            arguments: Those of ``training_step``, with the rows of the microbatch.
+            output: The network's output for it.
+
+        Raises:
+            StrategyError: It calls the network several times, uses weights itself, or returns no loss.
+        """
+        if not self._is_loss_checked:
+            self._check_loss(arguments, output)
+            self._is_loss_checked = True
+        with self._quiet(_Once(output, self._where)):
+            return _loss_of(self._module.training_step(*arguments), self._where)
+
+    def replay(self, arguments: tuple[Any, ...], output: Any) -> Any:
+        """Run ``training_step`` on the whole batch without gradients, and return what it returns.
+
+        Args:
+            arguments: Those of ``training_step``.
+            output: The network's output for the batch.
+        """
+        with torch.no_grad(), self._with(_Once(output, self._where)):
+            result = self._module.training_step(*arguments)
+        _loss_of(result, self._where)
+        return result
+
+    @staticmethod
+    def network_inputs(module: LightningModule, network: nn.Module, example: Any) -> tuple[Any, ...]:
+        """Return the inputs with which ``module.forward(example)`` calls the network.
+
+        Args:
+            module: The LightningModule.
+            network: Its network, as yet uncut.
+            example: ``example_input_array``.
+
+        Raises:
+            StrategyError: It does not call the network.
+        """
+        handle = network.register_forward_pre_hook(lambda _, inputs: UserSteps._stop(*inputs))
+        try:
+            with torch.no_grad():
+                arguments = example if isinstance(example, (tuple, list)) else (example,)
+                module(**example) if isinstance(example, Mapping) else module(*arguments)
+        except _NetworkCalled as called:
+            return called.inputs
+        finally:
+            handle.remove()
+        raise StrategyError(f"{type(module).__name__}.forward does not call the network that is cut.")
+
+    @property
+    def _where(self) -> str:
+        return f"{type(self._module).__name__}.training_step"
+
+    def _call(self, *inputs: Any, **keywords: Any) -> Any:
+        if keywords:
+            raise StrategyError(
+                f"{type(self._module).__name__} calls self.{self._name}({', '.join(keywords)}=...). Stages get "
+                "positional arguments only: remove the names."
+            )
+        return self._forward(*inputs)
+
+    @staticmethod
+    def _stop(*inputs: Any) -> Any:
+        raise _NetworkCalled(inputs)
+
+    def _check_loss(self, arguments: tuple[Any, ...], output: Any) -> None:
+        leaves = [leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in _tensors(output)]
+        with (
+            torch.enable_grad(),
+            self._quiet(_Once(leaves[0] if isinstance(output, Tensor) else tuple(leaves), self._where)),
+        ):
+            loss = _loss_of(self._module.training_step(*arguments), self._where)
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        used = sorted(names[id(leaf)] for leaf in _leaves(loss) if id(leaf) in names)
+        if used:
+            raise StrategyError(
+                f"The loss of {self._where} uses the parameters {', '.join(used)} outside of the call of "
+                f"self.{self._name}(...). Each rank has only its own stage's parameters: for decay, use the optimizer's"
+                f" weight_decay; layers belong into self.{self._name}."
+            )
+        if loss.grad_fn is None:
+            raise StrategyError(f"The loss of {self._where} does not depend on the output of self.{self._name}(...).")
+
+    @contextmanager
+    def _with(self, forward: Callable[..., Any]) -> Iterator[None]:
+        self._forward = forward
+        try:
+            yield
+        finally:
+            self._forward = self._evaluate
+
+    @contextmanager
+    def _quiet(self, forward: Callable[..., Any]) -> Iterator[None]:
+        """Let a part of a step leave no trace, neither in logs nor in metrics."""
+        module: Any = self._module
+        module.log = module.print = _nothing
+        for parent, name, _, spare in self._spares:
+            parent._modules[name] = spare
+        try:
+            with self._with(forward):
+                yield
+        finally:
+            del module.log, module.print
+            for parent, name, metric, spare in self._spares:
+                parent._modules[name] = metric
+                spare.reset()
+
+
+class _Once:
+    """A network that returns a given output, and refuses a second call."""
+
+    def __init__(self, output: Any, where: str) -> None:
+        self._output = output
+        self._where = where
+        self._is_called = False
+
+    def __call__(self, *_: Any) -> Any:
+        if self._is_called:
+            raise StrategyError(
+                f"{self._where} calls the network several times. A pipeline runs it once for each step: join the "
+                "inputs along dimension 0 into one call if their rows belong together, or use strategy=ddp or fsdp."
+            )
+        self._is_called = True
+        return self._output
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _loss_of(result: Any, where: str) -> Tensor:
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor):
+        raise StrategyError(
+            f"{where} returned {type(result).__name__} without a loss. In a pipeline every step needs one: the ranks "
+            "of a replica cannot skip a batch by themselves."
+        )
+    return loss
+
+
+def _spare_metrics(module: LightningModule) -> list[tuple[nn.Module, str, Any, Any]]:
+    """Copies of the metrics, to be used where a part of a step must not count: parent, name, metric, copy."""
+    spares: list[tuple[nn.Module, str, Any, Any]] = []
+    parents = [module, *(child for child in module.modules() if child is not module)]
+    for parent in parents:
+        if isinstance(parent, (Metric, MetricCollection)):
+            continue
+        for name, child in parent.named_children():
+            if isinstance(child, (Metric, MetricCollection)):
+                spares.append((parent, name, child, child.clone()))
+    return spares
+
+
+def _random_states() -> tuple[Any, ...]:
+    legacy: Any = np.random.get_state(legacy=False)  # the generator that mixup code uses
+    states = [random.getstate(), pickle.dumps(legacy), torch.get_rng_state().numpy().tobytes()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state().numpy().tobytes())
+    return tuple(states)
+
+
+def _tensors(output: Any) -> tuple[Tensor, ...]:
+    return (output,) if isinstance(output, Tensor) else tuple(output)
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The leaf tensors that a loss depends on."""
+    seen = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting.extend(following for following, _ in node.next_functions)
