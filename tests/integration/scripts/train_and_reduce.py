@@ -10,8 +10,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sm import SageMakerCLI
 
-OUT = Path(os.environ["SAGEMAKER_BASE_DIR"]) / "output"
 REDUCTIONS = ("mean", "sum", "max", "min")
+
+
+def output():
+    return Path(os.environ["SAGEMAKER_BASE_DIR"]) / "output"
 
 
 class Points(LightningDataModule):
@@ -20,7 +23,7 @@ class Points(LightningDataModule):
         self.num_samples = num_samples
 
     def prepare_data(self):
-        (OUT / "prepared").touch()
+        (output() / "prepared").touch()
 
     def train_dataloader(self):
         points = torch.arange(2.0 * self.num_samples).reshape(-1, 2) / (2 * self.num_samples)
@@ -63,7 +66,7 @@ class Model(LightningModule):
             "weights": {name: value.tolist() for name, value in self.state_dict().items()},
             "step": self.global_step,
         }
-        (OUT / "seen.json").write_text(json.dumps(seen))
+        (output() / "seen.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":
