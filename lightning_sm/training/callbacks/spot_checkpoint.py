@@ -237,7 +237,8 @@ class SpotCheckpoint(Checkpoint):
     def _sums(trainer: Trainer, *values: float) -> list[float]:
         """Sum each value over all ranks; a collective call."""
         tensor = torch.tensor(values, dtype=torch.float32, device=trainer.strategy.root_device)
-        sums: list[float] = trainer.strategy.reduce(tensor, reduce_op="sum").tolist()
+        # Named, because PipelineParallelStrategy reduces over the replicas unless it is told another group.
+        sums: list[float] = trainer.strategy.reduce(tensor, torch.distributed.group.WORLD, "sum").tolist()
         return sums
 
     def _save(self, trainer: Trainer, moment: _Moment) -> None:

@@ -108,6 +108,8 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList(layers)
         self._names = names
         self._is_first = is_first
+        # Autograd forbids to change a stage's input in place, and as the first layer of a network nobody would.
+        self._copies_input = not is_first and any(getattr(part, "inplace", False) for part in layers[0].modules())
 
     def forward(self, *inputs: Any) -> Any:
         """Run the layers.
@@ -121,6 +123,8 @@ class Stage(nn.Module):
         Raises:
             StrategyError: The last layer returns something else, which stages cannot exchange.
         """
+        if self._copies_input:
+            inputs = tuple(tensor.clone() for tensor in inputs)
         value: Any = inputs if len(inputs) > 1 else inputs[0]
         for i, layer in enumerate(self.layers):
             # Only the network's own inputs come as several arguments; a tuple between layers is one.

@@ -126,8 +126,11 @@ class ScheduleRunner:
 
     def _schedule(self, microbatches: int, shapes: Hashable) -> Any:
         # Here, because scripts with another strategy need not wait 0.2 s for it.
-        from torch.distributed.pipelining import PipelineStage
-        from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+        from torch.distributed.pipelining import PipelineStage  # noqa: PLC0415
+        from torch.distributed.pipelining.schedules import (  # noqa: PLC0415
+            PipelineScheduleSingle,
+            get_schedule_class,
+        )
 
         key = (microbatches, shapes)
         if key in self._schedules:

@@ -303,7 +303,8 @@ class PipelineParallelStrategy(DDPStrategy):
     def _report(self, network: Network, parts: Sequence[range]) -> None:
         """Log which ranks hold which layers."""
         hosts = [""] * self.world_size
-        dist.all_gather_object(hosts, getattr(self.cluster_environment, "host", f"host {self.node_rank}"))
+        topology = getattr(self.cluster_environment, "topology", None)
+        dist.all_gather_object(hosts, f"host {self.node_rank}" if topology is None else topology.current_host)
         if self.global_rank != 0:
             return
         placement = self.placement

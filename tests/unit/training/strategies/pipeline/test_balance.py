@@ -1,0 +1,57 @@
+"""Where the layers of a network are cut into stages."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sm.errors import StrategyError
+from lightning_sm.training.strategies.pipeline.balance import balanced, stated
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=8), st.data())
+def test_no_other_cut_has_a_cheaper_stage(costs, data):
+    """The most expensive stage costs as little as in the best of all ways to cut."""
+    num_stages = data.draw(st.integers(1, len(costs)))
+    stages = balanced(costs, num_stages)
+    assert [i for stage in stages for i in stage] == list(range(len(costs)))
+    assert len(stages) == num_stages
+    assert all(stages)
+
+    def worst(cuts):
+        bounds = [0, *cuts, len(costs)]
+        return max(sum(costs[a:b]) for a, b in pairwise(bounds))
+
+    best = min(worst(cuts) for cuts in combinations(range(1, len(costs)), num_stages - 1))
+    assert max(sum(costs[i] for i in stage) for stage in stages) == best
+
+
+def test_layers_are_cut_where_the_user_says():
+    """A stage begins at a stated layer, given by its name or its index."""
+    names = ["conv1", "layer1", "layer2", "fc"]
+    assert stated(["layer2"], names, 2) == [range(2), range(2, 4)]
+    assert stated([1, "fc"], names, 3) == [range(1), range(1, 3), range(3, 4)]
+    assert stated(["2"], ["0", "1", "2"], 2) == [range(2), range(2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("begins", "message"),
+    [
+        (["layer1"], "begins 2 stages, but the pipeline has 3"),
+        (["layer1", "layer9"], "'layer9' is none of the layers conv1, layer1, layer2, fc"),
+        ([1, 4], "4 is none of the layers"),
+        ([0, 1], "0 is none of the layers"),
+        (["fc", "layer1"], "another order"),
+        (["fc", "fc"], "would have no layer"),
+        (["conv1", "fc"], "would have no layer"),
+    ],
+)
+def test_a_split_that_does_not_fit_is_refused(begins, message):
+    """The error names the list and the layers that there are."""
+    with pytest.raises(StrategyError) as caught:
+        stated(begins, ["conv1", "layer1", "layer2", "fc"], 3)
+    assert message in str(caught.value)
+    assert f"split={begins}" in str(caught.value)

@@ -1,0 +1,177 @@
+"""The network of a LightningModule as layers, and which networks are refused."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from pytorch_lightning import LightningModule
+from torch import nn
+
+from lightning_sm.errors import StrategyError
+from lightning_sm.training.strategies.pipeline.layers import Elsewhere, Network, measured_seconds, num_trainable
+
+
+class Residual(nn.Module):
+    """A network that is no nn.Sequential, and lists its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.body = nn.ModuleDict({"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)})
+        self.head = nn.Linear(4, 2)
+
+    def pipeline_layers(self) -> list[nn.Module]:
+        """The layers in the order in which they run."""
+        return [self.stem, self.body["first"], self.body["second"], nn.Flatten(), self.head]
+
+
+def module_of(**children: nn.Module) -> LightningModule:
+    """A LightningModule with these children."""
+    module = LightningModule()
+    for name, child in children.items():
+        setattr(module, name, child)
+    return module
+
+
+def three_layers() -> nn.Sequential:
+    """A network of three layers."""
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize(
+    ("network", "names"),
+    [(three_layers(), ["0", "1", "2"]), (Residual(), ["stem", "body.first", "body.second", "Flatten", "head"])],
+)
+def test_the_network_is_found(network, names):
+    """The only child that can be cut is the network, with or without its name."""
+    module = module_of(loss=nn.CrossEntropyLoss(), network=network)
+    for name in (None, "network"):
+        found = Network(module, name)
+        assert (found.name, found.names) == ("network", names)
+
+
+def test_stages_compute_what_the_network_does_and_keep_its_names():
+    """The stages, one after the other, give the network's output; without the others' layers, names stay."""
+    network = Residual()
+    module = module_of(network=network)
+    names = list(module.state_dict())
+    x = torch.randn(3, 4)
+    expected = network.head(network.body["second"](network.body["first"](network.stem(x))))
+    cut = Network(module, None)
+    first, second = cut.stage(range(2)), cut.stage(range(2, 5))
+    assert torch.equal(second(first(x)), expected)
+    cut.remove([range(2)])
+    assert list(module.state_dict()) == [name for name in names if "second" in name or "head" in name]
+    assert isinstance(network.body["first"], Elsewhere)
+    with pytest.raises(StrategyError, match="on another rank"):
+        network.stem(x)
+
+
+def test_a_layer_that_works_in_place_can_begin_a_stage():
+    """An input that needs a gradient may not be changed in place: such a stage works on a copy."""
+    module = module_of(network=three_layers())
+    stage = Network(module, None).stage(range(1, 3))
+    x = torch.randn(3, 8, requires_grad=True)
+    before = x.detach().clone()
+    stage(x).sum().backward()
+    assert torch.equal(x, before)
+    assert x.grad is not None
+
+
+def test_layers_exchange_tuples():
+    """A tuple between layers is one argument, as in an nn.Sequential, also where stages meet."""
+
+    class Split(nn.Module):
+        def forward(self, x):
+            return x[:, :2], x[:, 2:]
+
+    class Join(nn.Module):
+        def forward(self, halves):
+            return halves[0] * halves[1]
+
+    module = module_of(network=nn.Sequential(nn.Linear(4, 4), Split(), Join(), nn.Linear(2, 1)))
+    x = torch.randn(3, 4)
+    expected = module.network(x)
+    cut = Network(module, None)
+    for bound in (1, 2, 3):
+        between = cut.stage(range(bound))(x)
+        values = between if isinstance(between, tuple) else (between,)
+        assert torch.equal(cut.stage(range(bound, 4))(*values), expected)
+
+
+@pytest.mark.parametrize("value", [{"x": torch.zeros(1)}, None, 1.0, [torch.zeros(1)], (torch.zeros(1),), ()])
+def test_other_values_between_stages_are_refused(value):
+    """The error names the layer, what it returned, and what stages can exchange."""
+
+    class Odd(nn.Module):
+        def forward(self, x):
+            return value
+
+    module = module_of(network=nn.Sequential(nn.Linear(1, 1), Odd()))
+    stage = Network(module, None).stage(range(2))
+    with pytest.raises(StrategyError, match=r"network\.1, the last layer .*tuple of at least two tensors"):
+        stage(torch.zeros(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("children", "name", "message"),
+    [
+        ({"net": nn.Linear(1, 1)}, None, r"has no networks that can be cut.*net \(Linear\).*pipeline_layers"),
+        ({"a": three_layers(), "b": three_layers()}, None, "has 2 networks.*network=NAME"),
+        ({"net": three_layers()}, "model", "no such submodule; it has net"),
+        ({"net": nn.Linear(1, 1)}, "net", "a Linear, which cannot be cut"),
+    ],
+)
+def test_a_network_that_cannot_be_found_is_refused(children, name, message):
+    """The error names the children there are, and how to make one of them a network."""
+    with pytest.raises(StrategyError, match=message):
+        Network(module_of(**children), name)
+
+
+def test_parameters_outside_of_the_network_are_refused():
+    """No stage would train them: the error names them."""
+    module = module_of(network=three_layers(), head=nn.Linear(2, 2))
+    with pytest.raises(StrategyError, match=r"head\.weight, head\.bias .* belong to no layer of network"):
+        Network(module, "network")
+
+
+def test_a_parameter_of_the_network_outside_of_its_layers_is_refused():
+    """So are those which pipeline_layers() leaves out."""
+    network = Residual()
+    network.scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(StrategyError, match=r"network\.scale .* belong to no layer"):
+        Network(module_of(network=network), None)
+
+
+def test_weights_that_layers_share_are_refused():
+    """Two stages would train them apart: the error names both layers."""
+    network = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    network[2].weight = network[0].weight
+    with pytest.raises(StrategyError, match=r"network\.0 and network\.2 share a parameter"):
+        Network(module_of(network=network), None)
+
+
+def test_batch_norm_is_warned_of(caplog):
+    """Its statistics are those of microbatches: a warning says so."""
+    with caplog.at_level(logging.WARNING):
+        Network(module_of(network=nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), None)
+    assert "statistics are those of single microbatches" in caplog.text
+
+
+def test_the_time_of_layers_is_measured():
+    """The layer with a hundred times the work takes longest, and the network itself is unchanged."""
+    module = module_of(network=nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 400_000), nn.ReLU()))
+    network = Network(module, None)
+    seconds = measured_seconds(network, (torch.randn(4, 8),), torch.device("cpu"))
+    assert len(seconds) == 3
+    assert seconds[1] > seconds[0] > 0
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_only_parameters_that_are_trained_count():
+    """A frozen layer has nothing to train."""
+    layer = nn.Linear(4, 4)
+    assert num_trainable([layer, nn.ReLU()]) == 20
+    assert num_trainable([layer.requires_grad_(False)]) == 0
