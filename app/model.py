@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -11,17 +11,15 @@ from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics.classification import MulticlassAccuracy
-from torchvision.models import resnet18
+from torchvision.models.resnet import BasicBlock, ResNet
+
+from app.schedule import with_schedule
 
 Batch = tuple[Tensor, Tensor]
 
 # 32 groups: the default of the group normalization paper (Wu and He 2018, table 3), a divisor of all ResNet-18 widths.
 _NUM_GROUPS = 32
-
-# The share of all steps in which the learning rate rises; then it falls to zero along a half cosine.
-_WARMUP_FRACTION = 0.2
 
 
 class ResNet18Classifier(LightningModule):
@@ -51,7 +49,7 @@ class ResNet18Classifier(LightningModule):
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         norm_layer = nn.BatchNorm2d if norm == "batch" else partial(nn.GroupNorm, _NUM_GROUPS)
-        self.network: nn.Module = resnet18(num_classes=num_classes, norm_layer=norm_layer)
+        self.network = _ResNet18(num_classes, norm_layer)
         # "micro" is the share of correct images; the default would average over the classes.
         self.train_acc = MulticlassAccuracy(num_classes, average="micro")
         self.val_acc = MulticlassAccuracy(num_classes, average="micro")
@@ -92,12 +90,8 @@ class ResNet18Classifier(LightningModule):
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Create AdamW and its schedule, which is stepped after every batch."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
-        # Over all hosts and epochs; infinite if the trainer has no last step, as with max_epochs=-1. torch's OneCycleLR
-        # would do the same, but fails in the first step after the number of steps that its checkpoint contains, hence
-        # in every run that resumes with more epochs or fewer hosts.
-        num_steps = self.trainer.estimated_stepping_batches
-        scheduler = LambdaLR(optimizer, partial(learning_rate_factor, num_steps=num_steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        # Infinite if the trainer has no last step, as with max_epochs=-1.
+        return with_schedule(optimizer, self.trainer.estimated_stepping_batches)
 
     def _step(self, batch: Batch, stage: str, accuracy: MulticlassAccuracy) -> Tensor:
         images, labels = batch
@@ -111,22 +105,16 @@ class ResNet18Classifier(LightningModule):
         return loss
 
 
-def learning_rate_factor(step: int, num_steps: float) -> float:
-    """Compute the factor of the learning rate: a linear rise, then half a cosine down to zero.
+class _ResNet18(ResNet):  # type: ignore[misc]  # torchvision has no type information
+    """torchvision's ResNet-18, which can be cut into the stages of a pipeline."""
 
-    Args:
-        step: Number of optimizer steps done.
-        num_steps: Number of optimizer steps of the whole run, or infinity for a constant factor.
+    def __init__(self, num_classes: int, norm_layer: Callable[[int], nn.Module]) -> None:
+        super().__init__(BasicBlock, [2, 2, 2, 2], num_classes=num_classes, norm_layer=norm_layer)
+        # torchvision's works in place, which autograd forbids where it is the first layer of a stage.
+        self.relu = nn.ReLU()
 
-    Returns:
-        A number from 0 to 1; 0 after the last step.
-    """
-    if math.isinf(num_steps):
-        return 1.0
-    if step >= num_steps:
-        return 0.0
-    num_warmup_steps = max(1, round(_WARMUP_FRACTION * num_steps))
-    if step < num_warmup_steps:
-        return (step + 1) / num_warmup_steps
-    progress = (step - num_warmup_steps) / (num_steps - num_warmup_steps)
-    return 0.5 * (1 + math.cos(math.pi * progress))
+    def pipeline_layers(self) -> list[nn.Module]:
+        """Return the layers in the order in which ``forward`` applies them: a pipeline is cut between any two."""
+        stem = [self.conv1, self.bn1, self.relu, self.maxpool]
+        blocks = [*self.layer1, *self.layer2, *self.layer3, *self.layer4]
+        return [*stem, *blocks, self.avgpool, nn.Flatten(), self.fc]

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app import train
+from app import train, train_text
 
 REPOSITORY = Path(train.__file__).parent.parent
 CONFIGS = sorted((REPOSITORY / "app" / "configs").glob("*.yaml"))
+# Which script a configuration is for, and what its checkpoints are chosen by; of all others, the images and accuracy.
+OF_TEXT = {"transformer.yaml"}
 SMOKE = str(REPOSITORY / "app" / "configs" / "smoke.yaml")
 
 
@@ -23,10 +25,10 @@ def run(monkeypatch, tmp_path):
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
 
-    def run_with(*arguments):
-        monkeypatch.setattr(sys, "argv", ["app/train.py", *arguments])
+    def run_with(*arguments, script=train):
+        monkeypatch.setattr(sys, "argv", [script.__file__, *arguments])
         try:
-            train.main()
+            script.main()
         except SystemExit as leave:
             return leave.code or 0
         return 0
@@ -34,9 +36,9 @@ def run(monkeypatch, tmp_path):
     return run_with
 
 
-def printed_config(run, capsys, *arguments):
+def printed_config(run, capsys, *arguments, script=train):
     """The configuration that the arguments amount to."""
-    assert run("fit", *arguments, "--print_config") == 0
+    assert run("fit", *arguments, "--print_config", script=script) == 0
     return yaml.safe_load(capsys.readouterr().out)
 
 
@@ -71,9 +73,11 @@ def test_digits_are_the_default_data(run, capsys):
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
 def test_each_configuration_is_accepted(run, capsys, config):
     """The files in app/configs parse, keep the best and the last checkpoint, and name no absolute path."""
-    settings = printed_config(run, capsys, "--config", str(config))
+    is_text = config.name in OF_TEXT
+    settings = printed_config(run, capsys, "--config", str(config), script=train_text if is_text else train)
     checkpoints = settings["trainer"]["callbacks"][0]["init_args"]
-    assert (checkpoints["monitor"], checkpoints["mode"], checkpoints["save_last"]) == ("val_acc", "max", True)
+    chosen_by = ("val_loss", "min") if is_text else ("val_acc", "max")
+    assert (checkpoints["monitor"], checkpoints["mode"], checkpoints["save_last"]) == (*chosen_by, True)
     assert ": /" not in config.read_text()
 
 
@@ -86,6 +90,21 @@ def test_from_fit_to_predict(run, tmp_path, capsys):
     for subcommand in ("validate", "test", "predict"):
         assert run(subcommand, *smoke, "--trainer.logger", "false", "--ckpt_path", str(last)) == 0
     assert "test_acc" in capsys.readouterr().out
+
+
+def test_text_from_fit_to_predict(run, tmp_path, capsys):
+    """The language model takes tokens and context from the data, and its checkpoint goes through all commands."""
+    few = ["--config", str(REPOSITORY / "app" / "configs" / "transformer.yaml"), "--trainer.accelerator", "cpu"]
+    few += ["--data.context", "16"]
+    few += [f"--trainer.limit_{stage}_batches=2" for stage in ("val", "test", "predict")]
+    fit = ["--model.width", "16", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "4"]
+    assert run("fit", *few, *fit, script=train_text) == 0
+    (last,) = tmp_path.rglob("last.ckpt")
+    capsys.readouterr()
+    for subcommand in ("validate", "test", "predict"):
+        given = [*few, "--model.width", "16", "--trainer.logger", "false", "--ckpt_path", str(last)]
+        assert run(subcommand, *given, script=train_text) == 0
+    assert "test_loss" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("default")  # pytest.warns repeats those of Lightning as this test's own

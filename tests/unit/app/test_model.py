@@ -1,14 +1,13 @@
 """The model: what it computes, learns and logs, and how its norm layers treat a batch."""
 
-import math
-
 import pytest
 import torch
 from pytorch_lightning import Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchvision.models import resnet18
 
-from app.model import ResNet18Classifier, learning_rate_factor
+from app.model import ResNet18Classifier
 
 
 def batch(size=8):
@@ -124,24 +123,22 @@ def test_the_learning_rate_ends_at_zero_with_the_run(model, tmp_path):
     assert pl_trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
 
 
-def test_learning_rate_rises_then_falls():
-    """A fifth of the steps rise to 1, the rest fall to 0, and nothing is left past the end."""
-    factors = [learning_rate_factor(step, 100) for step in range(101)]
-    assert factors[0] == pytest.approx(1 / 20)
-    assert factors[19] == 1
-    assert factors[20:] == sorted(factors[20:], reverse=True)
-    assert factors[60] == pytest.approx(0.5)
-    assert factors[100] == 0
-    assert learning_rate_factor(150, 100) == 0
+def test_the_layers_of_a_pipeline_are_the_network(model):
+    """One after the other they compute what the network does; each may come first in a stage, and all have names."""
+    model.eval()
+    images, _ = batch()
+    layers = model.network.pipeline_layers()
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    assert [id(one) for one in parameters] == [id(one) for one in model.network.parameters()]
+    features = images
+    for layer in layers:
+        # As a stage gets its input: a leaf that wants a gradient, which must not be overwritten.
+        features = layer(features.detach().requires_grad_())
+    assert torch.equal(features, model(images))
+    features.sum().backward()
+    assert layers[-1].weight.grad is not None
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 3])
-def test_learning_rate_of_the_shortest_runs(num_steps):
-    """A run of few steps starts with the whole learning rate, rather than dividing by zero."""
-    assert learning_rate_factor(0, num_steps) == 1
-    assert learning_rate_factor(num_steps, num_steps) == 0
-
-
-def test_learning_rate_of_an_endless_run():
-    """Without a last step, the learning rate is constant."""
-    assert learning_rate_factor(10**6, math.inf) == 1
+def test_the_names_of_the_weights_are_those_of_torchvision(model):
+    """Weights of torchvision's ResNet-18 can be loaded."""
+    assert model.network.state_dict().keys() == resnet18(num_classes=4).state_dict().keys()
