@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,21 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     (tmp_path / "code").mkdir()
     monkeypatch.chdir(tmp_path / "code")
     return Host(tmp_path / "ml", monkeypatch).configure()
+
+
+@pytest.fixture(scope="session")
+def mpi4py(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for ``PYTHONPATH`` that has mpi4py, which the tests' own Python has not.
+
+    With it, Lightning would initialise MPI in every process that makes a Trainer without a cluster environment.
+    """
+    folder = tmp_path_factory.mktemp("mpi4py")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), "mpi4py>=4,<5"],
+        check=True,
+        timeout=90,
+    )
+    return folder
 
 
 @pytest.fixture

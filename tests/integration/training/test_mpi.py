@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.integration.hosts import TIMEOUT_S, Hosts, check_rank_variables, run_together, script
+from tests.integration.hosts import Hosts, check_rank_variables, run_together, script
 
 pytestmark = [
     pytest.mark.proof,
@@ -38,18 +37,6 @@ def hosts():
     """Two hosts of one job, in a folder whose path is short enough for Open MPI's sockets."""
     with tempfile.TemporaryDirectory(prefix="mpi") as folder:
         yield Hosts(Path(folder))
-
-
-@pytest.fixture(scope="session")
-def mpi4py(tmp_path_factory):
-    """A folder for ``PYTHONPATH`` that has mpi4py, which the tests' own Python has not."""
-    folder = tmp_path_factory.mktemp("mpi4py")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), "mpi4py>=4,<5"],
-        check=True,
-        timeout=TIMEOUT_S,
-    )
-    return folder
 
 
 def _mpirun(hosts, order, *, processes=1, options=(), python_options=(), python_path=None, trainer=None):

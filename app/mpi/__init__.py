@@ -1,0 +1,1 @@
+"""A plain MPI program, which uses neither Lightning nor a strategy."""

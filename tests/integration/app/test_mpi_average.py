@@ -1,0 +1,90 @@
+"""The plain MPI program: what its ranks print under mpirun, and in a job without it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from app.mpi import average
+from tests.integration.emulators import local
+from tests.integration.hosts import REPOSITORY, TIMEOUT_S
+
+PROGRAM = str(average.__file__)
+NEEDS_MPIRUN = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian package openmpi-bin)")
+
+
+def mpirun(processes, *arguments, python_path=()):
+    """Run the program on this machine; returns exit code and output."""
+    command = [
+        *("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"),
+        # Where a machine has several networks (Docker's), MPI's first message hangs without it.
+        *("--mca", "btl_tcp_if_include", "lo", "--mca", "oob_tcp_if_include", "lo"),
+        *("-n", str(processes), sys.executable, PROGRAM, *arguments),
+    ]
+    # Open MPI's sockets need a short path.
+    with tempfile.TemporaryDirectory(prefix="mpi") as folder:
+        env = {
+            "PATH": os.environ["PATH"],
+            "HOME": os.environ.get("HOME", "/"),
+            "TMPDIR": folder,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *map(str, python_path)]),
+        }
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def check_ranks(output, size):
+    """Rank 1 got the message of rank 0, and all have the same numbers and the mean of the ranks, twice."""
+    assert output.count(f"rank 1 of {size}: received [0 1 2] from rank 0") == 1
+    mean = (size - 1) / 2
+    said = f"broadcast [0 1 2 3 4 5 6 7 8 9], mean {mean} by gather and broadcast, {mean} by all-reduce"
+    ranks = re.findall(rf"rank (\d) of {size}: {re.escape(said)}", output)
+    assert sorted(map(int, ranks)) == list(range(size)), output
+
+
+@pytest.mark.mpi
+@NEEDS_MPIRUN
+def test_all_ranks_of_mpirun_have_the_mean(mpi4py):
+    """By MPI's calls."""
+    code, output = mpirun(4, python_path=(mpi4py,))
+    assert code == 0, output
+    check_ranks(output, 4)
+
+
+@pytest.mark.mpi
+@pytest.mark.processes
+@NEEDS_MPIRUN
+def test_torch_has_the_same_mean_on_the_ranks_of_mpirun():
+    """By the calls of torch.distributed, without mpi4py."""
+    code, output = mpirun(2, "--torch")
+    assert code == 0, output
+    check_ranks(output, 2)
+
+
+@pytest.mark.processes
+def test_the_torch_variant_needs_no_mpirun_in_a_job(tmp_path):
+    """Our launcher starts one rank on each host, and the job says where rank 0 is."""
+    ended = local(tmp_path / "jobs", REPOSITORY, "--group", "trainer=2", "--", PROGRAM, "--torch")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    check_ranks(ended.stdout, 2)
+
+
+def test_one_process_is_told_what_starts_more(monkeypatch):
+    """In place of a send to a rank that does not exist."""
+    monkeypatch.delenv("SAGEMAKER_BASE_DIR", raising=False)
+    with pytest.raises(SystemExit, match=r"needs at least 2 processes, but there is 1\. Start it with mpirun, or in a"):
+        average.main(["--torch"])
+
+
+@pytest.mark.mpi
+@NEEDS_MPIRUN
+def test_one_process_of_mpi_is_told_so(mpi4py):
+    """MPI gives a process on its own a world of its own."""
+    code, output = mpirun(1, python_path=(mpi4py,))
+    assert code == 1
+    assert "needs at least 2 processes, but there is 1. Start it with mpirun." in output
