@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ _SUFFIX = ".ckpt"
 _ZIP_MAGIC = b"PK\x03\x04"
 # Files that torch.distributed.checkpoint and Lightning write into a sharded checkpoint's folder, besides the shards.
 _SHARDS_INDEX, _SHARDS_META = ".metadata", "meta.pt"
+# Written last into the folder of a DeepSpeed checkpoint: the name of the subfolder with the files of the ranks.
+_DEEPSPEED_TAG = "latest"
+_DEEPSPEED_FILE = re.compile(r"(?:bf16_)?(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_\d+_(?P<kind>model|optim)_states\.pt")
 
 
 def job_facts(job: SageMakerJob, fit: str) -> dict[str, str | None]:
@@ -53,7 +57,8 @@ def newest_checkpoint(
 ) -> Path | None:
     """Find the valid checkpoint with the most progress.
 
-    Looks at files and folders named ``*.ckpt`` at any depth, except hidden ones. Hosts with the same files find the
+    Looks at files and folders named ``*.ckpt`` at any depth, except hidden ones: files, and folders of
+    torch.distributed.checkpoint and DeepSpeed. Hosts with the same files find the
     same checkpoint. Logs a warning for each invalid one that may have more progress.
 
     Args:
@@ -142,8 +147,11 @@ def _read(path: Path, load: Load | None) -> _Reading:
 
 
 def _contents(path: Path, load: Load | None) -> Any:
+    read = _load
+    if path.is_dir():
+        read = _load_deepspeed if (path / _DEEPSPEED_TAG).is_file() else _load_shards
     try:
-        return _load_shards(path) if path.is_dir() else _load(path)
+        return read(path)
     except Exception:
         if load is not None:
             with contextlib.suppress(Exception):  # then it is invalid in either format; the first error says more
@@ -196,6 +204,40 @@ def _load_shards(path: Path) -> Any:
         return _load(path / _SHARDS_META)
     except _UnusableError as error:
         raise _UnusableError(f"has a {_SHARDS_META} that {error}") from error
+
+
+def _load_deepspeed(path: Path) -> Any:
+    """Check that a DeepSpeed checkpoint has the files of all ranks, and return rank 0's, with the Trainer's state."""
+    folder = path / (path / _DEEPSPEED_TAG).read_text(encoding="utf-8").strip()
+    # ZeRO 3 gives each rank model states of its own; without it there is one file, that of "rank" None.
+    files: dict[str, dict[str | None, Path]] = {"model": {}, "optim": {}}
+    for file in sorted(folder.glob("*.pt")):
+        match = _DEEPSPEED_FILE.fullmatch(file.name)
+        if match is not None:
+            files[match["kind"]][match["rank"]] = file
+            _check_part(file)
+    main = files["model"].get(None) or files["model"].get("0")
+    if main is None:
+        raise _UnusableError(f"has no model states of rank 0 in its subfolder {folder.name}")
+    checkpoint = _load(main)
+    # MiCS saves the shards of one group of ranks only.
+    num_shards = checkpoint["ds_config"].get("zero_optimization", {}).get("mics_shard_size", -1)
+    ranks = [str(rank) for rank in range(num_shards if num_shards > 0 else checkpoint["dp_world_size"])]
+    expected = {"model": [] if None in files["model"] else ranks}
+    # Without ZeRO the state of the optimizer is in the main file, and there are no shapes.
+    expected["optim"] = [] if checkpoint["param_shapes"] is None else ranks
+    for kind, wanted in expected.items():
+        missing = [rank for rank in wanted if rank not in files[kind]]
+        if missing:
+            raise _UnusableError(f"has no {kind} states of rank {missing[0]} (of {len(wanted)} data-parallel ranks)")
+    return checkpoint
+
+
+def _check_part(file: Path) -> None:
+    try:
+        _check_archive(file, file.stat().st_size)
+    except _UnusableError as error:
+        raise _UnusableError(f"has a {file.name} that {error}") from error
 
 
 def _progress(checkpoint: Any) -> tuple[int, ...]:

@@ -312,10 +312,84 @@ def test_a_sharded_checkpoint_with_a_truncated_file_is_never_taken(tmp_path, nam
 
 
 def test_a_folder_of_another_kind_is_passed_over(tmp_path, warnings_of):
-    """A folder that is not of torch.distributed.checkpoint is named, and nothing in it is taken for a checkpoint."""
-    save(tmp_path / "deepspeed.ckpt" / "checkpoint" / "inner.ckpt", step=9)
+    """A folder of no known format is named, and nothing in it is taken for a checkpoint."""
+    save(tmp_path / "other.ckpt" / "checkpoint" / "inner.ckpt", step=9)
     assert newest_checkpoint(tmp_path) is None
-    assert "deepspeed.ckpt is a folder without .metadata: an incomplete sharded checkpoint" in warnings_of()[0]
+    assert "other.ckpt is a folder without .metadata: an incomplete sharded checkpoint" in warnings_of()[0]
+
+
+# ---- those of DeepSpeed
+
+
+def save_deepspeed(path, *, stage=2, num_ranks=2, **contents):
+    """Write the files that DeepSpeed 0.18 writes for Lightning: Trainer's state within the model states of rank 0."""
+    checkpoint = a_checkpoint(**contents)
+    del checkpoint["state_dict"], checkpoint["optimizer_states"]
+    engine = {"module": {"weight": torch.ones(20, 10)}, "dp_world_size": num_ranks, "mp_world_size": 1}
+    engine |= {"ds_config": {"zero_optimization": {"stage": stage}} if stage else {}}
+    engine |= {"param_shapes": [{"weight": torch.Size([20, 10])}] if stage else None}
+    folder = path / "checkpoint"
+    folder.mkdir(parents=True)
+    for rank in range(num_ranks):
+        prefix = f"zero_pp_rank_{rank}_mp_rank_00"
+        if stage == 3 or rank == 0:
+            name = f"{prefix if stage == 3 else 'mp_rank_00'}_model_states.pt"
+            torch.save({**engine, **checkpoint}, folder / name)
+        if stage:
+            torch.save({"optimizer_state_dict": torch.ones(200)}, folder / f"bf16_{prefix}_optim_states.pt")
+    (path / "latest").write_text("checkpoint")
+    return path
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_whole_deepspeed_checkpoint_is_taken(tmp_path, warnings_of, stage):
+    """Whatever ZeRO splits, the folder is one checkpoint with the Trainer's progress, and is compared with files."""
+    save(tmp_path / "file.ckpt", step=3)
+    folder = save_deepspeed(tmp_path / "deepspeed.ckpt", stage=stage, step=4)
+    assert newest_checkpoint(tmp_path) == folder
+    save(tmp_path / "later.ckpt", step=5)
+    assert newest_checkpoint(tmp_path) == tmp_path / "later.ckpt"
+    assert warnings_of() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("latest", "is a folder without .metadata"),
+        ("checkpoint/zero_pp_rank_0_mp_rank_00_model_states.pt", "has no model states of rank 0 in its subfolder"),
+        ("checkpoint/zero_pp_rank_1_mp_rank_00_model_states.pt", "has no model states of rank 1 (of 2 data-parallel"),
+        ("checkpoint/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "has no optim states of rank 1 (of 2 data-par"),
+    ],
+)
+def test_a_deepspeed_checkpoint_without_a_file_is_passed_over(tmp_path, warnings_of, name, fault):
+    """The files of all ranks are needed, and the missing one is named."""
+    good = save(tmp_path / "good.ckpt", step=3)
+    folder = save_deepspeed(tmp_path / "deepspeed.ckpt", stage=3, step=4)
+    (folder / name).unlink()
+    assert newest_checkpoint(tmp_path) == good
+    (warning,) = warnings_of()
+    assert f"{folder} {fault}" in warning
+
+
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_a_deepspeed_checkpoint_with_a_truncated_file_is_never_taken(tmp_path, warnings_of, kind):
+    """Also the shards of other ranks are looked at."""
+    good = save(tmp_path / "good.ckpt", step=3)
+    folder = save_deepspeed(tmp_path / "deepspeed.ckpt", stage=3, step=4)
+    (file,) = folder.glob(f"checkpoint/*rank_1_*{kind}_states.pt")
+    file.write_bytes(file.read_bytes()[:-100])
+    assert newest_checkpoint(tmp_path) == good
+    assert f"{folder} has a {file.name} that is truncated" in warnings_of()[0]
+
+
+def test_mics_saves_the_shards_of_one_group(tmp_path):
+    """With shards over 2 of 4 ranks there are files of 2 ranks, and none is missing."""
+    folder = save_deepspeed(tmp_path / "deepspeed.ckpt", stage=3, step=4)
+    for file in folder.glob("checkpoint/*model_states.pt"):
+        changed = torch.load(file, weights_only=True)
+        changed["ds_config"]["zero_optimization"]["mics_shard_size"] = 2
+        torch.save({**changed, "dp_world_size": 4}, file)
+    assert newest_checkpoint(tmp_path) == folder
 
 
 # ---- links
