@@ -217,6 +217,18 @@ class PipelineParallelStrategy(DDPStrategy):
         # Of the norm of all stages' gradients: clip_gradients of module and plugin then work as they are.
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
 
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the optimizers, for this rank's parameters.
+
+        Args:
+            trainer: The Trainer.
+        """
+        super().setup_optimizers(trainer)
+        own = {id(parameter) for parameter in self._module.parameters()}
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            # LightningCLI has made the optimizers of --optimizer with all parameters, before the network was cut.
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
+
     @property
     def _module(self) -> LightningModule:
         module: Any = self.lightning_module

@@ -1,0 +1,248 @@
+"""Fits with and without a pipeline that see the same rows in each step, several of them in one group of processes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from app.model import ResNet18Classifier
+from app.transformer import TransformerLanguageModel
+from lightning_sm import PipelineParallelStrategy
+
+ROWS = 16  # of all replicas together, in a step
+CLASSES = 5
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fit of one of the models.
+
+    Args:
+        strategy: Arguments of the pipeline strategy; None: stock Lightning with one process, or DDP with several.
+        model: Which of ``MODELS``.
+        trainer: Arguments of the Trainer.
+        resume: Name of the fit whose checkpoint it starts from.
+        rows: Rows of the training data.
+    """
+
+    strategy: Mapping[str, Any] | None = None
+    model: str = "tokens"
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    resume: str | None = None
+    rows: int = 10 * ROWS
+
+
+class TokenClassifier(pl.LightningModule):
+    """A small transformer with everything that logs: values of steps and epochs, metrics, a scheduler for each step."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        blocks = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(6)]
+        self.network = nn.Sequential(nn.Embedding(32, 16), *blocks, _Mean(), nn.Linear(16, CLASSES))
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.val_accuracy = MulticlassAccuracy(CLASSES)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Return the loss and the logits."""
+        tokens, labels = batch
+        logits = self.network(tokens)
+        loss = functional.cross_entropy(logits, labels)
+        self.accuracy(logits, labels)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("rows", float(len(labels)), on_epoch=True, sync_dist=True, reduce_fx="sum")
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return {"loss": loss, "logits": logits.detach()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Keep the loss of the step, of all replicas."""
+        loss = self.trainer.strategy.reduce(outputs["loss"].clone())
+        self.losses.append(float(loss) * self.trainer.accumulate_grad_batches)
+
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        """Log the loss and the accuracy."""
+        logits = self.network(batch[0])
+        self.val_accuracy(logits, batch[1])
+        self.log("val_loss", functional.cross_entropy(logits, batch[1]), sync_dist=True)
+        self.log("val_accuracy", self.val_accuracy)
+
+    def predict_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        """Return the logits."""
+        logits: Tensor = self.network(batch[0])
+        return logits
+
+    def configure_optimizers(self) -> Any:
+        """Two groups of parameters, and a scheduler that is stepped after each step."""
+        groups = [
+            {"params": [p for p in self.parameters() if p.ndim > 1], "weight_decay": 0.01},
+            {"params": [p for p in self.parameters() if p.ndim <= 1]},
+        ]
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+        if self.optimizer == "adamw":
+            optimizer = torch.optim.AdamW(groups, lr=3e-3)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5), "interval": "step"}]
+
+
+class _Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+class _Losses:
+    """Keeps the losses of the app's models, which are as they are in the app but for the optimizer."""
+
+    losses: list[float]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = self.trainer.strategy.reduce(outputs["loss"].clone())  # type: ignore[attr-defined]
+        self.losses.append(float(loss))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)  # type: ignore[attr-defined]
+
+
+class AppTransformer(_Losses, TransformerLanguageModel):
+    """The app's transformer with SGD."""
+
+    def __init__(self) -> None:
+        super().__init__(num_tokens=32, context=6, width=16, num_blocks=4, num_heads=2)
+        self.losses = []
+
+
+class AppResNet(_Losses, ResNet18Classifier):
+    """The app's ResNet-18 with group normalization and SGD."""
+
+    def __init__(self) -> None:
+        super().__init__(num_classes=CLASSES, norm="group")
+        self.losses = []
+
+
+def _tokens(rows: int, seed: int) -> TensorDataset:
+    tokens = torch.randint(0, 32, (rows, 6), generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(tokens, tokens.sum(1) % CLASSES)
+
+
+def _text(rows: int, seed: int) -> TensorDataset:
+    tokens = torch.randint(0, 32, (rows, 7), generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+def _images(rows: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(
+        torch.randn(rows, 3, 32, 32, generator=generator), torch.randint(0, CLASSES, (rows,), generator=generator)
+    )
+
+
+MODELS: dict[str, Any] = {
+    "tokens": (TokenClassifier, _tokens),
+    "adamw": (lambda: TokenClassifier("adamw"), _tokens),
+    "transformer": (AppTransformer, _text),
+    "resnet": (AppResNet, _images),
+}
+
+
+class _InOrder(Sampler[int]):
+    """Replicas take slices of each global batch, so that a step has the same rows whatever their number."""
+
+    def __init__(self, rows: int, replicas: int, replica: int) -> None:
+        share = ROWS // replicas
+        self._rows = [
+            row
+            for first in range(0, rows, ROWS)
+            for row in range(first + replica * share, min(rows, first + (replica + 1) * share))
+        ]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+class _Processes(LightningEnvironment):
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+
+def run(rank: int, world_size: int, port: int, fits: Mapping[str, Fit], folder: str) -> None:
+    """Run fits one after the other, as one of several processes; what a rank has seen goes to a file for each fit.
+
+    Args:
+        rank: This process's.
+        world_size: Number of processes.
+        port: On which rank 0 listens.
+        fits: The fits by name.
+        folder: For files of results, ``NAME.RANK``, and checkpoints, ``NAME.ckpt``.
+    """
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), NODE_RANK="0")
+    for name, fit in fits.items():
+        torch.save(_run(fit, world_size, Path(folder), name), f"{folder}/{name}.{rank}")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _run(fit: Fit, world_size: int, folder: Path, name: str) -> dict[str, Any]:
+    pl.seed_everything(0)
+    make, data = MODELS[fit.model]
+    module = make()
+    strategy = "auto" if fit.strategy is None else PipelineParallelStrategy(**fit.strategy)
+    settings = {
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        **fit.trainer,
+    }
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=strategy,
+        plugins=[_Processes()] if world_size > 1 else None,
+        **settings,
+    )
+    loaders = _Loaders(data, fit.rows)
+    resume = None if fit.resume is None else str(folder / f"{fit.resume}.ckpt")
+    trainer.fit(module, datamodule=loaders, ckpt_path=resume, weights_only=False)
+    trainer.save_checkpoint(folder / f"{name}.ckpt")
+    seen = {
+        "losses": module.losses,
+        "weights": trainer.strategy.lightning_module_state_dict(),
+        "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
+        "step": trainer.global_step,
+    }
+    if fit.model == "tokens":
+        seen["predictions"] = torch.cat(trainer.predict(module, DataLoader(_tokens(13, 7), 5)))
+    return seen
+
+
+class _Loaders(pl.LightningDataModule):
+    def __init__(self, data: Any, rows: int) -> None:
+        super().__init__()
+        self._data, self._rows = data, rows
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        ranks = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        sampler = _InOrder(self._rows, ranks["num_replicas"], ranks["rank"])
+        return DataLoader(self._data(self._rows, 3), ROWS // ranks["num_replicas"], sampler=sampler)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self._data(22, 5), 10)

@@ -1,0 +1,211 @@
+"""strategy=pipeline: the same training as by one process, however the network is spread over ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.training.strategies.pipeline_runs import ROWS, Fit, run
+
+pytestmark = pytest.mark.processes
+
+# float32 on gloo; losses and metrics are means of other sums than those of one process.
+TOLERANCE = 1e-6
+TIMEOUT_S = 300.0
+
+Seen = Mapping[str, list[dict[str, Any]]]
+
+
+def ranks_of(folder: Path, world_size: int, fits: Mapping[str, Fit]) -> Seen:
+    """Run fits in new processes; returns what each rank of each fit saw."""
+    context = multiprocessing.get_context("spawn")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    processes = [
+        context.Process(target=run, args=(rank, world_size, port, fits, str(folder))) for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        for rank, process in enumerate(processes):
+            process.join(max(0.0, deadline - time.monotonic()))
+            assert process.exitcode == 0, f"rank {rank} of {world_size}: exit code {process.exitcode} of {list(fits)}"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return {name: [torch.load(folder / f"{name}.{rank}") for rank in range(world_size)] for name in fits}
+
+
+ALONE = {
+    "one": Fit(),
+    "one-clipped": Fit(trainer={"gradient_clip_val": 0.1}),
+    "one-accumulating": Fit(trainer={"accumulate_grad_batches": 2}),
+    "one-odd": Fit(rows=4 * ROWS + 6),
+    "one-until-5": Fit(trainer={"max_steps": 5, "max_epochs": -1}),
+    "one-until-10": Fit(trainer={"max_steps": 10, "max_epochs": -1}, resume="one-until-5"),
+    "one-until-12": Fit(trainer={"max_steps": 12, "max_epochs": -1}, resume="one-until-10"),
+    "until 12": Fit(trainer={"max_steps": 12, "max_epochs": -1}, resume="until 10"),
+    "one-transformer": Fit(model="transformer"),
+}
+TWO = {
+    "pipeline 2": Fit({}),
+    "pipeline 2, again": Fit({}),
+    "interleaved": Fit({"schedule": "interleaved", "chunks": 2}),
+    "odd": Fit({"schedule": "interleaved"}, rows=4 * ROWS + 6),
+    "until 5": Fit({}, trainer={"max_steps": 5, "max_epochs": -1}),
+    "transformer": Fit({}, model="transformer"),
+}
+FOUR = {
+    "pipeline 4": Fit({"pipeline_parallel_size": 4}),
+    "cluster": Fit({"pipeline_parallel_size": 2}),
+    "spread": Fit({"pipeline_parallel_size": 2, "placement": "spread"}),
+    "hybrid, clipped": Fit({"pipeline_parallel_size": 2}, trainer={"gradient_clip_val": 0.1}),
+    "hybrid, accumulating": Fit({"pipeline_parallel_size": 2}, trainer={"accumulate_grad_batches": 2}),
+    "until 10": Fit({"pipeline_parallel_size": 4}, trainer={"max_steps": 10, "max_epochs": -1}, resume="until 5"),
+    "hybrid transformer": Fit({"pipeline_parallel_size": 2}, model="transformer"),
+}
+# What must agree with which fit of one process.
+SAME = {
+    "pipeline 2": "one",
+    "interleaved": "one",
+    "odd": "one-odd",
+    "until 5": "one-until-5",
+    "transformer": "one-transformer",
+    "pipeline 4": "one",
+    "cluster": "one",
+    "spread": "one",
+    "hybrid, clipped": "one-clipped",
+    "hybrid, accumulating": "one-accumulating",
+    "until 10": "one-until-10",
+    "hybrid transformer": "one-transformer",
+}
+
+
+@pytest.fixture(scope="module")
+def fits(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """All fits: by two processes, by four, which resume from two, and by one, which resumes from four."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    return {**ranks_of(folder, 2, TWO), **ranks_of(folder, 4, FOUR), **ranks_of(folder, 1, ALONE)}
+
+
+def difference(seen: Mapping[str, Any], other: Mapping[str, Any], key: str) -> float:
+    """The largest difference of the numbers that two ranks saw under a name."""
+    a, b = seen[key], other[key]
+    if isinstance(a, torch.Tensor):
+        return float((a - b).abs().max())
+    pairs = zip(a, b, strict=True) if isinstance(a, list) else ((a[name], b[name]) for name in a)
+    return max(float((torch.as_tensor(x) - torch.as_tensor(y)).abs().max()) for x, y in pairs)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_pipeline_trains_as_one_process_does(fits: Seen, name: str):
+    """Losses of steps on every rank, logged values, metrics, and rank 0's weights agree with those of one process."""
+    (alone,) = fits[SAME[name]]
+    for seen in fits[name]:
+        assert seen["step"] == alone["step"]
+        assert difference(seen, alone, "losses") <= TOLERANCE
+        assert seen["metrics"].keys() == alone["metrics"].keys()
+        synchronized = {key: value for key, value in seen["metrics"].items() if key != "train_loss_step"}
+        assert difference({"metrics": synchronized}, alone, "metrics") <= TOLERANCE
+    assert list(fits[name][0]["weights"]) == list(alone["weights"])
+    assert difference(fits[name][0], alone, "weights") <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["pipeline 2", "interleaved", "pipeline 4", "spread"])
+def test_every_rank_predicts_what_one_process_does(fits: Seen, name: str):
+    """Also with rows that no number of microbatches divides, and on ranks without the last stage."""
+    (alone,) = fits["one"]
+    for seen in fits[name]:
+        assert difference(seen, alone, "predictions") <= TOLERANCE
+
+
+def test_a_pipeline_is_deterministic(fits: Seen):
+    """The same fit gives the same bits."""
+    for seen, again in zip(fits["pipeline 2"], fits["pipeline 2, again"], strict=True):
+        assert seen["losses"] == again["losses"]
+        assert all(torch.equal(seen["weights"][name], again["weights"][name]) for name in seen["weights"])
+
+
+def test_a_checkpoint_is_that_of_one_process(fits: Seen, tmp_path_factory: pytest.TempPathFactory):
+    """Two stages wrote it, four went on from it, and the result has the structure of a file of one process."""
+    (folder,) = tmp_path_factory.getbasetemp().glob("pipeline*")
+    theirs = torch.load(folder / "one-until-10.ckpt", weights_only=False)
+    ours = torch.load(folder / "until 10.ckpt", weights_only=False)
+    assert ours.keys() == theirs.keys()
+    assert _shapes(ours["optimizer_states"]) == _shapes(theirs["optimizer_states"])
+    assert _shapes(ours["state_dict"]) == _shapes(theirs["state_dict"])
+    assert difference(fits["until 12"][0], fits["one-until-12"][0], "weights") <= TOLERANCE
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("fits_of", "world_size"),
+    [
+        (
+            {
+                "gpipe": Fit({"schedule": "gpipe"}),
+                "looped_bfs": Fit({"schedule": "looped_bfs"}),
+                "interleaved_zero_bubble": Fit({"schedule": "interleaved_zero_bubble"}),
+                "zbv": Fit({"schedule": "zbv"}),
+                "dualpipev": Fit({"schedule": "dualpipev"}),
+                "uneven": Fit({"split": [2]}),
+                "resnet": Fit({}, model="resnet"),
+            },
+            2,
+        ),
+        (
+            {
+                "hybrid resnet": Fit({"pipeline_parallel_size": 2}, model="resnet"),
+                "resnet 4": Fit({"pipeline_parallel_size": 4}, model="resnet"),
+                "hybrid zbv": Fit({"pipeline_parallel_size": 2, "schedule": "zbv", "placement": "spread"}),
+            },
+            4,
+        ),
+    ],
+    ids=["2", "4"],
+)
+def test_other_schedules_and_the_resnet_train_as_one_process_does(
+    tmp_path: Path, fits_of: Mapping[str, Fit], world_size: int
+):
+    """All schedules of torch, and the app's ResNet-18 with group normalization."""
+    alone = ranks_of(tmp_path, 1, {"one": Fit(), "one-resnet": Fit(model="resnet")})
+    for name, seen in ranks_of(tmp_path, world_size, fits_of).items():
+        (expected,) = alone["one-resnet" if fits_of[name].model == "resnet" else "one"]
+        assert difference(seen[0], expected, "losses") <= 10 * TOLERANCE, name
+        assert difference(seen[0], expected, "weights") <= 10 * TOLERANCE, name
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("trainer", "model", "tolerance"),
+    [
+        ({"precision": "64-true"}, "tokens", 1e-12),
+        ({"precision": "bf16-mixed"}, "tokens", 5e-3),
+        # The gradient of a bias of attention's keys is rounding noise around 0, of which AdamW makes steps of size lr.
+        ({}, "adamw", 5e-3),
+    ],
+    ids=["float64", "bf16-mixed", "AdamW"],
+)
+def test_tolerances_of_other_numbers(tmp_path: Path, trainer: Mapping[str, Any], model: str, tolerance: float):
+    """Double precision agrees to 1e-12; mixed precision and AdamW have tolerances of their own."""
+    alone = ranks_of(tmp_path, 1, {"one": Fit(trainer=trainer, model=model)})
+    seen = ranks_of(tmp_path, 2, {"two": Fit({}, trainer=trainer, model=model)})
+    assert difference(seen["two"][0], alone["one"][0], "weights") <= tolerance
+    assert difference(seen["two"][0], alone["one"][0], "losses") <= tolerance
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    if isinstance(value, Mapping):
+        return {key: _shapes(item) for key, item in value.items()}
+    return [_shapes(item) for item in value] if isinstance(value, (list, tuple)) else type(value)
