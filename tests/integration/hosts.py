@@ -49,6 +49,7 @@ class Hosts:
         folder: Where the folder of each host is made; its name is the host's.
         groups: Hosts by instance group, in the order in which the service wrote them.
         interface: Name of the network interface that the service wrote.
+        instance_types: Instance type by group name, as in ``resource_config``.
         contents: Other files of the job, as in ``write_job``.
 
     Attributes:
@@ -64,6 +65,7 @@ class Hosts:
         groups: Mapping[str, Sequence[str]] | None = None,
         *,
         interface: str = "lo",
+        instance_types: Mapping[str, str] | None = None,
         **contents: Any,
     ) -> None:
         groups = groups or {"homogeneousCluster": ("algo-2", "algo-1")}
@@ -73,7 +75,8 @@ class Hosts:
         weakref.finalize(self, ports.close)
         self.main_port, self.spare_port = topology.main_port, topology.peers_port
         for host in self.names:
-            write_job(folder / host, resource_config(groups, host, interface=interface), **contents)
+            resources = resource_config(groups, host, instance_types=instance_types, interface=interface)
+            write_job(folder / host, resources, **contents)
             (folder / host / "output").mkdir()
             (folder / host / "model").mkdir()
             (folder / host / "tmp").mkdir()

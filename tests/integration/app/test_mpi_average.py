@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,17 +11,16 @@ import pytest
 from app.mpi import average
 from tests.integration.emulators import local
 from tests.integration.hosts import REPOSITORY, TIMEOUT_S
+from tests.integration.rank_launchers import MPI_ON_LOOPBACK, NEEDS_MPIRUN
 
 PROGRAM = str(average.__file__)
-NEEDS_MPIRUN = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian package openmpi-bin)")
 
 
 def mpirun(processes, *arguments, python_path=()):
     """Run the program on this machine; returns exit code and output."""
     command = [
         *("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"),
-        # Where a machine has several networks (Docker's), MPI's first message hangs without it.
-        *("--mca", "btl_tcp_if_include", "lo", "--mca", "oob_tcp_if_include", "lo"),
+        *MPI_ON_LOOPBACK,
         *("-n", str(processes), sys.executable, PROGRAM, *arguments),
     ]
     # Open MPI's sockets need a short path.

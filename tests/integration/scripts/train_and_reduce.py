@@ -66,7 +66,7 @@ class Model(LightningModule):
             "weights": {name: value.tolist() for name, value in self.state_dict().items()},
             "step": self.global_step,
         }
-        (output() / "seen.json").write_text(json.dumps(seen))
+        (output() / f"seen-{self.global_rank}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections import Counter
 
 import pytest
 
 from tests.integration.hosts import TIMEOUT_S, Hosts, check_rank_variables, script
+from tests.integration.rank_launchers import torchrun
 
 pytestmark = pytest.mark.processes
 
@@ -28,16 +28,8 @@ def hosts(tmp_path):
 
 
 def _torchrun(hosts, order, *arguments):
-    """The torchrun of each host, with node ranks in the given order."""
-    port = str(hosts.spare_port)
-    return {
-        host: [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(order)), "--nproc-per-node", "2"),
-            *("--node-rank", str(rank), "--master-addr", hosts.address(order[0]), "--master-port", port),
-            *script(*arguments)[1:],
-        ]
-        for rank, host in enumerate(order)
-    }
+    """The torchrun of each host, with node ranks in the given order, and two ranks each."""
+    return torchrun(hosts, order, script(*arguments), processes=2)
 
 
 def _in_group_at_exit(hosts):

@@ -1,35 +1,16 @@
-"""SageMakerEnvironment under a real mpirun, which reaches its two hosts through an agent in place of ssh.
-
-The agent starts each host's daemon with that host's own environment and nothing else, as ssh would. So mpirun counts
-the local ranks of each host by itself, and only what ``-x`` names passes from the first host to the others.
-"""
+"""SageMakerEnvironment under a real mpirun."""
 
 from __future__ import annotations
 
-import os
-import shlex
-import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.integration.hosts import Hosts, check_rank_variables, run_together, script
+from tests.integration.hosts import Hosts, check_rank_variables, script
+from tests.integration.rank_launchers import NEEDS_MPIRUN, mpirun
 
-pytestmark = [
-    pytest.mark.proof,
-    pytest.mark.processes,
-    pytest.mark.mpi,
-    pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian package openmpi-bin)"),
-]
-
-_AGENT = """\
-#!/bin/sh
-host=$1
-shift
-exec env -i sh -c ". {folder}/$host/environment; $*"
-"""
+pytestmark = [pytest.mark.proof, pytest.mark.processes, pytest.mark.mpi, NEEDS_MPIRUN]
 
 
 @pytest.fixture
@@ -39,32 +20,10 @@ def hosts():
         yield Hosts(Path(folder))
 
 
-def _mpirun(hosts, order, *, processes=1, options=(), python_options=(), python_path=None, trainer=None):
-    """Run the script on both hosts, in the given order, and return how mpirun ended."""
-    for host in hosts.names:
-        env = hosts.env(host)
-        if host != "algo-1":
-            del env["TRAINING_JOB_NAME"]  # set by the service, but not in the session that ssh opens
-        if python_path is not None:
-            env["PYTHONPATH"] += os.pathsep + str(python_path)
-        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
-        (hosts.folder / host / "environment").write_text(exports)
-    agent = hosts.folder / "agent"
-    agent.write_text(_AGENT.format(folder=hosts.folder))
-    agent.chmod(0o755)
-    command = [
-        *("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"),
-        *("--mca", "plm_rsh_agent", str(agent)),
-        # As the toolkit does. Where a machine has several networks (Docker's), MPI's first message hangs without it.
-        *("--mca", "btl_tcp_if_include", "lo", "--mca", "oob_tcp_if_include", "lo"),
-        *("--host", ",".join(f"{host}:{processes}" for host in order), "-np", str(processes * len(order))),
-        *options,
-        sys.executable,
-        *python_options,
-        *script("meet.py", {"devices": processes, **(trainer or {})}, "fit")[1:],
-    ]
-    env = {"PATH": os.environ["PATH"], "TMPDIR": str(hosts.folder), "HOME": os.environ.get("HOME", "/")}
-    return run_together({"mpirun": (command, env)})["mpirun"]
+def _mpirun(hosts, order, *, python_options=(), trainer=None, processes=1, **settings):
+    """Let the ranks of both hosts meet."""
+    interpreter, *meet = script("meet.py", {"devices": processes, **(trainer or {})}, "fit")
+    return mpirun(hosts, order, [interpreter, *python_options, *meet], processes=processes, **settings)
 
 
 def _places(hosts):
@@ -98,7 +57,7 @@ def test_sorted_hosts_need_neither_variables_nor_mpi4py(hosts):
 
 def test_mpi4py_tells_the_host_of_rank_zero(hosts, mpi4py):
     """Started with ``python -m mpi4py``, as by the toolkit, rank 0 tells the others its host."""
-    end = _mpirun(hosts, ("algo-2", "algo-1"), python_options=("-m", "mpi4py"), python_path=mpi4py)
+    end = _mpirun(hosts, ("algo-2", "algo-1"), python_options=("-m", "mpi4py"), python_path=[mpi4py])
     assert end.code == 0, end.output
     assert _places(hosts) == [("algo-2", 0, 0, 0), ("algo-1", 1, 0, 1)]
     _check_met(hosts, "algo-2", 2)
@@ -107,7 +66,7 @@ def test_mpi4py_tells_the_host_of_rank_zero(hosts, mpi4py):
 
 def test_unknown_host_of_rank_zero_ends_the_job(hosts, mpi4py):
     """Without any hint the job fails with advice; mpi4py stays unloaded, else its Finalize would wait for rank 0."""
-    end = _mpirun(hosts, ("algo-2", "algo-1"), python_path=mpi4py)
+    end = _mpirun(hosts, ("algo-2", "algo-1"), python_path=[mpi4py])
     assert end.code == 1
     assert "TopologyError: mpirun gave host 'algo-1' node rank 1, which is not its position in the table" in end.output
     assert "add -x SM_CURRENT_HOST, or start the script with python -m mpi4py" in end.output

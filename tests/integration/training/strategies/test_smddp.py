@@ -4,18 +4,22 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.integration.emulators import job_dir, local
-from tests.integration.hosts import REPOSITORY, SCRIPTS, TIMEOUT_S
+from tests.integration.hosts import REPOSITORY, SCRIPTS, TIMEOUT_S, Hosts, script
+from tests.integration.rank_launchers import NEEDS_MPIRUN, mpirun, torchrun
 from tests.integration.scripts.train_and_reduce import Model, Points
 
 pytestmark = pytest.mark.processes
 
 NUM_SAMPLES = 2000
-LIBRARY = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests/fakes/smdistributed_stand_in")])}
+STAND_IN = REPOSITORY / "tests/fakes/smdistributed_stand_in"
+LIBRARY = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(STAND_IN)])}
 
 
 def train(folder, strategy, *options):
@@ -42,7 +46,7 @@ def train(folder, strategy, *options):
         **LIBRARY,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    seen = [json.loads(path.read_text()) for path in job_dir(folder).glob("algo-*/output/seen.json")]
+    seen = [json.loads(path.read_text()) for path in job_dir(folder).glob("algo-*/output/seen-*.json")]
     return sorted(seen, key=lambda rank: rank["rank"]), ended.stdout
 
 
@@ -89,6 +93,23 @@ def test_ranks_reduce_as_with_any_backend(interrupted):
         reduced = {name: rank["metrics"][name] for name in ("mean", "max", "min")}
         assert reduced == {"mean": 1.5, "max": 2.0, "min": 1.0}
         assert (rank["all"], rank["any"]) == (False, True)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=[pytest.mark.mpi, NEEDS_MPIRUN])])
+def test_the_ranks_may_come_from_another_launcher(launcher):
+    """As in AWS's own images, where mpirun or torchrun starts them."""
+    with tempfile.TemporaryDirectory(prefix="smddp") as folder:
+        hosts = Hosts(Path(folder), {"trainer": ["algo-2", "algo-1"]}, instance_types={"trainer": "ml.p4d.24xlarge"})
+        command = script("train_and_reduce.py", "fit", "--trainer.strategy=smddp")
+        if launcher == "torchrun":
+            ended = hosts.run(torchrun(hosts, hosts.names, command, processes=1), LIBRARY)
+        else:
+            ended = {"mpirun": mpirun(hosts, hosts.names, command, python_path=[STAND_IN])}
+        assert {name: end.code for name, end in ended.items()} == dict.fromkeys(ended, 0)
+        seen = hosts.seen()
+    assert [(rank["rank"], rank["backend"], rank["step"]) for rank in seen] == [(0, "smddp", 12), (1, "smddp", 12)]
+    assert [rank["metrics"]["max"] for rank in seen] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(("what", "refused"), [("prepare", "new_group()"), ("log", "ReduceOp.AVG")])
