@@ -42,7 +42,13 @@ if TYPE_CHECKING:
     from pytorch_lightning.loggers.logger import DummyLogger
     from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSamplerWrapper
     from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
-    from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+    from pytorch_lightning.strategies import (
+        DDPStrategy,
+        DeepSpeedStrategy,
+        FSDPStrategy,
+        ModelParallelStrategy,
+        StrategyRegistry,
+    )
     from pytorch_lightning.trainer.connectors import data_connector
     from pytorch_lightning.utilities import CombinedLoader, rank_zero_only
 else:
@@ -69,6 +75,9 @@ else:
     LightningCLI = _cli.LightningCLI
     ClusterEnvironment = _environments.ClusterEnvironment
     DDPStrategy = _strategies.DDPStrategy
+    DeepSpeedStrategy = _strategies.DeepSpeedStrategy
+    FSDPStrategy = _strategies.FSDPStrategy
+    ModelParallelStrategy = _strategies.ModelParallelStrategy
     DummyLogger = importlib.import_module(f"{DISTRIBUTION}.loggers.logger").DummyLogger
     Fabric = importlib.import_module(_fabric).Fabric
     InfiniteBarrier = importlib.import_module(f"{_fabric}.utilities.distributed")._InfiniteBarrier
@@ -91,7 +100,9 @@ __all__ = [
     "ClusterEnvironment",
     "CombinedLoader",
     "DDPStrategy",
+    "DeepSpeedStrategy",
     "DummyLogger",
+    "FSDPStrategy",
     "Fabric",
     "IndexBatchSamplerWrapper",
     "InfiniteBarrier",
@@ -100,6 +111,7 @@ __all__ = [
     "LightningDataModule",
     "LightningModule",
     "ModelCheckpoint",
+    "ModelParallelStrategy",
     "ProgressBar",
     "StrategyRegistry",
     "TensorBoardLogger",

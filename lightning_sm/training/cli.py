@@ -18,6 +18,7 @@ from lightning_sm._lightning import (
     LightningArgumentParser,
     LightningCLI,
     LightningDataModule,
+    LightningModule,
     Trainer,
     check_same_distribution,
 )
@@ -155,6 +156,16 @@ class SageMakerCLI(LightningCLI):
         trainer = super().instantiate_trainer(**kwargs)
         self._setup.complete(trainer)
         return trainer
+
+    @staticmethod
+    def configure_optimizers(lightning_module: LightningModule, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        """Give the optimizer of ``--optimizer`` the parameters that the model has by now.
+
+        LightningCLI makes it before strategies shard the model. ModelParallelStrategy then replaces the parameters, and
+        the training would change nothing, without a word.
+        """
+        optimizer.param_groups[0]["params"][:] = lightning_module.parameters()
+        return LightningCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
 
     def _job_arguments(self, job: SageMakerJob) -> list[str]:
         arguments = sys.argv[1:]

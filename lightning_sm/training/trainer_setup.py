@@ -19,6 +19,7 @@ from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
 from lightning_sm.training.callbacks.step_report import step_reports
 from lightning_sm.training.checkpoints.durable_io import make_durable
+from lightning_sm.training.checkpoints.sharded import care_for_shards
 from lightning_sm.training.environment import SageMakerEnvironment, report_if_alone
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class TrainerSetup:
         self._outputs.route_checkpoints(trainer)
         if self._job.checkpoint_dir is not None:
             make_durable(trainer, self._job.checkpoint_dir)
+        care_for_shards(trainer)
         # Added afterwards: a Trainer that gets a Checkpoint callback does not add its default ModelCheckpoint.
         if not any(isinstance(callback, SpotCheckpoint) for callback in callbacks):
             callbacks.append(SpotCheckpoint(self._job.checkpoint_dir or self._job.host_output_dir / "checkpoints"))

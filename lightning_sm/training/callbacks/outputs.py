@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # fsspec has no type information
@@ -19,6 +20,7 @@ from lightning_sm._lightning import (
     rank_zero_only,
 )
 from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.training.checkpoints.sharded import gather_weights, holders, lacks_shards, remove_folder
 
 logger = logging.getLogger(__name__)
 _log_once = rank_zero_only(logger.info)
@@ -34,8 +36,8 @@ class JobOutputs(Callback):
     Rank 0 writes three files to the model directory: ``model.ckpt`` (the full checkpoint, for
     ``load_from_checkpoint`` and resuming), ``state_dict.pt`` (the plain weights, for ``load_state_dict`` without
     Lightning) and ``config.yaml`` (the resolved configuration). Of a sharded checkpoint, which is a folder, each host
-    writes the shards of its own ranks. All ranks wait for the export, because SageMaker's local mode stops all hosts
-    as soon as the first one exits.
+    writes the files that it has, and rank 0 gathers the weights for ``state_dict.pt``. All ranks wait for the export,
+    because SageMaker's local mode stops all hosts as soon as the first one exits.
 
     Args:
         job: The job with its folders.
@@ -87,17 +89,37 @@ class JobOutputs(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Export the best model."""
-        best = trainer.strategy.broadcast(self._best_checkpoint(trainer) if trainer.is_global_zero else None)
+        self._model_dir.mkdir(parents=True, exist_ok=True)
+        best, held = self._find_best(trainer)
         if best is None:
-            self._model_dir.mkdir(parents=True, exist_ok=True)
-            # A collective call for sharded strategies: every rank makes it.
-            best = str(self._incoming(MODEL_CHECKPOINT))
-            trainer.save_checkpoint(best)
+            best = trainer.strategy.broadcast(str(self._incoming(MODEL_CHECKPOINT)))
+            trainer.save_checkpoint(best)  # a collective call for sharded strategies
+            held = self._holders(trainer, best)
+        if held is not None:
+            self._export_shards(Path(best), held, trainer)
+        elif trainer.is_global_zero:
+            self._export_file(best)
         if trainer.is_global_zero:
-            self._export(best)
-        elif trainer.local_rank == 0:
-            self._export_shards(best, trainer)
+            self._export_config()
+            logger.info("model: %s (from %s)", self._model_dir / MODEL_CHECKPOINT, os.path.basename(best))
         trainer.strategy.barrier("lightning_sm.export")
+
+    def _find_best(self, trainer: Trainer) -> tuple[str | None, dict[str, int] | None]:
+        """Return the best checkpoint, and who has which file of it if it is a folder; the same on all ranks."""
+        best = trainer.strategy.broadcast(self._best_checkpoint(trainer) if trainer.is_global_zero else None)
+        held = None if best is None else self._holders(trainer, best)
+        if best is not None and held is not None:
+            missing = lacks_shards(trainer.strategy, Path(best), held)
+            if missing:
+                if trainer.is_global_zero:
+                    logger.warning("No host has %s of the best checkpoint %s: exporting another one.", missing[0], best)
+                return None, None
+        return best, held
+
+    @staticmethod
+    def _holders(trainer: Trainer, checkpoint: str) -> dict[str, int] | None:
+        is_folder = trainer.strategy.broadcast(trainer.is_global_zero and os.path.isdir(checkpoint))
+        return holders(Path(checkpoint)) if is_folder else None
 
     def _best_checkpoint(self, trainer: Trainer) -> str | None:
         """Find the best checkpoint that this host can read; callbacks that monitor a metric come first."""
@@ -114,44 +136,53 @@ class JobOutputs(Callback):
             logger.warning("The best checkpoint %s does not exist: exporting another one.", stated)
         return None
 
-    def _export(self, checkpoint: str) -> None:
-        self._model_dir.mkdir(parents=True, exist_ok=True)
+    def _export_file(self, checkpoint: str) -> None:
+        incoming = self._incoming(MODEL_CHECKPOINT)
+        if checkpoint != str(incoming):
+            filesystem, address = url_to_fs(checkpoint)
+            filesystem.get(address, str(incoming))
+        # weights_only=False: this job wrote the file, and hyperparameters in it may be of any type.
+        state_dict = torch.load(incoming, map_location="cpu", weights_only=False)["state_dict"]
+        os.replace(incoming, self._model_dir / MODEL_CHECKPOINT)
+        self._export_weights(state_dict)
+
+    def _export_shards(self, folder: Path, held: dict[str, int], trainer: Trainer) -> None:
+        """Export each file from one host that has it: SageMaker merges the model directories of all hosts."""
+        weights = gather_weights(trainer.strategy, folder, held)
+        own = [name for name, rank in held.items() if rank == trainer.global_rank]
         incoming = self._incoming(MODEL_CHECKPOINT)
         target = self._model_dir / MODEL_CHECKPOINT
-        if checkpoint != str(incoming):
-            shutil.rmtree(incoming, ignore_errors=True)
-            filesystem, address = url_to_fs(checkpoint)
-            filesystem.get(address, str(incoming), recursive=True)
-        if incoming.is_dir():
-            shutil.rmtree(target, ignore_errors=True)
+        if own:
+            if folder != incoming:
+                remove_folder(incoming)
+                for name in own:
+                    (incoming / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(folder / name, incoming / name)
+            remove_folder(target)
             os.replace(incoming, target)
+        if not trainer.is_global_zero:
+            return
+        if weights is not None:
+            self._export_weights(weights)
+        else:
+            is_deepspeed = "latest" in held
             logger.info(
-                "%s is sharded, so %s is not written. To consolidate it, run "
-                "`python -m %s.utilities.consolidate_checkpoint`.",
+                "%s is a sharded checkpoint, so %s is not written. To make it from the files of all hosts, run `%s`.",
                 target,
                 MODEL_STATE_DICT,
-                DISTRIBUTION,
+                f"python {MODEL_CHECKPOINT}/zero_to_fp32.py {MODEL_CHECKPOINT} weights"
+                if is_deepspeed
+                else f"python -m {DISTRIBUTION}.utilities.consolidate_checkpoint {MODEL_CHECKPOINT}",
             )
-        else:
-            # weights_only=False: this job wrote the file, and hyperparameters in it may be of any type.
-            state_dict = torch.load(incoming, map_location="cpu", weights_only=False)["state_dict"]
-            torch.save(state_dict, self._incoming(MODEL_STATE_DICT))
-            os.replace(incoming, target)
-            os.replace(self._incoming(MODEL_STATE_DICT), self._model_dir / MODEL_STATE_DICT)
+
+    def _export_weights(self, state_dict: dict[str, Any]) -> None:
+        torch.save(state_dict, self._incoming(MODEL_STATE_DICT))
+        os.replace(self._incoming(MODEL_STATE_DICT), self._model_dir / MODEL_STATE_DICT)
+
+    def _export_config(self) -> None:
         if self.config is not None:
             self._incoming(MODEL_CONFIG).write_text(self.config, encoding="utf-8")
             os.replace(self._incoming(MODEL_CONFIG), self._model_dir / MODEL_CONFIG)
-        logger.info("model: %s (from %s)", target, os.path.basename(checkpoint))
-
-    def _export_shards(self, checkpoint: str, trainer: Trainer) -> None:
-        """Add this host's shards of a sharded checkpoint; SageMaker merges the model directories of all hosts."""
-        if not os.path.isdir(checkpoint) or self._model_dir in Path(checkpoint).parents:
-            return
-        folder = self._model_dir / MODEL_CHECKPOINT
-        folder.mkdir(parents=True, exist_ok=True)
-        for rank in range(trainer.global_rank, trainer.global_rank + trainer.num_devices):
-            for shard in Path(checkpoint).glob(f"__{rank}_*.distcp"):
-                shutil.copyfile(shard, folder / shard.name)
 
     def _incoming(self, name: str) -> Path:
         """Where a file is written before it gets its final name, so that a killed job leaves no truncated model."""

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import re
-import shutil
 import signal
 import threading
 import time
@@ -27,6 +26,7 @@ from lightning_sm.job.stopping import GENTLE_SIGNAL, INTERRUPTED_EXIT_CODE
 from lightning_sm.training.callbacks.pace import Pace
 from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts
 from lightning_sm.training.checkpoints.resume import resume_from_latest
+from lightning_sm.training.checkpoints.sharded import remove_folder
 
 logger = logging.getLogger(__name__)
 
@@ -260,7 +260,7 @@ class SpotCheckpoint(Checkpoint):
             )
         elif trainer.is_global_zero:
             logger.info("Interrupted: step %d is saved in %s.", trainer.global_step, path)
-        if trainer.is_global_zero:
+        if trainer.local_rank == 0:  # on each host, which has the shards of its own ranks
             self._remove_older_than(trainer.global_step, trainer.current_epoch)
 
     def _remove_older_than(self, step: int, epoch: int) -> None:
@@ -276,7 +276,7 @@ class SpotCheckpoint(Checkpoint):
             if match is not None and (int(match["step"]), int(match["epoch"])) < (step, epoch):
                 older.append((int(match["step"]), int(match["epoch"]), path))
         for _, _, path in sorted(older)[: 1 - self._keep]:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Record which job saves the checkpoint, and correct the progress within the interrupted epoch."""

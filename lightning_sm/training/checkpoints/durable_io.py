@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_sm._lightning import Trainer, WrappingCheckpointIO
 from lightning_sm.errors import CheckpointError
+from lightning_sm.training.checkpoints.sharded import remove_folder
 
 if TYPE_CHECKING:
     from lightning_fabric.plugins import CheckpointIO
@@ -36,7 +37,7 @@ class DurableCheckpointIO(WrappingCheckpointIO):
     """Let another CheckpointIO write outside a folder, and move each checkpoint into the folder once it is complete.
 
     SageMaker copies the checkpoint folder to S3 file by file whenever a file changes: half a file that it finds there
-    is half a file after a restart. Used on rank 0, where Lightning's strategies call it, in any thread; it goes inside
+    is half a file after a restart. Used where Lightning's strategies call it, on rank 0, in any thread; it goes inside
     ``AsyncCheckpointIO``. The other CheckpointIO alone handles paths outside the folder.
 
     The latest checkpoint may be partly uploaded when the host is taken away. So a checkpoint that Lightning removes is
@@ -105,7 +106,10 @@ class DurableCheckpointIO(WrappingCheckpointIO):
             if existing:
                 self._removed = self._removed[self._removed.index(existing[-1]) :]
         for removed in existing[:-1]:
-            self._inner.remove_checkpoint(str(removed))
+            if removed.is_dir() and not removed.is_symlink():
+                remove_folder(removed)
+            else:
+                self._inner.remove_checkpoint(str(removed))
 
     def teardown(self) -> None:
         """Tear the other CheckpointIO down."""

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -93,6 +94,22 @@ class TestTrainersOfFunctions:
         host.configure(TWO_HOSTS)
         with pytest.raises(TopologyError, match=r"has 2 trainer hosts.*parameters plugins and num_nodes"):
             host.make(trainer_class=make_trainer)
+
+
+class Replaced(SmallModel):
+    """Has other parameters than those it was made with, as after fully_shard."""
+
+    def configure_model(self):
+        """Replace them."""
+        self.layer = torch.nn.Linear(2, 3)
+        self.before = self.layer.weight.detach().clone()
+
+
+def test_an_optimizer_of_the_command_line_trains_the_parameters_that_a_strategy_made(host):
+    """LightningCLI makes it earlier, with parameters that are gone by then."""
+    options = ["--trainer.max_epochs=1", "--trainer.enable_model_summary=false", "--trainer.accelerator=cpu"]
+    cli = host.start("fit", *options, "--optimizer=SGD", "--optimizer.lr=0.1", model=Replaced)
+    assert not torch.equal(cli.model.layer.weight, cli.model.before)
 
 
 class _ParsesOnly:

@@ -14,7 +14,7 @@ TIMEOUT_S = 150
 NUM_STEPS = 2 * 30  # two epochs of 480 samples in batches of 8 over two ranks
 
 
-def run_job(folder, *options, arguments=(), env=(), script="train_and_note.py"):
+def run_job(folder, *options, arguments=(), env=()):
     """Run two trainer hosts, and what the options add; returns exit code and output."""
     command = [
         *(sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2", "--seed", "3"),
@@ -22,7 +22,7 @@ def run_job(folder, *options, arguments=(), env=(), script="train_and_note.py"):
         *("--env", f"NOTES={folder / 'notes'}", "--env", "OMP_NUM_THREADS=1", "--env", f"PYTHONPATH={REPOSITORY}"),
         *(word for pair in env for word in ("--env", pair)),
         *options,
-        *("--", str(SCRIPTS / script), "fit", "--trainer.max_epochs", "2", *arguments),
+        *("--", str(SCRIPTS / "train_and_note.py"), "fit", "--trainer.max_epochs", "2", *arguments),
     ]
     folder.mkdir(exist_ok=True)
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
@@ -116,24 +116,3 @@ def test_a_hardware_failure_resumes_from_the_last_periodic_checkpoint(tmp_path, 
     assert code == 0, output
     for (_, wanted), (_, found) in zip(expected, notes(tmp_path), strict=True):
         assert found == pytest.approx(wanted, rel=1e-12)
-
-
-@pytest.mark.proof
-def test_sharded_checkpoints(tmp_path, references):
-    """Where each rank saves a shard, all save the same step, go on from there, and each host exports its own shards."""
-    expected = references()
-    code, output = run_job(
-        tmp_path,
-        *("--fault", "interrupt@step=20,skew=0.2"),
-        arguments=("--model.step_s", "0.05"),
-        script="train_sharded.py",
-    )
-    assert code == 0, output
-    assert exit_codes(output) == [(1, "trainer", 143)] * 2 + [(2, "trainer", 0)] * 2
-    for (_, wanted), (_, found) in zip(expected, notes(tmp_path), strict=True):
-        assert found == pytest.approx(wanted, rel=1e-9)
-    shards = {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp"}
-    (checkpoint,) = (tmp_path / "checkpoints").glob("interrupted-*.ckpt")
-    assert {path.name for path in checkpoint.iterdir()} == shards
-    models = [{path.name for path in folder.iterdir()} for folder in tmp_path.glob("jobs/*/algo-*/model/model.ckpt")]
-    assert sorted(models, key=len) == [{"__1_0.distcp"}, shards]

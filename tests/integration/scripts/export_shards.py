@@ -1,0 +1,72 @@
+# One of two ranks, each in a folder of its own with the same relative paths, as hosts without a shared folder. They
+# save a sharded model and export the best checkpoint, the current weights, and these because the best lacks a shard.
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import distributed
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from lightning_sm._lightning import ModelCheckpoint
+from lightning_sm.training.callbacks.outputs import JobOutputs
+
+RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
+
+
+def save(path):
+    """Write as Lightning's strategies do: all ranks their shards, rank 0 what lists them and the rest."""
+    path.mkdir(parents=True, exist_ok=True)
+    weights = get_model_state_dict(model)
+    moments = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    dcp.save({"state_dict": weights, "optimizer_0": moments}, checkpoint_id=path)
+    if RANK == 0:
+        torch.save({"global_step": 1}, path / "meta.pt")
+
+
+def broadcast(value):
+    values = [value]
+    distributed.broadcast_object_list(values, 0)
+    return values[0]
+
+
+def export(model_dir, best):
+    callback = ModelCheckpoint()
+    callback.best_model_path = best
+    strategy = SimpleNamespace(
+        global_rank=RANK, root_device=torch.device("cpu"), broadcast=broadcast, barrier=lambda _: distributed.barrier()
+    )
+    trainer = SimpleNamespace(
+        strategy=strategy,
+        global_rank=RANK,
+        is_global_zero=RANK == 0,
+        checkpoint_callbacks=[callback],
+        save_checkpoint=lambda path: save(Path(path)),
+    )
+    JobOutputs(SimpleNamespace(model_dir=Path(model_dir))).on_fit_end(trainer, None)
+
+
+here = FOLDER / str(RANK)
+here.mkdir()
+os.chdir(here)
+distributed.init_process_group("gloo", init_method=f"file://{FOLDER}/meeting", rank=RANK, world_size=2)
+torch.manual_seed(0)
+# 5 rows: the shards differ in size. The norm has values of its own.
+model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.LayerNorm(5))
+torch.nn.init.normal_(model[1].weight)
+if RANK == 0:
+    torch.save(model.state_dict(), "expected.pt")
+fully_shard(model)
+save(Path("best.ckpt"))
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.add_(1)
+export("model-best", "best.ckpt")
+export("model-current", "")
+if RANK == 1:
+    Path("best.ckpt", "__1_0.distcp").unlink()
+export("model-lost", "best.ckpt")
+distributed.destroy_process_group()

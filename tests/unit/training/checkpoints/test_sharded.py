@@ -1,0 +1,69 @@
+"""Checkpoints that are folders, on a host with its own part of them: removed there, too, and never written into."""
+
+import pytest
+from pytorch_lightning import Trainer
+from pytorch_lightning.plugins.environments import LightningEnvironment
+from pytorch_lightning.strategies import ModelParallelStrategy
+
+from lightning_sm.training.checkpoints.durable_io import make_durable
+from lightning_sm.training.checkpoints.sharded import care_for_shards
+
+
+@pytest.fixture
+def strategy_of(tmp_path, monkeypatch):
+    """A function that makes the strategy of a rank, with the checkpoint folder ``tmp_path/checkpoints``."""
+
+    def make(global_rank, local_rank):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        settings = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = Trainer(
+            accelerator="cpu", strategy=ModelParallelStrategy(), plugins=[LightningEnvironment()], devices=1, **settings
+        )
+        trainer.strategy.cluster_environment.set_global_rank(global_rank)
+        make_durable(trainer, tmp_path / "checkpoints")
+        care_for_shards(trainer)
+        return trainer.strategy
+
+    return make
+
+
+def sharded(folder, name):
+    """A checkpoint with a shard."""
+    path = folder / "checkpoints" / name
+    path.mkdir(parents=True)
+    (path / "__8_0.distcp").write_bytes(b"a shard of rank 8")
+    return path
+
+
+@pytest.mark.parametrize(("global_rank", "local_rank", "removes"), [(0, 0, True), (8, 0, True), (9, 1, False)], ids=str)
+def test_each_host_removes_its_shards(tmp_path, strategy_of, global_rank, local_rank, removes):
+    """One rank of every host does, and keeps the last removed one until the next, as for files."""
+    strategy = strategy_of(global_rank, local_rank)
+    first, second = sharded(tmp_path, "1.ckpt"), sharded(tmp_path, "2.ckpt")
+    strategy.remove_checkpoint(str(first))
+    strategy.remove_checkpoint(str(second))
+    assert first.exists() is not removes
+    assert second.exists()
+
+
+def test_a_single_file_is_removed_by_rank_0_only(tmp_path, strategy_of):
+    """Other hosts have a copy of it only from the start of the job, or see the very same file."""
+    strategy = strategy_of(8, 0)
+    for name in ("1.ckpt", "2.ckpt"):
+        (tmp_path / "checkpoints").mkdir(exist_ok=True)
+        (tmp_path / "checkpoints" / name).write_bytes(b"whole")
+        strategy.remove_checkpoint(str(tmp_path / "checkpoints" / name))
+    assert (tmp_path / "checkpoints" / "1.ckpt").exists()
+
+
+@pytest.mark.parametrize("global_rank", [0, 8])
+def test_shards_of_two_steps_never_lie_in_one_folder(tmp_path, strategy_of, monkeypatch, global_rank):
+    """An old checkpoint of the name is gone on each host before the first shard of the new one is written."""
+    seen = []
+    monkeypatch.setattr(
+        ModelParallelStrategy, "save_checkpoint", lambda _, checkpoint, path, options: seen.append((checkpoint, path))
+    )
+    last = sharded(tmp_path, "last.ckpt")
+    strategy_of(global_rank, 0).save_checkpoint({"global_step": 2}, str(last))
+    assert seen == [({"global_step": 2}, str(last))]
+    assert not last.exists()
