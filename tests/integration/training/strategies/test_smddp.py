@@ -53,7 +53,7 @@ def train(folder, strategy, *options):
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory):
     """A job with strategy=smddp that was interrupted, and resumed."""
-    return train(tmp_path_factory.mktemp("smddp"), "smddp", "--fault", "interrupt@step=20")
+    return train(tmp_path_factory.mktemp("smddp"), "smddp", "--fault", "interrupt@step=5")
 
 
 def test_an_interrupted_run_on_smddp_ends_with_the_weights_of_one_process(interrupted):
