@@ -111,12 +111,19 @@ def failure_reasons(root: Path) -> list[str]:
     """
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in root.rglob("output/failure")]
     for path in root.rglob("output.tar.gz"):
-        with tarfile.open(path) as archive:
-            for name in archive.getnames():
-                file = archive.extractfile(name) if Path(name).name == "failure" else None
-                if file is not None:
-                    texts.append(file.read().decode(errors="replace"))
+        texts.extend(_failures_in(path))
     return list(dict.fromkeys(texts))
+
+
+def _failures_in(archive: Path) -> list[str]:
+    try:
+        with tarfile.open(archive) as files:
+            found = [files.extractfile(name) for name in files.getnames() if Path(name).name == "failure"]
+            return [file.read().decode(errors="replace") for file in found if file is not None]
+    except (tarfile.ReadError, EOFError) as error:
+        # The time limit ended the SDK while it wrote the archive.
+        _LOG.warning("%s is incomplete, and cannot tell why hosts failed: %s", archive, error)
+        return []
 
 
 def _run_sdk(plan: Plan, root: Path, timeout_s: float | None) -> int:

@@ -65,3 +65,13 @@ def test_reasons_of_failures_are_found_wherever_the_sdk_leaves_them(tmp_path):
             archive.addfile(member, io.BytesIO(text))
     assert sorted(failure_reasons(tmp_path)) == ["first", "second"]
     assert failure_reasons(tmp_path / "root" / "algo-1") == ["first"]
+
+
+def test_an_incomplete_archive_tells_no_reasons(tmp_path, caplog):
+    """The time limit may have ended the SDK while it wrote the archive: a warning says so, and the job's end stands."""
+    path = tmp_path / "output.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        archive.add(__file__)
+    path.write_bytes(path.read_bytes()[:-100])
+    assert failure_reasons(tmp_path) == []
+    assert "output.tar.gz is incomplete" in caplog.text
