@@ -113,7 +113,7 @@ def position_of(loader: RemoteLoader, iterator: Iterator[Any], trainer: Any) -> 
     epoch = fit_loop.epoch_progress.current.processed
     if trainer.overfit_batches > 0 and loader.facts.order == "batch_sampler":
         epoch = 0  # the user's sampler may choose other samples in each epoch
-    combined = _trainers_own(iterator, trainer)
+    combined = combined_loader_of(iterator, trainer)
     if combined is None:
         # The user iterates: over all of it, and in another order than the Trainer's pass in this epoch.
         return Position(epoch, loader.next_pass_by_hand(epoch), is_by_hand=True)
@@ -147,8 +147,13 @@ def batches_taken(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
 
 
-def _trainers_own(iterator: Iterator[Any], trainer: Any) -> Any:
-    """Return the CombinedLoader of the Trainer that iterates; None if it is the user, over a loader that both have."""
+def combined_loader_of(iterator: Iterator[Any], trainer: Any) -> Any:
+    """Return the CombinedLoader of the Trainer that iterates; None if it is the user, over a loader that both have.
+
+    Args:
+        iterator: A pass over a loader.
+        trainer: The Trainer.
+    """
     fit_loop = trainer.fit_loop
     loops = (fit_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     combined_loaders = (loop._combined_loader for loop in loops)

@@ -28,6 +28,7 @@ from lightning_sm.training.strategies.pipeline.evaluation import Evaluation
 from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.gradients import StepGradients, average, clip_by_norm
 from lightning_sm.training.strategies.pipeline.layers import Network, measured_seconds, num_trainable
+from lightning_sm.training.strategies.pipeline.loaders import FollowingLoader
 from lightning_sm.training.strategies.pipeline.placement import Order, Placement, grid
 from lightning_sm.training.strategies.pipeline.rows import num_microbatches, num_rows, rows_of
 from lightning_sm.training.strategies.pipeline.schedules import (
@@ -190,6 +191,22 @@ class PipelineParallelStrategy(DDPStrategy):
             batch = super().batch_to_device(batch, device, dataloader_idx)
         return self._replica.broadcast(batch, 0)
 
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Let only the first rank of a replica fetch batches, if the loader has a length.
+
+        Args:
+            dataloader: A loader of the Trainer's.
+        """
+        trainer = self._module.trainer
+        # Prediction needs the loader on every rank: it tells writers of predictions which samples a batch has.
+        if self._replica.position == 0 or trainer.predicting or not hasattr(dataloader, "__len__"):
+            return dataloader
+        try:
+            len(dataloader)
+        except (TypeError, NotImplementedError):
+            return dataloader
+        return FollowingLoader(dataloader, trainer)
+
     # The model
 
     @property
@@ -213,6 +230,9 @@ class PipelineParallelStrategy(DDPStrategy):
             self._cut_module = module
         # Not DDP's setup, which wraps the model, or copies rank 0's weights to ranks with other stages.
         super(DDPStrategy, self).setup(trainer)
+        if self._replica.position > 0:
+            # The first rank has called the user's hook; what comes here is no batch.
+            module._on_before_batch_transfer = lambda batch, dataloader_idx=0: batch  # type: ignore[method-assign]
         synchronize(module, self._data_group, dist.get_process_group_ranks(self._data_group)[0])
         # Of the norm of all stages' gradients: clip_gradients of module and plugin then work as they are.
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]

@@ -1,0 +1,49 @@
+"""Loaders of ranks that get their batches from the first rank of their replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_sm.data.trainer.position import combined_loader_of
+
+
+class FollowingLoader:
+    """Stands in for a loader, and gives the Trainer's loops as many placeholders, None, as it would give batches.
+
+    ``PipelineParallelStrategy.batch_to_device`` replaces them by the batches of the first rank, which costs nothing to
+    fetch here. Whoever else iterates gets the loader's own batches.
+
+    Args:
+        loader: The loader, which has a length.
+        trainer: The Trainer.
+    """
+
+    def __init__(self, loader: Any, trainer: Any) -> None:
+        self._loader = loader
+        self._trainer = trainer
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return _Pass(self._loader, self._trainer)
+
+    def __getattr__(self, name: str) -> Any:
+        # Dataset, sampler, and state: Lightning and callbacks treat all ranks alike.
+        if name in {"_loader", "_trainer"}:  # not there yet in a copy
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+class _Pass(Iterator[Any]):
+    def __init__(self, loader: Any, trainer: Any) -> None:
+        self._loader = loader
+        self._trainer = trainer
+        self._batches: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            is_trainers = combined_loader_of(self, self._trainer) is not None
+            self._batches = iter([None] * len(self._loader)) if is_trainers else iter(self._loader)
+        return next(self._batches)

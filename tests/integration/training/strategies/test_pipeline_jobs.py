@@ -1,0 +1,104 @@
+"""strategy=pipeline in jobs: with data hosts, interruption, resume and export, and under every launcher."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.emulators import job_dir, local
+from tests.integration.hosts import REPOSITORY, Hosts
+from tests.integration.rank_launchers import NEEDS_MPIRUN, mpirun, torchrun
+
+pytestmark = pytest.mark.processes
+
+TEXT = str(REPOSITORY / "app/train_text.py")
+CONFIG = str(REPOSITORY / "app/configs/transformer.yaml")
+# Plain SGD: AdamW makes steps of size lr of gradients that are rounding noise.
+SGD = ("--optimizer=SGD", "--optimizer.lr=0.1")
+STEPS = 20
+
+
+def train(folder: Path, groups: tuple[str, ...], *options: str) -> str:
+    """Train the app's transformer on an emulated cluster; returns what the job wrote."""
+    arguments = ["fit", "--config", CONFIG, f"--trainer.max_steps={STEPS}", "--trainer.max_epochs=1", *SGD]
+    before, after = (
+        (options[: options.index("--")], options[options.index("--") + 1 :]) if "--" in options else ((), ())
+    )
+    hosts = [word for group in groups for word in ("--group", group)]
+    ended = local(folder, folder, *hosts, *before, "--", TEXT, *arguments, *after, timeout_s=240, OMP_NUM_THREADS="1")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def model_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights in the model directory of rank 0."""
+    (path,) = job_dir(folder).glob("algo-*/model/state_dict.pt")
+    weights: dict[str, torch.Tensor] = torch.load(path)
+    return weights
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A job of two stages on two hosts, fed by a data host, that was interrupted and resumed."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    cluster = "--group trainer=2 --group data=1 --fault interrupt@step=5"
+    return folder, train(folder, cluster, "--trainer.strategy=pipeline")
+
+
+def test_an_interrupted_pipeline_resumes_at_its_step(interrupted: tuple[Path, str]):
+    """Both stages save and resume one checkpoint, and the job ends with all its steps."""
+    _, output = interrupted
+    saved = re.findall(r"(algo-\d) \| Interrupted: step \d+ is saved in \S+/checkpoints/(\S+),", output)
+    assert len(dict(saved)) == 2  # a line for each host
+    assert len(set(dict(saved).values())) == 1
+    assert f"/checkpoints/{saved[0][1]}, the latest valid checkpoint of the job." in output
+    assert f"finished: epochs=1 step={STEPS} " in output
+
+
+def test_the_table_says_which_ranks_have_which_stages(interrupted: tuple[Path, str]):
+    """With hosts, layers and parameters."""
+    _, output = interrupted
+    assert "Pipeline over 2 ranks, 1 replica (cluster), schedule 1f1b, up to 4 microbatches" in output
+    assert re.search(r"\| 0 +0 \(algo-\d\) +network\.embedding to block1 +120,448\n", output)
+    assert re.search(r"\| 1 +1 \(algo-\d\) +network\.block2 to head +116,736\n", output)
+
+
+def test_the_model_directory_has_all_stages(interrupted: tuple[Path, str]):
+    """The exported weights load into the whole model, and its checkpoint is that of one process."""
+    folder, _ = interrupted
+    from app.transformer import TransformerLanguageModel
+
+    (path,) = job_dir(folder).glob("algo-*/model/model.ckpt")
+    model = TransformerLanguageModel.load_from_checkpoint(path, weights_only=False)
+    assert list(model.state_dict()) == list(model_of(folder))
+
+
+@pytest.mark.proof
+def test_the_weights_are_those_of_one_host(interrupted: tuple[Path, str], tmp_path: Path):
+    """The data host gives the stages the batches that it gives one host, each once."""
+    train(tmp_path, "--group trainer=1 --group data=1")
+    alone = model_of(tmp_path)
+    for name, weight in model_of(interrupted[0]).items():
+        torch.testing.assert_close(weight, alone[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=[pytest.mark.mpi, NEEDS_MPIRUN])])
+def test_a_pipeline_trains_under_other_launchers(tmp_path: Path, launcher: str):
+    """Two hosts with two processes each: a replica is a host, and steps are those of two replicas."""
+    hosts = Hosts(tmp_path)
+    python = [sys.executable, TEXT, "fit", "--config", CONFIG, "--trainer.strategy=pipeline", "--trainer.max_steps=3"]
+    command = [*python, "--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.limit_val_batches=2"]
+    if launcher == "torchrun":
+        ended = hosts.run(torchrun(hosts, hosts.names, command, processes=2))
+    else:
+        ended = {"mpirun": mpirun(hosts, hosts.names, command, processes=2)}
+    assert [end.code for end in ended.values()] == [0] * len(ended), ended
+    output = "".join(end.output for end in ended.values())
+    assert "Pipeline over 2 ranks, 2 replicas (cluster)" in output
+    assert "0 (algo-1), 2 (algo-2)" in output
+    assert "finished: epochs=1 step=3 " in output
