@@ -5,18 +5,19 @@ import re
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
 from app.mpi import average
 from tests.integration.emulators import local
-from tests.integration.hosts import REPOSITORY, TIMEOUT_S
-from tests.integration.rank_launchers import MPI_ON_LOOPBACK, NEEDS_MPIRUN
+from tests.integration.hosts import REPOSITORY, TIMEOUT_S, Hosts
+from tests.integration.rank_launchers import MPI_ON_LOOPBACK, NEEDS_MPIRUN, mpirun
 
 PROGRAM = str(average.__file__)
 
 
-def mpirun(processes, *arguments, python_path=()):
+def mpirun_here(processes, *arguments, python_path=()):
     """Run the program on this machine; returns exit code and output."""
     command = [
         *("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"),
@@ -47,11 +48,22 @@ def check_ranks(output, size):
 
 @pytest.mark.mpi
 @NEEDS_MPIRUN
-def test_all_ranks_of_mpirun_have_the_mean(mpi4py):
-    """By MPI's calls."""
-    code, output = mpirun(4, python_path=(mpi4py,))
+def test_all_ranks_of_a_machine_have_the_mean(mpi4py):
+    """By MPI's calls, with the command that the program's help shows."""
+    code, output = mpirun_here(4, python_path=(mpi4py,))
     assert code == 0, output
     check_ranks(output, 4)
+
+
+@pytest.mark.mpi
+@NEEDS_MPIRUN
+def test_all_hosts_of_a_job_have_the_mean(mpi4py):
+    """One rank on each: several with the same loopback address, on hosts with different names, confuse MPI's TCP."""
+    with tempfile.TemporaryDirectory(prefix="mpi") as folder:
+        hosts = Hosts(Path(folder), {"homogeneousCluster": ["algo-1", "algo-2", "algo-3"]})
+        ended = mpirun(hosts, hosts.names, [sys.executable, PROGRAM], python_path=[mpi4py])
+    assert ended.code == 0, ended.output
+    check_ranks(ended.output, 3)
 
 
 @pytest.mark.mpi
@@ -59,7 +71,7 @@ def test_all_ranks_of_mpirun_have_the_mean(mpi4py):
 @NEEDS_MPIRUN
 def test_torch_has_the_same_mean_on_the_ranks_of_mpirun():
     """By the calls of torch.distributed, without mpi4py."""
-    code, output = mpirun(2, "--torch")
+    code, output = mpirun_here(2, "--torch")
     assert code == 0, output
     check_ranks(output, 2)
 
@@ -83,6 +95,6 @@ def test_one_process_is_told_what_starts_more(monkeypatch):
 @NEEDS_MPIRUN
 def test_one_process_of_mpi_is_told_so(mpi4py):
     """MPI gives a process on its own a world of its own."""
-    code, output = mpirun(1, python_path=(mpi4py,))
+    code, output = mpirun_here(1, python_path=(mpi4py,))
     assert code == 1
     assert "needs at least 2 processes, but there is 1. Start it with mpirun." in output
