@@ -22,14 +22,16 @@ SGD = ("--optimizer=SGD", "--optimizer.lr=0.1")
 STEPS = 20
 
 
-def train(folder: Path, groups: tuple[str, ...], *options: str) -> str:
-    """Train the app's transformer on an emulated cluster; returns what the job wrote."""
-    arguments = ["fit", "--config", CONFIG, f"--trainer.max_steps={STEPS}", "--trainer.max_epochs=1", *SGD]
-    before, after = (
-        (options[: options.index("--")], options[options.index("--") + 1 :]) if "--" in options else ((), ())
-    )
-    hosts = [word for group in groups for word in ("--group", group)]
-    ended = local(folder, folder, *hosts, *before, "--", TEXT, *arguments, *after, timeout_s=240, OMP_NUM_THREADS="1")
+def train(folder: Path, cluster: str, *options: str) -> str:
+    """Train the app's transformer on an emulated cluster; returns what the job wrote.
+
+    Args:
+        folder: For the job.
+        cluster: Options of the emulator.
+        options: More options of the script.
+    """
+    arguments = [TEXT, "fit", "--config", CONFIG, f"--trainer.max_steps={STEPS}", "--trainer.max_epochs=1", *SGD]
+    ended = local(folder, folder, *cluster.split(), "--", *arguments, *options, timeout_s=240, OMP_NUM_THREADS="1")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
