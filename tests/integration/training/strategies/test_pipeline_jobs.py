@@ -17,6 +17,7 @@ pytestmark = pytest.mark.processes
 
 TEXT = str(REPOSITORY / "app/train_text.py")
 CONFIG = str(REPOSITORY / "app/configs/transformer.yaml")
+HYBRID = str(REPOSITORY / "app/configs/hybrid.yaml")
 # Plain SGD: AdamW makes steps of size lr of gradients that are rounding noise.
 SGD = ("--optimizer=SGD", "--optimizer.lr=0.1")
 STEPS = 20
@@ -93,7 +94,7 @@ def test_the_weights_are_those_of_one_host(interrupted: tuple[Path, str], tmp_pa
 def test_a_pipeline_trains_under_other_launchers(tmp_path: Path, launcher: str):
     """Two hosts with two processes each: a replica is a host, and steps are those of two replicas."""
     hosts = Hosts(tmp_path)
-    python = [sys.executable, TEXT, "fit", "--config", CONFIG, "--trainer.strategy=pipeline", "--trainer.max_steps=3"]
+    python = [sys.executable, TEXT, "fit", "--config", CONFIG, "--config", HYBRID, "--trainer.max_steps=3"]
     command = [*python, "--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.limit_val_batches=2"]
     if launcher == "torchrun":
         ended = hosts.run(torchrun(hosts, hosts.names, command, processes=2))
