@@ -10,7 +10,8 @@ from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 from app.schedule import with_schedule
@@ -220,21 +221,37 @@ class Head(nn.Module):
 
 def _shard(network: nn.Sequential, mesh: DeviceMesh) -> None:
     """Split the blocks' matrices over the tensor-parallel processes, and all parameters over the data-parallel ones."""
-    split_in, split_out = ColwiseParallel(), RowwiseParallel()
+    if mesh["tensor_parallel"].size() > 1:
+        split_in, split_out, whole = ColwiseParallel(), RowwiseParallel(), _Whole()
+        plan = {
+            "embedding.*": whole,
+            "block*.norm*": whole,
+            "block*.attention.query": split_in,
+            "block*.attention.key": split_in,
+            "block*.attention.value": split_in,
+            "block*.attention.join": split_out,
+            "block*.expand": split_in,
+            "block*.contract": split_out,
+            "head.*": whole,
+        }
+        parallelize_module(network, mesh["tensor_parallel"], plan)
     for layer in network:
-        if isinstance(layer, Block):
-            if mesh["tensor_parallel"].size() > 1:
-                parallelize_module(
-                    layer,
-                    mesh["tensor_parallel"],
-                    {
-                        "attention.query": split_in,
-                        "attention.key": split_in,
-                        "attention.value": split_in,
-                        "attention.join": split_out,
-                        "expand": split_in,
-                        "contract": split_out,
-                    },
-                )
-            fully_shard(layer, mesh=mesh["data_parallel"])
+        fully_shard(layer, mesh=mesh["data_parallel"])
     fully_shard(network, mesh=mesh["data_parallel"])
+
+
+class _Whole(ParallelStyle):
+    """Leaves a layer whole, but on the mesh of the others: gradients are clipped by the norm over all parameters."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # torch's annotations of the two functions lack what they return.
+        return distribute_module(module, device_mesh, None, self._enter, self._leave)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _enter(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:
+        return tuple(DTensor.from_local(one, mesh, [Replicate()]) for one in inputs)
+
+    @staticmethod
+    def _leave(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+        local: Tensor = output.to_local()
+        return local

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_sm._lightning import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Trainer
+from lightning_sm.errors import StrategyError
 
 # Names under which ModelParallelStrategy and FSDPStrategy save the weights.
 _WEIGHTS = ("state_dict", "model")
@@ -29,9 +30,14 @@ def care_for_shards(trainer: Trainer) -> None:
 
     Lightning removes on rank 0 only: the disks of the other hosts would fill. And if a host is taken away while a
     checkpoint such as last.ckpt is overwritten, its shards are of two steps, which nobody could tell.
+
+    Raises:
+        StrategyError: The strategy cannot restore the optimizer from its own shards.
     """
     strategy: Any = trainer.strategy
     if isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)):
+        if isinstance(trainer.strategy, FSDPStrategy):
+            _refuse_shards_of_replicas(strategy)
         strategy.save_checkpoint = partial(_save_afresh, strategy, strategy.save_checkpoint)
         strategy.remove_checkpoint = partial(_remove_on_each_host, strategy)
 
@@ -139,6 +145,17 @@ def _fetch(strategy: Any, file: Path, offset: int, length: int, holder: int) -> 
 
 def _bytes(piece: Tensor) -> bytes:
     return piece.cpu().numpy().tobytes()
+
+
+def _refuse_shards_of_replicas(strategy: Any) -> None:
+    # torch's load_sharded_optimizer_state_dict, which Lightning calls, deals the state out to all ranks, whatever group
+    # shards the model: a resumed run had other momenta than the interrupted one, without an error.
+    if strategy._state_dict_type == "sharded" and "HYBRID" in strategy.sharding_strategy.name:
+        raise StrategyError(
+            f"FSDPStrategy with sharding_strategy={strategy.sharding_strategy.name} restores a wrong state of the "
+            "optimizer from a checkpoint with state_dict_type=sharded. Set state_dict_type=full, or use "
+            "ModelParallelStrategy with a mesh of replicas and shards for fully_shard."
+        )
 
 
 def _save_afresh(

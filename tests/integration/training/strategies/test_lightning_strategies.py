@@ -3,12 +3,17 @@
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from app.transformer import TransformerLanguageModel
-from tests.integration.hosts import REPOSITORY
+from lightning_sm.errors import StrategyError
+from tests.integration.hosts import REPOSITORY, Hosts
+from tests.integration.rank_launchers import NEEDS_MPIRUN, mpirun, torchrun
 
 pytestmark = pytest.mark.processes
 
@@ -16,36 +21,43 @@ TIMEOUT_S = 240
 SHAPE = {"width": 32, "num_blocks": 2, "num_heads": 2}
 # Of two ranks with 4 windows each, or of one with 8: the same windows in each step.
 ROWS_PER_STEP = 8
-MODEL_PARALLEL = "ModelParallelStrategy"
-FSDP = "tests.fakes.fsdp_on_cpu.FSDPOnCPU"
+
+
+def script_arguments(batch_size, num_batches=400):
+    """The arguments of app/train_text.py: a small model and plain SGD, whose sums differ by rounding only."""
+    return [
+        *("fit", "--config", str(REPOSITORY / "app/configs/transformer.yaml")),
+        *("--trainer.max_epochs=1", f"--trainer.limit_train_batches={num_batches}", "--trainer.limit_val_batches=2"),
+        *("--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_model_summary=false"),
+        *("--data.context=32", f"--data.batch_size={batch_size}"),
+        *(f"--model.{name}={value}" for name, value in SHAPE.items()),
+        *("--optimizer=SGD", "--optimizer.lr=0.1", "--optimizer.momentum=0.9"),
+    ]
+
+
+def model_parallel(data, tensor):
+    """The flags of ModelParallelStrategy."""
+    sizes = [f"--trainer.strategy.data_parallel_size={data}", f"--trainer.strategy.tensor_parallel_size={tensor}"]
+    # Too high to change anything, but all norms are added up.
+    return ["--trainer.strategy=ModelParallelStrategy", *sizes, "--trainer.gradient_clip_val=1000"]
+
+
+def fsdp(**settings):
+    """The flags of FSDP on CPUs."""
+    given = [f"--trainer.strategy.{name}={value}" for name, value in settings.items()]
+    return ["--trainer.strategy=tests.fakes.fsdp_on_cpu.FSDPOnCPU", *given]
 
 
 def run_job(folder, devices, batch_size, *strategy):
     """Train the language model on two hosts, interrupted on the way; returns all lines."""
     command = [
-        *(
-            sys.executable,
-            "-m",
-            "lightning_sm",
-            "local",
-            "--group",
-            "trainer=2",
-            "--fault",
-            "interrupt@step=20,skew=0.2",
-        ),
-        *("--base-dir", folder / "jobs", "--checkpoints", folder / "checkpoints"),
-        *("--env", "OMP_NUM_THREADS=1", "--env", f"PYTHONPATH={REPOSITORY}", "--"),
-        *("app/train_text.py", "fit", "--config", "app/configs/transformer.yaml", f"--trainer.devices={devices}"),
-        *("--trainer.max_epochs=1", "--trainer.limit_train_batches=400", "--trainer.limit_val_batches=2"),
-        *("--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_model_summary=false"),
-        *("--data.context=32", f"--data.batch_size={batch_size}"),
-        *(f"--model.{name}={value}" for name, value in SHAPE.items()),
-        *("--optimizer=SGD", "--optimizer.lr=0.1", "--optimizer.momentum=0.9"),
-        *strategy,
+        *(sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2", "--devices", str(devices)),
+        *("--fault", "interrupt@step=20,skew=0.2"),
+        *("--base-dir", str(folder / "jobs"), "--checkpoints", str(folder / "checkpoints")),
+        *("--env", "OMP_NUM_THREADS=1", "--env", f"PYTHONPATH={REPOSITORY}"),
+        *("--", "app/train_text.py", *script_arguments(batch_size), *strategy),
     ]
-    ended = subprocess.run(
-        list(map(str, command)), cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
-    )
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     output = ended.stdout + ended.stderr
     assert ended.returncode == 0, output
     return output
@@ -84,37 +96,35 @@ def test_ddp(ddp):
 
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(
-    ("devices", "batch_size", "strategy", "settings"),
+    ("devices", "batch_size", "strategy"),
     [
-        pytest.param(1, 4, MODEL_PARALLEL, {"data_parallel_size": 2, "tensor_parallel_size": 1}, id="FSDP2"),
-        pytest.param(1, 8, MODEL_PARALLEL, {"data_parallel_size": 1, "tensor_parallel_size": 2}, id="tensor parallel"),
-        pytest.param(2, 4, MODEL_PARALLEL, {"data_parallel_size": 2, "tensor_parallel_size": 2}, id="2-D"),
-        pytest.param(1, 4, FSDP, {"state_dict_type": "sharded"}, id="FSDP, sharded"),
-        pytest.param(1, 4, FSDP, {"state_dict_type": "full"}, id="FSDP, one file"),
+        pytest.param(1, 4, model_parallel(2, 1), id="FSDP2"),
+        pytest.param(1, 8, model_parallel(1, 2), id="tensor parallel"),
+        pytest.param(2, 4, model_parallel(2, 2), id="2-D"),
+        pytest.param(1, 4, fsdp(state_dict_type="sharded"), id="FSDP"),
+        pytest.param(1, 4, fsdp(state_dict_type="full"), id="FSDP, one file"),
         pytest.param(
             2,
             2,
-            FSDP,
-            {"state_dict_type": "sharded", "sharding_strategy": "HYBRID_SHARD", "device_mesh": [2, 2]},
+            fsdp(
+                state_dict_type="full",
+                sharding_strategy="HYBRID_SHARD",
+                device_mesh=[2, 2],
+                auto_wrap_policy=["app.transformer.Block"],
+            ),
             id="FSDP, hybrid",
         ),
     ],
 )
-def test_a_sharded_model(tmp_path, ddp, devices, batch_size, strategy, settings):
+def test_a_sharded_model(tmp_path, ddp, devices, batch_size, strategy):
     """Interrupted and resumed from shards of all ranks, it exports the weights of DDP as one plain state_dict."""
-    arguments = [f"--trainer.strategy={strategy}"]
-    arguments += [f"--trainer.strategy.{name}={value}" for name, value in settings.items()]
-    output = run_job(tmp_path, devices, batch_size, *arguments)
+    output = run_job(tmp_path, devices, batch_size, *strategy)
     checkpoint = check_interruption(tmp_path, output)
-    if settings.get("state_dict_type") == "full":
+    if "--trainer.strategy.state_dict_type=full" in strategy:
         assert checkpoint.is_file()
     else:
         shards = {f"__{rank}_0.distcp" for rank in range(2 * devices)}
-        written = {path.name for path in checkpoint.iterdir()}
-        assert written - shards == {".metadata", "meta.pt"}
-        # A rank may have nothing that another one has not: replicas of a hybrid share what they write.
-        assert "__0_0.distcp" in written
-        assert strategy == FSDP or shards <= written
+        assert {path.name for path in checkpoint.iterdir()} == {".metadata", "meta.pt", *shards}
     expected = plain_weights(ddp[0])
     weights = plain_weights(tmp_path)
     assert weights.keys() == expected.keys()
@@ -122,3 +132,45 @@ def test_a_sharded_model(tmp_path, ddp, devices, batch_size, strategy, settings)
         torch.testing.assert_close(
             weights[name], value, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+@pytest.mark.proof
+@pytest.mark.mpi
+@NEEDS_MPIRUN
+def test_the_ranks_may_come_from_another_launcher():
+    """FSDP2 under torchrun and tensor parallelism under mpirun come to the same weights on two hosts."""
+    found = []
+    for batch_size, sizes in ((4, (2, 1)), (8, (1, 2))):
+        with tempfile.TemporaryDirectory(prefix="ranks") as folder:
+            hosts = Hosts(Path(folder))
+            arguments = [*script_arguments(batch_size, num_batches=50), *model_parallel(*sizes)]
+            command = [sys.executable, str(REPOSITORY / "app" / "train_text.py"), *arguments]
+            if sizes == (2, 1):
+                ended = hosts.run(torchrun(hosts, hosts.names, command, processes=1))
+            else:
+                ended = {"mpirun": mpirun(hosts, hosts.names, command)}
+            assert {name: end.code for name, end in ended.items()} == dict.fromkeys(ended, 0)
+            (path,) = hosts.folder.glob("algo-*/model/state_dict.pt")
+            found.append(torch.load(path, weights_only=True))
+    sharded, tensor_parallel = found
+    torch.testing.assert_close(sharded, tensor_parallel, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "needs"),
+    [
+        ("fsdp", "requires a GPU accelerator, but received `accelerator='cpu'`"),
+        ("deepspeed", "have DeepSpeed installed"),
+    ],
+)
+def test_what_is_missing_is_said_when_the_trainer_is_made(host, strategy, needs):
+    """A GPU, or a package: before anything is trained, and with the words of Lightning."""
+    with pytest.raises((ValueError, MisconfigurationException), match=needs):
+        host.make("--trainer.accelerator=cpu", f"--trainer.strategy={strategy}")
+
+
+def test_shards_that_restore_a_wrong_optimizer_are_refused(host):
+    """A hybrid of FSDP cannot resume from its own shards: the error says so at the start, and what can."""
+    strategy = fsdp(state_dict_type="sharded", sharding_strategy="HYBRID_SHARD", device_mesh=[1, 1])
+    with pytest.raises(StrategyError, match=r"HYBRID_SHARD restores a wrong state .* Set state_dict_type=full, or use"):
+        host.make("--trainer.accelerator=cpu", *strategy)
