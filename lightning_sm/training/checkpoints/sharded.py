@@ -170,4 +170,7 @@ def _save_afresh(
 
 def _remove_on_each_host(strategy: Any, filepath: Any) -> None:
     if strategy.is_global_zero or (strategy.local_rank == 0 and os.path.isdir(filepath)):
-        strategy.checkpoint_io.remove_checkpoint(filepath)
+        try:
+            strategy.checkpoint_io.remove_checkpoint(filepath)
+        except FileNotFoundError:  # another host shares the folder, and is removing it, too
+            remove_folder(filepath)

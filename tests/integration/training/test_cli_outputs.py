@@ -61,6 +61,15 @@ class FolderIO(TorchCheckpointIO):
         super().save_checkpoint(checkpoint, Path(path) / "part.pt", storage_options)
 
 
+class DeepSpeedIO(TorchCheckpointIO):
+    """Writes a checkpoint as a folder with the names of DeepSpeed's files."""
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        """Write the file of rank 0, and what names its subfolder."""
+        super().save_checkpoint(checkpoint, Path(path) / "checkpoint" / "mp_rank_00_model_states.pt", storage_options)
+        (Path(path) / "latest").write_text("checkpoint")
+
+
 class TestModel:
     """The best model is exported once, at the end of fit."""
 
@@ -183,6 +192,14 @@ class TestModel:
         fit(host, *argument, trainer_defaults={"plugins": [FolderIO()]}, save_config_callback=None)
         assert files_in(host.model_dir) == {"model.ckpt/part.pt", "config.yaml"}
         assert "pytorch_lightning.utilities.consolidate_checkpoint" in caplog.text
+
+    def test_a_deepspeed_checkpoint_is_exported_with_its_subfolder(self, host, caplog):
+        """All its files, with the command that makes plain weights of them."""
+        caplog.set_level("INFO", "lightning_sm")
+        fit(host, trainer_defaults={"plugins": [DeepSpeedIO()]}, save_config_callback=None)
+        files = {"model.ckpt/latest", "model.ckpt/checkpoint/mp_rank_00_model_states.pt", "config.yaml"}
+        assert files_in(host.model_dir) == files
+        assert "run `python model.ckpt/zero_to_fp32.py model.ckpt weights`" in caplog.text
 
     def test_a_fast_dev_run_passes(self, host):
         """A dry run goes the whole way: the model directory can be written."""
