@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_sm._lightning import LightningModule
+from lightning_sm._lightning import LightningModule, rank_zero_only
 from lightning_sm.errors import StrategyError
 
 logger = logging.getLogger(__name__)
 
+# Not by every rank.
+_warn_once = rank_zero_only(logger.warning)
 _LAYERS = "pipeline_layers"
 _TRIALS = 3
 
@@ -73,7 +75,7 @@ class Network:
                 f"{self.name}, so that no stage would train them. Make them part of {self.name}'s layers."
             )
         if any(isinstance(child, nn.modules.batchnorm._BatchNorm) for child in self.module.modules()):
-            logger.warning(
+            _warn_once(
                 "%s has BatchNorm layers. In a pipeline their statistics are those of single microbatches, not of "
                 "the batch of a process; GroupNorm and LayerNorm do not depend on it.",
                 self.name,

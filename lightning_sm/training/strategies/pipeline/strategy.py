@@ -426,7 +426,7 @@ class PipelineParallelStrategy(DDPStrategy):
                 "" if microbatches == 1 else "es",
                 rows // microbatches,
             )
-        if microbatches < num_stages:
+        elif microbatches < num_stages:
             logger.warning(
                 "%d microbatch%s for %d stages: ranks wait for each other most of the time. Use num_microbatches of "
                 "%d or more.",

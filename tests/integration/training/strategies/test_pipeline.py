@@ -57,6 +57,7 @@ ALONE = {
     "one-transformer": Fit(model="transformer"),
 }
 TWO = {
+    "data 2": Fit(),
     "pipeline 2": Fit({}),
     "pipeline 2, again": Fit({}),
     "interleaved": Fit({"schedule": "interleaved", "chunks": 2}),
@@ -75,6 +76,7 @@ FOUR = {
 }
 # What must agree with which fit of one process.
 SAME = {
+    "data 2": "one",
     "pipeline 2": "one",
     "interleaved": "one",
     "odd": "one-odd",

@@ -1,0 +1,213 @@
+"""The pipeline strategy: share of a step in which ranks wait for each other, and memory of each rank.
+
+bubble  Steps of our ScheduleRunner over p ranks, in which layers sleep instead of computing: 40 ms for the forward pass
+        of a microbatch over all stages of a rank, 80 ms for the backward pass. Idle is 1 - p x compute of a rank /
+        duration of the step. Theory for one process after the other: (p - 1) / (v m + p - 1), with v stages on each
+        rank and m microbatches. Zero-bubble schedules split the backward pass to get below it.
+memory  Largest resident memory of a process in 5 steps of the app's transformer with AdamW, above that before the model
+        is built: one process, and each rank of a pipeline.
+
+    python benchmarks/pipeline.py bubble --rounds 3
+    python benchmarks/pipeline.py memory --rounds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import platform
+import resource
+import socket
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.queues import Queue
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import Tensor, nn
+
+FORWARD_S = 0.04
+BUBBLE = [
+    (schedule, p, m)
+    for p in (2, 4)
+    for m in (4, 8)
+    for schedule in ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv")
+]
+MEMORY = {
+    "one process": (1, {}),
+    "gpipe": (4, {"schedule": "gpipe", "num_microbatches": 8}),
+    "1f1b": (4, {"schedule": "1f1b", "num_microbatches": 8}),
+    "interleaved": (4, {"schedule": "interleaved", "num_microbatches": 8}),
+}
+_TIMEOUT_S = 300
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: float, back: float) -> Tensor:
+        ctx.back = back
+        time.sleep(there)  # noqa: TID251  # stands in for compute
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.back)  # noqa: TID251
+        return grad, None, None
+
+
+class SleepingLayer(nn.Module):
+    """A layer that sleeps once forward, and twice backward.
+
+    For the gradient of its input and for that of its weight it has a node each: zero-bubble schedules run a node that
+    computes both twice.
+
+    Args:
+        seconds: Of each.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return something of the shape of the input, (B, 4) float32."""
+        slept: Tensor = _Sleep.apply(x, self.seconds, self.seconds) + _Sleep.apply(self.weight, 0.0, self.seconds)
+        return slept
+
+
+def bubble(rank: int, p: int, schedule: str, m: int) -> float | None:
+    """Return the idle share of a step, on rank 0."""
+    from lightning_sm.training.strategies.pipeline.placement import Placement
+    from lightning_sm.training.strategies.pipeline.schedules import SCHEDULES, ScheduleRunner, chunks_of
+
+    v = chunks_of(schedule, None)
+    placement = Placement(p, 1, chunks=v, is_v_shaped=SCHEDULES[schedule].is_v_shaped)
+    stages = {stage: SleepingLayer(FORWARD_S / v) for stage in placement.stages(rank)}
+    world: Any = dist.group.WORLD
+    runner = ScheduleRunner(
+        stages, placement, world, torch.device("cpu"), schedule, lambda output, i: (output - i).square().mean()
+    )
+    x = torch.ones(m, 4)
+    inputs = (x,) if 0 in stages else ()
+    runner.step(inputs, m, None)  # finds out shapes
+    dist.barrier()
+    began = time.perf_counter()
+    steps = 2
+    for _ in range(steps):
+        runner.step(inputs, m, None)
+    dist.barrier()
+    took = (time.perf_counter() - began) / steps
+    # The first stage computes no gradient of its input; the others' compute is what a rank could be busy with.
+    busy = p * 3 * FORWARD_S * m - FORWARD_S / v * m
+    return 1 - busy / (p * took) if rank == 0 else None
+
+
+def memory(rank: int, p: int, strategy: dict[str, Any]) -> float:
+    """Return the largest resident memory above that before the model, in MB."""
+    import pytorch_lightning as pl
+    from pytorch_lightning.plugins.environments import LightningEnvironment
+
+    from app.transformer import TransformerLanguageModel
+    from lightning_sm import PipelineParallelStrategy
+
+    class Processes(LightningEnvironment):
+        creates_processes_externally = True
+
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
+    tokens = torch.randint(0, 256, (80, 129))
+    data = torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=p,
+        strategy=PipelineParallelStrategy(**strategy) if p > 1 else "auto",
+        plugins=[Processes()] if p > 1 else None,
+        max_steps=5,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    before = _peak_mb()
+    model = TransformerLanguageModel(256, 128, width=384, num_blocks=14, num_heads=6)
+    trainer.fit(model, torch.utils.data.DataLoader(data, 16))
+    return _peak_mb() - before
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _process(  # noqa: PLR0917
+    rank: int, p: int, port: int, results: Queue[Any], run: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if run is bubble:
+        dist.init_process_group("gloo", rank=rank, world_size=p)
+    results.put((rank, run(rank, p, *arguments)))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def in_processes(p: int, run: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Run a measurement in p new processes, and return the result of each rank."""
+    context = multiprocessing.get_context("spawn")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    results: Queue[Any] = context.Queue()
+    processes = [context.Process(target=_process, args=(rank, p, port, results, run, arguments)) for rank in range(p)]
+    for process in processes:
+        process.start()
+    try:
+        found = dict(results.get(timeout=_TIMEOUT_S) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(_TIMEOUT_S)
+            process.kill()
+    return [found[rank] for rank in range(p)]
+
+
+def _spread(values: list[float], digits: str) -> str:
+    return f"{median(values):{digits}} ({min(values):{digits}}-{max(values):{digits}})"
+
+
+def main() -> None:
+    """Measure in turn, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiment", choices=("bubble", "memory"))
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    sys.stdout.write(f"{os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}\n")
+    if options.experiment == "bubble":
+        shares: dict[Any, list[float]] = {case: [] for case in BUBBLE}
+        for _ in range(options.rounds):
+            for schedule, p, m in BUBBLE:
+                shares[schedule, p, m].append(in_processes(p, bubble, schedule, m)[0])
+        rows = []
+        for (schedule, p, m), idle in shares.items():
+            v = 1 if schedule in ("gpipe", "1f1b") else 2
+            rows.append((schedule, p, m, v, f"{(p - 1) / (v * m + p - 1):.3f}", _spread(idle, ".3f")))
+        headers = ["schedule", "ranks", "microbatches", "stages/rank", "theory", "idle"]
+    else:
+        peaks: dict[str, list[list[float]]] = {name: [] for name in MEMORY}
+        for _ in range(options.rounds):
+            for name, (p, strategy) in MEMORY.items():
+                peaks[name].append(in_processes(p, memory, strategy))
+        (alone,) = zip(*peaks["one process"], strict=True)
+        rows = []
+        for name, rounds in peaks.items():
+            ranks = [median(values) for values in zip(*rounds, strict=True)]
+            shown = ", ".join(f"{value:.0f}" for value in ranks)
+            rows.append((name, len(ranks), shown, f"{max(ranks) / median(alone):.2f}"))
+        headers = ["", "ranks", "MB of each rank (median)", "largest / one process"]
+    sys.stdout.write(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
