@@ -184,6 +184,17 @@ def test_what_it_has_just_saved_is_kept(tmp_path, names):
     assert kept == {*names, "interrupted-epoch=0-step=2.ckpt"}
 
 
+def test_each_host_removes_its_own_shards(tmp_path, monkeypatch):
+    """Also where another host has rank 0: each has the shards of its own ranks."""
+    monkeypatch.setattr(Trainer, "is_global_zero", property(lambda _: False))
+    older = [tmp_path / f"interrupted-epoch=0-step={step}.ckpt" for step in (0, 1)]
+    for folder in older:
+        folder.mkdir()
+        (folder / "__8_0.distcp").touch()
+    assert is_interrupted(tmp_path, Model(), Interrupt("on_train_batch_end", 2))
+    assert [folder.exists() for folder in older] == [False, True]
+
+
 def test_an_asynchronous_checkpoint_is_complete_before_the_training_leaves(tmp_path):
     """The process does not leave while a thread writes."""
     assert is_interrupted(tmp_path, Model(), Interrupt("on_train_batch_start", 3), plugins=[AsyncCheckpointIO()])
