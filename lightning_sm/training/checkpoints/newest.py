@@ -57,16 +57,15 @@ def newest_checkpoint(
 ) -> Path | None:
     """Find the valid checkpoint with the most progress.
 
-    Looks at files and folders named ``*.ckpt`` at any depth, except hidden ones: files, and folders of
-    torch.distributed.checkpoint and DeepSpeed. Hosts with the same files find the
-    same checkpoint. Logs a warning for each invalid one that may have more progress.
+    Looks at what is named ``*.ckpt`` at any depth, except hidden: files, and folders of torch.distributed.checkpoint
+    and DeepSpeed. Hosts with the same files find the same checkpoint. Logs a warning for each invalid one that may have
+    more progress.
 
     Args:
         folder: The checkpoint folder; it need not exist.
         job: The current job. Checkpoints of another job with another S3 address, which a warm pool may leave behind,
             are invalid. None accepts checkpoints of any job.
-        load: ``load_checkpoint`` of a ``CheckpointIO``, for formats other than those of Lightning and
-            torch.distributed.checkpoint.
+        load: ``load_checkpoint`` of a ``CheckpointIO``, for other formats.
         fit: Which of the script's fits is to resume; checkpoints of another fit are invalid. None accepts all.
         is_own: Whether to accept only checkpoints of ``job`` itself, from an earlier attempt.
 

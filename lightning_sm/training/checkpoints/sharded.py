@@ -23,10 +23,12 @@ from lightning_sm.errors import StrategyError
 # Names under which ModelParallelStrategy and FSDPStrategy save the weights.
 _WEIGHTS = ("state_dict", "model")
 _INDEX = ".metadata"
+# Without these a checkpoint is incomplete: of torch.distributed.checkpoint, of Lightning, of DeepSpeed.
+_WRITTEN_LAST = (_INDEX, "meta.pt", "latest")
 
 
 def care_for_shards(trainer: Trainer) -> None:
-    """Let a sharded strategy remove checkpoints on every host, and never write into an old one.
+    """Let a sharded strategy remove checkpoints on every host, and make an old one invalid before it is overwritten.
 
     Lightning removes on rank 0 only: the disks of the other hosts would fill. And if a host is taken away while a
     checkpoint such as last.ckpt is overwritten, its shards are of two steps, which nobody could tell.
@@ -163,7 +165,8 @@ def _save_afresh(
 ) -> None:
     path = strategy.broadcast(filepath)
     if strategy.local_rank == 0 and os.path.isdir(path):
-        remove_folder(path)
+        for name in _WRITTEN_LAST:
+            Path(path, name).unlink(missing_ok=True)
     strategy.barrier("lightning_sm.save_afresh")
     save(checkpoint, path, storage_options)
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are folders, on a host with its own part of them: removed there, too, and never written into."""
+"""Folders of shards, of which each host has a part: removed there, too, and invalid while they are overwritten."""
 
 import pytest
 from pytorch_lightning import Trainer
@@ -73,13 +73,16 @@ def test_hosts_that_share_the_folder_remove_it_together(tmp_path, strategy_of, g
 
 
 @pytest.mark.parametrize("global_rank", [0, 8])
-def test_shards_of_two_steps_never_lie_in_one_folder(tmp_path, strategy_of, monkeypatch, global_rank):
-    """An old checkpoint of the name is gone on each host before the first shard of the new one is written."""
-    seen = []
-    monkeypatch.setattr(
-        ModelParallelStrategy, "save_checkpoint", lambda _, checkpoint, path, options: seen.append((checkpoint, path))
-    )
+@pytest.mark.parametrize("name", [".metadata", "meta.pt", "latest"])
+def test_shards_of_two_steps_are_never_valid(tmp_path, strategy_of, monkeypatch, global_rank, name):
+    """What completes an old checkpoint is gone on each host before the first shard is overwritten; no other file is."""
     last = sharded(tmp_path, "last.ckpt")
+    (last / name).touch()
+    seen = []
+
+    def save(_, checkpoint, path, storage_options):
+        seen.append((checkpoint, [file.name for file in last.iterdir()]))
+
+    monkeypatch.setattr(ModelParallelStrategy, "save_checkpoint", save)
     strategy_of(global_rank, 0).save_checkpoint({"global_step": 2}, str(last))
-    assert seen == [({"global_step": 2}, str(last))]
-    assert not last.exists()
+    assert seen == [({"global_step": 2}, ["__8_0.distcp"])]
