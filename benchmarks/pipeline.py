@@ -1,7 +1,7 @@
 """The pipeline strategy: share of a step in which ranks wait for each other, and memory of each rank.
 
 bubble  Steps of our ScheduleRunner over p ranks, in which layers sleep instead of computing: 40 ms for the forward pass
-        of a microbatch over all stages of a rank, 80 ms for the backward pass. Idle is 1 - p x compute of a rank /
+        of a microbatch over all stages of a rank, 80 ms for the backward pass. Idle is 1 - compute of a rank /
         duration of the step. Theory for one process after the other: (p - 1) / (v m + p - 1), with v stages on each
         rank and m microbatches. Zero-bubble schedules split the backward pass to get below it.
 memory  Largest resident memory of a process in 5 steps of the app's transformer with AdamW, above that before the model
@@ -68,16 +68,21 @@ class SleepingLayer(nn.Module):
 
     Args:
         seconds: Of each.
+        is_first: Of the network: it computes no gradient of its input, and sleeps as long for that of its weight, so
+            that all stages take the same time.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, *, is_first: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
         self.seconds = seconds
+        self.weight_seconds = 2 * seconds if is_first else seconds
 
     def forward(self, x: Tensor) -> Tensor:
         """Return something of the shape of the input, (B, 4) float32."""
-        slept: Tensor = _Sleep.apply(x, self.seconds, self.seconds) + _Sleep.apply(self.weight, 0.0, self.seconds)
+        slept: Tensor = _Sleep.apply(x, self.seconds, self.seconds) + _Sleep.apply(
+            self.weight, 0.0, self.weight_seconds
+        )
         return slept
 
 
@@ -88,7 +93,7 @@ def bubble(rank: int, p: int, schedule: str, m: int) -> float | None:
 
     v = chunks_of(schedule, None)
     placement = Placement(p, 1, chunks=v, is_v_shaped=SCHEDULES[schedule].is_v_shaped)
-    stages = {stage: SleepingLayer(FORWARD_S / v) for stage in placement.stages(rank)}
+    stages = {stage: SleepingLayer(FORWARD_S / v, is_first=stage == 0) for stage in placement.stages(rank)}
     world: Any = dist.group.WORLD
     runner = ScheduleRunner(
         stages, placement, world, torch.device("cpu"), schedule, lambda output, i: (output - i).square().mean()
@@ -103,9 +108,7 @@ def bubble(rank: int, p: int, schedule: str, m: int) -> float | None:
         runner.step(inputs, m, None)
     dist.barrier()
     took = (time.perf_counter() - began) / steps
-    # The first stage computes no gradient of its input; the others' compute is what a rank could be busy with.
-    busy = p * 3 * FORWARD_S * m - FORWARD_S / v * m
-    return 1 - busy / (p * took) if rank == 0 else None
+    return 1 - 3 * FORWARD_S * m / took if rank == 0 else None
 
 
 def memory(rank: int, p: int, strategy: dict[str, Any]) -> float:

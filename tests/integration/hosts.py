@@ -136,11 +136,14 @@ def check_rank_variables(seen: Iterable[Mapping[str, Any]], devices: int) -> Non
         assert rank["variables"] == {name: str(number) for name, number in place.items()}
 
 
-def run_together(commands: Mapping[str, tuple[Sequence[str], Mapping[str, str]]]) -> dict[str, Ended]:
+def run_together(
+    commands: Mapping[str, tuple[Sequence[str], Mapping[str, str]]], timeout_s: float = TIMEOUT_S
+) -> dict[str, Ended]:
     """Run commands side by side, and kill what is left of all when one fails or the time is over.
 
     Args:
         commands: Command and environment by name.
+        timeout_s: Seconds for all of them.
     """
     started, processes, outputs = time.monotonic(), {}, {}
     ends: queue.Queue[tuple[str, int, float]] = queue.Queue()
@@ -159,10 +162,10 @@ def run_together(commands: Mapping[str, tuple[Sequence[str], Mapping[str, str]]]
             outputs[name] = bytearray()
             threading.Thread(target=_read, args=(process, name, outputs[name], ends), daemon=True).start()
         while len(codes) < len(commands) and not any(code for code, _ in codes.values()):
-            name, code, ended = ends.get(timeout=max(0.0, started + TIMEOUT_S - time.monotonic()))
+            name, code, ended = ends.get(timeout=max(0.0, started + timeout_s - time.monotonic()))
             codes[name] = code, ended - started
     except queue.Empty:
-        raise AssertionError(f"not within {TIMEOUT_S} s: {sorted(set(commands) - set(codes))}") from None
+        raise AssertionError(f"not within {timeout_s} s: {sorted(set(commands) - set(codes))}") from None
     finally:
         _end(processes.values())
         # pytest shows it when the test fails.

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves
 
 from lightning_sm._lightning import (
@@ -41,6 +42,7 @@ from lightning_sm.training.strategies.pipeline.steps import UserSteps
 
 logger = logging.getLogger(__name__)
 
+_OLDEST_TORCH = "2.14"
 _TIMEOUT = timedelta(minutes=30)  # torch's and Lightning's default
 
 
@@ -87,6 +89,11 @@ class PipelineParallelStrategy(DDPStrategy):
         timeout: timedelta | None = _TIMEOUT,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        if TorchVersion(torch.__version__) < _OLDEST_TORCH:
+            raise StrategyError(
+                f"strategy=pipeline needs torch {_OLDEST_TORCH} or newer, and this is {torch.__version__}. With torch "
+                "2.6 the first step hangs, and the versions between were not tried. Update torch, or use strategy=fsdp."
+            )
         if num_microbatches < 1:
             raise StrategyError(f"num_microbatches={num_microbatches} is not at least 1.")
         if placement not in ("cluster", "spread"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,13 +107,14 @@ class _Losses:
     """Keeps the losses of the app's models, which are as they are in the app but for the optimizer."""
 
     losses: list[float]
+    sgd_lr = 0.05
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = self.trainer.strategy.reduce(outputs["loss"].clone())  # type: ignore[attr-defined]
         self.losses.append(float(loss))
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)  # type: ignore[attr-defined]
+        return torch.optim.SGD(self.parameters(), lr=self.sgd_lr, momentum=0.9)  # type: ignore[attr-defined]
 
 
 class AppTransformer(_Losses, TransformerLanguageModel):
@@ -124,6 +127,9 @@ class AppTransformer(_Losses, TransformerLanguageModel):
 
 class AppResNet(_Losses, ResNet18Classifier):
     """The app's ResNet-18 with group normalization and SGD."""
+
+    # On random images, larger steps multiply the rounding errors of float32 by 10,000.
+    sgd_lr = 1e-3
 
     def __init__(self) -> None:
         super().__init__(num_classes=CLASSES, norm="group")
@@ -179,21 +185,27 @@ class _Processes(LightningEnvironment):
         return True
 
 
-def run(rank: int, world_size: int, port: int, fits: Mapping[str, Fit], folder: str) -> None:
-    """Run fits one after the other, as one of several processes; what a rank has seen goes to a file for each fit.
+def command(rank: int, world_size: int, port: int, folder: Path) -> list[str]:
+    """The command of one of several processes that run the fits in ``folder/fits`` one after the other.
+
+    What a rank has seen goes to a file for each fit.
 
     Args:
-        rank: This process's.
+        rank: The process's.
         world_size: Number of processes.
         port: On which rank 0 listens.
-        fits: The fits by name.
-        folder: For files of results, ``NAME.RANK``, and checkpoints, ``NAME.ckpt``.
+        folder: Also for files of results, ``NAME.RANK``, and checkpoints, ``NAME.ckpt``.
     """
+    return [sys.executable, "-m", __name__, str(rank), str(world_size), str(port), str(folder)]
+
+
+def _main(rank: int, world_size: int, port: str, folder: Path) -> None:
+    fits = {name: Fit(**fit) for name, fit in json.loads((folder / "fits").read_text()).items()}
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), NODE_RANK="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_RANK=str(rank), NODE_RANK="0")
     for name, fit in fits.items():
-        torch.save(_run(fit, world_size, Path(folder), name), f"{folder}/{name}.{rank}")
+        torch.save(_run(fit, world_size, folder, name), folder / f"{name}.{rank}")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -246,3 +258,7 @@ class _Loaders(pl.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self._data(22, 5), 10)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))

@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import json
+import os
 import socket
-import time
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.integration.training.strategies.pipeline_runs import ROWS, Fit, run
+from tests.integration.hosts import run_together
+from tests.integration.training.strategies.pipeline_runs import ROWS, Fit, command
 
 pytestmark = pytest.mark.processes
 
 # float32 on gloo; losses and metrics are means of other sums than those of one process.
 TOLERANCE = 1e-6
-TIMEOUT_S = 300.0
+TIMEOUT_S = 240.0
+
+# In float32 the ResNet multiplies rounding errors by ten in two steps: 20 steps in float64, 5 in float32.
+DOUBLE = {"precision": "64-true"}
+SHORT = {"max_steps": 5}
 
 Seen = Mapping[str, list[dict[str, Any]]]
 
 
 def ranks_of(folder: Path, world_size: int, fits: Mapping[str, Fit]) -> Seen:
     """Run fits in new processes; returns what each rank of each fit saw."""
-    context = multiprocessing.get_context("spawn")
+    (folder / "fits").write_text(json.dumps({name: asdict(fit) for name, fit in fits.items()}))
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    processes = [
-        context.Process(target=run, args=(rank, world_size, port, fits, str(folder))) for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        deadline = time.monotonic() + TIMEOUT_S
-        for rank, process in enumerate(processes):
-            process.join(max(0.0, deadline - time.monotonic()))
-            assert process.exitcode == 0, f"rank {rank} of {world_size}: exit code {process.exitcode} of {list(fits)}"
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    commands = {
+        f"rank {rank} of {world_size}": (command(rank, world_size, port, folder), os.environ)
+        for rank in range(world_size)
+    }
+    for name, ended in run_together(commands, timeout_s=TIMEOUT_S).items():
+        assert ended.code == 0, f"{name}: {ended.output}"
     return {name: [torch.load(folder / f"{name}.{rank}") for rank in range(world_size)] for name in fits}
 
 
@@ -93,9 +91,14 @@ SAME = {
 
 
 @pytest.fixture(scope="module")
-def fits(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of results and checkpoints."""
+    return tmp_path_factory.mktemp("pipeline")
+
+
+@pytest.fixture(scope="module")
+def fits(folder: Path) -> Seen:
     """All fits: by two processes, by four, which resume from two, and by one, which resumes from four."""
-    folder = tmp_path_factory.mktemp("pipeline")
     return {**ranks_of(folder, 2, TWO), **ranks_of(folder, 4, FOUR), **ranks_of(folder, 1, ALONE)}
 
 
@@ -137,9 +140,8 @@ def test_a_pipeline_is_deterministic(fits: Seen):
         assert all(torch.equal(seen["weights"][name], again["weights"][name]) for name in seen["weights"])
 
 
-def test_a_checkpoint_is_that_of_one_process(fits: Seen, tmp_path_factory: pytest.TempPathFactory):
+def test_a_checkpoint_is_that_of_one_process(fits: Seen, folder: Path):
     """Two stages wrote it, four went on from it, and the result has the structure of a file of one process."""
-    (folder,) = tmp_path_factory.getbasetemp().glob("pipeline*")
     theirs = torch.load(folder / "one-until-10.ckpt", weights_only=False)
     ours = torch.load(folder / "until 10.ckpt", weights_only=False)
     assert ours.keys() == theirs.keys()
@@ -160,14 +162,15 @@ def test_a_checkpoint_is_that_of_one_process(fits: Seen, tmp_path_factory: pytes
                 "zbv": Fit({"schedule": "zbv"}),
                 "dualpipev": Fit({"schedule": "dualpipev"}),
                 "uneven": Fit({"split": [2]}),
-                "resnet": Fit({}, model="resnet"),
+                "resnet": Fit({}, "resnet", DOUBLE),
+                "resnet in float32": Fit({}, "resnet", SHORT),
             },
             2,
         ),
         (
             {
-                "hybrid resnet": Fit({"pipeline_parallel_size": 2}, model="resnet"),
-                "resnet 4": Fit({"pipeline_parallel_size": 4}, model="resnet"),
+                "hybrid resnet": Fit({"pipeline_parallel_size": 2}, "resnet", DOUBLE),
+                "resnet 4": Fit({"pipeline_parallel_size": 4}, "resnet", DOUBLE),
                 "hybrid zbv": Fit({"pipeline_parallel_size": 2, "schedule": "zbv", "placement": "spread"}),
             },
             4,
@@ -179,11 +182,13 @@ def test_other_schedules_and_the_resnet_train_as_one_process_does(
     tmp_path: Path, fits_of: Mapping[str, Fit], world_size: int
 ):
     """All schedules of torch, and the app's ResNet-18 with group normalization."""
-    alone = ranks_of(tmp_path, 1, {"one": Fit(), "one-resnet": Fit(model="resnet")})
+    same = {name: replace(fit, strategy=None) for name, fit in fits_of.items()}
+    alone = ranks_of(tmp_path, 1, {f"one, {name}": fit for name, fit in same.items()})
     for name, seen in ranks_of(tmp_path, world_size, fits_of).items():
-        (expected,) = alone["one-resnet" if fits_of[name].model == "resnet" else "one"]
-        assert difference(seen[0], expected, "losses") <= 10 * TOLERANCE, name
-        assert difference(seen[0], expected, "weights") <= 10 * TOLERANCE, name
+        (expected,) = alone[f"one, {name}"]
+        tolerance = 1e-12 if fits_of[name].trainer is DOUBLE else TOLERANCE
+        assert difference(seen[0], expected, "losses") <= tolerance, name
+        assert difference(seen[0], expected, "weights") <= tolerance, name
 
 
 @pytest.mark.proof
@@ -193,7 +198,7 @@ def test_other_schedules_and_the_resnet_train_as_one_process_does(
         ({"precision": "64-true"}, "tokens", 1e-12),
         ({"precision": "bf16-mixed"}, "tokens", 5e-3),
         # The gradient of a bias of attention's keys is rounding noise around 0, of which AdamW makes steps of size lr.
-        ({}, "adamw", 5e-3),
+        ({}, "adamw", 2e-2),
     ],
     ids=["float64", "bf16-mixed", "AdamW"],
 )
