@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sm._lightning import Callback, LightningModule, Trainer
+from lightning_sm.training.strategies.pipeline.loaders import FollowingLoader
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +202,8 @@ def _resume_epoch(trainer: Any, loaders: list[DataLoader[Any]], num_done: int) -
         _Order.of(loader).skip_next(_num_done_in_cycle(loader, num_done) if is_cycle else num_done)
     _restart_iterators(trainer, loaders)
     for loader in _all_loaders(trainer):
-        if num_done and loader not in loaders and not hasattr(loader, "load_state_dict"):
+        has_position = hasattr(loader, "load_state_dict") or isinstance(loader, FollowingLoader)
+        if num_done and loader not in loaders and not has_position:
             logger.warning(
                 "Training resumes after batch %d of the epoch, but %s restarts from the first batch: it is not "
                 "stateful. torchdata's StatefulDataLoader is, and so are data hosts.",

@@ -109,6 +109,7 @@ def clip_by_norm(parameters: Sequence[Tensor], max_norm: float, group: dist.Proc
     """
     owned = [parameter for parameter in parameters if parameter.grad is not None]
     squared = torch.nn.utils.get_total_norm([parameter.grad for parameter in owned]).square()  # type: ignore[misc]
+    squared = squared.to(parameters[0].device)  # that of no gradients at all is on the CPU
     dist.all_reduce(squared, group=group)
     torch.nn.utils.clip_grads_with_norm_(owned, max_norm, squared.sqrt())
 

@@ -59,6 +59,11 @@ class Network:
                 setattr(self.module.get_submodule(parent), child_name, Elsewhere())
 
     def _check(self, module: LightningModule) -> None:
+        if any(isinstance(layer, Elsewhere) for layer in self.module.modules()):
+            raise StrategyError(
+                f"{type(module).__name__}.{self.name} was cut by the strategy of another Trainer, and this rank has "
+                "only a part of it. Use the same Trainer again, or a new model with ckpt_path."
+            )
         owner: dict[int, int] = {}
         for i, layer in enumerate(self.layers):
             for parameter in layer.parameters():

@@ -206,7 +206,7 @@ class PipelineParallelStrategy(DDPStrategy):
         """
         trainer = self._module.trainer
         # Prediction needs the loader on every rank: it tells writers of predictions which samples a batch has.
-        if self._replica.position == 0 or trainer.predicting or not hasattr(dataloader, "__len__"):
+        if self._replica.position == 0 or trainer.predicting:
             return dataloader
         try:
             len(dataloader)

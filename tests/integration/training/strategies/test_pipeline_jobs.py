@@ -31,6 +31,7 @@ def train(folder: Path, cluster: str, *options: str) -> str:
         cluster: Options of the emulator.
         options: More options of the script.
     """
+    folder.mkdir(exist_ok=True)
     arguments = [TEXT, "fit", "--config", CONFIG, f"--trainer.max_steps={STEPS}", "--trainer.max_epochs=1", *SGD]
     ended = local(folder, folder, *cluster.split(), "--", *arguments, *options, timeout_s=240, OMP_NUM_THREADS="1")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -87,6 +88,19 @@ def test_the_weights_are_those_of_one_host(interrupted: tuple[Path, str], tmp_pa
     alone = model_of(tmp_path)
     for name, weight in model_of(interrupted[0]).items():
         torch.testing.assert_close(weight, alone[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.proof
+def test_own_loaders_resume_as_if_nothing_had_happened(tmp_path: Path):
+    """Without data hosts, an interrupted pipeline ends with the bits of one that was not; only rank 0 has a position."""
+    pipeline = "--trainer.strategy=pipeline"
+    output = train(tmp_path / "interrupted", "--group trainer=2 --fault interrupt@step=5", pipeline)
+    train(tmp_path / "whole", "--group trainer=2", pipeline)
+    assert "Attempt 2 of 2" in output
+    assert "restarts from the first batch" not in output
+    whole = model_of(tmp_path / "whole")
+    for name, weight in model_of(tmp_path / "interrupted").items():
+        assert torch.equal(weight, whole[name]), name
 
 
 @pytest.mark.proof

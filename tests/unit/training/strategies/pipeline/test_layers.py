@@ -153,6 +153,14 @@ def test_weights_that_layers_share_are_refused():
         Network(module_of(network=network), None)
 
 
+def test_a_network_that_was_cut_before_is_refused():
+    """Another Trainer would cut what is left of it: the error says what to use."""
+    module = module_of(network=three_layers())
+    Network(module, None).remove([range(1)])
+    with pytest.raises(StrategyError, match="was cut by the strategy of another Trainer"):
+        Network(module, None)
+
+
 def test_batch_norm_is_warned_of(caplog):
     """Its statistics are those of microbatches: a warning says so."""
     with caplog.at_level(logging.WARNING):
