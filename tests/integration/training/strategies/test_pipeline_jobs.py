@@ -92,7 +92,7 @@ def test_the_weights_are_those_of_one_host(interrupted: tuple[Path, str], tmp_pa
 
 @pytest.mark.proof
 def test_own_loaders_resume_as_if_nothing_had_happened(tmp_path: Path):
-    """Without data hosts, an interrupted pipeline ends with the bits of one that was not; only rank 0 has a position."""
+    """Without data hosts, an interrupted pipeline ends with the bits of one that was not."""
     pipeline = "--trainer.strategy=pipeline"
     output = train(tmp_path / "interrupted", "--group trainer=2 --fault interrupt@step=5", pipeline)
     train(tmp_path / "whole", "--group trainer=2", pipeline)
