@@ -557,9 +557,10 @@ def _warn_of_kept_order(facts: LoaderFacts, place: LoaderPlace) -> None:
 
 
 def _overrides(own: Any, hook: str) -> bool:
-    """Whether an object of Lightning has a hook that is not Lightning's own."""
+    """Whether an object of Lightning has a hook that is neither Lightning's own nor ours, which calls it."""
     method = getattr(type(own), hook, None)
-    return method is not None and method.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
+    known = ("lightning", "pytorch_lightning", "lightning_sm")
+    return method is not None and method.__module__.partition(".")[0] not in known
 
 
 def _loader_hook(name: str) -> Callable[[RemoteDataModule], Any]:

@@ -1,0 +1,55 @@
+"""What PipelineParallelStrategy refuses before anything is connected."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pytorch_lightning import LightningDataModule
+
+from lightning_sm import PipelineParallelStrategy, RemoteDataModule
+from lightning_sm.errors import StrategyError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_microbatches": 0}, "num_microbatches=0 is not at least 1"),
+        ({"placement": "near"}, "placement='near' is neither 'cluster' nor 'spread'"),
+        ({"split": "layers"}, "split='layers' is neither 'parameters', 'time' nor a list"),
+        ({"schedule": "2f2b"}, "schedule='2f2b' is none of gpipe, 1f1b, looped_bfs"),
+        ({"schedule": "1f1b", "chunks": 2}, "chunks=2, but schedule=1f1b needs 1 stage on each rank"),
+        ({"schedule": "zbv", "chunks": 3}, "chunks=3, but schedule=zbv needs 2 stages on each rank"),
+        ({"schedule": "interleaved", "chunks": 0}, "chunks=0, but schedule=interleaved needs at least 1 stage"),
+        ({"process_group_backend": "smddp"}, "SMDDP has only one"),
+    ],
+)
+def test_an_argument_that_is_not_valid_is_refused(arguments, message):
+    """The error names the value and what it may be."""
+    with pytest.raises(StrategyError) as caught:
+        PipelineParallelStrategy(**arguments)
+    assert message in str(caught.value)
+
+
+def test_an_older_torch_is_refused(monkeypatch):
+    """Its first step would hang: the error names both versions."""
+    monkeypatch.setattr(torch, "__version__", "2.10.0+cu128")
+    with pytest.raises(StrategyError, match=r"needs torch 2\.14 or newer, and this is 2\.10\.0"):
+        PipelineParallelStrategy()
+
+
+def test_the_placement_is_unknown_before_the_ranks_are_connected():
+    """Who asks too early gets an error that says when it is known."""
+    with pytest.raises(StrategyError, match="from the hook setup on"):
+        _ = PipelineParallelStrategy().distributed_sampler_kwargs
+
+
+def test_the_batches_of_data_hosts_stay_page_locked():
+    """The strategy's batch_to_device copies as Lightning does: it is no reason to copy without page-locked memory."""
+
+    class Trainer:
+        lightning_module = None
+        strategy = PipelineParallelStrategy()
+
+    module = RemoteDataModule(LightningDataModule(), ["127.0.0.1:1"])
+    module.trainer = Trainer()
+    assert not module._copies_batches()
