@@ -74,7 +74,7 @@ class FakeHost:
             try:
                 yield address
             finally:
-                server.stop(0).wait()
+                server.stop(None).wait()  # with 0 seconds of grace, a thread of gRPC's may outlive it
 
     def _fetch(self, requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
         for message in requests:

@@ -94,7 +94,7 @@ def test_ddp(ddp):
     TransformerLanguageModel(256, 32, **SHAPE).load_state_dict(plain_weights(folder))
 
 
-@pytest.mark.matrix(first=1)
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("devices", "batch_size", "strategy"),
     [

@@ -9,6 +9,7 @@ import torch
 from pytorch_lightning import LightningModule
 from torch import nn
 
+from lightning_sm._lightning import rank_zero_only
 from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.layers import Elsewhere, Network, measured_seconds, num_trainable
 
@@ -161,8 +162,9 @@ def test_a_network_that_was_cut_before_is_refused():
         Network(module, None)
 
 
-def test_batch_norm_is_warned_of(caplog):
-    """Its statistics are those of microbatches: a warning says so."""
+def test_batch_norm_is_warned_of(caplog, monkeypatch):
+    """Its statistics are those of microbatches: a warning of rank 0 says so."""
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
     with caplog.at_level(logging.WARNING):
         Network(module_of(network=nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), None)
     assert "statistics are those of single microbatches" in caplog.text
