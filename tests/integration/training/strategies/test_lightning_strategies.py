@@ -17,7 +17,7 @@ from tests.integration.rank_launchers import NEEDS_MPIRUN, mpirun, torchrun
 
 pytestmark = pytest.mark.processes
 
-TIMEOUT_S = 240
+TIMEOUT_S = 480
 SHAPE = {"width": 32, "num_blocks": 2, "num_heads": 2}
 # Of two ranks with 4 windows each, or of one with 8: the same windows in each step.
 ROWS_PER_STEP = 8

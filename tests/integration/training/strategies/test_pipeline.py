@@ -20,10 +20,10 @@ pytestmark = pytest.mark.processes
 
 # float32 on gloo; losses and metrics are means of other sums than those of one process.
 TOLERANCE = 1e-6
-TIMEOUT_S = 240.0
+TIMEOUT_S = 400.0
 
-# In float32 the ResNet multiplies rounding errors by ten in two steps: 20 steps in float64, 5 in float32.
-DOUBLE = {"precision": "64-true"}
+# In float32 the ResNet multiplies rounding errors by ten in two steps: 10 steps in float64, 5 in float32.
+DOUBLE = {"precision": "64-true", "max_steps": 10}
 SHORT = {"max_steps": 5}
 
 Seen = Mapping[str, list[dict[str, Any]]]
@@ -188,22 +188,18 @@ def test_other_schedules_and_the_resnet_train_as_one_process_does(
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(
-    ("trainer", "model", "tolerance"),
-    [
-        ({"precision": "64-true"}, "tokens", 1e-12),
-        ({"precision": "bf16-mixed"}, "tokens", 5e-3),
-        # The gradient of a bias of attention's keys is rounding noise around 0, of which AdamW makes steps of size lr.
-        ({}, "adamw", 2e-2),
-    ],
-    ids=["float64", "bf16-mixed", "AdamW"],
-)
-def test_tolerances_of_other_numbers(tmp_path: Path, trainer: Mapping[str, Any], model: str, tolerance: float):
+def test_tolerances_of_other_numbers(tmp_path: Path):
     """Double precision agrees to 1e-12; mixed precision and AdamW have tolerances of their own."""
-    alone = ranks_of(tmp_path, 1, {"one": Fit(trainer=trainer, model=model)})
-    seen = ranks_of(tmp_path, 2, {"two": Fit({}, trainer=trainer, model=model)})
-    assert difference(seen["two"][0], alone["one"][0], "weights") <= tolerance
-    assert difference(seen["two"][0], alone["one"][0], "losses") <= tolerance
+    cases = {
+        "float64": (Fit({}, trainer={"precision": "64-true"}), 1e-12),
+        "bf16-mixed": (Fit({}, trainer={"precision": "bf16-mixed"}), 5e-3),
+        # The gradient of a bias of attention's keys is rounding noise around 0, of which AdamW makes steps of size lr.
+        "AdamW": (Fit({}, "adamw"), 2e-2),
+    }
+    alone = ranks_of(tmp_path, 1, {f"one, {name}": replace(fit, strategy=None) for name, (fit, _) in cases.items()})
+    for name, seen in ranks_of(tmp_path, 2, {name: fit for name, (fit, _) in cases.items()}).items():
+        for key in ("weights", "losses"):
+            assert difference(seen[0], alone[f"one, {name}"][0], key) <= cases[name][1], (name, key)
 
 
 def _shapes(value: Any) -> Any:
