@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -20,10 +20,9 @@ def num_rows(batch: Any) -> int:
         batch: Tensors in tuples, lists, mappings or dataclasses, nested as they like.
 
     Raises:
-        StrategyError: There is no tensor with rows, or tensors have different lengths.
+        StrategyError: The batch has no tensor with rows, or its tensors differ in length.
     """
-    lengths: set[int] = set()
-    _visit(batch, lengths)
+    lengths = {len(tensor) for tensor in tensors_of(batch) if tensor.ndim}
     if len(lengths) != 1 or 0 in lengths:
         found = "no tensor with rows" if not lengths else f"tensors of {_listed(lengths)} rows (dimension 0)"
         raise StrategyError(
@@ -69,19 +68,24 @@ def num_microbatches(rows: int, wanted: int) -> int:
     return max(number for number in range(1, min(rows, wanted) + 1) if rows % number == 0)
 
 
-def _visit(batch: Any, lengths: set[int]) -> None:
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch, in the order of its structure.
+
+    Args:
+        batch: Tensors in tuples, lists, mappings or dataclasses, nested as they like.
+    """
     if isinstance(batch, Tensor):
-        if batch.ndim:
-            lengths.add(len(batch))
-    elif isinstance(batch, (list, tuple)):
-        for item in batch:
-            _visit(item, lengths)
+        yield batch
+        return
+    items: Iterable[Any] = ()
+    if isinstance(batch, (list, tuple)):
+        items = batch
     elif isinstance(batch, Mapping):
-        for item in batch.values():
-            _visit(item, lengths)
+        items = batch.values()
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            _visit(getattr(batch, field.name), lengths)
+        items = (getattr(batch, field.name) for field in dataclasses.fields(batch))
+    for item in items:
+        yield from tensors_of(item)
 
 
 def _listed(lengths: set[int]) -> str:

@@ -14,7 +14,6 @@ from tabulate import tabulate
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.torch_version import TorchVersion
-from torch.utils._pytree import tree_leaves
 
 from lightning_sm._lightning import (
     DDPStrategy,
@@ -31,7 +30,7 @@ from lightning_sm.training.strategies.pipeline.gradients import StepGradients, a
 from lightning_sm.training.strategies.pipeline.layers import Network, measured_seconds, num_trainable
 from lightning_sm.training.strategies.pipeline.loaders import FollowingLoader
 from lightning_sm.training.strategies.pipeline.placement import Order, Placement, grid
-from lightning_sm.training.strategies.pipeline.rows import num_microbatches, num_rows, rows_of
+from lightning_sm.training.strategies.pipeline.rows import num_microbatches, num_rows, rows_of, tensors_of
 from lightning_sm.training.strategies.pipeline.schedules import (
     SCHEDULES,
     ScheduleName,
@@ -43,6 +42,7 @@ from lightning_sm.training.strategies.pipeline.steps import UserSteps
 logger = logging.getLogger(__name__)
 
 _OLDEST_TORCH = "2.14"
+_NO_SMDDP = "A pipeline needs a process group for each replica, and SMDDP has only one. Use nccl."
 _TIMEOUT = timedelta(minutes=30)  # torch's and Lightning's default
 
 
@@ -101,7 +101,7 @@ class PipelineParallelStrategy(DDPStrategy):
         if isinstance(split, str) and split not in ("parameters", "time"):
             raise StrategyError(f"split={split!r} is neither 'parameters', 'time' nor a list of layers.")
         if process_group_backend == "smddp":
-            raise StrategyError("A pipeline needs a process group for each replica, and SMDDP has only one. Use nccl.")
+            raise StrategyError(_NO_SMDDP)
         self._sizes = (pipeline_parallel_size, data_parallel_size)
         self._num_microbatches = num_microbatches
         self._schedule = schedule
@@ -126,7 +126,7 @@ class PipelineParallelStrategy(DDPStrategy):
         if self._placement is not None:
             return
         if dist.get_backend() == "smddp":
-            raise StrategyError("A pipeline needs a process group for each replica, and SMDDP has only one. Use nccl.")
+            raise StrategyError(_NO_SMDDP)
         p, d = grid(self.world_size, self.num_processes, *self._sizes)
         is_v_shaped = SCHEDULES[self._schedule].is_v_shaped
         self._placement = Placement(p, d, self._order, self._chunks, is_v_shaped)
@@ -253,7 +253,8 @@ class PipelineParallelStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         own = {id(parameter) for parameter in self._module.parameters()}
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            # LightningCLI has made the optimizers of --optimizer with all parameters, before the network was cut.
+            # LightningCLI makes those of --optimizer with all parameters, before the network is cut. SageMakerCLI
+            # replaces them by the module's, but the strategy also works without it.
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
 
     @property
@@ -483,7 +484,7 @@ class PipelineParallelStrategy(DDPStrategy):
 
 
 def _shapes(batch: Any) -> Hashable:
-    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(batch))
 
 
 def _named(network: Network, part: range) -> str:
