@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sm.training.strategies.pipeline.exchange import Replica
+from lightning_sm.training.strategies.pipeline.layers import as_tuple
 from lightning_sm.training.strategies.pipeline.placement import Placement
 from lightning_sm.training.strategies.pipeline.rows import num_microbatches
 
@@ -64,7 +65,7 @@ class Evaluation:
             for stage, module in self._stages.items():
                 if 0 <= wave - stage < len(batches):
                     values = batches[wave - stage] if stage == 0 else arrived.pop(stage)
-                    made[stage] = _as_tuple(module(*values))
+                    made[stage] = as_tuple(module(*values))
             if last in made:
                 outputs.append(made.pop(last))
             self._pass_on(wave, len(batches), made, arrived, shapes)
@@ -114,7 +115,3 @@ class Evaluation:
 
     def _transfer(self, call: Any, tensor: Tensor, position: int) -> dist.P2POp:
         return dist.P2POp(call, tensor, self._replica.ranks[position], group=self._replica.group)
-
-
-def _as_tuple(output: Any) -> _Tensors:
-    return output if isinstance(output, tuple) else (output,)

@@ -118,10 +118,13 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Lists of gradients of one dtype."""
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         bucket: list[Tensor] = []
+        num_bytes = 0
         for gradient in (gradient for gradient in gradients if gradient.dtype == dtype):
             bucket.append(gradient)
-            if sum(each.nbytes for each in bucket) >= _BUCKET_BYTES:
+            num_bytes += gradient.nbytes
+            if num_bytes >= _BUCKET_BYTES:
                 yield bucket
                 bucket = []
+                num_bytes = 0
         if bucket:
             yield bucket

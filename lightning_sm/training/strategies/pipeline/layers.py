@@ -32,7 +32,7 @@ class Network:
         name: Name of the network in it; None: the only child that can be cut.
 
     Raises:
-        StrategyError: There is no such network, or its layers cannot be on several ranks.
+        StrategyError: The network does not exist, or it cannot be split across ranks.
     """
 
     def __init__(self, module: LightningModule, name: str | None) -> None:
@@ -183,6 +183,15 @@ def _described(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {', '.join(type(item).__name__ for item in value) or 'nothing'}"
     return f"a {type(value).__name__}" if isinstance(value, Mapping) else type(value).__name__
+
+
+def as_tuple(output: Any) -> tuple[Any, ...]:
+    """Return what a stage returns as the arguments of the next one.
+
+    Args:
+        output: A tensor, or a tuple of tensors.
+    """
+    return output if isinstance(output, tuple) else (output,)
 
 
 def num_trainable(layers: Sequence[nn.Module]) -> int:

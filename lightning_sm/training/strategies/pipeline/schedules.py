@@ -62,7 +62,7 @@ def chunks_of(name: ScheduleName, stated: int | None) -> int:
         stated: ``chunks`` of the strategy.
 
     Raises:
-        StrategyError: There is no such schedule, or it needs another number of stages on each rank.
+        StrategyError: The schedule does not exist, or it needs a different number of stages per rank.
     """
     if name not in SCHEDULES:
         raise StrategyError(f"schedule={name!r} is none of {', '.join(SCHEDULES)}.")

@@ -16,6 +16,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_sm._lightning import LightningModule
 from lightning_sm.errors import StrategyError
+from lightning_sm.training.strategies.pipeline.layers import as_tuple
 
 
 class _NetworkCalled(BaseException):
@@ -160,7 +161,7 @@ class UserSteps:
         raise _NetworkCalled(inputs)
 
     def _check_loss(self, arguments: tuple[Any, ...], output: Any) -> None:
-        leaves = [leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in _tensors(output)]
+        leaves = [leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in as_tuple(output)]
         with (
             torch.enable_grad(),
             self._quiet(_Once(leaves[0] if isinstance(output, Tensor) else tuple(leaves), self._where)),
@@ -253,10 +254,6 @@ def _random_states() -> tuple[Any, ...]:
     if torch.cuda.is_available():
         states.append(torch.cuda.get_rng_state().numpy().tobytes())
     return tuple(states)
-
-
-def _tensors(output: Any) -> tuple[Tensor, ...]:
-    return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
