@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -95,9 +96,11 @@ def _no_leftovers() -> Iterator[None]:
     known = {*before, *(child for process in before if process.is_running() for child in _descendants(process))}
     processes = [process for process in running if process not in known]
     _, alive = psutil.wait_procs(processes, timeout=20)
-    commands = [" ".join(process.cmdline()) for process in alive if process.is_running()]
+    commands = []
     for process in alive:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):
+            commands.append(" ".join(process.cmdline()))
+            process.kill()
     assert not commands, f"processes left behind: {commands}"
     left = [thread.name for thread in threading.enumerate() if thread not in threads and not thread.daemon]
     assert not left, f"threads left behind: {left}"

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -51,7 +51,8 @@ def in_background(jobs: Path, work: Path, *args: str) -> Iterator[subprocess.Pop
     finally:
         process.kill()
         for left in processes_of(jobs):
-            left.kill()
+            with suppress(psutil.NoSuchProcess):
+                left.kill()
         process.communicate(timeout=TIMEOUT_S)
 
 
