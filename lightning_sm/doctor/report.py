@@ -103,12 +103,6 @@ def as_json(results: Sequence[Result], seconds: float, code: int) -> str:
     return json.dumps(facts, indent=2)
 
 
-def listed(names: Sequence[str], most: int = 8) -> str:
-    """Join names with commas; of many, only the first."""
-    rest = f", ... ({len(names)} in all)" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
-
-
 def _counted(results: Sequence[Result], status: Status, noun: str) -> str:
     names = [_printable(result.name) for result in results if result.status is status]
     which = f" ({', '.join(dict.fromkeys(names))})" if names else ""

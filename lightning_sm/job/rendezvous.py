@@ -8,10 +8,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import psutil
 
+from lightning_sm._log import listed
 from lightning_sm.errors import HostResolutionError, PortInUseError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Topology
@@ -24,6 +25,11 @@ logger = logging.getLogger(__name__)
 RESOLVE_TIMEOUT_S = 15 * 60.0
 _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 30.0
+# A resolver that does not answer takes 10 s or more for each name (resolv.conf(5): 2 attempts of 5 s). After this time
+# a lookup goes on, and the log says which names are missing so far.
+_ANSWER_S = 5.0
+# Past the deadline, for answers that need no network.
+_LEAST_ANSWER_S = 0.1
 
 
 def resolves(address: str) -> bool:
@@ -43,17 +49,20 @@ def wait_for_host(
     addresses: Mapping[str, str],
     timeout_s: float = RESOLVE_TIMEOUT_S,
     *,
+    is_reporter: bool = True,
     is_known: Callable[[str], bool] = resolves,
     pause: Callable[[float], object] | None = None,
 ) -> None:
-    """Wait until the name of a host resolves, with a log line for each attempt.
+    """Wait until the name of a host resolves.
 
     Args:
         host: The host to wait for.
-        topology: All hosts; the log names all that do not resolve.
+        topology: All hosts.
         addresses: IP addresses of hosts that no resolver knows.
-        timeout_s: Seconds to wait.
-        is_known: Whether an address resolves.
+        timeout_s: Seconds to wait, also for a resolver that does not answer.
+        is_reporter: Whether this process speaks for its host: it looks up the names of all trainer hosts while that of
+            ``host`` is missing, and logs a line for each attempt. One process of each host is enough.
+        is_known: Whether an address resolves; called in threads.
         pause: Waits for a number of seconds. Default: on an event.
 
     Raises:
@@ -62,23 +71,67 @@ def wait_for_host(
     pause = pause or threading.Event().wait
     deadline = time.monotonic() + timeout_s
     delay_s = _FIRST_DELAY_S
-    while not is_known(addresses.get(host, host)):
-        missing = [name for name in topology.trainer_hosts if not is_known(addresses.get(name, name))] or [host]
+    lookups = _Lookups(addresses, is_known)
+    while lookups.missing([host], deadline):
+        missing = lookups.missing(topology.trainer_hosts, deadline) if is_reporter else [host]
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
+            table = f"\n{topology.table(is_short=True)}" if is_reporter else ""
             raise HostResolutionError(
                 f"The name of the main host {host!r} did not resolve within {timeout_s:.0f} s. Unresolved hosts: "
-                f"{', '.join(missing)}.\n{topology.table()}\n"
+                f"{listed(missing or [host])}.{table}\n"
                 "If hosts may start later than that, raise SageMakerEnvironment(resolve_timeout_s=...)."
             )
-        logger.info(
-            "Waiting for the names of hosts %s to resolve (main host: %s; timeout in %.0f s).",
-            ", ".join(missing),
-            host,
-            remaining_s,
-        )
+        if is_reporter:
+            logger.info(
+                "Waiting for the names of hosts %s to resolve (main host: %s; timeout in %.0f s).",
+                listed(missing or [host]),
+                host,
+                remaining_s,
+            )
         pause(min(delay_s, remaining_s))
         delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+
+
+class _Lookups:
+    """Lookups of names side by side, each in a thread: ``getaddrinfo`` cannot be interrupted.
+
+    The threads are daemons, which do not keep the process alive. A lookup without an answer goes on, and is not started
+    twice.
+    """
+
+    def __init__(self, addresses: Mapping[str, str], is_known: Callable[[str], bool]) -> None:
+        self._addresses = addresses
+        self._is_known = is_known
+        self._running: dict[str, threading.Thread] = {}
+        self._answers: dict[str, bool | Exception] = {}
+
+    def missing(self, hosts: Iterable[str], deadline: float) -> list[str]:
+        """Look up hosts that did not resolve before; return those that do not resolve, or not in time."""
+        names = list(hosts)
+        for name in names:
+            if name not in self._running and self._answers.get(name) is not True:
+                self._answers.pop(name, None)
+                self._running[name] = threading.Thread(target=self._look_up, args=(name,), daemon=True)
+                self._running[name].start()
+        now = time.monotonic()
+        ends_at = now + min(max(deadline - now, _LEAST_ANSWER_S), _ANSWER_S)
+        for name in names:
+            thread = self._running.get(name)
+            if thread is not None:
+                thread.join(max(0.0, ends_at - time.monotonic()))
+                if not thread.is_alive():
+                    del self._running[name]
+            answer = self._answers.get(name)
+            if isinstance(answer, Exception):
+                raise answer
+        return [name for name in names if self._answers.get(name) is not True]
+
+    def _look_up(self, name: str) -> None:
+        try:
+            self._answers[name] = self._is_known(self._addresses.get(name, name))
+        except Exception as error:  # noqa: BLE001 - raised again by ``missing``
+            self._answers[name] = error
 
 
 def check_port_is_free(port: int, host: str, listener: str = "rank 0") -> None:

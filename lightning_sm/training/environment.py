@@ -134,7 +134,13 @@ class SageMakerEnvironment(ClusterEnvironment):
         """
         if self._launch.main_address is not None:
             return self._launch.main_address
-        wait_for_host(self._main_host, self._topology, self._job.addresses, self._resolve_timeout_s)
+        wait_for_host(
+            self._main_host,
+            self._topology,
+            self._job.addresses,
+            self._resolve_timeout_s,
+            is_reporter=self.local_rank() == 0,
+        )
         if self.global_rank() == 0 and not torch.distributed.is_initialized():
             check_port_is_free(self._main_port, self._main_host)
         return self._job.addresses.get(self._main_host, self._main_host)

@@ -6,9 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from lightning_sm._log import listed
 from lightning_sm.doctor.checks.network import data_port
 from lightning_sm.doctor.context import Context
-from lightning_sm.doctor.report import Result, listed, ok, problem
+from lightning_sm.doctor.report import Result, ok, problem
 from lightning_sm.errors import HyperparameterError, TopologyError
 from lightning_sm.job.command_line import job_arguments
 from lightning_sm.job.facts import SageMakerJob

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import psutil
 
+from lightning_sm._log import listed
 from lightning_sm.doctor.context import Context
 from lightning_sm.doctor.parallel import Outcome, in_parallel
-from lightning_sm.doctor.report import Result, listed, ok, problem, warning
+from lightning_sm.doctor.report import Result, ok, problem, warning
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.hyperparameters import unquoted
 from lightning_sm.job.rendezvous import own_address

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from lightning_sm._log import listed
 from lightning_sm.doctor.context import Context
-from lightning_sm.doctor.report import Result, listed, ok, problem, warning
+from lightning_sm.doctor.report import Result, ok, problem, warning
 from lightning_sm.errors import JobConfigError, LightningSMError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.variables import SETTINGS, USER_SETTINGS, misspelled

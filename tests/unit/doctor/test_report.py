@@ -68,12 +68,6 @@ def test_json_holds_everything():
     assert (facts["exit_code"], facts["seconds"]) == (0, 1.5)
 
 
-def test_listed_shortens_long_lists():
-    """Of many names only the first are shown, with the number of all."""
-    assert report.listed(["a", "b"]) == "a, b"
-    assert report.listed([str(number) for number in range(100)], most=2) == "0, 1, ... (100 in all)"
-
-
 def test_check_that_raises_is_a_problem_of_its_own():
     """An exception in one check becomes a row; what the check found before and the other checks stay."""
 
