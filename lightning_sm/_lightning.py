@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pytorch_lightning.loggers import TensorBoardLogger
     from pytorch_lightning.loggers.logger import DummyLogger
     from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSamplerWrapper
+    from pytorch_lightning.plugins.io import TorchCheckpointIO
     from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
     from pytorch_lightning.strategies import (
         DDPStrategy,
@@ -86,6 +87,7 @@ else:
     )._IndexBatchSamplerWrapper
     StrategyRegistry = _strategies.StrategyRegistry
     TensorBoardLogger = importlib.import_module(f"{DISTRIBUTION}.loggers").TensorBoardLogger
+    TorchCheckpointIO = importlib.import_module(f"{DISTRIBUTION}.plugins.io").TorchCheckpointIO
     WrappingCheckpointIO = importlib.import_module(f"{DISTRIBUTION}.plugins.io.wrapper")._WrappingCheckpointIO
     data_connector = importlib.import_module(f"{DISTRIBUTION}.trainer.connectors.data_connector")
     CombinedLoader = _utilities.CombinedLoader
@@ -115,6 +117,7 @@ __all__ = [
     "ProgressBar",
     "StrategyRegistry",
     "TensorBoardLogger",
+    "TorchCheckpointIO",
     "Trainer",
     "WeightAveraging",
     "WrappingCheckpointIO",

@@ -67,10 +67,10 @@ def names_in(folder):
 
 
 def beside(folder):
-    """What is beside the folder, and in the temporary directory with its name."""
-    prefix = f".{folder.name}.incoming-"
-    temporary = [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(prefix)]
-    return sorted(temporary + [name for name in os.listdir(folder.parent) if name != folder.name])
+    """What is beside the folder, and in the temporary directory."""
+    return sorted(
+        os.listdir(tempfile.gettempdir()) + [name for name in os.listdir(folder.parent) if name != folder.name]
+    )
 
 
 def same(first, second):

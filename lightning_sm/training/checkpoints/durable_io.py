@@ -7,23 +7,23 @@ import inspect
 import os
 import re
 import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_sm._lightning import Trainer, WrappingCheckpointIO
+import torch
+
+from lightning_sm._lightning import TorchCheckpointIO, Trainer, WrappingCheckpointIO
 from lightning_sm.errors import CheckpointError
+from lightning_sm.job.uploads import IGNORED
 from lightning_sm.training.checkpoints.sharded import remove_folder
 
 if TYPE_CHECKING:
     from lightning_fabric.plugins import CheckpointIO
     from lightning_fabric.utilities.types import _PATH
 
-# Part of the hidden names of unfinished checkpoints: in the folder itself, and next to it (after the folder's name).
-_INCOMING = ".incoming-"
 # torch.save reports a full disk as a RuntimeError: of PytorchStreamWriter, of its source file, or of its stream.
 _STREAM_WRITER = re.compile(r"PytorchStreamWriter|inline_container|iostream error")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -31,10 +31,12 @@ _FORBIDDEN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 # Not an attribute: strategies that spawn pickle the Trainer, and a lock cannot be pickled.
 _removals = threading.Lock()
+# Folders that this process has cleaned: later, another host that shares the folder may be writing there.
+_cleaned: set[Path] = set()
 
 
 class DurableCheckpointIO(WrappingCheckpointIO):
-    """Let another CheckpointIO write outside a folder, and move each checkpoint into the folder once it is complete.
+    """Let another CheckpointIO write under a name that SageMaker's agent ignores, and rename what is complete.
 
     SageMaker copies the checkpoint folder to S3 file by file whenever a file changes: half a file that it finds there
     is half a file after a restart. Used where Lightning's strategies call it, on rank 0, in any thread; it goes inside
@@ -63,24 +65,37 @@ class DurableCheckpointIO(WrappingCheckpointIO):
         if target is None:
             self._inner.save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
-        with _explained(target), _temporary_folder(self._staging_parents()) as staging:
-            # The other CheckpointIO gets the caller's type of path.
-            staged = str(staging / target.name) if isinstance(path, str) else staging / target.name
-            self._inner.save_checkpoint(checkpoint, staged, storage_options=storage_options)
-            # If there are several files, move the checkpoint itself last.
-            names = sorted(os.listdir(staging), key=lambda name: (name == target.name, name))
-            if not names:
-                # Lightning's own CheckpointIO returns without an error when it lacks permission (_atomic_save).
-                raise CheckpointError(
-                    f"{type(self._inner).__name__} returned without writing the checkpoint {target}. Check that "
-                    f"{tempfile.gettempdir()} and {target.parent} are writable. A CheckpointIO that writes in the "
-                    "background must be a _WrappingCheckpointIO around one that does not."
-                )
+        unfinished = target.with_name(target.name + IGNORED)
+        with _explained(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            with _removals:
-                self._removed = [removed for removed in self._removed if removed != target]
-            for name in names:
-                _move(staging / name, target.parent / name)
+            _discard(unfinished)  # of a save that was killed
+            try:
+                # The other CheckpointIO gets the caller's type of path.
+                self._write(checkpoint, str(unfinished) if isinstance(path, str) else unfinished, storage_options)
+                written = _written(unfinished)
+                if not written:
+                    # Lightning's own CheckpointIO returns without an error when it lacks permission (_atomic_save).
+                    raise CheckpointError(
+                        f"{type(self._inner).__name__} returned without writing the checkpoint {target}. Check that "
+                        f"{target.parent} is writable. A CheckpointIO that writes in the background must be a "
+                        "_WrappingCheckpointIO around one that does not."
+                    )
+                with _removals:
+                    self._removed = [removed for removed in self._removed if removed != target]
+                for file in written:
+                    _sync(file)
+                    _replace(file, target.with_name(target.name + file.name.removeprefix(unfinished.name)))
+            finally:
+                for file in _written(unfinished):
+                    _discard(file)
+
+    def _write(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any) -> None:
+        if type(self._inner) is TorchCheckpointIO and storage_options is None:
+            # It would build the whole file in memory, write it to the temporary directory, which in a container is on
+            # another disk, and copy it from there (_atomic_save, and fsspec's LocalFileOpener.commit).
+            torch.save(checkpoint, path)
+        else:
+            self._inner.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(self, path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint with the other CheckpointIO."""
@@ -130,20 +145,13 @@ class DurableCheckpointIO(WrappingCheckpointIO):
         parent = os.path.realpath(target.parent)
         return target if os.path.commonpath([folder, parent]) == folder else None
 
-    def _staging_parents(self) -> Iterator[tuple[str, Path]]:
-        """Prefixes and parents of the temporary folder, best first: next to the folder if on the same file system."""
-        prefix = f".{self._folder.name}{_INCOMING}"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        if self._folder.stat().st_dev == self._folder.parent.stat().st_dev:
-            yield prefix, self._folder.parent
-        yield prefix, Path(tempfile.gettempdir())
-
 
 def make_durable(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
     """Make a Trainer write its checkpoints in ``folder`` through ``DurableCheckpointIO``; a second call does nothing.
 
-    It wraps the innermost CheckpointIO, so that ``AsyncCheckpointIO`` and the user's own wrappers stay in place. On
-    rank 0 it also removes the unfinished checkpoints of a killed run. Sharded strategies write without a CheckpointIO.
+    It wraps the innermost CheckpointIO, so that ``AsyncCheckpointIO`` and the user's own wrappers stay in place. The
+    first one on a host also removes the unfinished checkpoints of a killed run. Sharded strategies write without a
+    CheckpointIO.
     """
     outer: WrappingCheckpointIO | None = None
     inner: CheckpointIO | None = trainer.strategy.checkpoint_io
@@ -158,10 +166,10 @@ def make_durable(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
     else:
         outer._checkpoint_io = durable  # its setter refuses to replace one
     root = durable._folder
-    if trainer.is_global_zero and root.exists():
-        beside = [path for path in root.parent.iterdir() if path.name.startswith(f".{root.name}{_INCOMING}")]
-        for unfinished in (*beside, *root.rglob(f"{_INCOMING}*")):
-            shutil.rmtree(unfinished, ignore_errors=True)
+    if trainer.local_rank == 0 and root not in _cleaned:
+        _cleaned.add(root)
+        for unfinished in [*root.rglob(f"*{IGNORED}*")]:
+            _discard(unfinished)
 
 
 @contextmanager
@@ -179,14 +187,13 @@ def _explained(target: Path) -> Iterator[None]:
         if is_stream or code in _FULL:
             advice = "Keep fewer checkpoints (save_top_k), or give the job a larger volume (volume_size)."
         elif code in _FORBIDDEN:
-            advice = "Give this process write permission for both folders."
+            advice = f"Give this process write permission for {target.parent}."
         else:
-            advice = "Check that both folders are writable."
-        free = " and ".join(_free(folder) for folder in (target.parent, Path(tempfile.gettempdir())))
+            advice = f"Check that {target.parent} is writable."
         cause = str(error).splitlines()[0] if str(error) else ""
         raise CheckpointError(
-            f"The checkpoint {target} was not written: {type(error).__name__}: {cause}. {free}. An earlier checkpoint "
-            f"of this name is intact. {advice}"
+            f"The checkpoint {target} was not written: {type(error).__name__}: {cause}. {_free(target.parent)}. An "
+            f"earlier checkpoint of this name is intact. {advice}"
         ) from error
 
 
@@ -196,53 +203,34 @@ def _free(folder: Path) -> str:
     return f"{shutil.disk_usage(folder).free} bytes are free in {folder}"
 
 
-@contextmanager
-def _temporary_folder(parents: Iterator[tuple[str, Path]]) -> Iterator[Path]:
-    """Make a temporary folder in the first parent that is writable."""
-    errors: list[OSError] = []
-    for prefix, parent in parents:
-        try:
-            folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
-        except OSError as error:
-            errors.append(error)
-            continue
-        try:
-            yield Path(folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        return
-    raise errors[-1]
+def _written(path: Path) -> list[Path]:
+    """Return the checkpoint, and files beside it whose names begin with its name; the checkpoint is the last."""
+    return sorted((file for file in path.parent.iterdir() if file.name.startswith(path.name)), reverse=True)
 
 
-def _move(source: Path, destination: Path) -> None:
-    _sync(source)
-    try:
-        _replace(source, destination, source.parent)
-    except OSError as error:
-        if error.errno != errno.EXDEV:  # which also occurs between two mounts of one file system
-            raise
-        with _temporary_folder(iter([(_INCOMING, destination.parent)])) as nearby:
-            copy = nearby / destination.name
-            if source.is_dir():
-                shutil.copytree(source, copy, copy_function=shutil.copy)
-            else:
-                shutil.copy(source, copy)
-            _sync(copy)
-            _replace(copy, destination, nearby)
+def _discard(path: Path) -> None:
+    """Remove a file or a folder, which need not exist; what cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        remove_folder(path)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
-def _replace(source: Path, destination: Path, aside: Path) -> None:
+def _replace(source: Path, destination: Path) -> None:
     if not os.path.lexists(destination) or not (source.is_dir() or destination.is_dir()):
         os.replace(source, destination)
         return
     # rename(2) does not replace a folder with files in it: move it aside, so that for a moment the name is unused.
-    old = aside / f"{destination.name}.old"
+    old = destination.with_name(f"{destination.name}.old{IGNORED}")
+    _discard(old)
     os.replace(destination, old)
     try:
         os.replace(source, destination)
     except BaseException:
         os.replace(old, destination)
         raise
+    _discard(old)
 
 
 def _sync(path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.uploads import is_ignored
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +58,9 @@ def newest_checkpoint(
 ) -> Path | None:
     """Find the valid checkpoint with the most progress.
 
-    Looks at what is named ``*.ckpt`` at any depth, except hidden: files, and folders of torch.distributed.checkpoint
-    and DeepSpeed. Hosts with the same files find the same checkpoint. Logs a warning for each invalid one that may have
-    more progress.
+    Looks at what is named ``*.ckpt`` at any depth, except hidden and unfinished: files, and folders of
+    torch.distributed.checkpoint and DeepSpeed. Hosts with the same files find the same checkpoint. Logs a warning for
+    each invalid one that may have more progress.
 
     Args:
         folder: The checkpoint folder; it need not exist.
@@ -117,7 +118,9 @@ def _candidates(folder: Path) -> Iterator[Path]:
     for parent, folders, files in os.walk(folder):
         checkpoints = [name for name in (*folders, *files) if name.endswith(_SUFFIX) and not name.startswith(".")]
         # In place: os.walk descends into the folders that remain in this list, but not into links.
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in checkpoints]
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and name not in checkpoints and not is_ignored(name)
+        ]
         for name in (*folders, *checkpoints):
             path = Path(parent, name)
             if not path.is_symlink():

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lightning_sm._lightning import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Trainer
 from lightning_sm.errors import StrategyError
+from lightning_sm.job.uploads import files_of
 
 # Names under which ModelParallelStrategy and FSDPStrategy save the weights.
 _WEIGHTS = ("state_dict", "model")
@@ -55,7 +56,7 @@ def holders(folder: Path) -> dict[str, int]:
     Args:
         folder: The checkpoint, which every host has under the same path.
     """
-    own = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    own = {str(file.relative_to(folder)) for file in files_of(folder)}  # without those of SageMaker's agent
     if not distributed.is_initialized():
         return dict.fromkeys(sorted(own), 0)
     of_ranks: list[Any] = [None] * distributed.get_world_size()

@@ -145,10 +145,21 @@ def test_equal_checkpoints_give_the_same_choice_on_every_host(tmp_path):
 def test_checkpoints_are_found_at_any_depth_but_not_hidden(tmp_path):
     """Folders are searched; hidden files and folders, and other names, are not."""
     deep = save(tmp_path / "version_0" / "checkpoints" / "deep.ckpt", step=1)
-    save(tmp_path / ".incoming-x" / "whole.ckpt", step=9)
+    save(tmp_path / ".sagemaker-ignore" / "whole.ckpt", step=9)
     save(tmp_path / ".hidden.ckpt", step=9)
     save(tmp_path / "weights.pt", step=9)
     assert newest_checkpoint(tmp_path) == deep
+
+
+def test_unfinished_checkpoints_are_never_taken(tmp_path, warnings_of):
+    """Not those that are being written, as files or within folders, nor what the service's agent leaves beside them."""
+    whole = save(tmp_path / "a.ckpt", step=1)
+    save(tmp_path / "b.ckpt.sagemaker-ignore", step=9)
+    save(tmp_path / "c.ckpt.sagemaker-ignore" / "part.ckpt", step=9)
+    for ending in ("uploading", "uploaded"):
+        (tmp_path / f"a.ckpt.sagemaker-{ending}").touch()
+    assert newest_checkpoint(tmp_path) == whole
+    assert warnings_of() == []
 
 
 def test_files_of_old_torch_formats_count(tmp_path, warnings_of):

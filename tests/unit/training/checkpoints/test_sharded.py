@@ -7,7 +7,7 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import ModelParallelStrategy
 
 from lightning_sm.training.checkpoints.durable_io import make_durable
-from lightning_sm.training.checkpoints.sharded import care_for_shards
+from lightning_sm.training.checkpoints.sharded import care_for_shards, holders
 
 
 @pytest.fixture
@@ -86,3 +86,11 @@ def test_shards_of_two_steps_are_never_valid(tmp_path, strategy_of, monkeypatch,
     monkeypatch.setattr(ModelParallelStrategy, "save_checkpoint", save)
     strategy_of(global_rank, 0).save_checkpoint({"global_step": 2}, str(last))
     assert seen == [({"global_step": 2}, ["__8_0.distcp"])]
+
+
+def test_the_files_of_the_services_agent_are_not_part_of_a_checkpoint(tmp_path):
+    """They lie beside each shard, and would be exported with the model."""
+    path = sharded(tmp_path, "1.ckpt")
+    for ending in ("uploading", "uploaded", "ignore"):
+        (path / f"__8_0.distcp.sagemaker-{ending}").touch()
+    assert holders(path) == {"__8_0.distcp": 0}

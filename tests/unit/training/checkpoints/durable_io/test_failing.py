@@ -55,11 +55,9 @@ def file_size_limit(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("where", ["folder", "elsewhere"])
 @pytest.mark.parametrize("inner", [TorchCheckpointIO(), ToPath()])
-def test_a_file_that_cannot_grow_leaves_the_old_one(request, where, inner):
+def test_a_file_that_cannot_grow_leaves_the_old_one(folder, inner):
     """When the kernel refuses to write on, the old file is intact, nothing is left, and the error says what to do."""
-    folder = request.getfixturevalue(where)
     durable, path = DurableCheckpointIO(inner, folder), folder / "a.ckpt"
     durable.save_checkpoint(OLD, path)
     with (
@@ -82,7 +80,7 @@ def test_a_full_disk_is_explained(folder, write, size):
     with pytest.raises(CheckpointError, match=r"Keep fewer checkpoints .* larger volume") as caught:
         durable.save_checkpoint({"value": torch.zeros(size)}, folder / "a.ckpt")
     assert str(folder / "a.ckpt") in str(caught.value)
-    assert f"bytes are free in {folder} and" in str(caught.value)
+    assert f"bytes are free in {folder}." in str(caught.value)
     assert same(durable.load_checkpoint(folder / "a.ckpt"), OLD)
     assert beside(folder) == []
 
@@ -91,7 +89,7 @@ def test_a_full_disk_is_explained(folder, write, size):
 def test_other_errors_are_explained(folder, code):
     """What may not be written to is named, and the cause is chained."""
     error = OSError(code, os.strerror(code))
-    advice = "Check that both" if code == errno.EIO else "write permission for both"
+    advice = "Check that .* is writable" if code == errno.EIO else "write permission for .*checkpoints"
     with pytest.raises(CheckpointError, match=rf"{os.strerror(code)}.*{advice}") as caught:
         DurableCheckpointIO(Failing(error), folder).save_checkpoint(NEW, folder / "a.ckpt")
     assert caught.value.__cause__ is error
@@ -114,7 +112,7 @@ def test_an_old_folder_comes_back_when_the_new_one_cannot_take_its_name(folder, 
     real = os.replace
 
     def replace(source, destination):
-        if Path(source).name == "a.ckpt" and destination == path:
+        if Path(source).name == "a.ckpt.sagemaker-ignore" and destination == path:
             raise OSError(errno.EIO, "Input/output error")
         real(source, destination)
 
@@ -164,6 +162,6 @@ def test_a_full_volume_of_its_own_keeps_the_old_file(folder):
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     said, state = done.stdout.splitlines()
-    assert "OSError: [Errno 28] No space left on device" in said
     assert f"bytes are free in {folder}" in said
+    assert "larger volume (volume_size)" in said
     assert state == "{'value': 1} ['a.ckpt'] ['checkpoints']"

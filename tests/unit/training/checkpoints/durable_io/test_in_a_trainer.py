@@ -72,13 +72,39 @@ def test_the_innermost_is_wrapped_once(folder, plugin):
 
 
 def test_leftovers_of_a_killed_run_are_removed(folder):
-    """What a run was writing when it was killed is removed by the next one, on rank 0 alone; nothing else is."""
-    kept = ["a.ckpt", ".hidden", "version_0"]
-    for name in ("version_0/.incoming-1/b.ckpt", ".incoming-2/c.ckpt", "../.checkpoints.incoming-3/d.ckpt", *kept):
+    """What a run was writing when it was killed is removed by the next one; nothing else is."""
+    kept = ["a.ckpt", ".hidden", "version_0", "a.ckpt.sagemaker-uploaded", "b.ckpt.sagemaker-uploading"]
+    unfinished = [
+        "version_0/b.ckpt.sagemaker-ignore",
+        "c.ckpt.sagemaker-ignore/deep/x",
+        "d.ckpt.sagemaker-ignore.index",
+    ]
+    for name in (*unfinished, *kept):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).exists() or (folder / name).write_text("half")
     make_durable(make_trainer(), folder)
-    assert names_in(folder.parent) == sorted(["checkpoints", *(f"checkpoints/{name}" for name in kept)])
+    assert names_in(folder) == sorted(kept)
+
+
+def test_what_another_host_is_writing_is_no_leftover(folder):
+    """Hosts may share the folder: a second Trainer of the script removes nothing, as the first fit may still write."""
+    make_durable(make_trainer(), folder)
+    folder.mkdir()
+    (folder / "a.ckpt.sagemaker-ignore").write_text("of another host")
+    make_durable(make_trainer(), folder)
+    assert names_in(folder) == ["a.ckpt.sagemaker-ignore"]
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_the_first_rank_of_each_host_removes_leftovers(folder, monkeypatch, local_rank):
+    """Hosts share no folder: each removes its own, once."""
+    folder.mkdir()
+    (folder / "a.ckpt.sagemaker-ignore").write_text("half")
+    trainer = make_trainer()
+    monkeypatch.setattr(type(trainer), "local_rank", local_rank)
+    monkeypatch.setattr(type(trainer), "is_global_zero", False)
+    make_durable(trainer, folder)
+    assert names_in(folder) == ["a.ckpt.sagemaker-ignore"] * local_rank
 
 
 def test_it_can_be_pickled_and_passes_the_end_on(folder):

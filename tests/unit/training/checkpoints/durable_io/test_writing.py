@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import pickle
+import shutil
 import tempfile
 import threading
 from pathlib import Path
@@ -32,61 +32,74 @@ def test_a_checkpoint_is_written_and_read(folder, inner, kind):
     assert beside(folder) == []
 
 
-def test_it_is_written_beside_the_folder_with_its_own_name(folder):
-    """The other CheckpointIO gets a path of the type that it was called with, in a hidden folder beside."""
+class _Watching(ToPath):
+    """Write, and note what is in the folder and in the temporary directory meanwhile."""
+
+    def __init__(self, folder):
+        self.folder, self.seen = folder, []
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        super().save_checkpoint(checkpoint, path)
+        self.seen.append((names_in(self.folder), beside(self.folder)))
+
+
+def test_it_is_written_in_the_folder_under_a_name_that_the_agent_ignores(folder):
+    """While it is written, nothing has its final name, and nothing is outside of the folder."""
+    watching = _Watching(folder)
+    durable = DurableCheckpointIO(watching, folder)
+    durable.save_checkpoint(OLD, folder / "a.ckpt")
+    durable.save_checkpoint(OLD, folder / "a.ckpt")
+    unfinished = "a.ckpt.sagemaker-ignore"
+    assert watching.seen == [([unfinished], []), (["a.ckpt", unfinished], [])]
+
+
+def test_the_other_one_gets_a_path_of_the_same_type(folder):
+    """A text stays a text, a Path a Path, and options are passed on."""
     recorder = Recorder()
     durable = DurableCheckpointIO(recorder, folder)
     durable.save_checkpoint(OLD, str(folder / "a.ckpt"))
     durable.save_checkpoint(OLD, folder / "b.ckpt", storage_options={"x": 1})
-    first, second = recorder.paths
-    assert isinstance(first, str)
-    assert isinstance(second, Path)
-    assert (second.parent.parent, second.name) == (folder.parent, "b.ckpt")
-    assert second.parent.name.startswith(".checkpoints.incoming-")
+    assert recorder.paths == [f"{folder}/a.ckpt.sagemaker-ignore", folder / "b.ckpt.sagemaker-ignore"]
     assert recorder.options == [None, {"x": 1}]
 
 
-def test_between_file_systems_a_hidden_copy_takes_the_name(elsewhere, monkeypatch):
-    """Where the folder is on a file system of its own, the file is copied there and then renamed."""
-    replaced, real = [], os.replace
-    monkeypatch.setattr(
-        durable_io.os, "replace", lambda *paths: (replaced.append(tuple(map(Path, paths))), real(*paths))
-    )
-    durable = DurableCheckpointIO(TorchCheckpointIO(), elsewhere)
-    for content in (OLD, NEW):
-        durable.save_checkpoint(content, elsewhere / "a.ckpt")
-        assert same(durable.load_checkpoint(elsewhere / "a.ckpt"), content)
-        source, destination = replaced[-1]
-        assert destination == elsewhere / "a.ckpt"
-        assert source.parent.parent == elsewhere
-        assert source.parent.name.startswith(".incoming-")
-    assert names_in(elsewhere) == ["a.ckpt"]
-    assert beside(elsewhere) == []
+@pytest.mark.parametrize("plugin", [TorchCheckpointIO(), ToPath(), AsFolder()])
+def test_a_checkpoint_is_written_once(folder, monkeypatch, plugin):
+    """It is renamed within its folder, never copied; Lightning's own CheckpointIO would go by way of another disk."""
+
+    def refuse(*arguments, **_):
+        raise AssertionError(f"copied: {arguments}")
+
+    for module, name in ((shutil, "copyfile"), (shutil, "copyfileobj"), (shutil, "move"), (tempfile, "mkstemp")):
+        monkeypatch.setattr(module, name, refuse)
+    renamed, real = [], os.replace
+    monkeypatch.setattr(durable_io.os, "replace", lambda *paths: (renamed.append(paths), real(*paths)))
+    DurableCheckpointIO(plugin, folder).save_checkpoint(OLD, folder / "a.ckpt")
+    assert renamed == [(folder / "a.ckpt.sagemaker-ignore", folder / "a.ckpt")]
 
 
-def test_the_temporary_directory_serves_where_nothing_can_be_made_beside(folder, tmp_path, monkeypatch):
-    """A parent that cannot be written to is no error."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    real = tempfile.mkdtemp
-
-    def mkdtemp(prefix, dir):  # noqa: A002 - the name of tempfile's argument
-        if dir == folder.parent:
-            raise PermissionError(errno.EACCES, "Permission denied", str(dir))
-        return real(prefix=prefix, dir=dir)
-
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr(durable_io.tempfile, "mkdtemp", mkdtemp)
-    recorder = Recorder()
-    DurableCheckpointIO(recorder, folder).save_checkpoint(OLD, folder / "a.ckpt")
-    assert recorder.paths[0].parent.parent == tmp_path / "temporary"
-    assert names_in(tmp_path) == ["checkpoints", "checkpoints/a.ckpt", "temporary"]
+def test_options_of_lightnings_own_are_refused_as_by_itself(folder):
+    """TorchCheckpointIO has no options, and says so."""
+    with pytest.raises(TypeError, match="storage_options"):
+        DurableCheckpointIO(TorchCheckpointIO(), folder).save_checkpoint(OLD, folder / "a.ckpt", {"x": 1})
+    assert names_in(folder) == []
 
 
-@pytest.mark.parametrize("where", ["folder", "elsewhere"])
-def test_folders_are_replaced_whole(request, where):
+@pytest.mark.parametrize("writer", [TorchCheckpointIO(), AsFolder()])
+def test_what_a_killed_save_left_does_not_disturb(folder, writer):
+    """A file or a folder of the name under which the next one is written is removed first."""
+    for name in ("a.ckpt.sagemaker-ignore/deep/part.pt", "b.ckpt.sagemaker-ignore"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"half")
+    durable = DurableCheckpointIO(writer, folder)
+    for name in ("a.ckpt", "b.ckpt"):
+        durable.save_checkpoint(NEW, folder / name)
+        assert same(durable.load_checkpoint(folder / name), NEW)
+    assert sorted(os.listdir(folder)) == ["a.ckpt", "b.ckpt"]
+
+
+def test_folders_are_replaced_whole(folder):
     """A CheckpointIO that writes folders replaces a folder and a file, and is replaced by a file."""
-    folder = request.getfixturevalue(where)
     path = folder / "a.ckpt"
     as_folder, as_file = DurableCheckpointIO(AsFolder(), folder), DurableCheckpointIO(ToPath(), folder)
     for content in (OLD, NEW):
@@ -124,11 +137,10 @@ def test_files_beside_the_checkpoint_come_along_first(folder, monkeypatch):
     assert order == ["a.ckpt.index", "a.ckpt"]
 
 
-@pytest.mark.parametrize("where", ["folder", "elsewhere"])
-@pytest.mark.parametrize("inner", [ToPath(), AsFolder()])
-def test_the_disk_has_every_file_before_it_takes_its_name(request, monkeypatch, where, inner):
+@pytest.mark.parametrize("inner", [TorchCheckpointIO(), ToPath(), AsFolder()])
+def test_the_disk_has_every_file_before_it_takes_its_name(folder, monkeypatch, inner):
     """All files are synchronised with the disk, and only then renamed."""
-    folder, calls = request.getfixturevalue(where), []
+    calls = []
     sync, replace = os.fsync, os.replace
     monkeypatch.setattr(
         durable_io.os, "fsync", lambda file: (calls.append(os.readlink(f"/proc/self/fd/{file}")), sync(file))
@@ -152,10 +164,8 @@ def test_other_paths_are_left_to_the_other_one(folder, tmp_path, path):
     assert recorder.paths == [path, path]
 
 
-@pytest.mark.parametrize("where", ["folder", "elsewhere"])
-def test_a_reader_never_sees_a_part(request, where):
+def test_a_reader_never_sees_a_part(folder):
     """While a large checkpoint is written again and again, its name always has a whole one."""
-    folder = request.getfixturevalue(where)
     durable, path = DurableCheckpointIO(ToPath(), folder), folder / "a.ckpt"
     large = {"value": torch.zeros(4_000_000)}
     durable.save_checkpoint(large, path)
@@ -164,7 +174,7 @@ def test_a_reader_never_sees_a_part(request, where):
     def watch():
         while not done.is_set():
             sizes.add(path.stat().st_size)
-            names.update(name for name in os.listdir(folder) if not name.startswith("."))
+            names.update(name for name in os.listdir(folder) if not name.endswith(".sagemaker-ignore"))
             looking.set()
 
     reader = threading.Thread(target=watch)
