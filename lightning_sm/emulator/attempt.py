@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -48,11 +48,12 @@ class Outcome:
 
 @dataclass
 class _Interruption:
-    """A fault that ends the attempt: when hosts receive SIGTERM, and when they are killed (``time.monotonic()``)."""
+    """A fault that ends the attempt: when hosts receive SIGTERM, and are killed (``time.monotonic()``); who was."""
 
     fault: Fault
     sigterms: list[tuple[float, HostProcess]]
     kill_at: dict[HostProcess, float]
+    killed: set[HostProcess] = field(default_factory=set)
 
 
 class Attempt:
@@ -119,6 +120,7 @@ class Attempt:
                 host.waiter.join(timeout=_GRACE_S)
                 host.reader.join(timeout=_GRACE_S)
             self._output.say_repeats()
+            self._say_lost()
             adopt_orphans(False)
 
     def _variables(self) -> dict[str, str]:
@@ -141,7 +143,8 @@ class Attempt:
         due = [host for start_at, host in self._waiting if start_at <= now]
         self._waiting = [entry for entry in self._waiting if entry[0] > now]
         for host in due:
-            self.hosts.append(HostProcess(host, self._command, self._output, self._changed, variables))
+            agent = self._cluster.start_agent(host)
+            self.hosts.append(HostProcess(host, self._command, self._output, self._changed, variables, agent=agent))
 
     def _thaw_due(self) -> None:
         now = time.monotonic()
@@ -238,10 +241,44 @@ class Attempt:
                 grace_s = self._plan.settings.grace_s
                 self._output.say(f"Killing host {host.host.name}: the grace period of {grace_s:g} s is over.")
             host.kill()
+        interruption.killed.update(doomed)
+        judged = self._judged(interruption)
+        if judged is not None:
+            return judged
         if running:
             return None
         failed = self._first_failed()
         return Outcome((failed.exit_code if failed else 0) or 0, resumes=interruption.fault.kind in RESUMED)
+
+    def _judged(self, interruption: _Interruption) -> Outcome | None:
+        """Let the first host that leaves with an error decide, if only one was interrupted.
+
+        If the service did not stop it, the job has failed, and there is no other attempt. Else the others are stopped.
+        """
+        first = self._first_failed()
+        if interruption.fault.host is None or first is None or first in interruption.killed:
+            return None
+        if first.interrupted_at is None:
+            self._output.say(
+                f"Host {first.host.name} (group {first.host.group}), which was not interrupted, left first, with exit "
+                f"code {first.exit_code}: the service takes that for a failure."
+            )
+            self._stop()
+            return Outcome(first.exit_code or 0, failed=first.host)
+        now = time.monotonic()
+        for host in self._running():
+            if host.interrupted_at is None:
+                interruption.kill_at[host] = now + self._plan.settings.grace_s
+                host.interrupt()
+        return None
+
+    def _say_lost(self) -> None:
+        """Name the files that no other attempt will find."""
+        for host in self.hosts:
+            if host.agent is not None and host.agent.error is not None:
+                self._output.say(f"The checkpoints of {host.host.name} were not uploaded: {host.agent.error}.")
+            elif host.agent is not None and host.agent.lost:
+                self._output.say(f"Not uploaded when {host.host.name} ended: {', '.join(host.agent.lost)}.")
 
     def _stopped(self) -> Outcome | None:
         signum = self._signals[0][0] if self._signals else self._output.broken_by

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sm._linux import LOOPBACK_INTERFACE, loopback_addresses, require_linux, usable_cpus
+from lightning_sm.emulator.agent import UploadAgent, download
 from lightning_sm.emulator.ports import reserve_ports
 from lightning_sm.emulator.run_folders import create_run_folder
 from lightning_sm.errors import JobConfigError, OutputDirectoryError, PortInUseError
@@ -60,6 +62,8 @@ class ClusterSpec:
         checkpoint_dir: Checkpoint folder that all hosts share, or None for a job without one.
         keeps_checkpoints: Whether the job needs a checkpoint folder, which is inside its own folder if
             ``checkpoint_dir`` is None.
+        upload_delay_s: Seconds that the upload of a file takes, where each host has a checkpoint folder of its own, and
+            ``checkpoint_dir`` stands for S3. None for a folder that all hosts share.
         environment: Variables as a user would pass them to ``Estimator(environment=...)``.
         seed: Seed of the assignment of hosts to groups; None for a different one each time, as on the service.
     """
@@ -70,6 +74,7 @@ class ClusterSpec:
     channels: Mapping[str, Path] = field(default_factory=dict)
     checkpoint_dir: Path | None = None
     keeps_checkpoints: bool = False
+    upload_delay_s: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     seed: int | None = None
 
@@ -84,6 +89,7 @@ class LocalHost:
         role: Its role in the job.
         base_dir: The folder that takes the place of ``/opt/ml``.
         env: The complete environment of its processes.
+        checkpoint_dir: Its checkpoint folder, or None; all hosts may share one.
     """
 
     name: str
@@ -91,6 +97,7 @@ class LocalHost:
     role: Role
     base_dir: Path
     env: Mapping[str, str]
+    checkpoint_dir: Path | None
 
 
 class LocalCluster:
@@ -103,7 +110,7 @@ class LocalCluster:
     Attributes:
         name: Name of the job.
         job_dir: Folder of the job, with one folder per host.
-        checkpoint_dir: Checkpoint folder that all hosts share, or None.
+        checkpoint_dir: Checkpoint folder that all hosts share, or that stands for S3, or None.
         attempt: Number of the current attempt, from 1.
         hosts: The hosts, in the order of their numbers.
         keep: Whether to keep the folders on exit.
@@ -191,6 +198,17 @@ class LocalCluster:
         except OSError as error:
             raise OutputDirectoryError(f"{error.filename}: cannot be written ({error.strerror}).") from error
 
+    @property
+    def uploads(self) -> bool:
+        """Whether each host has a checkpoint folder of its own, which an agent uploads."""
+        return self._spec.upload_delay_s is not None
+
+    def start_agent(self, host: LocalHost) -> UploadAgent | None:
+        """Start the agent that uploads a host's checkpoint folder; None if the hosts share one, or have none."""
+        if self._spec.upload_delay_s is None or self.checkpoint_dir is None or host.checkpoint_dir is None:
+            return None
+        return UploadAgent(host.checkpoint_dir, self.checkpoint_dir, host.name, self._spec.upload_delay_s)
+
     def draw(self, purpose: str) -> random.Random:
         """Return random numbers for one purpose in this attempt, which repeat with the seed."""
         seed = self._spec.seed
@@ -212,11 +230,15 @@ class LocalCluster:
         _write_json(config_dir / "inputdataconfig.json", dict.fromkeys(self._spec.channels, _CHANNEL_CONFIG))
         for channel, folder in self._spec.channels.items():
             (data_dir / channel).symlink_to(folder.absolute(), target_is_directory=True)
+        checkpoint_dir = self.checkpoint_dir
         if self.checkpoint_dir is not None:
-            paths = {"LocalPath": str(self.checkpoint_dir), "S3Uri": self.checkpoint_dir.as_uri()}
+            if self.uploads:
+                checkpoint_dir = base_dir / "checkpoints"
+                download(self.checkpoint_dir, checkpoint_dir)
+            paths = {"LocalPath": str(checkpoint_dir), "S3Uri": self.checkpoint_dir.as_uri()}
             _write_json(config_dir / "checkpointconfig.json", paths)
         env = {**self._shared, "SAGEMAKER_BASE_DIR": str(base_dir), "TRAINING_JOB_NAME": self.name}
-        return LocalHost(name, resources["current_group_name"], topology.role_of(name), base_dir, env)
+        return LocalHost(name, resources["current_group_name"], topology.role_of(name), base_dir, env, checkpoint_dir)
 
 
 def _check(spec: ClusterSpec) -> None:
@@ -230,6 +252,8 @@ def _check(spec: ClusterSpec) -> None:
         raise JobConfigError(f"The groups have {total} hosts; the emulator supports 1 to {_MAX_HOSTS}.")
     if spec.devices < 1:
         raise JobConfigError(f"--devices is {spec.devices}; a trainer host needs at least 1 process.")
+    if spec.upload_delay_s is not None and not 0 <= spec.upload_delay_s < math.inf:
+        raise JobConfigError(f"--upload-delay {spec.upload_delay_s:g}: expected 0 seconds or more.")
     for name, folder in spec.channels.items():
         if not _CHANNEL_NAME.fullmatch(name) or name in {".", ".."}:
             raise JobConfigError(f"Channel {name!r}: expected at most 64 letters, digits, '.', '-' or '_'.")

@@ -60,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoints", metavar="DIR", help="checkpoint folder, shared by all hosts and kept (default: none)"
     )
+    parser.add_argument(
+        "--upload-delay",
+        type=float,
+        metavar="SECONDS",
+        help="give each host a checkpoint folder of its own, as on SageMaker, whose files an agent uploads within "
+        "SECONDS, as long as the host runs; the folder of --checkpoints stands for S3 (default: hosts share it)",
+    )
     parser.add_argument("--fault", action="append", default=[], help="inject a fault, repeatable; see below")
     parser.add_argument(
         "--grace-s",
@@ -112,7 +119,8 @@ def main(options: argparse.Namespace) -> int:
         hyperparameters=_read_hyperparameters(Path(options.hyperparameters)) if options.hyperparameters else {},
         channels={name: Path(folder) for name, folder in channels.items()},
         checkpoint_dir=Path(options.checkpoints) if options.checkpoints else None,
-        keeps_checkpoints=settings.needs_checkpoints,
+        keeps_checkpoints=settings.needs_checkpoints or options.upload_delay is not None,
+        upload_delay_s=options.upload_delay,
         environment=_pairs("--env", "NAME=VALUE", options.env),
         seed=options.seed,
     )

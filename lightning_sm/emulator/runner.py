@@ -72,8 +72,9 @@ def _run_attempts(
     """Run attempts until one is not interrupted, or until there have been enough."""
     plan = Plan(settings)
     attempts: list[Attempt] = []
-    if settings.needs_checkpoints:
-        output.say(f"Checkpoint folder of all attempts: {cluster.checkpoint_dir}")
+    if settings.needs_checkpoints or cluster.uploads:
+        what = "Folder that stands for S3" if cluster.uploads else "Checkpoint folder of all attempts"
+        output.say(f"{what}: {cluster.checkpoint_dir}")
     while True:
         if settings.num_attempts > 1:
             output.say(f"Attempt {len(attempts) + 1} of {settings.num_attempts}")

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from lightning_sm._linux import ADOPTS_ORPHANS, handles_signal
+from lightning_sm.emulator.agent import UploadAgent
 from lightning_sm.emulator.cluster import LocalHost
 from lightning_sm.emulator.output import Output
 from lightning_sm.job.variables import PARENT_PID
@@ -39,9 +40,11 @@ class HostProcess:
         output: Receives the host's lines.
         changed: Set when the launcher has ended.
         variables: Environment variables in addition to those of the host.
+        agent: Uploads the host's checkpoints while the launcher runs.
 
     Attributes:
         host: The host.
+        agent: Uploads the host's checkpoints, or None.
         process: The launcher.
         ended_at: When the launcher ended, by ``time.monotonic()``; None while it runs.
         interrupted_at: When the launcher received the SIGTERM of an interruption, or None.
@@ -56,8 +59,11 @@ class HostProcess:
         output: Output,
         changed: threading.Event,
         variables: Mapping[str, str],
+        *,
+        agent: UploadAgent | None,
     ) -> None:
         self.host = host
+        self.agent = agent
         self.ended_at: float | None = None
         self.interrupted_at: float | None = None
         self._script = os.path.basename(command[0])
@@ -186,6 +192,8 @@ class HostProcess:
         # One thread per host, so that the times are exact: of hosts that fail together, the first has the reason.
         self.process.wait()
         self.ended_at = time.monotonic()
+        if self.agent is not None:
+            self.agent.stop()
         self._changed.set()
 
     def _processes(self) -> list[psutil.Process]:

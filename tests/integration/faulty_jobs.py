@@ -179,6 +179,57 @@ def save_longer():
     sys.exit(143)
 
 
+def upload():
+    folder = job.checkpoint_dir
+    if (folder / "early").exists():
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        say("found", sorted((str(path.relative_to(folder)), path.stat().st_mtime > 1) for path in files))
+        return
+    say("folder", folder.relative_to(base.parent))
+    meet()
+    (folder / "half.sagemaker-ignore").write_text("unfinished")
+    (folder / f"of-{job.current_host}").write_text("one of each host")
+    (folder / "deep").mkdir()
+    (folder / "deep" / "shard").write_text("in a folder")
+    (folder / "early").write_text("of both hosts")
+    os.utime(folder / "early", (1, 1))
+    for name in ("early", "deep/shard", f"of-{job.current_host}"):
+        until((folder / f"{name}.sagemaker-uploaded").exists)
+    (base / "uploaded").touch()
+    until(lambda: all((base.parent / host / "uploaded").exists() for host in job.hosts))
+    report(1)
+    until(lambda: told)
+    (folder / "lost").write_text("at the last moment")
+    sys.exit(143)
+
+
+def left_first_by(host):
+    # Only algo-2 is interrupted.
+    meet()
+    report(1)
+    if job.current_host == "algo-2":
+        until(lambda: told)
+        (base / "told").touch()
+    else:
+        until((base.parent / "algo-2" / "told").exists)
+    if job.current_host == host:
+        sys.exit(143 if told else 3)
+    until(lambda: (base.parent / host / "output" / "failure").exists())
+    until(lambda: told)
+    sys.exit(143)
+
+
+def unstopped_leaves_first():
+    left_first_by("algo-1")
+
+
+def stopped_leaves_first():
+    if not (job.checkpoint_dir / "tried").exists():
+        meet()
+        (job.checkpoint_dir / "tried").touch()
+        left_first_by("algo-2")
+
+
 def ready_and_wait():
     (base / "ready").touch()
     wait_for_sigterm()

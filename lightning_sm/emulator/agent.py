@@ -1,0 +1,131 @@
+"""SageMaker's agent, which copies a host's checkpoint folder to S3 while it runs, as far as its habits are known."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_sm.job.uploads import UPLOADED, UPLOADING, files_of, marker_of
+
+_POLL_S = 0.02
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What tells one content of a file from another without reading it."""
+
+    inode: int
+    size: int
+    modified_ns: int
+
+
+class UploadAgent:
+    """Uploads the changed files of a folder from a thread of its own, until ``stop``.
+
+    A file that has changed gets an empty ``<file>.sagemaker-uploading`` beside it, is copied as a whole, and then has
+    ``<file>.sagemaker-uploaded`` instead. A file that is removed is removed from S3. Nothing is flushed at the end.
+
+    Args:
+        folder: The host's checkpoint folder, as it was downloaded.
+        bucket: The folder that stands for S3.
+        host: Name of the host.
+        delay_s: Seconds that the upload of a file takes.
+
+    Attributes:
+        lost: Files that were not uploaded as they were when the agent stopped, relative to the folder.
+        error: Why the agent could not go on, if it could not.
+    """
+
+    def __init__(self, folder: Path, bucket: Path, host: str, delay_s: float) -> None:
+        self.lost: list[str] = []
+        self.error: OSError | None = None
+        self._folder = folder
+        self._bucket = bucket
+        self._delay_s = delay_s
+        # S3 shows an object once it is complete.
+        self._incomplete = bucket / f".{host}.incomplete"
+        self._uploaded = self._contents()
+        self._uploads: dict[Path, tuple[_Content, float]] = {}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop at once, also in the middle of a file."""
+        self._stopped.set()
+        self._thread.join()
+        contents = self._contents().items()
+        self.lost = [str(file.relative_to(self._folder)) for file, one in contents if self._uploaded.get(file) != one]
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                self._look()
+                self._stopped.wait(_POLL_S)
+        except OSError as error:
+            self.error = error
+        finally:
+            with suppress(OSError):
+                self._incomplete.unlink(missing_ok=True)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        contents = self._contents()
+        for file in self._uploaded.keys() - contents.keys():
+            (self._bucket / file.relative_to(self._folder)).unlink(missing_ok=True)
+            del self._uploaded[file]
+        for file, content in contents.items():
+            if self._uploaded.get(file) == content:
+                continue
+            begun, done_at = self._uploads.get(file, (None, 0.0))
+            with suppress(FileNotFoundError):  # removed meanwhile, perhaps with its folder
+                if begun != content:
+                    marker_of(file, UPLOADING).touch()
+                    self._uploads[file] = (content, now + self._delay_s)
+                elif done_at <= now and self._copy(file):
+                    self._uploaded[file] = content
+                    marker_of(file, UPLOADING).replace(marker_of(file, UPLOADED))
+
+    def _copy(self, file: Path) -> bool:
+        """Copy a file as a whole; returns False if the agent was stopped meanwhile."""
+        with file.open("rb") as source, self._incomplete.open("wb") as copy:
+            while chunk := source.read(_CHUNK_BYTES):
+                if self._stopped.is_set():
+                    return False
+                copy.write(chunk)
+        target = self._bucket / file.relative_to(self._folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if self._stopped.is_set():
+            return False
+        self._incomplete.replace(target)
+        return True
+
+    def _contents(self) -> dict[Path, _Content]:
+        contents = {}
+        for file in files_of(self._folder):
+            with suppress(FileNotFoundError):
+                status = file.stat()
+                contents[file] = _Content(status.st_ino, status.st_size, status.st_mtime_ns)
+        return contents
+
+
+def download(bucket: Path, folder: Path) -> None:
+    """Copy all files to a host before it starts; their times are those of the download, as on the service.
+
+    Args:
+        bucket: The folder that stands for S3.
+        folder: The host's checkpoint folder, which is created.
+
+    Raises:
+        OSError: A file cannot be copied.
+    """
+    folder.mkdir(parents=True)
+    for file in files_of(bucket):
+        copy = folder / file.relative_to(bucket)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)

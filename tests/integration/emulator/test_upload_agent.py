@@ -1,0 +1,177 @@
+"""The emulator's agent, which uploads the checkpoints of each host, and what the service makes of exit codes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lightning_sm.emulator.agent import UploadAgent, download
+from lightning_sm.job.uploads import is_uploaded
+from tests.integration.emulators import job_dir, until
+from tests.integration.faulty_jobs import row, run_faulty, said_after
+
+_TIMEOUT_S = 20
+
+
+@pytest.fixture
+def bucket(tmp_path):
+    """The folder that stands for S3, with one object."""
+    folder = tmp_path / "bucket"
+    folder.mkdir()
+    (folder / "old").write_text("of an earlier attempt")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, bucket):
+    """The checkpoint folder of a host that is about to start."""
+    path = tmp_path / "host" / "checkpoints"
+    download(bucket, path)
+    return path
+
+
+@pytest.fixture
+def start(folder, bucket):
+    """A function that starts the host's agent, with the seconds that an upload takes."""
+    agents = []
+
+    def make(delay_s):
+        agents.append(UploadAgent(folder, bucket, "algo-1", delay_s))
+        return agents[-1]
+
+    yield make
+    for agent in agents:
+        agent.stop()
+
+
+def wait(condition, what):
+    """Wait until the agent has done something."""
+    until(condition, what, _TIMEOUT_S)
+
+
+def names(path):
+    """Names of all files and folders at any depth."""
+    return sorted(str(found.relative_to(path)) for found in path.rglob("*"))
+
+
+def test_a_file_is_marked_while_it_is_uploaded_and_afterwards(folder, bucket, start):
+    """As .sagemaker-uploading, and as .sagemaker-uploaded once S3 has all of it; a new content is uploaded again."""
+    start(0.3)
+    (folder / "a").write_text("first")
+    wait((folder / "a.sagemaker-uploading").exists, "the upload begins")
+    assert not is_uploaded(folder / "a")
+    wait(lambda: is_uploaded(folder / "a"), "the upload ends")
+    assert (bucket / "a").read_text() == "first"
+    wait(lambda: not (folder / "a.sagemaker-uploading").exists(), "the first marker is gone")
+    (folder / "b.sagemaker-ignore").write_text("second")
+    (folder / "b.sagemaker-ignore").replace(folder / "a")
+    wait(lambda: (bucket / "a").read_text() == "second", "the new content is uploaded")
+    wait(lambda: is_uploaded(folder / "a"), "and marked")
+    assert names(bucket) == ["a", "old"]
+
+
+def test_what_is_not_the_users_is_not_uploaded(folder, bucket, start):
+    """Neither unfinished files, nor files of unfinished folders, nor the agent's own, nor links."""
+    (folder / "half.sagemaker-ignore").mkdir()
+    (folder / "half.sagemaker-ignore" / "part").write_text("unfinished")
+    (folder / "a.sagemaker-ignore").write_text("unfinished")
+    (folder / "link").symlink_to("old")
+    start(0)
+    (folder / "deep").mkdir()
+    (folder / "deep" / "z").write_text("finished")
+    wait(lambda: is_uploaded(folder / "deep" / "z"), "the finished file is uploaded")
+    assert names(bucket) == ["deep", "deep/z", "old"]
+
+
+def test_removals_are_mirrored_and_downloads_are_not_uploaded(folder, bucket, start):
+    """What is removed on the host goes from S3; what came from there has no marker."""
+    start(0)
+    (folder / "a").write_text("new")
+    wait(lambda: is_uploaded(folder / "a"), "the new file is uploaded")
+    assert not (folder / "old.sagemaker-uploaded").exists()
+    (folder / "a").unlink()
+    (folder / "old").unlink()
+    wait(lambda: names(bucket) == [], "both are removed")
+
+
+def test_an_agent_that_stops_leaves_what_it_has_not_uploaded(folder, bucket, start):
+    """It names the files, and S3 has nothing of them."""
+    agent = start(60)
+    (folder / "a").write_text("too late")
+    wait((folder / "a.sagemaker-uploading").exists, "the upload begins")
+    agent.stop()
+    assert agent.lost == ["a"]
+    assert names(bucket) == ["old"]
+    assert not (folder / "a.sagemaker-uploaded").exists()
+
+
+def test_an_agent_that_cannot_write_says_why(folder, bucket, start):
+    """Its error is kept for the emulator, which names it."""
+    agent = start(0)
+    (bucket / "old").unlink()
+    bucket.rmdir()
+    bucket.write_text("no folder")
+    (folder / "a").write_text("new")
+    wait(lambda: agent.error is not None, "the upload fails")
+    assert str(bucket) in str(agent.error)
+    agent.stop()
+    assert agent.lost == ["a"]
+
+
+def test_the_next_attempt_begins_with_what_was_uploaded(jobs, work):
+    """Each host has a folder of its own; what was written at the last moment is lost, and the job says so."""
+    options = ["--group", "trainer=2", "--upload-delay", "1", "--fault", "interrupt@step=1"]
+    ended = run_faulty(jobs, work, *options, mode="upload")
+    assert ended.returncode == 0, ended.stdout
+    assert sorted(said_after(ended.stdout, "folder")) == [
+        (host, f"{host}/checkpoints") for host in ("algo-1", "algo-2")
+    ]
+    kept = ["deep/shard", "early", "of-algo-1", "of-algo-2"]
+    # All files are of the time of the download: the script had set one of them to 1970.
+    everything = str([(name, True) for name in kept])
+    assert sorted(said_after(ended.stdout, "found")) == [("algo-1", everything), ("algo-2", everything)]
+    assert f"Folder that stands for S3: {job_dir(jobs) / 'checkpoints'}" in ended.stdout
+    for host in ("algo-1", "algo-2"):
+        assert f"Not uploaded when {host} ended: lost." in ended.stdout
+        assert row(ended.stdout, host, 1)[2] == "143"
+    assert [name for name in names(job_dir(jobs) / "checkpoints") if name != "deep"] == kept
+
+
+def test_hosts_share_a_folder_without_the_option(jobs, work):
+    """No agent, no markers."""
+    ended = run_faulty(jobs, work, "--group", "trainer=2", "--fault", "restart@step=5")
+    assert ended.returncode == 0, ended.stdout
+    assert names(job_dir(jobs) / "checkpoints") == ["step"]
+    assert not list(jobs.rglob("*.sagemaker-*"))
+
+
+def test_a_host_that_was_not_interrupted_and_leaves_first_fails_the_job(jobs, work):
+    """The service takes its exit code for a failure: there is no other attempt."""
+    options = ["--group", "trainer=2", "--fault", "interrupt:algo-2@step=1"]
+    ended = run_faulty(jobs, work, *options, mode="unstopped_leaves_first")
+    assert ended.returncode == 3, ended.stdout
+    assert re.search(
+        r"^Host algo-1 \(group trainer\), which was not interrupted, left first, .* code 3:", ended.stdout, re.M
+    )
+    assert "Attempt 2 of 2" not in ended.stdout
+    assert "The job failed:" in ended.stdout
+
+
+def test_the_other_hosts_are_stopped_when_the_interrupted_one_has_left(jobs, work):
+    """The service ends the attempt then, and starts another."""
+    options = ["--group", "trainer=2", "--fault", "interrupt:algo-2@step=1"]
+    ended = run_faulty(jobs, work, *options, mode="stopped_leaves_first")
+    assert ended.returncode == 0, ended.stdout
+    assert sorted(host for host, _ in said_after(ended.stdout, "told")) == ["algo-1", "algo-2"]
+    assert [row(ended.stdout, host, 1)[2] for host in ("algo-1", "algo-2")] == ["143", "143"]
+    assert len(row(ended.stdout, "algo-1", 1)) == 5
+
+
+@pytest.mark.parametrize("delay", ["-1", "inf", "nan"])
+def test_a_delay_that_never_ends_is_refused(jobs, work, delay):
+    """Before anything starts."""
+    ended = run_faulty(jobs, work, f"--upload-delay={delay}")
+    assert ended.returncode == 2
+    assert f"--upload-delay {delay}: expected 0 seconds or more." in ended.stderr
+    assert not jobs.exists()
