@@ -58,10 +58,12 @@ class Outcome:
     Attributes:
         exit_code: Its exit code; 128 + n if signal n ended it.
         reason: Why it failed, the decisive words first; cut at 1024 characters. Empty after success.
+        may_restart: Whether the script may be started again, if the job has restarts left.
     """
 
     exit_code: int
     reason: str = ""
+    may_restart: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", self.reason[:MAX_REASON_CHARS])

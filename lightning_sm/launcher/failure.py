@@ -138,6 +138,18 @@ def is_consequence(stderr_tail: str) -> bool:
     return bool(tracebacks) and all(traceback.is_consequence for traceback in tracebacks)
 
 
+def cause_of_failure(stderr_tail: str) -> str:
+    """The exception with which a failure began, as Python printed it; empty if there is none.
+
+    Of an exception in the user's code on a data host, that one.
+
+    Args:
+        stderr_tail: The end of what the script and its local ranks wrote to stderr.
+    """
+    cause = cause_of(list(tracebacks_in(_lines(stderr_tail))))
+    return "" if cause is None else _REMOTE.sub("", cause.exception[0])
+
+
 def remove_failure(output_dir: Path) -> None:
     """Remove the failure file of an earlier job in the same container (a warm pool)."""
     path = output_dir / "failure"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 import selectors
 import socket
 import time
-from dataclasses import asdict
 
-from lightning_sm.job.stopping import JobOutcome, Outcome
-from lightning_sm.launcher.peers.connection import Connection, Message, Timings
+from lightning_sm.job.stopping import JobOutcome
+from lightning_sm.launcher.peers.connection import Connection, Message, Report, Timings
+from lightning_sm.launcher.peers.outcome import Restart
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ class Client:
 
     Attributes:
         job_outcome: How the job ends, once that is known.
+        restart: The last restart that was ordered; None if there was none.
         awaited: Hosts that must end before this one may.
     """
 
@@ -43,6 +46,7 @@ class Client:
         timings: Timings,
     ) -> None:
         self.job_outcome: JobOutcome | None = None
+        self.restart: Restart | None = None
         self.awaited: list[str] = [main_host]
         self._selector = selector
         self._own = own
@@ -53,7 +57,7 @@ class Client:
         self._connection: Connection | None = None
         self._retry_at = now
         self._retry_s = timings.first_retry_s
-        self._reported_to: Connection | None = None
+        self._reported: tuple[Connection, Report] | None = None
         self._ended_at: float | None = None
         self._lost_at: float | None = None
         self._lost_why = ""
@@ -61,6 +65,8 @@ class Client:
         self._is_job_over = False
         self._has_given_up = False
         self._has_logged_stranger = False
+        self._unreached_at = now + timings.unreached_s
+        self._why_unreached = "no answer yet"
 
     def is_done(self, now: float) -> bool:
         """Whether this host may end: the job is over, or the hub is lost or never appeared."""
@@ -70,23 +76,26 @@ class Client:
             return False
         return now - self._ended_at >= self._timings.peers_timeout_s
 
-    def tick(self, now: float, outcome: Outcome | None) -> None:
+    def tick(self, now: float, report: Report | None) -> None:
         """Do what is due.
 
         Args:
             now: The time.
-            outcome: How the script of this host ended, once it has.
+            report: How the script of this host ended, once it has.
         """
-        if outcome is not None and self._ended_at is None:
+        if report is None:
+            self._ended_at = None
+        elif self._ended_at is None:
             self._ended_at = now
         if self._connection is not None:
             try:
-                self._maintain(self._connection, outcome, now)
+                self._maintain(self._connection, report, now)
             except OSError as error:
                 self._drop(self._connection, str(error), now)
         elif not (self._is_job_over or self._has_given_up) and now >= self._retry_at:
             self._connect(now)
         self._give_up_lost_hub(now)
+        self._say_if_unreached(now)
 
     def close(self) -> None:
         """Close the connection."""
@@ -95,10 +104,10 @@ class Client:
             self._connection.sock.close()
             self._connection = None
 
-    def _maintain(self, connection: Connection, outcome: Outcome | None, now: float) -> None:
-        if connection.is_known and outcome is not None and self._reported_to is not connection:
-            self._reported_to = connection
-            connection.send({"type": "report", **asdict(outcome)})
+    def _maintain(self, connection: Connection, report: Report | None, now: float) -> None:
+        if connection.is_known and report is not None and self._reported != (connection, report):
+            self._reported = connection, report
+            connection.send(report.to_message())
         connection.heartbeat(now, self._timings, {"type": "heartbeat"})
 
     def _connect(self, now: float) -> None:
@@ -107,7 +116,8 @@ class Client:
         try:
             # May block in the resolver. Without a connection, this thread has nothing else to do.
             address = socket.gethostbyname(self._address[0])
-        except OSError:  # the host has no name yet
+        except OSError as error:  # the host has no name yet
+            self._why_unreached = error.strerror or str(error)
             return
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         connection = Connection(sock, self._key, time.monotonic())
@@ -115,7 +125,8 @@ class Client:
             sock.connect((address, self._address[1]))
         except BlockingIOError:
             pass
-        except OSError:  # no route to it yet
+        except OSError as error:  # no route to it yet
+            self._why_unreached = error.strerror or str(error)
             sock.close()
             return
         self._connection = connection
@@ -127,6 +138,7 @@ class Client:
             return
         code = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code != 0:
+            self._why_unreached = os.strerror(code)
             self.close()  # the hub does not listen yet
             return
         self._selector.modify(connection.sock, selectors.EVENT_READ, self._read)
@@ -160,6 +172,8 @@ class Client:
             if message["is_over"]:
                 self._is_job_over = True
                 connection.send({"type": "acknowledge"})
+        elif kind == "restart":
+            self.restart = Restart.from_message(message)
         elif kind == "heartbeat":
             self.awaited = [str(host) for host in message["awaited"]] or [self._main_host]
         else:
@@ -177,12 +191,30 @@ class Client:
                 _LOG.info("Lost connection to the launcher on %s: %s. Reconnecting.", self._main_host, why)
         elif not self._has_logged_stranger:
             self._has_logged_stranger = True
-            address = "{}:{}".format(*self._address)
-            _LOG.info("No launcher of this job answers on %s (%s) yet: %s. Retrying.", address, self._main_host, why)
+            _LOG.info("No launcher of this job answers on %s (%s) yet: %s. Retrying.", *self._place, why)
+        if not self._was_welcomed:
+            self._why_unreached = why
+
+    @property
+    def _place(self) -> tuple[str, str]:
+        return "{}:{}".format(*self._address), self._main_host
+
+    def _say_if_unreached(self, now: float) -> None:
+        if self._was_welcomed or now < self._unreached_at:
+            return
+        self._unreached_at = math.inf
+        _LOG.warning(
+            "No launcher of this job has answered on %s (%s) for %g s: %s. Until one does, this host does not learn of "
+            "failures on other hosts, nor they of its own: when one fails, the others may hang until their collectives "
+            "time out. The main host must run lightning-sm train, and let the hosts of the job connect to this port.",
+            *self._place,
+            self._timings.unreached_s,
+            self._why_unreached,
+        )
 
     def _give_up_lost_hub(self, now: float) -> None:
         if self._lost_at is None or self._is_job_over or self._has_given_up:
             return
-        if now - self._lost_at >= self._timings.hub_reconnect_s:
+        if now - self._lost_at >= self._timings.reconnect_s:
             self._has_given_up = True
             self.job_outcome = self.job_outcome or JobOutcome.lost(self._main_host, self._lost_why)

@@ -12,15 +12,16 @@ import hmac
 import json
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_sm.job.secret import job_key
+from lightning_sm.job.stopping import Outcome
 
 Message = dict[str, Any]
 
 # Part of the key, so that a launcher with another version of the messages counts as one of another job.
-_PROTOCOL = "lightning-sm peers 2"
+_PROTOCOL = "lightning-sm peers 3"
 # 1024 characters of a reason take at most 6144 bytes, as \u0001.
 MAX_LINE_BYTES = 8 * 1024
 
@@ -35,8 +36,9 @@ class Timings:
             job 120 s.
         heartbeat_s: Between two heartbeats of a launcher.
         silence_s: Without heartbeats for so long, a host is lost.
-        reconnect_s: How long a disconnected host may take to reconnect.
-        hub_reconnect_s: How long reconnecting to the main host may take.
+        reconnect_s: How long a lost connection may take to be made again. A reset, and a packet that is lost at every
+            attempt to connect, cost seconds; NCCL's own connections survive more.
+        unreached_s: After how long a host says that it has never reached the main host's launcher.
         hello_s: How long a new connection may take until both ends know each other.
         first_retry_s: Before the second attempt to connect; the pauses double from there.
         longest_retry_s: The longest of these pauses.
@@ -48,13 +50,41 @@ class Timings:
     after_failure_s: float = 150.0
     heartbeat_s: float = 5.0
     silence_s: float = 30.0
-    reconnect_s: float = 1.0
-    hub_reconnect_s: float = 10.0
+    reconnect_s: float = 15.0
+    unreached_s: float = 60.0
     hello_s: float = 5.0
     first_retry_s: float = 0.1
     longest_retry_s: float = 5.0
     log_s: float = 30.0
     tick_s: float = 0.25
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a launcher reports to the others.
+
+    Attributes:
+        attempt: After how many restarts of the job its script was started.
+        outcome: How it ended.
+    """
+
+    attempt: int
+    outcome: Outcome
+
+    def to_message(self) -> Message:
+        """Return what is sent to the main host."""
+        return {"type": "report", "attempt": self.attempt, **asdict(self.outcome)}
+
+    @classmethod
+    def from_message(cls, message: Message) -> Report:
+        """Read what another launcher sent.
+
+        Raises:
+            ValueError: A number is none.
+            KeyError: A field is missing.
+        """
+        outcome = Outcome(int(message["exit_code"]), str(message["reason"]), bool(message["may_restart"]))
+        return cls(int(message["attempt"]), outcome)
 
 
 def peers_key(job_identity: str, env: Mapping[str, str]) -> bytes:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 
-from lightning_sm.job.stopping import JobOutcome, Outcome
-from lightning_sm.launcher.peers.connection import Connection, Message, Timings
-from lightning_sm.launcher.peers.outcome import JobOutcomeTracker
+from lightning_sm.job.stopping import JobOutcome
+from lightning_sm.launcher.peers.connection import Connection, Message, Report, Timings
+from lightning_sm.launcher.peers.outcome import JobOutcomeTracker, Restart
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,9 +30,10 @@ class Hub:
         own: Name of this host.
         trainers: Names of all trainer hosts.
         data_hosts: Names of all data hosts.
-        address: Where to listen.
+        address: Where to listen; None if there is no other host.
         key: The key of the job.
         timings: How long things may take.
+        max_restarts: How often the scripts of the trainer hosts may be started again.
 
     Attributes:
         awaited: Hosts that must end, or acknowledge the job's end, before this host may end.
@@ -49,9 +50,10 @@ class Hub:
         own: str,
         trainers: Sequence[str],
         data_hosts: Sequence[str],
-        address: tuple[str, int],
+        address: tuple[str, int] | None,
         key: bytes,
         timings: Timings,
+        max_restarts: int,
     ) -> None:
         self.awaited: list[str] = []
         self._selector = selector
@@ -65,29 +67,27 @@ class Hub:
             reconnect_s=timings.reconnect_s,
             absent_s=timings.peers_timeout_s,
             after_failure_s=timings.after_failure_s,
+            max_restarts=max_restarts,
         )
         self._tracker.joined(own, now)
         self._max_connections = len(trainers) + len(data_hosts) + _MAX_STRANGERS
         self._connections: list[Connection] = []
         self._sent: Message | None = None
         self._sent_at = 0.0
+        self._sent_restart: Message | None = None
         self._unacknowledged: set[str] = set()
         self._logged_strangers: set[str] = set()
-        self._server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            self._server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._server.bind(address)
-            self._server.listen(self._max_connections)
-        except OSError:
-            self._server.close()
-            raise
-        self._server.setblocking(False)
-        selector.register(self._server, selectors.EVENT_READ, self._accept)
+        self._server = None if address is None else self._listen(address)
 
     @property
     def job_outcome(self) -> JobOutcome | None:
         """How the job ends, once that is known."""
         return self._tracker.job_outcome
+
+    @property
+    def restart(self) -> Restart | None:
+        """The last restart that was ordered; None if there was none."""
+        return self._tracker.restart
 
     def is_done(self, now: float) -> bool:
         """Whether this host may end: the job is over, and all connected launchers know it, or do not answer."""
@@ -95,19 +95,20 @@ class Hub:
             return False
         return not self._unacknowledged or now - self._sent_at >= self._timings.peers_timeout_s
 
-    def tick(self, now: float, outcome: Outcome | None) -> None:
+    def tick(self, now: float, report: Report | None) -> None:
         """Do what is due.
 
         Args:
             now: The time.
-            outcome: How the script of this host ended, once it has.
+            report: How the script of this host ended, once it has.
         """
-        if outcome is not None:
-            self._tracker.reported(self._own, outcome, now)
+        if report is not None:
+            self._tracker.reported(self._own, report.outcome, now, report.attempt)
         heartbeat = {"type": "heartbeat", "awaited": self._tracker.awaited[:_MAX_NAMES]}
         for connection in list(self._connections):
             self._attempt(connection, partial(connection.heartbeat, now, self._timings, heartbeat), now)
         self._tracker.update(now)
+        self._send_restart_to_all(now)
         self._send_outcome_to_all(now)
         self.awaited = sorted(self._unacknowledged) if self._tracker.is_over else self._tracker.awaited
 
@@ -115,15 +116,29 @@ class Hub:
         """Release the port and all connections."""
         for connection in self._connections:
             connection.finish()
-        for sock in (self._server, *(connection.sock for connection in self._connections)):
+        servers = () if self._server is None else (self._server,)
+        for sock in (*servers, *(connection.sock for connection in self._connections)):
             self._selector.unregister(sock)
             sock.close()
         self._connections.clear()
 
-    def _accept(self, now: float) -> None:
+    def _listen(self, address: tuple[str, int]) -> socket.socket:
+        server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(address)
+            server.listen(self._max_connections)
+        except OSError:
+            server.close()
+            raise
+        server.setblocking(False)
+        self._selector.register(server, selectors.EVENT_READ, partial(self._accept, server))
+        return server
+
+    def _accept(self, server: socket.socket, now: float) -> None:
         for _ in range(_MAX_STRANGERS):
             try:
-                sock, (address, _port) = self._server.accept()
+                sock, (address, _port) = server.accept()
             except OSError:  # none waits, or it has closed already
                 return
             if len(self._connections) >= self._max_connections:
@@ -153,7 +168,7 @@ class Hub:
         if not connection.is_known:
             self._welcome(connection, message, now)
         elif kind == "report":
-            self._note_report(connection.host, Outcome(int(message["exit_code"]), str(message["reason"])), now)
+            self._note_report(connection.host, Report.from_message(message), now)
         elif kind == "acknowledge":
             self._unacknowledged.discard(connection.host)
         elif kind != "heartbeat":
@@ -171,12 +186,15 @@ class Hub:
         self._tracker.joined(host, now)
         _LOG.debug("Host %s joined.", host)
         connection.send({"type": "welcome"})
+        if self._sent_restart is not None:
+            connection.send(self._sent_restart)
         if self._sent is not None:
             self._send_outcome(connection, self._sent)
 
-    def _note_report(self, host: str, outcome: Outcome, now: float) -> None:
+    def _note_report(self, host: str, report: Report, now: float) -> None:
+        outcome = report.outcome
         is_first_report = not self._tracker.has_ended(host)
-        self._tracker.reported(host, outcome, now)
+        self._tracker.reported(host, outcome, now, report.attempt)
         if host in self._data_hosts and outcome.exit_code != 0 and is_first_report and self.job_outcome is None:
             _LOG.warning(
                 "The script on data host %s failed with exit code %d. Training continues without it. Cause: %s",
@@ -185,6 +203,17 @@ class Hub:
                 outcome.headline,
             )
 
+    def _send_restart_to_all(self, now: float) -> None:
+        restart = self._tracker.restart
+        message = None if restart is None else {"type": "restart", **asdict(restart)}
+        if message is not None and message != self._sent_restart:
+            self._sent_restart = message
+            for connection in self._known():
+                self._attempt(connection, partial(connection.send, message), now)
+
+    def _known(self) -> list[Connection]:
+        return [connection for connection in self._connections if connection.is_known]
+
     def _send_outcome_to_all(self, now: float) -> None:
         if self.job_outcome is None:
             return
@@ -192,7 +221,7 @@ class Hub:
         if message != self._sent:
             self._sent = message
             self._sent_at = now
-            for connection in [connection for connection in self._connections if connection.is_known]:
+            for connection in self._known():
                 self._attempt(connection, partial(self._send_outcome, connection, message), now)
 
     def _send_outcome(self, connection: Connection, message: Message) -> None:

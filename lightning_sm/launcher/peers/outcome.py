@@ -7,10 +7,18 @@ the order of events, so that no clocks are compared.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
-from lightning_sm.job.stopping import JobOutcome, Outcome
+from lightning_sm.job.stopping import MAX_REASON_CHARS, JobOutcome, Outcome
+
+# What made a script fail may need a moment to pass: memory that is freed, a file server that comes back.
+_LONGEST_PAUSE_S = 30.0
+# Of a cause, where the job's reason must fit beside it.
+_MAX_CAUSE_CHARS = 300
+# Of hosts in a text.
+_MAX_NAMES = 8
 
 
 class _State(Enum):
@@ -25,8 +33,57 @@ class _State(Enum):
 class _Host:
     state: _State = _State.ABSENT
     since: float = 0.0
+    is_connected: bool = False
     why_away: str = ""
     has_failed: bool = False
+
+
+@dataclass(frozen=True)
+class Restart:
+    """An order to all trainer hosts: end the script, and start it again once all have ended theirs.
+
+    Attributes:
+        number: Which restart of the job this is, from 1.
+        most: How many there may be.
+        cause: The first failure since the last start, in one line.
+        may_start: Whether all scripts have ended, and the pause after that is over.
+    """
+
+    number: int
+    most: int
+    cause: str
+    may_start: bool = False
+
+    def __str__(self) -> str:
+        return f"Restart {self.number} of {self.most}"
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> Restart:
+        """Read the order that the main host sent.
+
+        Raises:
+            ValueError: A number is none.
+            KeyError: A field is missing.
+        """
+        return cls(int(message["number"]), int(message["most"]), str(message["cause"]), bool(message["may_start"]))
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A restart that has not started yet, and the failure that it is to overcome."""
+
+    restart: Restart
+    failure: JobOutcome
+    ordered_at: float
+
+
+def pause_s(number: int) -> float:
+    """Seconds from the end of all scripts to a restart.
+
+    Args:
+        number: Which restart of the job it is, from 1.
+    """
+    return min(2.0 ** min(number - 1, 10), _LONGEST_PAUSE_S)
 
 
 class JobOutcomeTracker:
@@ -38,9 +95,11 @@ class JobOutcomeTracker:
         reconnect_s: How long a disconnected host may take to reconnect.
         absent_s: How long to wait for hosts that never connected once all others have ended.
         after_failure_s: How long to wait, after a failure, for hosts that still run.
+        max_restarts: How often the scripts of the trainer hosts may be started again.
 
     Attributes:
         job_outcome: How the job ends, once that is known; it never changes after that.
+        restart: The last restart that was ordered; None if there was none.
         is_over: Whether no host needs to wait any longer: all trainer hosts have ended or are lost.
     """
 
@@ -52,14 +111,20 @@ class JobOutcomeTracker:
         reconnect_s: float,
         absent_s: float,
         after_failure_s: float,
+        max_restarts: int = 0,
     ) -> None:
         self.job_outcome: JobOutcome | None = None
+        self.restart: Restart | None = None
         self.is_over = False
         self._trainers = {name: _Host() for name in trainers}
         self._data_hosts = {name: _Host() for name in data_hosts}
         self._reconnect_s = reconnect_s
         self._absent_s = absent_s
         self._after_failure_s = after_failure_s
+        self._max_restarts = max_restarts
+        self._num_restarts = 0  # that have started
+        self._first_cause = ""
+        self._pending: _Pending | None = None
         self._changed_at = 0.0
         self._decided_at = 0.0
 
@@ -76,8 +141,14 @@ class JobOutcomeTracker:
         """Whether the script of a host has ended."""
         return self._host(name).state is _State.ENDED
 
+    @property
+    def is_restarting(self) -> bool:
+        """Whether a restart was ordered that has not started yet, so that all scripts are ending."""
+        return self.job_outcome is None and self._pending is not None
+
     def joined(self, name: str, now: float) -> None:
         """Note that a host is connected. A lost host that reconnects before the job is over is waited for again."""
+        self._host(name).is_connected = True
         if not self.has_ended(name):
             self._change(name, _State.RUNNING, now)
 
@@ -90,13 +161,27 @@ class JobOutcomeTracker:
             why: What happened to the connection, for the job's outcome.
         """
         host = self._host(name)
-        if host.state is _State.RUNNING:
+        host.is_connected = False
+        host.why_away = why
+        # A restart needs the launchers of hosts whose scripts have ended, too. When they reconnect, they report again.
+        if host.state is _State.RUNNING or (self.is_restarting and self.has_ended(name)):
             self._change(name, _State.AWAY, now)
-            host.why_away = why
 
-    def reported(self, name: str, outcome: Outcome, now: float) -> None:
-        """Note how the script of a host ended; only the first report counts."""
-        if self.has_ended(name):
+    def reported(self, name: str, outcome: Outcome, now: float, attempt: int = 0) -> None:
+        """Note how the script of a host ended.
+
+        Only the first report of an attempt counts. But a host that waits for a restart may be told to stop.
+
+        Args:
+            name: Name of the host.
+            outcome: How its script ended.
+            now: The time.
+            attempt: After how many restarts of the job this script started; of trainer hosts only.
+        """
+        if name in self._trainers and attempt != self._num_restarts:
+            return  # of an attempt that is over
+        ends_restart = self.is_restarting and outcome.exit_code != 0 and not outcome.may_restart
+        if self.has_ended(name) and not ends_restart:
             return
         self._change(name, _State.ENDED, now)
         if outcome.exit_code == 0:
@@ -104,7 +189,7 @@ class JobOutcomeTracker:
         self._host(name).has_failed = True
         others_can_serve = name in self._data_hosts and not all(host.has_failed for host in self._data_hosts.values())
         if not others_can_serve:
-            self._decide(JobOutcome("failed", name, outcome.exit_code, outcome.reason), now)
+            self._fail(JobOutcome("failed", name, outcome.exit_code, outcome.reason), outcome, now)
 
     def update(self, now: float) -> None:
         """Draw the conclusions from the time that has passed."""
@@ -113,9 +198,41 @@ class JobOutcomeTracker:
                 self._change(name, _State.LOST, now)
                 if name in self._trainers:
                     self._decide(JobOutcome.lost(name, host.why_away), now)
-        if not self.is_over and self._may_all_leave(now):
+        if self._pending is not None and self.job_outcome is None:
+            self._continue_restart(self._pending, now)
+        elif not self.is_over and self._may_all_leave(now):
             self.is_over = True
             self._decide(JobOutcome("finished"), now)
+
+    def _fail(self, failure: JobOutcome, outcome: Outcome, now: float) -> None:
+        if self.is_restarting and outcome.may_restart:
+            return  # it ended its script for the restart
+        if self.job_outcome is not None or not outcome.may_restart or self._num_restarts >= self._max_restarts:
+            self._decide(failure, now)
+            return
+        cause = _shortened(outcome.headline)
+        self._first_cause = self._first_cause or cause
+        self.restart = Restart(self._num_restarts + 1, self._max_restarts, cause)
+        self._pending = _Pending(self.restart, failure, now)
+        for name, host in self._trainers.items():
+            if not host.is_connected and host.state is _State.ENDED:
+                self._change(name, _State.AWAY, now)
+
+    def _continue_restart(self, pending: _Pending, now: float) -> None:
+        """Start the scripts again a while after all have ended; fail if one does not end."""
+        states = {host.state for host in self._trainers.values()}
+        if states == {_State.ENDED}:
+            if now - self._changed_at >= pause_s(pending.restart.number):
+                self.restart = replace(pending.restart, may_start=True)
+                self._num_restarts = pending.restart.number
+                self._pending = None
+                for name in self._trainers:
+                    self._change(name, _State.RUNNING, now)
+            return
+        limit_s = self._absent_s if _State.ABSENT in states else self._after_failure_s
+        if now - pending.ordered_at >= limit_s:
+            late = ", ".join(self.awaited[:_MAX_NAMES])
+            self._decide(pending.failure, now, f"{pending.restart} was given up: {late} did not end in {limit_s:g} s.")
 
     def _may_all_leave(self, now: float) -> bool:
         has_failed = self.job_outcome is not None
@@ -130,10 +247,19 @@ class JobOutcomeTracker:
             return True
         return states <= {_State.ENDED, _State.LOST, _State.ABSENT} and now - self._changed_at >= self._absent_s
 
-    def _decide(self, job_outcome: JobOutcome, now: float) -> None:
-        if self.job_outcome is None:
-            self.job_outcome = job_outcome
-            self._decided_at = now
+    def _decide(self, job_outcome: JobOutcome, now: float, note: str = "") -> None:
+        if self.job_outcome is not None:
+            return
+        if job_outcome.is_failure:
+            notes = [note] if note else []
+            if self._pending is not None and not note:
+                notes.append(f"{self._pending.restart} was in progress. Its cause: {self._pending.restart.cause}")
+            if self._num_restarts:
+                times = "once" if self._num_restarts == 1 else f"{self._num_restarts} times"
+                notes.append(f"The job was restarted {times} before. First cause: {self._first_cause}")
+            job_outcome = replace(job_outcome, reason=_with_notes(job_outcome.reason, notes))
+        self.job_outcome = job_outcome
+        self._decided_at = now
 
     def _change(self, name: str, state: _State, now: float) -> None:
         host = self._host(name)
@@ -143,3 +269,13 @@ class JobOutcomeTracker:
 
     def _host(self, name: str) -> _Host:
         return self._trainers[name] if name in self._trainers else self._data_hosts[name]
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_CAUSE_CHARS else text[: _MAX_CAUSE_CHARS - 3] + "..."
+
+
+def _with_notes(reason: str, notes: Sequence[str]) -> str:
+    """Add lines to a reason, of which the service shows only so many characters."""
+    end = "".join(f"\n{note}" for note in notes)
+    return reason[: MAX_REASON_CHARS - len(end)] + end

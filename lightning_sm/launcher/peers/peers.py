@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from lightning_sm._linux import SIGNAL_POLL_S
 from lightning_sm.job.stopping import JobOutcome, Outcome
 from lightning_sm.job.variables import MAIN_PORT
 from lightning_sm.launcher.peers.client import Client
-from lightning_sm.launcher.peers.connection import Timings
+from lightning_sm.launcher.peers.connection import Report, Timings
 from lightning_sm.launcher.peers.hub import Hub
+from lightning_sm.launcher.peers.outcome import Restart
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,6 +54,8 @@ class Peers:
         port: int,
         bind: str,
         on_job_outcome: Callable[[JobOutcome], None],
+        on_restart: Callable[[Restart], None] = lambda _: None,
+        max_restarts: int = 0,
         timings: Timings | None = None,
     ) -> None:
         self._key = key
@@ -58,15 +63,21 @@ class Peers:
         self._main_host = main_host
         self._trainers = tuple(trainers)
         self._data_hosts = tuple(data_hosts)
+        self._is_only_host = {*trainers, *data_hosts} <= {own}
         self._hub_address = (addresses.get(main_host, main_host), port)
         self._bind = (bind, port)
         self._on_job_outcome = on_job_outcome
+        self._on_restart = on_restart
+        self._max_restarts = max_restarts
         self._timings = timings or Timings()
         self._job_outcome: JobOutcome | None = None
-        self._outcome: Outcome | None = None
+        self._restart: Restart | None = None
+        self._attempt = 0
+        self._report: Report | None = None
         self._must_not_wait = False
         self._is_closing = False
-        self._done = threading.Event()
+        self._is_done = False
+        self._news = threading.Event()  # for the one thread that waits
         self._end: Hub | Client | None = None
         self._thread: threading.Thread | None = None
         self._waker: socket.socket | None = None
@@ -74,19 +85,26 @@ class Peers:
     @property
     def is_alone(self) -> bool:
         """Whether this launcher never connects to others: there are none, or the hub cannot listen."""
-        return self._end is None
+        return self._end is None or self._is_only_host
 
     @property
     def job_outcome(self) -> JobOutcome | None:
         """How the job ends; None until this host knows it."""
         return self._job_outcome
 
+    @property
+    def restart(self) -> Restart | None:
+        """The restart in which the script of this host has to take part next; None if there is none."""
+        restart = self._restart
+        is_ahead = restart is not None and restart.number > self._attempt and self._own in self._trainers
+        return restart if is_ahead else None
+
     def __enter__(self) -> Peers:
         selector = selectors.DefaultSelector()
         self._end = self._make_end(selector)
         if self._end is None:
             selector.close()
-            self._done.set()
+            self._is_done = True
             return self
         self._waker, woken = socket.socketpair()
         self._waker.setblocking(False)
@@ -100,26 +118,45 @@ class Peers:
         self.close()
 
     def report(self, outcome: Outcome) -> None:
-        """Report to the other hosts how the script of this host ended. Only the first report counts."""
-        if self._outcome is None:
-            self._outcome = outcome
-            self._wake()
+        """Report to the other hosts how the script of this host ended.
+
+        Of each attempt only the first report counts, unless this host is told to stop while it waits for a restart.
+        """
+        self._report = Report(self._attempt, outcome)
+        self._wake()
 
     def wait_for_peers(self) -> JobOutcome | None:
-        """Wait, after ``report``, until all trainer hosts have ended or are lost.
+        """Wait, after ``report``, until all trainer hosts have ended or are lost, or until a restart was ordered.
 
         Connected hosts are waited for as long as their scripts run; after a failure, at most for ``after_failure_s``.
         Hosts that never connected are waited for ``peers_timeout_s``.
 
         Returns:
-            How the job ends; None if the main host never answered, or if there is no other host.
+            How the job ends; None if the main host never answered, if there is no other host, or before a restart.
         """
-        next_log = time.monotonic() + self._timings.log_s
-        while self._end is not None and self._outcome is not None and not self._done.wait(SIGNAL_POLL_S):
-            if time.monotonic() >= next_log:
-                next_log += self._timings.log_s
-                _LOG.info("The script of this host has ended. Waiting for: %s.", ", ".join(self._end.awaited))
+        if self._report is not None:
+            self._wait(lambda: self.restart is not None)
         return self._job_outcome
+
+    def wait_for_decision(self, timeout_s: float) -> JobOutcome | None:
+        """Wait until it is known how the job ends, or that it restarts; at most for some seconds."""
+        self._wait(lambda: self._job_outcome is not None or self.restart is not None, timeout_s)
+        return self._job_outcome
+
+    def wait_for_start(self) -> bool:
+        """Wait, after a restart was ordered and reported to, until the scripts of all hosts have ended.
+
+        Returns:
+            Whether the script of this host may start again; False if the job ends, or this host is told to stop.
+        """
+        self._wait(lambda: self._job_outcome is not None or self._may_start)
+        restart = self.restart
+        if restart is None or self._job_outcome is not None or not self._may_start:
+            return False
+        self._report = None
+        # An order that came meanwhile is for a start that this host has missed: it has to take part in that one, too.
+        self._attempt = restart.number if restart.may_start else restart.number - 1
+        return True
 
     def stop_waiting(self) -> None:
         """Make ``wait_for_peers`` return at once, now and from now on. A signal handler may call it."""
@@ -135,8 +172,30 @@ class Peers:
             if self._waker is not None:
                 self._waker.close()
 
+    @property
+    def _may_start(self) -> bool:
+        restart = self.restart
+        return restart is not None and (restart.may_start or restart.number > self._attempt + 1)
+
+    def _wait(self, is_known: Callable[[], bool], timeout_s: float | None = None) -> None:
+        """Wait until something is known, or until nothing more will be."""
+        now = time.monotonic()
+        next_log = now + self._timings.log_s
+        deadline = math.inf if timeout_s is None else now + timeout_s
+        while self._end is not None and not self._is_done and not is_known():
+            now = time.monotonic()
+            if now >= deadline:
+                return
+            if now >= next_log:
+                next_log += self._timings.log_s
+                if self._end.awaited:
+                    _LOG.info("The script of this host has ended. Waiting for: %s.", ", ".join(self._end.awaited))
+            # Not longer: the handler of a signal runs between two waits.
+            self._news.wait(min(SIGNAL_POLL_S, deadline - now))
+            self._news.clear()
+
     def _make_end(self, selector: selectors.BaseSelector) -> Hub | Client | None:
-        if {*self._trainers, *self._data_hosts} <= {self._own}:
+        if self._is_only_host and self._max_restarts == 0:
             return None
         now = time.monotonic()
         if self._own != self._main_host:
@@ -156,15 +215,16 @@ class Peers:
                 own=self._own,
                 trainers=self._trainers,
                 data_hosts=self._data_hosts,
-                address=self._bind,
+                address=None if self._is_only_host else self._bind,
                 key=self._key,
                 timings=self._timings,
+                max_restarts=self._max_restarts,
             )
         except OSError as error:
             _LOG.warning(
                 "The launcher of this host cannot listen on %s:%d (%s). The hosts will not learn of each other's "
-                "failures: when one fails, the others may hang until their collectives time out. "
-                "Set %s to use other ports.",
+                "failures: when one fails, the others may hang until their collectives time out, and no script is "
+                "restarted. Set %s to use other ports.",
                 *self._bind,
                 error.strerror,
                 MAIN_PORT.name,
@@ -183,26 +243,37 @@ class Peers:
                 now = time.monotonic()
                 for key, _ in selector.select(0):
                     key.data(now)
-                end.tick(now, self._outcome)
-                self._announce(end.job_outcome)
+                end.tick(now, self._report)
+                self._announce(end.job_outcome, end.restart)
                 if end.is_done(now) or self._must_not_wait:
-                    self._done.set()
+                    self._is_done = True
+                    self._news.set()
         except Exception:  # noqa: BLE001 - the script is worth more than this thread
             _LOG.exception("The launcher of this host failed to communicate with the others. The script continues.")
         finally:
-            self._done.set()
+            self._is_done = True
+            self._news.set()
             end.close()
             selector.close()
             woken.close()
 
-    def _announce(self, job_outcome: JobOutcome | None) -> None:
-        if self._job_outcome is not None or job_outcome is None:
-            return
-        self._job_outcome = job_outcome
+    def _announce(self, job_outcome: JobOutcome | None, restart: Restart | None) -> None:
+        if restart is not None and restart != self._restart:
+            is_new = self._restart is None or restart.number > self._restart.number
+            self._restart = restart
+            self._news.set()
+            if is_new:
+                self._call(partial(self._on_restart, restart), restart)
+        if job_outcome is not None and self._job_outcome is None:
+            self._job_outcome = job_outcome
+            self._news.set()
+            self._call(partial(self._on_job_outcome, job_outcome), job_outcome)
+
+    def _call(self, callback: Callable[[], None], news: object) -> None:
         try:
-            self._on_job_outcome(job_outcome)
+            callback()
         except Exception:  # noqa: BLE001 - this thread must not end: the other hosts need it
-            _LOG.exception("The launcher could not act on %s.", job_outcome)
+            _LOG.exception("The launcher could not act on %s.", news)
 
     def _wake(self) -> None:
         if self._waker is not None:

@@ -24,7 +24,6 @@ FAST = {
     "heartbeat_s": 0.1,
     "silence_s": 5.0,
     "reconnect_s": 0.3,
-    "hub_reconnect_s": 0.5,
     "hello_s": 2.0,
     "first_retry_s": 0.02,
     "longest_retry_s": 0.1,
@@ -49,9 +48,9 @@ class Job:
         exits.enter_context(ports)
         self.port = topology.main_port  # any port of its own
 
-    def make(self, own, *, on_job_outcome=None, **timings):
-        """The launcher of a host, not started; the job outcomes that it gets are in ``received``."""
-        received = queue.Queue()
+    def make(self, own, *, on_job_outcome=None, max_restarts=0, **timings):
+        """The launcher of a host, not started; what it is told is in ``received`` and ``restarts``."""
+        received, restarts = queue.Queue(), queue.Queue()
         peers = Peers(
             key=self.key,
             own=own,
@@ -62,18 +61,20 @@ class Job:
             port=self.port,
             bind=self.bind,
             on_job_outcome=on_job_outcome or received.put,
+            on_restart=restarts.put,
+            max_restarts=max_restarts,
             timings=Timings(**{**FAST, **timings}),
         )
-        peers.received = received
+        peers.received, peers.restarts = received, restarts
         return peers
 
     def start(self, own, **options):
         """The launcher of a host, started."""
         return self._exits.enter_context(self.make(own, **options))
 
-    def start_all(self):
+    def start_all(self, **options):
         """The launchers of all hosts, the hub first."""
-        return {host: self.start(host) for host in (*self.trainers, *self.data_hosts)}
+        return {host: self.start(host, **options) for host in (*self.trainers, *self.data_hosts)}
 
     def connect(self):
         """A connection to the hub that no launcher made."""

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_sm.job.secret import new_secret
 from lightning_sm.job.stopping import JobOutcome, Outcome
-from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Timings, peers_key, sealed
+from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Report, Timings, peers_key, sealed
 from lightning_sm.launcher.peers.peers import Peers
 from tests.unit.launcher.peers.launchers import (
     BROKEN,
@@ -144,7 +144,7 @@ def test_whoever_knows_the_job_but_not_its_secret_is_told_nothing(exits, lines):
     hub = job.start(MAIN)
     stranger = job.connect()
     key = peers_key(job.identity, {})
-    report = {"type": "report", "exit_code": 1, "reason": "forged"}
+    report = Report(0, Outcome(1, "forged")).to_message()
     stranger.sendall(sealed(key, {"type": "hello", "host": "algo-2"}) + sealed(key, report))
     with contextlib.suppress(ConnectionResetError):
         assert stranger.recv(1) == b""
@@ -156,7 +156,7 @@ def test_whoever_knows_the_job_but_not_its_secret_is_told_nothing(exits, lines):
 
 
 @pytest.mark.parametrize(
-    "message", [{"type": "what"}, {"type": "report"}, {"type": "report", "exit_code": "x", "reason": ""}]
+    "message", [{"type": "what"}, {"type": "report"}, {**Report(0, Outcome(1)).to_message(), "exit_code": "x"}]
 )
 def test_launcher_that_breaks_the_protocol_counts_as_lost(exits, lines, message):
     """What a launcher of this job must not send ends its connection, and nothing else."""
@@ -173,7 +173,7 @@ def test_main_host_waits_only_so_long_for_those_that_do_not_listen(exits, lines)
     job = Job(exits)
     hub = job.start(MAIN, silence_s=TIMEOUT_S)
     key, silent = job.key, job.connect()
-    report = {"type": "report", "exit_code": 0, "reason": ""}
+    report = Report(0, Outcome(0)).to_message()
     silent.sendall(sealed(key, {"type": "hello", "host": "algo-2"}) + sealed(key, report))
     joined(lines, "algo-2")
     started = time.monotonic()
@@ -187,7 +187,7 @@ def test_launcher_that_ends_without_confirming_is_not_waited_for(exits, lines):
     job = Job(exits)
     hub = job.start(MAIN, peers_timeout_s=TIMEOUT_S)
     key, host = job.key, job.connect()
-    report = {"type": "report", "exit_code": 0, "reason": ""}
+    report = Report(0, Outcome(0)).to_message()
     host.sendall(sealed(key, {"type": "hello", "host": "algo-2"}) + sealed(key, report))
     joined(lines, "algo-2")
     started = time.monotonic()

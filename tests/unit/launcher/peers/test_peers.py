@@ -213,7 +213,7 @@ def test_brief_interruption_of_a_connection_loses_nobody(exits, lines):
 def test_a_lost_main_host_is_news_only_before_the_job_has_failed(exits, lines, has_failed):
     """When the main host leaves after a failure that all know of, nobody logs that it is gone; else they do at once."""
     job = Job(exits)
-    other = job.start("algo-2", hub_reconnect_s=TIMEOUT_S)
+    other = job.start("algo-2", reconnect_s=TIMEOUT_S)
     with job.make(MAIN) as hub:
         joined(lines, "algo-2")
         if has_failed:
@@ -227,7 +227,7 @@ def test_a_lost_main_host_is_news_only_before_the_job_has_failed(exits, lines, h
 def test_restarted_hub_learns_everything_again(exits, lines):
     """A main host that comes back in time gets all reports again."""
     job = Job(exits, 3)
-    others = {host: job.start(host, hub_reconnect_s=TIMEOUT_S) for host in ("algo-2", "algo-3")}
+    others = {host: job.start(host, reconnect_s=TIMEOUT_S) for host in ("algo-2", "algo-3")}
     with job.make(MAIN):
         joined(lines, "algo-2", "algo-3")
         others["algo-2"].report(Outcome(0))

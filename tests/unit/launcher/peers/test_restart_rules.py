@@ -1,0 +1,242 @@
+"""The rules of a restart of all trainer hosts, with times of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_sm.job.stopping import JobOutcome, Outcome
+from lightning_sm.launcher.peers.connection import Timings
+from lightning_sm.launcher.peers.outcome import JobOutcomeTracker, Restart, pause_s
+
+BROKEN = Outcome(1, "ValueError: broken\non trainer host b (exit code 1)", may_restart=True)
+ENDED = Outcome(143, "killed by SIGTERM", may_restart=True)
+CAUSE = "ValueError: broken on trainer host b (exit code 1)"
+
+
+def _tracker(trainers="ab", data_hosts="d", max_restarts=2, joined="abd"):
+    tracker = JobOutcomeTracker(
+        trainers, data_hosts, reconnect_s=15, absent_s=10, after_failure_s=100, max_restarts=max_restarts
+    )
+    for host in joined:
+        tracker.joined(host, 0)
+    return tracker
+
+
+def _restarted(tracker, now):
+    """Both trainer hosts end, b first and by itself, and start again at the time that is returned."""
+    attempt = tracker.restart.number if tracker.restart else 0
+    tracker.reported("b", BROKEN, now, attempt)
+    tracker.reported("a", ENDED, now, attempt)
+    now += pause_s(attempt + 1)
+    tracker.update(now)
+    assert tracker.restart.may_start
+    return now
+
+
+def test_all_start_together_when_all_have_ended_and_a_pause_is_over():
+    """A failure orders a restart with its cause; the start is ordered for all, however long one takes."""
+    tracker = _tracker()
+    tracker.reported("b", BROKEN, 10)
+    assert tracker.restart == Restart(1, 2, CAUSE)
+    tracker.update(60)
+    assert not tracker.restart.may_start
+    assert tracker.awaited == ["a"]
+    tracker.reported("a", ENDED, 70)
+    tracker.update(70.9)
+    assert not tracker.restart.may_start
+    tracker.update(71)
+    assert tracker.restart == Restart(1, 2, CAUSE, may_start=True)
+    assert (tracker.job_outcome, tracker.is_over, tracker.awaited) == (None, False, ["a", "b"])
+
+
+def test_a_job_that_is_restarted_may_succeed():
+    """After a restart the reports of the new attempt count, and success is that of any job."""
+    tracker = _tracker()
+    now = _restarted(tracker, 10)
+    tracker.reported("a", BROKEN, now, attempt=0)  # sent again on a new connection
+    for host in "ab":
+        tracker.reported(host, Outcome(0), now, attempt=1)
+    tracker.update(now)
+    assert (tracker.job_outcome, tracker.is_over) == (JobOutcome("finished"), True)
+
+
+def test_pauses_grow():
+    """1, 2, 4 s and so on, at most 30 s, however many restarts there are."""
+    assert [pause_s(number) for number in (1, 2, 3, 5, 6, 7, 1000)] == [1, 2, 4, 16, 30, 30, 30]
+
+
+def test_the_last_failure_ends_the_job_and_names_the_restarts():
+    """The reason is that of the last attempt, with the number of restarts and the first cause, in 1024 characters."""
+    tracker = _tracker()
+    now = _restarted(tracker, _restarted(tracker, 10))
+    tracker.reported("a", Outcome(137, "killed by SIGKILL\n" + 2000 * "x", may_restart=True), now, attempt=2)
+    outcome = tracker.job_outcome
+    assert (outcome.kind, outcome.host, outcome.exit_code) == ("failed", "a", 137)
+    assert outcome.reason.startswith("killed by SIGKILL\nxxx")
+    assert outcome.reason.endswith(f"xxx\nThe job was restarted 2 times before. First cause: {CAUSE}")
+    assert len(outcome.reason) == 1024
+    tracker.reported("b", ENDED, now, attempt=2)
+    tracker.update(now)
+    assert tracker.is_over
+
+
+def test_a_long_cause_is_shortened():
+    """The cause of a restart leaves room for the reason of the last failure."""
+    tracker = _tracker(max_restarts=1)
+    tracker.reported("b", Outcome(1, 1024 * "x", may_restart=True), 10)
+    assert tracker.restart.cause == 297 * "x" + "..."
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+@pytest.mark.parametrize(
+    "outcome", [Outcome(2, "error: unrecognized arguments"), Outcome(143, "The job was stopped or interrupted")]
+)
+def test_what_would_come_again_and_a_stop_are_no_reason_to_restart(max_restarts, outcome):
+    """The job fails as without restarts."""
+    tracker = _tracker(max_restarts=max_restarts)
+    tracker.reported("a", outcome, 10)
+    assert tracker.restart is None
+    assert tracker.job_outcome == JobOutcome("failed", "a", outcome.exit_code, outcome.reason)
+
+
+def test_a_stop_ends_a_restart_that_is_in_progress():
+    """Also on a host whose script has ended already, and that only waits to start it again."""
+    for host, has_ended in (("a", False), ("b", True), ("a", True)):
+        tracker = _tracker()
+        tracker.reported("b", BROKEN, 10)
+        if has_ended:
+            tracker.reported("a", ENDED, 10.5)
+        tracker.reported(host, Outcome(143, "stopped"), 10.6)
+        reason = f"stopped\nRestart 1 of 2 was in progress. Its cause: {CAUSE}"
+        assert tracker.job_outcome == JobOutcome("failed", host, 143, reason)
+        tracker.update(30)
+        assert not tracker.restart.may_start
+
+
+def test_a_failure_of_two_hosts_is_one_restart():
+    """The second host that fails by itself has only ended its script for the restart."""
+    tracker = _tracker(max_restarts=1)
+    tracker.reported("b", BROKEN, 10)
+    tracker.reported("a", Outcome(1, "RuntimeError: closed by peer", may_restart=True), 10)
+    tracker.update(11)
+    assert tracker.restart == Restart(1, 1, CAUSE, may_start=True)
+
+
+def test_a_host_that_had_finished_starts_again():
+    """Its ranks belong to the same process group."""
+    tracker = _tracker()
+    tracker.reported("a", Outcome(0), 5)
+    tracker.reported("b", BROKEN, 10)
+    tracker.update(11)
+    assert tracker.restart.may_start
+    assert tracker.awaited == ["a", "b"]
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_host_that_is_lost_during_a_restart_ends_the_job(has_ended):
+    """Whether its script has ended or not: only the service can replace a host."""
+    tracker = _tracker()
+    tracker.reported("b", BROKEN, 10)
+    if has_ended:
+        tracker.reported("a", ENDED, 10)
+    tracker.left("a", 10.5, "it closed the connection")
+    tracker.update(25.4)
+    assert tracker.job_outcome is None
+    assert not tracker.restart.may_start
+    tracker.update(25.5)
+    reason = f"Lost host a: it closed the connection\nRestart 1 of 2 was in progress. Its cause: {CAUSE}"
+    assert tracker.job_outcome == JobOutcome("lost", "a", 1, reason)
+
+
+def test_a_host_that_had_finished_and_gone_is_lost_for_a_restart():
+    """It left before the failure, which did not matter then."""
+    tracker = _tracker()
+    tracker.reported("a", Outcome(0), 5)
+    tracker.left("a", 6, "it closed the connection")
+    tracker.reported("b", BROKEN, 10)
+    tracker.update(25)
+    assert (tracker.job_outcome.kind, tracker.job_outcome.host) == ("lost", "a")
+
+
+def test_a_host_that_reconnects_during_a_restart_reports_again():
+    """A connection that breaks for a moment delays the start until the host has reported its end once more."""
+    tracker = _tracker()
+    tracker.reported("b", BROKEN, 10)
+    tracker.reported("a", ENDED, 10)
+    tracker.left("a", 10.5, "it closed the connection")
+    tracker.joined("a", 12)
+    tracker.update(20)
+    assert not tracker.restart.may_start
+    tracker.reported("a", ENDED, 20)
+    tracker.update(21)
+    assert tracker.restart.may_start
+
+
+def test_a_host_that_does_not_end_its_script_ends_the_job():
+    """With the failure that the restart was to overcome, and the host that held it up."""
+    tracker = _tracker()
+    tracker.reported("b", BROKEN, 10)
+    tracker.update(109)
+    assert tracker.job_outcome is None
+    tracker.update(110)
+    outcome = tracker.job_outcome
+    assert (outcome.host, outcome.exit_code) == ("b", 1)
+    assert outcome.reason == f"{BROKEN.reason}\nRestart 1 of 2 was given up: a did not end in 100 s."
+
+
+def test_a_host_that_never_came_is_waited_for_a_short_time():
+    """A host without a launcher of ours cannot take part; one that is late can."""
+    tracker = _tracker(joined="bd")
+    tracker.reported("b", BROKEN, 10)
+    tracker.update(20)
+    assert tracker.job_outcome.host == "b"
+    late = _tracker(joined="bd")
+    late.reported("b", BROKEN, 10)
+    late.joined("a", 15)
+    late.update(60)
+    late.reported("a", ENDED, 61)
+    late.update(62)
+    assert late.restart.may_start
+
+
+def test_data_hosts_go_on():
+    """A restart neither waits for data hosts, nor do their failures restart anything."""
+    tracker = _tracker(data_hosts="de", joined="abde")
+    now = _restarted(tracker, 10)
+    tracker.reported("d", Outcome(9, "out of memory"), now)
+    assert tracker.job_outcome is None
+    tracker.reported("e", Outcome(9, "out of memory"), now)
+    assert (tracker.job_outcome.host, tracker.job_outcome.exit_code) == ("e", 9)
+    assert tracker.restart.number == 1
+
+
+def test_the_only_host_restarts_by_the_same_rules():
+    """Without others there is nobody to wait for but the pause."""
+    tracker = _tracker(trainers="b", data_hosts="", joined="b", max_restarts=1)
+    tracker.reported("b", BROKEN, 10)
+    tracker.update(10.5)
+    assert not tracker.restart.may_start
+    tracker.update(11)
+    assert tracker.restart.may_start
+    tracker.reported("b", BROKEN, 20, attempt=1)
+    assert tracker.job_outcome.reason == f"{BROKEN.reason}\nThe job was restarted once before. First cause: {CAUSE}"
+
+
+def test_a_connection_that_is_made_again_within_seconds_loses_nobody():
+    """A reset and one lost packet cost more than a second, and are no reason to end a job of 64 hosts."""
+    trainers = [f"algo-{number}" for number in range(1, 65)]
+    timings = Timings()
+    tracker = JobOutcomeTracker(
+        trainers, [], reconnect_s=timings.reconnect_s, absent_s=10, after_failure_s=timings.after_failure_s
+    )
+    for host in trainers:
+        tracker.joined(host, 0)
+    tracker.left("algo-7", 1000, "it closed the connection")
+    tracker.update(1014.9)
+    assert tracker.job_outcome is None
+    tracker.joined("algo-7", 1014.9)
+    tracker.update(2000)
+    assert tracker.job_outcome is None
+    tracker.left("algo-7", 2000, "it closed the connection")
+    tracker.update(2015)
+    assert tracker.job_outcome.kind == "lost"
