@@ -19,6 +19,7 @@ from lightning_sm.emulator.run_folders import remove_finished_runs
 from lightning_sm.emulator.runner import run
 from lightning_sm.errors import HyperparameterError, JobConfigError, ScriptError
 from lightning_sm.job.emulated_service import DEFAULT_INSTANCE_TYPE, GroupSpec
+from lightning_sm.job.redaction import shown_arguments, yaml_problem
 
 EXAMPLES = f"""\
 examples:
@@ -134,7 +135,8 @@ def main(options: argparse.Namespace) -> int:
 def _clean(base_dir: Path, command: Sequence[str]) -> int:
     """Remove the runs that are not in progress, and say how much that was; 1 if some could not be removed."""
     if command:
-        raise JobConfigError(f"--clean runs nothing, but a command follows: {' '.join(command)}. Remove one of them.")
+        words = " ".join(shown_arguments(command))
+        raise JobConfigError(f"--clean runs nothing, but a command follows: {words}. Remove one of them.")
     removal = remove_finished_runs(base_dir)
     lines = [f"Removed {removal} from {base_dir}."]
     if removal.in_use:
@@ -165,10 +167,11 @@ def _pairs(option: str, form: str, texts: Sequence[str]) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for text in texts:
         name, separator, value = text.partition("=")
+        stated = f"{option} {shown_arguments([text])[0]!r}"
         if not name or not separator or "\0" in text:
-            raise JobConfigError(f"{option} {text!r}: expected {form}.")
+            raise JobConfigError(f"{stated}: expected {form}.")
         if name in pairs:
-            raise JobConfigError(f"{option} {text!r}: {name!r} is given twice.")
+            raise JobConfigError(f"{stated}: {name!r} is given twice.")
         pairs[name] = value
     return pairs
 
@@ -184,7 +187,7 @@ def _read_hyperparameters(path: Path) -> dict[str, Any]:
             try:
                 values = yaml.safe_load(text)
             except yaml.YAMLError as error:
-                raise ValueError(f"not valid YAML ({error})") from error
+                raise ValueError(f"not valid YAML ({yaml_problem(error)})") from error
     except (OSError, ValueError) as error:
         raise HyperparameterError(f"--hyperparameters {path}: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):

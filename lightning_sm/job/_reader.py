@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sm.errors import JobConfigError
+from lightning_sm.job.redaction import shown
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Source:
 
     def error(self, name: str, value: object, expected: str) -> JobConfigError:
         """Describe a wrong value of a field."""
-        return JobConfigError(f"{self.origin}: field {name!r} is {_shown(value)}; expected {expected}.")
+        return JobConfigError(f"{self.origin}: field {name!r} is {_shown(value, name)}; expected {expected}.")
 
     def text(self, name: str) -> str:
         """Return a field that must be a non-empty string.
@@ -108,8 +109,9 @@ def parse_json(origin: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError also for numbers of more than 4300 digits
-        raise JobConfigError(f"{origin}: not valid JSON ({error}); it begins with {text[:80]!r}.") from error
+        begin = shown("", text)[:80]
+        raise JobConfigError(f"{origin}: not valid JSON ({error}); it begins with {begin!r}.") from error
 
 
-def _shown(value: object) -> str:
-    return "missing" if value is None else f"{value!r} ({type(value).__name__})"
+def _shown(value: object, name: str = "") -> str:
+    return "missing" if value is None else f"{shown(name, value)!r} ({type(value).__name__})"

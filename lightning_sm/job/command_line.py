@@ -12,6 +12,7 @@ from pathlib import Path
 from lightning_sm.job.channels import CONFIG_CHANNEL
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.hyperparameters import is_for_toolkit, to_argv
+from lightning_sm.job.redaction import shown
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +55,12 @@ def is_toolkit_rendering(argv: Sequence[str], job: SageMakerJob) -> bool:
     wanted = {name for name in job.hyperparameters if not is_for_toolkit(name)}
     if not are_pairs or not wanted <= names <= set(job.hyperparameters):
         return False
-    different = [
-        f"{option} {value} (hyperparameter: {job.hyperparameters[option.lstrip('-')]})"
-        for option, value in zip(argv[::2], argv[1::2], strict=True)
-        if _unquoted(value) not in _renderings(job.hyperparameters[option.lstrip("-")])
-    ]
+    different = []
+    for option, value in zip(argv[::2], argv[1::2], strict=True):
+        name = option.lstrip("-")
+        hyperparameter = job.hyperparameters[name]
+        if _unquoted(value) not in _renderings(hyperparameter):
+            different.append(f"{option} {shown(name, value)} (hyperparameter: {shown(name, hyperparameter)})")
     if different:
         logger.warning("The script's command line wins over the job's hyperparameters: %s.", ", ".join(different))
     return not different

@@ -46,6 +46,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_sm.errors import HyperparameterError
+from lightning_sm.job.redaction import shown
 
 # SageMaker API, CreateTrainingJob, HyperParameters: at most 100 keys of 256 characters, values of 2500.
 _MAX_KEYS = 100
@@ -132,7 +133,7 @@ def encode(config: Mapping[str, Any]) -> dict[str, str]:
         try:
             text = json.dumps(value)
         except (TypeError, ValueError, RecursionError) as error:
-            msg = f"Hyperparameter {key!r} is {value!r}, which has no JSON form ({error})."
+            msg = f"Hyperparameter {key!r} is {shown(key, value)!r}, which has no JSON form ({error})."
             raise HyperparameterError(msg) from error
         if len(text) <= _MAX_VALUE_LENGTH:
             encoded[key] = text
@@ -265,7 +266,7 @@ def _paths(config: str) -> list[str]:
     if not isinstance(paths, list):
         return [config]
     if not all(isinstance(path, str) for path in paths):
-        msg = f"Hyperparameter 'config' is {config!r}; expected a path or a list of paths."
+        msg = f"Hyperparameter 'config' is {shown('config', config)!r}; expected a path or a list of paths."
         raise HyperparameterError(msg)
     return paths
 
@@ -280,6 +281,6 @@ def _option(key: str, value: str) -> str:
     _check_key(key)
     option = f"--{key}={value}"
     if "\0" in option or re.search("[\ud800-\udfff]", option):
-        msg = f"Hyperparameter {key!r} is {value!r}: NUL and lone surrogates cannot be in an argument."
+        msg = f"Hyperparameter {key!r} is {shown(key, value)!r}: NUL and lone surrogates cannot be in an argument."
         raise HyperparameterError(msg)
     return option

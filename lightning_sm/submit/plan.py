@@ -15,7 +15,9 @@ import yaml
 from lightning_sm.errors import HyperparameterError
 from lightning_sm.job.facts import CODE_CHANNEL
 from lightning_sm.job.hyperparameters import encode
+from lightning_sm.job.redaction import yaml_problem
 from lightning_sm.job.secret import new_secret
+from lightning_sm.job.variables import MODEL
 from lightning_sm.submit.job_file import Channel, Group, Job
 from lightning_sm.submit.metric_patterns import metric_definitions
 
@@ -72,7 +74,7 @@ class Plan:
 
 
 def make_plan(job: Job, hyperparameters: Mapping[str, str]) -> Plan:
-    """Fill in what the job file left open, and give the hosts a new secret, by which they know each other.
+    """Fill in what the job file left open, and give the hosts the variables that follow from it, and a new secret.
 
     Args:
         job: The content of the job file.
@@ -83,7 +85,8 @@ def make_plan(job: Job, hyperparameters: Mapping[str, str]) -> Plan:
     for name, channel in job.channels.items():
         groups = (channel.groups or list(job.groups)) if has_groups else None
         channels[name] = replace(channel, groups=groups)
-    job = replace(job, environment={**new_secret(), **job.environment})
+    model = {} if job.model == MODEL.default.value else {MODEL.name: job.model}
+    job = replace(job, environment={**new_secret(), **model, **job.environment})
     return Plan(job, hyperparameters, metric_definitions(job.metrics, job.metric_patterns), channels)
 
 
@@ -153,7 +156,9 @@ def for_local_mode(job: Job, folder: Path) -> tuple[Job, list[str]]:
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except yaml.YAMLError as error:
+        raise HyperparameterError(f"config {path}: not valid YAML ({yaml_problem(error)})") from error
+    except (OSError, ValueError) as error:
         raise HyperparameterError(f"config {path}: {error}") from error
     if not isinstance(config, dict) or not all(isinstance(name, str) for name in config):
         raise HyperparameterError(f"config {path}: expected a mapping from names to values.")

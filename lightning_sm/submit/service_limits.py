@@ -15,6 +15,8 @@ from typing import Any
 import botocore.session
 from botocore.validate import ParamValidator
 
+from lightning_sm.job.redaction import shown
+
 # Place in the request to keys of the job file, with advice where a limit is easily exceeded.
 _SOURCES = {
     "TrainingJobName": "name",
@@ -106,14 +108,15 @@ def _violations(value: Any, shape: Any, path: str) -> Iterator[str]:
 
 
 def _text_violations(text: str, shape: Any, path: str) -> Iterator[str]:
-    shown = repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...")
+    safe = shown(path, text)
+    quoted = repr(safe if len(safe) <= _SHOWN_CHARS else f"{safe[:_SHOWN_CHARS]}...")
     pattern = shape.metadata.get("pattern")
     if pattern is not None and not re.fullmatch(_pattern(pattern), text):
-        yield f"{_source(path)}: {path} is {shown}, which does not match {pattern}."
+        yield f"{_source(path)}: {path} is {quoted}, which does not match {pattern}."
     if shape.enum and text not in shape.enum:
         close = ", ".join(difflib.get_close_matches(text, shape.enum)) or f"one of {len(shape.enum)} values"
         yield (
-            f"{_source(path)}: {path} is {shown}, which the installed botocore does not know; expected {close}. If "
+            f"{_source(path)}: {path} is {quoted}, which the installed botocore does not know; expected {close}. If "
             "the value is new: pip install --upgrade boto3."
         )
 

@@ -15,7 +15,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from lightning_sm.errors import HyperparameterError, SubmitError
-from lightning_sm.job.variables import JOB_SECRET
+from lightning_sm.job.redaction import shown, shown_hyperparameters
 from lightning_sm.submit import local_mode
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.plan import Plan, encode_hyperparameters, for_local_mode, make_plan
@@ -29,7 +29,8 @@ from lightning_sm.submit.service_limits import request_problems
 def dry_run(job: Job) -> dict[str, Any]:
     """Check a job and return the CreateTrainingJob request that the installed SDK builds; nothing is sent.
 
-    The request shows ``(hidden)`` in place of the job's secret.
+    The request shows ``(hidden)`` in place of secrets: the job's own, and those of hyperparameters and variables whose
+    names say so.
 
     Raises:
         SDKError: The SDK is not installed.
@@ -39,7 +40,11 @@ def dry_run(job: Job) -> dict[str, Any]:
     session = _boto_session(aws_access_key_id="rehearsal", aws_secret_access_key="rehearsal")  # noqa: S106
     request = _rehearse(job, session)[1]
     environment = request.get("Environment", {})
-    return {**request, "Environment": {name: _shown(name, text) for name, text in environment.items()}}
+    return {
+        **request,
+        "HyperParameters": shown_hyperparameters(request.get("HyperParameters", {})),
+        "Environment": {name: shown(name, text) for name, text in environment.items()},
+    }
 
 
 def send(job: Job, *, wait: bool = True) -> Mapping[str, Any]:
@@ -111,13 +116,13 @@ def _rehearse(job: Job, session: boto3.Session) -> tuple[Plan, dict[str, Any]]:
     findings = check(job, "cloud", session.region_name)
     hyperparameters = _hyperparameters(job, findings)
     request: dict[str, Any] = {}
-    shown = with_placeholders(job)
+    stand_in = with_placeholders(job)
     # The request names the location of the code and does not depend on its content: upload an empty folder.
     with tempfile.TemporaryDirectory() as empty:
         if job.source_dir is not None:
-            shown = replace(shown, source_dir=empty)
+            stand_in = replace(stand_in, source_dir=empty)
         try:
-            request = Gate(session).rehearse(partial(sdk.submit, make_plan(shown, hyperparameters), session))
+            request = Gate(session).rehearse(partial(sdk.submit, make_plan(stand_in, hyperparameters), session))
             findings.problems += request_problems(request)
         except SubmitError as error:
             # With other problems, the SDK most likely failed because of one that is already listed, and better worded.
@@ -125,10 +130,6 @@ def _rehearse(job: Job, session: boto3.Session) -> tuple[Plan, dict[str, Any]]:
                 findings.problems.append(str(error))
     findings.report()
     return make_plan(job, hyperparameters), request
-
-
-def _shown(name: str, text: str) -> str:
-    return JOB_SECRET.shown(text) if name == JOB_SECRET.name else text
 
 
 def _hyperparameters(job: Job, findings: Findings) -> dict[str, str]:

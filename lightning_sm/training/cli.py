@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import pkgutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from lightning_sm.data.service import no_datamodule, remote, serve
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.job.command_line import is_toolkit_rendering, job_arguments
 from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.redaction import shown
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.training.config_overlay import JobOverlay
 from lightning_sm.training.environment import SageMakerEnvironment, leave_at_exit
@@ -55,7 +58,7 @@ class SageMakerCLI(LightningCLI):
       a ``ModelCheckpoint`` become relative to these;
     - saves a checkpoint in the checkpoint directory when the job is interrupted, and resumes from the latest valid one
       whenever ``fit`` is called, by the CLI or by the script (see ``SpotCheckpoint``);
-    - writes the best model to the model directory;
+    - writes the best model to the model directory, and the configuration, without secrets (see ``SECURITY.md``);
     - logs progress as lines;
     - serves the DataModule's batches from the hosts of data groups, and fetches them from there on the trainers.
 
@@ -148,14 +151,30 @@ class SageMakerCLI(LightningCLI):
             *as_list(self.trainer_defaults.get("callbacks")),
             *(self._get(self.config_init, key) for key in self._parser(self.subcommand).callback_keys),
         ]
-        config = self.config[self.subcommand] if self.subcommand else self.config
-        dump = str(self._parser(self.subcommand).dump(config, skip_none=False))
+        dump = self._configuration_to_save()
         # A function given as trainer_class need not accept every argument.
         added = self._setup.arguments(settings, callbacks, dump)
         kwargs.update({name: value for name, value in added.items() if name in settings})
         trainer = super().instantiate_trainer(**kwargs)
         self._setup.complete(trainer)
         return trainer
+
+    def _configuration_to_save(self) -> str:
+        """Leave secrets out of what is saved, here and by the ``save_config_callback``; return it as YAML."""
+        parser = self._parser(self.subcommand)
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        safe = _without_secrets(config)
+        if safe == config:
+            return str(parser.dump(config, skip_none=False))
+        # Not validated: a parameter that needs a text, or an existing file, has null now.
+        saver = copy.copy(parser)
+        saver.dump = partial(parser.dump, skip_validation=True)
+        saver.save = partial(parser.save, skip_validation=True)
+        if self.save_config_callback is not None:
+            make = self.save_config_callback
+            # Lightning only calls it, as it does a class.
+            self.save_config_callback = lambda _parser, _config, **settings: make(saver, safe, **settings)  # type: ignore[assignment]
+        return str(saver.dump(safe, skip_none=False))
 
     @staticmethod
     def configure_optimizers(lightning_module: LightningModule, optimizer: Any, lr_scheduler: Any = None) -> Any:
@@ -201,7 +220,7 @@ class SageMakerCLI(LightningCLI):
         config = self.config[subcommand] if subcommand else self.config
         values = config.pop(_DATA_SERVICE)
         self.data_service = DataServiceSettings(**vars(values))
-        # The configuration is saved next to the model, where a secret does not belong.
+        # Also outside of a job, where the configuration is saved beside the logs.
         values["token"] = None
         if DataServiceSettings(**vars(values)) != DataServiceSettings():
             config[_DATA_SERVICE] = values
@@ -306,6 +325,19 @@ def _classes_only(value: Any) -> Any:
         if kept is not None:
             classes[name] = kept
     return classes if vars(classes) else None
+
+
+def _without_secrets(value: Any, name: str = "") -> Any:
+    """Return a configuration, or the part of it with a name, with null in place of secrets."""
+    if isinstance(value, Namespace):
+        safe = Namespace()  # type: ignore[no-untyped-call]
+        vars(safe).update({key: _without_secrets(item, f"{name}.{key}") for key, item in vars(value).items()})
+        return safe
+    if isinstance(value, dict):
+        return {key: _without_secrets(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, list) and not all(isinstance(item, str) for item in value):
+        return [_without_secrets(item, name) for item in value]
+    return shown(name, value, hidden=None)
 
 
 def _class_of(section: Any, default: Any) -> Any:

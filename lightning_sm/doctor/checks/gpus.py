@@ -17,6 +17,7 @@ from lightning_sm._log import listed
 from lightning_sm.doctor.context import Context, run, text_of
 from lightning_sm.doctor.report import Result, ok, problem, warning
 from lightning_sm.job.instance_types import has_gpus
+from lightning_sm.job.redaction import shown
 from lightning_sm.job.variables import DEVICES
 
 # nvidia-smi takes 1 to 5 s where the driver has to load first (no persistence mode).
@@ -101,7 +102,9 @@ def fabric(context: Context) -> Iterator[Result]:
     """Show EFA devices and the settings of NCCL and libfabric; find EFA that NCCL would not use."""
     devices = _efa_devices(context)
     names = sorted(name for name in context.env if name.startswith(("NCCL_", "FI_")))
-    settings = ", ".join(f"{name}={context.env[name]}" for name in names) or "no settings of NCCL and libfabric"
+    settings = (
+        ", ".join(f"{name}={shown(name, context.env[name])}" for name in names) or "no settings of NCCL and libfabric"
+    )
     yield ok("EFA and NCCL", f"{listed(devices) or 'no EFA device'}; {settings}")
     if devices and not _has_network_plugin(context):
         yield warning(

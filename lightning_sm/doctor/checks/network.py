@@ -17,6 +17,7 @@ from lightning_sm.doctor.parallel import Outcome, in_parallel
 from lightning_sm.doctor.report import Result, ok, problem, warning
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.hyperparameters import unquoted
+from lightning_sm.job.redaction import shown_arguments
 from lightning_sm.job.rendezvous import own_address
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import HOST_ADDRESSES, MAIN_PORT
@@ -183,7 +184,7 @@ def _listener(port: int) -> tuple[str, bool]:
                 process = psutil.Process(connection.pid)
                 family = [process, *process.parents()]
                 is_training = any(_is_train(relative.cmdline()) for relative in family)
-                return f"process {process.pid}: {' '.join(process.cmdline())[:80]}", is_training
+                return f"process {process.pid}: {' '.join(shown_arguments(process.cmdline()))[:80]}", is_training
     except psutil.Error:
         pass
     return "a process that is not visible from here", False

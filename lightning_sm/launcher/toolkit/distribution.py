@@ -13,6 +13,7 @@ from typing import Any
 from lightning_sm._log import command_logger
 from lightning_sm.errors import TopologyError
 from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.redaction import shown
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import DATA_GROUPS, DEVICES
 
@@ -69,7 +70,7 @@ def processes_per_host(job: SageMakerJob, topology: Topology) -> int | None:
             _LOG.warning(
                 "ignoring %s=%r: this launcher does not use mpirun. Set variables by Estimator(environment=...).",
                 name,
-                asked[name],
+                shown(name, asked[name]),
             )
     return _count(job, topology, asked)
 

@@ -38,6 +38,7 @@ def test_help_has_examples():
         (["--channel", "a/b=."], "Channel 'a/b'"),
         (["--channel", "..=."], "Channel '..'"),
         (["--env", "X"], "--env 'X': expected NAME=VALUE"),
+        (["--env", "A_TOKEN=x", "--env", "A_TOKEN=y"], "--env 'A_TOKEN=(hidden)': 'A_TOKEN' is given twice"),
         (["--hyperparameters", "nix.json"], "nix.json"),
         (["--hyperparameters", "broken.json"], "broken.json"),
         (["--hyperparameters", "broken.yaml"], "broken.yaml"),

@@ -155,11 +155,27 @@ def plain(request):
 
 
 def test_a_dry_run_shows_the_request_and_sends_nothing(submit, service):
-    """Every key of the file arrives where the service looks for it, without credentials; only the secret is hidden."""
+    """Every key of the file arrives where the service looks for it, without credentials; only secrets are hidden."""
     environment = {name: value for name, value in service.environment.items() if "ACCESS_KEY" not in name}
-    ended = submit(JOB, "--dry-run", environment=environment)
+    job = {
+        **JOB,
+        "environment": {**JOB["environment"], "HF_TOKEN": "S3CR3T"},
+        "hyperparameters": {
+            **JOB["hyperparameters"],
+            "api_key": "S3CR3T",
+            "logger": {"x": "a" * 3000, "token": "S3CR3T"},
+        },
+    }
+    ended = submit(job, "--dry-run", environment=environment)
     assert ended.returncode == 0, ended.stderr
-    assert plain(json.loads(ended.stdout)) == REQUEST
+    assert "S3CR3T" not in ended.stdout + ended.stderr
+    request = plain(json.loads(ended.stdout))
+    secrets = dict.fromkeys(("api_key", "logger__0", "logger__1", "logger__2"), "(hidden)")
+    assert request == {
+        **REQUEST,
+        "Environment": {**REQUEST["Environment"], "HF_TOKEN": "(hidden)"},
+        "HyperParameters": {**REQUEST["HyperParameters"], **secrets},
+    }
     assert service.seen == []
 
 

@@ -1,10 +1,12 @@
 """What SageMakerCLI leaves where: logs, checkpoints, and the best model in the model directory."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from jsonargparse.typing import Path_fr
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.plugins.io import TorchCheckpointIO
@@ -52,6 +54,21 @@ class CheckpointCLI(SageMakerCLI):
         parser.add_lightning_class_args(ModelCheckpoint, "keep")
 
 
+class HubModel(SmallModel):
+    """Needs a secret, and has a section of the same name.
+
+    Args:
+        hub_token: Any text.
+        credentials: A file with credentials.
+        token: Sizes of a part of the model.
+        options: Anything.
+    """
+
+    def __init__(self, hub_token: str, credentials: Path_fr, token: dict[str, int], options: dict[str, Any]) -> None:
+        super().__init__()
+        self.given = (hub_token, credentials, token, options)
+
+
 class FolderIO(TorchCheckpointIO):
     """Writes a checkpoint as a folder, as sharded strategies do."""
 
@@ -84,6 +101,36 @@ class TestModel:
         assert all(torch.equal(restored[name], weights[name]) for name in weights)
         again = host.make(f"--config={host.model_dir / 'config.yaml'}", args=None, cli=_WithCkptPath)
         assert again.model.layer.out_features == 4
+
+    def test_config_yaml_has_no_secrets(self, host, tmp_path):
+        """The script gets secrets, and no file of the job does, whatever type the parameter has."""
+        secret = tmp_path / "S3CR3T.json"
+        secret.write_text("{}")
+        cli = fit(
+            host,
+            "--model.hub_token=S3CR3T",
+            f"--model.credentials={secret}",
+            "--model.token={dim: 3}",
+            "--model.options={a: [{password: S3CR3T, port: 3}], tokenizer: bert}",
+            "--data_service.token=S3CR3T",
+            "--trainer.logger=CSVLogger",
+            f"--trainer.logger.save_dir={tmp_path / 'logs'}",
+            model=HubModel,
+        )
+        assert cli.model.given[0] == cli.data_service.token == "S3CR3T"
+        assert str(cli.model.given[1]) == str(secret)
+        assert cli.model.given[3]["a"] == [{"password": "S3CR3T", "port": 3}]
+        config = yaml.safe_load((host.model_dir / "config.yaml").read_text())["model"]
+        assert config == {
+            "hub_token": None,
+            "credentials": None,
+            "token": {"dim": 3},
+            "options": {"a": [{"password": None, "port": 3}], "tokenizer": "bert"},
+        }
+        saved = [path for path in tmp_path.rglob("config.yaml") if path.is_file()]
+        assert len(saved) == 2  # beside the model, and by Lightning beside the logs
+        for path in saved:
+            assert "S3CR3T" not in path.read_text(), path
 
     def test_config_yaml_is_what_was_resolved(self, host):
         """It has the values of the job, too."""

@@ -97,6 +97,15 @@ def test_what_is_wrong_is_named(job_file, text, words):
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["environment: {DB_PASSWORD: 314159}", "environment: {A: {DB_PASSWORD: '314159'}}"])
+def test_a_wrong_value_that_may_be_a_secret_is_not_quoted(job_file, text):
+    """Of environment, the error names the key and the type, not the value."""
+    with pytest.raises(SubmitError, match="environment") as caught:
+        read_job(job_file(SMALL + text))
+    assert "(hidden)" in str(caught.value)
+    assert "314159" not in str(caught.value)
+
+
 def test_an_option_without_its_value_is_named(job_file):
     """A hyperparameter at the end of the command."""
     with pytest.raises(SubmitError, match=r"--hyperparameters\.a\.b: expected a value"):

@@ -1,0 +1,183 @@
+"""What people may see of options, hyperparameters and variables: not the values whose names say that they are secret.
+
+A name says so by the last word of one of its dotted parts: ``trainer.logger.init_args.api_key``, ``HF_TOKEN``,
+``db-password``, ``secrets.hub``. ``tokenizer``, ``num_tokens`` and ``token_dim`` end in another word; ``eos_token`` and
+others name a piece of a vocabulary.
+
+What has no name is shown: a secret among positional arguments, or as a part of an address.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+HIDDEN = "(hidden)"
+
+_NAMED = r"(?:token|(?:secret|password|passwd|passphrase|credential|(?:api|access|private|secret)[-_ ]?key)s?)"
+_SAYS_SECRET = re.compile(rf"{_NAMED}\Z")
+# Before "token": the words of tokenizers' special tokens, and of counts.
+_OTHER_TOKENS = frozenset(
+    {"bos", "cls", "eos", "mask", "max", "min", "num", "pad", "per", "sep", "special", "unk", "unknown"}
+)
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_MENTION = re.compile(_NAMED, re.IGNORECASE)
+# A secret's name before its value, in text that is no JSON, YAML or Python.
+_GIVEN = re.compile(
+    rf"""{_NAMED}(?:\.[\w.-]+)?[\\"'\s]*[:=]|--[\w.-]*{_NAMED}[\\"',\s]""",
+    re.IGNORECASE,
+)
+# "--name", "-name", and "name" before an equals sign, as Hydra takes it.
+_NAME = re.compile(r"[-+~]*[A-Za-z_][\w./+\[\]-]*")
+_CONSTANTS = frozenset({"", "null", "none", "~", "true", "false"})
+
+
+def is_secret(name: str) -> bool:
+    """Whether a name says that its value, or what is below it, is secret."""
+    return any(map(_says_secret, name.split(".")))
+
+
+def shown(name: str, value: Any, hidden: str | None = HIDDEN) -> Any:
+    """Return what people may see of a value.
+
+    Args:
+        name: Name of the option, hyperparameter, field or variable; empty for a value without a name.
+        value: Text, which may be JSON, YAML or Python of nested values, or the value itself.
+        hidden: What takes the place of secrets.
+
+    Returns:
+        The same value, text as text, with ``hidden`` in place of secrets. None, true and false are none.
+    """
+    if is_secret(name):
+        return value if _is_constant(value) or _is_size(name, value) else hidden
+    if isinstance(value, str):
+        return _shown_text(value, hidden)
+    if isinstance(value, Mapping):
+        return {key: shown(str(key), item, hidden) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        is_command_line = all(isinstance(item, str) for item in value)
+        items = shown_arguments(value, hidden) if is_command_line else [shown("", item, hidden) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
+
+
+def shown_arguments(arguments: Sequence[str], hidden: str | None = HIDDEN) -> list[Any]:
+    """Return what people may see of a command line.
+
+    Args:
+        arguments: Its words: ``--name=value``, ``--name value``, ``name=value`` and others.
+        hidden: What takes the place of secrets.
+    """
+    words: list[Any] = []
+    is_value = False  # of an option whose name says that it is secret
+    for argument in arguments:
+        if is_value and not argument.startswith("--"):
+            words.append(argument if _is_constant(argument) else hidden)
+            continue
+        name, equals, value = argument.partition("=")
+        is_named = _NAME.fullmatch(name) is not None
+        is_value = is_named and not equals and name.startswith("-") and is_secret(_plain(name))
+        if is_named and equals:
+            text = shown(_plain(name), value, hidden)
+            words.append(f"{name}={'null' if text is None else text}")
+        else:
+            words.append(argument if is_named else _shown_text(argument, hidden))
+    return words
+
+
+def shown_hyperparameters(hyperparameters: Mapping[str, str]) -> dict[str, str]:
+    """Return what people may see of hyperparameters; a value in chunks (``key__0``, ``key__1``) is read as a whole."""
+    whole: dict[str, str] = {}
+    for name, text in hyperparameters.items():
+        key = _key(name)
+        whole[key] = whole.get(key, "") + _unquoted(text)
+    has_secrets = {key for key, text in whole.items() if shown(key, text) != text}
+    return {
+        name: HIDDEN if name != _key(name) and _key(name) in has_secrets else shown(name, text)
+        for name, text in hyperparameters.items()
+    }
+
+
+def yaml_problem(error: Exception) -> str:
+    """Return what is wrong with a YAML text, and where, without the line itself, which YAML's own message quotes."""
+    mark = getattr(error, "problem_mark", None)
+    place = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+    return f"{getattr(error, 'problem', None) or type(error).__name__}{place}"
+
+
+def _says_secret(part: str) -> bool:
+    words = [word.lower() for word in _WORD.findall(part)]
+    if not _SAYS_SECRET.search("".join(words)):
+        return False
+    return not (words[-1] == "token" and words[-2:-1] and words[-2] in _OTHER_TOKENS)
+
+
+def _plain(option: str) -> str:
+    """The name in an option: without dashes, and without jsonargparse's "+" for another item of a list."""
+    return option.lstrip("-+~").rstrip("+")
+
+
+def _key(name: str) -> str:
+    return re.sub(r"__[0-9]{1,2}\Z", "", name)
+
+
+def _unquoted(text: str) -> str:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, str) else text
+
+
+def _is_constant(value: Any) -> bool:
+    return value is None or isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in _CONSTANTS)
+
+
+def _is_size(name: str, value: Any) -> bool:
+    """Whether this is a number below a part of a model that is called "token"."""
+    *parents, last = name.split(".")
+    if _says_secret(last) or any(_says_secret(part) and not part.lower().endswith("token") for part in parents):
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _shown_text(text: str, hidden: str | None) -> str | None:
+    if not _MENTION.search(text):
+        return text
+    try:
+        value = _parsed(text)
+        safe = value if isinstance(value, str) else shown("", value, hidden)
+    except RecursionError:
+        return hidden
+    if isinstance(value, (dict, list, tuple)):
+        is_unchanged = safe == value and not _GIVEN.search(text)  # "given" in a comment, or twice with two values
+        return text if is_unchanged else json.dumps(safe, default=str)
+    if isinstance(value, str) and value != text:  # a quoted text, which may hold JSON in turn
+        return text if _shown_text(value, hidden) == value else hidden
+    return hidden if _GIVEN.search(text) else text
+
+
+def _parsed(text: str) -> Any:
+    """The value that JSON, Python or YAML reads from a text; the text itself if none does."""
+    import yaml  # noqa: PLC0415 - takes tens of milliseconds, and few values mention a secret
+
+    for read, errors in (
+        (json.loads, ValueError),
+        (ast.literal_eval, (ValueError, SyntaxError, TypeError, MemoryError)),
+        (yaml.safe_load, (ValueError, TypeError, yaml.YAMLError)),
+    ):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Python's compiler warns about text such as "[1](2)"
+                return read(text)
+        except errors:  # noqa: PERF203 - one of three
+            continue
+    return text

@@ -1,0 +1,208 @@
+"""What people see of names and values: never those whose names say that they are secret."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sm.errors import HyperparameterError
+from lightning_sm.job.hyperparameters import encode, to_argv
+from lightning_sm.job.redaction import (
+    HIDDEN,
+    is_secret,
+    shown,
+    shown_arguments,
+    shown_hyperparameters,
+    yaml_problem,
+)
+
+SECRET_NAMES = [
+    "token",
+    "data_service.token",
+    "trainer.logger.init_args.api_key",
+    "trainer.logger.init_args.api-key",
+    "model.apiKey",
+    "apikey",
+    "HF_TOKEN",
+    "WANDB_API_KEY",
+    "AWS_SECRET_ACCESS_KEY",
+    "LIGHTNING_SM_JOB_SECRET",
+    "db.password",
+    "db.passwd",
+    "credential",
+    "gcp.credentials",
+    "ssl.private_key",
+    "secrets.hub",
+    "HyperParameters['x.token']",
+]
+OPEN_NAMES = [
+    "",
+    "tokenizer",
+    "model.tokenizer.name",
+    "num_tokens",
+    "max_tokens",
+    "max_token",
+    "token_dim",
+    "eos_token",
+    "model.pad_token",
+    "key",
+    "monitor_key",
+    "AWS_ACCESS_KEY_ID",
+    "secretary",
+    "passwords_per_second",
+]
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES)
+def test_names_that_say_so_are_secret(name):
+    """The last word of a part of the name decides, however the words are joined."""
+    assert is_secret(name)
+    assert shown(name, "S3CR3T") == HIDDEN
+
+
+@pytest.mark.parametrize("name", OPEN_NAMES)
+def test_names_of_other_things_are_shown(name):
+    """Counts, sizes, tokenizers and pieces of a vocabulary are no secrets."""
+    assert not is_secret(name)
+    assert shown(name, "value") == "value"
+
+
+@pytest.mark.parametrize("value", [None, True, False, "", "null", "None", "true", "False"])
+def test_a_value_that_says_nothing_is_shown(value):
+    """Whether a token is set at all, or used, is no secret."""
+    assert shown("token", value) is value
+
+
+def test_sizes_of_a_part_called_token_are_shown():
+    """A number below a name that ends in token belongs to a model; a text does not, nor what is below other names."""
+    assert shown("model.token.dim", 3) == 3
+    assert shown("model.token.dim", "3") == "3"
+    assert shown("model.token.value", "S3CR3T") == HIDDEN
+    assert shown("secrets.pin", "1234") == HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["fit", "--a.token=x", "--b=1"], ["fit", "--a.token=(hidden)", "--b=1"]),
+        (["fit", "--a.token", "x", "--b", "1"], ["fit", "--a.token", "(hidden)", "--b", "1"]),
+        (["--passwords", "x", "y", "--b"], ["--passwords", "(hidden)", "(hidden)", "--b"]),
+        (["-token", "x=y"], ["-token", "(hidden)"]),
+        (["--token", "null"], ["--token", "null"]),
+        (["++data.token=x", "lr=1"], ["++data.token=(hidden)", "lr=1"]),
+        (["--loggers.api_key+=x"], ["--loggers.api_key+=(hidden)"]),
+        (['--s={"token": "x", "port": 3}'], ['--s={"token": "(hidden)", "port": 3}']),
+        (["--s", "{'token': 'x'}"], ["--s", '{"token": "(hidden)"}']),
+        (["--config=s:\n  token: x\n"], ['--config={"s": {"token": "(hidden)"}}']),
+        (['--s={"tokenizer":"a",  "b": 1}'], ['--s={"tokenizer":"a",  "b": 1}']),
+        (["--s=port=3,token=x"], ["--s=(hidden)"]),
+        (["--url=https://host/?token=x"], ["--url=(hidden)"]),
+        (['--run=["train.py", "--token", "x"]'], ['--run=["train.py", "--token", "(hidden)"]']),
+        (["--options=-x HF_TOKEN=x"], ["--options=(hidden)"]),
+        (['--s={"token": "x", "token": null}'], ['--s={"token": null}']),
+        (["--prompt=What is a token?"], ["--prompt=What is a token?"]),
+    ],
+)
+def test_command_lines(arguments, expected):
+    """Secrets are hidden in every notation; all other words stay as they are."""
+    assert shown_arguments(arguments) == expected
+
+
+def test_another_mark():
+    """Where a file is read again, null takes the place of a secret."""
+    assert shown("s", {"token": "x", "port": 3}, hidden=None) == {"token": None, "port": 3}
+    assert shown_arguments(["--token=x"], hidden=None) == ["--token=null"]
+
+
+def test_what_is_wrong_with_yaml_is_said_without_the_line():
+    """Line and column are named, and not quoted."""
+    with pytest.raises(yaml.YAMLError) as caught:
+        yaml.safe_load("port: 3\ntoken: S3CR3T: x")
+    assert "S3CR3T" in str(caught.value)
+    assert yaml_problem(caught.value) == "mapping values are not allowed here in line 2, column 14"
+
+
+def test_text_that_cannot_be_read():
+    """Text that mentions a secret's name before a value, and is no JSON, YAML or Python, is hidden as a whole."""
+    assert shown("s", '{"token": "x", "port') == HIDDEN
+    assert shown("s", "[" * 100_000 + '"token": "x"') == HIDDEN
+
+
+# ---- properties
+
+_secrets = st.text("abcdefgh0123456789{}[]\"'=:,# -\\", min_size=6, max_size=30).map(lambda text: f"S3CR3T{text}S3CR3T")
+_open_names = st.sampled_from(["data", "logger", "x", "tokenizer", "init_args"])
+_secret_names = st.sampled_from(["token", "api_key", "hub-password", "secrets", "authToken"])
+
+
+def _nested(secret: str) -> st.SearchStrategy[dict[str, object]]:
+    """A configuration with the secret under a name that says so, somewhere."""
+    leaf = st.fixed_dictionaries({}).flatmap(lambda _: _secret_names.map(lambda name: {name: secret, "port": 3}))
+    return st.recursive(
+        leaf,
+        lambda inner: st.one_of(
+            st.tuples(_open_names, inner).map(lambda pair: {pair[0]: pair[1]}),
+            st.tuples(_open_names, inner).map(lambda pair: {pair[0]: [1, pair[1], "other"]}),
+        ),
+        max_leaves=4,
+    )
+
+
+def _flat(config: dict[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+@given(data=st.data())
+def test_a_secret_never_appears(data):
+    """Whatever a secret looks like and however it is written, no part of it is shown."""
+    secret = data.draw(_secrets)
+    config = data.draw(_nested(secret))
+    flat = _flat(config)
+    command_lines = [
+        [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in flat.items()],
+        [word for name, value in flat.items() for word in (f"--{name}", str(value))],
+        [f"--data={json.dumps(config)}"],
+        [f"--data={config!r}"],
+        ["--data", yaml.safe_dump(config)],
+        ["--data", yaml.safe_dump(config, default_flow_style=True)],
+        [f"--data={json.dumps(json.dumps(config))}"],
+        [f"--data={json.dumps(config)[:-1]}"],
+    ]
+    for hyperparameters in (config, flat):
+        try:
+            encoded = encode(hyperparameters)
+            command_lines.append(to_argv(encoded))
+        except HyperparameterError:
+            continue
+        assert "S3CR3T" not in json.dumps(shown_hyperparameters(encoded))
+    for command_line in command_lines:
+        assert "S3CR3T" not in " ".join(shown_arguments(command_line)), command_line
+    assert "S3CR3T" not in json.dumps(shown("", config))
+
+
+@given(text=st.text(), count=st.integers(3000, 6000), secret=_secrets)
+def test_a_secret_in_chunks_never_appears(text, count, secret):
+    """A long value travels in chunks, and a secret or its name may be cut in two."""
+    encoded = encode({"data": {"x": "x" * count, "token": secret, "y": text}})
+    assert any(name.startswith("data__") for name in encoded)
+    together = "".join(
+        json.loads(value) if value != HIDDEN else "" for value in shown_hyperparameters(encoded).values()
+    )
+    assert "S3CR3T" not in together
+
+
+@given(text=st.text())
+def test_text_without_a_name_is_shown(text):
+    """Ordinary text stays as it is, character by character."""
+    if not any(word in text.lower() for word in ("token", "secret", "passw", "passphrase", "credential", "key")):
+        assert shown("x", text) == text
