@@ -19,6 +19,7 @@ import psutil
 
 from lightning_sm._linux import SIGNAL_POLL_S, adopt_orphans, ended_child, handles_signal
 from lightning_sm.errors import ScriptError
+from lightning_sm.job.redaction import shown_arguments
 from lightning_sm.job.stopping import GENTLE_SIGNAL, StopSchedule
 from lightning_sm.launcher.condensed import CondensedBytes
 
@@ -160,7 +161,7 @@ class ChildProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            raise ScriptError(f"{shlex.join(command)} cannot be started: {error}.") from error
+            raise ScriptError(f"{shlex.join(shown_arguments(command))} cannot be started: {error}.") from error
         if self.stopped_by is not None:  # while the command started
             self._send(self.stopped_by)
         if self.end_requested and self._is_listening:

@@ -26,6 +26,7 @@ from lightning_sm._log import command_logger
 from lightning_sm.errors import HyperparameterError, JobConfigError, LightningSMError
 from lightning_sm.job.command_line import job_arguments
 from lightning_sm.job.facts import SageMakerJob, base_directory
+from lightning_sm.job.redaction import shown_arguments
 from lightning_sm.job.rendezvous import own_address
 from lightning_sm.job.stopping import (
     INTERRUPTED_EXIT_CODE,
@@ -208,7 +209,7 @@ class _HostLauncher:
             folder = self._preparation.fetch(submission, job)
         script = find_script(program, job, self._env, folder)
         argv = command_line(args, job, script.directory)
-        shown = shlex.join([*script.shown, *argv])
+        shown = shlex.join(shown_arguments([*script.shown, *argv]))
         if submission is None:
             devices = self._introduce(f"{banner} | {shown}", program)
         else:

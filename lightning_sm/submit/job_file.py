@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Literal
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from lightning_sm.errors import SubmitError
+from lightning_sm.job.redaction import HIDDEN
 
 _DAY_S = 24 * 60 * 60  # the SDK's own default
 _HYPERPARAMETER = "--hyperparameters."
@@ -176,7 +178,10 @@ def parse_job(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Job, Namespa
         ArgumentError: The options or the file are wrong; the message names key and value.
     """
     words, hyperparameters = _split_hyperparameters(argv)
-    options = parser.parse_args(words)
+    try:
+        options = parser.parse_args(words)
+    except ArgumentError as error:
+        raise ArgumentError(None, _without_values(str(error))) from error
     # A key without a value, perhaps because all lines below it are comments, counts as missing.
     for name, default in vars(parser.get_defaults()).items():
         if options[name] is None:
@@ -238,6 +243,13 @@ def _split_hyperparameters(argv: Sequence[str]) -> tuple[list[str], dict[str, An
             raise ArgumentError(None, f"{word}: expected a value, as in {word}=1.")
         hyperparameters[name] = values.parse_args([f"--value={value}"]).value
     return others, hyperparameters
+
+
+def _without_values(message: str) -> str:
+    """Leave out of an error of jsonargparse the values of dicts, which may be secrets."""
+    if not re.search(r'"(environment|hyperparameters)', message):
+        return message
+    return re.sub(r"(?is)(got value: ).*", rf"\g<1>{HIDDEN}", message)
 
 
 def _check_names(job: Job) -> None:
