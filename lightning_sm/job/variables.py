@@ -83,6 +83,14 @@ class Install(Enum):
     UNPROTECTED = "unprotected"
 
 
+class Model(Enum):
+    """What a job leaves in its model directory."""
+
+    FULL = "full"
+    WEIGHTS = "weights"
+    NONE = "none"
+
+
 def whole_number(least: int, most: int) -> Callable[[str], int]:
     """Make a parser of whole numbers between two bounds, both included."""
 
@@ -141,6 +149,13 @@ def _install(text: str) -> Install:
         ) from error
 
 
+def _model(text: str) -> Model:
+    try:
+        return Model(text)
+    except ValueError as error:
+        raise ValueError("expected full, weights or none") from error
+
+
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -197,6 +212,14 @@ STOP_SCHEDULE = Setting[tuple[float, float]](
     default=(95.0, 110.0),
     default_text="95,110",
     meaning="Seconds from the stop signal to SIGTERM and to SIGKILL for the script.",
+)
+MODEL = Setting[Model](
+    name="LIGHTNING_SM_MODEL",
+    parse=_model,
+    default=Model.FULL,
+    default_text="full",
+    meaning="What the job leaves in its model directory: full (checkpoint, weights and configuration), weights "
+    "(without the checkpoint), or none.",
 )
 INSTALL_REQUIREMENTS = Setting[Install](
     name="LIGHTNING_SM_INSTALL_REQUIREMENTS",
@@ -280,6 +303,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     MAIN_PORT,
     DEVICES,
     STOP_SCHEDULE,
+    MODEL,
     INSTALL_REQUIREMENTS,
     PREPARE_S,
     PEERS_TIMEOUT_S,

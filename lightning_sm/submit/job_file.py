@@ -110,6 +110,8 @@ class Job:
         environment: Environment variables of all hosts.
         output: S3 prefix for the model and the logs (default: the bucket that the SDK creates for the account).
         checkpoints: S3 prefix that is synchronized with the checkpoint folder, in both directions.
+        model: What the job leaves as its model (LIGHTNING_SM_MODEL): full (checkpoint, weights and configuration),
+            weights (without the checkpoint), or none.
         tensorboard: S3 prefix to which TensorBoard files are uploaded during training.
         metrics: Names of metrics, as LineProgress prints them, for CloudWatch.
         metric_patterns: Metrics from other log lines: name and regular expression, whose first group is the number.
@@ -138,6 +140,7 @@ class Job:
     environment: dict[str, str] = field(default_factory=dict)
     output: str | None = None
     checkpoints: str | None = None
+    model: Literal["full", "weights", "none"] = "full"
     tensorboard: str | None = None
     metrics: list[str] = field(default_factory=list)
     metric_patterns: dict[str, str] = field(default_factory=dict)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # fsspec has no type information
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from lightning_sm._lightning import (
     DISTRIBUTION,
@@ -20,7 +24,11 @@ from lightning_sm._lightning import (
     rank_zero_only,
 )
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.training.checkpoints.sharded import gather_weights, holders, lacks_shards, remove_folder
+from lightning_sm.job.uploads import files_of
+from lightning_sm.job.variables import MODEL, Model
+from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint, TrainingInterrupted
+from lightning_sm.training.checkpoints.sharded import gather_weights, has_index, holders, lacks_shards, remove_folder
+from lightning_sm.training.meeting import wait_for_all_ranks
 
 logger = logging.getLogger(__name__)
 _log_once = rank_zero_only(logger.info)
@@ -29,6 +37,9 @@ MODEL_CHECKPOINT = "model.ckpt"
 MODEL_STATE_DICT = "state_dict.pt"
 MODEL_CONFIG = "config.yaml"
 
+# Most that a stopped job copies while its checkpoint is uploaded: at 100 MB/s, 15 s of its 120 s.
+_STOP_BYTES = 1_500_000_000
+
 
 class JobOutputs(Callback):
     """Set the folders of ``ModelCheckpoint`` callbacks, and export the best model at the end of ``fit``.
@@ -36,18 +47,27 @@ class JobOutputs(Callback):
     Rank 0 writes three files to the model directory: ``model.ckpt`` (the full checkpoint, for
     ``load_from_checkpoint`` and resuming), ``state_dict.pt`` (the plain weights, for ``load_state_dict`` without
     Lightning) and ``config.yaml`` (the resolved configuration). Of a sharded checkpoint, which is a folder, each host
-    writes the files that it has, and rank 0 gathers the weights for ``state_dict.pt``. All ranks wait for the export,
-    because SageMaker's local mode stops all hosts as soon as the first one exits.
+    writes the files that it has, and rank 0 gathers the weights for ``state_dict.pt``. ``LIGHTNING_SM_MODEL`` leaves
+    out ``model.ckpt``, or everything.
+
+    All ranks wait for the export, because SageMaker's local mode stops all hosts as soon as the first one exits; not in
+    a collective call, whose timeout would fail a job whose model takes longer to copy.
+
+    A job that is interrupted or stopped exports its best model so far after the checkpoint is saved.
 
     Args:
         job: The job with its folders.
         config: The resolved configuration, as YAML; without one, there is no ``config.yaml``.
+
+    Raises:
+        JobConfigError: ``LIGHTNING_SM_MODEL`` has a value that it cannot have.
     """
 
     def __init__(self, job: SageMakerJob, config: str | None = None) -> None:
         super().__init__()
         self._job = job
         self._model_dir = job.model_dir
+        self._model = MODEL.read(os.environ)
         self.config = config
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -89,6 +109,8 @@ class JobOutputs(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Export the best model."""
+        if self._model is Model.NONE:
+            return
         self._model_dir.mkdir(parents=True, exist_ok=True)
         best, held = self._find_best(trainer)
         if best is None:
@@ -101,8 +123,52 @@ class JobOutputs(Callback):
             self._export_file(best)
         if trainer.is_global_zero:
             self._export_config()
-            logger.info("model: %s (from %s)", self._model_dir / MODEL_CHECKPOINT, os.path.basename(best))
-        trainer.strategy.barrier("lightning_sm.export")
+            name = MODEL_CHECKPOINT if self._model is Model.FULL else MODEL_STATE_DICT
+            logger.info("model: %s (from %s)", self._model_dir / name, os.path.basename(best))
+        wait_for_all_ranks("export the model")
+        if held is not None and trainer.local_rank == 0:
+            remove_folder(self._incoming(MODEL_CHECKPOINT))  # where only the weights were wanted
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Export the best model so far if the job is stopped, when the checkpoint is saved; no collective call."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        is_stopping = any(isinstance(callback, SpotCheckpoint) and callback._is_stopping for callback in callbacks)
+        if self._model is Model.NONE or not is_stopping or not isinstance(exception, TrainingInterrupted):
+            return
+        best = next((found for _, found in self._stated_best(trainer) if found and os.path.exists(found)), None)
+        if best is None or trainer.local_rank != 0:
+            return
+        try:
+            self._model_dir.mkdir(parents=True, exist_ok=True)
+            is_exported = self._export_at_once(Path(best), trainer)
+        except Exception as error:  # noqa: BLE001 - another exception would turn the interruption into a failure
+            logger.warning("The best model so far was not exported (%s: %s).", type(error).__name__, error)
+            return
+        if is_exported and trainer.is_global_zero:
+            self._export_config()
+            logger.info("The best model so far is in %s (from %s).", self._model_dir, os.path.basename(best))
+
+    def _export_at_once(self, best: Path, trainer: Trainer) -> bool:
+        """Export what takes no time; returns whether there was something."""
+        incoming = self._incoming(MODEL_CHECKPOINT)
+        if best.is_dir():
+            # Rank 0 alone writes the index: another host that has it has downloaded all files, as rank 0's has.
+            if self._model is not Model.FULL or (has_index(best) and not trainer.is_global_zero):
+                return False
+            files = files_of(best)
+            is_little = sum(file.stat().st_size for file in files) <= _STOP_BYTES
+            return self._place_shards(best, [str(file.relative_to(best)) for file in files], may_copy=is_little)
+        if not trainer.is_global_zero:  # other hosts have it only from the start of the job
+            return False
+        is_little = best.stat().st_size <= _STOP_BYTES
+        is_placed = self._model is Model.FULL and self._place(best, incoming, may_copy=is_little)
+        if is_placed:
+            self._complete(MODEL_CHECKPOINT)
+        weights = _read_weights(best)
+        is_small = sum(value.nbytes for value in weights.values() if isinstance(value, torch.Tensor)) <= _STOP_BYTES
+        if is_small:
+            self._export_weights(weights)
+        return is_placed or is_small
 
     def _find_best(self, trainer: Trainer) -> tuple[str | None, dict[str, int] | None]:
         """Return the best checkpoint, and who has which file of it if it is a folder; the same on all ranks."""
@@ -123,43 +189,44 @@ class JobOutputs(Callback):
 
     def _best_checkpoint(self, trainer: Trainer) -> str | None:
         """Find the best checkpoint that this host can read; callbacks that monitor a metric come first."""
-        callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        for callback in sorted(callbacks, key=lambda callback: callback.monitor is None):
-            if not callback.best_model_path:
-                continue
-            # After a restart on another host, the file may be in another folder, under the same name.
-            stated = callback.best_model_path
-            for path in (stated, os.path.join(callback.dirpath or "", os.path.basename(stated))):
-                filesystem, address = url_to_fs(path)
-                if filesystem.exists(address):
-                    return path
+        for stated, found in self._stated_best(trainer):
+            if found is not None:
+                return found
             logger.warning("The best checkpoint %s does not exist: exporting another one.", stated)
         return None
 
+    @staticmethod
+    def _stated_best(trainer: Trainer) -> Iterator[tuple[str, str | None]]:
+        """Yield the best checkpoint of each callback, and where it is on this host, if it is there."""
+        callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+        for callback in sorted(callbacks, key=lambda callback: callback.monitor is None):
+            stated = callback.best_model_path
+            if stated:
+                # After a restart on another host, the file may be in another folder, under the same name.
+                moved = os.path.join(callback.dirpath or "", os.path.basename(stated))
+                yield stated, next((path for path in (stated, moved) if _exists(path)), None)
+
     def _export_file(self, checkpoint: str) -> None:
         incoming = self._incoming(MODEL_CHECKPOINT)
-        if checkpoint != str(incoming):
-            filesystem, address = url_to_fs(checkpoint)
+        filesystem, address = url_to_fs(checkpoint)
+        file = Path(address)
+        if not isinstance(filesystem, LocalFileSystem):
+            file = incoming
             filesystem.get(address, str(incoming))
-        # weights_only=False: this job wrote the file, and hyperparameters in it may be of any type.
-        state_dict = torch.load(incoming, map_location="cpu", weights_only=False)["state_dict"]
-        os.replace(incoming, self._model_dir / MODEL_CHECKPOINT)
-        self._export_weights(state_dict)
+        weights = _read_weights(file)
+        if self._model is Model.FULL:
+            if file != incoming:
+                self._place(file, incoming)
+            self._complete(MODEL_CHECKPOINT)
+        self._export_weights(weights)
+        incoming.unlink(missing_ok=True)  # where model.ckpt is left out
 
     def _export_shards(self, folder: Path, held: dict[str, int], trainer: Trainer) -> None:
         """Export each file from one host that has it: SageMaker merges the model directories of all hosts."""
         weights = gather_weights(trainer.strategy, folder, held)
         own = [name for name, rank in held.items() if rank == trainer.global_rank]
-        incoming = self._incoming(MODEL_CHECKPOINT)
-        target = self._model_dir / MODEL_CHECKPOINT
-        if own:
-            if folder != incoming:
-                remove_folder(incoming)
-                for name in own:
-                    (incoming / name).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(folder / name, incoming / name)
-            remove_folder(target)
-            os.replace(incoming, target)
+        if own and (self._model is Model.FULL or weights is None):
+            self._place_shards(folder, own)
         if not trainer.is_global_zero:
             return
         if weights is not None:
@@ -168,22 +235,69 @@ class JobOutputs(Callback):
             is_deepspeed = "latest" in held
             logger.info(
                 "%s is a sharded checkpoint, so %s is not written. To make it from the files of all hosts, run `%s`.",
-                target,
+                self._model_dir / MODEL_CHECKPOINT,
                 MODEL_STATE_DICT,
                 f"python {MODEL_CHECKPOINT}/zero_to_fp32.py {MODEL_CHECKPOINT} weights"
                 if is_deepspeed
                 else f"python -m {DISTRIBUTION}.utilities.consolidate_checkpoint {MODEL_CHECKPOINT}",
             )
 
+    def _place_shards(self, folder: Path, names: Sequence[str], *, may_copy: bool = True) -> bool:
+        incoming = self._incoming(MODEL_CHECKPOINT)
+        if folder != incoming:
+            remove_folder(incoming)
+            for name in names:
+                (incoming / name).parent.mkdir(parents=True, exist_ok=True)
+                if not self._place(folder / name, incoming / name, may_copy=may_copy):
+                    remove_folder(incoming)
+                    return False
+        self._complete(MODEL_CHECKPOINT)
+        return True
+
+    def _place(self, source: Path, target: Path, *, may_copy: bool = True) -> bool:
+        """Link a file, or copy it where a link is impossible; returns whether it was possible and allowed."""
+        target.unlink(missing_ok=True)
+        real = Path(os.path.realpath(source))
+        folder = self._job.checkpoint_dir
+        # Only in the checkpoint folder are files always replaced by new ones, and never written to again.
+        if folder is not None and real.is_relative_to(os.path.realpath(folder)):
+            with suppress(OSError):  # another file system, another mount of this one, or one without links
+                os.link(real, target)
+                return True
+        if may_copy:
+            shutil.copyfile(real, target)
+        return may_copy
+
+    def _complete(self, name: str) -> None:
+        """Give what was written as incoming its final name, instead of what an earlier fit has exported."""
+        incoming, target = self._incoming(name), self._model_dir / name
+        # Neither does rename(2) replace a folder by a file, nor does it anything for two links of the same file.
+        remove_folder(target) if target.is_dir() else target.unlink(missing_ok=True)
+        os.replace(incoming, target)
+
     def _export_weights(self, state_dict: dict[str, Any]) -> None:
         torch.save(state_dict, self._incoming(MODEL_STATE_DICT))
-        os.replace(self._incoming(MODEL_STATE_DICT), self._model_dir / MODEL_STATE_DICT)
+        self._complete(MODEL_STATE_DICT)
 
     def _export_config(self) -> None:
         if self.config is not None:
             self._incoming(MODEL_CONFIG).write_text(self.config, encoding="utf-8")
-            os.replace(self._incoming(MODEL_CONFIG), self._model_dir / MODEL_CONFIG)
+            self._complete(MODEL_CONFIG)
 
     def _incoming(self, name: str) -> Path:
         """Where a file is written before it gets its final name, so that a killed job leaves no truncated model."""
         return self._model_dir / f".{name}.incoming"
+
+
+def _exists(path: str) -> bool:
+    filesystem, address = url_to_fs(path)
+    return bool(filesystem.exists(address))
+
+
+def _read_weights(file: Path) -> dict[str, Any]:
+    """Return the weights of a checkpoint; what else is in it, such as the states of optimizers, is not read."""
+    # weights_only=False: this job wrote the file, and hyperparameters in it may be of any type. Only a zip archive,
+    # which torch.save writes since 1.6, can be mapped.
+    checkpoint = torch.load(file, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(file))
+    state_dict: dict[str, Any] = checkpoint["state_dict"]
+    return state_dict

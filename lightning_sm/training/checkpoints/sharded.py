@@ -50,6 +50,11 @@ def remove_folder(path: str | os.PathLike[str]) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
+def has_index(folder: Path) -> bool:
+    """Whether a checkpoint has the file that names its shards, which rank 0 alone writes."""
+    return any((folder / name).exists() for name in (_INDEX, "latest"))
+
+
 def holders(folder: Path) -> dict[str, int]:
     """Return who has the files of a checkpoint: relative path to lowest rank. A collective call.
 
@@ -168,6 +173,10 @@ def _save_afresh(
     if strategy.local_rank == 0 and os.path.isdir(path):
         for name in _WRITTEN_LAST:
             Path(path, name).unlink(missing_ok=True)
+        # The model directory may have a link to a shard, which would be overwritten, too.
+        for file in Path(path).rglob("*"):
+            if file.is_file() and file.stat().st_nlink > 1:
+                file.unlink()
     strategy.barrier("lightning_sm.save_afresh")
     save(checkpoint, path, storage_options)
 

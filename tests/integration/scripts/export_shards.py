@@ -1,7 +1,9 @@
 # One of two ranks, each in a folder of its own with the same relative paths, as hosts without a shared folder. They
 # save a sharded model and export the best checkpoint, the current weights, and these because the best lacks a shard.
+# Rank 0 takes its time, and the other one waits for it, but not in a collective call, which has a timeout.
 import os
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,20 +35,38 @@ def broadcast(value):
     return values[0]
 
 
+class SlowOutputs(JobOutputs):
+    """Takes another second on rank 0."""
+
+    def _export_config(self):
+        threading.Event().wait(1)
+        Path(self._model_dir, "complete").touch()
+
+
+def refuse_barrier(name):
+    raise AssertionError(f"the barrier {name} would fail after the strategy's timeout")
+
+
 def export(model_dir, best):
     callback = ModelCheckpoint()
     callback.best_model_path = best
     strategy = SimpleNamespace(
-        global_rank=RANK, root_device=torch.device("cpu"), broadcast=broadcast, barrier=lambda _: distributed.barrier()
+        global_rank=RANK,
+        root_device=torch.device("cpu"),
+        broadcast=broadcast,
+        barrier=refuse_barrier,
     )
     trainer = SimpleNamespace(
         strategy=strategy,
         global_rank=RANK,
+        local_rank=0,
         is_global_zero=RANK == 0,
         checkpoint_callbacks=[callback],
         save_checkpoint=lambda path: save(Path(path)),
     )
-    JobOutputs(SimpleNamespace(model_dir=Path(model_dir))).on_fit_end(trainer, None)
+    SlowOutputs(SimpleNamespace(model_dir=Path(model_dir), checkpoint_dir=None)).on_fit_end(trainer, None)
+    # In SageMaker's local mode the first host that leaves ends the others.
+    assert Path(FOLDER, "0", model_dir, "complete").exists()
 
 
 here = FOLDER / str(RANK)

@@ -28,7 +28,7 @@ def test_each_host_exports_its_shards_and_rank_0_the_weights(exported, tmp_path,
     folder, _ = exported
     expected = {name: value + added for name, value in torch.load(folder / "0" / "expected.pt").items()}
     names = [sorted(path.name for path in (folder / rank / f"model-{model}").iterdir()) for rank in "01"]
-    assert names == [["model.ckpt", "state_dict.pt"], ["model.ckpt"]]
+    assert names == [["complete", "model.ckpt", "state_dict.pt"], ["model.ckpt"]]
     shards = [{path.name for path in (folder / rank / f"model-{model}" / "model.ckpt").iterdir()} for rank in "01"]
     assert shards == [{".metadata", "meta.pt", "__0_0.distcp"}, {"__1_0.distcp"}]
     torch.testing.assert_close(torch.load(folder / "0" / f"model-{model}" / "state_dict.pt"), expected, rtol=0, atol=0)

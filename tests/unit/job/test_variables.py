@@ -17,6 +17,7 @@ from lightning_sm.job.variables import (
     HOST_ADDRESSES,
     INSTALL_REQUIREMENTS,
     MAIN_PORT,
+    MODEL,
     PEERS_TIMEOUT_S,
     PREFIX,
     PREPARE_S,
@@ -25,6 +26,7 @@ from lightning_sm.job.variables import (
     STOP_SCHEDULE,
     USER_SETTINGS,
     Install,
+    Model,
 )
 
 _PACKAGE = Path(lightning_sm.__file__).parent
@@ -95,6 +97,7 @@ def test_the_default_is_what_people_read(setting):
         (PEERS_TIMEOUT_S, "0", 0.0),
         (STOP_SCHEDULE, "0, 2.5", (0.0, 2.5)),
         (INSTALL_REQUIREMENTS, "unprotected", Install.UNPROTECTED),
+        (MODEL, "weights", Model.WEIGHTS),
         (HOST_ADDRESSES, '{"algo-1": "10.0.0.1"}', {"algo-1": "10.0.0.1"}),
         (STEP_FILE, "/tmp/step", Path("/tmp/step")),
     ],
@@ -115,6 +118,7 @@ def test_a_value_is_parsed(setting, text, value):
         ),
         *((MAIN_PORT, text) for text in ["0", "65536", "-1", "1.5", "\u0663", " 80"]),
         *((INSTALL_REQUIREMENTS, text) for text in ["maybe", "2"]),
+        *((MODEL, text) for text in ["best", "Full", "0"]),
         *((HOST_ADDRESSES, text) for text in ["x", "[]", '{"a": 1}', '{"a": ""}']),
     ],
 )

@@ -10,7 +10,7 @@ import yaml
 
 from lightning_sm.errors import HyperparameterError
 from lightning_sm.job.hyperparameters import to_argv
-from lightning_sm.job.variables import JOB_SECRET
+from lightning_sm.job.variables import JOB_SECRET, MODEL
 from lightning_sm.submit.job_file import Channel, Group, Job, Retries, Spot, Vpc
 from lightning_sm.submit.plan import encode_hyperparameters, for_local_mode, make_plan
 
@@ -45,6 +45,12 @@ def test_each_job_gets_a_secret_of_its_own():
     assert JOB_SECRET.read(first) == first[JOB_SECRET.name]
     own = {JOB_SECRET.name: "mine" * 8}
     assert make_plan(replace(JOB, environment=own), {}).job.environment == own
+
+
+def test_what_the_job_leaves_is_a_variable_of_all_hosts():
+    """Unless it is the default."""
+    assert make_plan(replace(JOB, model="weights"), {}).job.environment[MODEL.name] == "weights"
+    assert MODEL.name not in make_plan(JOB, {}).job.environment
 
 
 @pytest.mark.parametrize(

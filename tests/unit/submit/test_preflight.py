@@ -42,6 +42,8 @@ def test_a_good_job_has_neither_problems_nor_warnings():
         ({"environment": {"LIGHTNING_SM_DATA_GROUPS": ""}}, ["different numbers of GPUs"]),
         ({"environment": {"LIGHTNING_SM_JOB_SECRET": "short"}}, ["LIGHTNING_SM_JOB_SECRET", "(hidden)", "32"]),
         ({"environment": {"LIGHTNING_SM_STOP_SCHEDULE": "9"}}, ["environment", "LIGHTNING_SM_STOP_SCHEDULE", "'9'"]),
+        ({"environment": {"LIGHTNING_SM_MODEL": "best"}}, ["environment", "LIGHTNING_SM_MODEL", "'best'"]),
+        ({"model": "none", "environment": {"LIGHTNING_SM_MODEL": "full"}}, ["model is none", "LIGHTNING_SM_MODEL=f"]),
         ({"environment": {"LIGHTNING_SM_DATAGROUPS": "a"}}, ["_DATAGROUPS", "LIGHTNING_SM_DATA_GROUPS"]),
         ({"channels": {"a": Channel("s3://bucket/a", ["nix"])}}, ["channels.a.groups", "nix", "trainer"]),
         ({"channels": {"a": Channel("s3://bucket/a", [])}}, ["channels.a.groups", "empty"]),

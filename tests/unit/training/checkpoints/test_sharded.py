@@ -88,6 +88,19 @@ def test_shards_of_two_steps_are_never_valid(tmp_path, strategy_of, monkeypatch,
     assert seen == [({"global_step": 2}, ["__8_0.distcp"])]
 
 
+def test_an_exported_model_keeps_its_shards(tmp_path, strategy_of, monkeypatch):
+    """The model directory may have a link to a shard, whose content stays when the checkpoint is overwritten."""
+    last = sharded(tmp_path, "last.ckpt")
+    (tmp_path / "model").hardlink_to(last / "__8_0.distcp")
+
+    def save(_, checkpoint, path, storage_options):
+        (last / "__8_0.distcp").write_bytes(b"another step")
+
+    monkeypatch.setattr(ModelParallelStrategy, "save_checkpoint", save)
+    strategy_of(0, 0).save_checkpoint({"global_step": 2}, str(last))
+    assert (tmp_path / "model").read_bytes() == b"a shard of rank 8"
+
+
 def test_the_files_of_the_services_agent_are_not_part_of_a_checkpoint(tmp_path):
     """They lie beside each shard, and would be exported with the model."""
     path = sharded(tmp_path, "1.ckpt")

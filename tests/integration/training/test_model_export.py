@@ -1,0 +1,221 @@
+"""How the model gets into the model directory: what the job wants of it, at what cost, and when the job is stopped."""
+
+import errno
+import os
+import re
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pytorch_lightning import Callback
+from pytorch_lightning.plugins.io import TorchCheckpointIO
+
+from lightning_sm.errors import JobConfigError
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.variables import MODEL
+from lightning_sm.training.callbacks import outputs
+from lightning_sm.training.callbacks.outputs import JobOutputs
+from lightning_sm.training.callbacks.spot_checkpoint import TrainingInterrupted
+
+MODEL_FILES = {"model.ckpt", "state_dict.pt", "config.yaml"}
+BEST = (
+    "--trainer.callbacks={class_path: ModelCheckpoint, init_args: {monitor: val_score, mode: max, filename: '{epoch}'}}"
+)
+
+
+def fit(host, *arguments, epochs=1, **kwargs):
+    """Train for a few epochs of two batches."""
+    quiet = ("--trainer.enable_model_summary=false", "--trainer.accelerator=cpu")
+    return host.start("fit", f"--trainer.max_epochs={epochs}", *quiet, *arguments, **kwargs)
+
+
+def files_in(folder):
+    """Relative paths of all files in a folder."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+class FolderIO(TorchCheckpointIO):
+    """Writes a checkpoint as a folder, as sharded strategies do."""
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        """Write one part."""
+        Path(path).mkdir(parents=True)
+        super().save_checkpoint(checkpoint, Path(path) / "part.pt", storage_options)
+
+
+@pytest.fixture
+def checkpoints(host):
+    """The job's checkpoint folder."""
+    host.configure(checkpoint={"LocalPath": str(host.base_dir / "ck")})
+    return host.base_dir / "ck"
+
+
+def peak_kb():
+    """Most memory that this process has had since the last ``reset_peak``."""
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+def reset_peak():
+    """Let the kernel forget the peak."""
+    Path("/proc/self/clear_refs").write_text("5")  # man 5 proc
+
+
+class TestSize:
+    """The export takes no more time, memory and disk than it must."""
+
+    @pytest.mark.parametrize(
+        ("model", "expected"),
+        [("full", MODEL_FILES), ("weights", {"state_dict.pt", "config.yaml"}), ("none", set())],
+    )
+    @pytest.mark.parametrize("argument", [[], ["--trainer.enable_checkpointing=false"]])
+    def test_the_job_says_what_it_leaves(self, host, monkeypatch, model, expected, argument):
+        """Everything, or without the checkpoint, or nothing; nothing unfinished is left."""
+        monkeypatch.setenv(MODEL.name, model)
+        weights = fit(host, *argument).model.state_dict()
+        assert files_in(host.model_dir) == expected
+        if expected:
+            plain = torch.load(host.model_dir / "state_dict.pt", weights_only=True)
+            assert all(torch.equal(plain[name], weights[name]) for name in weights)
+
+    def test_weights_of_a_remote_checkpoint(self, host, monkeypatch):
+        """What was fetched for them does not stay."""
+        monkeypatch.setenv(MODEL.name, "weights")
+        fit(host, BEST.replace("{monitor", "{dirpath: 'memory://weights', monitor"))
+        assert files_in(host.model_dir) == {"state_dict.pt", "config.yaml"}
+
+    def test_shards_that_cannot_become_weights_are_exported(self, host, monkeypatch):
+        """A model in another form is better than none."""
+        monkeypatch.setenv(MODEL.name, "weights")
+        fit(host, trainer_defaults={"plugins": [FolderIO()]}, save_config_callback=None)
+        assert files_in(host.model_dir) == {"model.ckpt/part.pt", "config.yaml"}
+
+    def test_another_word_is_an_error_at_the_start(self, host, monkeypatch):
+        """It names the variable, before anything is trained."""
+        monkeypatch.setenv(MODEL.name, "best")
+        with pytest.raises(JobConfigError, match=r"LIGHTNING_SM_MODEL='best': expected full, weights or none"):
+            host.make()
+
+    def test_the_checkpoint_is_linked(self, host, checkpoints):
+        """A file in the checkpoint folder is not copied, also when the same one is exported again."""
+        for _ in range(2):
+            fit(host, "--model.scores=[1, 0]", BEST, epochs=2)
+            assert (host.model_dir / "model.ckpt").samefile(checkpoints / "epoch=0.ckpt")
+            assert files_in(host.model_dir) == MODEL_FILES
+
+    def test_shards_are_linked(self, host, checkpoints):
+        """Each file of the folder."""
+        fit(host, trainer_defaults={"plugins": [FolderIO()]}, save_config_callback=None)
+        (best,) = checkpoints.glob("epoch*.ckpt")
+        assert (host.model_dir / "model.ckpt" / "part.pt").samefile(best / "part.pt")
+
+    @pytest.mark.parametrize("is_impossible", [True, False])
+    def test_where_no_link_is_possible_it_is_copied(self, host, monkeypatch, is_impossible):
+        """Between file systems; and outside of the checkpoint folder, where a file may be written to again."""
+        if is_impossible:
+            host.configure(checkpoint={"LocalPath": str(host.base_dir / "ck")})
+            monkeypatch.setattr(os, "link", _refuse_links)
+        fit(host)
+        assert files_in(host.model_dir) == MODEL_FILES
+        assert (host.model_dir / "model.ckpt").stat().st_nlink == 1
+
+    def test_states_of_optimizers_are_not_read(self, host, checkpoints):
+        """Of a checkpoint of 240 MB, almost all of it optimizer, memory sees next to nothing."""
+        checkpoints.mkdir()
+        (host.model_dir).mkdir(parents=True, exist_ok=True)
+        best = checkpoints / "best.ckpt"
+        torch.save({"state_dict": {"weight": torch.ones(10)}, "optimizer_states": torch.zeros(60_000_000)}, best)
+        exporter = JobOutputs(SageMakerJob.from_environment())
+        reset_peak()
+        before = peak_kb()
+        exporter._export_file(str(best))
+        assert peak_kb() - before < 60_000
+        assert files_in(host.model_dir) == {"model.ckpt", "state_dict.pt"}
+
+
+def _refuse_links(*_, **__):
+    raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+
+class _Stop(Callback):
+    """The job is stopped at the start of an epoch's second step."""
+
+    def __init__(self, epoch):
+        self.epoch = epoch
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        """Send the gentle signal."""
+        if (trainer.current_epoch, batch_idx) == (self.epoch, 0):
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+
+@pytest.mark.usefixtures("restored_signals")
+class TestStop:
+    """A stopped job leaves its best model so far, when the checkpoint is safe."""
+
+    @staticmethod
+    def stop(host, *arguments, epoch=2, **defaults):
+        """Train until the job is stopped."""
+        plugins = defaults.pop("plugins", [])
+        settings = {"callbacks": _Stop(epoch), "plugins": plugins}
+        with pytest.raises(TrainingInterrupted) as caught:
+            fit(host, "--model.scores=[0, 2, 1]", BEST, *arguments, epochs=5, trainer_defaults=settings)
+        assert caught.value.code == 143
+
+    @pytest.mark.parametrize(
+        ("model", "expected"),
+        [("full", MODEL_FILES), ("weights", {"state_dict.pt", "config.yaml"}), ("none", set())],
+    )
+    def test_the_best_model_so_far_is_exported(self, host, checkpoints, monkeypatch, model, expected):
+        """That of the second epoch, though the third has begun; what is left out at the end is left out here."""
+        monkeypatch.setenv(MODEL.name, model)
+        self.stop(host)
+        assert len(list(checkpoints.glob("interrupted-*.ckpt"))) == 1
+        assert files_in(host.model_dir) == expected
+        if model == "full":
+            assert torch.load(host.model_dir / "model.ckpt", weights_only=True)["epoch"] == 1
+            assert (host.model_dir / "model.ckpt").samefile(checkpoints / "epoch=1.ckpt")
+
+    @pytest.mark.usefixtures("checkpoints")
+    def test_without_a_model_so_far_nothing_is_exported(self, host):
+        """In the first epoch there is only the checkpoint of the interruption."""
+        self.stop(host, epoch=0)
+        assert files_in(host.model_dir) == set()
+
+    @pytest.mark.usefixtures("checkpoints")
+    def test_what_takes_time_is_left_out(self, host, monkeypatch):
+        """Large files are linked, but neither copied nor read: the checkpoint is being uploaded."""
+        monkeypatch.setattr(outputs, "_STOP_BYTES", 0)
+        self.stop(host)
+        assert files_in(host.model_dir) == {"model.ckpt", "config.yaml"}
+
+    @pytest.mark.usefixtures("checkpoints")
+    @pytest.mark.parametrize("plugins", [[], [FolderIO()]])
+    def test_what_can_neither_be_linked_nor_copied_in_time_is_left_out(self, host, monkeypatch, plugins):
+        """Nothing is left of the attempt."""
+        monkeypatch.setattr(outputs, "_STOP_BYTES", 0)
+        monkeypatch.setattr(os, "link", _refuse_links)
+        self.stop(host, plugins=plugins)
+        assert files_in(host.model_dir) == set()
+
+    def test_shards_are_exported_by_the_hosts_that_wrote_them(self, host, checkpoints):
+        """All of rank 0's; of another host those without the index, which it has only if it downloaded everything."""
+        self.stop(host, plugins=[FolderIO()])
+        assert files_in(host.model_dir) == {"model.ckpt/part.pt", "config.yaml"}
+        exporter, best = JobOutputs(SageMakerJob.from_environment()), checkpoints / "epoch=1.ckpt"
+        other = SimpleNamespace(is_global_zero=False)
+        assert exporter._export_at_once(best, other)
+        (best / ".metadata").touch()
+        assert not exporter._export_at_once(best, other)
+
+    @pytest.mark.usefixtures("checkpoints")
+    def test_an_export_that_fails_does_not_turn_the_stop_into_a_failure(self, host, monkeypatch, caplog):
+        """The exit code is that of an interruption, and the log says why there is no model."""
+
+        def refuse(*_, **__):
+            raise RuntimeError("broken")
+
+        monkeypatch.setattr(torch, "load", refuse)
+        self.stop(host)
+        assert "The best model so far was not exported (RuntimeError: broken)." in caplog.text
