@@ -17,7 +17,7 @@ from lightning_sm._log import command_logger
 from lightning_sm.errors import JobConfigError, SubmitError, TopologyError
 from lightning_sm.job.facts import CODE_CHANNEL, InstanceGroup, SageMakerJob
 from lightning_sm.job.topology import Topology
-from lightning_sm.job.variables import DATA_GROUPS, SETTINGS, misspelled
+from lightning_sm.job.variables import DATA_GROUPS, MODEL, SETTINGS, misspelled
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.metric_patterns import pattern_problem
 from lightning_sm.submit.service_limits import matches
@@ -124,6 +124,9 @@ def _environment(job: Job) -> Iterator[str]:
             setting.read(job.environment)
         except JobConfigError as error:  # noqa: PERF203 - a problem for each
             yield f"environment: {error}"
+    stated = job.environment.get(MODEL.name, job.model)
+    if job.model not in (MODEL.default.value, stated):
+        yield f"model is {job.model}, but environment sets {MODEL.name}={stated}. Remove one of them."
     for name, near in misspelled(job.environment).items():
         yield f"environment: nothing reads {name}; {near} is a setting of lightning_sm."
 
