@@ -14,7 +14,7 @@ from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.process_launcher import Launch, Launcher
 from lightning_sm.job.rendezvous import own_address
 from lightning_sm.job.topology import Topology
-from lightning_sm.job.variables import DATA_GROUPS
+from lightning_sm.job.variables import DATA_GROUPS, MAX_RESTARTS
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ def serve(
         startup_timeout_s=settings.startup_timeout_s,
         name=job.current_host,
         credentials=Credentials.of(settings, _identity(job)),
+        may_restart=MAX_RESTARTS.read(os.environ) > 0,
     )
     num_trainers = len(topology.trainer_hosts)
     logger.info(

@@ -158,6 +158,7 @@ class HostSettings:
         startup_timeout_s: Seconds until the first trainer must have connected; None: no limit.
         name: Name of the host, for messages.
         credentials: Job, token, TLS files.
+        may_restart: Whether trainers that have ended may start again.
     """
 
     address: str
@@ -167,6 +168,7 @@ class HostSettings:
     startup_timeout_s: float | None
     name: str
     credentials: Credentials
+    may_restart: bool = False
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> HostSettings:

@@ -244,6 +244,14 @@ PEERS_TIMEOUT_S = Setting[float](
     default_text="10",
     meaning="Seconds that a host whose script has ended waits for hosts that never connected.",
 )
+MAX_RESTARTS = Setting[int](
+    name="LIGHTNING_SM_MAX_RESTARTS",
+    parse=whole_number(0, 1000),
+    default=0,
+    default_text="0",
+    meaning="How often the scripts of all trainer hosts are started again together, from the latest valid checkpoint, "
+    "when one of them has failed.",
+)
 HOST_ADDRESSES = Setting[Mapping[str, str]](
     name="LIGHTNING_SM_HOST_ADDRESSES",
     parse=_addresses,
@@ -307,6 +315,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     INSTALL_REQUIREMENTS,
     PREPARE_S,
     PEERS_TIMEOUT_S,
+    MAX_RESTARTS,
     HOST_ADDRESSES,
     JOB_SECRET,
     PARENT_PID,

@@ -118,6 +118,8 @@ class Job:
         max_run_s: Maximum training time in seconds.
         spot: Use spot capacity.
         retries: Resubmission when there is no capacity.
+        max_restarts: How often the scripts of all trainer hosts are started again together, from the latest checkpoint,
+            when one has failed (LIGHTNING_SM_MAX_RESTARTS).
         max_retry_attempts: How often SageMaker itself restarts a job after an internal error (1 to 30).
         keep_alive_s: Seconds that the hosts are kept, and billed, for the next job (warm pool).
         volume_gb: Disk size of each host in GB; channels in File mode must fit.
@@ -147,6 +149,7 @@ class Job:
     max_run_s: int = _DAY_S
     spot: Spot | None = None
     retries: Retries = field(default_factory=Retries)
+    max_restarts: int = 0
     max_retry_attempts: int | None = None
     keep_alive_s: int | None = None
     volume_gb: int = 30

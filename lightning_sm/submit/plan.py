@@ -17,7 +17,7 @@ from lightning_sm.job.facts import CODE_CHANNEL
 from lightning_sm.job.hyperparameters import encode
 from lightning_sm.job.redaction import yaml_problem
 from lightning_sm.job.secret import new_secret
-from lightning_sm.job.variables import MODEL
+from lightning_sm.job.variables import MAX_RESTARTS, MODEL
 from lightning_sm.submit.job_file import Channel, Group, Job
 from lightning_sm.submit.metric_patterns import metric_definitions
 
@@ -86,7 +86,8 @@ def make_plan(job: Job, hyperparameters: Mapping[str, str]) -> Plan:
         groups = (channel.groups or list(job.groups)) if has_groups else None
         channels[name] = replace(channel, groups=groups)
     model = {} if job.model == MODEL.default.value else {MODEL.name: job.model}
-    job = replace(job, environment={**new_secret(), **model, **job.environment})
+    restarts = {MAX_RESTARTS.name: str(job.max_restarts)} if job.max_restarts else {}
+    job = replace(job, environment={**new_secret(), **model, **restarts, **job.environment})
     return Plan(job, hyperparameters, metric_definitions(job.metrics, job.metric_patterns), channels)
 
 

@@ -17,7 +17,7 @@ from lightning_sm._log import command_logger
 from lightning_sm.errors import JobConfigError, SubmitError, TopologyError
 from lightning_sm.job.facts import CODE_CHANNEL, InstanceGroup, SageMakerJob
 from lightning_sm.job.topology import Topology
-from lightning_sm.job.variables import DATA_GROUPS, MODEL, SETTINGS, misspelled
+from lightning_sm.job.variables import DATA_GROUPS, MAX_RESTARTS, MODEL, SETTINGS, misspelled
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.metric_patterns import pattern_problem
 from lightning_sm.submit.service_limits import matches
@@ -79,6 +79,7 @@ def check(job: Job, mode: Literal["cloud", "local"], region: str | None = None) 
         *_script(job),
         *_metrics(job),
         *_environment(job),
+        *_restarts(job),
     ]
     problems += _local_channels(job) if mode == "local" else _addresses(job)
     return Findings(problems, [*_advice(job, region)])
@@ -129,6 +130,17 @@ def _environment(job: Job) -> Iterator[str]:
         yield f"model is {job.model}, but environment sets {MODEL.name}={stated}. Remove one of them."
     for name, near in misspelled(job.environment).items():
         yield f"environment: nothing reads {name}; {near} is a setting of lightning_sm."
+
+
+def _restarts(job: Job) -> Iterator[str]:
+    own = str(job.max_restarts)
+    try:
+        MAX_RESTARTS.parse(own)
+    except ValueError as error:
+        yield f"max_restarts is {own}; {error}."
+    stated = job.environment.get(MAX_RESTARTS.name, own)
+    if job.max_restarts and stated != own:
+        yield f"max_restarts is {own}, but environment sets {MAX_RESTARTS.name}={stated}. Remove one of them."
 
 
 def _channels(job: Job) -> Iterator[str]:
@@ -227,6 +239,8 @@ def _local_channels(job: Job) -> Iterator[str]:
 def _advice(job: Job, region: str | None) -> Iterator[str]:
     if job.spot is not None and job.checkpoints is None:
         yield "spot without checkpoints: an interrupted job restarts from the beginning. Set checkpoints: s3://..."
+    if job.max_restarts and job.checkpoints is None:
+        yield "max_restarts without checkpoints: the scripts start again from the beginning. Set checkpoints: s3://..."
     for name, channel in job.channels.items():
         if channel.mode == "Pipe":
             yield f"channels.{name}.mode is Pipe: the script sees a named pipe instead of a folder."

@@ -32,10 +32,15 @@ class Leases:
             itself.
         startup_timeout_s: Seconds until the first trainer must have connected; None: no limit.
         now: Time at the start.
+        may_restart: Whether trainers that have ended may start again, in the same time as the first ones. How they
+            ended does not matter: a rank whose script calls ``sys.exit(1)`` reports the regular end of its process.
     """
 
-    def __init__(self, lease_s: float | None, startup_timeout_s: float | None, now: float) -> None:
+    def __init__(
+        self, lease_s: float | None, startup_timeout_s: float | None, now: float, *, may_restart: bool = False
+    ) -> None:
         self._lease_s = lease_s
+        self._restart_s = (startup_timeout_s or 0.0) if may_restart else 0.0
         self._startup_timeout_s = startup_timeout_s
         self._started = now
         self._last_seen: dict[str, float] = {}
@@ -100,6 +105,9 @@ class Leases:
         lost = [client for client, seen in self._last_seen.items() if now - seen >= self._lease_s]
         done = {*lost, *self._finished}
         if len(done) < len(self._last_seen):
+            return None
+        # Whoever knows that the job is over ends this host before.
+        if not self._job_is_ending and now - self._last_event < self._restart_s:
             return None
         # A rank that has not connected yet may still be starting, but not for longer than a lease.
         if len(done) < self._num_expected and now - self._last_event < self._lease_s:

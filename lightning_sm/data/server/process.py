@@ -76,7 +76,9 @@ class ServerProcess:
         self._main = main
         self._settings = settings
         self._pool = WorkerPool(lambda worker: self._send("kill", worker=worker))
-        self._leases = Leases(settings.lease_s, settings.startup_timeout_s, time.monotonic())
+        self._leases = Leases(
+            settings.lease_s, settings.startup_timeout_s, time.monotonic(), may_restart=settings.may_restart
+        )
         self._leasing = threading.Lock()
         self._changed = threading.Condition()
         self._requested: set[str] = set()

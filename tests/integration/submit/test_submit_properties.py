@@ -51,6 +51,7 @@ JOBS = st.builds(
     metric_patterns=mappings(TEXTS | st.just("(" + "x" * 500 + ")")),
     max_run_s=COUNTS,
     spot=st.none() | st.builds(Spot, COUNTS),
+    max_restarts=COUNTS,
     max_retry_attempts=st.none() | COUNTS,
     keep_alive_s=st.none() | COUNTS,
     volume_gb=COUNTS,
@@ -105,6 +106,7 @@ def test_a_job_is_refused_with_reasons_or_fits_the_service(job):
         environment=st.dictionaries(st.from_regex(r"[A-Z_]{1,20}", fullmatch=True), st.text(max_size=512), max_size=3),
         metrics=st.lists(st.from_regex(r"[a-z_/]{1,20}", fullmatch=True), unique=True, max_size=40),
         max_run_s=st.integers(1, 28 * 86400),
+        max_restarts=st.integers(0, 1000),
         max_retry_attempts=st.none() | st.integers(1, 30),
     )
 )

@@ -47,6 +47,14 @@ def test_each_job_gets_a_secret_of_its_own():
     assert make_plan(replace(JOB, environment=own), {}).job.environment == own
 
 
+@pytest.mark.parametrize("stated", [{}, {"LIGHTNING_SM_MAX_RESTARTS": "3"}])
+def test_restarts_are_told_to_the_launchers(stated):
+    """As a variable of all hosts, by which they agree; a job file without the key sets none."""
+    environment = make_plan(replace(JOB, max_restarts=3, environment=stated), {}).job.environment
+    assert environment["LIGHTNING_SM_MAX_RESTARTS"] == "3"
+    assert "LIGHTNING_SM_MAX_RESTARTS" not in make_plan(JOB, {}).job.environment
+
+
 def test_what_the_job_leaves_is_a_variable_of_all_hosts():
     """Unless it is the default."""
     assert make_plan(replace(JOB, model="weights"), {}).job.environment[MODEL.name] == "weights"

@@ -58,6 +58,11 @@ def test_a_good_job_has_neither_problems_nor_warnings():
         ({"name": "a" * 30 + "-"}, ["name"]),
         ({"spot": Spot(60), "checkpoints": "s3://bucket/c"}, ["spot.max_wait_s", "60", "max_run_s", "86400"]),
         ({"max_run_s": 28 * 86400 + 1}, ["max_run_s", "2419201", "28 days"]),
+        ({"max_restarts": -1, "checkpoints": "s3://bucket/c"}, ["max_restarts", "-1", "from 0 to 1000"]),
+        (
+            {"max_restarts": 2, "environment": {"LIGHTNING_SM_MAX_RESTARTS": "3"}, "checkpoints": "s3://bucket/c"},
+            ["max_restarts is 2", "LIGHTNING_SM_MAX_RESTARTS=3"],
+        ),
         ({"keep_alive_s": 60}, ["keep_alive_s", "60", "2 groups"]),
         (
             {
@@ -95,6 +100,7 @@ def test_every_contradiction_is_a_problem(changes, words):
     ("changes", "region", "words"),
     [
         ({"spot": Spot(86400)}, "us-east-1", ["spot without checkpoints"]),
+        ({"max_restarts": 1}, "us-east-1", ["max_restarts without checkpoints"]),
         ({"channels": {"a": Channel("s3://bucket/a", mode="Pipe")}}, "us-east-1", ["channels.a.mode", "pipe"]),
         ({"channels": {"a": Channel("s3://bucket/a", distribution="ShardedByS3Key")}}, None, ["ShardedByS3Key"]),
         ({}, "eu-west-1", ["us-east-1", "eu-west-1"]),

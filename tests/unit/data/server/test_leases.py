@@ -55,6 +55,29 @@ def test_a_trainer_that_comes_back_has_a_lease_again(is_silent):
     assert leases.outcome(101.0) is None
 
 
+@pytest.mark.parametrize("outcome", ["KeyError: 'x'", "the training process is gone", "the process ended", None])
+def test_trainers_that_may_restart_are_waited_for(outcome):
+    """However they ended or vanished, they have the time of the first start to come back; then the host exits."""
+    leases = Leases(60.0, 900.0, now=0.0, may_restart=True)
+    leases.heartbeat("rank 0", 1, now=100.0)
+    if outcome is not None:
+        leases.finish("rank 0", outcome, now=100.0)
+    assert leases.outcome(999.0) is None
+    assert leases.outcome(1000.0) == Finished(f"the trainer rank has finished ({outcome or 'lost connection'})")
+    leases.heartbeat("rank 0", 1, now=999.0)
+    leases.finish("rank 0", "the process ended", now=1001.0)
+    assert leases.outcome(1900.0) is None
+
+
+def test_an_ending_job_waits_for_no_restart():
+    """A job that is stopped does not restart: its data hosts exit with the last trainer."""
+    leases = Leases(60.0, 900.0, now=0.0, may_restart=True)
+    leases.heartbeat("rank 0", 1, now=100.0)
+    leases.expect_no_more()
+    leases.finish("rank 0", "stopped", now=101.0)
+    assert leases.outcome(101.0) == Finished("the trainer rank has finished (stopped)")
+
+
 def test_a_host_that_was_started_by_hand_stays():
     """Without leases, the host does not exit when all trainers have finished."""
     leases = Leases(None, None, now=0.0)
