@@ -177,5 +177,6 @@ def successor_of(model):
 def resumed(folder, model, *callbacks, **settings):
     """A successor of an interrupted model, trained to the end from the newest checkpoint."""
     successor = successor_of(model)
-    fit(folder, successor, *callbacks, ckpt_path=newest_checkpoint(folder), **settings)
+    newest = newest_checkpoint(folder)
+    fit(folder, successor, *callbacks, ckpt_path=newest and newest.path, **settings)
     return successor

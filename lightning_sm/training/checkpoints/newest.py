@@ -14,6 +14,7 @@ import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.uploads import is_ignored
+from lightning_sm.training.checkpoints.inert import inert_checkpoint, inert_pickle
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +57,16 @@ def newest_checkpoint(
     *,
     fit: str | None = None,
     is_own: bool = False,
-) -> Path | None:
+) -> Checkpoint | None:
     """Find the valid checkpoint with the most progress.
 
     Looks at what is named ``*.ckpt`` at any depth, except hidden and unfinished: files, and folders of
     torch.distributed.checkpoint and DeepSpeed. Hosts with the same files find the same checkpoint. Logs a warning for
     each invalid one that may have more progress.
+
+    A file is read with ``weights_only=True``, which runs no code. If it holds objects of other types, such as those in
+    hyperparameters, and says that it is of this job or of one with its S3 address, it is read with
+    ``weights_only=False``; else it is invalid. What it says is read without running code.
 
     Args:
         folder: The checkpoint folder; it need not exist.
@@ -71,9 +77,9 @@ def newest_checkpoint(
         is_own: Whether to accept only checkpoints of ``job`` itself, from an earlier attempt.
 
     Returns:
-        The file, or the folder of a sharded checkpoint; None if there is no valid checkpoint.
+        The checkpoint; None if there is no valid one.
     """
-    readings = [_read(path, load) for path in sorted(_candidates(Path(folder)))]
+    readings = [_read(path, job, load) for path in sorted(_candidates(Path(folder)))]
     if is_own:
         readings = [one for one in readings if one.job is not None and job is not None and one.job["name"] == job.name]
     readings = [_checked(reading, job, fit) for reading in readings]
@@ -88,28 +94,34 @@ def newest_checkpoint(
             logger.warning("%s %s. Using %s of step %d instead.", reading.path, reading.fault, best.path, step)
     if readings and best is None:
         logger.warning("No checkpoint in %s is valid: training starts from the beginning.", folder)
-    return None if best is None else best.path
-
-
-class _UnusableError(Exception):
-    """Why a checkpoint is invalid: the predicate of a sentence whose subject is the checkpoint."""
+    return best
 
 
 @dataclass(frozen=True)
-class _Reading:
+class Checkpoint:
     """What one checkpoint contains.
 
     Attributes:
-        path: The file or folder.
+        path: The file, or the folder of a sharded checkpoint.
+        has_objects: Whether it can be read with ``weights_only=False`` only.
         progress: Counts of optimizer steps, epochs, and more (see ``_progress``); empty if unknown.
         job: What it says of the job that wrote it (``job_facts``); None if it says nothing.
         fault: Why training cannot resume from it; None if it is valid.
     """
 
     path: Path
+    has_objects: bool = False
     progress: tuple[int, ...] = ()
     job: Mapping[str, Any] | None = None
     fault: str | None = None
+
+
+class _UnusableError(Exception):
+    """Why a checkpoint is invalid: the predicate of a sentence whose subject is the checkpoint."""
+
+
+class _UntrustedError(_UnusableError):
+    """Code of the checkpoint would run, and nothing says that it is of this job."""
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
@@ -134,34 +146,37 @@ def _candidates(folder: Path) -> Iterator[Path]:
                 logger.warning("Ignoring %s: it links to %s, which does not exist.", path, target)
 
 
-def _read(path: Path, load: Load | None) -> _Reading:
+def _read(path: Path, job: SageMakerJob | None, load: Load | None) -> Checkpoint:
     try:
-        checkpoint = _contents(path, load)
+        checkpoint, has_objects = _contents(path, job, load)
         progress = _progress(checkpoint)
     except _UnusableError as error:
-        return _Reading(path, fault=str(error))
+        return Checkpoint(path, fault=str(error))
     except Exception as error:  # noqa: BLE001 - a broken file may raise anything, also in the user's classes
-        return _Reading(path, fault=f"cannot be read ({_brief(error)})")
+        return Checkpoint(path, fault=f"cannot be read ({_brief(error)})")
     # Lightning refuses to resume from such a checkpoint (ModelCheckpoint(save_weights_only=True)).
     fault = None if "lr_schedulers" in checkpoint else "contains weights only"
     facts = checkpoint.get(JOB_KEY)
-    return _Reading(path, progress, facts if isinstance(facts, Mapping) else None, fault)
+    return Checkpoint(path, has_objects, progress, facts if isinstance(facts, Mapping) else None, fault)
 
 
-def _contents(path: Path, load: Load | None) -> Any:
+def _contents(path: Path, job: SageMakerJob | None, load: Load | None) -> tuple[Any, bool]:
+    """Return the contents of a checkpoint, and whether it holds objects."""
     read = _load
     if path.is_dir():
         read = _load_deepspeed if (path / _DEEPSPEED_TAG).is_file() else _load_shards
     try:
-        return read(path)
+        return read(path, job)
+    except _UntrustedError:
+        raise
     except Exception:
         if load is not None:
             with contextlib.suppress(Exception):  # then it is invalid in either format; the first error says more
-                return load(path)
+                return load(path), False
         raise
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path, job: SageMakerJob | None) -> tuple[Any, bool]:
     size = path.stat().st_size
     if not size:
         raise _UnusableError("is empty")
@@ -169,9 +184,36 @@ def _load(path: Path) -> Any:
         is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
     if is_zip:
         _check_archive(path, size)
-    # weights_only=False: the user's own job wrote the file, and hyperparameters in it may be of any type. Mapped
-    # tensors cost nothing; with the device "meta", classes that read tensors while they are unpickled would fail.
-    return torch.load(path, map_location="cpu", weights_only=False, mmap=is_zip)
+    # Mapped tensors cost nothing; with the device "meta", classes that read tensors when they are unpickled would fail.
+    load = partial(torch.load, path, map_location="cpu", mmap=is_zip)
+    try:
+        return load(weights_only=True), False
+    except pickle.UnpicklingError as error:
+        _check_trust(path, job, error)
+    return load(weights_only=False), True
+
+
+def _check_trust(path: Path, job: SageMakerJob | None, error: Exception) -> None:
+    """Refuse a file with objects unless it says that it is of this job, or of an earlier one with its S3 address.
+
+    Whoever writes into the folder can say so, too: what it protects from are files that got there by accident.
+    """
+    if job is None:
+        return
+    facts = None
+    with contextlib.suppress(Exception):  # not written by a job of ours
+        facts = inert_checkpoint(path).get(JOB_KEY)
+    if not isinstance(facts, Mapping):
+        # The rest of torch's message is about its own options.
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        named = f" ({found[1]})" if found else ""
+        raise _UntrustedError(
+            f"holds objects{named}, whose code would run, and does not say which job wrote it. To resume from it, "
+            "name it as ckpt_path with weights_only=False"
+        ) from error
+    fault = _of_another_job(facts, job)
+    if fault is not None:
+        raise _UntrustedError(fault) from error
 
 
 def _check_archive(path: Path, size: int) -> None:
@@ -185,7 +227,7 @@ def _check_archive(path: Path, size: int) -> None:
         raise _UnusableError(f"is truncated: it has {size} bytes, but lists entries up to byte {end}")
 
 
-def _load_shards(path: Path) -> Any:
+def _load_shards(path: Path, job: SageMakerJob | None) -> tuple[Any, bool]:
     """Check that a sharded checkpoint has all its shards, and return its contents without the weights."""
     index = path / _SHARDS_INDEX
     for file in (index, path / _SHARDS_META):
@@ -194,7 +236,7 @@ def _load_shards(path: Path) -> Any:
                 f"is a folder without {file.name}: an incomplete sharded checkpoint, or another format"
             )
     ends: dict[str, int] = {}
-    for info in pickle.loads(index.read_bytes()).storage_data.values():  # noqa: S301 - trusted like the checkpoint
+    for info in inert_pickle(index.read_bytes()).storage_data.values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for name, end in sorted(ends.items()):
         if not (path / name).is_file():
@@ -203,12 +245,14 @@ def _load_shards(path: Path) -> Any:
         if size < end:
             raise _UnusableError(f"is truncated: its shard {name} has {size} bytes of {end}")
     try:
-        return _load(path / _SHARDS_META)
+        return _load(path / _SHARDS_META, job)
+    except _UntrustedError:
+        raise
     except _UnusableError as error:
         raise _UnusableError(f"has a {_SHARDS_META} that {error}") from error
 
 
-def _load_deepspeed(path: Path) -> Any:
+def _load_deepspeed(path: Path, job: SageMakerJob | None) -> tuple[Any, bool]:
     """Check that a DeepSpeed checkpoint has the files of all ranks, and return rank 0's, with the Trainer's state."""
     folder = path / (path / _DEEPSPEED_TAG).read_text(encoding="utf-8").strip()
     # ZeRO 3 gives each rank model states of its own; without it there is one file, that of "rank" None.
@@ -221,7 +265,7 @@ def _load_deepspeed(path: Path) -> Any:
     main = files["model"].get(None) or files["model"].get("0")
     if main is None:
         raise _UnusableError(f"has no model states of rank 0 in its subfolder {folder.name}")
-    checkpoint = _load(main)
+    checkpoint, has_objects = _load(main, job)
     # MiCS saves the shards of one group of ranks only.
     num_shards = checkpoint["ds_config"].get("zero_optimization", {}).get("mics_shard_size", -1)
     ranks = [str(rank) for rank in range(num_shards if num_shards > 0 else checkpoint["dp_world_size"])]
@@ -232,7 +276,7 @@ def _load_deepspeed(path: Path) -> Any:
         missing = [rank for rank in wanted if rank not in files[kind]]
         if missing:
             raise _UnusableError(f"has no {kind} states of rank {missing[0]} (of {len(wanted)} data-parallel ranks)")
-    return checkpoint
+    return checkpoint, has_objects
 
 
 def _check_part(file: Path) -> None:
@@ -252,25 +296,28 @@ def _progress(checkpoint: Any) -> tuple[int, ...]:
     return tuple(int(count) for count in (checkpoint["global_step"], checkpoint["epoch"], *processed))
 
 
-def _checked(reading: _Reading, job: SageMakerJob | None, fit: str | None) -> _Reading:
+def _of_another_job(facts: Mapping[str, Any], job: SageMakerJob) -> str | None:
+    """Return the fault of a checkpoint that another job wrote; a new job that continues another has its S3 address."""
+    name = facts.get("name")
+    uri = facts.get("checkpoint_s3_uri")
+    is_same_job = name == job.name or None in (name, job.name)
+    if is_same_job or str(uri or "").rstrip("/") == (job.checkpoint_uri or "").rstrip("/"):
+        return None
+    return (
+        f"is left over from job {name!r} (checkpoint_s3_uri={uri!r}); this is job {job.name!r} "
+        f"(checkpoint_s3_uri={job.checkpoint_uri!r})"
+    )
+
+
+def _checked(reading: Checkpoint, job: SageMakerJob | None, fit: str | None) -> Checkpoint:
     """Return the reading with a fault if the checkpoint belongs to another job or another fit."""
     if reading.fault is not None or reading.job is None:
         return reading
-    fault = None
-    name = reading.job.get("name")
-    uri = reading.job.get("checkpoint_s3_uri")
+    fault = None if job is None else _of_another_job(reading.job, job)
     saved_fit = reading.job.get("fit")
-    if job is not None:
-        is_same_job = name == job.name or None in (name, job.name)
-        # A new job that continues another one has the same S3 address.
-        if not is_same_job and (uri or "").rstrip("/") != (job.checkpoint_uri or "").rstrip("/"):
-            fault = (
-                f"is left over from job {name!r} (checkpoint_s3_uri={uri!r}); this is job {job.name!r} "
-                f"(checkpoint_s3_uri={job.checkpoint_uri!r})"
-            )
     if None not in (saved_fit, fit) and saved_fit != fit:
         fault = f"is from fit {saved_fit} of the script (number of its Trainer, number of the fit); this is fit {fit}"
-    return reading if fault is None else _Reading(reading.path, fault=fault)
+    return reading if fault is None else Checkpoint(reading.path, fault=fault)
 
 
 def _brief(error: BaseException) -> str:

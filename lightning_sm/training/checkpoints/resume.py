@@ -8,9 +8,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from lightning_sm._lightning import TorchCheckpointIO, WrappingCheckpointIO
 from lightning_sm.errors import CheckpointError
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.training.checkpoints.newest import newest_checkpoint
+from lightning_sm.training.checkpoints.durable_io import DurableCheckpointIO
+from lightning_sm.training.checkpoints.newest import Load, newest_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -37,31 +39,31 @@ def resume_from_latest(trainer: Any, folder: Path, job: SageMakerJob, fit: str) 
     def resume_start(checkpoint_path: Any = None, **options: Any) -> None:
         # Once: Lightning's tuner loads checkpoints of its own with the same method.
         vars(connector).pop("resume_start", None)
-        chosen = _choose(trainer, folder, job, fit, checkpoint_path)
-        # The job's own file, with hyperparameters of any type: read as newest_checkpoint has read it. Lightning 2.5
-        # has no such parameter, and reads all files so.
-        if chosen is not None and "weights_only" in inspect.signature(load).parameters:
+        chosen, has_objects = _choose(trainer, folder, job, fit, checkpoint_path)
+        # Read as newest_checkpoint has read it. Lightning 2.5 has no such parameter, and reads all files so.
+        if has_objects and "weights_only" in inspect.signature(load).parameters:
             options["weights_only"] = False
         load(checkpoint_path if chosen is None else chosen, **options)
 
     connector.resume_start = resume_start
 
 
-def _choose(trainer: Any, folder: Path, job: SageMakerJob, fit: str, stated: Any) -> str | None:
-    """Return rank 0's choice on all ranks; None leaves the choice to the script.
+def _choose(trainer: Any, folder: Path, job: SageMakerJob, fit: str, stated: Any) -> tuple[str | None, bool]:
+    """Return rank 0's choice on all ranks, and whether it holds objects; None leaves the choice to the script.
 
     Raises:
         CheckpointError: A host does not have the checkpoint that rank 0 chose.
     """
-    latest: str | None = None
+    choice: tuple[str | None, bool] = None, False
     if trainer.is_global_zero:
-        found = newest_checkpoint(
-            folder, job, trainer.strategy.checkpoint_io.load_checkpoint, fit=fit, is_own=stated is not None
-        )
-        latest = None if found is None else str(found)
-    latest = trainer.strategy.broadcast(latest)
+        load = _reader_of_another_format(trainer.strategy.checkpoint_io)
+        found = newest_checkpoint(folder, job, load, fit=fit, is_own=stated is not None)
+        if found is not None:
+            choice = str(found.path), found.has_objects
+    choice = trainer.strategy.broadcast(choice)
+    latest = choice[0]
     if latest is None:
-        return None
+        return choice
     missing = not os.path.exists(latest)
     if trainer.strategy.reduce_boolean_decision(missing, all=False):
         own = "does not have it" if missing else "has it, but another host does not"
@@ -73,4 +75,19 @@ def _choose(trainer: Any, folder: Path, job: SageMakerJob, fit: str, stated: Any
     if trainer.is_global_zero:
         instead = "" if stated is None else f" It takes precedence over ckpt_path={os.fspath(stated)}."
         logger.info("Resuming from %s, the latest valid checkpoint of the job.%s", latest, instead)
-    return latest
+    return choice
+
+
+def _reader_of_another_format(checkpoint_io: Any) -> Load | None:
+    """Return ``load_checkpoint`` if a class of the user's reads checkpoints.
+
+    Lightning's own reads what ``newest_checkpoint`` does, and some versions of it run the code of any file.
+    """
+    ours = {kind.load_checkpoint for kind in (TorchCheckpointIO, WrappingCheckpointIO, DurableCheckpointIO)}
+    inner = checkpoint_io
+    while inner is not None:
+        if type(inner).load_checkpoint not in ours:
+            load: Load = checkpoint_io.load_checkpoint
+            return load
+        inner = inner.checkpoint_io if isinstance(inner, WrappingCheckpointIO) else None
+    return None

@@ -181,7 +181,7 @@ def interrupted_after(folder, model, saved, **settings):
         assert is_interrupted(
             folder / "run", model, Interrupt("on_train_batch_start", step), ckpt_path=saved, **settings
         )
-        saved = newest_checkpoint(folder / "run")
+        saved = newest_checkpoint(folder / "run").path
     fit(folder / "run", model := successor_of(model), ckpt_path=saved, **settings)
     return model.events
 

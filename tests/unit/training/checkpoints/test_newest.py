@@ -5,17 +5,30 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+from array import array
+from collections import OrderedDict, defaultdict, deque
+from datetime import datetime, timezone
+from fractions import Fraction
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
+from lightning_sm.training.checkpoints.inert import inert_checkpoint
 from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts, newest_checkpoint
 from tests.fakes.small_app import SmallData, SmallModel, make_trainer
 
 _BEGINNING = "training starts from the beginning"
+
+
+def newest_path(*args, **options):
+    """The path of the newest checkpoint."""
+    found = newest_checkpoint(*args, **options)
+    return found and found.path
 
 
 def a_job(name="job-1", uri="s3://bucket/ck"):
@@ -82,8 +95,8 @@ def warnings_of(caplog):
 def test_no_checkpoint_is_no_warning(tmp_path, warnings_of):
     """Without a folder, and without a checkpoint in it, there is nothing to say."""
     (tmp_path / "notes.txt").write_text("hello")
-    assert newest_checkpoint(tmp_path / "missing", a_job()) is None
-    assert newest_checkpoint(tmp_path, a_job()) is None
+    assert newest_path(tmp_path / "missing", a_job()) is None
+    assert newest_path(tmp_path, a_job()) is None
     assert warnings_of() == []
 
 
@@ -94,14 +107,14 @@ def test_progress_decides_not_name_and_not_time(tmp_path, warnings_of):
     newest = (tmp_path / "step=4.ckpt").rename(tmp_path / "a.ckpt")
     for age, path in enumerate(sorted(tmp_path.iterdir())):
         os.utime(path, (age * 1000, age * 1000))
-    assert newest_checkpoint(tmp_path, a_job()) == newest
+    assert newest_path(tmp_path, a_job()) == newest
     assert warnings_of() == []
 
 
 def test_the_found_checkpoint_resumes_a_trainer(tmp_path):
     """A Trainer accepts what was found, and resumes from its step."""
     train(tmp_path, max_epochs=1)
-    found = newest_checkpoint(tmp_path)
+    found = newest_path(tmp_path)
     trainer = make_trainer(max_epochs=2, enable_checkpointing=False)
     trainer.fit(SmallModel(), SmallData(), ckpt_path=str(found))
     assert trainer.global_step == 4
@@ -120,7 +133,7 @@ def test_of_the_same_step_the_later_checkpoint_is_taken(tmp_path):
     trainer = make_trainer(callbacks=[_Everywhere()], max_epochs=1, num_sanity_val_steps=0, enable_checkpointing=False)
     trainer.fit(SmallModel(), SmallData())
     taken = []
-    while (found := newest_checkpoint(tmp_path)) is not None:
+    while (found := newest_path(tmp_path)) is not None:
         taken.append(found)
         found.unlink()
     assert taken[:2] == [paths[4], paths[3]]
@@ -132,14 +145,14 @@ def test_batches_count_within_a_step(tmp_path):
     """While gradients accumulate, the checkpoint after more batches is taken."""
     save(tmp_path / "a.ckpt", step=1, batches=4)
     save(tmp_path / "z.ckpt", step=1, batches=7)
-    assert newest_checkpoint(tmp_path) == tmp_path / "z.ckpt"
+    assert newest_path(tmp_path) == tmp_path / "z.ckpt"
 
 
 def test_equal_checkpoints_give_the_same_choice_on_every_host(tmp_path):
     """Of two that are equally far, the order of the names decides, not that of the directory."""
     for name in ("c", "b", "d"):
         save(tmp_path / f"{name}.ckpt", step=1)
-    assert newest_checkpoint(tmp_path) == tmp_path / "b.ckpt"
+    assert newest_path(tmp_path) == tmp_path / "b.ckpt"
 
 
 def test_checkpoints_are_found_at_any_depth_but_not_hidden(tmp_path):
@@ -148,7 +161,7 @@ def test_checkpoints_are_found_at_any_depth_but_not_hidden(tmp_path):
     save(tmp_path / ".sagemaker-ignore" / "whole.ckpt", step=9)
     save(tmp_path / ".hidden.ckpt", step=9)
     save(tmp_path / "weights.pt", step=9)
-    assert newest_checkpoint(tmp_path) == deep
+    assert newest_path(tmp_path) == deep
 
 
 def test_unfinished_checkpoints_are_never_taken(tmp_path, warnings_of):
@@ -158,7 +171,7 @@ def test_unfinished_checkpoints_are_never_taken(tmp_path, warnings_of):
     save(tmp_path / "c.ckpt.sagemaker-ignore" / "part.ckpt", step=9)
     for ending in ("uploading", "uploaded"):
         (tmp_path / f"a.ckpt.sagemaker-{ending}").touch()
-    assert newest_checkpoint(tmp_path) == whole
+    assert newest_path(tmp_path) == whole
     assert warnings_of() == []
 
 
@@ -166,7 +179,7 @@ def test_files_of_old_torch_formats_count(tmp_path, warnings_of):
     """A checkpoint in torch's format before zip archives is read like the others."""
     torch.save(a_checkpoint(step=5), tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
     save(tmp_path / "new.ckpt", step=4)
-    assert newest_checkpoint(tmp_path) == tmp_path / "old.ckpt"
+    assert newest_path(tmp_path) == tmp_path / "old.ckpt"
     assert warnings_of() == []
 
 
@@ -181,12 +194,12 @@ def test_a_truncated_file_is_never_taken(tmp_path, warnings_of, is_zip):
     whole = bad.read_bytes()
     for size in {*range(0, len(whole), 97), *range(len(whole) - 40, len(whole)), 1, 2, 3, 4, 5}:
         bad.write_bytes(whole[:size])
-        assert newest_checkpoint(tmp_path) == good, size
+        assert newest_path(tmp_path) == good, size
         (warning,) = warnings_of()
         assert warning.startswith(f"{bad} "), size
         assert warning.endswith(f". Using {good} of step 2 instead."), size
     bad.write_bytes(whole)
-    assert newest_checkpoint(tmp_path) == bad
+    assert newest_path(tmp_path) == bad
 
 
 def test_a_truncated_checkpoint_of_a_trainer_is_passed_over(tmp_path, warnings_of):
@@ -194,7 +207,7 @@ def test_a_truncated_checkpoint_of_a_trainer_is_passed_over(tmp_path, warnings_o
     train(tmp_path, max_epochs=1)
     newest = tmp_path / "step=2.ckpt"
     os.truncate(newest, newest.stat().st_size // 2)
-    assert newest_checkpoint(tmp_path) == tmp_path / "step=1.ckpt"
+    assert newest_path(tmp_path) == tmp_path / "step=1.ckpt"
     (warning,) = warnings_of()
     assert f"{newest} is truncated at {newest.stat().st_size} bytes" in warning
 
@@ -206,7 +219,7 @@ def test_an_archive_that_lists_more_than_it_has_is_truncated(tmp_path, warnings_
     entry = content.rindex(b"PK\x01\x02")
     content[entry + 20 : entry + 24] = (1 << 30).to_bytes(4, "little")  # the size of the last entry
     path.write_bytes(content)
-    assert newest_checkpoint(tmp_path) is None
+    assert newest_path(tmp_path) is None
     assert "is truncated: it has" in warnings_of()[0]
 
 
@@ -223,7 +236,7 @@ def test_an_archive_that_lists_more_than_it_has_is_truncated(tmp_path, warnings_
 def test_other_content_starts_from_the_beginning(tmp_path, warnings_of, content, fault):
     """Files of another kind are no error: each is named, and training starts from the beginning."""
     (tmp_path / "x.ckpt").write_bytes(content)
-    assert newest_checkpoint(tmp_path) is None
+    assert newest_path(tmp_path) is None
     first, second = warnings_of()
     assert first.startswith(f"{tmp_path / 'x.ckpt'} {fault}")
     assert _BEGINNING in second
@@ -233,7 +246,7 @@ def test_other_content_starts_from_the_beginning(tmp_path, warnings_of, content,
 def test_what_no_trainer_wrote_is_passed_over(tmp_path, warnings_of, content):
     """A file that torch can load but Lightning cannot resume from is not a checkpoint of a Trainer."""
     save(tmp_path / "x.ckpt", content)
-    assert newest_checkpoint(tmp_path) is None
+    assert newest_path(tmp_path) is None
     assert "is not a checkpoint of a Lightning Trainer" in warnings_of()[0]
 
 
@@ -241,10 +254,10 @@ def test_a_checkpoint_of_the_weights_only_is_passed_over(tmp_path, warnings_of):
     """What cannot be resumed is not taken, and is named only where it is further than what is."""
     train(tmp_path / "weights", save_weights_only=True)
     train(tmp_path / "whole")
-    assert newest_checkpoint(tmp_path) == tmp_path / "whole" / "step=4.ckpt"
+    assert newest_path(tmp_path) == tmp_path / "whole" / "step=4.ckpt"
     assert warnings_of() == []
     (tmp_path / "whole" / "step=4.ckpt").unlink()
-    assert newest_checkpoint(tmp_path) == tmp_path / "whole" / "step=3.ckpt"
+    assert newest_path(tmp_path) == tmp_path / "whole" / "step=3.ckpt"
     (warning,) = warnings_of()
     assert "step=4.ckpt contains weights only. Using" in warning
 
@@ -263,17 +276,99 @@ class _Gone:
     """An object whose class no longer exists when it is unpickled."""
 
 
-def test_any_object_in_a_checkpoint_can_be_read(tmp_path):
-    """Hyperparameters may be objects that look at tensors while they are unpickled."""
-    path = save(tmp_path / "x.ckpt", {**a_checkpoint(step=1), "hyper_parameters": {"picky": _Picky()}})
-    assert newest_checkpoint(tmp_path) == path
+@pytest.mark.parametrize("facts", [{"name": "job-1"}, {"name": "job-0", "checkpoint_s3_uri": "s3://bucket/ck/"}])
+def test_any_object_in_a_checkpoint_of_the_job_can_be_read(tmp_path, facts):
+    """Hyperparameters may be objects that look at tensors while they are unpickled; the answer tells of them."""
+    objects = {**a_checkpoint(step=2, facts=facts), "hyper_parameters": {"picky": _Picky()}}
+    path = save(tmp_path / "x.ckpt", objects)
+    save(tmp_path / "plain.ckpt", step=1)
+    found = newest_checkpoint(tmp_path, a_job())
+    assert (found.path, found.has_objects) == (path, True)
+    path.unlink()
+    assert not newest_checkpoint(tmp_path, a_job()).has_objects
+
+
+class _Harmful:
+    """An object that runs code while it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return (Path.touch, (self.mark,))
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        (None, "does not say which job wrote it"),
+        ("job-1", "does not say which job wrote it"),
+        ({"name": "job-0", "checkpoint_s3_uri": "s3://other/ck"}, "is left over from job 'job-0'"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["file", "sharded", "deepspeed"])
+def test_no_code_of_a_checkpoint_runs_unless_it_says_that_it_is_of_the_job(tmp_path, warnings_of, facts, said, kind):
+    """A file that nothing connects with the job is invalid if it holds objects, and none of them is made."""
+    mark = tmp_path / "mark"
+    harmful = {**a_checkpoint(step=5, facts=facts), "hyper_parameters": {"x": _Harmful(mark)}}
+    folder = tmp_path / "ck"
+    if kind == "file":
+        save(folder / "x.ckpt", harmful)
+    elif kind == "sharded":
+        torch.save(harmful, save_sharded(folder / "x.ckpt", step=5) / "meta.pt")
+    else:
+        (main,) = save_deepspeed(folder / "x.ckpt", step=5).glob("*/mp_rank_00_model_states.pt")
+        torch.save({**torch.load(main, weights_only=True), **harmful}, main)
+    good = save(folder / "good.ckpt", step=1)
+    assert newest_path(folder, a_job()) == good
+    assert said in warnings_of()[0]
+    assert not mark.exists()
+
+
+def test_the_list_of_shards_runs_no_code(tmp_path):
+    """What lists the shards of a checkpoint is a pickle, too: it is read without making its objects."""
+    mark = tmp_path / "mark"
+    path = save_sharded(tmp_path / "ck" / "x.ckpt", step=5)
+    index = dcp.FileSystemReader(path).read_metadata()
+    index.planner_data = _Harmful(mark)
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    assert newest_path(tmp_path / "ck", a_job()) == path
+    assert not mark.exists()
+
+
+def test_every_object_can_be_passed_over(tmp_path):
+    """Objects are read as ones that do nothing, however they are pickled, and plain values as they are."""
+    values = {"plain": [1, "a", {"b": (2.5, None)}], JOB_KEY: job_facts(a_job(), "1.1")}
+    objects = [
+        _Picky(),
+        Path("x"),
+        OrderedDict(a=1),
+        defaultdict(list, a=[1]),
+        deque([1]),
+        array("i", [1]),
+        Fraction(1, 2),
+    ]
+    objects += [
+        datetime(2026, 1, 1, tzinfo=timezone.utc),
+        np.arange(3),
+        np.float32(2),
+        torch.nn.Linear(2, 2),
+        frozenset({1}),
+        len,
+    ]
+    path = tmp_path / "x.pt"
+    torch.save({**values, "objects": objects}, path)
+    read = inert_checkpoint(path)
+    assert {name: read[name] for name in values} == values
+    assert len(read["objects"]) == len(objects)
 
 
 def test_a_class_that_is_gone_is_named(tmp_path, warnings_of, monkeypatch):
     """An error in unpickling is a fault of the file, and its text is in the warning."""
-    save(tmp_path / "x.ckpt", {**a_checkpoint(step=1), "hyper_parameters": {"gone": _Gone()}})
+    facts = {"name": "job-1"}
+    save(tmp_path / "x.ckpt", {**a_checkpoint(step=1, facts=facts), "hyper_parameters": {"gone": _Gone()}})
     monkeypatch.delattr(f"{__name__}._Gone")
-    assert newest_checkpoint(tmp_path) is None
+    assert newest_path(tmp_path, a_job()) is None
     assert "_Gone" in warnings_of()[0]
 
 
@@ -285,9 +380,9 @@ def test_a_whole_sharded_checkpoint_is_taken(tmp_path, warnings_of):
     save(tmp_path / "file.ckpt", step=3)
     sharded = save_sharded(tmp_path / "sharded.ckpt", step=4)
     assert (sharded / "__0_0.distcp").is_file()
-    assert newest_checkpoint(tmp_path) == sharded
+    assert newest_path(tmp_path) == sharded
     save(tmp_path / "later.ckpt", step=5)
-    assert newest_checkpoint(tmp_path) == tmp_path / "later.ckpt"
+    assert newest_path(tmp_path) == tmp_path / "later.ckpt"
     assert warnings_of() == []
 
 
@@ -304,7 +399,7 @@ def test_a_sharded_checkpoint_without_a_file_is_passed_over(tmp_path, warnings_o
     good = save(tmp_path / "good.ckpt", step=3)
     sharded = save_sharded(tmp_path / "sharded.ckpt", step=4)
     (sharded / name).unlink()
-    assert newest_checkpoint(tmp_path) == good
+    assert newest_path(tmp_path) == good
     (warning,) = warnings_of()
     assert f"{sharded} {fault}" in warning
 
@@ -317,15 +412,15 @@ def test_a_sharded_checkpoint_with_a_truncated_file_is_never_taken(tmp_path, nam
     whole = (sharded / name).read_bytes()
     for size in {*range(0, len(whole), max(1, len(whole) // 50)), len(whole) - 1}:
         (sharded / name).write_bytes(whole[:size])
-        assert newest_checkpoint(tmp_path) == good, size
+        assert newest_path(tmp_path) == good, size
     (sharded / name).write_bytes(whole)
-    assert newest_checkpoint(tmp_path) == sharded
+    assert newest_path(tmp_path) == sharded
 
 
 def test_a_folder_of_another_kind_is_passed_over(tmp_path, warnings_of):
     """A folder of no known format is named, and nothing in it is taken for a checkpoint."""
     save(tmp_path / "other.ckpt" / "checkpoint" / "inner.ckpt", step=9)
-    assert newest_checkpoint(tmp_path) is None
+    assert newest_path(tmp_path) is None
     assert "other.ckpt is a folder without .metadata: an incomplete sharded checkpoint" in warnings_of()[0]
 
 
@@ -357,9 +452,9 @@ def test_a_whole_deepspeed_checkpoint_is_taken(tmp_path, warnings_of, stage):
     """Whatever ZeRO splits, the folder is one checkpoint with the Trainer's progress, and is compared with files."""
     save(tmp_path / "file.ckpt", step=3)
     folder = save_deepspeed(tmp_path / "deepspeed.ckpt", stage=stage, step=4)
-    assert newest_checkpoint(tmp_path) == folder
+    assert newest_path(tmp_path) == folder
     save(tmp_path / "later.ckpt", step=5)
-    assert newest_checkpoint(tmp_path) == tmp_path / "later.ckpt"
+    assert newest_path(tmp_path) == tmp_path / "later.ckpt"
     assert warnings_of() == []
 
 
@@ -377,7 +472,7 @@ def test_a_deepspeed_checkpoint_without_a_file_is_passed_over(tmp_path, warnings
     good = save(tmp_path / "good.ckpt", step=3)
     folder = save_deepspeed(tmp_path / "deepspeed.ckpt", stage=3, step=4)
     (folder / name).unlink()
-    assert newest_checkpoint(tmp_path) == good
+    assert newest_path(tmp_path) == good
     (warning,) = warnings_of()
     assert f"{folder} {fault}" in warning
 
@@ -389,7 +484,7 @@ def test_a_deepspeed_checkpoint_with_a_truncated_file_is_never_taken(tmp_path, w
     folder = save_deepspeed(tmp_path / "deepspeed.ckpt", stage=3, step=4)
     (file,) = folder.glob(f"checkpoint/*rank_1_*{kind}_states.pt")
     file.write_bytes(file.read_bytes()[:-100])
-    assert newest_checkpoint(tmp_path) == good
+    assert newest_path(tmp_path) == good
     assert f"{folder} has a {file.name} that is truncated" in warnings_of()[0]
 
 
@@ -400,7 +495,7 @@ def test_mics_saves_the_shards_of_one_group(tmp_path):
         changed = torch.load(file, weights_only=True)
         changed["ds_config"]["zero_optimization"]["mics_shard_size"] = 2
         torch.save({**changed, "dp_world_size": 4}, file)
-    assert newest_checkpoint(tmp_path) == folder
+    assert newest_path(tmp_path) == folder
 
 
 # ---- links
@@ -414,7 +509,7 @@ def test_links_to_the_outside_are_ignored(tmp_path, warnings_of):
     (folder / "file.ckpt").symlink_to(outside / "far.ckpt")
     (folder / "folder").symlink_to(outside)
     (folder / "gone.ckpt").symlink_to("gone")
-    assert newest_checkpoint(folder) == good
+    assert newest_path(folder) == good
     assert sorted(warnings_of()) == [
         f"Ignoring {folder / 'file.ckpt'}: it links to {outside / 'far.ckpt'}, outside of the folder.",
         f"Ignoring {folder / 'folder'}: it links to {outside}, outside of the folder.",
@@ -427,7 +522,7 @@ def test_a_link_inside_stands_for_its_file(tmp_path, warnings_of):
     train(tmp_path / "real", save_last="link")
     assert (tmp_path / "real" / "last.ckpt").is_symlink()
     (tmp_path / "ck").symlink_to(tmp_path / "real")
-    assert newest_checkpoint(tmp_path / "ck") == tmp_path / "ck" / "step=4.ckpt"
+    assert newest_path(tmp_path / "ck") == tmp_path / "ck" / "step=4.ckpt"
     assert warnings_of() == []
 
 
@@ -444,12 +539,12 @@ def test_only_checkpoints_of_the_same_fit_are_taken(tmp_path, warnings_of):
     """A script that trains twice resumes each training from its own checkpoints; old ones name no fit."""
     first = save(tmp_path / "first.ckpt", step=1, facts=job_facts(a_job(), "1.1"))
     save(tmp_path / "second.ckpt", step=2, facts=job_facts(a_job(), "2.1"))
-    assert newest_checkpoint(tmp_path, a_job(), fit="1.1") == first
+    assert newest_path(tmp_path, a_job(), fit="1.1") == first
     (warning,) = warnings_of()
     assert "second.ckpt is from fit 2.1 of the script" in warning
-    assert newest_checkpoint(tmp_path, a_job(), fit="1.2") is None
+    assert newest_path(tmp_path, a_job(), fit="1.2") is None
     old = save(tmp_path / "old.ckpt", step=3)
-    assert newest_checkpoint(tmp_path, a_job(), fit="1.1") == old
+    assert newest_path(tmp_path, a_job(), fit="1.1") == old
 
 
 def test_own_checkpoints_are_those_of_the_same_job(tmp_path, warnings_of):
@@ -457,9 +552,9 @@ def test_own_checkpoints_are_those_of_the_same_job(tmp_path, warnings_of):
     save(tmp_path / "old.ckpt", step=4)
     save(tmp_path / "before.ckpt", step=3, facts=job_facts(a_job("job-0"), "1.1"))
     (tmp_path / "broken.ckpt").write_bytes(b"")
-    assert newest_checkpoint(tmp_path, a_job(), is_own=True) is None
+    assert newest_path(tmp_path, a_job(), is_own=True) is None
     own = save(tmp_path / "own.ckpt", step=1, facts=job_facts(a_job(), "1.1"))
-    assert newest_checkpoint(tmp_path, a_job(), is_own=True) == own
+    assert newest_path(tmp_path, a_job(), is_own=True) == own
     assert warnings_of() == []
 
 
@@ -480,8 +575,8 @@ def test_checkpoints_of_another_job_with_another_address_are_left_over(tmp_path,
     """Only a checkpoint that differs in the job's name and in the S3 address is passed over; both jobs are named."""
     mine = save(tmp_path / "mine.ckpt", step=1)
     other = save(tmp_path / "other.ckpt", step=2, facts=facts and job_facts(facts, "1.1"))
-    assert newest_checkpoint(tmp_path, a_job()) == (other if is_taken else mine)
-    assert newest_checkpoint(tmp_path) == other
+    assert newest_path(tmp_path, a_job()) == (other if is_taken else mine)
+    assert newest_path(tmp_path) == other
     found = warnings_of()
     assert len(found) == (not is_taken)
     for warning in found:
@@ -494,7 +589,7 @@ def test_only_leftovers_start_from_the_beginning(tmp_path, warnings_of):
     facts = job_facts(a_job("job-0", "s3://bucket/other"), "1.1")
     save(tmp_path / "other.ckpt", step=2, facts=facts)
     save_sharded(tmp_path / "sharded.ckpt", step=3, facts=facts)
-    assert newest_checkpoint(tmp_path, a_job()) is None
+    assert newest_path(tmp_path, a_job()) is None
     first, second, third = warnings_of()
     assert "other.ckpt is left over" in first
     assert "sharded.ckpt is left over" in second
