@@ -13,7 +13,9 @@ from app import train, train_text
 REPOSITORY = Path(train.__file__).parent.parent
 CONFIGS = sorted((REPOSITORY / "app" / "configs").glob("*.yaml"))
 # Which script a configuration is for, and what its checkpoints are chosen by; of all others, the images and accuracy.
-OF_TEXT = {"transformer.yaml"}
+OF_TEXT = {"hybrid.yaml", "transformer.yaml"}
+# What is only a part, and on top of which file it is used.
+BELOW = {"hybrid.yaml": "transformer.yaml"}
 SMOKE = str(REPOSITORY / "app" / "configs" / "smoke.yaml")
 
 
@@ -74,7 +76,9 @@ def test_digits_are_the_default_data(run, capsys):
 def test_each_configuration_is_accepted(run, capsys, config):
     """The files in app/configs parse, keep the best and the last checkpoint, and name no absolute path."""
     is_text = config.name in OF_TEXT
-    settings = printed_config(run, capsys, "--config", str(config), script=train_text if is_text else train)
+    below = [config.with_name(BELOW[config.name])] if config.name in BELOW else []
+    options = [option for path in (*below, config) for option in ("--config", str(path))]
+    settings = printed_config(run, capsys, *options, script=train_text if is_text else train)
     checkpoints = settings["trainer"]["callbacks"][0]["init_args"]
     chosen_by = ("val_loss", "min") if is_text else ("val_acc", "max")
     assert (checkpoints["monitor"], checkpoints["mode"], checkpoints["save_last"]) == (*chosen_by, True)
