@@ -214,7 +214,7 @@ def left_first_by(host):
         until((base.parent / "algo-2" / "told").exists)
     if job.current_host == host:
         sys.exit(143 if told else 3)
-    until(lambda: (base.parent / host / "output" / "failure").exists())
+    until(lambda: not processes(host))
     until(lambda: told)
     sys.exit(143)
 
