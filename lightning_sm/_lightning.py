@@ -36,7 +36,14 @@ if TYPE_CHECKING:
     from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from lightning_fabric.utilities.distributed import _InfiniteBarrier as InfiniteBarrier
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
-    from pytorch_lightning.callbacks import BatchSizeFinder, Checkpoint, ModelCheckpoint, ProgressBar, WeightAveraging
+    from pytorch_lightning.callbacks import (
+        BatchSizeFinder,
+        Checkpoint,
+        ModelCheckpoint,
+        OnExceptionCheckpoint,
+        ProgressBar,
+        WeightAveraging,
+    )
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
     from pytorch_lightning.loggers import TensorBoardLogger
     from pytorch_lightning.loggers.logger import DummyLogger
@@ -48,8 +55,10 @@ if TYPE_CHECKING:
         DeepSpeedStrategy,
         FSDPStrategy,
         ModelParallelStrategy,
+        Strategy,
         StrategyRegistry,
     )
+    from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
     from pytorch_lightning.trainer.connectors import data_connector
     from pytorch_lightning.utilities import CombinedLoader, rank_zero_only
 else:
@@ -68,6 +77,7 @@ else:
     BatchSizeFinder = _callbacks.BatchSizeFinder
     Checkpoint = _callbacks.Checkpoint
     ModelCheckpoint = _callbacks.ModelCheckpoint
+    OnExceptionCheckpoint = _callbacks.OnExceptionCheckpoint
     ProgressBar = _callbacks.ProgressBar
     # Since Lightning 2.6; before, nothing is an instance of it.
     WeightAveraging = getattr(_callbacks, "WeightAveraging", ())
@@ -85,6 +95,8 @@ else:
     IndexBatchSamplerWrapper = importlib.import_module(
         f"{DISTRIBUTION}.overrides.distributed"
     )._IndexBatchSamplerWrapper
+    MultiProcessingLauncher = importlib.import_module(f"{DISTRIBUTION}.strategies.launchers")._MultiProcessingLauncher
+    Strategy = _strategies.Strategy
     StrategyRegistry = _strategies.StrategyRegistry
     TensorBoardLogger = importlib.import_module(f"{DISTRIBUTION}.loggers").TensorBoardLogger
     TorchCheckpointIO = importlib.import_module(f"{DISTRIBUTION}.plugins.io").TorchCheckpointIO
@@ -114,7 +126,10 @@ __all__ = [
     "LightningModule",
     "ModelCheckpoint",
     "ModelParallelStrategy",
+    "MultiProcessingLauncher",
+    "OnExceptionCheckpoint",
     "ProgressBar",
+    "Strategy",
     "StrategyRegistry",
     "TensorBoardLogger",
     "TorchCheckpointIO",

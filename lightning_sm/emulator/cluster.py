@@ -26,7 +26,7 @@ from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.job.hyperparameters import encode
 from lightning_sm.job.secret import new_secret
 from lightning_sm.job.topology import Role, Topology
-from lightning_sm.job.variables import DEVICES, HOST_ADDRESSES, MAIN_PORT, PREFIX
+from lightning_sm.job.variables import CONTROL_DIR, DEVICES, HOST_ADDRESSES, MAIN_PORT, PREFIX
 
 # Variables that a launcher, a toolkit or another job left in this shell; the hosts would take them for their own.
 _LEAKING_PREFIXES = (PREFIX, "MASTER_", "OMPI_", "PMI", "SAGEMAKER_", "SLURM_", "SM_", "TORCHELASTIC_", "TRAINING_JOB_")
@@ -222,7 +222,8 @@ class LocalCluster:
         base_dir = self.job_dir / name
         config_dir = base_dir / "input" / "config"
         data_dir = base_dir / "input" / "data"
-        for folder in (config_dir, data_dir, base_dir / "model", base_dir / "output" / "data"):
+        control_dir = base_dir / "control"
+        for folder in (config_dir, data_dir, base_dir / "model", base_dir / "output" / "data", control_dir):
             folder.mkdir(parents=True)
         resources = {**resource_config_of(groups, name), "network_interface_name": LOOPBACK_INTERFACE}
         _write_json(config_dir / "resourceconfig.json", resources)
@@ -237,7 +238,12 @@ class LocalCluster:
                 download(self.checkpoint_dir, checkpoint_dir)
             paths = {"LocalPath": str(checkpoint_dir), "S3Uri": self.checkpoint_dir.as_uri()}
             _write_json(config_dir / "checkpointconfig.json", paths)
-        env = {**self._shared, "SAGEMAKER_BASE_DIR": str(base_dir), "TRAINING_JOB_NAME": self.name}
+        env = {
+            **self._shared,
+            "SAGEMAKER_BASE_DIR": str(base_dir),
+            "TRAINING_JOB_NAME": self.name,
+            CONTROL_DIR.name: str(control_dir),
+        }
         return LocalHost(name, resources["current_group_name"], topology.role_of(name), base_dir, env, checkpoint_dir)
 
 

@@ -244,6 +244,14 @@ PEERS_TIMEOUT_S = Setting[float](
     default_text="10",
     meaning="Seconds that a host whose script has ended waits for hosts that never connected.",
 )
+HANG_S = Setting[float](
+    name="LIGHTNING_SM_HANG_S",
+    parse=_seconds,
+    default=600.0,
+    default_text="600",
+    meaning="Seconds without a training step after which the job hangs, if that is also 20 times as long as any step "
+    "before. The stacks of all ranks are saved, and the script is ended. 0 turns this off.",
+)
 MAX_RESTARTS = Setting[int](
     name="LIGHTNING_SM_MAX_RESTARTS",
     parse=whole_number(0, 1000),
@@ -272,6 +280,15 @@ JOB_SECRET = Setting[str | None](
 
 # ---- passed on by our own processes
 
+CONTROL_DIR = Setting[Path | None](
+    name="LIGHTNING_SM_CONTROL_DIR",
+    parse=Path,
+    default=None,
+    default_text="no launcher",
+    meaning="Folder in which training processes tell their launcher where they stand, and that they save a checkpoint "
+    "on SIGUSR2.",
+    is_internal=True,
+)
 PARENT_PID = Setting[int | None](
     name="LIGHTNING_SM_PARENT_PID",
     parse=whole_number(*_PIDS),
@@ -316,8 +333,10 @@ SETTINGS: tuple[Setting[Any], ...] = (
     PREPARE_S,
     PEERS_TIMEOUT_S,
     MAX_RESTARTS,
+    HANG_S,
     HOST_ADDRESSES,
     JOB_SECRET,
+    CONTROL_DIR,
     PARENT_PID,
     RANK_ZERO_PID,
     SLOW_NAMES,

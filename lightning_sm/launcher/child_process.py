@@ -11,22 +11,28 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
 from lightning_sm._linux import SIGNAL_POLL_S, adopt_orphans, ended_child, handles_signal
+from lightning_sm._log import command_logger
 from lightning_sm.errors import ScriptError
+from lightning_sm.job.control_folder import Beat, ControlFolder
 from lightning_sm.job.redaction import shown_arguments
 from lightning_sm.job.stopping import GENTLE_SIGNAL, StopSchedule
 from lightning_sm.launcher.condensed import CondensedBytes
 
+_LOG = command_logger(__name__)
+
 # Enough for the tracebacks of 8 local ranks with deep stacks; SageMaker shows 1024 characters of it.
 _TAIL_BYTES = 64 * 1024
-# After a success, local ranks end within moments of rank 0: they passed the same last barrier.
+# After a success, for processes that are no ranks: helpers of loggers send what they still have.
 _LEFTOVERS_GRACE_S = 10.0
+# Between two log lines that name the ranks that are waited for.
+_LOG_S = 60.0
 # Between SIGTERM and SIGKILL for processes that outlive the command.
 _KILL_GRACE_S = 5
 # Between SIGTERM and SIGKILL for the script of a job that failed on another host, so that it can log its state.
@@ -52,22 +58,29 @@ class ChildProcess:
 
     Args:
         schedule: What to send to the command, and when, after this process was told to stop.
+        control: Where processes of the command announce themselves.
         parent: Process id of the emulator, with which the command ends; None on SageMaker.
 
     Attributes:
         stopped_by: The signal that told this process to stop; None if there was none.
+        stopped_at: When it came for the first time, in seconds of ``time.monotonic``.
         end_requested: Whether ``end`` was called.
+        end_run_requested: Whether ``end_run`` was called since ``renew``.
         on_late_signal: Called when a signal arrives after a command has exited.
     """
 
-    def __init__(self, schedule: StopSchedule, parent: int | None = None) -> None:
+    def __init__(self, schedule: StopSchedule, control: ControlFolder, parent: int | None = None) -> None:
         self.stopped_by: int | None = None
-        self.end_requested = False  # written by any thread; the others below only by the main thread
+        self.stopped_at: float | None = None
+        self.end_requested = False  # these two are written by any thread; the others below only by the main thread
+        self.end_run_requested = False
         self.on_late_signal: Callable[[], None] = lambda: None
-        self._is_end_scheduled = False
+        self._end_stages: list[tuple[float, int]] = []
         self._is_listening = False
         self._has_exited = False
         self._schedule = schedule
+        self._control = control
+        self._exit_codes: dict[int, int] = {}  # of orphans, by process id
         self._stages: list[tuple[float, int]] = []
         self._parent = parent
         self._process: subprocess.Popen[bytes] | None = None
@@ -111,13 +124,15 @@ class ChildProcess:
             env: Its environment.
 
         Returns:
-            Its exit code; 128 + n if signal n killed it.
+            Its exit code, or that of a local rank that failed after it had succeeded; 128 + n if signal n killed it.
 
         Raises:
             ScriptError: The operating system refused to start it.
         """
         adopt_orphans(True)  # local ranks that outlive the script become our children: wait for them and reap them
         self._has_exited = False
+        self._control.clear()
+        self._exit_codes.clear()
         tail = bytearray()  # a new one: a process of the last command may still write to the old one
         self._tail = tail
         self._condensed = CondensedBytes()
@@ -126,6 +141,8 @@ class ChildProcess:
         copier = threading.Thread(target=_copy_stderr, args=(process, tail, self._condensed), daemon=True)
         copier.start()
         exit_code = _wait(process)
+        if exit_code == 0:
+            exit_code = self._wait_for_ranks(process.pid)
         self._has_exited = True
         self._end_leftovers(process.pid, _LEFTOVERS_GRACE_S if exit_code == 0 else 0.0)
         self._process = None  # its number may soon belong to another process
@@ -135,6 +152,30 @@ class ChildProcess:
     def end(self) -> None:
         """Let the main thread end the command: SIGTERM, and 15 s later SIGKILL. May be called from any thread."""
         self.end_requested = True
+        self._wake_main_thread()
+
+    def end_run(self) -> None:
+        """Like ``end``, but another command may run after ``renew``."""
+        self.end_run_requested = True
+        self._wake_main_thread()
+
+    def renew(self) -> None:
+        """After ``run``, which ``end_run`` may have ended: prepare for the same command once more."""
+        # Also processes that have left the group, such as the ranks of a torchrun that was killed: they may hold the
+        # ports and the memory of GPUs that the next ones need.
+        strays = psutil.Process().children(recursive=True)
+        for process in strays:
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                process.kill()
+        psutil.wait_procs(strays, timeout=_KILL_GRACE_S)
+        self.end_run_requested = False
+        # One by one: the handler of a stop adds to the same list.
+        for stage in self._end_stages:
+            if stage in self._stages:
+                self._stages.remove(stage)
+        self._end_stages = []
+
+    def _wake_main_thread(self) -> None:
         main_thread = threading.main_thread().ident
         # Without a handler the signal would end this process.
         if self._is_listening and not self._has_exited and main_thread is not None:
@@ -142,13 +183,17 @@ class ChildProcess:
             # SIGSTOP, and the main thread would wait for the script forever.
             signal.pthread_kill(main_thread, signal.SIGALRM)
 
+    def kill(self) -> None:
+        """Kill the command at once, without an end of this process's work. May be called from any thread."""
+        self._send(signal.SIGKILL)
+
     def _reap_orphans(self, _signum: int, _frame: FrameType | None) -> None:
         """Reap processes that the script started and left: they would stay zombies until the job ends."""
         with contextlib.suppress(ChildProcessError):
             while (pid := ended_child()) is not None:
                 if self._process is None or pid == self._process.pid:
                     return  # ``run`` waits for the script itself
-                os.waitpid(pid, 0)
+                self._exit_codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     def _start(self, command: Sequence[str], directory: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         try:
@@ -164,7 +209,7 @@ class ChildProcess:
             raise ScriptError(f"{shlex.join(shown_arguments(command))} cannot be started: {error}.") from error
         if self.stopped_by is not None:  # while the command started
             self._send(self.stopped_by)
-        if self.end_requested and self._is_listening:
+        if (self.end_requested or self.end_run_requested) and self._is_listening:
             os.kill(os.getpid(), signal.SIGALRM)
         return self._process
 
@@ -172,8 +217,10 @@ class ChildProcess:
         if self._has_exited:
             self.on_late_signal()
         is_repeated = self.stopped_by == signum
-        self.stopped_by = signum
         now = time.monotonic()
+        self.stopped_by = signum
+        if self.stopped_at is None:
+            self.stopped_at = now
         if self._parent is not None:
             self._stages.append((now + _KILL_GRACE_S, _KILL_IF_ORPHANED))
         if signum != signal.SIGTERM:
@@ -184,14 +231,15 @@ class ChildProcess:
 
     def _stop_gently(self, now: float) -> None:
         self._stages.append((now + self._schedule.kill_s, signal.SIGKILL))
-        handling = list(self._handling(GENTLE_SIGNAL))
-        if not handling:
+        # Not to one that exits: its interpreter has restored the default, which would end it with the signal's number.
+        announced = [beat for beat in self.announced() if handles_signal(beat.pid, GENTLE_SIGNAL) is not False]
+        if not announced:
             self._send(signal.SIGTERM)
             return
         self._stages.append((now + self._schedule.term_s, signal.SIGTERM))
-        for process in handling:
-            with contextlib.suppress(psutil.Error):  # it has just ended
-                process.send_signal(GENTLE_SIGNAL)
+        for beat in announced:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(beat.pid, GENTLE_SIGNAL)
 
     def _set_alarm(self) -> None:
         self._stages.sort(reverse=True)
@@ -199,10 +247,13 @@ class ChildProcess:
             signal.setitimer(signal.ITIMER_REAL, max(0.001, self._stages[-1][0] - time.monotonic()))
 
     def _next_stage(self, _signum: int, _frame: FrameType | None) -> None:
-        if self.end_requested and self._process is not None and not self._is_end_scheduled:
-            self._is_end_scheduled = True
+        is_ending = self.end_requested or self.end_run_requested
+        if is_ending and self._process is not None and not self._end_stages:
             now = time.monotonic()
-            self._stages += [(now, signal.SIGTERM), (now + _END_GRACE_S, signal.SIGKILL)]
+            # A rank would try to save a checkpoint, which takes ranks that are gone.
+            self._control.say_peers_gone()
+            self._end_stages = [(now, signal.SIGTERM), (now + _END_GRACE_S, signal.SIGKILL)]
+            self._stages += self._end_stages
             self._stages.sort(reverse=True)
         while self._stages and self._stages[-1][0] <= time.monotonic():
             _, signum = self._stages.pop()
@@ -214,24 +265,59 @@ class ChildProcess:
                 self._send(signal.SIGKILL)
         self._set_alarm()
 
-    def _handling(self, signum: int) -> Iterator[psutil.Process]:
-        """The descendants of this process that handle a signal. It would end all others."""
-        for process in psutil.Process().children(recursive=True):
-            if handles_signal(process.pid, signum):
-                yield process
+    def announced(self) -> list[Beat]:
+        """Where the running processes stand that react to the gentle signal, which would end all others."""
+        below = {process.pid for process in psutil.Process().children(recursive=True)}
+        return [beat for beat in self._control.beats() if beat.pid in below and psutil.pid_exists(beat.pid)]
 
     def _send(self, signum: int) -> None:
         if self._process is not None:
             _signal_group(self._process.pid, signum)
 
+    def _wait_for_ranks(self, group: int) -> int:
+        """Wait for local ranks that have not ended with the script; return the exit code of the first that failed.
+
+        They may take hours to write predictions. After a stop the schedule ends them.
+        """
+        pause = threading.Event()
+        next_log = time.monotonic() + _LOG_S
+        while running := [beat for beat in self._control.beats() if _is_in_group(beat.pid, group)]:
+            if time.monotonic() >= next_log:
+                next_log += _LOG_S
+                ranks = ", ".join(f"rank {beat.rank} ({beat.phase})" for beat in running)
+                _LOG.info("The script has ended. Waiting for its local ranks: %s.", ranks)
+            self._reap(group)
+            pause.wait(_POLL_S)
+        codes = [self._exit_codes.get(beat.pid, 0) for beat in self._control.beats()]
+        return next(filter(None, codes), 0)
+
+    def _reap(self, group: int) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-group, os.WNOHANG))[0]:
+                self._exit_codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+
     def _end_leftovers(self, group: int, grace_s: float) -> None:
         """Wait for the remaining processes of the group, then end them."""
-        if _group_ended(group, grace_s):
+        if self._has_group_ended(group, grace_s):
             return
         _signal_group(group, signal.SIGTERM)
-        if not _group_ended(group, _KILL_GRACE_S):
+        if not self._has_group_ended(group, _KILL_GRACE_S):
             _signal_group(group, signal.SIGKILL)
-            _group_ended(group, _KILL_GRACE_S)
+            self._has_group_ended(group, _KILL_GRACE_S)
+
+    def _has_group_ended(self, group: int, timeout_s: float) -> bool:
+        """Reap the processes of a group; return whether none is left before the time is up."""
+        deadline = time.monotonic() + timeout_s
+        pause = threading.Event()
+        while True:
+            self._reap(group)
+            try:
+                os.killpg(group, 0)
+            except (ProcessLookupError, PermissionError):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            pause.wait(_POLL_S)
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
@@ -279,20 +365,8 @@ def _signal_group(group: int, signum: int) -> None:
         return
 
 
-def _group_ended(group: int, timeout_s: float) -> bool:
-    """Reap the processes of a group; return whether none is left before the time is up."""
-    deadline = time.monotonic() + timeout_s
-    pause = threading.Event()
-    while True:
-        try:
-            while os.waitpid(-group, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            pass
-        try:
-            os.killpg(group, 0)
-        except (ProcessLookupError, PermissionError):
-            return True
-        if time.monotonic() >= deadline:
-            return False
-        pause.wait(_POLL_S)
+def _is_in_group(pid: int, group: int) -> bool:
+    try:
+        return os.getpgid(pid) == group
+    except ProcessLookupError:
+        return False

@@ -15,16 +15,17 @@ import platform
 import shlex
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from lightning_sm._linux import terminate_with_parent
 from lightning_sm._log import command_logger
 from lightning_sm.errors import HyperparameterError, JobConfigError, LightningSMError
 from lightning_sm.job.command_line import job_arguments
+from lightning_sm.job.control_folder import ControlFolder
 from lightning_sm.job.facts import SageMakerJob, base_directory
 from lightning_sm.job.redaction import shown_arguments
 from lightning_sm.job.rendezvous import own_address
@@ -39,20 +40,25 @@ from lightning_sm.job.stopping import (
     final_outcome,
 )
 from lightning_sm.job.topology import Role, Topology
-from lightning_sm.job.variables import DEVICES, PARENT_PID, PEERS_TIMEOUT_S
+from lightning_sm.job.variables import CONTROL_DIR, DEVICES, HANG_S, MAX_RESTARTS, PARENT_PID, PEERS_TIMEOUT_S
 from lightning_sm.launcher.child_process import ChildProcess, ignore_signals
 from lightning_sm.launcher.failure import (
     Place,
     error_reason,
     is_consequence,
+    not_started_reason,
     remove_failure,
     script_reason,
     write_failure,
 )
+from lightning_sm.launcher.hang import Watchdog, save_stacks
 from lightning_sm.launcher.peers.connection import Timings, peers_key
+from lightning_sm.launcher.peers.outcome import Restart
 from lightning_sm.launcher.peers.peers import Peers
+from lightning_sm.launcher.recurring import would_come_again
 from lightning_sm.launcher.toolkit.distribution import processes_per_host
 from lightning_sm.launcher.toolkit.variables import toolkit_variables
+from lightning_sm.launcher.upload import wait_until_uploaded
 from lightning_sm.launcher.user_code.prepare import Preparation, Stopped
 from lightning_sm.launcher.user_code.script import Program, Script, find_program, find_script, find_submission
 
@@ -121,11 +127,16 @@ class _HostLauncher:
         self._place = place
         self._env = env
         self._peers_timeout_s = PEERS_TIMEOUT_S.read(env)
-        self._child = ChildProcess(StopSchedule.from_environment(env), PARENT_PID.read(env))
+        self._schedule = StopSchedule.from_environment(env)
+        folder = CONTROL_DIR.read(env) or Path(tempfile.mkdtemp(prefix="lightning_sm-"))
+        self._control = ControlFolder(folder)
+        self._child = ChildProcess(self._schedule, self._control, PARENT_PID.read(env))
         self._preparation = Preparation(self._child, env)
+        self._hang_reason = ""
         self._num_restarts = 0
-        self._is_job_outcome_known = threading.Event()
+        self._may_end_script = False
         self._has_job_failed_first = False  # before this host was stopped
+        self._interrupted_at = 0.0
 
     def run(self, script: str | None, args: Sequence[str]) -> Outcome:
         """Run the script to its end, and return how this host exits.
@@ -135,22 +146,53 @@ class _HostLauncher:
         """
         child = self._child
         child.listen()
-        with self._connect() as peers:
-            child.on_late_signal = partial(self._stop_waiting, peers)
-            if peers.is_alone:
-                self._is_job_outcome_known.set()
+        with self._connect() as peers, self._control:
+            child.on_late_signal = peers.stop_waiting
+            own, job_outcome = self._run_attempts(peers, script, args)
+            final = self._final_outcome(own, job_outcome)
+            if final is not own or own.exit_code == 0:
+                return final
+            if not self._is_stopped and is_consequence(child.stderr_tail):
+                # No other host has failed: the tracebacks that seemed to follow from that are all there is.
+                sys.stderr.write(child.left_out.decode("utf-8", "replace"))
+            if job_outcome is not None and job_outcome.host == self._job.current_host:
+                return Outcome(own.exit_code, job_outcome.reason)  # which names the restarts, too
+            return own
+
+    def _run_attempts(self, peers: Peers, name: str | None, args: Sequence[str]) -> tuple[Outcome, JobOutcome | None]:
+        """Run the script, report how it ended, and run it again whenever all trainer hosts do.
+
+        Returns:
+            How the script ended at last, and how the job ends, if that is known.
+        """
+        command = None
+        while True:
             try:
-                own = self._run_script(script, args)
+                if command is None:
+                    command = self._prepare(name, args)
+                own = self._run_script(peers, *command)
             except Stopped as stopped:
                 own = Outcome(0) if self._is_data_host else Outcome(stopped.exit_code, str(stopped))
             except LightningSMError as error:
                 self._report(peers, Outcome(_USAGE_EXIT_CODE, error_reason(error, self._place)))
                 raise
-            final = self._final_outcome(own, self._report(peers, own))
-            if final is own and own.exit_code != 0 and not self._is_stopped and is_consequence(child.stderr_tail):
-                # No other host has failed: the tracebacks that seemed to follow from that are all there is.
-                sys.stderr.write(child.left_out.decode("utf-8", "replace"))
-            return final
+            job_outcome = self._report(peers, own)
+            restart = peers.restart
+            if restart is None or self._is_stopped:
+                return own, job_outcome
+            if not peers.wait_for_start():
+                return self._outcome_without_start(peers, own, restart), peers.job_outcome
+            self._child.renew()
+
+    def _outcome_without_start(self, peers: Peers, own: Outcome, restart: Restart) -> Outcome:
+        """How this host ends after it has waited for a restart that never came."""
+        stopped_by = self._child.stopped_by
+        if stopped_by is None or peers.job_outcome is not None:
+            return own
+        doing = f"waiting for restart {restart.number} of {restart.most}. Its cause: {restart.cause}"
+        stopped = Outcome(128 + stopped_by, not_started_reason(stopped_by, doing))
+        peers.report(stopped)
+        return stopped
 
     @property
     def _is_data_host(self) -> bool:
@@ -160,24 +202,34 @@ class _HostLauncher:
     def _is_stopped(self) -> bool:
         return self._child.stopped_by is not None
 
-    def _run_script(self, name: str | None, args: Sequence[str]) -> Outcome:
-        script, argv, env = self._prepare(name, args)
-        exit_code = self._run_until_it_ends([*script.command, *argv], script.directory, env)
+    def _run_script(self, peers: Peers, script: Script, argv: Sequence[str], env: Mapping[str, str]) -> Outcome:
         child = self._child
+        self._hang_reason = ""
+        self._may_end_script = True  # first: an order that comes after the next line ends the script
+        if peers.restart is not None:
+            return Outcome(INTERRUPTED_EXIT_CODE, "The job restarted before the script began.", may_restart=True)
+        with Watchdog(child.announced, HANG_S.read(self._env), self._on_hang):
+            exit_code = self._run_until_it_ends([*script.command, *argv], script.directory, env)
+        if self._hang_reason:
+            return Outcome(1, self._hang_reason, may_restart=not self._is_stopped)
         # The script of a data host whose work is over is ended by these signals. If it ends otherwise, it has failed.
         is_ended_by_stop = child.stopped_by is not None and exit_code == 128 + child.stopped_by
-        is_ended_by_job = child.end_requested and exit_code in _ENDED
+        is_ended_by_job = (child.end_requested or child.end_run_requested) and exit_code in _ENDED
         if self._is_data_host and (is_ended_by_stop or is_ended_by_job):
             exit_code = 0
         if exit_code == 0:
             return Outcome(0)
+        if is_ended_by_job:
+            # Whether a rank left by itself, or was in a collective call of NCCL until SIGKILL, is not its own doing.
+            exit_code = INTERRUPTED_EXIT_CODE
         if not self._is_stopped and is_consequence(child.stderr_tail):
             # Another host has failed, and its launcher is about to report that.
-            self._is_job_outcome_known.wait(_CONSEQUENCE_S)
+            peers.wait_for_decision(_CONSEQUENCE_S)
         reason = script_reason(
             child.stderr_tail, exit_code, self._place, stopped_by=child.stopped_by, num_restarts=self._num_restarts
         )
-        return Outcome(exit_code, reason)
+        is_final = would_come_again(child.stderr_tail, exit_code) and not child.end_run_requested
+        return Outcome(exit_code, reason, may_restart=not (is_final or self._is_stopped or self._is_data_host))
 
     def _run_until_it_ends(self, command: Sequence[str], directory: Path, env: Mapping[str, str]) -> int:
         """Run the script. On a data host, restart it if it was killed and the job still needs it."""
@@ -196,6 +248,46 @@ class _HostLauncher:
                 threading.Event().wait(_POLL_S)
             exit_code = 0 if child.must_exit else child.run(command, directory, env)
         return exit_code
+
+    def _on_hang(self, where: str) -> None:
+        """Save the stacks of the script's processes, and end it. Called from the thread of the watchdog."""
+        files = save_stacks(self._control, self._child.announced(), self._job.host_output_dir)
+        stacks = f" Stacks of all threads: {', '.join(map(str, files))}." if files else ""
+        reason = f"The training hangs: no progress on host {self._job.current_host}. Last seen: {where}."
+        _LOG.error("%s%s", reason, stacks)
+        self._hang_reason = f"{reason}{stacks}"
+        self._child.kill()
+
+    def _leave_at(self) -> float:
+        """When an interrupted host has to leave at the latest, in seconds of ``time.monotonic``."""
+        child = self._child
+        return (child.stopped_at or self._interrupted_at) + self._schedule.kill_s
+
+    def _stay_until_uploaded(self) -> None:
+        """After an interruption: wait until the checkpoint is safe."""
+        self._interrupted_at = time.monotonic()
+        wait_until_uploaded(
+            self._control.saved() or [],
+            is_synchronised=(self._job.checkpoint_uri or "").startswith("s3://"),
+            deadline=self._leave_at,
+        )
+
+    def _leave_last(self, peers: Peers) -> None:
+        """After an interruption: wait until the other hosts are safe, and for the signal that stops this host.
+
+        The service may judge a job by the first host that exits. If that is one that was not stopped, and exits with an
+        error, the job has failed instead of being interrupted, and is not restarted.
+        """
+        timer = threading.Timer(max(0.0, self._leave_at() - time.monotonic()), peers.stop_waiting)
+        timer.daemon = True
+        timer.start()
+        peers.wait_for_peers()
+        timer.cancel()
+        if self._is_stopped or peers.is_alone:
+            return
+        _LOG.info("this host has saved its checkpoint, but was not stopped itself. Waiting until it is.")
+        while not self._is_stopped and time.monotonic() < self._leave_at():
+            threading.Event().wait(_POLL_S)
 
     def _prepare(self, name: str | None, args: Sequence[str]) -> tuple[Script, list[str], dict[str, str]]:
         """Get the code and install its requirements; return the script, its arguments and its environment."""
@@ -237,6 +329,7 @@ class _HostLauncher:
         env = {name: value for name, value in self._env.items() if name != PARENT_PID.name}
         if devices is not None:
             env[DEVICES.name] = str(devices)
+        env[CONTROL_DIR.name] = str(self._control.path)
         env |= toolkit_variables(self._job, program.name, argv, self._env)
         # Python puts the script's own folder on sys.path; "from app.model import X" needs the one above app as well.
         paths = list(script.module_dirs)
@@ -256,26 +349,38 @@ class _HostLauncher:
             port=self._topology.peers_port,
             bind=own_address(self._job),
             on_job_outcome=self._on_job_outcome,
+            on_restart=self._on_restart,
+            max_restarts=MAX_RESTARTS.read(self._env),
             timings=Timings(peers_timeout_s=self._peers_timeout_s),
         )
-
-    def _stop_waiting(self, peers: Peers) -> None:
-        """Do not wait for other hosts: this host was told to stop after its script had ended."""
-        self._is_job_outcome_known.set()
-        peers.stop_waiting()
 
     def _on_job_outcome(self, job: JobOutcome) -> None:
         """End the script, if the job's outcome leaves it nothing to do. Called from a thread of the peers."""
         is_stopped = self._is_stopped
         # A stop after this is SageMaker's answer to the failure, unless the failure is itself such a stop.
         self._has_job_failed_first = not is_stopped and not job.is_interruption
-        self._is_job_outcome_known.set()
         if ends_script(self._topology.role, job, self._job.current_host, is_stopped=is_stopped):
             self._child.end()
 
+    def _on_restart(self, restart: Restart) -> None:
+        """End the script, which starts again when those of all trainer hosts have ended. Called as above."""
+        start = "the latest valid checkpoint"
+        if self._job.checkpoint_dir is None:
+            start = "the beginning, because the job has no checkpoint folder"
+        _LOG.warning("%s: all trainer hosts start again from %s. Cause: %s", restart, start, restart.cause)
+        if self._may_end_script and not self._is_data_host:
+            self._child.end_run()
+
     def _report(self, peers: Peers, own: Outcome) -> JobOutcome | None:
         """Report to the other hosts how the script ended; return the job's outcome, if it becomes known in time."""
+        is_interrupted = own.exit_code == INTERRUPTED_EXIT_CODE and not own.may_restart
+        is_saved = is_interrupted and self._control.saved() is not None
+        if is_saved:
+            self._stay_until_uploaded()
         peers.report(own)
+        if is_saved:
+            self._leave_last(peers)
+            return peers.job_outcome
         if own.exit_code == 0:
             # A stopped data host has served all ranks; it need not wait for a main host that may be dead.
             must_wait_for_peers = not (self._is_data_host and self._is_stopped)
@@ -293,7 +398,7 @@ class _HostLauncher:
         # A host that failed exits as soon as the others know, so that the reason of the job is its own and not theirs.
         # If all hosts are stopped, the others need not know.
         if not self._is_stopped:
-            self._is_job_outcome_known.wait(self._peers_timeout_s)
+            peers.wait_for_decision(self._peers_timeout_s)
         return peers.job_outcome
 
     def _final_outcome(self, own: Outcome, job: JobOutcome | None) -> Outcome:

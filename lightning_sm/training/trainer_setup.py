@@ -13,6 +13,8 @@ from typing import Any
 from lightning_sm._lightning import Callback, ClusterEnvironment, Trainer
 from lightning_sm.errors import OutputDirectoryError, TopologyError
 from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.training.callbacks.failing_rank import FailingRank
+from lightning_sm.training.callbacks.heartbeat import Heartbeat
 from lightning_sm.training.callbacks.line_progress import own_progress
 from lightning_sm.training.callbacks.local_position import LocalPosition
 from lightning_sm.training.callbacks.outputs import JobOutputs
@@ -45,7 +47,8 @@ class TrainerSetup:
         self._job = job
         self._environment = environment
         self._outputs = JobOutputs(job)
-        self._callbacks: list[Callback] = [LocalPosition(), *step_reports(), self._outputs]
+        self._first = FailingRank()
+        self._callbacks: list[Callback] = [LocalPosition(), Heartbeat(), *step_reports(), self._outputs]
 
     def arguments(
         self, given: Mapping[str, Any], callbacks: Iterable[Callback], config: str | None = None
@@ -66,7 +69,7 @@ class TrainerSetup:
         own = list(self._callbacks)
         if given.get("enable_progress_bar") is not False and not given.get("barebones"):
             own[:0] = own_progress(callbacks)
-        arguments["callbacks"] = [*as_list(given.get("callbacks")), *own]
+        arguments["callbacks"] = [self._first, *as_list(given.get("callbacks")), *own]
         return arguments
 
     def complete(self, trainer: Trainer) -> None:
@@ -84,6 +87,8 @@ class TrainerSetup:
             )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # A function given as trainer_class need not have a parameter for them.
+        if self._first not in callbacks:
+            callbacks.insert(0, self._first)
         callbacks.extend(callback for callback in self._callbacks if callback not in callbacks)
         self._outputs.route_checkpoints(trainer)
         if self._job.checkpoint_dir is not None:

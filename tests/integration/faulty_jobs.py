@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from lightning_sm.job.control_folder import announce
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Topology
 
@@ -169,6 +170,7 @@ def save_longer():
     got = []
     for signum in (signal.SIGUSR2, signal.SIGTERM):
         signal.signal(signum, lambda number, _: got.append(signal.Signals(number).name))
+    announce()
     meet()
     report(1)
     until(lambda: got)
@@ -228,6 +230,26 @@ def stopped_leaves_first():
         meet()
         (job.checkpoint_dir / "tried").touch()
         left_first_by("algo-2")
+
+
+def save_and_leave():
+    # As SpotCheckpoint: when one host is stopped, all save at the same step, and only the main host writes.
+    process = announce()
+    folder = job.checkpoint_dir
+    if (folder / "saved").exists():
+        say("resumed", (folder / "saved").read_text())
+        return
+    signal.signal(signal.SIGUSR2, hear)
+    meet()
+    report(1)
+    until(lambda: (base.parent / "stopping").exists() or told)
+    (base.parent / "stopping").touch()
+    if job.current_host == "algo-1":
+        (folder / "saved").write_text("at step 1")
+        process.note_saved([folder / "saved"])
+    else:
+        process.note_saved([])
+    sys.exit(143)
 
 
 def ready_and_wait():

@@ -34,6 +34,7 @@ from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import describe_exception, first_line, with_place
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataServiceError
+from lightning_sm.job.control_folder import announce
 from lightning_sm.job.stopping import GENTLE_SIGNAL
 
 logger = logging.getLogger(__name__)
@@ -103,6 +104,9 @@ class HostProcess:
         signal.set_wakeup_fd(waker.fileno())
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(GENTLE_SIGNAL, self._on_gentle_signal)
+        process = announce()
+        if process is not None:
+            process.beat(phase="serving data")
         try:
             outcome = self._wait_for_outcome()
         except _Terminated:

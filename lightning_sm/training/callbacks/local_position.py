@@ -48,14 +48,14 @@ class LocalPosition(Callback):
         self._loaded = checkpoint.get(_CHECKPOINT_KEY)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the random states of all ranks; a collective call."""
+        """Save the random states of all ranks; a collective call, but for a rank that has failed and saves alone."""
         if self._step_state is None:
             return
         if not (self._loads_in_process or trainer.validating):
             self._step_state = _State.now()
         own = {"orders": [order.saved() for order in self._orders], "step": self._step_state.saved()}
         states: list[Any] = [own]
-        if trainer.world_size > 1:
+        if trainer.world_size > 1 and not trainer.interrupted:
             states = [None] * trainer.world_size
             torch.distributed.all_gather_object(states, own)
         checkpoint[_CHECKPOINT_KEY] = {"ranks": states}

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from lightning_sm._lightning import Checkpoint, LightningModule, Trainer, WeightAveraging
+from lightning_sm._lightning import Checkpoint, LightningModule, MultiProcessingLauncher, Trainer, WeightAveraging
 from lightning_sm.errors import CheckpointError
+from lightning_sm.job.control_folder import OwnProcess, announce
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.process_launcher import Launch, Launcher
 from lightning_sm.job.stopping import GENTLE_SIGNAL, INTERRUPTED_EXIT_CODE
+from lightning_sm.job.uploads import files_of
 from lightning_sm.training.callbacks.pace import Pace
 from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts
 from lightning_sm.training.checkpoints.resume import resume_from_latest
@@ -86,8 +88,10 @@ class SpotCheckpoint(Checkpoint):
         self._number = next(_numbers)
         self._num_fits = 0
         self._owner = os.getpid()
+        self._process: OwnProcess | None = None
         self._is_fit = True
         self._exit_code = INTERRUPTED_EXIT_CODE
+        self._is_worker = False
         self._signalled_at: float | None = None
         self._is_stopping = False  # any rank was signalled; the same on all ranks
         # One for steps and one for validation batches, which take different times.
@@ -107,14 +111,19 @@ class SpotCheckpoint(Checkpoint):
                 # A host's output folder starts empty, and has another name on each host.
                 if not folder.is_relative_to(self._job.host_output_dir):
                     resume_from_latest(trainer, folder, self._job, self._fit)
-        # Lightning kills rank 0 of a host when another local rank exits with a code other than 0.
-        is_child = Launch.detect(os.environ, os.getppid()).launcher is Launcher.LIGHTNING
+        # Lightning kills rank 0 of a host when another local rank exits with a code other than 0. The parent of workers
+        # (ddp_spawn) would raise an error.
+        self._is_worker = isinstance(trainer.strategy.launcher, MultiProcessingLauncher)
+        is_child = self._is_worker or Launch.detect(os.environ, os.getppid()).launcher is Launcher.LIGHTNING
         self._exit_code = 0 if is_child else INTERRUPTED_EXIT_CODE
         if threading.current_thread() is not threading.main_thread():
             logger.warning("SpotCheckpoint is inactive: the Trainer runs in a thread, which cannot handle signals.")
             return
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._on_signal)
+        self._process = announce()
+        # It broadcasts in every step whether rank 0 got SIGTERM (2.6), which no rank does: the signals are ours.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         # Lightning would replace our handler by its own, with the collective call; it takes the handler from here.
         trainer._signal_connector._sigterm_notifier_fn = self._on_signal  # type: ignore[method-assign,assignment]
 
@@ -130,7 +139,8 @@ class SpotCheckpoint(Checkpoint):
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
             return
-        if not self._is_fit:
+        # A rank of a job that has failed elsewhere cannot save any more: its next collective call would hang.
+        if not self._is_fit or (self._process is not None and self._process.are_peers_gone()):
             raise TrainingInterrupted(self._exit_code)
         if self._signalled_at is None:
             self._signalled_at = time.monotonic()
@@ -231,14 +241,22 @@ class SpotCheckpoint(Checkpoint):
             logger.info("Interrupted before the first step: there is nothing to save.")
         else:
             self._save(trainer, moment)
+        if self._is_worker:
+            # The parent of the workers waits for results that do not come. It has no handlers, and all that it knows is
+            # saved. Its end sends SIGINT to its workers, which are about to leave.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            if trainer.local_rank == 0:
+                os.kill(os.getppid(), signal.SIGTERM)
         raise TrainingInterrupted(self._exit_code)
 
     @staticmethod
     def _sums(trainer: Trainer, *values: float) -> list[float]:
         """Sum each value over all ranks; a collective call."""
         tensor = torch.tensor(values, dtype=torch.float32, device=trainer.strategy.root_device)
-        # Named, because PipelineParallelStrategy reduces over the replicas unless it is told another group.
-        sums: list[float] = trainer.strategy.reduce(tensor, torch.distributed.group.WORLD, "sum").tolist()
+        # Not strategy.reduce, which adds a barrier, and reduces over the replicas only with PipelineParallelStrategy.
+        if trainer.world_size > 1:
+            torch.distributed.all_reduce(tensor)
+        sums: list[float] = tensor.tolist()
         return sums
 
     def _save(self, trainer: Trainer, moment: _Moment) -> None:
@@ -253,6 +271,8 @@ class SpotCheckpoint(Checkpoint):
         # Waits for the thread in which AsyncCheckpointIO writes, and raises what failed in it.
         trainer.strategy.checkpoint_io.teardown()
         trainer.strategy.barrier("interrupted")  # the other ranks have not written, and would exit too early
+        if self._process is not None and trainer.local_rank == 0:
+            self._process.note_saved(files_of(path))
         if self._signalled_at is not None:
             seconds = time.monotonic() - self._signalled_at
             logger.info(

@@ -168,6 +168,20 @@ def test_the_other_hosts_are_stopped_when_the_interrupted_one_has_left(jobs, wor
     assert len(row(ended.stdout, "algo-1", 1)) == 5
 
 
+@pytest.mark.parametrize("stopped", ["algo-1", "algo-2"])
+def test_hosts_leave_when_the_checkpoint_is_uploaded_and_the_stopped_one_first(jobs, work, stopped):
+    """Whichever host is stopped, and whichever has written the checkpoint: the next attempt resumes from it."""
+    options = ["--group", "trainer=2", "--upload-delay", "2", "--fault", f"interrupt:{stopped}@step=1"]
+    ended = run_faulty(jobs, work, *options, mode="save_and_leave")
+    assert ended.returncode == 0, ended.stdout
+    assert sorted(said_after(ended.stdout, "resumed")) == [("algo-1", "at step 1"), ("algo-2", "at step 1")]
+    assert re.search(r"^algo-1 \| lightning-sm: uploaded after [1-9]", ended.stdout, re.MULTILINE)
+    other = {"algo-1": "algo-2", "algo-2": "algo-1"}[stopped]
+    assert f"{other} | lightning-sm: this host has saved its checkpoint, but was not stopped itself." in ended.stdout
+    assert [row(ended.stdout, host, 1)[2] for host in ("algo-1", "algo-2")] == ["143", "143"]
+    assert "Not uploaded" not in ended.stdout
+
+
 @pytest.mark.parametrize("delay", ["-1", "inf", "nan"])
 def test_a_delay_that_never_ends_is_refused(jobs, work, delay):
     """Before anything starts."""

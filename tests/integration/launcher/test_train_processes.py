@@ -44,16 +44,44 @@ def test_a_signal_to_another_thread_of_the_launcher_reaches_the_script(base, wor
         assert running.exit_code() == 42
 
 
-def test_a_process_whose_name_is_no_text_does_not_stop_the_stop(base, work):
-    """The kernel cuts names off at 15 bytes, also in the middle of a character."""
+def test_only_processes_that_say_so_get_the_gentle_signal(base, work):
+    """A helper that catches SIGUSR2, as all Go programs do, does not keep SIGTERM from the script."""
+    helper = "import signal, threading\nsignal.signal(signal.SIGUSR2, lambda *_: None)\n" + _WAIT
     (work / "train.py").write_text(
-        "import ctypes, signal, sys\nctypes.CDLL(None).prctl(15, b'trainer-\\xe8\\xa8', 0, 0, 0)\n"
-        "signal.signal(signal.SIGUSR2, lambda *_: sys.exit(42))\n" + _WAIT
+        "import signal, subprocess, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {helper!r}])\nchild.wait()"
     )
     with started(base, work, "train.py") as running:
         running.wait_for("ready")
         running.process.send_signal(signal.SIGTERM)
         assert running.exit_code() == 42
+
+
+def test_a_process_that_says_so_gets_the_gentle_signal(base, work):
+    """A file in the control folder is all it takes, whatever the process is called; SIGTERM comes later."""
+    (work / "train.py").write_text(
+        "import ctypes, os, pathlib, signal, sys\nctypes.CDLL(None).prctl(15, b'trainer-\\xe8\\xa8', 0, 0, 0)\n"
+        "signal.signal(signal.SIGUSR2, lambda *_: sys.exit(42))\n"
+        "pathlib.Path(os.environ['LIGHTNING_SM_CONTROL_DIR'], f'process-{os.getpid()}').touch()\n" + _WAIT
+    )
+    with started(base, work, "train.py") as running:
+        running.wait_for("ready")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.exit_code() == 42
+
+
+def test_a_local_rank_that_fails_after_the_script_fails_the_host(base, work):
+    """A rank that still writes its predictions when rank 0 has ended is waited for, and its exit code counts."""
+    rank = "import sys\nfrom lightning_sm.job.control_folder import announce\nannounce()\nprint('ready', flush=True)\n"
+    rank += "sys.stdin.read()\nsys.exit(5)"
+    (work / "train.py").write_text(
+        "import os, subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {rank!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\nos._exit(0)"
+    )
+    ended = train(base, work, "train.py")
+    assert ended.returncode == 5
+    assert "exit code 5" in failure(base)
 
 
 def test_signal_that_kills_the_script_is_its_exit_code(base, work):

@@ -1,0 +1,171 @@
+"""The folder in which the processes of a script tell their launcher what an exit code comes too late for.
+
+The launcher names it by ``LIGHTNING_SM_CONTROL_DIR``. Each training process, and the main process of a data host, has
+a file there: its existence asks for the gentle signal when the job is stopped, its content says where the process
+stands. Without our launcher (the stock toolkit, a laptop) there is no folder, and nothing is written.
+
+Files of the folder: ``process-<pid>`` (one line, see ``Beat``), ``stacks-<pid>`` (made by faulthandler on request),
+``saved.jsonl`` (the checkpoints of an interruption) and ``peers-gone`` (another host has failed).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from lightning_sm.job.variables import CONTROL_DIR
+
+# Asks a process for the stacks of its threads. faulthandler answers in C, also while Python code cannot run. No library
+# uses real-time signals; macOS has none.
+STACKS_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1 - 2) + 2
+_PROCESS = "process-"
+_STACKS = "stacks-"
+_SAVED = "saved.jsonl"
+_PEERS_GONE = "peers-gone"
+# One write of a line so long replaces the last one whatever its length was.
+_LINE_CHARS = 120
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Where a process stands.
+
+    Attributes:
+        pid: The process.
+        at: When it said so, in seconds of ``time.monotonic``, which all processes of a host share.
+        rank: Its global rank; -1 before it is known, and for data hosts.
+        step: Completed optimizer steps.
+        epoch: The epoch, from 0.
+        phase: What it does, such as "training" or "validating".
+        may_pause: Whether what it does may take any time: it compiles, saves a checkpoint, or loads data.
+    """
+
+    pid: int
+    at: float
+    rank: int = -1
+    step: int = 0
+    epoch: int = 0
+    phase: str = "starting"
+    may_pause: bool = True
+
+
+class OwnProcess:
+    """This process, as it shows itself to the launcher.
+
+    Args:
+        folder: The control folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pid = os.getpid()
+        self._file = os.open(folder / f"{_PROCESS}{self._pid}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # faulthandler writes to the descriptor for as long as the process lives.
+        self._stacks = os.open(folder / f"{_STACKS}{self._pid}", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
+        faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
+        self.beat()
+
+    def beat(
+        self, rank: int = -1, step: int = 0, epoch: int = 0, phase: str = "starting", *, may_pause: bool = True
+    ) -> None:
+        """Say where this process stands; see ``Beat``."""
+        line = f"{time.monotonic():.3f} {rank} {step} {epoch} {may_pause:d} {phase}"
+        os.pwrite(self._file, line.ljust(_LINE_CHARS).encode(), 0)
+
+    def note_saved(self, paths: Sequence[Path]) -> None:
+        """Tell the launcher which files of this host belong to the checkpoint of an interruption; maybe none."""
+        with (self._folder / _SAVED).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(str(path)) + "\n" for path in paths)
+
+    def are_peers_gone(self) -> bool:
+        """Whether the job has failed on another host, so that collective calls can only hang."""
+        return (self._folder / _PEERS_GONE).exists()
+
+
+def announce(env: Mapping[str, str] = os.environ) -> OwnProcess | None:
+    """Tell the launcher that this process reacts to the gentle signal; the same object for each call in a process.
+
+    Args:
+        env: Environment variables.
+
+    Returns:
+        This process; None without a launcher.
+    """
+    folder = CONTROL_DIR.read(env)
+    # A process that outlives its launcher finds no folder.
+    return None if folder is None or not folder.is_dir() else _announced(os.getpid(), folder)
+
+
+@cache
+def _announced(_pid: int, folder: Path) -> OwnProcess:
+    return OwnProcess(folder)
+
+
+class ControlFolder:
+    """The launcher's side of the folder; a context manager that removes it.
+
+    Args:
+        path: The folder, which exists.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> ControlFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # A process that has left its group may still write into it.
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def clear(self) -> None:
+        """Forget the processes of an earlier script."""
+        for path in self.path.iterdir():
+            path.unlink()
+
+    def beats(self) -> list[Beat]:
+        """Where the processes stand that have announced themselves, whether or not they still run."""
+        beats = []
+        for path in sorted(self.path.glob(f"{_PROCESS}*")):
+            # Another program may have made it by hand, to get the gentle signal; or is just making it.
+            with contextlib.suppress(ValueError):
+                beats.append(_parsed(int(path.name.removeprefix(_PROCESS)), path.read_text(encoding="utf-8")))
+        return beats
+
+    def say_peers_gone(self) -> None:
+        """Tell the processes that the job has failed on another host."""
+        (self.path / _PEERS_GONE).touch()
+
+    def saved(self) -> list[Path] | None:
+        """The files of this host that belong to the checkpoint of an interruption; None if none was saved."""
+        try:
+            lines = (self.path / _SAVED).read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return None
+        return [Path(json.loads(line)) for line in lines]
+
+    def stacks(self, pid: int) -> str | None:
+        """What a process has written of its threads' stacks so far; None if it does not know ``STACKS_SIGNAL``."""
+        try:
+            return (self.path / f"{_STACKS}{pid}").read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return None
+
+
+def _parsed(pid: int, line: str) -> Beat:
+    if not line.strip():
+        return Beat(pid, time.monotonic())
+    at, rank, step, epoch, may_pause, phase = line.split(maxsplit=5)
+    return Beat(pid, float(at), int(rank), int(step), int(epoch), phase.strip(), may_pause == "1")

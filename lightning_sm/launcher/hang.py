@@ -1,0 +1,147 @@
+"""Notice that a host's training processes make no progress, and save the stacks of their threads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lightning_sm._log import command_logger
+from lightning_sm.job.control_folder import STACKS_SIGNAL, Beat, ControlFolder
+
+_LOG = command_logger(__name__)
+
+# A step may take much longer than those before it: another batch size, a disk that wakes up, a slow download.
+_TIMES_THE_LONGEST = 20.0
+# A process that has raised an exception ends within moments, unless its loggers hang, or the script caught it.
+_FAILED_S = 120.0
+# For faulthandler to write the stacks; it takes milliseconds.
+_STACKS_S = 5.0
+_POLL_S = 0.05
+
+
+class HangRule:
+    """Decides whether processes hang. It has no clock and does no I/O.
+
+    A process hangs if it has said nothing for ``least_s``, and 20 times as long as ever before, while nothing that it
+    does may pause for so long (see ``Beat``).
+
+    Args:
+        least_s: Seconds.
+    """
+
+    def __init__(self, least_s: float) -> None:
+        self._least_s = least_s
+        self._last: dict[int, Beat] = {}
+        self._longest_s = 0.0
+
+    def hanging(self, beats: Sequence[Beat], now: float) -> list[Beat]:
+        """Return the processes that hang.
+
+        Args:
+            beats: Where the running processes stand.
+            now: The time.
+        """
+        for beat in beats:
+            last = self._last.get(beat.pid)
+            if last is not None and not last.may_pause:
+                self._longest_s = max(self._longest_s, beat.at - last.at)
+            self._last[beat.pid] = beat
+        limit_s = max(self._least_s, _TIMES_THE_LONGEST * self._longest_s)
+        failed = [beat for beat in beats if beat.phase.startswith("failed with ") and now - beat.at >= _FAILED_S]
+        return failed or [beat for beat in beats if not beat.may_pause and now - beat.at >= limit_s]
+
+
+class Watchdog:
+    """A thread that watches the processes of a script. A context manager.
+
+    Args:
+        beats: Returns where the running processes stand.
+        least_s: As in ``HangRule``; 0 turns the watchdog off.
+        on_hang: Called once, from the thread, with what is known of the hang, when processes hang.
+        check_s: Between two checks, in seconds.
+    """
+
+    def __init__(
+        self,
+        beats: Callable[[], Sequence[Beat]],
+        least_s: float,
+        on_hang: Callable[[str], None],
+        check_s: float = 2.0,
+    ) -> None:
+        self._beats = beats
+        self._least_s = least_s
+        self._on_hang = on_hang
+        self._check_s = min(check_s, least_s / 4) if least_s else check_s
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        if self._least_s:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        if self._least_s:
+            self._thread.join()
+
+    def _run(self) -> None:
+        rule = HangRule(self._least_s)
+        # A launcher that was suspended together with its script sees old beats when it continues: look twice.
+        was_hanging = False
+        while not self._closing.wait(self._check_s):
+            beats = self._beats()
+            is_hanging = bool(rule.hanging(beats, time.monotonic()))
+            if is_hanging and was_hanging:
+                self._on_hang(described(beats, time.monotonic()))
+                return
+            was_hanging = is_hanging
+
+
+def described(beats: Sequence[Beat], now: float) -> str:
+    """Say in one line where processes stand."""
+    stands = [
+        f"{'data host' if beat.rank < 0 else f'rank {beat.rank}'} at step {beat.step}, {beat.phase} "
+        f"({now - beat.at:.0f} s ago)"
+        for beat in sorted(beats, key=lambda beat: beat.rank)
+    ]
+    return "; ".join(stands)
+
+
+def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path) -> list[Path]:
+    """Write the stacks of all threads of processes into files.
+
+    Args:
+        control: Where faulthandler writes them.
+        beats: The processes.
+        folder: Where to save them.
+
+    Returns:
+        The files: ``stacks-rank<rank>.txt``.
+    """
+    # The signal would end a process that does not know it.
+    before = {beat.pid: text for beat in beats if (text := control.stacks(beat.pid)) is not None}
+    for pid in before:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, STACKS_SIGNAL)
+    deadline = time.monotonic() + _STACKS_S
+    while time.monotonic() < deadline and any(control.stacks(pid) == text for pid, text in before.items()):
+        threading.Event().wait(_POLL_S)
+    threading.Event().wait(_POLL_S)  # the rest of a text that has begun
+    files = []
+    for beat in [beat for beat in beats if beat.pid in before]:
+        name = f"rank{beat.rank}" if beat.rank >= 0 else f"process{beat.pid}"
+        path = folder / f"stacks-{name}.txt"
+        text = (control.stacks(beat.pid) or "")[len(before[beat.pid]) :]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(text or f"Process {beat.pid} did not answer within {_STACKS_S:g} s.\n", encoding="utf-8")
+        except OSError as error:
+            _LOG.warning("cannot write %s: %s", path, error)
+        else:
+            files.append(path)
+    return files

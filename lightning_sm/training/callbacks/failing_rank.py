@@ -1,0 +1,81 @@
+"""FailingRank: a rank that raises an exception says so at once, and makes no collective call any more."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from functools import partial
+from typing import Any
+
+from lightning_sm._lightning import Callback, LightningModule, ModelCheckpoint, OnExceptionCheckpoint, Strategy, Trainer
+from lightning_sm.job.control_folder import announce
+from lightning_sm.training.callbacks.spot_checkpoint import TrainingInterrupted
+
+logger = logging.getLogger(__name__)
+
+# Of an exception's text in the line that says where a rank stands.
+_MAX_CHARS = 60
+
+
+class FailingRank(Callback):
+    """Let a rank fail alone.
+
+    When one of several ranks raises an exception, the others wait for it in a collective call. In stock Lightning its
+    callbacks may then make another one (``save_on_exception`` ends with a barrier), the traceback is never printed, and
+    the job hangs until the timeout of the collective. Here the traceback comes first. Checkpoints of an exception are
+    written by the rank alone where each rank has the complete model (DDP), and left out where it has not (FSDP).
+
+    After an interruption, for which ``SpotCheckpoint`` has saved a checkpoint, no second one is written.
+
+    It must be the first callback with ``on_exception``. ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let all ranks save together again, in case the script has caught an exception."""
+        vars(trainer).pop("save_checkpoint", None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Print the traceback, and make checkpoints those of this rank alone."""
+        if isinstance(exception, TrainingInterrupted):
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, ModelCheckpoint):
+                    callback.save_on_exception = False
+                elif isinstance(callback, OnExceptionCheckpoint):
+                    trainer.save_checkpoint = _save_nothing  # type: ignore[method-assign]
+            return
+        if trainer.world_size == 1 or not isinstance(exception, Exception):
+            return
+        # The hook that prints it when the process ends, which may be minutes away, or never.
+        sys.excepthook(type(exception), exception, exception.__traceback__)
+        sys.stderr.flush()
+        process = announce()
+        if process is not None:
+            phase = f"failed with {type(exception).__name__}: {exception}"[:_MAX_CHARS]
+            process.beat(trainer.global_rank, trainer.global_step, trainer.current_epoch, " ".join(phase.split()))
+        trainer.save_checkpoint = partial(_save_alone, trainer)  # type: ignore[method-assign]
+
+
+def _save_nothing(*_: Any, **__: Any) -> None:
+    logger.info("No second checkpoint is saved for the interruption.")
+
+
+def _save_alone(
+    trainer: Any, filepath: str | os.PathLike[str], weights_only: bool | None = None, storage_options: Any = None
+) -> None:
+    """Save a checkpoint without any other rank, if this one has the complete model and optimizers."""
+    strategy = trainer.strategy
+    # ZeroRedundancyOptimizer gathers its state from all ranks.
+    gathers = [one for one in strategy.optimizers if hasattr(one, "consolidate_state_dict")]
+    if type(strategy).save_checkpoint is not Strategy.save_checkpoint or gathers:
+        name = type(gathers[0] if gathers else strategy).__name__
+        logger.warning(
+            "Rank %d has failed and saves no checkpoint in %s: %s needs all ranks for that.",
+            trainer.global_rank,
+            filepath,
+            name,
+        )
+        return
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
+    strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+    logger.info("Rank %d has failed, and has saved a checkpoint in %s.", trainer.global_rank, filepath)

@@ -1,0 +1,83 @@
+"""A rank that raises an exception while the others wait for it in a collective call."""
+
+import os
+import sys
+import textwrap
+
+import pytest
+
+from lightning_sm._lightning import ModelCheckpoint
+from lightning_sm.training.callbacks.failing_rank import FailingRank
+from tests.integration.hosts import REPOSITORY, Hosts, run_together
+from tests.integration.interrupted_fits import Interrupt, Model, is_interrupted
+
+_SCRIPT = """
+import os, sys
+from pathlib import Path
+import torch
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.callbacks import ModelCheckpoint
+from lightning_sm.training.callbacks.failing_rank import FailingRank
+from lightning_sm.training.callbacks.local_position import LocalPosition
+
+folder, failing, strategy = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3 and self.global_rank == failing:
+            raise ValueError("a bad sample")
+        return self.line(batch).mean()
+    def configure_optimizers(self):
+        if strategy == "zero":
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+            return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1)
+        return torch.optim.SGD(self.parameters(), 0.1)
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.rand(64, 2), 2)
+
+model = Model()
+trainer = Trainer(
+    accelerator="cpu", devices=1, num_nodes=2, strategy="ddp", max_epochs=1, logger=False, enable_progress_bar=False,
+    enable_model_summary=False,
+    callbacks=[FailingRank(), LocalPosition(), ModelCheckpoint(folder, save_on_exception=True)],
+)
+trainer.fit(model)
+"""
+
+
+@pytest.mark.matrix(first=2)
+@pytest.mark.parametrize(("failing", "optimizer"), [(1, "sgd"), (0, "zero"), (0, "sgd")])
+def test_one_rank_fails_and_saves_alone(tmp_path, failing, optimizer):
+    """The traceback is printed, the checkpoint written by that rank if it can, and the process ends by itself."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(_SCRIPT))
+    env = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(Hosts(tmp_path / "hosts").main_port),
+        "LOCAL_RANK": "0",
+    }
+    env |= {"WORLD_SIZE": "2", "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(tmp_path / "saved"), str(failing), optimizer]
+    ended = run_together({str(rank): (command, {**env, "NODE_RANK": str(rank)}) for rank in range(2)})[str(failing)]
+    assert ended.code == 1
+    assert "ValueError: a bad sample" in ended.output
+    saved = list((tmp_path / "saved").glob("*.ckpt"))
+    if optimizer == "zero":
+        assert f"Rank {failing} has failed and saves no checkpoint in" in ended.output
+        assert "ZeroRedundancyOptimizer needs all ranks for that." in ended.output
+        assert not saved
+    else:
+        assert [path.name for path in saved] == ["epoch=0-step=3.ckpt"]
+
+
+@pytest.mark.usefixtures("restored_signals")
+def test_no_second_checkpoint_is_written_for_an_interruption(tmp_path):
+    """SpotCheckpoint has saved one already, and every second counts."""
+    folder = tmp_path / "run"
+    also = ModelCheckpoint(folder / "exceptions", save_on_exception=True, every_n_epochs=99)
+    assert is_interrupted(folder, Model(), FailingRank(), Interrupt("on_train_batch_start", 3), also)
+    assert [path.name for path in folder.rglob("*.ckpt")] == ["interrupted-epoch=0-step=2.ckpt"]

@@ -1,0 +1,94 @@
+"""What processes write into the control folder, and what their launcher reads."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from lightning_sm.job.control_folder import STACKS_SIGNAL, Beat, ControlFolder, announce
+from lightning_sm.job.variables import CONTROL_DIR
+
+
+@pytest.fixture
+def control(tmp_path):
+    """The folder, from the side of the launcher."""
+    with ControlFolder(tmp_path / "control") as folder:
+        folder.path.mkdir()
+        yield folder
+
+
+@pytest.fixture
+def announced(control):
+    """Announces this process, which must forget the signal afterwards."""
+    old = signal.getsignal(STACKS_SIGNAL)
+    yield lambda: announce({CONTROL_DIR.name: str(control.path)})
+    signal.signal(STACKS_SIGNAL, old)
+
+
+def test_a_process_says_where_it_stands(control, announced):
+    """The last beat counts, whatever its length; the same process is announced once."""
+    process = announced()
+    assert announced() is process
+    (first,) = control.beats()
+    assert first == Beat(os.getpid(), first.at)
+    process.beat(3, 1200, 7, "saving a very long checkpoint", may_pause=True)
+    process.beat(3, 1201, 7, "training", may_pause=False)
+    (last,) = control.beats()
+    assert last == replace(last, pid=os.getpid(), rank=3, step=1201, epoch=7, phase="training", may_pause=False)
+    assert first.at <= last.at
+
+
+def test_without_a_launcher_nothing_is_announced(tmp_path):
+    """On a laptop there is no folder; a process may outlive its launcher, and the folder with it."""
+    assert announce({}) is None
+    assert announce({CONTROL_DIR.name: str(tmp_path / "gone")}) is None
+
+
+def test_a_file_made_by_hand_announces_a_process(control):
+    """Scripts without lightning_sm touch a file; others in the folder are no processes."""
+    (control.path / "process-17").touch()
+    (control.path / "process-x").touch()
+    (beat,) = control.beats()
+    assert (beat.pid, beat.may_pause) == (17, True)
+    assert control.stacks(17) is None
+
+
+def test_saved_files_and_lost_peers(control, announced):
+    """A host may have saved nothing, which is not the same as not having been interrupted."""
+    process = announced()
+    assert (control.saved(), process.are_peers_gone()) == (None, False)
+    process.note_saved([])
+    assert control.saved() == []
+    process.note_saved([control.path / "a\nb.ckpt"])
+    control.say_peers_gone()
+    assert (control.saved(), process.are_peers_gone()) == ([control.path / "a\nb.ckpt"], True)
+    control.clear()
+    assert (control.saved(), control.beats(), process.are_peers_gone()) == (None, [], False)
+
+
+def test_stacks_are_written_on_request(control):
+    """The signal shows the stacks of all threads, also while the main thread blocks in C."""
+    script = (
+        "from lightning_sm.job.control_folder import announce\nannounce()\nprint('ready', flush=True)\n"
+        "def blocking():\n    import sys\n    sys.stdin.buffer.raw.read()\nblocking()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env={**os.environ, CONTROL_DIR.name: str(control.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with child:
+        assert child.stdout.readline() == b"ready\n"
+        assert control.stacks(child.pid) == ""
+        deadline = time.monotonic() + 30
+        # It may print before it blocks.
+        while " in blocking\n" not in control.stacks(child.pid) and time.monotonic() < deadline:
+            child.send_signal(STACKS_SIGNAL)
+        child.communicate()
+        assert " in blocking\n" in control.stacks(child.pid)
+    assert child.returncode == 0

@@ -1,0 +1,91 @@
+"""When processes count as hanging, and what is saved of them."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from lightning_sm.job.control_folder import Beat, ControlFolder
+from lightning_sm.job.variables import CONTROL_DIR
+from lightning_sm.launcher.hang import HangRule, Watchdog, described, save_stacks
+
+
+def _training(pid, at, step=0, phase="training", may_pause=False):
+    return Beat(pid, at, rank=pid, step=step, phase=phase, may_pause=may_pause)
+
+
+def test_a_process_hangs_when_it_says_nothing_for_long():
+    """All that hang are named, but not those that still make steps."""
+    rule = HangRule(least_s=60)
+    assert rule.hanging([_training(0, 0.0), _training(1, 0.0)], 59.9) == []
+    assert rule.hanging([_training(0, 0.0), _training(1, 2.0)], 60.0) == [_training(0, 0.0)]
+
+
+def test_slow_steps_take_their_time():
+    """Twenty times the longest step so far is no hang, however short the limit."""
+    rule = HangRule(least_s=10)
+    assert rule.hanging([_training(0, 0.0)], 1.0) == []
+    assert rule.hanging([_training(0, 5.0)], 6.0) == []
+    assert rule.hanging([_training(0, 5.0)], 104.9) == []
+    assert rule.hanging([_training(0, 5.0)], 105.0) != []
+
+
+@pytest.mark.parametrize("phase", ["saving a checkpoint", "in the first step"])
+def test_what_may_pause_is_no_hang(phase):
+    """A checkpoint or a compilation may take any time, and does not make later steps look slow."""
+    rule = HangRule(least_s=10)
+    paused = _training(0, 0.0, phase=phase, may_pause=True)
+    assert rule.hanging([paused], 5000.0) == []
+    assert rule.hanging([_training(0, 5000.0)], 5001.0) == []
+    assert rule.hanging([_training(0, 5000.0)], 5010.0) != []
+
+
+def test_a_process_that_has_failed_must_end():
+    """A rank that raised an exception, but whose process does not end, hangs the others."""
+    rule = HangRule(least_s=600)
+    failed = _training(1, 0.0, phase="failed with ValueError: no label", may_pause=True)
+    waiting = _training(0, 0.0, phase="training")
+    assert rule.hanging([waiting, failed], 119.0) == []
+    assert rule.hanging([waiting, failed], 120.0) == [failed]
+
+
+def test_where_they_stand_in_one_line():
+    """Ranks in their order, then how long they have said nothing."""
+    beats = [_training(1, 2.0, step=7, phase="validating"), _training(0, 0.0, step=8)]
+    assert described(beats, 62.0) == "rank 0 at step 8, training (62 s ago); rank 1 at step 7, validating (60 s ago)"
+
+
+def test_the_watchdog_calls_once():
+    """After two looks at the same hang; nothing is called where it is off."""
+    said = []
+    known = threading.Event()
+
+    def note(where):
+        said.append(where)
+        known.set()
+
+    with Watchdog(lambda: [_training(0, 0.0, step=3)], 0.2, note, check_s=0.01):
+        assert known.wait(10)
+    with Watchdog(lambda: [_training(0, 0.0)], 0.0, said.append, check_s=0.01):
+        pass
+    (where,) = said
+    assert where.startswith("rank 0 at step 3, training (")
+
+
+def test_stacks_are_saved_for_each_process(tmp_path):
+    """A process that does not know the signal is spared, and has no file."""
+    script = "import os\nfrom lightning_sm.job.control_folder import announce\nannounce().beat(2)\n"
+    script += "def stuck():\n    print('ready', flush=True)\n    os.read(0, 1)\nstuck()"
+    (tmp_path / "control").mkdir()
+    with ControlFolder(tmp_path / "control") as control:
+        env = {**os.environ, CONTROL_DIR.name: str(control.path)}
+        child = subprocess.Popen([sys.executable, "-c", script], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        with child:
+            assert child.stdout.readline() == b"ready\n"
+            (control.path / f"process-{os.getpid()}").touch()
+            files = save_stacks(control, control.beats(), tmp_path / "output")
+            child.communicate(b"x")
+        assert files == [tmp_path / "output" / "stacks-rank2.txt"]
+        assert " in stuck\n" in files[0].read_text()
