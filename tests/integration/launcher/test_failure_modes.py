@@ -86,6 +86,12 @@ EARLY = tuple(
     )
     for word in pair
 )
+# Within the epochs of 30 steps.
+PERIODIC = (
+    *("--trainer.callbacks+", "pytorch_lightning.callbacks.ModelCheckpoint"),
+    *("--trainer.callbacks.every_n_train_steps", "7"),
+)
+RESTARTS = ("--env", "LIGHTNING_SM_MAX_RESTARTS=1")
 # The error, and where: the hosts have one rank each.
 EXCEPTION = r"ArithmeticError: rank (\d) fails at step (\d+|val)\non trainer host algo-\d, rank \1 \(exit code 1\)\n"
 LAST_LINES = r"exit code {} on (trainer|data) host algo-\d(, rank \d)?; last lines of stderr"
@@ -301,6 +307,25 @@ MATRIX = [
         fails=("exit@open", "data-0"),
     ),
     Cell(
+        "SIGKILL of a rank, with one restart allowed",
+        "main trainer",
+        "second epoch",
+        options=fault("kill-rank:trainer-1", "step=45", *RESTARTS),
+        arguments=PERIODIC,
+    ),
+    Cell(
+        "exception in each attempt, with one restart allowed",
+        "other trainer",
+        "mid-epoch",
+        main=EITHER,
+        other=(1,),
+        job=1,
+        first="other",
+        reason=EXCEPTION,
+        fails=("exception@10", "1"),
+        options=RESTARTS,
+    ),
+    Cell(
         "hangs for 8 s",
         "one of two data hosts",
         "mid-epoch",
@@ -400,6 +425,35 @@ def check_first(cell, hosts, output):
     assert re.match(cell.reason, reason), output
     assert f" host {name}" in reason
     assert hosts["other" if cell.first == "main" else "main"][2] == reason, output
+
+
+def numbers_of(folder):
+    """The last number that each rank noted for each batch: a resumed run repeats the steps since its checkpoint."""
+    found = {}
+    for path in (folder / "notes").glob("*.txt"):
+        for line in path.read_text().splitlines():
+            *where, number = line.split()
+            found[(path.stem, *where)] = number
+    return found
+
+
+@pytest.mark.proof
+@pytest.mark.processes
+def test_a_restart_changes_no_number(tmp_path):
+    """Killed in mid-epoch, a job restarts from its checkpoint and ends with the losses of one that was not killed."""
+    (restarted,) = [cell for cell in MATRIX if cell.arguments == PERIODIC]
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "undisturbed").mkdir()
+    code, output = run_job(tmp_path / "killed", restarted)
+    assert code == 0, output
+    assert "Restart 1 of 1: all trainer hosts start again from the latest valid checkpoint." in output
+    assert re.search(r"Resuming from .*/epoch=1-step=\d+\.ckpt, the latest valid checkpoint of the job", output), output
+    assert len(re.findall(r"Data host algo-\d serves at", output)) == 1, output  # which was not restarted
+    code, output = run_job(tmp_path / "undisturbed", Cell("success", "all", "end", arguments=PERIODIC))
+    assert code == 0, output
+    numbers = numbers_of(tmp_path / "undisturbed")
+    assert len({key for key in numbers if key[1] == "train"}) == 2 * 60
+    assert numbers_of(tmp_path / "killed") == numbers
 
 
 def table():

@@ -1,0 +1,232 @@
+"""Restart within the job: launchers of two trainer hosts and a data host, with a script that needs no torch."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.job_folder import resource_config, write_job
+from tests.integration.emulators import in_background, local, processes_of
+from tests.integration.faulty_jobs import row
+from tests.integration.launching import failure, train
+
+# Each start is a line "attempt:pid" in NOTES/<host>. Trainers meet on the port of rank 0 in every attempt: it must be
+# free again for that. Then the second host fails as FAILS says in the first NUM_FAILURES attempts; the other one waits.
+_SCRIPT = """
+import os, signal, socket, subprocess, threading
+from pathlib import Path
+
+import psutil
+
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.topology import Role, Topology
+
+job = SageMakerJob.from_environment()
+topology = Topology.from_job(job)
+notes = Path(os.environ["NOTES"])
+kind, num_failures = os.environ["FAILS"], int(os.environ["NUM_FAILURES"])
+
+
+def lines(name):
+    return (notes / name).read_text().split() if (notes / name).exists() else []
+
+
+def note(name, word):
+    with open(notes / name, "a") as file:
+        file.write(f"{word}\\n")
+
+
+def meet():
+    address = job.addresses[topology.main_host], topology.main_port
+    if job.current_host == topology.main_host:
+        with socket.create_server(address) as server:
+            server.settimeout(60)
+            server.accept()[0].sendall(b".")
+        return
+    while True:
+        try:
+            with socket.create_connection(address, timeout=60) as connection:
+                assert connection.recv(1) == b"."
+                return
+        except ConnectionRefusedError:
+            threading.Event().wait(0.01)
+
+
+attempt = len(lines(job.current_host)) + 1
+started = [line.split(":") for host in topology.trainer_hosts for line in lines(host)]
+print("left:", [pid for number, pid in started if int(number) < attempt and psutil.pid_exists(int(pid))], flush=True)
+note(job.current_host, f"{attempt}:{os.getpid()}")
+if topology.role is Role.DATA:
+    threading.Event().wait(60)
+if kind == "import" and job.current_host == topology.trainer_hosts[1]:
+    import no_such_module
+if kind == "usage":
+    import argparse
+    argparse.ArgumentParser(prog="train.py").parse_args(["--nix"])
+if kind == "deaf" and job.current_host == topology.main_host:
+    signal.signal(signal.SIGTERM, lambda *_: None)
+meet()
+if kind == "wait":
+    if "LIGHTNING_SM_STEP_FILE" in os.environ:
+        Path(os.environ["LIGHTNING_SM_STEP_FILE"]).write_text("1 1")
+    threading.Event().wait(60)
+if attempt <= num_failures:
+    if job.current_host == topology.trainer_hosts[1]:
+        if kind == "daemon":  # in a session of its own, as the ranks of torchrun are
+            daemon = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            note("daemons", daemon.pid)
+        if kind in ("kill", "daemon"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ArithmeticError(f"attempt {attempt}")
+    threading.Event().wait(60)
+print("daemons:", [psutil.pid_exists(int(pid)) for pid in lines("daemons")], flush=True)
+"""
+
+
+@dataclass
+class _Ended:
+    """A job that ran to its end."""
+
+    code: int
+    output: str
+    jobs: Path
+    notes: Path
+
+    def num_starts(self):
+        """How often the script started, by host; the hosts of a seed are always dealt in the same way."""
+        paths = {name: self.notes / name for name in (*self.trainers, self.data)}
+        return {name: len(path.read_text().split()) if path.exists() else 0 for name, path in paths.items()}
+
+    @property
+    def trainers(self):
+        """Names of the trainer hosts."""
+        return sorted(re.findall(r"^(algo-\d) +trainer ", self.output, re.MULTILINE))
+
+    @property
+    def data(self):
+        """Name of the data host."""
+        return re.findall(r"^(algo-\d) +data ", self.output, re.MULTILINE)[0]
+
+    def exit_codes(self):
+        """Exit codes of the trainer hosts and of the data host."""
+        return [int(row(self.output, host)[2]) for host in (*self.trainers, self.data)]
+
+    def reason(self, host):
+        """What a host left for the service to read."""
+        (path,) = self.jobs.glob(f"*/{host}/output/failure")
+        return path.read_text()
+
+
+def _options(tmp_path, work, fails, num_failures, max_restarts, *options):
+    (tmp_path / "notes").mkdir()
+    (work / "train.py").write_text(_SCRIPT)
+    variables = {
+        "NOTES": tmp_path / "notes",
+        "FAILS": fails,
+        "NUM_FAILURES": num_failures,
+        "LIGHTNING_SM_MAX_RESTARTS": max_restarts,
+    }
+    given = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
+    return ["--group", "trainer=2", "--group", "data=1", "--seed", "1", *given, *options, "--", "train.py"]
+
+
+def _run(tmp_path, jobs, work, fails, num_failures, max_restarts, *options):
+    arguments = _options(tmp_path, work, fails, num_failures, max_restarts, *options)
+    ended = local(jobs, work, *arguments)
+    return _Ended(ended.returncode, ended.stdout + ended.stderr, jobs, tmp_path / "notes")
+
+
+@pytest.mark.parametrize(
+    ("fails", "cause"),
+    [("exception", "ArithmeticError: attempt 1 on trainer host"), ("kill", "killed by SIGKILL (exit code 137) on")],
+)
+def test_all_trainer_hosts_start_again_and_the_data_host_goes_on(tmp_path, jobs, work, fails, cause):
+    """After an exception, or a kill, of one host's script both start again on the same ports, once, and succeed."""
+    ended = _run(tmp_path, jobs, work, fails, 1, 3, "--checkpoints", str(tmp_path / "checkpoints"))
+    assert ended.code == 0, ended.output
+    assert ended.exit_codes() == [0, 0, 0]
+    assert ended.num_starts() == {**dict.fromkeys(ended.trainers, 2), ended.data: 1}
+    # Nothing of the first attempt was left on any host when the second began.
+    assert ended.output.count("left: []") == 5, ended.output
+    line = f"Restart 1 of 3: all trainer hosts start again from the latest valid checkpoint. Cause: {cause}"
+    assert ended.output.count(line) == 3, ended.output
+    assert not list(jobs.glob("*/*/output/failure"))
+    assert not processes_of(jobs)
+
+
+def test_what_a_script_left_elsewhere_is_gone_before_the_restart(tmp_path, jobs, work):
+    """Also processes in other sessions, which could hold ports and GPUs. Without checkpoint folder, a line says so."""
+    ended = _run(tmp_path, jobs, work, "daemon", 1, 1)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("daemons: [False]") == 2, ended.output
+    assert "start again from the beginning, because the job has no checkpoint folder. Cause: " in ended.output
+
+
+def test_after_the_last_restart_the_job_fails_with_all_it_knows(tmp_path, jobs, work):
+    """The reason is that of the last attempt, on both hosts, with the number of restarts and the first cause."""
+    ended = _run(tmp_path, jobs, work, "exception", 9, 2)
+    assert ended.code == 1, ended.output
+    assert ended.num_starts() == {**dict.fromkeys(ended.trainers, 3), ended.data: 1}
+    main, other = ended.trainers
+    reason = ended.reason(other)
+    assert reason.startswith(f"ArithmeticError: attempt 3\non trainer host {other}")
+    assert re.search(
+        r"\nThe job was restarted 2 times before\. First cause: ArithmeticError: attempt 1 on trainer host ", reason
+    )
+    assert ended.reason(main) == reason
+    assert ended.exit_codes()[2] == 0
+    assert ended.output.count("Restart 2 of 2: ") == 3
+
+
+@pytest.mark.parametrize(("fails", "code"), [("usage", 2), ("import", 1)])
+def test_errors_that_would_come_again_are_not_retried(tmp_path, jobs, work, fails, code):
+    """Wrong arguments and missing modules end the job as without restarts."""
+    ended = _run(tmp_path, jobs, work, fails, 1, 3)
+    assert ended.code == code, ended.output
+    assert max(ended.num_starts().values()) == 1
+    assert "Restart 1" not in ended.output
+    assert "restarted" not in ended.reason(ended.trainers[1])
+
+
+def test_a_lost_launcher_is_not_restarted(tmp_path, jobs, work):
+    """Only the service replaces hosts: the job ends when one is killed."""
+    ended = _run(tmp_path, jobs, work, "wait", 0, 3, "--fault", "kill-launcher:trainer-2@step=1")
+    assert ended.code == 137, ended.output
+    assert set(ended.num_starts().values()) == {1}
+    assert "Restart 1" not in ended.output
+
+
+def test_a_stop_ends_a_restart(tmp_path, jobs, work):
+    """A host that waits to start again leaves at once, with 143 and the cause; nothing starts any more."""
+    arguments = _options(tmp_path, work, "deaf", 9, 3)
+    with in_background(jobs, work, *arguments) as emulator:
+        # The script of the main host does not end: the other one waits for it.
+        seen = []
+        while sum("Restart 1 of 3: " in line for line in seen) < 3:
+            seen.append(emulator.stdout.readline())
+            assert seen[-1], "".join(seen)
+        emulator.send_signal(signal.SIGTERM)
+        rest = emulator.communicate(timeout=60)[0]
+    ended = _Ended(emulator.returncode, "".join(seen) + rest, jobs, tmp_path / "notes")
+    main, other = ended.trainers
+    assert ended.exit_codes()[1] == 143, ended.output
+    assert ended.reason(other).startswith(
+        "The job was stopped or interrupted (SIGTERM). This host was waiting for restart 1 of 3. Its cause: "
+        f"ArithmeticError: attempt 1 on trainer host {other}"
+    )
+    assert ended.num_starts() == {main: 1, other: 1, ended.data: 1}
+
+
+def test_the_only_host_restarts_its_script(base, work):
+    """By the same rule, without connections; the reason names the restart."""
+    write_job(base, resource_config({"g": ["algo-1"]}, "algo-1"))
+    (work / "train.py").write_text("print('starts', flush=True)\nraise KeyError('x')")
+    ended = train(base, work, "train.py", LIGHTNING_SM_MAX_RESTARTS="1", LIGHTNING_SM_PEERS_TIMEOUT_S="86400")
+    assert (ended.returncode, ended.stdout) == (1, "starts\n" * 2)
+    assert failure(base).startswith("KeyError: 'x'\non trainer host algo-1")
+    cause = "KeyError: 'x' on trainer host algo-1 (exit code 1)"
+    assert failure(base).endswith(f"The job was restarted once before. First cause: {cause}")
