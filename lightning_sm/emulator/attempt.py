@@ -20,8 +20,9 @@ from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.running_host import HostProcess, processes_of_job, signal_process
 from lightning_sm.job.variables import HOST_ADDRESSES, SLOW_NAMES, STEP_FILE
 
-# From SIGTERM to SIGKILL after a failure: the launchers of the other hosts give their scripts 15 s, and then report.
-_FAILURE_GRACE_S = 20.0
+# From SIGTERM to SIGKILL after a failure: the launchers of the other hosts give their scripts 15 s, and then report. They
+# wait 15 s for a main host that is lost.
+_FAILURE_GRACE_S = 25.0
 # From SIGTERM to SIGKILL after Ctrl-C, where somebody is waiting at a terminal.
 _GRACE_S = 5.0
 # timeout(1) sends its signal twice, as do wrappers that forward what the terminal has sent to everyone.

@@ -178,16 +178,17 @@ class JobOutcomeTracker:
             now: The time.
             attempt: After how many restarts of the job this script started; of trainer hosts only.
         """
-        if name in self._trainers and attempt != self._num_restarts:
+        is_trainer = name in self._trainers
+        if is_trainer and attempt != self._num_restarts:
             return  # of an attempt that is over
-        ends_restart = self.is_restarting and outcome.exit_code != 0 and not outcome.may_restart
+        ends_restart = self.is_restarting and is_trainer and outcome.exit_code != 0 and not outcome.may_restart
         if self.has_ended(name) and not ends_restart:
             return
         self._change(name, _State.ENDED, now)
         if outcome.exit_code == 0:
             return
         self._host(name).has_failed = True
-        others_can_serve = name in self._data_hosts and not all(host.has_failed for host in self._data_hosts.values())
+        others_can_serve = not is_trainer and not all(host.has_failed for host in self._data_hosts.values())
         if not others_can_serve:
             self._fail(JobOutcome("failed", name, outcome.exit_code, outcome.reason), outcome, now)
 
@@ -232,7 +233,8 @@ class JobOutcomeTracker:
         limit_s = self._absent_s if _State.ABSENT in states else self._after_failure_s
         if now - pending.ordered_at >= limit_s:
             late = ", ".join(self.awaited[:_MAX_NAMES])
-            self._decide(pending.failure, now, f"{pending.restart} was given up: {late} did not end in {limit_s:g} s.")
+            note = f"{pending.restart} was given up: after {limit_s:g} s it still waited for {late}."
+            self._decide(pending.failure, now, note)
 
     def _may_all_leave(self, now: float) -> bool:
         has_failed = self.job_outcome is not None
