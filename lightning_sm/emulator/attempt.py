@@ -20,8 +20,8 @@ from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.running_host import HostProcess, processes_of_job, signal_process
 from lightning_sm.job.variables import HOST_ADDRESSES, SLOW_NAMES, STEP_FILE
 
-# From SIGTERM to SIGKILL after a failure: the launchers of the other hosts give their scripts 15 s, and then report. They
-# wait 15 s for a main host that is lost.
+# From SIGTERM to SIGKILL after a failure: the launchers of the other hosts give their scripts 15 s, and wait 15 s for a
+# main host that is lost.
 _FAILURE_GRACE_S = 25.0
 # From SIGTERM to SIGKILL after Ctrl-C, where somebody is waiting at a terminal.
 _GRACE_S = 5.0
