@@ -130,23 +130,28 @@ class JobOutputs(Callback):
             remove_folder(self._incoming(MODEL_CHECKPOINT))  # where only the weights were wanted
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Export the best model so far if the job is stopped, when the checkpoint is saved; no collective call."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        is_stopping = any(isinstance(callback, SpotCheckpoint) and callback._is_stopping for callback in callbacks)
-        if self._model is Model.NONE or not is_stopping or not isinstance(exception, TrainingInterrupted):
+        """Export the best model so far if the job is stopped, when its checkpoint is saved; no collective call.
+
+        While there is none, that is the model of the checkpoint.
+        """
+        spots = [one for one in trainer.checkpoint_callbacks if isinstance(one, SpotCheckpoint)]
+        saved = next((str(spot.saved) for spot in spots if spot.saved is not None), None)
+        is_stopped = isinstance(exception, TrainingInterrupted) and saved is not None
+        if self._model is Model.NONE or not is_stopped or trainer.local_rank != 0:
             return
-        best = next((found for _, found in self._stated_best(trainer) if found and os.path.exists(found)), None)
-        if best is None or trainer.local_rank != 0:
+        candidates = [*(found for _, found in self._stated_best(trainer)), saved]
+        best = next((path for path in candidates if path is not None and os.path.exists(path)), None)
+        if best is None:  # of another host
             return
         try:
             self._model_dir.mkdir(parents=True, exist_ok=True)
             is_exported = self._export_at_once(Path(best), trainer)
         except Exception as error:  # noqa: BLE001 - another exception would turn the interruption into a failure
-            logger.warning("The best model so far was not exported (%s: %s).", type(error).__name__, error)
+            logger.warning("The model so far was not exported (%s: %s).", type(error).__name__, error)
             return
         if is_exported and trainer.is_global_zero:
             self._export_config()
-            logger.info("The best model so far is in %s (from %s).", self._model_dir, os.path.basename(best))
+            logger.info("The model so far is in %s (from %s).", self._model_dir, os.path.basename(best))
 
     def _export_at_once(self, best: Path, trainer: Trainer) -> bool:
         """Export what takes no time; returns whether there was something."""

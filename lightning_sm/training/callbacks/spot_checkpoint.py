@@ -77,6 +77,9 @@ class SpotCheckpoint(Checkpoint):
         dirpath: Folder for the checkpoint.
         check_every_s: Target time between two exchanges of flags, in seconds; slow steps make it longer.
         keep: Number of checkpoints of this callback to keep. At least 2: the latest may not be fully uploaded.
+
+    Attributes:
+        saved: The checkpoint of the interruption, once all ranks have saved it.
     """
 
     def __init__(self, dirpath: str | Path, check_every_s: float = 1.0, keep: int = 2) -> None:
@@ -93,6 +96,7 @@ class SpotCheckpoint(Checkpoint):
         self._exit_code = INTERRUPTED_EXIT_CODE
         self._is_worker = False
         self._signalled_at: float | None = None
+        self.saved: Path | None = None
         self._is_stopping = False  # any rank was signalled; the same on all ranks
         # One for steps and one for validation batches, which take different times.
         self._paces: dict[_Moment, Pace] = {}
@@ -273,6 +277,7 @@ class SpotCheckpoint(Checkpoint):
         trainer.strategy.barrier("interrupted")  # the other ranks have not written, and would exit too early
         if self._process is not None and trainer.local_rank == 0:
             self._process.note_saved(files_of(path))
+        self.saved = path
         if self._signalled_at is not None:
             seconds = time.monotonic() - self._signalled_at
             logger.info(

@@ -177,11 +177,12 @@ class TestStop:
             assert torch.load(host.model_dir / "model.ckpt", weights_only=True)["epoch"] == 1
             assert (host.model_dir / "model.ckpt").samefile(checkpoints / "epoch=1.ckpt")
 
-    @pytest.mark.usefixtures("checkpoints")
-    def test_without_a_model_so_far_nothing_is_exported(self, host):
+    def test_without_a_best_model_the_interrupted_one_is_exported(self, host, checkpoints):
         """In the first epoch there is only the checkpoint of the interruption."""
         self.stop(host, epoch=0)
-        assert files_in(host.model_dir) == set()
+        (saved,) = checkpoints.glob("interrupted-*.ckpt")
+        assert files_in(host.model_dir) == MODEL_FILES
+        assert (host.model_dir / "model.ckpt").samefile(saved)
 
     @pytest.mark.usefixtures("checkpoints")
     def test_what_takes_time_is_left_out(self, host, monkeypatch):
@@ -218,4 +219,4 @@ class TestStop:
 
         monkeypatch.setattr(torch, "load", refuse)
         self.stop(host)
-        assert "The best model so far was not exported (RuntimeError: broken)." in caplog.text
+        assert "The model so far was not exported (RuntimeError: broken)." in caplog.text
