@@ -93,15 +93,18 @@ def test_a_signal_to_one_host_stops_all(tmp_path):
     assert exit_codes(output) == [(1, "trainer", 143)] * 2 + [(2, "trainer", 0)] * 2
 
 
-def test_a_stopped_job_leaves_a_checkpoint_and_says_so(tmp_path):
-    """StopTrainingJob: 143 on every trainer, a reason that names the signal, a checkpoint, and no second attempt."""
+def test_a_stopped_job_leaves_a_checkpoint_and_a_model_and_says_so(tmp_path):
+    """StopTrainingJob: 143 on every trainer, a reason that names the signal, and no second attempt."""
     code, output = run_job(tmp_path, "--fault", "stop@step=5,skew=0.2", arguments=("--model.step_s", "0.05"))
     assert code == 143, output
     assert exit_codes(output) == [(1, "trainer", 143)] * 2
     reasons = [path.read_text() for path in tmp_path.glob("jobs/*/algo-*/output/failure")]
     assert len(reasons) == 2
     assert all(reason.startswith("The job was stopped or interrupted (SIGTERM)") for reason in reasons)
-    assert len(list((tmp_path / "checkpoints").glob("interrupted-*.ckpt"))) == 1
+    (checkpoint,) = (tmp_path / "checkpoints").glob("interrupted-*.ckpt")
+    (model,) = tmp_path.glob("jobs/*/algo-*/model/model.ckpt")
+    assert model.samefile(checkpoint)
+    assert not list((tmp_path / "checkpoints").glob("*.sagemaker-ignore"))
 
 
 @pytest.mark.proof
