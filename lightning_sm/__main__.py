@@ -17,6 +17,7 @@ from lightning_sm._version import __version__
 from lightning_sm.doctor import command as doctor
 from lightning_sm.emulator import options as local
 from lightning_sm.errors import JobConfigError, LightningSMError
+from lightning_sm.job.redaction import shown
 from lightning_sm.job.variables import SETTINGS, USER_SETTINGS
 from lightning_sm.launcher import train
 
@@ -122,7 +123,7 @@ def _show_settings(env: Mapping[str, str], *, shows_internal: bool) -> int:
     errors = []
     for setting in SETTINGS if shows_internal else USER_SETTINGS:
         # Not by tabulate's maxcolwidths, which takes 95,110 for a number and fails.
-        value = "" if setting.name not in env else setting.shown(env[setting.name]) or "(empty)"
+        value = "" if setting.name not in env else shown(setting.name, env[setting.name]) or "(empty)"
         texts = [value, setting.default_text, setting.meaning]
         rows.append([setting.name, *map(textwrap.fill, texts, (24, 24, 48))])
         try:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from lightning_sm.errors import JobConfigError
+from lightning_sm.job.redaction import shown
 
 PREFIX = "LIGHTNING_SM_"
 _PIDS = (0, 999_999_999)
@@ -41,7 +42,6 @@ class Setting(Generic[_Value]):
         meaning: What the variable decides, in one sentence.
         is_internal: Whether only our own processes set it, for the processes that they start.
         accepts_empty: Whether an empty text is a value, and not the default.
-        is_secret: Whether its text must not be shown to anybody.
     """
 
     name: str
@@ -51,11 +51,6 @@ class Setting(Generic[_Value]):
     meaning: str
     is_internal: bool = False
     accepts_empty: bool = False
-    is_secret: bool = False
-
-    def shown(self, text: str) -> str:
-        """Return what people may see of the variable's text."""
-        return "(hidden)" if self.is_secret and text else text
 
     def read(self, env: Mapping[str, str]) -> _Value:
         """Return the value of the variable.
@@ -69,9 +64,9 @@ class Setting(Generic[_Value]):
         try:
             return self.parse(text)
         except ValueError as error:
-            shown = self.shown(text)
-            shown = shown if len(shown) <= _MAX_SHOWN_CHARS else shown[:_MAX_SHOWN_CHARS] + "..."
-            raise JobConfigError(f"{self.name}={shown!r}: {error}.") from error
+            safe = str(shown(self.name, text))
+            safe = safe if len(safe) <= _MAX_SHOWN_CHARS else safe[:_MAX_SHOWN_CHARS] + "..."
+            raise JobConfigError(f"{self.name}={safe!r}: {error}.") from error
 
 
 class Install(Enum):
@@ -275,7 +270,6 @@ JOB_SECRET = Setting[str | None](
     default_text="none: keys follow from the job's name",
     meaning="Random secret of the job, the same on all hosts, by which they know each other; lightning-sm submit and "
     "local make one.",
-    is_secret=True,
 )
 
 # ---- passed on by our own processes
