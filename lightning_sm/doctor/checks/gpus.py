@@ -110,7 +110,8 @@ def fabric(context: Context) -> Iterator[Result]:
         yield warning(
             "EFA and NCCL",
             "There is an EFA device, but NCCL's plugin for it (libnccl-net*.so) is not installed: NCCL uses TCP.",
-            "Run AWS's EFA installer in the image, or add the plugin's folder to LD_LIBRARY_PATH.",
+            "Build the image with --build-arg EFA=1, run AWS's EFA installer in it, or add the plugin's folder to "
+            "LD_LIBRARY_PATH.",
         )
 
 
@@ -177,5 +178,6 @@ def _efa_devices(context: Context) -> list[str]:
 
 def _has_network_plugin(context: Context) -> bool:
     folders = [Path(folder) for folder in context.env.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
+    folders.append(Path(sys.prefix, "lib"))  # conda's NCCL looks for it beside itself
     is_on_path = any(path for folder in folders for path in folder.glob("libnccl-net*.so*"))
     return is_on_path or ctypes.util.find_library("nccl-net") is not None

@@ -183,3 +183,13 @@ def test_efa_without_a_plugin_for_nccl_is_a_warning(make, tmp_path, vendor, has_
     results = list(gpus.fabric(context))
     assert [result.status for result in results] == statuses
     assert results[0].found.startswith("rdmap0s6; " if vendor == "0x1d0f" else "no EFA device; ")
+
+
+def test_a_plugin_of_conda_is_found(make, tmp_path, monkeypatch):
+    """Conda's plugin lies beside conda's NCCL, where the loader looks without any variable."""
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libnccl-net.so.0").touch()
+    context = make()
+    _efa(context, "0x1d0f")
+    assert [result.status for result in gpus.fabric(context)] == [Status.OK]
