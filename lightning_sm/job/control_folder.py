@@ -139,8 +139,9 @@ class ControlFolder:
         """Where the processes stand that have announced themselves, whether or not they still run."""
         beats = []
         for path in sorted(self.path.glob(f"{_PROCESS}*")):
-            # Another program may have made it by hand, to get the gentle signal; or is just making it.
-            with contextlib.suppress(ValueError):
+            # Another program may have made it by hand, to get the gentle signal; or is just making it. Or ``clear``
+            # removes it, because the script starts again.
+            with contextlib.suppress(ValueError, FileNotFoundError):
                 beats.append(_parsed(int(path.name.removeprefix(_PROCESS)), path.read_text(encoding="utf-8")))
         return beats
 

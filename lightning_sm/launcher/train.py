@@ -126,7 +126,8 @@ class _HostLauncher:
         self._topology = topology
         self._place = place
         self._env = env
-        self._peers_timeout_s = PEERS_TIMEOUT_S.read(env)
+        self._timings = Timings(peers_timeout_s=PEERS_TIMEOUT_S.read(env))
+        self._max_restarts = MAX_RESTARTS.read(env)
         self._schedule = StopSchedule.from_environment(env)
         folder = CONTROL_DIR.read(env) or Path(tempfile.mkdtemp(prefix="lightning_sm-"))
         self._control = ControlFolder(folder)
@@ -350,8 +351,8 @@ class _HostLauncher:
             bind=own_address(self._job),
             on_job_outcome=self._on_job_outcome,
             on_restart=self._on_restart,
-            max_restarts=MAX_RESTARTS.read(self._env),
-            timings=Timings(peers_timeout_s=self._peers_timeout_s),
+            max_restarts=self._max_restarts,
+            timings=self._timings,
         )
 
     def _on_job_outcome(self, job: JobOutcome) -> None:
@@ -398,7 +399,10 @@ class _HostLauncher:
         # A host that failed exits as soon as the others know, so that the reason of the job is its own and not theirs.
         # If all hosts are stopped, the others need not know.
         if not self._is_stopped:
-            peers.wait_for_decision(self._peers_timeout_s)
+            timeout_s = self._timings.peers_timeout_s
+            if self._max_restarts and own.may_restart:  # worth waiting for a connection that was just lost
+                timeout_s = max(timeout_s, self._timings.reconnect_s)
+            peers.wait_for_decision(timeout_s)
         return peers.job_outcome
 
     def _final_outcome(self, own: Outcome, job: JobOutcome | None) -> Outcome:

@@ -221,12 +221,31 @@ def test_a_stop_ends_a_restart(tmp_path, jobs, work):
     assert ended.num_starts() == {main: 1, other: 1, ended.data: 1}
 
 
-def test_the_only_host_restarts_its_script(base, work):
+@pytest.fixture
+def alone(base):
+    """The only host of a job."""
+    return write_job(base, resource_config({"g": ["algo-1"]}, "algo-1"))
+
+
+def test_a_hang_restarts_the_script(alone, work):
+    """Where a hang would end the job, a restart may be allowed; the new attempt is judged by its own steps."""
+    (work / "train.py").write_text(
+        "import pathlib, threading\nfrom lightning_sm.job.control_folder import announce\n"
+        "process, started = announce(), pathlib.Path('started')\n"
+        "for step in range(3):\n    process.beat(0, step, phase='training', may_pause=False)\n"
+        "if not started.exists():\n    started.touch()\n    threading.Event().wait(60)\nprint('done', flush=True)\n"
+    )
+    ended = train(alone, work, "train.py", LIGHTNING_SM_MAX_RESTARTS="1", LIGHTNING_SM_HANG_S="1")
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+    assert "Restart 1 of 1: " in ended.stderr
+    assert " Cause: The training hangs: no progress on host algo-1. Last seen: rank 0 at step 2" in ended.stderr
+
+
+def test_the_only_host_restarts_its_script(alone, work):
     """By the same rule, without connections; the reason names the restart."""
-    write_job(base, resource_config({"g": ["algo-1"]}, "algo-1"))
     (work / "train.py").write_text("print('starts', flush=True)\nraise KeyError('x')")
-    ended = train(base, work, "train.py", LIGHTNING_SM_MAX_RESTARTS="1", LIGHTNING_SM_PEERS_TIMEOUT_S="86400")
+    ended = train(alone, work, "train.py", LIGHTNING_SM_MAX_RESTARTS="1")
     assert (ended.returncode, ended.stdout) == (1, "starts\n" * 2)
-    assert failure(base).startswith("KeyError: 'x'\non trainer host algo-1")
+    assert failure(alone).startswith("KeyError: 'x'\non trainer host algo-1")
     cause = "KeyError: 'x' on trainer host algo-1 (exit code 1)"
-    assert failure(base).endswith(f"The job was restarted once before. First cause: {cause}")
+    assert failure(alone).endswith(f"The job was restarted once before. First cause: {cause}")
