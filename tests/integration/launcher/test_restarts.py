@@ -140,6 +140,7 @@ def _run(tmp_path, jobs, work, fails, num_failures, max_restarts, *options):
     return _Ended(ended.returncode, ended.stdout + ended.stderr, jobs, tmp_path / "notes")
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(
     ("fails", "cause"),
     [("exception", "ArithmeticError: attempt 1 on trainer host"), ("kill", "killed by SIGKILL (exit code 137) on")],
@@ -182,6 +183,7 @@ def test_after_the_last_restart_the_job_fails_with_all_it_knows(tmp_path, jobs, 
     assert ended.output.count("Restart 2 of 2: ") == 3
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(("fails", "code"), [("usage", 2), ("import", 1)])
 def test_errors_that_would_come_again_are_not_retried(tmp_path, jobs, work, fails, code):
     """Wrong arguments and missing modules end the job as without restarts."""
