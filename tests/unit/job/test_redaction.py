@@ -190,15 +190,14 @@ def test_a_secret_never_appears(data):
     assert "S3CR3T" not in json.dumps(shown("", config))
 
 
-@given(text=st.text(), count=st.integers(3000, 6000), secret=_secrets)
-def test_a_secret_in_chunks_never_appears(text, count, secret):
-    """A long value travels in chunks, and a secret or its name may be cut in two."""
-    encoded = encode({"data": {"x": "x" * count, "token": secret, "y": text}})
+@pytest.mark.parametrize("count", range(1190, 1250, 3))
+def test_a_secret_in_chunks_never_appears(count):
+    """A long value travels in chunks, and a secret or its name may be cut in two; no part of it is shown."""
+    secret = "QWERTZUIOP0123456789"  # noqa: S105
+    encoded = encode({"data": {"x": "x" * count, "token": secret, "y": "y" * 2000}})
     assert any(name.startswith("data__") for name in encoded)
-    together = "".join(
-        json.loads(value) if value != HIDDEN else "" for value in shown_hyperparameters(encoded).values()
-    )
-    assert "S3CR3T" not in together
+    seen = "".join(shown_hyperparameters(encoded).values())
+    assert not [start for start in range(len(secret) - 3) if secret[start : start + 4] in seen]
 
 
 @given(text=st.text())
