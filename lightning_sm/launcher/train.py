@@ -179,7 +179,8 @@ class _HostLauncher:
                 raise
             job_outcome = self._report(peers, own)
             restart = peers.restart
-            if restart is None or self._is_stopped:
+            has_failed_for_good = own.exit_code != 0 and not own.may_restart
+            if restart is None or (self._is_stopped and has_failed_for_good):
                 return own, job_outcome
             if not peers.wait_for_start():
                 return self._outcome_without_start(peers, own, restart), peers.job_outcome
@@ -187,8 +188,9 @@ class _HostLauncher:
 
     def _outcome_without_start(self, peers: Peers, own: Outcome, restart: Restart) -> Outcome:
         """How this host ends after it has waited for a restart that never came."""
-        stopped_by = self._child.stopped_by
-        if stopped_by is None or peers.job_outcome is not None:
+        stopped_by, job_outcome = self._child.stopped_by, peers.job_outcome
+        # All hosts are mostly stopped at the same moment: that another one has told so first changes nothing.
+        if stopped_by is None or (job_outcome is not None and not job_outcome.is_interruption):
             return own
         doing = f"waiting for restart {restart.number} of {restart.most}. Its cause: {restart.cause}"
         stopped = Outcome(128 + stopped_by, not_started_reason(stopped_by, doing))

@@ -202,18 +202,23 @@ def test_a_lost_launcher_is_not_restarted(tmp_path, jobs, work):
     assert "Restart 1" not in ended.output
 
 
-def test_a_stop_ends_a_restart(tmp_path, jobs, work):
-    """A host that waits to start again leaves at once, with 143 and the cause; nothing starts any more."""
-    arguments = _options(tmp_path, work, "deaf", 9, 3)
+def _stopped_in_restart(tmp_path, jobs, work, fails, number):
+    """Run a job that fails in every attempt, and stop it when this restart was ordered on all hosts."""
+    arguments = _options(tmp_path, work, fails, 9, 3)
     with in_background(jobs, work, *arguments) as emulator:
-        # The script of the main host does not end: the other one waits for it.
         seen = []
-        while sum("Restart 1 of 3: " in line for line in seen) < 3:
+        while sum(f"Restart {number} of 3: " in line for line in seen) < 3:
             seen.append(emulator.stdout.readline())
             assert seen[-1], "".join(seen)
         emulator.send_signal(signal.SIGTERM)
         rest = emulator.communicate(timeout=60)[0]
-    ended = _Ended(emulator.returncode, "".join(seen) + rest, jobs, tmp_path / "notes")
+    return _Ended(emulator.returncode, "".join(seen) + rest, jobs, tmp_path / "notes")
+
+
+def test_a_stop_ends_a_restart(tmp_path, jobs, work):
+    """A host that waits to start again leaves at once, with 143 and the cause; nothing starts any more."""
+    # The script of the main host does not end: the other one waits for it.
+    ended = _stopped_in_restart(tmp_path, jobs, work, "deaf", 1)
     main, other = ended.trainers
     assert ended.exit_codes()[1] == 143, ended.output
     assert ended.reason(other).startswith(
@@ -221,6 +226,17 @@ def test_a_stop_ends_a_restart(tmp_path, jobs, work):
         f"ArithmeticError: attempt 1 on trainer host {other}"
     )
     assert ended.num_starts() == {main: 1, other: 1, ended.data: 1}
+
+
+@pytest.mark.proof
+def test_a_stop_in_the_pause_before_a_restart(tmp_path, jobs, work):
+    """All hosts are interrupted, none has failed, whichever is told first: the service may restart the job."""
+    ended = _stopped_in_restart(tmp_path, jobs, work, "exception", 3)  # before which there are 4 s
+    assert ended.exit_codes() == [143, 143, 0], ended.output
+    for host in ended.trainers:
+        assert ended.reason(host).startswith("The job was stopped or interrupted (SIGTERM). ")
+    assert "This host was waiting for restart 3 of 3. Its cause: Arithmetic" in ended.reason(ended.trainers[1])
+    assert ended.num_starts() == {**dict.fromkeys(ended.trainers, 3), ended.data: 1}
 
 
 @pytest.fixture
