@@ -114,6 +114,26 @@ def test_a_host_that_comes_late_takes_part_in_a_restart(exits, lines):
     assert dict(answers.get(timeout=TIMEOUT_S) for _ in launchers) == dict.fromkeys(launchers, True)
 
 
+def test_a_host_that_is_slow_to_start_takes_part_in_the_next_restart(exits, lines):
+    """The others may have failed again before it has started: it starts nothing, and reports for that attempt, too."""
+    launchers = Job(exits).start_all(max_restarts=2)
+    joined(lines, "algo-2")
+    main, slow = launchers[MAIN], launchers["algo-2"]
+    main.report(BROKEN)
+    slow.restarts.get(timeout=TIMEOUT_S)
+    slow.report(ENDED)
+    assert main.wait_for_decision(TIMEOUT_S) is None
+    assert main.wait_for_start()
+    main.report(BROKEN)
+    assert slow.restarts.get(timeout=TIMEOUT_S).number == 2
+    assert slow.wait_for_start()
+    assert slow.restart.number == 2
+    slow.report(ENDED)
+    answers = _starting(launchers)
+    assert dict(answers.get(timeout=TIMEOUT_S) for _ in launchers) == {MAIN: True, "algo-2": True}
+    assert {peers.restart for peers in launchers.values()} == {None}
+
+
 def test_the_only_host_restarts_without_a_port(exits):
     """A job of one host restarts by the same rules, and has no connections."""
     job = Job(exits, 1)
