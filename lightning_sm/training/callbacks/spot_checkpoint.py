@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # fsspec has no type information
 from torch.utils.data import IterableDataset
 
 from lightning_sm._lightning import Checkpoint, LightningModule, MultiProcessingLauncher, Trainer, WeightAveraging
@@ -27,8 +29,7 @@ from lightning_sm.job.stopping import GENTLE_SIGNAL, INTERRUPTED_EXIT_CODE
 from lightning_sm.job.uploads import files_of
 from lightning_sm.training.callbacks.pace import Pace
 from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts
-from lightning_sm.training.checkpoints.resume import resume_from_latest
-from lightning_sm.training.checkpoints.sharded import remove_folder
+from lightning_sm.training.checkpoints.resume import object_stores, resume_from_latest
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ class SpotCheckpoint(Checkpoint):
     next to the logs.
 
     Args:
-        dirpath: Folder for the checkpoint.
+        dirpath: Folder for the checkpoint. If the job has no checkpoint directory, and a ``ModelCheckpoint`` writes to
+            an object store (``s3://...``), the checkpoint goes there.
         check_every_s: Target time between two exchanges of flags, in seconds; slow steps make it longer.
         keep: Number of checkpoints of this callback to keep. At least 2: the latest may not be fully uploaded.
 
@@ -92,11 +94,12 @@ class SpotCheckpoint(Checkpoint):
         self._num_fits = 0
         self._owner = os.getpid()
         self._process: OwnProcess | None = None
+        self._store: str | None = None  # in place of dirpath, in a job that writes its checkpoints there
         self._is_fit = True
         self._exit_code = INTERRUPTED_EXIT_CODE
         self._is_worker = False
         self._signalled_at: float | None = None
-        self.saved: Path | None = None
+        self.saved: Path | str | None = None
         self._is_stopping = False  # any rank was signalled; the same on all ranks
         # One for steps and one for validation batches, which take different times.
         self._paces: dict[_Moment, Pace] = {}
@@ -111,9 +114,12 @@ class SpotCheckpoint(Checkpoint):
         if self._is_fit:
             self._num_fits += 1
             if self._job is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-                folder = self._job.checkpoint_dir or self._dirpath
+                own = self._job.checkpoint_dir or self._dirpath
                 # A host's output folder starts empty, and has another name on each host.
-                if not folder.is_relative_to(self._job.host_output_dir):
+                folder = None if own.is_relative_to(self._job.host_output_dir) else own
+                stores = object_stores(trainer)
+                self._store = stores[0] if folder is None and stores else None
+                if folder is not None or stores:
                     resume_from_latest(trainer, folder, self._job, self._fit)
         # Lightning kills rank 0 of a host when another local rank exits with a code other than 0. The parent of workers
         # (ddp_spawn) would raise an error.
@@ -270,13 +276,16 @@ class SpotCheckpoint(Checkpoint):
                 if isinstance(callback, WeightAveraging):
                     callback.on_validation_epoch_end(trainer, trainer.lightning_module)
         self._moment = moment
-        path = self._dirpath / f"interrupted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
+        name = f"interrupted-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
+        path: Path | str = self._dirpath / name
+        if self._store is not None:
+            path = f"{self._store.rstrip('/')}/{name}"
         trainer.save_checkpoint(path)
         # Waits for the thread in which AsyncCheckpointIO writes, and raises what failed in it.
         trainer.strategy.checkpoint_io.teardown()
         trainer.strategy.barrier("interrupted")  # the other ranks have not written, and would exit too early
         if self._process is not None and trainer.local_rank == 0:
-            self._process.note_saved(files_of(path))
+            self._process.note_saved(files_of(path) if isinstance(path, Path) else [])
         self.saved = path
         if self._signalled_at is not None:
             seconds = time.monotonic() - self._signalled_at
@@ -285,7 +294,8 @@ class SpotCheckpoint(Checkpoint):
             )
         elif trainer.is_global_zero:
             logger.info("Interrupted: step %d is saved in %s.", trainer.global_step, path)
-        if trainer.local_rank == 0:  # on each host, which has the shards of its own ranks
+        # On each host, which has the shards of its own ranks.
+        if trainer.local_rank == 0 if self._store is None else trainer.is_global_zero:
             self._remove_older_than(trainer.global_step, trainer.current_epoch)
 
     def _remove_older_than(self, step: int, epoch: int) -> None:
@@ -294,14 +304,17 @@ class SpotCheckpoint(Checkpoint):
         Names decide, because after a restart file times are those of the download. Checkpoints that are further come
         from another job, or from before a rollback, and stay.
         """
+        filesystem, root = url_to_fs(self._store or str(self._dirpath))
         older = []
-        for path in self._dirpath.glob("interrupted-*.ckpt"):
-            match = _NAME.fullmatch(path.name)
+        for name in filesystem.glob(f"{root}/interrupted-*.ckpt"):
+            match = _NAME.fullmatch(name.rpartition("/")[2])
             # The epoch counts, too: the last step of an epoch is also the step at the start of the next.
             if match is not None and (int(match["step"]), int(match["epoch"])) < (step, epoch):
-                older.append((int(match["step"]), int(match["epoch"]), path))
-        for _, _, path in sorted(older)[: 1 - self._keep]:
-            remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
+                older.append((int(match["step"]), int(match["epoch"]), name))
+        for _, _, name in sorted(older)[: 1 - self._keep]:
+            # Hosts with a shared folder remove the same files.
+            with contextlib.suppress(FileNotFoundError):
+                filesystem.rm(name, recursive=True)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Record which job saves the checkpoint, and correct the progress within the interrupted epoch."""

@@ -11,7 +11,7 @@ import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 # torch.save writes the pickle under this name, below a folder with any name; tensors are in other entries.
 _PICKLE = "data.pkl"
@@ -63,14 +63,14 @@ def inert_pickle(data: bytes) -> Any:
     return _InertUnpickler(io.BytesIO(data)).load()
 
 
-def inert_checkpoint(path: Path) -> Any:
-    """Return what ``torch.save`` wrote into a file, as ``inert_pickle`` does.
+def inert_checkpoint(file: Path | IO[bytes]) -> Any:
+    """Return what ``torch.save`` wrote into a file, as ``inert_pickle`` does; the tensors are not read.
 
     Raises:
         Exception: The file is no zip archive of ``torch.save``, or its pickle is broken; of any type.
     """
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(file) as archive:
         for name in archive.namelist():
             if name.rpartition("/")[2] == _PICKLE:
                 return inert_pickle(archive.read(name))
-    raise ValueError(f"{path} has no {_PICKLE}")
+    raise ValueError(f"it has no {_PICKLE}")

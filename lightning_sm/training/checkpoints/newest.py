@@ -12,14 +12,16 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # fsspec has no type information
 
+from lightning_sm.errors import CheckpointError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.uploads import is_ignored
 from lightning_sm.training.checkpoints.inert import inert_checkpoint, inert_pickle
@@ -51,12 +53,13 @@ def job_facts(job: SageMakerJob, fit: str) -> dict[str, str | None]:
 
 
 def newest_checkpoint(
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | None,
     job: SageMakerJob | None = None,
     load: Load | None = None,
     *,
     fit: str | None = None,
     is_own: bool = False,
+    object_stores: Sequence[str] = (),
 ) -> Checkpoint | None:
     """Find the valid checkpoint with the most progress.
 
@@ -69,17 +72,26 @@ def newest_checkpoint(
     ``weights_only=False``; else it is invalid. What it says is read without running code.
 
     Args:
-        folder: The checkpoint folder; it need not exist.
+        folder: The checkpoint folder; it need not exist. None: there is none.
         job: The current job. Checkpoints of another job with another S3 address, which a warm pool may leave behind,
             are invalid. None accepts checkpoints of any job.
         load: ``load_checkpoint`` of a ``CheckpointIO``, for other formats.
         fit: Which of the script's fits is to resume; checkpoints of another fit are invalid. None accepts all.
         is_own: Whether to accept only checkpoints of ``job`` itself, from an earlier attempt.
+        object_stores: Addresses of further folders that fsspec knows, such as ``s3://bucket/checkpoints``. Of their
+            files only the pickle is read, not the tensors; sharded checkpoints there are not found.
 
     Returns:
         The checkpoint; None if there is no valid one.
+
+    Raises:
+        CheckpointError: An object store cannot be read.
     """
-    readings = [_read(path, job, load) for path in sorted(_candidates(Path(folder)))]
+    readings: list[Checkpoint] = []
+    if folder is not None:
+        readings += [_read(path, job, load) for path in sorted(_candidates(Path(folder)))]
+    for address in object_stores:
+        readings += _read_store(address, job)
     if is_own:
         readings = [one for one in readings if one.job is not None and job is not None and one.job["name"] == job.name]
     readings = [_checked(reading, job, fit) for reading in readings]
@@ -93,7 +105,8 @@ def newest_checkpoint(
             step = best.progress[0]
             logger.warning("%s %s. Using %s of step %d instead.", reading.path, reading.fault, best.path, step)
     if readings and best is None:
-        logger.warning("No checkpoint in %s is valid: training starts from the beginning.", folder)
+        places = " or ".join(map(str, filter(None, (folder, *object_stores))))
+        logger.warning("No checkpoint in %s is valid: training starts from the beginning.", places)
     return best
 
 
@@ -102,14 +115,14 @@ class Checkpoint:
     """What one checkpoint contains.
 
     Attributes:
-        path: The file, or the folder of a sharded checkpoint.
+        path: The file, or the folder of a sharded checkpoint; the address of a file in an object store.
         has_objects: Whether it can be read with ``weights_only=False`` only.
         progress: Counts of optimizer steps, epochs, and more (see ``_progress``); empty if unknown.
         job: What it says of the job that wrote it (``job_facts``); None if it says nothing.
         fault: Why training cannot resume from it; None if it is valid.
     """
 
-    path: Path
+    path: Path | str
     has_objects: bool = False
     progress: tuple[int, ...] = ()
     job: Mapping[str, Any] | None = None
@@ -158,6 +171,38 @@ def _read(path: Path, job: SageMakerJob | None, load: Load | None) -> Checkpoint
     fault = None if "lr_schedulers" in checkpoint else "contains weights only"
     facts = checkpoint.get(JOB_KEY)
     return Checkpoint(path, has_objects, progress, facts if isinstance(facts, Mapping) else None, fault)
+
+
+def _read_store(address: str, job: SageMakerJob | None) -> list[Checkpoint]:
+    """Read all checkpoints below an address."""
+    try:
+        filesystem, root = url_to_fs(address)
+        names = sorted(filesystem.find(root)) if filesystem.exists(root) else []
+        return [_read_object(filesystem, name, job) for name in names if name.endswith(_SUFFIX)]
+    # Libraries of object stores have errors of their own. Without an answer nothing may start from the beginning.
+    except Exception as error:
+        raise CheckpointError(
+            f"{address}, where a ModelCheckpoint writes, cannot be searched for checkpoints to resume from: "
+            f"{_brief(error)}. Check the address, and the permissions of the job's role."
+        ) from error
+
+
+def _read_object(filesystem: Any, name: str, job: SageMakerJob | None) -> Checkpoint:
+    path = filesystem.unstrip_protocol(name)
+    with filesystem.open(name, "rb") as file:
+        try:
+            checkpoint = inert_checkpoint(file)
+            progress = _progress(checkpoint)
+        except _UnusableError as error:
+            return Checkpoint(path, fault=str(error))
+        except (zipfile.BadZipFile, pickle.UnpicklingError, ValueError, EOFError) as error:
+            return Checkpoint(path, fault=f"cannot be read ({_brief(error)})")
+    fault = None if "lr_schedulers" in checkpoint else "contains weights only"
+    facts = checkpoint.get(JOB_KEY)
+    if not isinstance(facts, Mapping):
+        return Checkpoint(path, False, progress, None, fault)
+    is_trusted = job is not None and _of_another_job(facts, job) is None
+    return Checkpoint(path, is_trusted, progress, facts, fault)
 
 
 def _contents(path: Path, job: SageMakerJob | None, load: Load | None) -> tuple[Any, bool]:

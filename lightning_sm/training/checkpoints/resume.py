@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # fsspec has no type information
+
 from lightning_sm._lightning import TorchCheckpointIO, WrappingCheckpointIO
 from lightning_sm.errors import CheckpointError
 from lightning_sm.job.facts import SageMakerJob
@@ -17,7 +19,13 @@ from lightning_sm.training.checkpoints.newest import Load, newest_checkpoint
 logger = logging.getLogger(__name__)
 
 
-def resume_from_latest(trainer: Any, folder: Path, job: SageMakerJob, fit: str) -> None:
+def object_stores(trainer: Any) -> list[str]:
+    """Return the addresses such as ``s3://bucket/folder`` to which callbacks of a Trainer write checkpoints."""
+    folders = [str(getattr(callback, "dirpath", None) or "") for callback in trainer.checkpoint_callbacks]
+    return sorted({folder for folder in folders if "://" in folder})
+
+
+def resume_from_latest(trainer: Any, folder: Path | None, job: SageMakerJob, fit: str) -> None:
     """Let the current fit resume from the job's latest valid checkpoint; call it in a callback's ``setup``.
 
     A checkpoint of an earlier attempt of this job wins over the ``ckpt_path`` of the script, from which every restart
@@ -28,7 +36,7 @@ def resume_from_latest(trainer: Any, folder: Path, job: SageMakerJob, fit: str) 
 
     Args:
         trainer: The Trainer.
-        folder: The job's checkpoint folder.
+        folder: The job's checkpoint folder, if it has one. Object stores to which callbacks write are searched, too.
         job: The job.
         fit: Which of the script's fits this is, as in ``job_facts``.
     """
@@ -48,7 +56,7 @@ def resume_from_latest(trainer: Any, folder: Path, job: SageMakerJob, fit: str) 
     connector.resume_start = resume_start
 
 
-def _choose(trainer: Any, folder: Path, job: SageMakerJob, fit: str, stated: Any) -> tuple[str | None, bool]:
+def _choose(trainer: Any, folder: Path | None, job: SageMakerJob, fit: str, stated: Any) -> tuple[str | None, bool]:
     """Return rank 0's choice on all ranks, and whether it holds objects; None leaves the choice to the script.
 
     Raises:
@@ -57,14 +65,17 @@ def _choose(trainer: Any, folder: Path, job: SageMakerJob, fit: str, stated: Any
     choice: tuple[str | None, bool] = None, False
     if trainer.is_global_zero:
         load = _reader_of_another_format(trainer.strategy.checkpoint_io)
-        found = newest_checkpoint(folder, job, load, fit=fit, is_own=stated is not None)
+        found = newest_checkpoint(
+            folder, job, load, fit=fit, is_own=stated is not None, object_stores=object_stores(trainer)
+        )
         if found is not None:
             choice = str(found.path), found.has_objects
     choice = trainer.strategy.broadcast(choice)
     latest = choice[0]
     if latest is None:
         return choice
-    missing = not os.path.exists(latest)
+    filesystem, address = url_to_fs(latest)
+    missing = not filesystem.exists(address)
     if trainer.strategy.reduce_boolean_decision(missing, all=False):
         own = "does not have it" if missing else "has it, but another host does not"
         raise CheckpointError(

@@ -11,12 +11,15 @@ from datetime import datetime, timezone
 from fractions import Fraction
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fsspec.core import url_to_fs
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
+from lightning_sm.errors import CheckpointError
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.training.checkpoints.inert import inert_checkpoint
 from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts, newest_checkpoint
@@ -594,3 +597,42 @@ def test_only_leftovers_start_from_the_beginning(tmp_path, warnings_of):
     assert "other.ckpt is left over" in first
     assert "sharded.ckpt is left over" in second
     assert _BEGINNING in third
+
+
+@pytest.fixture
+def store():
+    """The address of an empty folder in an object store."""
+    address = "memory://bucket/checkpoints"
+    yield address
+    filesystem, root = url_to_fs(address)
+    if filesystem.exists(root):
+        filesystem.rm(root, recursive=True)
+
+
+def put(address, checkpoint):
+    """Write a checkpoint to an address."""
+    with fsspec.open(address, "wb") as file:
+        torch.save(checkpoint, file)
+
+
+def test_object_stores_are_searched(tmp_path, store):
+    """The most progress wins, wherever it is; a folder that does not exist yet is empty."""
+    assert newest_checkpoint(None, a_job(), object_stores=[store]) is None
+    torch.save(a_checkpoint(3), tmp_path / "local.ckpt")
+    put(f"{store}/deep/step=2.ckpt", a_checkpoint(2))
+    put(f"{store}/step=5.ckpt", {**a_checkpoint(5, facts=job_facts(a_job(), "1.1")), "callbacks": {"path": Path("x")}})
+    found = newest_checkpoint(tmp_path, a_job(), object_stores=[store])
+    # Of this job, so that its objects may be read.
+    assert (str(found.path), found.has_objects) == (f"{store.replace('bucket', '/bucket')}/step=5.ckpt", True)
+    put(f"{store}/step=9.ckpt", a_checkpoint(9, facts=job_facts(a_job("other", "s3://other"), "1.1")))
+    put(f"{store}/step=8.ckpt", {"global_step": 8})
+    with fsspec.open(f"{store}/step=7.ckpt", "wb") as file:
+        file.write(b"PK half")
+    assert newest_checkpoint(tmp_path, a_job(), object_stores=[store]).progress[0] == 5
+    assert newest_checkpoint(None, a_job(), is_own=True, object_stores=[store]).progress[0] == 5
+
+
+def test_an_object_store_that_does_not_answer_is_an_error():
+    """Training must not start from the beginning because a permission is missing."""
+    with pytest.raises(CheckpointError, match=r"^no-such-protocol://bucket, where a ModelCheckpoint writes, cannot be"):
+        newest_checkpoint(None, a_job(), object_stores=["no-such-protocol://bucket"])
