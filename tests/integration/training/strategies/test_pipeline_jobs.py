@@ -13,7 +13,8 @@ from tests.integration.emulators import job_dir, local
 from tests.integration.hosts import REPOSITORY, Hosts
 from tests.integration.rank_launchers import NEEDS_MPIRUN, mpirun, torchrun
 
-pytestmark = pytest.mark.processes
+# In make test, test_pipeline.py stands for the strategy, and training/test_interruptions.py for interruptions.
+pytestmark = [pytest.mark.processes, pytest.mark.proof]
 
 TEXT = str(REPOSITORY / "app/train_text.py")
 CONFIG = str(REPOSITORY / "app/configs/transformer.yaml")
@@ -81,7 +82,6 @@ def test_the_model_directory_has_all_stages(interrupted: tuple[Path, str]):
     assert list(model.state_dict()) == list(model_of(folder))
 
 
-@pytest.mark.proof
 def test_the_weights_are_those_of_one_host(interrupted: tuple[Path, str], tmp_path: Path):
     """The data host gives the stages the batches that it gives one host, each once."""
     train(tmp_path, "--group trainer=1 --group data=1")
@@ -90,7 +90,6 @@ def test_the_weights_are_those_of_one_host(interrupted: tuple[Path, str], tmp_pa
         torch.testing.assert_close(weight, alone[name], rtol=0, atol=1e-6)
 
 
-@pytest.mark.proof
 def test_own_loaders_resume_as_if_nothing_had_happened(tmp_path: Path):
     """Without data hosts, an interrupted pipeline ends with the bits of one that was not."""
     pipeline = "--trainer.strategy=pipeline"
@@ -103,7 +102,6 @@ def test_own_loaders_resume_as_if_nothing_had_happened(tmp_path: Path):
         assert torch.equal(weight, whole[name]), name
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=[pytest.mark.mpi, NEEDS_MPIRUN])])
 def test_a_pipeline_trains_under_other_launchers(tmp_path: Path, launcher: str):
     """Two hosts with two processes each: a replica is a host, and steps are those of two replicas."""
