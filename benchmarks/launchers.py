@@ -1,0 +1,227 @@
+"""How long many launchers of one job need to agree on its end, and how much they log.
+
+All hosts run on this machine, each with its launcher (``lightning-sm train``) and a script that waits for a signal and
+does not import torch. Every line of the table is a job of its own; the seconds of an ending count from its cause.
+
+    python benchmarks/launchers.py --hosts 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+from tabulate import tabulate
+
+from lightning_sm.emulator.cluster import ClusterSpec, LocalCluster, LocalHost
+from lightning_sm.job.emulated_service import GroupSpec
+from lightning_sm.job.variables import PARENT_PID
+
+# 64 interpreters start one after the other on few CPUs; a launcher that hangs must not hang the benchmark.
+_TIMEOUT_S = 300.0
+_POLL_S = 0.02
+# From a connection to the exchange of the first messages. The loss of a launcher that never sent one is nobody's loss.
+_SETTLE_S = 2.0
+_FAILED = 7
+_INTERRUPTED = 128 + signal.SIGTERM
+_KILLED = 128 + signal.SIGKILL
+_SCRIPT = f"""\
+import os, signal, sys, time
+from pathlib import Path
+
+base = Path(os.environ["SAGEMAKER_BASE_DIR"])
+
+
+def note(name, text):
+    (base / "new").write_text(text)
+    (base / "new").rename(base / name)
+
+
+signals = {{signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}}
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+note("pid", str(os.getpid()))
+number = signal.sigwait(signals)
+note("told", repr(time.monotonic()))
+sys.exit({{signal.SIGTERM: {_INTERRUPTED}, signal.SIGUSR1: 0, signal.SIGHUP: {_FAILED}}}[number])
+"""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job of many launchers ended.
+
+    Attributes:
+        name: What ended it.
+        start_s: Seconds from the first launcher's start until all scripts run and all launchers are connected.
+        known_s: Seconds from the cause until the scripts of all hosts are told to end, or have ended.
+        left_s: Seconds from the cause until all launchers have ended.
+        lines: Most log lines of a host.
+        lines_in_all: Log lines of all hosts.
+        exit_codes: How many launchers ended with each exit code.
+    """
+
+    name: str
+    start_s: float
+    known_s: float
+    left_s: float
+    lines: int
+    lines_in_all: int
+    exit_codes: Mapping[int, int]
+
+
+class ManyLaunchers:
+    """The launchers of one job, each a process with a log file of its own.
+
+    Args:
+        cluster: The hosts.
+        script: What they run.
+        processes: Ends processes that are left.
+    """
+
+    def __init__(self, cluster: LocalCluster, script: Path, processes: ExitStack) -> None:
+        self.hosts = cluster.hosts
+        self._pause = threading.Event()
+        self._started = time.monotonic()
+        self._processes = {host.name: self._start(host, script, processes) for host in self.hosts}
+        self._ended: dict[str, tuple[float, int]] = {}
+        self._pids = {host.name: int(self._wait_for(host, "pid")) for host in self.hosts}
+        self._wait_for_connections()
+        self.start_s = time.monotonic() - self._started
+        self._pause.wait(_SETTLE_S)
+
+    def tell_scripts(self, signum: int, *hosts: LocalHost) -> None:
+        """Send a signal to the scripts of hosts."""
+        for host in hosts:
+            os.kill(self._pids[host.name], signum)
+
+    def tell_launchers(self, signum: int, *hosts: LocalHost) -> None:
+        """Send a signal to the launchers of hosts."""
+        for host in hosts:
+            self._processes[host.name].send_signal(signum)
+
+    def end(self, name: str, cause: Callable[[ManyLaunchers], None]) -> Ending:
+        """End the job, wait until all launchers have ended, and tell how it went."""
+        caused_at = time.monotonic()
+        cause(self)
+        deadline = caused_at + _TIMEOUT_S
+        while len(self._ended) < len(self.hosts):
+            if time.monotonic() > deadline:
+                missing = sorted(set(self._processes) - set(self._ended))
+                raise TimeoutError(f"{name}: the launchers of {missing} have not ended within {_TIMEOUT_S:.0f} s.")
+            self._collect()
+            self._pause.wait(_POLL_S)
+        told = [float((host.base_dir / "told").read_text()) for host in self.hosts if (host.base_dir / "told").exists()]
+        lines = [(host.base_dir / "log").read_bytes().count(b"\n") for host in self.hosts]
+        codes = [code for _, code in self._ended.values()]
+        return Ending(
+            name,
+            self.start_s,
+            max(told) - caused_at,
+            max(ended for ended, _ in self._ended.values()) - caused_at,
+            max(lines),
+            sum(lines),
+            {code: codes.count(code) for code in sorted(set(codes))},
+        )
+
+    @staticmethod
+    def _start(host: LocalHost, script: Path, processes: ExitStack) -> subprocess.Popen[bytes]:
+        with (host.base_dir / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "lightning_sm", "train", str(script)],
+                env={**host.env, PARENT_PID.name: str(os.getpid())},  # so that they end with this process
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        processes.callback(process.wait)
+        processes.callback(process.kill)
+        return process
+
+    def _collect(self) -> None:
+        for name, process in self._processes.items():
+            if name not in self._ended and process.poll() is not None:
+                code = process.returncode
+                self._ended[name] = time.monotonic(), code if code >= 0 else 128 - code
+                if code == -signal.SIGKILL:  # as in a container, of which the launcher is process 1
+                    os.kill(self._pids[name], signal.SIGKILL)
+
+    def _wait_for_connections(self) -> None:
+        """Wait until the launchers of all other hosts are connected to that of the main host."""
+        main = psutil.Process(self._processes[self.hosts[0].name].pid)
+        while sum(one.status == psutil.CONN_ESTABLISHED for one in main.net_connections("tcp")) < len(self.hosts) - 1:
+            if time.monotonic() > self._started + _TIMEOUT_S:
+                raise TimeoutError(f"Not all launchers have connected to that of {self.hosts[0].name}.")
+            self._pause.wait(_POLL_S)
+
+    def _wait_for(self, host: LocalHost, name: str) -> str:
+        deadline = self._started + _TIMEOUT_S
+        while not (host.base_dir / name).exists():
+            if self._processes[host.name].poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{host.name} has not started: {(host.base_dir / 'log').read_text()}")
+            self._pause.wait(_POLL_S)
+        return (host.base_dir / name).read_text()
+
+
+CAUSES: Mapping[str, Callable[[ManyLaunchers], None]] = {
+    "success": lambda job: job.tell_scripts(signal.SIGUSR1, *job.hosts),
+    "one script fails": lambda job: job.tell_scripts(signal.SIGHUP, job.hosts[-1]),
+    "SIGTERM to all hosts": lambda job: job.tell_launchers(signal.SIGTERM, *job.hosts),
+    "one launcher is killed": lambda job: job.tell_launchers(signal.SIGKILL, job.hosts[-1]),
+}
+
+
+def run(name: str, num_hosts: int) -> Ending:
+    """Run a job of many hosts and end it by one of the ``CAUSES``.
+
+    Raises:
+        RuntimeError: A launcher did not start its script.
+        TimeoutError: Launchers did not connect, or did not end.
+    """
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as processes:
+        script = Path(folder) / "wait.py"
+        script.write_text(_SCRIPT)
+        spec = ClusterSpec(groups=[GroupSpec("trainer", num_hosts)])
+        with LocalCluster(spec, Path(folder) / "jobs") as cluster:
+            return ManyLaunchers(cluster, script, processes).end(name, CAUSES[name])
+
+
+def main() -> None:
+    """Run the jobs and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=64)
+    parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
+    options = parser.parse_args()
+    endings = [run(name, options.hosts) for name in CAUSES]
+    if options.json:
+        sys.stdout.write(json.dumps([asdict(ending) for ending in endings]) + "\n")
+        return
+    headers = ["", "start s", "all know s", "all have left s", "log lines: most of a host", "in all", "exit codes"]
+    rows = [
+        [
+            one.name,
+            f"{one.start_s:.1f}",
+            f"{one.known_s:.1f}",
+            f"{one.left_s:.1f}",
+            one.lines,
+            one.lines_in_all,
+            ", ".join(f"{count} x {code}" for code, count in one.exit_codes.items()),
+        ]
+        for one in endings
+    ]
+    sys.stdout.write(tabulate(rows, headers=headers, tablefmt="github") + "\n")
+
+
+if __name__ == "__main__":
+    main()
