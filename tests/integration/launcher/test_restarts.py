@@ -17,7 +17,7 @@ from tests.integration.launching import failure, train
 # Each start is a line "attempt:pid" in NOTES/<host>. Trainers meet on the port of rank 0 in every attempt: it must be
 # free again for that. Then the second host fails as FAILS says in the first NUM_FAILURES attempts; the other one waits.
 _SCRIPT = """
-import os, signal, socket, subprocess, threading
+import os, signal, socket, subprocess, threading, time
 from pathlib import Path
 
 import psutil
@@ -40,7 +40,14 @@ def note(name, word):
         file.write(f"{word}\\n")
 
 
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # at once: the hosts share their output
+
+
 def meet():
+    deadline = time.monotonic() + 60
+    while not lines(topology.data_hosts[0]) and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
     address = job.addresses[topology.main_host], topology.main_port
     if job.current_host == topology.main_host:
         with socket.create_server(address) as server:
@@ -58,7 +65,7 @@ def meet():
 
 attempt = len(lines(job.current_host)) + 1
 started = [line.split(":") for host in topology.trainer_hosts for line in lines(host)]
-print("left:", [pid for number, pid in started if int(number) < attempt and psutil.pid_exists(int(pid))], flush=True)
+say("left:", [pid for number, pid in started if int(number) < attempt and psutil.pid_exists(int(pid))])
 note(job.current_host, f"{attempt}:{os.getpid()}")
 if topology.role is Role.DATA:
     threading.Event().wait(60)
@@ -83,7 +90,7 @@ if attempt <= num_failures:
             os.kill(os.getpid(), signal.SIGKILL)
         raise ArithmeticError(f"attempt {attempt}")
     threading.Event().wait(60)
-print("daemons:", [psutil.pid_exists(int(pid)) for pid in lines("daemons")], flush=True)
+say("daemons:", [psutil.pid_exists(int(pid)) for pid in lines("daemons")])
 """
 
 
