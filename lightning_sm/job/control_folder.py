@@ -27,6 +27,8 @@ from lightning_sm.job.variables import CONTROL_DIR
 # Asks a process for the stacks of its threads. faulthandler answers in C, also while Python code cannot run. No library
 # uses real-time signals; macOS has none.
 STACKS_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1 - 2) + 2
+# The phase of a step that may compile. It says how long a step may take, too.
+FIRST_STEP = "in the first step"
 _PROCESS = "process-"
 _STACKS = "stacks-"
 _SAVED = "saved.jsonl"

@@ -242,8 +242,8 @@ PEERS_TIMEOUT_S = Setting[float](
 HANG_S = Setting[float](
     name="LIGHTNING_SM_HANG_S",
     parse=_seconds,
-    default=600.0,
-    default_text="600",
+    default=1200.0,
+    default_text="1200",
     meaning="Seconds without a training step after which the job hangs, if that is also 20 times as long as any step "
     "before. The stacks of all ranks are saved, and the script is ended. 0 turns this off.",
 )

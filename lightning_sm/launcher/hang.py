@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_sm._log import command_logger
-from lightning_sm.job.control_folder import STACKS_SIGNAL, Beat, ControlFolder
+from lightning_sm.job.control_folder import FIRST_STEP, STACKS_SIGNAL, Beat, ControlFolder
 
 _LOG = command_logger(__name__)
 
@@ -47,7 +47,7 @@ class HangRule:
         """
         for beat in beats:
             last = self._last.get(beat.pid)
-            if last is not None and not last.may_pause:
+            if last is not None and (not last.may_pause or last.phase == FIRST_STEP):
                 self._longest_s = max(self._longest_s, beat.at - last.at)
             self._last[beat.pid] = beat
         limit_s = max(self._least_s, _TIMES_THE_LONGEST * self._longest_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_sm._lightning import Callback, LightningModule, Trainer
-from lightning_sm.job.control_folder import OwnProcess, announce
+from lightning_sm.job.control_folder import FIRST_STEP, OwnProcess, announce
 
 
 class Heartbeat(Callback):
@@ -34,7 +34,7 @@ class Heartbeat(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """A step begins."""
-        self._beat(trainer, "training" if self._is_compiled else "in the first step", may_pause=not self._is_compiled)
+        self._beat(trainer, "training" if self._is_compiled else FIRST_STEP, may_pause=not self._is_compiled)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
