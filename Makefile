@@ -11,7 +11,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 # The tests in containers form one group, which takes longest and so starts before the other groups.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help train test proof gpu check lint unit format clean
+.PHONY: help train test proof gpu check lint unit format lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -46,6 +46,13 @@ unit: $(READY) ## unit tests
 format: $(READY) ## format the tree and mend what the linter can mend
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
+
+IMAGE ?= lightning-sm
+lock: ## freeze the packages of an image that works (IMAGE=lightning-sm) in docker/*.lock, which later builds install
+	docker run --rm --entrypoint micromamba $(IMAGE) env export --explicit --name base > docker/conda.lock.new
+	docker run --rm --interactive --entrypoint python $(IMAGE) - < docker/pip_lock.py > docker/pip.lock.new
+	mv docker/conda.lock.new docker/conda.lock
+	mv docker/pip.lock.new docker/pip.lock
 
 clean: ## remove virtual environments and outputs
 	rm -rf $(VENV) $(SDK3) outputs

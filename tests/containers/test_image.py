@@ -3,6 +3,7 @@
 import json
 import secrets
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -64,10 +65,24 @@ def test_the_package_lies_where_the_service_hides_nothing(image):
     assert app == "/opt/ml/code/app/train.py"
 
 
-def test_there_is_no_compiler(image):
-    """The stage with the compiler stays behind; the toolkit, which needed it, is there."""
-    output = inside(image, "command -v train; ! command -v gcc; ! command -v cc; ls /tmp/toolkit/*.whl")
-    assert output.startswith("/opt/conda/bin/train\n")
+def test_torch_can_compile(image):
+    """There are compilers for C and C++, and Python's headers, which torch.compile needs when a job runs."""
+    script = "import torch; print(torch.compile(lambda x: (x.sin() + 1).sum())(torch.zeros(8)).item())"
+    assert inside(image, f"command -v gcc; OMP_NUM_THREADS=1 python -c '{script}'").splitlines()[-1] == "8.0"
+
+
+def test_the_toolkit_is_there(image):
+    """Its own entry point can be chosen instead of ours."""
+    assert inside(image, "command -v train") == "/opt/conda/bin/train\n"
+
+
+def test_what_pip_installed_can_be_frozen(image):
+    """The lock has the packages of pip with their versions, and not those that the Dockerfile installs itself."""
+    script = (Path(__file__).parents[2] / "docker" / "pip_lock.py").read_text(encoding="utf-8")
+    lines = inside(image, f"python - <<'END'\n{script}\nEND").splitlines()
+    names = {line.partition("==")[0].lower() for line in lines}
+    assert {"sagemaker-training", "jsonargparse"} <= {name.replace("_", "-") for name in names}
+    assert not {"lightning-sm", "lightning-bolts"} & names
 
 
 def test_pytorch_is_for_gpus(image):

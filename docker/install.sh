@@ -1,0 +1,26 @@
+#!/bin/bash
+# Install the packages of the image: what docker/*.lock has frozen if it is there, else what environment.yml asks for.
+#
+# CUDA     newest CUDA version that the driver supports; empty: for CPUs.
+# TOOLKIT  0: without sagemaker-training, of which only boto3 is needed.
+# EFA      1: with NCCL's plugin for EFA.
+# With a lock, they are as in the image that was frozen.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+# The last sagemaker-training has no wheel, and old versions of pip would run its setup.py without one.
+export PIP_NO_CACHE_DIR=1 PIP_PREFER_BINARY=1 PIP_USE_PEP517=1
+
+if [ -e conda.lock ]; then
+    micromamba install --yes --name base --file conda.lock
+    pip install --no-deps --requirement pip.lock
+else
+    if [ "${TOOLKIT}" = 0 ]; then
+        sed -i 's/- sagemaker-training.*/- boto3>=1,<2/' environment.yml
+    fi
+    if [ "${EFA}" = 1 ]; then
+        sed -i 's/# \(- aws-ofi-nccl\)/\1/' environment.yml
+    fi
+    CONDA_OVERRIDE_CUDA="${CUDA}" micromamba install --yes --name base --file environment.yml
+fi
+micromamba clean --all --yes

@@ -1,0 +1,71 @@
+"""docker/install.sh asks conda and pip for what the build arguments and the locks say; here both only take notes."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).parents[2]
+_NOTES = """\
+#!/bin/sh
+echo "$(basename "$0") $* CUDA=$CONDA_OVERRIDE_CUDA" >> "$NOTES"
+"""
+_CLEAN = "micromamba clean --all --yes CUDA="
+
+
+@pytest.fixture
+def install(tmp_path):
+    """Runs the script on a copy of environment.yml; returns the commands, and what conda was asked for."""
+    programs, folder = tmp_path / "bin", tmp_path / "environment"
+    for made in (programs, folder):
+        made.mkdir()
+    for name in ("micromamba", "pip"):
+        (programs / name).write_text(_NOTES)
+        (programs / name).chmod(0o755)
+    shutil.copy(REPOSITORY / "docker" / "install.sh", folder)
+    shutil.copy(REPOSITORY / "environment.yml", folder)
+
+    def run(*locks, **arguments):
+        for name in locks:
+            (folder / name).write_text("")
+        env = {"PATH": f"{programs}:{os.environ['PATH']}", "NOTES": str(tmp_path / "notes")}
+        env |= {"CUDA": "12.8", "TOOLKIT": "1", "EFA": "0", **arguments}
+        subprocess.run(["bash", folder / "install.sh"], env=env, check=True, timeout=60)
+        asked = yaml.safe_load((folder / "environment.yml").read_text(encoding="utf-8"))["dependencies"]
+        return (tmp_path / "notes").read_text().splitlines(), asked
+
+    return run
+
+
+def test_without_a_lock_conda_solves_for_the_environment(install):
+    """Conda gets environment.yml as it is, and the version of CUDA that it cannot find on the building machine."""
+    commands, asked = install()
+    assert commands == ["micromamba install --yes --name base --file environment.yml CUDA=12.8", _CLEAN]
+    assert asked == yaml.safe_load((REPOSITORY / "environment.yml").read_text(encoding="utf-8"))["dependencies"]
+
+
+def test_a_lock_is_installed_as_it_is(install):
+    """Nothing is solved: conda's packages come from the one lock, and pip's from the other, without dependencies."""
+    commands, _ = install("conda.lock", "pip.lock")
+    assert commands == [
+        "micromamba install --yes --name base --file conda.lock CUDA=",
+        "pip install --no-deps --requirement pip.lock CUDA=",
+        _CLEAN,
+    ]
+
+
+def test_the_toolkit_can_be_left_out(install):
+    """Of what it brings, boto3 stays: the launcher fetches code from S3 with it."""
+    _, asked = install(TOOLKIT="0")
+    pip = asked[-1]["pip"]
+    assert not [line for line in pip if line.startswith("sagemaker-training")]
+    assert "boto3>=1,<2" in pip
+
+
+def test_the_plugin_for_efa_can_be_added(install):
+    """It is a package of conda's."""
+    _, asked = install(EFA="1")
+    assert "aws-ofi-nccl" in asked
