@@ -14,6 +14,8 @@ from lightning_sm.job.control_folder import FIRST_STEP, STACKS_SIGNAL, Beat, Con
 
 _LOG = command_logger(__name__)
 
+# How the reason of a hang begins. Other hosts that read it save the stacks of their processes, too.
+HANG = "The training hangs:"
 # A step may take much longer than those before it: another batch size, a disk that wakes up, a slow download.
 _TIMES_THE_LONGEST = 20.0
 # A process that has raised an exception ends within moments, unless its loggers hang, or the script caught it.

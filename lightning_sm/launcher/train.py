@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lightning_sm._linux import terminate_with_parent
@@ -51,7 +51,7 @@ from lightning_sm.launcher.failure import (
     script_reason,
     write_failure,
 )
-from lightning_sm.launcher.hang import Watchdog, save_stacks
+from lightning_sm.launcher.hang import HANG, Watchdog, save_stacks
 from lightning_sm.launcher.peers.connection import Timings, peers_key
 from lightning_sm.launcher.peers.outcome import Restart
 from lightning_sm.launcher.peers.peers import Peers
@@ -213,7 +213,7 @@ class _HostLauncher:
             return Outcome(INTERRUPTED_EXIT_CODE, "The job restarted before the script began.", may_restart=True)
         with Watchdog(child.announced, HANG_S.read(self._env), self._on_hang):
             exit_code = self._run_until_it_ends([*script.command, *argv], script.directory, env)
-        if self._hang_reason:
+        if self._hang_reason and exit_code != 0:  # else it has gone on, and ended while its stacks were saved
             return Outcome(1, self._hang_reason, may_restart=not self._is_stopped)
         # The script of a data host whose work is over is ended by these signals. If it ends otherwise, it has failed.
         is_ended_by_stop = child.stopped_by is not None and exit_code == 128 + child.stopped_by
@@ -254,12 +254,28 @@ class _HostLauncher:
 
     def _on_hang(self, where: str) -> None:
         """Save the stacks of the script's processes, and end it. Called from the thread of the watchdog."""
-        files = save_stacks(self._control, self._child.announced(), self._job.host_output_dir)
+        files = self._save_stacks()
         stacks = f" Stacks of all threads: {', '.join(map(str, files))}." if files else ""
-        reason = f"The training hangs: no progress on host {self._job.current_host}. Last seen: {where}."
+        reason = f"{HANG} no progress on host {self._job.current_host}. Last seen: {where}."
         _LOG.error("%s%s", reason, stacks)
         self._hang_reason = f"{reason}{stacks}"
         self._child.kill()
+
+    def _save_stacks(self) -> list[Path]:
+        return save_stacks(self._control, self._child.announced(), self._job.host_output_dir)
+
+    def _end_because_of(self, reason: str, end: Callable[[], None]) -> None:
+        """End the script because of another host; if that hangs, save the stacks of this one first. Does not block."""
+        if not reason.startswith(HANG):
+            end()
+            return
+
+        def save_and_end() -> None:
+            for file in self._save_stacks():
+                _LOG.info("stacks of all threads: %s.", file)
+            end()
+
+        threading.Thread(target=save_and_end, name="stacks", daemon=True).start()
 
     def _leave_at(self) -> float:
         """When an interrupted host has to leave at the latest, in seconds of ``time.monotonic``."""
@@ -363,7 +379,7 @@ class _HostLauncher:
         # A stop after this is SageMaker's answer to the failure, unless the failure is itself such a stop.
         self._has_job_failed_first = not is_stopped and not job.is_interruption
         if ends_script(self._topology.role, job, self._job.current_host, is_stopped=is_stopped):
-            self._child.end()
+            self._end_because_of(job.reason, self._child.end)
 
     def _on_restart(self, restart: Restart) -> None:
         """End the script, which starts again when those of all trainer hosts have ended. Called as above."""
@@ -371,8 +387,10 @@ class _HostLauncher:
         if self._job.checkpoint_dir is None:
             start = "the beginning, because the job has no checkpoint folder"
         _LOG.warning("%s: all trainer hosts start again from %s. Cause: %s", restart, start, restart.cause)
-        if self._may_end_script and not self._is_data_host:
-            self._child.end_run()
+        if self._is_data_host:
+            self._end_because_of(restart.cause, lambda: None)
+        elif self._may_end_script:
+            self._end_because_of(restart.cause, self._child.end_run)
 
     def _report(self, peers: Peers, own: Outcome) -> JobOutcome | None:
         """Report to the other hosts how the script ended; return the job's outcome, if it becomes known in time."""
