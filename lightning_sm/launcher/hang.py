@@ -1,12 +1,13 @@
-"""Notice that a host's training processes make no progress, and save the stacks of their threads."""
+"""Notice that a host's training processes make no progress, and save what shows where they are."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lightning_sm._log import command_logger
@@ -20,9 +21,11 @@ HANG = "The training hangs:"
 _TIMES_THE_LONGEST = 20.0
 # A process that has raised an exception ends within moments, unless its loggers hang, or the script caught it.
 _FAILED_S = 120.0
-# For faulthandler to write the stacks; it takes milliseconds.
+# For faulthandler to write the stacks, which takes milliseconds, and for NCCL's monitor, which looks every second.
 _STACKS_S = 5.0
 _POLL_S = 0.05
+# Names in the control folder, to which torch adds the rank, and the ending of a pipe.
+_NCCL_PIPE, _NCCL_TRACE = "nccl-rank", "nccl-trace-rank"
 
 
 class HangRule:
@@ -147,3 +150,51 @@ def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path) -> 
         else:
             files.append(path)
     return files
+
+
+def nccl_variables(control: ControlFolder, env: Mapping[str, str]) -> dict[str, str]:
+    """Return variables with which NCCL's flight recorder notes its last collective calls, and writes them on request.
+
+    Args:
+        control: Where it writes them.
+        env: The user's variables, which it leaves alone.
+
+    Source:
+        PyTorch, ``ProcessGroupNCCL.hpp``. It was never run with NCCL.
+    """
+    variables = {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(control.path / _NCCL_PIPE),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(control.path / _NCCL_TRACE),
+    }
+    return {} if variables.keys() & env.keys() else variables
+
+
+def save_nccl_traces(control: ControlFolder, folder: Path) -> list[Path]:
+    """Ask the flight recorder of each rank on NCCL for its last collective calls, and copy what it writes.
+
+    Args:
+        control: Where it has its pipes, if there are any.
+        folder: Where to copy the traces to; torch's ``torchfrtrace`` reads them.
+
+    Returns:
+        The files: ``nccl-trace-rank<rank>``.
+    """
+    expected = []
+    for pipe in sorted(control.path.glob(f"{_NCCL_PIPE}*.pipe")):
+        try:
+            descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # its rank has ended
+            continue
+        with os.fdopen(descriptor, "wb", buffering=0) as writer:
+            writer.write(b"1\n")
+        expected.append(control.path / pipe.stem.replace(_NCCL_PIPE, _NCCL_TRACE))
+    deadline = time.monotonic() + _STACKS_S
+    while time.monotonic() < deadline and not all(trace.exists() for trace in expected):
+        threading.Event().wait(_POLL_S)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return [Path(shutil.copy(trace, folder / trace.name)) for trace in expected if trace.exists()]
+    except OSError as error:
+        _LOG.warning("cannot copy the traces of NCCL to %s: %s", folder, error)
+        return []

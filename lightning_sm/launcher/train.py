@@ -51,7 +51,7 @@ from lightning_sm.launcher.failure import (
     script_reason,
     write_failure,
 )
-from lightning_sm.launcher.hang import HANG, Watchdog, save_stacks
+from lightning_sm.launcher.hang import HANG, Watchdog, nccl_variables, save_nccl_traces, save_stacks
 from lightning_sm.launcher.peers.connection import Timings, peers_key
 from lightning_sm.launcher.peers.outcome import Restart
 from lightning_sm.launcher.peers.peers import Peers
@@ -255,14 +255,16 @@ class _HostLauncher:
     def _on_hang(self, where: str) -> None:
         """Save the stacks of the script's processes, and end it. Called from the thread of the watchdog."""
         files = self._save_stacks()
-        stacks = f" Stacks of all threads: {', '.join(map(str, files))}." if files else ""
+        stacks = f" Stacks: {', '.join(map(str, files))}." if files else ""
         reason = f"{HANG} no progress on host {self._job.current_host}. Last seen: {where}."
         _LOG.error("%s%s", reason, stacks)
         self._hang_reason = f"{reason}{stacks}"
         self._child.kill()
 
     def _save_stacks(self) -> list[Path]:
-        return save_stacks(self._control, self._child.announced(), self._job.host_output_dir)
+        folder = self._job.host_output_dir
+        stacks = save_stacks(self._control, self._child.announced(), folder)
+        return [*stacks, *save_nccl_traces(self._control, folder)]
 
     def _end_because_of(self, reason: str, end: Callable[[], None]) -> None:
         """End the script because of another host; if that hangs, save the stacks of this one first. Does not block."""
@@ -272,7 +274,7 @@ class _HostLauncher:
 
         def save_and_end() -> None:
             for file in self._save_stacks():
-                _LOG.info("stacks of all threads: %s.", file)
+                _LOG.info("stacks: %s.", file)
             end()
 
         threading.Thread(target=save_and_end, name="stacks", daemon=True).start()
@@ -349,6 +351,7 @@ class _HostLauncher:
         if devices is not None:
             env[DEVICES.name] = str(devices)
         env[CONTROL_DIR.name] = str(self._control.path)
+        env |= nccl_variables(self._control, env)
         env |= toolkit_variables(self._job, program.name, argv, self._env)
         # Python puts the script's own folder on sys.path; "from app.model import X" needs the one above app as well.
         paths = list(script.module_dirs)

@@ -50,7 +50,7 @@ def test_a_hang_is_noticed_and_shown(alone, work):
     reason = failure(alone)
     assert reason.startswith("The training hangs: no progress on host algo-1. Last seen: rank 0 at step 5, training (")
     stacks = alone / "output" / "data" / "algo-1" / "stacks-rank0.txt"
-    assert f"Stacks of all threads: {stacks}." in reason
+    assert f"Stacks: {stacks}." in reason
     assert " in wait_for_ever\n" in stacks.read_text()
 
 

@@ -9,7 +9,14 @@ import pytest
 
 from lightning_sm.job.control_folder import FIRST_STEP, Beat, ControlFolder
 from lightning_sm.job.variables import CONTROL_DIR
-from lightning_sm.launcher.hang import HangRule, Watchdog, described, save_stacks
+from lightning_sm.launcher.hang import (
+    HangRule,
+    Watchdog,
+    described,
+    nccl_variables,
+    save_nccl_traces,
+    save_stacks,
+)
 
 
 def _training(pid, at, step=0, phase="training", may_pause=False):
@@ -89,3 +96,35 @@ def test_stacks_are_saved_for_each_process(tmp_path):
             child.communicate(b"x")
         assert files == [tmp_path / "output" / "stacks-rank2.txt"]
         assert " in stuck\n" in files[0].read_text()
+
+
+_RECORDER = """
+import os, sys
+pipe = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "3.pipe"
+os.mkfifo(pipe)
+reader = os.open(pipe, os.O_RDWR)
+print("ready", flush=True)
+assert os.read(reader, 2) == b"1\\n"
+trace = os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] + "3"
+with open(trace + ".part", "w") as file:
+    file.write("the last collective calls")
+os.rename(trace + ".part", trace)
+"""
+
+
+def test_nccls_flight_recorder_is_asked_through_its_pipe(tmp_path):
+    """A process that does what torch does for NCCL is asked; a pipe whose process has ended is left alone."""
+    (tmp_path / "control").mkdir()
+    with ControlFolder(tmp_path / "control") as control:
+        variables = nccl_variables(control, {})
+        assert nccl_variables(control, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "10"}) == {}
+        os.mkfifo(control.path / "nccl-rank0.pipe")
+        recorder = subprocess.Popen(
+            [sys.executable, "-c", _RECORDER], env={**os.environ, **variables}, stdout=subprocess.PIPE
+        )
+        with recorder:
+            assert recorder.stdout.readline() == b"ready\n"
+            files = save_nccl_traces(control, tmp_path / "output")
+        assert files == [tmp_path / "output" / "nccl-trace-rank3"]
+        assert files[0].read_text() == "the last collective calls"
+        assert recorder.returncode == 0
