@@ -68,6 +68,8 @@ _USAGE_EXIT_CODE = 2
 # The host that failed first must exit first, so that SageMaker shows its exit code and reason as the job's. Its
 # interpreter needs some tens of milliseconds to exit.
 _AFTER_THE_FIRST_S = 1.0
+# The service stops the other hosts when the one that hangs has left. They save their stacks before.
+_STACKS_OF_OTHERS_S = 3.0
 # A rank may close its connections, on which those of other hosts fail, seconds before its process has ended.
 _CONSEQUENCE_S = 10.0
 # Before a data host's script is restarted: memory may be short for a moment. Training continues meanwhile. After four
@@ -150,6 +152,8 @@ class _HostLauncher:
         with self._connect() as peers, self._control:
             child.on_late_signal = peers.stop_waiting
             own, job_outcome = self._run_attempts(peers, script, args)
+            if self._hang_reason and not peers.is_alone:
+                threading.Event().wait(_STACKS_OF_OTHERS_S)
             final = self._final_outcome(own, job_outcome)
             if final is not own or own.exit_code == 0:
                 return final
@@ -438,7 +442,8 @@ class _HostLauncher:
             _LOG.warning("training succeeded without this data host, so this host exits with 0.")
             return Outcome(0)
         if final is FinalOutcome.FAILED_ELSEWHERE and job is not None:
-            threading.Event().wait(_AFTER_THE_FIRST_S)
+            is_hang = job.reason.startswith(HANG)
+            threading.Event().wait(_AFTER_THE_FIRST_S + (_STACKS_OF_OTHERS_S if is_hang else 0.0))
             return Outcome(own.exit_code or 1, job.reason)
         return own
 
