@@ -63,14 +63,25 @@ def inert_pickle(data: bytes) -> Any:
     return _InertUnpickler(io.BytesIO(data)).load()
 
 
-def inert_checkpoint(file: Path | IO[bytes]) -> Any:
-    """Return what ``torch.save`` wrote into a file, as ``inert_pickle`` does; the tensors are not read.
+def pickle_of(file: Path | IO[bytes]) -> bytes:
+    """Return the pickle that ``torch.save`` wrote into a file; the tensors are not read.
 
     Raises:
-        Exception: The file is no zip archive of ``torch.save``, or its pickle is broken; of any type.
+        zipfile.BadZipFile: The file is no zip archive, or is truncated.
+        ValueError: It is one that ``torch.save`` has not written.
+        Exception: It cannot be read; of any type that the file raises.
     """
     with zipfile.ZipFile(file) as archive:
         for name in archive.namelist():
             if name.rpartition("/")[2] == _PICKLE:
-                return inert_pickle(archive.read(name))
+                return archive.read(name)
     raise ValueError(f"it has no {_PICKLE}")
+
+
+def inert_checkpoint(file: Path) -> Any:
+    """Return what ``torch.save`` wrote into a file, as ``inert_pickle`` does; the tensors are not read.
+
+    Raises:
+        Exception: As ``pickle_of`` and ``inert_pickle``.
+    """
+    return inert_pickle(pickle_of(file))

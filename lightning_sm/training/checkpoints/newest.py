@@ -13,7 +13,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # fsspec has 
 from lightning_sm.errors import CheckpointError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.uploads import is_ignored
-from lightning_sm.training.checkpoints.inert import inert_checkpoint, inert_pickle
+from lightning_sm.training.checkpoints.inert import inert_checkpoint, inert_pickle, pickle_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def newest_checkpoint(
     """
     readings: list[Checkpoint] = []
     if folder is not None:
-        readings += [_read(path, job, load) for path in sorted(_candidates(Path(folder)))]
+        readings += [_read(path, partial(_contents, path, job, load)) for path in sorted(_candidates(Path(folder)))]
     for address in object_stores:
         readings += _read_store(address, job)
     if is_own:
@@ -159,9 +159,15 @@ def _candidates(folder: Path) -> Iterator[Path]:
                 logger.warning("Ignoring %s: it links to %s, which does not exist.", path, target)
 
 
-def _read(path: Path, job: SageMakerJob | None, load: Load | None) -> Checkpoint:
+def _read(path: Path | str, contents: Callable[[], tuple[Any, bool]]) -> Checkpoint:
+    """Describe a checkpoint.
+
+    Args:
+        path: Where it is.
+        contents: Returns what is in it, and whether that has objects.
+    """
     try:
-        checkpoint, has_objects = _contents(path, job, load)
+        checkpoint, has_objects = contents()
         progress = _progress(checkpoint)
     except _UnusableError as error:
         return Checkpoint(path, fault=str(error))
@@ -189,20 +195,15 @@ def _read_store(address: str, job: SageMakerJob | None) -> list[Checkpoint]:
 
 def _read_object(filesystem: Any, name: str, job: SageMakerJob | None) -> Checkpoint:
     path = filesystem.unstrip_protocol(name)
-    with filesystem.open(name, "rb") as file:
-        try:
-            checkpoint = inert_checkpoint(file)
-            progress = _progress(checkpoint)
-        except _UnusableError as error:
-            return Checkpoint(path, fault=str(error))
-        except (zipfile.BadZipFile, pickle.UnpicklingError, ValueError, EOFError) as error:
-            return Checkpoint(path, fault=f"cannot be read ({_brief(error)})")
-    fault = None if "lr_schedulers" in checkpoint else "contains weights only"
-    facts = checkpoint.get(JOB_KEY)
-    if not isinstance(facts, Mapping):
-        return Checkpoint(path, False, progress, None, fault)
-    is_trusted = job is not None and _of_another_job(facts, job) is None
-    return Checkpoint(path, is_trusted, progress, facts, fault)
+    # Apart from what it says: a file that is damaged is passed over, a store that does not answer is an error.
+    try:
+        with filesystem.open(name, "rb") as file:
+            data = pickle_of(file)
+    except (zipfile.BadZipFile, ValueError) as error:
+        return Checkpoint(path, fault=f"cannot be read ({_brief(error)})")
+    reading = _read(path, lambda: (inert_pickle(data), False))
+    is_trusted = job is not None and reading.job is not None and _of_another_job(reading.job, job) is None
+    return replace(reading, has_objects=is_trusted)
 
 
 def _contents(path: Path, job: SageMakerJob | None, load: Load | None) -> tuple[Any, bool]:

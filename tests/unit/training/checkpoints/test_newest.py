@@ -626,6 +626,7 @@ def test_object_stores_are_searched(tmp_path, store):
     assert (str(found.path), found.has_objects) == (f"{store.replace('bucket', '/bucket')}/step=5.ckpt", True)
     put(f"{store}/step=9.ckpt", a_checkpoint(9, facts=job_facts(a_job("other", "s3://other"), "1.1")))
     put(f"{store}/step=8.ckpt", {"global_step": 8})
+    put(f"{store}/step=6.ckpt", {"global_step": 6, "epoch": 0, "loops": {}})
     with fsspec.open(f"{store}/step=7.ckpt", "wb") as file:
         file.write(b"PK half")
     assert newest_checkpoint(tmp_path, a_job(), object_stores=[store]).progress[0] == 5
