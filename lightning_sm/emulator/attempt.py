@@ -254,7 +254,8 @@ class Attempt:
     def _judged(self, interruption: _Interruption) -> Outcome | None:
         """Let the first host that leaves with an error decide, if only one was interrupted.
 
-        If the service did not stop it, the job has failed, and there is no other attempt. Else the others are stopped.
+        If the service did not stop it, the job has failed, and there is no other attempt. Otherwise the service stops
+        the others.
         """
         first = self._first_failed()
         if interruption.fault.host is None or first is None or first in interruption.killed:

@@ -2,7 +2,7 @@
 
 The launcher names it by ``LIGHTNING_SM_CONTROL_DIR``. Each training process, and the main process of a data host, has
 a file there: its existence asks for the gentle signal when the job is stopped, its content says where the process
-stands. Without our launcher (the stock toolkit, a laptop) there is no folder, and nothing is written.
+stands. Without the launcher (the stock toolkit, a laptop), there is no folder and nothing is written.
 
 Files of the folder: ``process-<pid>`` (one line, see ``Beat``), ``stacks-<pid>`` (made by faulthandler on request),
 ``saved.jsonl`` (the checkpoints of an interruption) and ``peers-gone`` (another host has failed).

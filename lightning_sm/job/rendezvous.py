@@ -26,7 +26,7 @@ RESOLVE_TIMEOUT_S = 15 * 60.0
 _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 30.0
 # A resolver that does not answer takes 10 s or more for each name (resolv.conf(5): 2 attempts of 5 s). After this time
-# a lookup goes on, and the log says which names are missing so far.
+# the log lists the names that have not resolved yet, while their lookups continue.
 _ANSWER_S = 5.0
 # Past the deadline, for answers that need no network.
 _LEAST_ANSWER_S = 0.1
@@ -96,8 +96,8 @@ def wait_for_host(
 class _Lookups:
     """Lookups of names side by side, each in a thread: ``getaddrinfo`` cannot be interrupted.
 
-    The threads are daemons, which do not keep the process alive. A lookup without an answer goes on, and is not started
-    twice.
+    Daemon threads do not keep the process alive. A lookup that has not been answered continues, and is not started
+    again.
     """
 
     def __init__(self, addresses: Mapping[str, str], is_known: Callable[[str], bool]) -> None:

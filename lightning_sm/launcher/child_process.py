@@ -267,8 +267,11 @@ class ChildProcess:
 
     def announced(self) -> list[Beat]:
         """Where the running processes stand that react to the gentle signal, which would end all others."""
+        beats = self._control.beats()
+        if not beats:  # the watchdog asks every two seconds, and the next line reads all of /proc
+            return []
         below = {process.pid for process in psutil.Process().children(recursive=True)}
-        return [beat for beat in self._control.beats() if beat.pid in below and psutil.pid_exists(beat.pid)]
+        return [beat for beat in beats if beat.pid in below]
 
     def _send(self, signum: int) -> None:
         if self._process is not None:
@@ -285,7 +288,7 @@ class ChildProcess:
             if time.monotonic() >= next_log:
                 next_log += _LOG_S
                 ranks = ", ".join(f"rank {beat.rank} ({beat.phase})" for beat in running)
-                _LOG.info("The script has ended. Waiting for its local ranks: %s.", ranks)
+                _LOG.info("the script has ended. Waiting for its local ranks: %s.", ranks)
             self._reap(group)
             pause.wait(_POLL_S)
         codes = [self._exit_codes.get(beat.pid, 0) for beat in self._control.beats()]

@@ -303,11 +303,7 @@ class _HostLauncher:
         The service may judge a job by the first host that exits. If that is one that was not stopped, and exits with an
         error, the job has failed instead of being interrupted, and is not restarted.
         """
-        timer = threading.Timer(max(0.0, self._leave_at() - time.monotonic()), peers.stop_waiting)
-        timer.daemon = True
-        timer.start()
-        peers.wait_for_peers()
-        timer.cancel()
+        peers.wait_for_peers(max(0.0, self._leave_at() - time.monotonic()))
         if self._is_stopped or peers.is_alone:
             return
         _LOG.info("this host has saved its checkpoint, but was not stopped itself. Waiting until it is.")

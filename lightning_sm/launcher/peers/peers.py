@@ -125,17 +125,21 @@ class Peers:
         self._report = Report(self._attempt, outcome)
         self._wake()
 
-    def wait_for_peers(self) -> JobOutcome | None:
+    def wait_for_peers(self, timeout_s: float | None = None) -> JobOutcome | None:
         """Wait, after ``report``, until all trainer hosts have ended or are lost, or until a restart was ordered.
 
         Connected hosts are waited for as long as their scripts run; after a failure, at most for ``after_failure_s``.
         Hosts that never connected are waited for ``peers_timeout_s``.
 
+        Args:
+            timeout_s: The longest wait, in seconds; None for no other limit than those.
+
         Returns:
-            How the job ends; None if the main host never answered, if there is no other host, or before a restart.
+            The job's outcome; None if the main host never answered, if this is the only host, or if a restart was
+            ordered.
         """
         if self._report is not None:
-            self._wait(lambda: self.restart is not None)
+            self._wait(lambda: self.restart is not None, timeout_s)
         return self._job_outcome
 
     def wait_for_decision(self, timeout_s: float) -> JobOutcome | None:

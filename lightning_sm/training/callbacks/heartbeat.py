@@ -32,13 +32,11 @@ class Heartbeat(Callback):
         """The first batch comes next."""
         self._beat(trainer, "starting the training", may_pause=True)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """A step begins."""
         self._beat(trainer, "training" if self._is_compiled else FIRST_STEP, may_pause=not self._is_compiled)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """A step has ended; the next batch is waited for."""
         self._is_compiled = True
         self._beat(trainer, "waiting for a batch", may_pause=False)
@@ -51,15 +49,7 @@ class Heartbeat(Callback):
         """A validation begins."""
         self._beat(trainer, "starting the validation", may_pause=True)
 
-    def on_validation_batch_end(  # noqa: PLR0917  # Lightning's hook
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """A batch of a validation has ended."""
         self._beat(trainer, "validating", may_pause=False)
 

@@ -212,15 +212,7 @@ class SpotCheckpoint(Checkpoint):
         (num_unsuited,) = self._sums(trainer, is_different or math.inf in lengths)
         self._can_stop_in_validation = num_unsuited == 0
 
-    def on_validation_batch_end(  # noqa: PLR0917  # Lightning's hook
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Stop during a validation, which the resumed run repeats."""
         if not self._can_stop_in_validation or not self._is_fit:
             return
