@@ -1,0 +1,123 @@
+"""What hosts cost per hour, as the user says: none is built in, since prices differ by region, contract and year."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_sm.errors import JobConfigError
+from lightning_sm.job.redaction import yaml_problem
+
+FILE_FORMAT = """\
+currency: $            # printed before each amount; default: $
+per_hour:              # an instance type, or the name of an instance group
+  ml.g5.xlarge: 1.41
+  ml.c5.4xlarge: 0.82
+"""
+_DEFAULT_CURRENCY = "$"
+# From here on, amounts have two digits after the point; below, two that count.
+_WHOLE = 1.0
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices of hosts.
+
+    Attributes:
+        per_hour: Price of an hour by instance type, or by the name of an instance group, which comes first.
+        currency: What is printed before an amount.
+        source: Where the prices come from, for people; empty if there are none.
+    """
+
+    per_hour: Mapping[str, float] = field(default_factory=dict)
+    currency: str = _DEFAULT_CURRENCY
+    source: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.per_hour)
+
+    def of(self, group: str, instance_type: str | None) -> float | None:
+        """Return the price of an hour of one host, or None if it is unknown.
+
+        Args:
+            group: Name of the host's instance group.
+            instance_type: Its instance type, if known.
+        """
+        return self.per_hour.get(group, self.per_hour.get(instance_type or ""))
+
+    def total(self, hosts: Iterable[tuple[str, str | None]]) -> float | None:
+        """Return the price of an hour of all hosts together, or None if that of one is unknown.
+
+        Args:
+            hosts: Group and instance type of each host.
+        """
+        prices = [self.of(group, instance_type) for group, instance_type in hosts]
+        known = [price for price in prices if price is not None]
+        return math.fsum(known) if known and len(known) == len(prices) else None
+
+    def amount(self, value: float) -> str:
+        """Return an amount of money as text."""
+        digits = 2 if value >= _WHOLE or value == 0 else 1 - math.floor(math.log10(value))
+        return f"{self.currency}{value:,.{digits}f}"
+
+
+def cost(price_per_hour: float, seconds: float) -> float:
+    """Return what hosts cost that together cost ``price_per_hour``, used for ``seconds``."""
+    return price_per_hour * seconds / _HOUR_S
+
+
+def read_prices(file: Path | None, flags: Iterable[str]) -> Prices:
+    """Read the prices that the user gives.
+
+    Args:
+        file: A YAML or JSON file like ``FILE_FORMAT``.
+        flags: ``NAME=PRICE`` each; they override the file.
+
+    Raises:
+        JobConfigError: The file cannot be read, or a price is not a number.
+    """
+    fields = {} if file is None else _parsed(file)
+    per_hour = {
+        str(name): _price(f"{file}: per_hour.{name}", value) for name, value in fields.get("per_hour", {}).items()
+    }
+    sources = [] if file is None else [str(file)]
+    for flag in flags:
+        name, equals, value = flag.rpartition("=")
+        if not equals or not name:
+            raise JobConfigError(f"--price {flag}: expected NAME=PRICE, for example ml.g5.xlarge=1.41 (per hour).")
+        per_hour[name] = _price(f"--price {flag}", value)
+        sources.append("--price")
+    return Prices(per_hour, str(fields.get("currency", _DEFAULT_CURRENCY)), ", ".join(dict.fromkeys(sources)))
+
+
+def _parsed(file: Path) -> dict[str, Any]:
+    try:
+        fields = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise JobConfigError(f"The file of prices {file} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise JobConfigError(f"The file of prices {file} is not valid YAML: {yaml_problem(error)}.") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("per_hour"), dict):
+        raise JobConfigError(f"The file of prices {file} has no table per_hour. It looks like this:\n{FILE_FORMAT}")
+    unknown = sorted(map(str, set(fields) - {"currency", "per_hour"}))
+    if unknown:
+        raise JobConfigError(
+            f"The file of prices {file} has the unknown key {unknown[0]}. Prices belong below per_hour."
+        )
+    return fields
+
+
+def _price(where: str, value: Any) -> float:
+    try:
+        price = float(value)
+    except (TypeError, ValueError):
+        price = math.nan
+    if isinstance(value, bool) or not 0 <= price < math.inf:
+        raise JobConfigError(f"{where}: expected the price of an hour, a number that is not negative, got {value!r}.")
+    return price
