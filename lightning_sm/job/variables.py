@@ -299,6 +299,14 @@ RANK_ZERO_PID = Setting[int | None](
     meaning="Process id of SageMakerEnvironment's process; a child of it with a LOCAL_RANK was started by Lightning.",
     is_internal=True,
 )
+RECORD_DIR = Setting[Path | None](
+    name="LIGHTNING_SM_RECORD_DIR",
+    parse=Path,
+    default=None,
+    default_text="the next attempt's, in the job's record",
+    meaning="Folder for what this attempt of the job writes down of its run.",
+    is_internal=True,
+)
 SLOW_NAMES = Setting[Mapping[str, float]](
     name="LIGHTNING_SM_SLOW_NAMES",
     parse=_json_object,
@@ -333,6 +341,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     CONTROL_DIR,
     PARENT_PID,
     RANK_ZERO_PID,
+    RECORD_DIR,
     SLOW_NAMES,
     STEP_FILE,
 )

@@ -21,6 +21,7 @@ from lightning_sm.job.variables import (
     PEERS_TIMEOUT_S,
     PREFIX,
     PREPARE_S,
+    RECORD_DIR,
     SETTINGS,
     STEP_FILE,
     STOP_SCHEDULE,
@@ -100,6 +101,7 @@ def test_the_default_is_what_people_read(setting):
         (MODEL, "weights", Model.WEIGHTS),
         (HOST_ADDRESSES, '{"algo-1": "10.0.0.1"}', {"algo-1": "10.0.0.1"}),
         (STEP_FILE, "/tmp/step", Path("/tmp/step")),
+        (RECORD_DIR, "/tmp/record/2", Path("/tmp/record/2")),
     ],
 )
 def test_a_value_is_parsed(setting, text, value):

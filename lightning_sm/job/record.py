@@ -1,0 +1,432 @@
+"""The record of a run: what the processes of a job write down while it runs, and how it is read again.
+
+Each process appends lines of JSON to a file of its own, ``<record folder>/<attempt>/<host>-<who>.jsonl``: launchers
+(``launcher``), and training processes (``rank-3``). The folder lies with the checkpoints where the job has any, because
+only they survive an attempt that is killed; else with the output data, which one archive collects from all hosts.
+
+A file begins with a ``FileHead``; another one follows where a restarted process goes on with the file. Of each line
+there is a class below, whose ``kind`` names it in JSON. ``t`` is the time in seconds since the Unix epoch; all other
+times are in seconds, too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.variables import RECORD_DIR
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "lightning-sm-record"
+VERSION = 1
+LAUNCHER = "launcher"
+# The parts of a training step, in the order in which they come. "backward" includes the exchange of gradients, which
+# DistributedDataParallel overlaps with it; "other" is what no hook of Lightning tells apart.
+PARTS = ("data_wait", "to_device", "forward", "backward", "optimizer", "other")
+_ENDING = ".jsonl"
+# "algo-1-launcher.jsonl": names of hosts have dashes, too.
+_NAME = re.compile(rf"(?P<host>.+)-(?P<who>{LAUNCHER}|rank-\d+)\{_ENDING}")
+
+
+@dataclass(frozen=True)
+class FileHead:
+    """Who writes a file; its first line, and again when a restarted process goes on with it.
+
+    Attributes:
+        t: When the process began to write.
+        host: Its host.
+        who: ``launcher`` or ``rank-<global rank>``.
+        job: Name of the job, if it is known.
+        attempt: From 1; the service starts another one after an interruption.
+        group: Instance group of the host.
+        role: ``trainer`` or ``data``.
+        rank: Global rank; None for a launcher.
+        world_size: Number of ranks; None for a launcher.
+        hosts: Instance group of each host of the job, by its name.
+        instance_types: Instance type of each group, by its name; None if unknown.
+        instance_type: That of this host.
+        cpus: CPUs that the process may use.
+        gpus: GPUs of the host.
+        packages: Versions of the packages that matter, by name.
+        command: The command line of the script, secrets hidden; empty for ranks.
+        version: Of this format.
+    """
+
+    kind: ClassVar[str] = "file"
+    t: float
+    host: str
+    who: str
+    job: str | None = None
+    attempt: int = 1
+    group: str = ""
+    role: str = "trainer"
+    rank: int | None = None
+    world_size: int | None = None
+    hosts: Mapping[str, str] = field(default_factory=dict)
+    instance_types: Mapping[str, str | None] = field(default_factory=dict)
+    instance_type: str | None = None
+    cpus: int = 0
+    gpus: int = 0
+    packages: Mapping[str, str] = field(default_factory=dict)
+    command: Sequence[str] = field(default_factory=list)
+    version: int = VERSION
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """What one GPU did.
+
+    Attributes:
+        use: Share of the time in which any kernel ran, 0 to 1: it does not say how full the GPU was.
+        memory_bytes: Memory in use.
+        memory_total_bytes: Memory that it has.
+    """
+
+    use: float
+    memory_bytes: int
+    memory_total_bytes: int
+
+
+@dataclass(frozen=True)
+class HostUse:
+    """What a host did since the line before; a launcher writes one every few seconds.
+
+    Attributes:
+        t: When it was measured.
+        cpu: Share of all its CPUs in use, 0 to 1.
+        memory_bytes: Memory in use.
+        memory_total_bytes: Memory that the job may use.
+        received_bytes_s: Bytes per second from the network.
+        sent_bytes_s: Bytes per second to the network.
+        gpus: Its GPUs; empty where there are none, or NVML is not installed.
+    """
+
+    kind: ClassVar[str] = "use"
+    t: float
+    cpu: float
+    memory_bytes: int
+    memory_total_bytes: int
+    received_bytes_s: float = 0.0
+    sent_bytes_s: float = 0.0
+    gpus: Sequence[GpuUse] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Where the training batches of a rank come from; written when its training begins.
+
+    Attributes:
+        t: When.
+        is_remote: Whether data hosts build them.
+        workers: Worker processes of this rank's loader; 0 if the training process itself builds the batches. Those of
+            data hosts are in ``DataService``.
+        cpus: CPUs that this rank's process may use, together with the other ranks of the host.
+        ranks_of_host: Number of ranks on the host.
+    """
+
+    kind: ClassVar[str] = "loader"
+    t: float
+    is_remote: bool
+    workers: int = 0
+    cpus: int = 0
+    ranks_of_host: int = 1
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Some training steps of a rank, one after the other. A step is one training batch.
+
+    Spans between the steps, and the first batch of a run, are not part of them.
+
+    Attributes:
+        t: When the last one ended.
+        step: ``trainer.global_step`` after it: optimizer steps.
+        n: Number of steps.
+        wall_s: How long they took together.
+        longest_s: The longest one.
+        samples: Samples of this rank's batches; 0 if that is unknown.
+        parts: Seconds by part (``PARTS``); their sum is ``wall_s``.
+        gpu_parts: Whether forward, backward and optimizer were measured on the GPU, every few steps. Else they are the
+            host's time, which on a GPU only launches the work.
+    """
+
+    kind: ClassVar[str] = "steps"
+    t: float
+    step: int
+    n: int
+    wall_s: float
+    longest_s: float
+    samples: int = 0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    gpu_parts: bool = False
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time besides the steps.
+
+    Attributes:
+        t: When it ended.
+        name: ``startup`` (until the training begins), ``first_batch`` (which also compiles), ``validation``,
+            ``checkpoint``, ``export``, ``test``, ``predict``; from launchers ``preparation`` (code, requirements).
+        begin: When it began, in the same seconds as ``t``.
+        seconds: How long it took, without other spans within it.
+    """
+
+    kind: ClassVar[str] = "span"
+    t: float
+    name: str
+    begin: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What the model logged; rank 0 writes it.
+
+    Attributes:
+        t: When.
+        step: ``trainer.global_step``.
+        epoch: From 0.
+        values: The metrics by name; None in place of NaN and infinity.
+    """
+
+    kind: ClassVar[str] = "metrics"
+    t: float
+    step: int
+    epoch: int
+    values: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DataService:
+    """What data hosts and trainer ranks did, summed up since the start; rank 0 of a job with data hosts writes it.
+
+    Attributes:
+        t: When.
+        hosts: The fields of ``HostFigures`` (lightning_sm.data.trainer.metrics) of each data host.
+        ranks: The fields of ``RankFigures`` (lightning_sm.data.protocol.figures) by name of the rank.
+    """
+
+    kind: ClassVar[str] = "data"
+    t: float
+    hosts: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    ranks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened.
+
+    Attributes:
+        t: When.
+        what: ``signal``, ``interruption``, ``restart``, ``host_lost``, ``host_back``, ``retry``, ``hedge``, ``hang``,
+            ``failure``, ``checkpoint_saved`` or ``resumed``.
+        text: It in words.
+    """
+
+    kind: ClassVar[str] = "event"
+    t: float
+    what: str
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class End:
+    """How the process ended; the last line of a file. A killed process has none.
+
+    Attributes:
+        t: When.
+        outcome: ``succeeded``, ``failed``, ``interrupted`` (it can go on from a checkpoint) or ``stopped``.
+        exit_code: Of the host, from its launcher.
+        reason: Why it has not succeeded.
+    """
+
+    kind: ClassVar[str] = "end"
+    t: float
+    outcome: str
+    exit_code: int | None = None
+    reason: str = ""
+
+
+Line: TypeAlias = FileHead | HostUse | Loader | Steps | Span | Metrics | DataService | Event | End
+_KINDS: dict[str, type[Line]] = {
+    line.kind: line for line in (FileHead, HostUse, Loader, Steps, Span, Metrics, DataService, Event, End)
+}
+
+
+def record_folder(job: SageMakerJob) -> Path:
+    """Return the folder of a job's record on this host."""
+    return (job.checkpoint_dir or job.output_dir / "data") / FOLDER
+
+
+def attempt_folder(job: SageMakerJob, who: str, env: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of this attempt's files: the one that the launcher named, else the next one.
+
+    Args:
+        job: The job.
+        who: As in ``FileHead``. The next attempt follows from this process's own files: those of other hosts may
+            already be there, or not yet.
+        env: Environment variables.
+    """
+    named = RECORD_DIR.read(env)
+    if named is not None:
+        return named
+    folder = record_folder(job)
+    earlier = [file_attempt(path) for path in folder.glob(f"*/{job.current_host}-{who}{_ENDING}")]
+    return folder / str(1 + max(earlier, default=0))
+
+
+def file_attempt(path: Path) -> int:
+    """Return the attempt that a file of a record belongs to; 0 if its folder does not say."""
+    name = path.parent.name
+    return int(name) if name.isdecimal() else 0
+
+
+def find_files(folder: Path) -> list[Path]:
+    """Return the files of records in and below a folder, sorted by attempt and name.
+
+    Args:
+        folder: A record's folder, or one above it, such as the unpacked output data of a job.
+    """
+    files = [path for path in folder.rglob(f"*{_ENDING}") if _NAME.fullmatch(path.name) and file_attempt(path)]
+    return sorted(files, key=lambda path: (file_attempt(path), path.name, str(path)))
+
+
+def read_file(path: Path) -> list[Line]:
+    """Read the lines of a file. What is no line of this format is left out, such as one that a kill has torn.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    lines = (from_json(text) for text in path.read_text(encoding="utf-8", errors="replace").splitlines())
+    return [line for line in lines if line is not None]
+
+
+def to_json(line: Line) -> str:
+    """Return a line as JSON, without a line break."""
+    values = {name: value for name, value in asdict(line).items() if value is not None}
+    return json.dumps({"kind": line.kind, **_plain(values)}, separators=(",", ":"), allow_nan=False)
+
+
+def from_json(text: str) -> Line | None:
+    """Read a line; None if it is not one, or of a kind that this version does not know."""
+    try:
+        values = json.loads(text)
+        kind = _KINDS[values.pop("kind")]
+        known = {one.name for one in fields(kind)}
+        values = {name: value for name, value in values.items() if name in known}
+        if kind is HostUse:
+            values["gpus"] = [GpuUse(**gpu) for gpu in values.get("gpus", ())]
+        return kind(**values)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+class Recorder:
+    """Appends lines to the file of this process. Any thread may call it.
+
+    A line is written at once, so that it survives whatever ends the process. Nothing is raised: a job must not end
+    because of its record. What prevents it, such as a full disk, is said once.
+
+    Args:
+        path: The file; its folder is made.
+
+    Attributes:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._file: int | None = None
+        self._has_failed = False
+
+    def append(self, line: Line) -> None:
+        """Write a line."""
+        with self._lock:
+            if self._has_failed:
+                return
+            try:
+                data = to_json(line).encode() + b"\n"
+                if self._file is None:
+                    self._file = self._open()
+                while data:
+                    data = data[os.write(self._file, data) :]
+            except (OSError, ValueError, TypeError) as error:
+                self._has_failed = True
+                logger.warning("The record of this run ends here: %s cannot be written: %s", self.path, error)
+
+    def event(self, what: str, text: str = "") -> None:
+        """Write an event that happens now."""
+        self.append(Event(time.time(), what, text))
+
+    def close(self) -> None:
+        """Close the file; a later line opens it again."""
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def _open(self) -> int:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(file).st_size
+        if size and os.pread(file, 1, size - 1) != b"\n":  # a process before was killed within a line
+            os.write(file, b"\n")
+        return file
+
+
+def open_record(job: SageMakerJob, who: str, env: Mapping[str, str] = os.environ) -> Recorder:
+    """Return the recorder of a process; nothing is written yet.
+
+    Args:
+        job: The job.
+        who: As in ``FileHead``.
+        env: Environment variables.
+    """
+    return Recorder(attempt_folder(job, who, env) / f"{job.current_host}-{who}{_ENDING}")
+
+
+class Pacing:
+    """How often a series gets a line: often at first, then ever more seldom, so that its file stays small.
+
+    The service uploads a file of the checkpoint folder as a whole whenever it has changed.
+
+    Args:
+        least_s: Seconds between two lines at first.
+        most_s: Seconds between two lines at last, after ``most_s`` times 600.
+    """
+
+    def __init__(self, least_s: float, most_s: float = 30.0) -> None:
+        self._least_s = least_s
+        self._most_s = max(least_s, most_s)
+        self._began_at: float | None = None
+
+    def next_after(self, now: float) -> float:
+        """Return when the next line is due, in the seconds of ``now``."""
+        if self._began_at is None:
+            self._began_at = now
+        return now + min(self._most_s, max(self._least_s, (now - self._began_at) / 600))
+
+
+def _plain(value: Any) -> Any:
+    """Convert to what JSON has: None for NaN and infinity; fewer digits than a float has."""
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
