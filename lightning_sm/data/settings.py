@@ -20,6 +20,21 @@ MAX_SHARDS = 1 << 20
 Compression = Literal["zstd", "lz4"]
 
 
+# With fewer, one heavy batch keeps a rank waiting while the workers of the others go idle (benchmarks/schedule.py).
+_MIN_WINDOW = 32
+_MAX_WINDOW = 256
+
+
+def default_window(num_workers: int, num_ranks: int) -> int:
+    """Return how many requests of a rank may be in flight or buffered.
+
+    Args:
+        num_workers: Workers of all data hosts.
+        num_ranks: Ranks that share them.
+    """
+    return min(_MAX_WINDOW, max(_MIN_WINDOW, -(-4 * num_workers // num_ranks)))
+
+
 @dataclass(frozen=True)
 class DataServiceSettings:
     """How data hosts serve batches, and how trainers fetch them.
@@ -28,8 +43,9 @@ class DataServiceSettings:
         workers: Number of worker processes on each data host. Default: the number of its CPUs minus 1.
         local_workers: Number of worker processes on each trainer host that help the data hosts. With more than 0, the
             trainer hosts must have access to the data.
-        window_batches: Maximum number of batches in flight or buffered, per rank and loader. Default: twice a rank's
-            share of the workers.
+        window_batches: Maximum number of batches in flight or buffered, per rank and loader. Default: 32, or four times
+            a rank's share of the workers if that is more; of small batches, of which a request is for several, so many
+            requests.
         window_bytes: Maximum size of batches in flight or buffered, per rank and loader, in bytes.
         max_batch_bytes: Maximum size of a batch in bytes.
         hedge_factor: Request a batch from a second data host once it takes this many times the median; 0 turns this

@@ -12,7 +12,7 @@ import torch
 
 from lightning_sm.errors import BatchTooLargeError
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 
 
 class Leaf(NamedTuple):
@@ -52,7 +52,7 @@ class Arena:
         Raises:
             BatchTooLargeError: The slot has no room for them.
         """
-        start = -(-self.used // _ALIGNMENT) * _ALIGNMENT
+        start = -(-self.used // ALIGNMENT) * ALIGNMENT
         if start + nbytes > self._capacity:
             raise BatchTooLargeError(
                 f"A batch needs at least {start + nbytes} bytes, but a slot has {self._capacity}. Raise "

@@ -5,53 +5,60 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from lightning_sm.data.batch.compression import codec_of
+from lightning_sm.data.feeder.scheduler import Run
+from lightning_sm.data.ipc.delivery import Delivery
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.samples import BatchPlan, SamplePlan
 from lightning_sm.data.plan.shards import ShardSteps
-from lightning_sm.data.protocol.spec import CHUNK_BYTES, BatchSpec
+from lightning_sm.data.protocol.frames import RunHeader
+from lightning_sm.data.protocol.spec import CHUNK_BYTES, BatchSpec, RunSpec
 from lightning_sm.errors import BatchTooLargeError, WireError
 
 logger = logging.getLogger(__name__)
 
 StepPlan: TypeAlias = SamplePlan | BatchPlan | ShardSteps
 
+# A request for more batches costs hardly less per batch, and others wait longer behind it.
+_RUN_BYTES = 1 << 20
+_RUN_S = 0.01
+_MAX_RUN = 256
+# Where the user limits the batches, a request asks for so few that all workers have something to do.
+_MIN_RUNS = 8
+
 # Bytes of a batch that are compared: enough to distinguish it from another.
 _NUM_COMPARED = 1 << 16
 
 
+_NOT_ARRIVED = RunHeader(-1, 0.0, 0.0, b"")
+
+
 @dataclass(eq=False)
-class InFlightBatch:
-    """A batch that was requested from one host.
+class InFlightRun:
+    """A run of batches that was requested from one host.
 
     Attributes:
-        step: Number of the batch.
-        slot: Where its bytes go.
-        num_bytes: Bytes of data; -1 before the header has arrived.
-        header: Structure of the batch.
+        run: Their steps.
+        slot: Where their bytes go.
+        header: What precedes the bytes.
         received: Bytes so far.
-        queue_s: Seconds in the host's queue.
-        produce_s: Seconds in the worker.
-        transfer_s: Seconds from request to batch, without those in queue and worker.
+        transfer_s: Seconds from request to the last byte, without those in queue and worker.
     """
 
-    step: int
+    run: Run
     slot: int
-    num_bytes: int = -1
-    header: bytes = b""
+    header: RunHeader = _NOT_ARRIVED
     received: int = 0
-    queue_s: float = 0.0
-    produce_s: float = 0.0
     transfer_s: float = 0.0
 
     @property
     def is_complete(self) -> bool:
         """Whether the header and all bytes have arrived."""
-        return self.received == self.num_bytes
+        return self.received == self.header.num_bytes
 
 
 @dataclass(eq=False)
@@ -63,16 +70,19 @@ class PassBuffer:
         ring: Where batches go.
         ring_number: Number of the ring in the training process.
         free: Unused slots of the ring; shared by all passes over the loader.
-        template: A request for a batch, except for step and keys.
+        request: What is requested, except for the batches.
+        batch: A batch of it, except for step and keys.
         plan: Keys of each step.
         next_step: Next step to deliver.
         stop_step: Step after the last; None while it is not known.
-        window_batches: Steps that may be in flight or buffered.
+        window_batches: Requests that may be in flight or buffered.
         window_bytes: The same limit in bytes.
+        is_window_fixed: Whether ``window_batches`` limits the batches, too, and not only the requests for them.
         tells_keys: Whether the training process gets the keys of each batch.
-        largest: Bytes of the largest batch so far.
+        run_length: Batches of future requests.
+        largest: Bytes of the largest batch so far; of a run, the mean.
         in_flight: By request id.
-        ready: Complete batches by step.
+        ready: Complete runs by their first step.
         empty: Steps of shards that have no batch, and are skipped.
         taken: The consumer has taken every step below.
     """
@@ -81,16 +91,19 @@ class PassBuffer:
     ring: Ring
     ring_number: int
     free: list[int]
-    template: BatchSpec
+    request: RunSpec
+    batch: BatchSpec
     plan: StepPlan
     next_step: int
     stop_step: int | None
     window_batches: int
     window_bytes: int
+    is_window_fixed: bool = False
     tells_keys: bool = False
+    run_length: int = 1
     largest: int = 0
-    in_flight: dict[int, InFlightBatch] = field(default_factory=dict)
-    ready: dict[int, InFlightBatch] = field(default_factory=dict)
+    in_flight: dict[int, InFlightRun] = field(default_factory=dict)
+    ready: dict[int, InFlightRun] = field(default_factory=dict)
     empty: set[int] = field(default_factory=set)
     taken: int = 0
 
@@ -108,16 +121,19 @@ class PassBuffer:
         """Steps that may be in flight or buffered, given the sizes seen so far; at least 2, to overlap them."""
         if not self.largest:
             return self.window_batches
-        return max(2, min(self.window_batches, self.window_bytes // self.largest))
+        num_steps = self.window_batches * (1 if self.is_window_fixed else self.run_length)
+        return max(2, min(num_steps, self.window_bytes // self.largest))
 
     # Requests
 
-    def request(self, request_id: int, step: int) -> bytes | None:
-        """Reserve a slot for a step, and return the encoded request; None if no slot is free."""
+    def reserve(self, request_id: int, run: Run) -> bytes | None:
+        """Reserve a slot for a run, and return the encoded request; None if no slot is free."""
         if not self.free:
             return None
-        self.in_flight[request_id] = InFlightBatch(step, self.free.pop())
-        return replace(self.template, step=step, keys=self.plan.batch(step)).encode()
+        self.in_flight[request_id] = InFlightRun(run, self.free.pop())
+        steps = range(run.first, run.stop)
+        batches = tuple(replace(self.batch, step=step, keys=self.plan.batch(step)) for step in steps)
+        return replace(self.request, batches=batches).encode()
 
     def drop(self, request_id: int) -> None:
         """Forget a request, if it is in flight; bytes of it that still arrive are not written anywhere."""
@@ -127,25 +143,23 @@ class PassBuffer:
 
     # Answers
 
-    def take_header(self, request_id: int, num_bytes: int, queue_s: float, produce_s: float, header: bytes) -> None:
+    def take_header(self, request_id: int, header: RunHeader) -> None:
         """Record the header of an answer.
 
         Raises:
-            BatchTooLargeError: The batch does not fit into a slot.
+            BatchTooLargeError: The batches do not fit into a slot.
             WireError: It is a second header.
         """
-        batch = self.in_flight[request_id]
-        if batch.num_bytes >= 0:
-            raise WireError(f"a second header arrived for step {batch.step}")
-        if num_bytes > self.ring.slot_bytes:
+        answer = self.in_flight[request_id]
+        if answer.header is not _NOT_ARRIVED:
+            raise WireError("a second header arrived")
+        if header.num_bytes > self.ring.slot_bytes:
             raise BatchTooLargeError(
-                f"The batch of step {batch.step} has {num_bytes} bytes, but a slot only {self.ring.slot_bytes} "
-                "(data_service.max_batch_bytes). Raise the limit on all hosts, or make batches smaller."
+                f"The batch of step {answer.run.first} has {header.num_bytes} bytes, but a slot only "
+                f"{self.ring.slot_bytes} (data_service.max_batch_bytes). Raise the limit on all hosts, or make batches "
+                "smaller."
             )
-        batch.num_bytes = num_bytes
-        batch.queue_s = queue_s
-        batch.produce_s = produce_s
-        batch.header = header
+        answer.header = header
 
     def take_data(self, request_id: int, offset: int, payload: memoryview) -> None:
         """Copy a piece of an answer to its place.
@@ -153,12 +167,12 @@ class PassBuffer:
         Raises:
             WireError: The piece is out of order, or exceeds the announced size.
         """
-        batch = self.in_flight[request_id]
+        answer = self.in_flight[request_id]
         stop = offset + len(payload)
-        if offset != batch.received or stop > batch.num_bytes:
-            raise WireError(f"bytes {offset} to {stop} arrived after {batch.received} of {batch.num_bytes}")
-        self.ring.slot(batch.slot)[offset:stop] = np.frombuffer(payload, np.uint8)
-        batch.received = stop
+        if offset != answer.received or stop > answer.header.num_bytes:
+            raise WireError(f"bytes {offset} to {stop} arrived after {answer.received} of {answer.header.num_bytes}")
+        self.ring.slot(answer.slot)[offset:stop] = np.frombuffer(payload, np.uint8)
+        answer.received = stop
 
     def take_compressed(self, request_id: int, offset: int, payload: memoryview) -> None:
         """Decompress a piece of an answer to its place.
@@ -166,37 +180,55 @@ class PassBuffer:
         Raises:
             WireError: The piece is malformed, out of order, too long, or not meant to be compressed.
         """
-        if not self.template.compression:
+        if not self.request.compression:
             raise WireError("a compressed piece arrived, but compression is off")
-        size = min(CHUNK_BYTES, self.in_flight[request_id].num_bytes - offset)
-        piece = codec_of(self.template.compression).decompress(payload, max(0, size))
+        size = min(CHUNK_BYTES, self.in_flight[request_id].header.num_bytes - offset)
+        piece = codec_of(self.request.compression).decompress(payload, max(0, size))
         self.take_data(request_id, offset, memoryview(piece))
 
-    def accept(self, request_id: int, latency_s: float) -> InFlightBatch:
-        """Keep a complete answer until its step is next, and return it.
+    def accept(self, request_id: int, latency_s: float) -> InFlightRun:
+        """Keep a complete answer until its first step is next, and return it.
 
         Args:
             request_id: Number of the request.
             latency_s: Seconds from the request until now.
         """
-        batch = self.in_flight.pop(request_id)
-        batch.transfer_s = max(0.0, latency_s - batch.queue_s - batch.produce_s)
-        self.ready[batch.step] = batch
-        self.largest = max(self.largest, batch.num_bytes)
+        answer = self.in_flight.pop(request_id)
+        header = answer.header
+        answer.transfer_s = max(0.0, latency_s - header.queue_s - header.produce_s)
+        self.ready[answer.run.first] = answer
+        num_bytes = -(-header.num_bytes // answer.run.num_steps)
+        self.largest = max(self.largest, num_bytes)
         if isinstance(self.plan, ShardSteps):
-            data = self.ring.slot(batch.slot)[: min(batch.num_bytes, _NUM_COMPARED)].tobytes()
-            content = hashlib.blake2b(data, key=batch.header[:64]).digest()
-            duplicate_shards = self.plan.duplicate_shards(batch.step, content)
-            if duplicate_shards is not None:
-                logger.warning(
-                    "Shards %d and %d of loader %d of %s begin with the same batch. The iterable dataset may yield all "
-                    "samples in every shard. It must yield only the part that torch.utils.data.get_worker_info() "
-                    "describes, as with several workers of a DataLoader.",
-                    *duplicate_shards,
-                    self.template.loader,
-                    self.template.opening,
-                )
-        return batch
+            self._compare_with_other_shards(self.plan, answer)
+        else:
+            self._choose_run_length(header, answer.run.num_steps)
+        return answer
+
+    def _choose_run_length(self, header: RunHeader, num_steps: int) -> None:
+        """Let a request ask for as many batches as make ``_RUN_BYTES`` or ``_RUN_S``, but for few of the window."""
+        fraction = max(
+            (header.num_bytes + len(header.batches)) / _RUN_BYTES, header.produce_s / _RUN_S, num_steps / _MAX_RUN
+        )
+        length = max(1, min(2 * self.run_length, int(num_steps / fraction)))
+        if self.is_window_fixed:
+            length = max(1, min(length, self.window // _MIN_RUNS))
+        self.run_length = length
+
+    def _compare_with_other_shards(self, plan: ShardSteps, answer: InFlightRun) -> None:
+        header = answer.header
+        data = self.ring.slot(answer.slot)[: min(header.num_bytes, _NUM_COMPARED)].tobytes()
+        content = hashlib.blake2b(data, key=header.batches[:64]).digest()
+        duplicate_shards = plan.duplicate_shards(answer.run.first, content)
+        if duplicate_shards is not None:
+            logger.warning(
+                "Shards %d and %d of loader %d of %s begin with the same batch. The iterable dataset may yield all "
+                "samples in every shard. It must yield only the part that torch.utils.data.get_worker_info() "
+                "describes, as with several workers of a DataLoader.",
+                *duplicate_shards,
+                self.request.loader,
+                self.request.opening,
+            )
 
     def skip(self, request_id: int, end: int | None) -> None:
         """Record the answer that a step of a shard has no batch.
@@ -208,7 +240,7 @@ class PassBuffer:
         Raises:
             WireError: The answer does not fit the request.
         """
-        step = self.in_flight[request_id].step
+        step = self.in_flight[request_id].run.first
         if not isinstance(self.plan, ShardSteps):
             raise WireError("only shards have an end")
         self.plan.skip(step, end)
@@ -218,28 +250,35 @@ class PassBuffer:
 
     # Delivery
 
-    def deliverable(self) -> list[InFlightBatch]:
-        """Remove and return the batches that are next, in order."""
-        batches = []
+    def deliverable(self) -> list[InFlightRun]:
+        """Remove and return the runs that are next, in order."""
+        runs = []
         while self.next_step in self.ready or self.next_step in self.empty:
             if self.next_step in self.ready:
-                batches.append(self.ready.pop(self.next_step))
-            self.next_step += 1
-        return batches
+                runs.append(self.ready.pop(self.next_step))
+                self.next_step = runs[-1].run.stop
+            else:
+                self.next_step += 1
+        return runs
 
-    def facts(self, batch: InFlightBatch) -> dict[str, Any]:
-        """Return the message to the training process about a batch."""
-        facts = {
-            "pass_id": self.pass_id,
-            "ring": self.ring_number,
-            "step": batch.step,
-            "slot": batch.slot,
-            "num_bytes": batch.num_bytes,
-            "queue_s": batch.queue_s,
-            "produce_s": batch.produce_s,
-            "transfer_s": batch.transfer_s,
-        }
-        return {**facts, "keys": self.plan.batch(batch.step).tolist()} if self.tells_keys else facts
+    def delivery(self, answer: InFlightRun) -> Delivery:
+        """Return the message to the training process about a run."""
+        header = answer.header
+        steps = range(answer.run.first, answer.run.stop)
+        return Delivery(
+            pass_id=self.pass_id,
+            ring=self.ring_number,
+            slot=answer.slot,
+            first_step=answer.run.first,
+            num_steps=answer.run.num_steps,
+            num_bytes=header.num_bytes,
+            queue_s=header.queue_s,
+            produce_s=header.produce_s,
+            transfer_s=answer.transfer_s,
+            num_ready=sum(run.run.num_steps for run in self.ready.values()),
+            keys=[self.plan.batch(step).tolist() for step in steps] if self.tells_keys else [],
+            batches=header.batches,
+        )
 
     def take(self, step: int) -> int:
         """Record that the consumer has taken every step below one, and return where the window begins."""

@@ -5,6 +5,7 @@ It has its own interpreter, so that receiving never waits for the training loop 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import selectors
@@ -13,7 +14,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,8 +33,8 @@ from lightning_sm.data.ipc.processes import exit_when_a_thread_fails, run_and_ex
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.data.protocol.failures import first_line, with_place
-from lightning_sm.data.protocol.frames import FrameKind, frame, parse_failure, parse_header
-from lightning_sm.data.protocol.spec import BatchSpec
+from lightning_sm.data.protocol.frames import FrameKind, RunHeader, frame, parse_failure
+from lightning_sm.data.protocol.spec import BatchSpec, RunSpec
 from lightning_sm.data.settings import Credentials
 from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
 
@@ -56,7 +58,7 @@ class Feeder:
         self._releases = releases
         self._num_ranks = int(settings["client"]["world_size"])
         self._lock = threading.RLock()
-        self._scheduler = Scheduler(settings["hedge_factor"])
+        self._scheduler = Scheduler(settings["hedge_factor"], seed=zlib.crc32(settings["client"]["client"].encode()))
         self._rings: dict[int, tuple[Ring, list[int]]] = {}
         self._buffers: dict[int, PassBuffer] = {}
         self._requests: dict[int, Request] = {}
@@ -151,17 +153,22 @@ class Feeder:
             self._fail(pass_id, error)
             return
         ring, free = self._rings[facts["ring"]]
+        of_run = ("opening", "loader", "compression")
+        of_batch = ("seed", "epoch", "pass_index", "rank")
+        template = facts["template"]
         buffer = PassBuffer(
             pass_id=pass_id,
             ring=ring,
             ring_number=facts["ring"],
             free=free,
-            template=BatchSpec(keys=np.empty(0, np.int64), step=0, **facts["template"]),
+            request=RunSpec(**{name: template[name] for name in of_run}, batches=()),
+            batch=BatchSpec(**{name: template[name] for name in of_batch}, step=0, keys=np.empty(0, np.int64)),
             plan=plan,
             next_step=facts["first_step"],
             stop_step=facts["stop_step"],
             window_batches=facts["window_batches"],
             window_bytes=facts["window_bytes"],
+            is_window_fixed=facts["is_window_fixed"],
             tells_keys=facts["tells_keys"],
         )
         shard_of = plan.shard if isinstance(plan, ShardSteps) else None
@@ -170,7 +177,14 @@ class Feeder:
                 self._closed_early.remove(pass_id)
                 return
             self._buffers[pass_id] = buffer
-            self._scheduler.open_pass(pass_id, buffer.next_step, buffer.stop_step, buffer.window, shard_of)
+            self._scheduler.open_pass(
+                pass_id,
+                buffer.next_step,
+                buffer.stop_step,
+                buffer.window,
+                shard_of=shard_of,
+                loader=(facts["stage"], buffer.request.loader),
+            )
             self._end_if_done(buffer)
         self._send_requests()
 
@@ -197,7 +211,7 @@ class Feeder:
             return
         self._cancel(self._scheduler.close_pass(pass_id))
         buffer = self._buffers.pop(pass_id)
-        buffer.free.extend(batch.slot for batch in buffer.ready.values())
+        buffer.free.extend(run.slot for run in buffer.ready.values())
         self._send_requests()
 
     def _finish(self, outcome: str) -> None:
@@ -210,9 +224,14 @@ class Feeder:
 
     # Messages to the training process
 
-    def _notify(self, kind: str, payload: bytes = b"", **facts: Any) -> None:
+    def _notify(self, kind: str, **facts: Any) -> None:
+        with self._unless_gone():
+            self._trainer.send(kind, **facts)
+
+    @contextlib.contextmanager
+    def _unless_gone(self) -> Iterator[None]:
         try:
-            self._trainer.send(kind, payload, **facts)
+            yield
         except OSError:
             logger.debug("The training process is gone; this process exits, too.")
 
@@ -220,8 +239,9 @@ class Feeder:
         self._notify("error", pass_id=pass_id, error=type(error).__name__, text=str(error))
 
     def _deliver(self, buffer: PassBuffer) -> None:
-        for batch in buffer.deliverable():
-            self._notify("batch", batch.header, ready=len(buffer.ready), **buffer.facts(batch))
+        for run in buffer.deliverable():
+            with self._unless_gone():
+                buffer.delivery(run).send(self._trainer)
         self._end_if_done(buffer)
 
     def _end_if_done(self, buffer: PassBuffer) -> None:
@@ -290,18 +310,17 @@ class Feeder:
             except BatchTooLargeError as error:
                 self._fail(buffer.pass_id, error)
             except WireError as error:
-                raise WireError(f"the answer for step {request.step}: {error}") from error
+                raise WireError(f"the answer for step {request.run.first}: {error}") from error
 
     def _receive_frame(self, buffer: PassBuffer, request: Request, kind: int, value: int, payload: memoryview) -> None:
         if kind == FrameKind.FAILURE:
-            facts = parse_failure(payload)
-            if facts["error"] == "ShardEnded":
-                self._skip(buffer, request, int(facts["text"]) if facts["text"].isdecimal() else None)
-            else:
-                self._request_failed(buffer, request, **facts)
+            self._request_failed(buffer, request, **parse_failure(payload))
+            return
+        if kind == FrameKind.ENDED:
+            self._skip(buffer, request, value - 1 if value else None)
             return
         if kind == FrameKind.HEADER:
-            buffer.take_header(request.request_id, *parse_header(payload))
+            buffer.take_header(request.request_id, RunHeader.decode(payload))
         elif kind == FrameKind.DATA:
             buffer.take_data(request.request_id, value, payload)
         elif kind == FrameKind.COMPRESSED:
@@ -313,15 +332,12 @@ class Feeder:
 
     def _complete(self, buffer: PassBuffer, request: Request) -> None:
         now = time.monotonic()
-        completion = self._scheduler.completed(request.request_id, now)
+        answer = buffer.accept(request.request_id, now - request.sent_at)
+        completion = self._scheduler.completed(request.request_id, now, answer.header.produce_s)
         del self._requests[request.request_id]
-        if not completion.is_accepted:
-            buffer.drop(request.request_id)
-            return
-        batch = buffer.accept(request.request_id, now - request.sent_at)
-        self._transfers[request.host] += batch.transfer_s
+        self._transfers[request.host] += answer.transfer_s
         self._cancel(completion.cancel)
-        self._scheduler.set_window(buffer.pass_id, buffer.window)
+        self._scheduler.set_window(buffer.pass_id, buffer.window, buffer.run_length)
         self._deliver(buffer)
         self._send_requests()
 
@@ -339,7 +355,9 @@ class Feeder:
 
     def _request_failed(self, buffer: PassBuffer, request: Request, error: str, text: str, where: str) -> None:
         link = self._links[request.host]
-        place = ", ".join(filter(None, (f"data host {link.name}", where, f"batch of step {request.step}")))
+        steps = f"batches of steps {request.run.first} to {request.run.stop - 1}"
+        step = f"batch of step {request.run.first}" if request.run.num_steps == 1 else steps
+        place = ", ".join(filter(None, (f"data host {link.name}", where, step)))
         reason = f"{text} on data host {link.name}" if error == "WorkerLost" else with_place(text, place)
         retry = RETRIES.get(error, Retry.NEVER)
         decision = self._scheduler.failed(request.request_id, time.monotonic(), retry=retry, reason=reason)
@@ -347,11 +365,13 @@ class Feeder:
         buffer.drop(request.request_id)
         if decision.is_fatal:
             self._cancel(decision.cancel)
-            self._fail(buffer.pass_id, explain(error, request.step, decision, buffer.plan.batch(request.step).tolist()))
+            keys = buffer.plan.batch(request.run.first).tolist()
+            self._fail(buffer.pass_id, explain(error, request.run.first, decision, keys))
             return
         if error == "NotOpen":
             link.reopen()
-        logger.warning("A batch failed on %s, and is requested again: %s", place, first_line(text))
+        if request.run.num_steps == 1:  # a single step of a run that fails will say so itself
+            logger.warning("A batch failed on %s, and is requested again: %s", place, first_line(text))
         self._send_requests()
 
     # Requests to data hosts
@@ -360,7 +380,7 @@ class Feeder:
         fetches: dict[str, list[bytes]] = {}
         with self._lock:
             for request in self._scheduler.next_requests(time.monotonic()):
-                spec = self._buffers[request.pass_id].request(request.request_id, request.step)
+                spec = self._buffers[request.pass_id].reserve(request.request_id, request.run)
                 if spec is None:  # all slots are taken; the next that is released brings us back here
                     self._scheduler.withdraw(request)
                     continue

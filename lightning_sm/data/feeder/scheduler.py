@@ -1,62 +1,75 @@
-"""Which batch is requested from which data host, and when: the rules of one trainer rank's feeder process.
+"""Which steps are requested from which data host, and when: the rules of one trainer rank's feeder process.
 
-Pure rules: no I/O, no clock, no thread, no randomness. The caller passes in events with their time (``now``, seconds of
-a monotonic clock), and gets back the requests to send and to cancel.
+Pure rules: no I/O, no clock, no thread. The caller passes in events with their time (``now``, seconds of a monotonic
+clock), and gets back the requests to send and to cancel. Ties between hosts are broken by a seeded generator: ranks
+that all preferred the same host would leave the others idle.
 
-A step of a pass (one iteration over one loader) is first TODO, then in flight (twice when hedged), then ready. The
-first answer makes it ready; all others, late or for a closed pass, are rejected. So each step is delivered exactly
-once, whatever the hosts do.
+A request is for a run of consecutive steps of a pass (one iteration over one loader). A step is first TODO, then in
+flight (twice when hedged), then ready. The first answer makes it ready; all others, late or for a closed pass, are
+rejected. So each step is delivered exactly once, whatever the hosts do.
 """
 
 from __future__ import annotations
 
 import copy
-import heapq
 import math
+import random
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import count, takewhile
+from itertools import count
 from typing import NamedTuple
 
 # Frames carry request ids as 32 bits, which last five days at 10,000 requests per second. Then they start again.
 _NUM_REQUEST_IDS = 1 << 32
-# Weight of a new sample in a host's moving average: one heavy batch must not make a host look slow.
-_LATENCY_WEIGHT = 0.25
-# A host lags that is this many times slower than the fastest.
-_LAG_FACTOR = 2.0
-# So does a host with this many requests overtaken by their hedges, without an answer in between: one may be a heavy
-# batch, two are a host that does not answer.
-_NUM_LATE_TO_LAG = 2
-# A lagging host gets a probe after this many times its latency.
-_PROBE_FACTOR = 10.0
+
+# Latencies of a loader of which the median is taken: enough to outvote the stragglers of one host, and few enough to
+# adapt soon. With fewer than the second number, no request counts as late.
+_NUM_RECENT = 64
+_NUM_SAMPLES_TO_HEDGE = 3
+# Weight of a new sample in moving averages.
+_WEIGHT = 1 / 8
+# Equal workers answer in bursts.
+_INTERVAL_WEIGHT = 1 / 32
+
+# A host this many times slower than the median takes only steps that are not needed before it answers. With batches of
+# very different weight, lower factors banish hosts by chance.
+_SLOW_FACTOR = 3.0
+# It is likely to be late where it needs more than half of the time until then: its own requests queue there, too.
+_SLOW_MARGIN = 2.0
+# What is known of a slow host is half forgotten after this many of its latencies without an answer, so that a host that
+# was slow once (cold cache, other jobs) comes back.
+_FORGET_LATENCIES = 10.0
+
 # Pauses after failures: without them, an overloaded host that is alone would get requests in a busy loop.
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 
-# Hedges allowed: a fraction of the answers so far, and beyond it this many and the credits of the largest host.
+# Hedges may cost this fraction of the work, and beyond it so many requests and the credits of the largest host: enough
+# for a host that becomes silent at the start.
 HEDGE_BUDGET = 0.05
 HEDGE_BURST = 4
-# No request is hedged before this age.
+
+
+class _Late(NamedTuple):
+    """When a request is late: after a multiple of the loader's median latency, and not before a minimum."""
+
+    factor: float
+    minimum_s: float
+
+    def after_s(self, median_s: float) -> float:
+        return max(self.minimum_s, self.factor * median_s)
+
+
 _HEDGE_MINIMUM_S = 0.05
-# Latencies of which the median is taken: enough to outvote the stragglers of one host, and few enough to adapt soon
-# after a change of pass.
-_NUM_RECENT = 64
-# With fewer latencies no request counts as late.
-_NUM_SAMPLES_TO_HEDGE = 3
-# Hedges on the same host: another worker may answer for a frozen one, but all workers may simply be busy.
-_SAME_HOST_FACTOR = 10.0
-_SAME_HOST_MINIMUM_S = 2.0
-# Hedges beyond the budget: later than any slow host that still works would take.
-_STUCK_FACTOR = 30.0
-_STUCK_MINIMUM_S = 3.0
-# Hedges of shards: another host has to read the shard from its beginning, which takes as long as it took this one.
-_MOVE_FACTOR = 30.0
-_MOVE_MINIMUM_S = 20.0
-# Weight of a new sample in the mean interval between answers: equal workers answer in bursts.
-_INTERVAL_WEIGHT = 1 / 32
+# On the same host another worker may answer for a frozen one, but all workers may simply be busy.
+_LATE_ON_THE_ONLY_HOST = _Late(10.0, 2.0)
+# Beyond the budget: later than any slow host that still works would take. A frozen worker would block the pass forever.
+_STUCK = _Late(30.0, 3.0)
+# Another host has to read a shard from its beginning, which takes as long as it took this one.
+_LATE_SHARD = _Late(30.0, 20.0)
 
 
 class HostState(Enum):
@@ -68,7 +81,7 @@ class HostState(Enum):
 
 
 class Retry(Enum):
-    """What a failed request means for its step.
+    """What a failed request for a single step means for the step.
 
     ELSEWHERE: not the request's fault (connection lost, host overloaded); retried until it succeeds.
     LIMITED: perhaps its fault (a worker was killed); a few attempts in all.
@@ -86,21 +99,33 @@ class Retry(Enum):
 _MAX_FAILURES = {Retry.LIMITED: 4, Retry.ONCE: 2, Retry.NEVER: 1}
 
 
+class Run(NamedTuple):
+    """Consecutive steps of a pass."""
+
+    first: int
+    num_steps: int
+
+    @property
+    def stop(self) -> int:
+        """The step after the last."""
+        return self.first + self.num_steps
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One step requested from one host."""
+    """A run of steps requested from one host."""
 
     request_id: int
     host: str
     pass_id: int
-    step: int
+    run: Run
     is_hedge: bool
     sent_at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Whether an answer is the first of its step, and the requests that it makes superfluous."""
+    """Whether an answer is the first of its run, and the requests that it makes superfluous."""
 
     is_accepted: bool
     cancel: tuple[Request, ...] = ()
@@ -117,14 +142,13 @@ class FailureDecision:
 
 @dataclass(slots=True)
 class HostStatus:
-    """One host, for metrics and messages; ``latency_s`` is a moving average from request to answer."""
+    """One host, for metrics and messages; ``slowness`` is its latency in units of the loaders' medians."""
 
     host: str
     state: HostState = HostState.DOWN
     num_credits: int = 0
     num_in_flight: int = 0
-    latency_s: float | None = None
-    is_lagging: bool = False
+    slowness: float = 1.0
     num_completed: int = 0
     num_retries: int = 0
     num_hedges: int = 0
@@ -146,44 +170,64 @@ class PassStatus:
 class _Host(HostStatus):
     """One host, as the scheduler sees it."""
 
-    num_late: int = 0
     num_pauses: int = 0
-    last_sent_at: float = -math.inf
     paused_until: float = -math.inf
+    measured_at: float = -math.inf
+    forget_s: float = math.inf
 
     def has_credit(self, now: float) -> bool:
         """Return whether it may get a request now."""
         return self.state is HostState.UP and self.num_in_flight < self.num_credits and self.paused_until <= now
 
-    @property
-    def priority(self) -> tuple[bool, float, float]:
-        """The order in which hosts choose steps: lagging ones last, so that the others take the oldest steps."""
-        return self.is_lagging, self.num_in_flight / self.num_credits, self.latency_s or 0.0
+    def expected_slowness(self, now: float) -> float:
+        """Return how slow it probably is: what was measured long ago counts less, for one request at a time."""
+        if self.slowness <= 1.0 or self.num_in_flight:
+            return self.slowness
+        return 1.0 + (self.slowness - 1.0) * math.exp2(-(now - self.measured_at) / self.forget_s)
 
     @property
-    def probe_due_at(self) -> float:
-        """When it gets the next probe, while it lags."""
-        return self.last_sent_at + _PROBE_FACTOR * (self.latency_s or 0.0)
+    def forgotten_at(self) -> float:
+        """When it no longer counts as slow, if nothing is measured before."""
+        if self.slowness <= _SLOW_FACTOR:
+            return -math.inf
+        return self.measured_at + self.forget_s * math.log2((self.slowness - 1.0) / (_SLOW_FACTOR - 1.0))
 
-    def is_probe_due(self, now: float) -> bool:
-        """Whether a request shall show that it has recovered."""
-        return self.is_lagging and not self.num_in_flight and self.probe_due_at <= now
-
-    @property
-    def answers(self) -> bool:
-        """Whether it answers at all, if perhaps slowly."""
-        return self.num_late < _NUM_LATE_TO_LAG
-
-    def record_latency(self, latency_s: float) -> None:
-        """Average, but believe a lagging host's recovery at once: its probes are rare."""
-        if self.latency_s is None or (self.is_lagging and latency_s < self.latency_s / _LAG_FACTOR):
-            self.latency_s = latency_s
-        self.latency_s += _LATENCY_WEIGHT * (latency_s - self.latency_s)
+    def measure(self, latency_s: float, median_s: float, now: float) -> None:
+        """Average, but believe at once that a slow host has recovered: it gets few requests."""
+        measured = latency_s / max(median_s, 1e-9)
+        is_recovery = measured < _SLOW_FACTOR < self.slowness
+        self.slowness = measured if is_recovery else self.slowness + _WEIGHT * (measured - self.slowness)
+        self.measured_at = now
+        self.forget_s = _FORGET_LATENCIES * max(latency_s, 1e-9)
 
     def pause(self, now: float) -> None:
         """Send it nothing for a moment, twice as long each time."""
         self.paused_until = now + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self.num_pauses, 10))
         self.num_pauses += 1
+
+
+@dataclass(slots=True)
+class _Pace:
+    """How long the requests of one loader take; cheap validation batches say nothing about training batches."""
+
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
+    in_order: list[float] = field(default_factory=list)
+    work_s: float = 0.0  # moving average
+
+    @property
+    def median_s(self) -> float:
+        return self.in_order[len(self.in_order) // 2] if self.in_order else 0.0
+
+    @property
+    def is_known(self) -> bool:
+        return len(self.in_order) >= _NUM_SAMPLES_TO_HEDGE
+
+    def add(self, latency_s: float, work_s: float) -> None:
+        if len(self.recent) == _NUM_RECENT:
+            del self.in_order[bisect_left(self.in_order, self.recent[0])]
+        self.recent.append(latency_s)
+        insort(self.in_order, latency_s)
+        self.work_s += max(_WEIGHT, 1 / len(self.in_order)) * (work_s - self.work_s)
 
 
 class _Failure(NamedTuple):
@@ -200,39 +244,60 @@ class _Pass:
     position: int  # the consumer has taken every step below
     stop_step: int | None
     window: int
+    max_runs: int  # in flight or ready: each has a slot
+    pace: _Pace
     cursor: int  # no step from here on was ever put into todo
-    todo: list[int] = field(default_factory=list)  # sorted
-    in_flight: dict[int, list[Request]] = field(default_factory=dict)  # one or two per step
-    ready: set[int] = field(default_factory=set)
-    fatal: set[int] = field(default_factory=set)
+    run_length: int = 1
+    todo: list[Run] = field(default_factory=list)  # sorted
+    in_flight: dict[Run, list[Request]] = field(default_factory=dict)  # one or two per run
+    ready: dict[int, Run] = field(default_factory=dict)  # by first step
     failures: dict[int, list[_Failure]] = field(default_factory=dict)
     shard_of: Callable[[int], int] | None = None  # shard of a step, for iterable datasets
     assigned_hosts: dict[int, str] = field(default_factory=dict)  # by shard: the host that has its iterator
 
     @property
+    def limit(self) -> int:
+        """The step after the window."""
+        end = self.position + self.window
+        return end if self.stop_step is None else min(end, self.stop_step)
+
+    @property
     def waiting_for(self) -> int:
         """The step that the consumer needs first."""
-        return next(step for step in count(self.position) if step not in self.ready)
+        step = self.position
+        while step in self.ready:
+            step = self.ready[step].stop
+        return step
 
     @property
     def fullness(self) -> float:
-        """Fraction of the window that is in flight or ready."""
-        return (self.cursor - self.position - len(self.todo)) / self.window
+        """Fraction of the window before the first TODO step."""
+        return (self.todo[0].first - self.position) / self.window
+
+    def has_todo(self) -> bool:
+        """Return whether a run can be requested."""
+        return next(self.todo_from(self.position), None) is not None
 
     def refill(self) -> None:
-        """Adjust the TODO steps after the window has moved, grown or shrunk."""
-        limit = self.position + self.window
-        if self.stop_step is not None:
-            limit = min(limit, self.stop_step)
-        del self.todo[bisect_left(self.todo, limit) :]
-        for step in range(self.cursor, limit):
-            if step not in self.in_flight and step not in self.ready and step not in self.fatal:
-                self.todo.append(step)
-        self.cursor = limit
+        """Add the steps that have come into the window."""
+        limit = self.limit
+        while self.cursor < limit:
+            run = Run(self.cursor, min(self.run_length, limit - self.cursor))
+            self.todo.append(run)
+            self.cursor = run.stop
 
-    def todo_from(self, step: int) -> list[int]:
-        """Return the TODO steps from one on."""
-        return self.todo[bisect_left(self.todo, step) :]
+    def todo_from(self, step: int) -> Iterator[Run]:
+        """Yield the TODO runs from a step on: those in the window (one that has shrunk may leave others beyond it).
+
+        A run may be sent only if there are slots for all earlier ones, too: if runs that are needed later had all
+        slots, the pass would stand still.
+        """
+        limit = self.limit
+        num_slots = self.max_runs - len(self.in_flight) - len(self.ready)
+        for index in range(bisect_left(self.todo, (step, 0)), min(len(self.todo), num_slots)):
+            if self.todo[index].first >= limit:
+                return
+            yield self.todo[index]
 
     def failed_on(self, step: int, host: str) -> bool:
         """Return whether a step has failed on a host."""
@@ -279,41 +344,40 @@ class Scheduler:
     an event it calls ``next_requests`` again at ``next_wakeup``. A cancelled request frees its credit at once.
 
     Args:
-        hedge_factor: A request is late after this many times the median latency; 0: never.
+        hedge_factor: A request is late after this many times the median latency of its loader; 0: never.
+        seed: Seed of the choice between hosts that are equally good; different for each rank.
     """
 
-    def __init__(self, hedge_factor: float = 3.0) -> None:
-        self._hedge_factor = hedge_factor
-        self._burst = HEDGE_BURST
+    def __init__(self, hedge_factor: float = 3.0, seed: int = 0) -> None:
+        self._late = _Late(hedge_factor, _HEDGE_MINIMUM_S)
+        self._random = random.Random(seed)  # noqa: S311  # no secret
         self._hosts: dict[str, _Host] = {}
         self._passes: dict[int, _Pass] = {}
+        self._paces: dict[Hashable, _Pace] = {}
         self._requests: dict[int, Request] = {}  # in flight, oldest first
-        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
-        self._median_s = 0.0
-        self._interval_s = 0.0
+        self._interval_s = 0.0  # between two steps that arrive
         self._measured_until = 0.0
         self._request_ids = count()
-        self._num_hedges = 0
         self._num_completed = 0
+        self._num_open_hedges = 0
+        self._work_s = 0.0
+        self._hedged_work_s = 0.0
 
     # Events of hosts
 
     def host_up(self, name: str, num_credits: int) -> None:
         """Send a host at most ``num_credits`` requests at a time, at least 1; a new name adds the host."""
         host = self._hosts.setdefault(name, _Host(name))
-        was_up = host.state is HostState.UP
-        if host.state is HostState.DOWN:  # it may be another process now; a host that was only silent keeps its latency
-            host.latency_s = None
+        was = host.state
         host.state = HostState.UP
         host.num_credits = num_credits
-        if not was_up:
-            host.num_late = 0
+        if was is HostState.DOWN:  # it may be another process now; a host that was only silent keeps its latency
+            host.slowness = 1.0
+        if was is not HostState.UP:
             host.num_pauses = 0
-            host.last_sent_at = -math.inf
             host.paused_until = -math.inf
             for current in self._passes.values():
                 current.rebalance(host, self._up())
-        self._find_lagging_hosts()
 
     def host_lost(self, name: str, *, is_silent: bool) -> tuple[Request, ...]:
         """Send a silent or unreachable host nothing until ``host_up``; its requests, returned, go to others."""
@@ -321,7 +385,6 @@ class Scheduler:
         host.state = HostState.SUSPECT if is_silent else HostState.DOWN
         lost = self._end_requests([request for request in self._requests.values() if request.host == name])
         host.num_retries += len(lost)
-        self._find_lagging_hosts()
         return lost
 
     # Events of passes
@@ -332,22 +395,29 @@ class Scheduler:
         first_step: int,
         stop_step: int | None,
         window: int,
+        *,
         shard_of: Callable[[int], int] | None = None,
+        loader: Hashable = None,
     ) -> None:
         """Begin to request the steps of a pass, from ``first_step`` to before ``stop_step`` (None: not known yet).
 
         At most ``window`` steps, at least 1, counted from the oldest that the consumer has not taken, are in flight or
-        ready. Steps of the same shard (``shard_of``) are requested in order from the same host, as long as it is up and
-        answers.
+        ready. ``set_window`` may change that, but there are never more runs than this number. Steps of the same shard
+        (``shard_of``) are requested in order from the same host, as long as it is up and answers. Passes of the same
+        ``loader`` share what is known about its pace.
         """
-        self._passes[pass_id] = _Pass(pass_id, first_step, stop_step, window, cursor=first_step, shard_of=shard_of)
+        pace = self._paces.setdefault(loader, _Pace())
+        self._passes[pass_id] = _Pass(
+            pass_id, first_step, stop_step, window, max_runs=window, pace=pace, cursor=first_step, shard_of=shard_of
+        )
         self._passes[pass_id].refill()
 
-    def set_window(self, pass_id: int, window: int) -> None:
-        """Change the window of a pass; requests beyond a smaller one stay in flight. Ignores a closed pass."""
+    def set_window(self, pass_id: int, window: int, run_length: int = 1) -> None:
+        """Change the window of a pass, in steps, and the steps of future requests. Ignores a closed pass."""
         current = self._passes.get(pass_id)
         if current is not None:
             current.window = max(window, 1)
+            current.run_length = 1 if current.shard_of is not None else run_length
             current.refill()
 
     def set_stop(self, pass_id: int, stop_step: int) -> tuple[Request, ...]:
@@ -357,8 +427,9 @@ class Scheduler:
             return ()
         current.stop_step = stop_step
         current.refill()
-        current.ready = {step for step in current.ready if step < stop_step}
-        return self._end_requests([r for r in self._requests.values() if r.pass_id == pass_id and r.step >= stop_step])
+        current.ready = {first: run for first, run in current.ready.items() if first < stop_step}
+        beyond = [r for r in self._requests.values() if r.pass_id == pass_id and r.run.first >= stop_step]
+        return self._end_requests(beyond)
 
     def close_pass(self, pass_id: int) -> tuple[Request, ...]:
         """Forget a pass; return its requests, to be cancelled. Ignores a closed pass."""
@@ -373,62 +444,71 @@ class Scheduler:
             ValueError: A step below is not ready, and would never be delivered.
         """
         current = self._passes.get(pass_id)
-        if current is None or step <= current.position:
+        if current is None:
             return
-        missing = current.waiting_for
-        if step > missing:
-            raise ValueError(f"Pass {pass_id} cannot advance to step {step}: step {missing} is not ready.")
-        current.ready.difference_update(range(current.position, step))
-        current.position = step
+        while current.position < step:
+            run = current.ready.pop(current.position, None)
+            if run is None:
+                raise ValueError(f"Pass {pass_id} cannot advance to step {step}: step {current.position} is not ready.")
+            current.position = run.stop
         current.refill()
 
     # Events of requests
 
-    def completed(self, request_id: int, now: float) -> Completion:
-        """Accept the first answer to a step of an open pass; any other is rejected, and never an error."""
+    def completed(self, request_id: int, now: float, work_s: float | None = None) -> Completion:
+        """Accept the first answer to a run of an open pass; any other is rejected, and never an error.
+
+        Args:
+            request_id: Number of the request.
+            now: When the answer arrived.
+            work_s: Seconds that a worker took; None: all of the latency.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return Completion(is_accepted=False)
-        self._record_answer(request, now)
         current = self._passes[request.pass_id]
-        losers = [other for other in current.in_flight[request.step] if other is not request]
+        self._record_answer(request, current.pace, now, work_s)
+        losers = [other for other in current.in_flight[request.run] if other is not request]
         for loser in losers:
+            self._hedged_work_s += now - request.sent_at if work_s is None else work_s
             host = self._hosts[loser.host]
             age_s = now - loser.sent_at
-            if age_s > (host.latency_s or 0.0):  # a younger request says nothing about the host
-                host.record_latency(age_s)
-        current.ready.add(request.step)
-        current.failures.pop(request.step, None)
+            if age_s > host.slowness * current.pace.median_s:  # a younger request says nothing about the host
+                host.measure(age_s, current.pace.median_s, now)
+        current.ready[request.run.first] = request.run
+        current.failures.pop(request.run.first, None)
         self._end_requests([request, *losers])
-        self._find_lagging_hosts()
         return Completion(is_accepted=True, cancel=tuple(losers))
 
     def withdraw(self, request: Request) -> None:
         """Take back a request that was not sent: it says nothing about the host."""
-        if request.is_hedge:
-            self._num_hedges -= 1
-            self._hosts[request.host].num_hedges -= 1
+        self._hosts[request.host].num_hedges -= request.is_hedge
         self._end_requests([request])
 
     def failed(self, request_id: int, now: float, *, retry: Retry, reason: str = "") -> FailureDecision:
-        """Record a failure, and retry if ``retry`` allows it; the failure of a superfluous request is ignored."""
+        """Record a failure, and retry if ``retry`` allows it; the failure of a superfluous request is ignored.
+
+        The steps of a failed run are requested again one by one, so that only the one that fails counts.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return FailureDecision(is_fatal=False)
         current = self._passes[request.pass_id]
         host = self._hosts[request.host]
-        failures = current.failures.setdefault(request.step, [])
-        if retry is not Retry.ELSEWHERE or not current.failed_on(request.step, host.host):
+        first = request.run.first
+        failures = current.failures.setdefault(first, [])
+        if request.run.num_steps == 1 and (retry is not Retry.ELSEWHERE or not current.failed_on(first, host.host)):
             failures.append(_Failure(retry, host.host, reason))
         if retry in (Retry.ELSEWHERE, Retry.LIMITED):
             host.pause(now)
         num_alike = sum(failure.retry is retry for failure in failures)
         if num_alike < _MAX_FAILURES.get(retry, math.inf):
             host.num_retries += 1
-            self._end_requests([request])
+            self._end_requests([request], in_single_steps=retry is not Retry.ELSEWHERE)
             return FailureDecision(is_fatal=False)
-        current.fatal.add(request.step)
-        cancel = self._end_requests(list(current.in_flight[request.step]))
+        cancel = self._end_requests(list(current.in_flight[request.run]))
+        # Neither TODO nor in flight: the pass cannot get beyond it.
+        current.todo.remove(request.run)
         return FailureDecision(
             is_fatal=True,
             failures=tuple(failure.reason for failure in failures if failure.retry is not Retry.ELSEWHERE),
@@ -440,40 +520,38 @@ class Scheduler:
     def next_requests(self, now: float) -> list[Request]:
         """Decide what to send now; the caller sends all of it.
 
-        First, a late step that a consumer waits for is hedged. Then free credits take TODO steps. Last, hosts that
-        still have credits hedge other late steps.
+        First, late requests that a consumer will wait for are hedged. Then hosts with credits take TODO runs, the least
+        busy host first.
         """
-        requests = self._hedge(now, is_urgent=True)
-        # Due probes first: where the other hosts have credits to spare, they would leave no step for one.
-        free = [
-            (not host.is_probe_due(now), host.priority, order, host)
-            for order, host in enumerate(self._hosts.values())
-            if host.has_credit(now)
-        ]
-        heapq.heapify(free)
+        requests = self._hedge(now)
+        free = [host for host in self._hosts.values() if host.has_credit(now)]
         while free:
-            *_, order, host = heapq.heappop(free)
-            chosen = self._choose(host, now)
-            if chosen is not None:
-                requests.append(self._send(host, *chosen, now, is_hedge=False))
-                heapq.heappush(free, (True, host.priority, order, host))
-        return requests + self._hedge(now, is_urgent=False)
+            passes = [current for current in self._passes.values() if current.has_todo()]
+            if not passes:
+                break
+            passes.sort(key=lambda current: current.fullness)
+            host = min(free, key=lambda host: (*self._load(host, now), self._random.random()))
+            chosen = self._choose(host, passes, now)
+            if chosen is None:
+                free.remove(host)
+                continue
+            requests.append(self._send(host, *chosen, now, is_hedge=False))
+            if not host.has_credit(now):
+                free.remove(host)
+        return requests
 
     def next_wakeup(self, now: float) -> float | None:
         """Return when ``next_requests`` may have something new without an event; None: never."""
         times: list[float] = []
-        has_todo = any(current.todo for current in self._passes.values())
+        has_todo = any(current.has_todo() for current in self._passes.values())
         for host in self._up():
             if has_todo or self._requests:
                 times.append(host.paused_until)
-            if has_todo and host.is_lagging and not host.num_in_flight:
-                times.append(host.probe_due_at)
-        after_s = self._hedge_after_s()
-        late_at = (request.sent_at + after_s for request in self._without_hedge())
-        times.append(next((time for time in late_at if time > now), math.inf))
-        urgent_s = self._hedge_after_s(is_urgent=True)
-        urgent = (r for r in self._without_hedge() if r.step == self._passes[r.pass_id].position)
-        times += [request.sent_at + urgent_s for request in urgent]
+            if has_todo and not host.num_in_flight:
+                times.append(host.forgotten_at)
+        for request in self._without_hedge():
+            current = self._passes[request.pass_id]
+            times += [request.sent_at + late.after_s(current.pace.median_s) for late in self._lateness(current)]
         return min((time for time in times if now < time < math.inf), default=None)
 
     def hosts(self) -> list[HostStatus]:
@@ -482,113 +560,97 @@ class Scheduler:
 
     def passes(self) -> list[PassStatus]:
         """Return the status of all open passes, for messages and metrics."""
-        return [
-            PassStatus(
-                current.pass_id,
-                waiting_for=current.waiting_for,
-                requests=tuple(current.in_flight.get(current.waiting_for, ())),
-                num_todo=len(current.todo),
-                num_in_flight=len(current.in_flight),
-                num_ready=len(current.ready),
-            )
-            for current in self._passes.values()
-        ]
+        return [self._status(current) for current in self._passes.values()]
+
+    def _status(self, current: _Pass) -> PassStatus:
+        waiting_for = current.waiting_for
+        requests = (r for requests in current.in_flight.values() for r in requests)
+        return PassStatus(
+            current.pass_id,
+            waiting_for=waiting_for,
+            requests=tuple(r for r in requests if r.run.first <= waiting_for < r.run.stop),
+            num_todo=sum(run.num_steps for run in current.todo if run.first < current.limit),
+            num_in_flight=sum(run.num_steps for run in current.in_flight),
+            num_ready=sum(run.num_steps for run in current.ready.values()),
+        )
 
     # Requests
 
-    def _send(self, host: _Host, current: _Pass, step: int, now: float, *, is_hedge: bool) -> Request:
+    def _send(self, host: _Host, current: _Pass, run: Run, now: float, *, is_hedge: bool) -> Request:
         if not self._requests:
             self._measured_until = now
-        request = Request(next(self._request_ids) % _NUM_REQUEST_IDS, host.host, current.pass_id, step, is_hedge, now)
-        self._num_hedges += is_hedge
+        request = Request(next(self._request_ids) % _NUM_REQUEST_IDS, host.host, current.pass_id, run, is_hedge, now)
+        self._num_open_hedges += is_hedge
         host.num_hedges += is_hedge
         host.num_in_flight += 1
-        host.last_sent_at = now
         self._requests[request.request_id] = request
-        current.in_flight.setdefault(step, []).append(request)
+        current.in_flight.setdefault(run, []).append(request)
         if not is_hedge:
-            current.todo.remove(step)
+            del current.todo[bisect_left(current.todo, run)]
         return request
 
-    def _end_requests(self, requests: list[Request]) -> tuple[Request, ...]:
-        """End requests; a step is TODO again that has no other one, and is neither ready nor fatal."""
+    def _end_requests(self, requests: list[Request], *, in_single_steps: bool = False) -> tuple[Request, ...]:
+        """End requests; the steps of those that are not ready, and have no other request, are TODO again."""
         for request in requests:
             del self._requests[request.request_id]
             self._hosts[request.host].num_in_flight -= 1
+            self._num_open_hedges -= request.is_hedge
             current = self._passes[request.pass_id]
-            step = request.step
-            current.in_flight[step].remove(request)
-            if not current.in_flight[step]:
-                del current.in_flight[step]
-                if step < current.cursor and step not in current.ready and step not in current.fatal:
-                    insort(current.todo, step)
+            run = request.run
+            current.in_flight[run].remove(request)
+            if not current.in_flight[run]:
+                del current.in_flight[run]
+                if run.first not in current.ready:
+                    again = [Run(step, 1) for step in range(run.first, run.stop)] if in_single_steps else [run]
+                    for part in again:
+                        insort(current.todo, part)
         return tuple(requests)
 
-    def _record_answer(self, request: Request, now: float) -> None:
+    def _record_answer(self, request: Request, pace: _Pace, now: float, work_s: float | None) -> None:
         host = self._hosts[request.host]
         latency_s = now - request.sent_at
-        host.record_latency(latency_s)
-        host.num_completed += 1
-        host.num_late = 0
+        work_s = latency_s if work_s is None else work_s
+        pace.add(latency_s, work_s)
+        host.measure(latency_s, pace.median_s, now)
+        host.num_completed += request.run.num_steps
         host.num_pauses = 0
-        self._recent.append(latency_s)
-        self._median_s = sorted(self._recent)[len(self._recent) // 2]
+        self._work_s += work_s
         self._num_completed += 1
         # Time in which nothing was in flight (a long checkpoint) says nothing about the pace of the hosts.
-        interval_s = now - self._measured_until
+        interval_s = (now - self._measured_until) / request.run.num_steps
         self._measured_until = now
         self._interval_s += max(_INTERVAL_WEIGHT, 1 / self._num_completed) * (interval_s - self._interval_s)
 
-    # Which host takes which step
+    # Which host takes which run
 
     def _up(self) -> list[_Host]:
         """Return the hosts that are up, by name, so that decisions do not depend on which connected first."""
         return [host for _, host in sorted(self._hosts.items()) if host.state is HostState.UP]
 
-    def _find_lagging_hosts(self) -> None:
-        """Find the hosts that lag: far slower than the fastest, or silent. At least one does not."""
-        up = self._up()
-        # Enough to hedge all requests of one host that became silent: with fewer, the window could be stuck.
-        self._burst = HEDGE_BURST + max((host.num_credits for host in up), default=0)
-        answering = [host for host in up if host.answers]
-        latencies_s = [host.latency_s for host in answering or up if host.latency_s is not None]
-        fastest_s = min(latencies_s, default=math.inf)
-        for host in up:
-            is_slow = (host.latency_s or 0.0) > _LAG_FACTOR * fastest_s
-            is_silent = not host.answers and len(answering) > 0
-            host.is_lagging = is_slow or is_silent
+    def _load(self, host: _Host, now: float) -> tuple[bool, float]:
+        """Slow hosts come last, so that the others take the steps that are needed first."""
+        return host.expected_slowness(now) > _SLOW_FACTOR, host.num_in_flight / host.num_credits
 
-    def _choose(self, host: _Host, now: float) -> tuple[_Pass, int] | None:
-        """Return the step that a host takes, if it has a credit: from the pass whose window is emptiest."""
-        if not host.has_credit(now):
-            return None
-        passes = [current for current in self._passes.values() if current.todo]
-        for current in sorted(passes, key=lambda current: current.fullness):
-            for step in self._candidates(host, current, now):
-                if self._may_take(host, current, step):
-                    return current, step
+    def _choose(self, host: _Host, passes: Sequence[_Pass], now: float) -> tuple[_Pass, Run] | None:
+        """Return the run that a host takes: the first that it may, of the pass whose window is emptiest."""
+        slowness = host.expected_slowness(now)
+        for current in passes:
+            first = current.position
+            if slowness > _SLOW_FACTOR and current.shard_of is None and not self._is_last_resort(host, current):
+                first += self._num_steps_in(_SLOW_MARGIN * slowness * current.pace.median_s)
+            for run in current.todo_from(first):
+                if self._may_take(host, current, run.first):
+                    return current, run
         return None
 
-    def _candidates(self, host: _Host, current: _Pass, now: float) -> Sequence[int]:
-        """Return the steps that a host may take, best first.
+    def _num_steps_in(self, seconds: float) -> int:
+        """Return how many steps arrive in some time; at least 1."""
+        return max(1, math.ceil(seconds / self._interval_s)) if self._interval_s > 0.0 else 1
 
-        A lagging host would hold up the window, so it only takes
-        1. steps that failed on every steady host,
-        2. steps so far ahead that they are not needed before it answers,
-        3. one probe, to notice that it has recovered.
-        """
-        if not host.is_lagging or current.shard_of is not None:
-            return current.todo
-        steady = [other for other in self._up() if not other.is_lagging]
-        failed = (step for step in current.todo if step in current.failures)
-        steps = [step for step in failed if current.failed_on_all(step, steady)]
-        if host.answers and self._interval_s > 0.0:
-            num_ahead = math.ceil((host.latency_s or 0.0) / self._interval_s)
-            steps += current.todo_from(current.position + num_ahead)
-        # Not with one of the two steps that are needed next.
-        if host.is_probe_due(now) and current.todo[-1] > current.position + 1:
-            steps.append(current.todo[-1])
-        return steps
+    def _is_last_resort(self, host: _Host, current: _Pass) -> bool:
+        """Return whether a host is the only one, or the only one on which the first TODO step has not failed."""
+        others = [other for other in self._up() if other is not host]
+        return current.failed_on_all(current.todo[0].first, others)
 
     def _may_take(self, host: _Host, current: _Pass, step: int) -> bool:
         """Return whether a step belongs on a host: its shard is there, and it did not fail only there."""
@@ -598,53 +660,48 @@ class Scheduler:
 
     # Hedges
 
-    def _hedge(self, now: float, *, is_urgent: bool) -> list[Request]:
-        """Duplicate late requests: the ones that a consumer waits for, or any that a steady host has time for."""
+    def _hedge(self, now: float) -> list[Request]:
+        """Duplicate late requests for steps that a consumer will wait for."""
         requests: list[Request] = []
-        after_s = self._hedge_after_s(is_urgent=is_urgent)
-        for late in list(takewhile(lambda request: request.sent_at + after_s <= now, self._without_hedge())):
+        for late in list(self._without_hedge()):
             current = self._passes[late.pass_id]
-            if is_urgent and late.step != current.position:
-                continue
-            if math.isinf(self._hedge_after_s(is_urgent=is_urgent)):  # the last hedge used up the budget
-                break
-            if current.shard_of is not None:
-                move_after_s = max(_MOVE_MINIMUM_S, _MOVE_FACTOR * self._median_s)
-                if len(self._up()) == 1 or late.sent_at + move_after_s > now:
-                    continue
-            host = self._hedge_host(late, current, now)
-            if host is not None:
-                requests.append(self._send(host, current, late.step, now, is_hedge=True))
-                late_host = self._hosts[late.host]
-                late_host.num_late += now - late.sent_at > (late_host.latency_s or 0.0)
-                self._find_lagging_hosts()
+            median_s = current.pace.median_s
+            is_late = any(late.sent_at + kind.after_s(median_s) <= now for kind in self._lateness(current))
+            if is_late and late.run.first < current.position + self._num_steps_in(median_s):
+                host = self._hedge_host(late, current, now)
+                if host is not None:
+                    requests.append(self._send(host, current, late.run, now, is_hedge=True))
         return requests
 
     def _without_hedge(self) -> Iterator[Request]:
         """Yield the requests that have no duplicate, oldest first."""
         for request in self._requests.values():
-            if len(self._passes[request.pass_id].in_flight[request.step]) == 1:
+            if len(self._passes[request.pass_id].in_flight[request.run]) == 1:
                 yield request
 
-    def _hedge_after_s(self, *, is_urgent: bool = False) -> float:
-        """Return the age from which a request may be hedged; infinite without enough samples, or beyond the budget.
+    def _lateness(self, current: _Pass) -> Sequence[_Late]:
+        """Return when requests of a pass are late."""
+        if not current.pace.is_known or not self._late.factor:
+            return ()
+        is_alone = len(self._up()) == 1
+        if current.shard_of is not None:
+            return () if is_alone else (_LATE_SHARD,)
+        if not self._can_afford_hedge(current.pace):
+            return (_STUCK,)
+        return (_LATE_ON_THE_ONLY_HOST,) if is_alone else (self._late,)
 
-        The budget does not limit the hedge of the step that a consumer waits for (``is_urgent``): a frozen worker would
-        block it forever.
-        """
-        if len(self._recent) < _NUM_SAMPLES_TO_HEDGE or not self._hedge_factor:
-            return math.inf
-        if self._num_hedges + 1 > self._burst + HEDGE_BUDGET * self._num_completed:
-            return max(_STUCK_MINIMUM_S, _STUCK_FACTOR * self._median_s) if is_urgent else math.inf
-        if len(self._up()) > 1:
-            return max(_HEDGE_MINIMUM_S, self._hedge_factor * self._median_s)
-        return max(_SAME_HOST_MINIMUM_S, _SAME_HOST_FACTOR * self._median_s)
+    def _can_afford_hedge(self, pace: _Pace) -> bool:
+        """Return whether the budget allows one more hedge, if all that are open cost as much as usual."""
+        burst = HEDGE_BURST + max((host.num_credits for host in self._up()), default=0)
+        cost_s = self._hedged_work_s + (self._num_open_hedges + 1) * pace.work_s
+        return cost_s <= HEDGE_BUDGET * self._work_s + burst * pace.work_s
 
     def _hedge_host(self, late: Request, current: _Pass, now: float) -> _Host | None:
-        """Return the idle host that duplicates a request; a lagging one only for the step that the consumer needs."""
+        """Return the least busy host that can duplicate a request; a slow one only if all others are."""
         others = [host for host in self._up() if host.host != late.host] or self._up()
-        steady = [host for host in others if not host.is_lagging]
-        if not steady and late.step != current.position:
-            return None
-        free = [host for host in steady or others if host.has_credit(now)]
-        return min(free, key=lambda h: (current.failed_on(late.step, h.host), h.latency_s or math.inf), default=None)
+        free = [host for host in others if host.has_credit(now)]
+        return min(
+            free,
+            key=lambda h: (current.failed_on(late.run.first, h.host), *self._load(h, now), self._random.random()),
+            default=None,
+        )

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from lightning_sm._linux import kill_with_parent
-from lightning_sm.data.batch.arena import Arena
+from lightning_sm.data.batch.arena import ALIGNMENT, Arena
 from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.batch.encode import encode
 from lightning_sm.data.host.iterable import ShardAnswer, UserCodeError
@@ -25,7 +25,8 @@ from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import keep_freed_memory
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import describe_exception
-from lightning_sm.data.protocol.spec import CHUNK_BYTES, BatchSpec
+from lightning_sm.data.protocol.frames import Batch, pack_batches
+from lightning_sm.data.protocol.spec import CHUNK_BYTES, RunSpec
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError, DataSettingsError
 
 
@@ -76,16 +77,23 @@ def _serve(
 ) -> None:
     started = time.perf_counter()
     slot = message.facts["slot"]
-    spec = BatchSpec.decode(message.payload)
-    arena = Arena(ring.slot(slot))
+    spec = RunSpec.decode(message.payload)
+    memory = ring.slot(slot)
+    batches: list[Batch] = []
+    used = 0
     try:
-        batch = openings[spec.opening][spec.loader].batch(spec, arena)
-        if isinstance(batch, ShardAnswer):
-            requests.send("ended", slot=slot, end=batch.end)
-            return
-        header = encode(batch, arena)
-        num_bytes = arena.used
-        pieces = _compress(ring.slot(slot)[:num_bytes], arena, spec.compression) if spec.compression else []
+        loader = openings[spec.opening][spec.loader]
+        for one in spec.batches:
+            start = -(-used // ALIGNMENT) * ALIGNMENT
+            arena = Arena(memory[start:])
+            batch = loader.batch(one, arena)
+            if isinstance(batch, ShardAnswer):
+                requests.send("ended", slot=slot, end=batch.end)
+                return
+            structure = encode(batch, arena)
+            batches.append(Batch(start, arena.used, structure))
+            used = start + arena.used
+        pieces = _compress(memory, used, spec.compression) if spec.compression else []
     except UserCodeError as error:
         _fail(requests, slot, error.__cause__ or error, error.where)
     except (BatchTypeError, BatchTooLargeError) as error:
@@ -94,28 +102,24 @@ def _serve(
         _fail(requests, slot, error, "")
     else:
         produce_s = time.perf_counter() - started
-        requests.send("done", header, slot=slot, num_bytes=num_bytes, pieces=pieces, produce_s=produce_s)
+        requests.send("done", pack_batches(batches), slot=slot, num_bytes=used, pieces=pieces, produce_s=produce_s)
 
 
-def _compress(data: np.ndarray, arena: Arena, compression: str) -> list[tuple[int, int]]:
-    """Compress a batch into the rest of its slot, piece by piece, and return where the pieces lie, as (start, size).
+def _compress(memory: np.ndarray, used: int, compression: str) -> list[tuple[int, int]]:
+    """Compress the first bytes of a slot into the rest of it, piece by piece; return the pieces as (start, size).
 
-    Return no pieces if compression does not make the batch smaller, or the slot has no room.
+    Return no pieces if compression does not make the batches smaller, or the slot has no room.
     """
     codec = codec_of(compression)
     pieces: list[tuple[int, int]] = []
-    total = 0
-    for start in range(0, len(data), CHUNK_BYTES):
-        packed = codec.compress(data[start : start + CHUNK_BYTES].data)
-        total += len(packed)
-        if total >= len(data):
+    end = used
+    for start in range(0, used, CHUNK_BYTES):
+        packed = codec.compress(memory[start : min(start + CHUNK_BYTES, used)].data)
+        pieces.append((end, len(packed)))
+        end += len(packed)
+        if end >= min(2 * used, len(memory)):
             return []
-        try:
-            place = arena.allocate(len(packed))
-        except BatchTooLargeError:
-            return []
-        place[:] = np.frombuffer(packed, np.uint8)
-        pieces.append((arena.used - len(packed), len(packed)))
+        memory[end - len(packed) : end] = np.frombuffer(packed, np.uint8)
     return pieces
 
 

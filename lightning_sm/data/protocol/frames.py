@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from lightning_sm.errors import WireError
 
-# A header contains the structure of a batch, and its strings.
+# A header contains the structure of batches, and their strings.
 MAX_HEADER_BYTES = 64 << 20
 
 _FRAME = struct.Struct("<IBxxxQII")
-_BATCH = struct.Struct("<Qdd")
+_RUN = struct.Struct("<Qdd")
+_BATCH = struct.Struct("<QQI")
 FRAME_BYTES = _FRAME.size
-MAX_STRUCTURE_BYTES = MAX_HEADER_BYTES - _BATCH.size
+MAX_STRUCTURE_BYTES = MAX_HEADER_BYTES - _RUN.size
 
 # A traceback of a million characters, each of which JSON may write as \\u1234.
 _MAX_FAILURE_BYTES = 8 << 20
@@ -24,12 +27,13 @@ _MAX_FAILURE_BYTES = 8 << 20
 class FrameKind(IntEnum):
     """What a frame contains."""
 
-    FETCH = 1  # an encoded BatchSpec
+    FETCH = 1  # an encoded RunSpec
     CANCEL = 2  # nothing: the trainer no longer wants the answer
-    HEADER = 3  # total bytes, timings, structure of the batch
-    DATA = 4  # bytes of the batch; the value is their offset
-    FAILURE = 5  # JSON: why there is no batch
+    HEADER = 3  # total bytes, timings, structure of the batches
+    DATA = 4  # bytes of the batches; the value is their offset
+    FAILURE = 5  # JSON: why there are no batches
     COMPRESSED = 6  # the same as DATA, but compressed
+    ENDED = 7  # the virtual shard has no such batch; the value is how many it has, and 1 more; 0 if that is unknown
 
 
 def frame(request_id: int, kind: FrameKind, size: int = 0, value: int = 0) -> bytes:
@@ -59,32 +63,78 @@ def frames(message: bytes) -> Iterator[tuple[int, int, int, memoryview]]:
         position += size
 
 
-def batch_head(num_bytes: int, queue_s: float, produce_s: float) -> bytes:
-    """Return what precedes the structure in a HEADER frame.
+class Batch(NamedTuple):
+    """Where a batch lies among the bytes of a run, and its structure."""
+
+    start: int
+    num_bytes: int
+    structure: bytes
+
+
+def pack_batches(batches: Sequence[Batch]) -> bytes:
+    """Return what ``unpack_batches`` restores; only training processes read it, and all others pass it on."""
+    table = [_BATCH.pack(batch.start, batch.num_bytes, len(batch.structure)) for batch in batches]
+    return b"".join([*table, *(batch.structure for batch in batches)])
+
+
+def unpack_batches(data: bytes, num_batches: int, num_bytes: int) -> list[Batch]:
+    """Restore what ``pack_batches`` packed.
 
     Args:
+        data: The packed batches.
+        num_batches: How many were requested.
+        num_bytes: How many bytes they have in all.
+
+    Raises:
+        WireError: They are not so many, or do not fit into the bytes.
+    """
+    position = num_batches * _BATCH.size
+    if len(data) < position:
+        raise WireError(f"{num_batches} batches are described in {len(data)} bytes.")
+    batches = []
+    for start, size, length in _BATCH.iter_unpack(memoryview(data)[:position]):
+        if start + size > num_bytes:
+            raise WireError(f"A batch lies at bytes {start} to {start + size} of {num_bytes}.")
+        batches.append(Batch(start, size, data[position : position + length]))
+        position += length
+    if position != len(data):
+        raise WireError(f"The structures of {num_batches} batches have {position} bytes, but {len(data)} arrived.")
+    return batches
+
+
+@dataclass(frozen=True)
+class RunHeader:
+    """What precedes the bytes of a run.
+
+    Attributes:
         num_bytes: Bytes that follow in DATA or, before their compression, in COMPRESSED frames.
         queue_s: Seconds that the request waited for a worker.
         produce_s: Seconds that the worker took.
+        batches: What ``pack_batches`` returned.
     """
-    return _BATCH.pack(num_bytes, queue_s, produce_s)
 
+    num_bytes: int
+    queue_s: float
+    produce_s: float
+    batches: bytes
 
-def parse_header(payload: memoryview) -> tuple[int, float, float, bytes]:
-    """Parse the payload of a HEADER frame.
+    def encode(self) -> bytes:
+        """Return the payload of a HEADER frame."""
+        return _RUN.pack(self.num_bytes, self.queue_s, self.produce_s) + self.batches
 
-    Raises:
-        WireError: It is too short or too long.
+    @classmethod
+    def decode(cls, payload: memoryview) -> RunHeader:
+        """Parse the payload of a HEADER frame.
 
-    Returns:
-        Bytes of data, queue seconds, produce seconds, structure.
-    """
-    if not _BATCH.size <= len(payload) <= MAX_HEADER_BYTES:
-        raise WireError(
-            f"The header of a batch has {len(payload)} bytes, not between {_BATCH.size} and {MAX_HEADER_BYTES}."
-        )
-    num_bytes, queue_s, produce_s = _BATCH.unpack_from(payload)
-    return num_bytes, queue_s, produce_s, bytes(payload[_BATCH.size :])
+        Raises:
+            WireError: It is too short or too long.
+        """
+        if not _RUN.size <= len(payload) <= MAX_HEADER_BYTES:
+            raise WireError(
+                f"The header of batches has {len(payload)} bytes, not between {_RUN.size} and {MAX_HEADER_BYTES}."
+            )
+        num_bytes, queue_s, produce_s = _RUN.unpack_from(payload)
+        return cls(num_bytes, queue_s, produce_s, bytes(payload[_RUN.size :]))
 
 
 def parse_failure(payload: memoryview) -> dict[str, str]:

@@ -92,8 +92,6 @@ class BatchSpec:
     """One batch: everything that its content depends on.
 
     Attributes:
-        opening: Name of the request that opened the loader on the data host.
-        loader: Position of the loader among those that the request opened.
         seed: Base of all random states.
         epoch: Epoch of the training.
         pass_index: Number of the pass over the loader within the epoch.
@@ -101,27 +99,43 @@ class BatchSpec:
         rank: Rank that requests the batch.
         keys: What the dataset is indexed with, int64 of shape (batch,); for shards: (number of shards, shard, offset,
             whether the batch is wanted).
-        compression: Name of the codec that compresses the answer; empty: none.
     """
 
-    opening: str
-    loader: int
     seed: int
     epoch: int
     pass_index: int
     step: int
     rank: int
     keys: np.ndarray
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A request for consecutive batches of a loader, which travel together: small ones cost less than a message each.
+
+    Attributes:
+        opening: Name of the request that opened the loader on the data host.
+        loader: Position of the loader among those that the request opened.
+        batches: What is requested: at least one batch, all of the same pass and rank.
+        compression: Name of the codec that compresses the answer; empty: none.
+    """
+
+    opening: str
+    loader: int
+    batches: tuple[BatchSpec, ...]
     compression: str = ""
 
     def encode(self) -> bytes:
         """Return the bytes of a FETCH frame."""
-        numbers = [self.loader, self.seed, self.epoch, self.pass_index, self.step, self.rank]
-        head = json.dumps([self.opening, self.compression, *numbers], separators=(",", ":"))
-        return head.encode() + b"\n" + self.keys.astype("<i8", copy=False).tobytes()
+        first = self.batches[0]
+        numbers = [self.loader, first.seed, first.epoch, first.pass_index, first.step, first.rank]
+        sizes = [len(batch.keys) for batch in self.batches]
+        head = json.dumps([self.opening, self.compression, numbers, sizes], separators=(",", ":"))
+        keys = [batch.keys.astype("<i8", copy=False).tobytes() for batch in self.batches]
+        return b"".join((head.encode(), b"\n", *keys))
 
     @classmethod
-    def decode(cls, data: bytes) -> BatchSpec:
+    def decode(cls, data: bytes) -> RunSpec:
         """Rebuild from bytes.
 
         Raises:
@@ -136,7 +150,15 @@ class BatchSpec:
             raise WireError(f"A request for a batch is malformed: {error}.") from error
         keys = np.frombuffer(data, "<i8", offset=end + 1)
         match head:
-            case [str(opening), str(compression), *numbers] if [type(number) for number in numbers] == [int] * 6:
+            case [str(opening), str(compression), [*numbers], [_, *_] as sizes] if (
+                [type(number) for number in numbers] == [int] * 6
+                and all(type(size) is int and size >= 0 for size in sizes)
+                and sum(sizes) == len(keys)
+            ):
                 loader, seed, epoch, pass_index, step, rank = numbers
-                return cls(opening, loader, seed, epoch, pass_index, step, rank, keys, compression)
+                parts = np.split(keys, np.cumsum(sizes[:-1])) if len(sizes) > 1 else [keys]
+                batches = [
+                    BatchSpec(seed, epoch, pass_index, step + number, rank, part) for number, part in enumerate(parts)
+                ]
+                return cls(opening, loader, tuple(batches), compression)
         raise WireError(f"A request for a batch is malformed: {data[:80]!r}.")

@@ -24,10 +24,10 @@ from lightning_sm.data.ipc.messages import Finished, Message, MessageSocket
 from lightning_sm.data.ipc.processes import exit_when_a_thread_fails, run_and_exit
 from lightning_sm.data.protocol import calls, grpc_transport
 from lightning_sm.data.protocol.calls import Call
-from lightning_sm.data.protocol.frames import MAX_STRUCTURE_BYTES, FrameKind, batch_head, frame, frames
-from lightning_sm.data.protocol.spec import CHUNK_BYTES, BatchSpec
+from lightning_sm.data.protocol.frames import MAX_STRUCTURE_BYTES, FrameKind, RunHeader, frame, frames
+from lightning_sm.data.protocol.spec import CHUNK_BYTES, RunSpec
 from lightning_sm.data.server.leases import Leases, is_success
-from lightning_sm.data.server.worker_pool import Affinity, Failed, Produced, Task, WorkerPool
+from lightning_sm.data.server.worker_pool import Affinity, Answer, Ended, Failed, Produced, Task, WorkerPool
 from lightning_sm.data.settings import MAX_SHARDS, HostSettings
 from lightning_sm.errors import DataHostMismatchError, DataSettingsError, WireError
 
@@ -240,7 +240,7 @@ class ServerProcess:
     def _request(self, stream: _Stream, request_id: int, kind: int, payload: bytes) -> None:
         if kind != FrameKind.FETCH:
             raise WireError(f"a frame of kind {kind}")
-        spec = BatchSpec.decode(payload)
+        spec = RunSpec.decode(payload)
         loaders = self._opened.get(spec.opening, {}).get("loaders", [])
         if not 0 <= spec.loader < len(loaders):
             stream.put(request_id, Failed("NotOpen", self._not_open(spec.opening, spec.loader)))
@@ -305,7 +305,7 @@ class _Stream:
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
-        self._answers: queue.SimpleQueue[tuple[int, Produced | Failed] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._tasks: dict[int, Task] = {}
         self._is_closed = False
@@ -324,7 +324,7 @@ class _Stream:
         if task is not None:
             self._pool.cancel(task)
 
-    def put(self, request_id: int, answer: Produced | Failed) -> None:
+    def put(self, request_id: int, answer: Answer) -> None:
         with self._lock:
             if not self._is_closed:
                 self._answers.put((request_id, answer))
@@ -368,16 +368,20 @@ class _Stream:
                 if answer is not None and isinstance(answer[1], Produced):
                     answer[1].release()
 
-    def _encode(self, request_id: int, answer: Produced | Failed) -> Iterator[bytes]:
+    def _encode(self, request_id: int, answer: Answer) -> Iterator[bytes]:
         with self._lock:
             is_wanted = self._tasks.pop(request_id, None) is not None
-        if isinstance(answer, Produced) and len(answer.header) > MAX_STRUCTURE_BYTES:
+        if isinstance(answer, Produced) and len(answer.batches) > MAX_STRUCTURE_BYTES:
             answer.release()
             answer = Failed(
                 "BatchTooLargeError",
-                f"The strings and lists of a batch have {len(answer.header)} bytes; "
+                f"The strings and lists of a batch have {len(answer.batches)} bytes; "
                 f"{MAX_STRUCTURE_BYTES} are allowed. Send long texts as bytes or uint8 tensors.",
             )
+        if isinstance(answer, Ended):
+            num_batches = answer.num_batches
+            yield frame(request_id, FrameKind.ENDED, value=0 if num_batches is None else num_batches + 1)
+            return
         if isinstance(answer, Failed):
             facts = {"error": answer.error, "text": answer.text[-_MAX_TEXT:], "where": answer.where}
             text = json.dumps(facts).encode()
@@ -390,15 +394,14 @@ class _Stream:
             answer.release()
 
 
-def _batch_frames(request_id: int, batch: Produced) -> Iterator[bytes]:
-    data = batch.data.data
-    head = batch_head(batch.num_bytes, batch.queue_s, batch.produce_s)
-    header_size = len(head) + len(batch.header)
+def _batch_frames(request_id: int, run: Produced) -> Iterator[bytes]:
+    data = run.data.data
+    header = RunHeader(run.num_bytes, run.queue_s, run.produce_s, run.batches).encode()
     # The header travels with the first piece.
-    parts: list[Any] = [frame(request_id, FrameKind.HEADER, header_size), head, batch.header]
-    kind = FrameKind.COMPRESSED if batch.pieces else FrameKind.DATA
-    offsets = range(0, batch.num_bytes, CHUNK_BYTES)
-    places = batch.pieces or [(offset, min(CHUNK_BYTES, batch.num_bytes - offset)) for offset in offsets]
+    parts: list[Any] = [frame(request_id, FrameKind.HEADER, len(header)), header]
+    kind = FrameKind.COMPRESSED if run.pieces else FrameKind.DATA
+    offsets = range(0, run.num_bytes, CHUNK_BYTES)
+    places = run.pieces or [(offset, min(CHUNK_BYTES, run.num_bytes - offset)) for offset in offsets]
     for offset, (start, size) in zip(offsets, places, strict=True):
         parts += [frame(request_id, kind, size, offset), data[start : start + size]]
         yield b"".join(parts)
@@ -407,11 +410,11 @@ def _batch_frames(request_id: int, batch: Produced) -> Iterator[bytes]:
         yield b"".join(parts)
 
 
-def _shard_of(spec: BatchSpec) -> int:
-    match spec.keys.tolist():
-        case [num_shards, shard, offset, _] if 0 <= shard < num_shards <= MAX_SHARDS and offset >= 0:
+def _shard_of(spec: RunSpec) -> int:
+    match [batch.keys.tolist() for batch in spec.batches]:
+        case [[num_shards, shard, offset, _]] if 0 <= shard < num_shards <= MAX_SHARDS and offset >= 0:
             return int(shard)
-    raise WireError(f"a request for shards with the keys {spec.keys[:8].tolist()}")
+    raise WireError(f"a request for shards with the keys {[batch.keys[:8].tolist() for batch in spec.batches[:8]]}")
 
 
 def _parse(call: Call, request: bytes, context: Any) -> dict[str, Any]:

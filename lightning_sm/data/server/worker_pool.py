@@ -27,19 +27,19 @@ Affinity: TypeAlias = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Produced:
-    """A batch that lies in a worker's slot until ``release``.
+    """A run of batches that lies in a worker's slot until ``release``.
 
     Attributes:
-        header: Structure of the batch.
+        batches: Where each lies, and its structure, as ``frames.pack_batches`` packs them.
         data: The bytes of the slot, uint8.
-        num_bytes: How many of them are the batch.
+        num_bytes: How many of them are batches.
         pieces: Where its compressed pieces lie in the slot, as (start, size); empty: it is not compressed.
         queue_s: Seconds from the request until a worker started on it.
         produce_s: Seconds that the worker took.
         release: Frees the slot; to be called once.
     """
 
-    header: bytes
+    batches: bytes
     data: np.ndarray
     num_bytes: int
     pieces: list[tuple[int, int]]
@@ -50,12 +50,11 @@ class Produced:
 
 @dataclass(frozen=True)
 class Failed:
-    """Why there is no batch.
+    """Why there are no batches.
 
     Attributes:
-        error: Name of the error: a class of ``lightning_sm.errors``, or "WorkerLost", "ShardEnded", "ShardMoved",
-            "NotOpen".
-        text: What happened: a traceback, or a sentence. For "ShardEnded": the batches in the shard, if known.
+        error: Name of the error: a class of ``lightning_sm.errors``, or "WorkerLost", "ShardMoved", "NotOpen".
+        text: What happened: a traceback, or a sentence.
         where: Index or step at which the user's code failed, and the worker.
     """
 
@@ -64,14 +63,28 @@ class Failed:
     where: str = ""
 
 
+@dataclass(frozen=True)
+class Ended:
+    """The virtual shard has no such batch.
+
+    Attributes:
+        num_batches: How many it has; None: it has the batch whose existence was asked for.
+    """
+
+    num_batches: int | None
+
+
+Answer: TypeAlias = Produced | Failed | Ended
+
+
 @dataclass(eq=False)
 class Task:
-    """A request for a batch.
+    """A request for a run of batches.
 
     Attributes:
         client: Who sent it; workers are shared fairly between clients.
         opening: Name of the request that opened the loader; only workers that were forked after it have the loader.
-        payload: The encoded ``BatchSpec``.
+        payload: The encoded ``RunSpec``.
         answer: Called once with the outcome, from any thread; must not block.
         affinity: Tasks of the same virtual shard go to the same worker, which has its iterator.
     """
@@ -79,7 +92,7 @@ class Task:
     client: object
     opening: str
     payload: bytes
-    answer: Callable[[Produced | Failed], None]
+    answer: Callable[[Answer], None]
     affinity: Affinity | None = None
     received: float = field(default_factory=time.perf_counter)
     is_cancelled: bool = False
@@ -395,7 +408,7 @@ class WorkerPool:
         answer = task.answer
         if message.kind != "done":
             worker.free_slots.append(slot)
-            return lambda: answer(_failure(worker, message))
+            return lambda: answer(_without_batches(worker, message))
 
         def release() -> None:
             with self._lock:
@@ -404,7 +417,7 @@ class WorkerPool:
                 self._dispatch()
 
         produced = Produced(
-            header=message.payload,
+            batches=message.payload,
             data=worker.ring.slot(slot),
             num_bytes=message.facts["num_bytes"],
             pieces=message.facts["pieces"],
@@ -431,9 +444,8 @@ class WorkerPool:
         self._waker.send(b".")
 
 
-def _failure(worker: _Worker, message: Message) -> Failed:
+def _without_batches(worker: _Worker, message: Message) -> Failed | Ended:
     if message.kind == "ended":
-        end = message.facts["end"]
-        return Failed("ShardEnded", "" if end is None else str(end))
+        return Ended(message.facts["end"])
     where = ", ".join(filter(None, (message.facts.get("where"), f"worker {worker.number}")))
     return Failed(message.facts["error"], message.facts["text"], where)

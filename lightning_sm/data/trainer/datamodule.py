@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import math
 import os
 import reprlib
 import secrets
@@ -30,7 +29,7 @@ from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.protocol.plain_values import plain_value
 from lightning_sm.data.protocol.spec import TRAINER_FACTS, LoaderFacts
 from lightning_sm.data.protocol.tls import read_tls
-from lightning_sm.data.settings import Credentials, DataServiceSettings
+from lightning_sm.data.settings import Credentials, DataServiceSettings, default_window
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.loader import RemoteLoader
 from lightning_sm.data.trainer.passes import LoaderPlace, Position
@@ -43,10 +42,6 @@ logger = logging.getLogger(__name__)
 _warn_once = rank_zero_only(logger.warning)
 
 _LOADER_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
-
-# Batches that may be in flight or buffered.
-_MIN_WINDOW = 4
-_MAX_WINDOW = 256
 
 # A random number identifies a run of the Trainer, because data hosts may outlive it. Requests carry an int64.
 _RUN_BITS = 62
@@ -479,6 +474,7 @@ class RemoteDataModule(LightningDataModule):
             world_size=world_size,
             seed=self._run_seed if self._progress.seed is None else self._progress.seed,
             window_batches=settings.window_batches or self._default_window(),
+            is_window_fixed=settings.window_batches is not None,
             window_bytes=settings.window_bytes,
             max_batch_bytes=settings.max_batch_bytes,
             timeout_s=settings.batch_timeout_s,
@@ -515,10 +511,10 @@ class RemoteDataModule(LightningDataModule):
         self._progress.resume(self.trainer)
 
     def _default_window(self) -> int:
-        """Twice this rank's share of the workers, so that each has one batch ready and builds the next."""
+        """Return the window for the workers that the data hosts have, as far as they are known."""
         known: list[int] = [host["workers"] for host in self._feeder.state()["hosts"] if host["workers"]]
-        workers = sum(known) * len(self._addresses) / max(1, len(known))
-        return min(_MAX_WINDOW, max(_MIN_WINDOW, math.ceil(2 * workers / self._ranks()[1])))
+        workers = sum(known) * len(self._addresses) // max(1, len(known))
+        return default_window(workers, self._ranks()[1])
 
 
 class _SeenIndices(IndexBatchSamplerWrapper):

@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from lightning_sm import errors
+from lightning_sm.data.ipc import delivery
 from lightning_sm.data.ipc.messages import RELEASE, Message, Released
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
@@ -162,18 +163,16 @@ class FeederClient:
             raise _error(answer)
         return int(answer.facts["num_steps"]), int(answer.facts["num_dropped"])
 
-    def close_pass(self, pass_id: int) -> list[Message]:
-        """End a pass, and return the batches that arrived but were not taken; may be called from a finalizer."""
+    def close_pass(self, pass_id: int) -> None:
+        """End a pass; may be called from a finalizer."""
         inbox = self._inboxes.pop(pass_id, deque())
         self._release(Released.PASS, pass_id, 0)
-        messages = []
         while inbox:
-            messages.append(inbox.popleft())
-        return [message for message in messages if message.kind == "batch"]
+            self._discard(inbox.popleft())
 
     @_in_turn
     def next(self, pass_id: int, timeout_s: float, poll: Callable[[], bool]) -> Message:
-        """Wait for the next batch of a pass, or its end: a message of kind "batch" or "end".
+        """Wait for the next batches of a pass, or its end: a message of kind "batches" or "end".
 
         Args:
             pass_id: Number of the pass.
@@ -342,7 +341,7 @@ class FeederClient:
         return True
 
     def _discard(self, message: Message) -> None:
-        if message.kind == "batch":
+        if message.kind == delivery.KIND:
             self.release(message.facts["ring"], message.facts["slot"])
 
     def _raise_error(self, pass_id: int | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from lightning_sm.data.ipc.messages import Message
+from lightning_sm.data.ipc.delivery import Delivery
 from lightning_sm.data.plan.samples import num_steps
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.data.trainer.feeder_client import FeederClient
@@ -53,7 +53,8 @@ class RemoteLoader:
         self.sampler = _Shuffled(self) if facts.order == "shuffled" else _Sequential(self)
         self.batch_sampler: Any = None
         self.on_epoch: Callable[[int], None] | None = None
-        # With the feeder's message, the seconds that the training loop waited, and those since the batch before.
+        # With what the batch took on its way (``Delivery.figures``), the seconds that the training loop waited, and those
+        # since the batch before.
         self.on_batch: Callable[[Mapping[str, Any], float, float | None], None] | None = None
         self.on_indices: Callable[[list[int]], None] | None = None  # with those of each batch of the Trainer
 
@@ -168,6 +169,7 @@ class RemoteLoader:
             "stop_step": position.stop_step,
             "window_batches": place.window_batches,
             "window_bytes": place.window_bytes,
+            "is_window_fixed": place.is_window_fixed,
             "tells_keys": self.on_indices is not None,
         }
 
@@ -203,6 +205,9 @@ class RemoteDataset:
         )
 
 
+_NONE = object()  # a batch may be None
+
+
 class _Pass(Iterator[Any]):
     """One pass over a loader. It starts with the first batch: before, the Trainer does not know its position."""
 
@@ -214,35 +219,43 @@ class _Pass(Iterator[Any]):
         self._pass_id = 0
         self._is_over = False
         self._finalizer: Any = None
+        self._batches: Iterator[Any] = iter(())
+        self._keys: Iterator[list[int]] = iter(())
+        self._figures: Mapping[str, Any] = {}
         self._returned_at: float | None = None
 
     def __next__(self) -> Any:
         if self._is_over:
             raise StopIteration
         called_at = time.perf_counter()
-        if self._ring is None:
-            self._ring = self._start(self._loader._start_position(self))
         try:
-            message = self._next_message(self._ring)
+            batch = self._next_batch()
         except BaseException:
             self.close()
             raise
-        if message is None:
-            self.close()
-            raise StopIteration
-        facts = message.facts
-        batch = self._ring.batch(message.payload, facts["slot"], facts["num_bytes"])
-        self._client.take(facts["pass_id"], facts["step"] + 1)
         if self._position.is_by_hand:
             return batch
         if self._loader.on_batch is not None:
             wait_s = time.perf_counter() - called_at
             busy_s = None if self._returned_at is None else called_at - self._returned_at
-            self._loader.on_batch(facts, wait_s, busy_s)
+            self._loader.on_batch(self._figures, wait_s, busy_s)
         if self._loader.on_indices is not None:
-            self._loader.on_indices(facts["keys"])
+            self._loader.on_indices(next(self._keys))
         self._returned_at = time.perf_counter()
         return batch
+
+    def _next_batch(self) -> Any:
+        if self._ring is None:
+            self._ring = self._start(self._loader._start_position(self))
+        batch = next(self._batches, _NONE)
+        if batch is not _NONE:
+            return batch
+        delivery = self._next_delivery(self._ring)
+        self._figures = delivery.figures()
+        self._keys = iter(delivery.keys)
+        self._batches = self._ring.batches(delivery)
+        self._client.take(delivery.pass_id, delivery.first_step + delivery.num_steps)
+        return next(self._batches)
 
     def _start(self, position: Position) -> SlotRing:
         slots = self._loader.slots
@@ -260,30 +273,34 @@ class _Pass(Iterator[Any]):
         self._finalizer.atexit = False
         return ring
 
-    def _next_message(self, ring: SlotRing) -> Message | None:
-        """Wait for the next batch; return None at the end of the pass."""
+    def _next_delivery(self, ring: SlotRing) -> Delivery:
+        """Wait for the next batches.
+
+        Raises:
+            StopIteration: The pass is over.
+        """
         while True:
             message = self._client.next(self._pass_id, self._loader.place.timeout_s, ring.poll)
             if message.kind != "end":
-                return message
+                return Delivery.of(message)
             shards = self._loader._shards
             num_batches = message.facts["num_batches"]
             position = None if shards is None or num_batches is None else shards.after(self._position, num_batches)
             if position is None:
-                return None
+                raise StopIteration
             self._finalizer()
             ring = self._ring = self._start(position)
 
     def close(self) -> None:
         """End the pass, and cancel its requests in flight."""
         self._is_over = True
+        self._batches = iter(())
         if self._finalizer is not None:
             self._finalizer()
 
 
 def _close_pass(client: FeederClient, pass_id: int, slots: SlotPool, ring: SlotRing) -> None:
-    for message in client.close_pass(pass_id):
-        client.release(message.facts["ring"], message.facts["slot"])
+    client.close_pass(pass_id)
     slots.give_back(ring)
 
 

@@ -28,7 +28,8 @@ class LoaderPlace:
         rank: This rank among those that split the data; 0 if every rank gets all of it.
         world_size: Number of ranks that split the data.
         seed: Base of all random states.
-        window_batches: Limit of batches in flight or buffered.
+        window_batches: Limit of requests in flight or buffered.
+        is_window_fixed: Whether it limits the batches, too, although one request may ask for several small ones.
         window_bytes: Limit of their bytes.
         max_batch_bytes: Capacity of a slot.
         timeout_s: Timeout of a batch, in seconds.
@@ -48,6 +49,7 @@ class LoaderPlace:
     max_batch_bytes: int
     timeout_s: float
     compression: str = ""
+    is_window_fixed: bool = False
     num_shards: int = 1
     batches_per_pass: int | None = None
 

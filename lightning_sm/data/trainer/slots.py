@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from lightning_sm.data.batch.decode import decode
+from lightning_sm.data.ipc.delivery import Delivery
 from lightning_sm.data.ipc.ring import Ring
+from lightning_sm.data.protocol.frames import unpack_batches
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.pinning import MAX_COPYING, PinnedSlots
 
@@ -35,7 +37,7 @@ class SlotPool:
     Args:
         client: The feeder, which fills the slots.
         name: Name of the loader, for messages.
-        window_batches: Limit of batches in flight or buffered per pass.
+        window_batches: Limit of requests in flight or buffered per pass.
         max_batch_bytes: Capacity of a slot.
         is_pinned: Whether GPUs copy from the slots asynchronously.
     """
@@ -92,31 +94,41 @@ class SlotRing:
         """Release the slots that GPUs have read, and return whether they still read others."""
         return self._pinned is not None and self._pinned.advance()
 
-    def batch(self, header: bytes, slot: int, num_bytes: int) -> Any:
-        """Build a batch that aliases a slot, or a copy if the training loop holds too many batches."""
+    def batches(self, delivery: Delivery) -> Iterator[Any]:
+        """Build the batches that alias a slot, or a copy of it if the training loop holds too many slots.
+
+        Raises:
+            WireError: What arrived does not fit together.
+        """
         if self._pinned is not None:
             self._pinned.wait()
+        places = unpack_batches(delivery.batches, delivery.num_steps, delivery.num_bytes)
+        memory = self._memory(delivery.slot, delivery.num_bytes)
+        return (decode(place.structure, memory[place.start : place.start + place.num_bytes]) for place in places)
+
+    def _memory(self, slot: int, num_bytes: int) -> np.ndarray:
         array = self._ring.slot(slot)[:num_bytes]
         if len(self._held) >= _HELD_SLOTS:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "%s: the training loop holds %d batches, the maximum that can stay in shared memory. Further "
-                    "batches are copied while it holds so many. Keep only the parts of a batch that you need.",
+                    "%s: the training loop holds the batches of %d requests, the maximum that can stay in shared "
+                    "memory. Further batches are copied while it holds so many. Keep only the parts of a batch that "
+                    "you need.",
                     self._name,
                     len(self._held),
                 )
             array = array.copy()
             self._release(slot)
-            return decode(header, array)
+            return array
         owner = array.view(_SlotArray)
         self._held.add(slot)
         if self._pinned is not None:
             self._pinned.lock(slot, array)
-        # A function, not a method: a method would keep this object alive as long as the batch.
+        # A function, not a method: a method would keep this object alive as long as the batches.
         release = self._release if self._pinned is None else self._pinned.drop
         weakref.finalize(owner, _release_slot, self._held, release, slot).atexit = False
-        return decode(header, owner)
+        return owner
 
     def close(self) -> None:
         """Unlock the memory."""

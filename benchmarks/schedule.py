@@ -1,0 +1,256 @@
+"""How much of its hosts' work many ranks get: the feeder's scheduler, one for each rank, in virtual time.
+
+Hosts serve the ranks in turn, as the worker pool does; ranks go in lockstep, as DDP does; a request and an answer take
+0.3 and 0.5 ms on their way. "share" is the rate divided by the rate at which all workers of all hosts would be busy,
+or the ranks' own, if that is lower.
+
+    python benchmarks/schedule.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import math
+import random
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tabulate import tabulate
+
+from lightning_sm.data.feeder.scheduler import Request, Scheduler
+from lightning_sm.data.settings import default_window
+
+BATCH_S = 0.1
+REQUEST_S = 0.0003
+ANSWER_S = 0.0005
+WARM = 0.3  # the part of the steps before the measurement
+NUM_COLD = 8
+
+# Seconds that a worker takes, from: a generator for each rank and step, the same whoever builds it; a generator for
+# each attempt; the host; and how many batches it has built.
+Service = Callable[[random.Random, random.Random, int, int], float]
+
+
+def even(own: random.Random, attempt: random.Random, host: int, built: int) -> float:
+    """Vary by a tenth."""
+    return BATCH_S * attempt.uniform(0.9, 1.1)
+
+
+def lognormal(own: random.Random, attempt: random.Random, host: int, built: int) -> float:
+    """Vary from attempt to attempt, as storage does."""
+    return BATCH_S * attempt.lognormvariate(-0.32, 0.8)
+
+
+def heavy(own: random.Random, attempt: random.Random, host: int, built: int) -> float:
+    """Vary from batch to batch, as long videos do: another attempt takes as long."""
+    return BATCH_S * own.lognormvariate(-0.32, 0.8)
+
+
+def cold(own: random.Random, attempt: random.Random, host: int, built: int) -> float:
+    """The first batches of one host take 3 s."""
+    return 3.0 if host == 0 and built < NUM_COLD else even(own, attempt, host, built)
+
+
+def slow(own: random.Random, attempt: random.Random, host: int, built: int) -> float:
+    """One host is 8 times slower."""
+    return (8.0 if host == 0 else 1.0) * even(own, attempt, host, built)
+
+
+SERVICES: dict[str, Service] = {
+    "even": even,
+    "lognormal 0.8": lognormal,
+    "heavy by themselves": heavy,
+    "one host cold": cold,
+    "one 8 x slower": slow,
+}
+
+
+@dataclass
+class Host:
+    """A data host: its free workers, and the requests that wait for one."""
+
+    free: int
+    waiting: OrderedDict[int, deque[Request]] = field(default_factory=OrderedDict)
+    built: int = 0
+    busy_s: float = 0.0
+
+    def next(self) -> tuple[int, Request] | None:
+        """Take a request: ranks in turn, their requests in order."""
+        for rank, requests in list(self.waiting.items()):
+            request = requests.popleft()
+            if requests:
+                self.waiting.move_to_end(rank)
+            else:
+                del self.waiting[rank]
+            return rank, request
+        return None
+
+
+class Simulation:
+    """A cluster in virtual time.
+
+    Args:
+        ranks: Trainer ranks.
+        hosts: Data hosts.
+        workers: Workers of each host.
+        service: How long batches take.
+        steps: Steps of each rank.
+        compute_s: Seconds that a training step takes.
+        window: Steps in flight or buffered per rank; None: the data service's default.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        hosts: int,
+        workers: int,
+        service: Service,
+        *,
+        steps: int,
+        compute_s: float = 0.0,
+        window: int | None = None,
+    ) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._order = itertools.count()
+        self._attempts = random.Random(0)  # noqa: S311  # no secret
+        self._service = service
+        self._steps = steps
+        self._compute_s = compute_s
+        self._workers = workers
+        self.hosts = [Host(workers) for _ in range(hosts)]
+        self.schedulers = [Scheduler(seed=rank) for rank in range(ranks)]
+        self._live: set[tuple[int, int]] = set()  # requests that are still wanted
+        self._ready: list[set[int]] = [set() for _ in range(ranks)]
+        self._wakeups = [math.inf] * ranks
+        self._step = 0
+        self.num_requests = self.num_hedges = 0
+        self.wasted_s = 0.0
+        for rank, scheduler in enumerate(self.schedulers):
+            for host in range(hosts):
+                scheduler.host_up(f"{host:03}", -(-workers // ranks) + 1)
+            scheduler.open_pass(1, 0, None, window or default_window(workers * hosts, ranks))
+            self._at(self._attempts.uniform(0.0, 0.002), self._request, rank)
+
+    def run(self) -> list[str]:
+        """Run it, and return the columns of the table."""
+        begin: tuple[float, int, float, list[float]] | None = None
+        while self._step < self._steps:
+            self.now, _, function, arguments = heapq.heappop(self._events)
+            function(*arguments)
+            if begin is None and self._step >= WARM * self._steps:
+                begin = self.now, self._step, self.wasted_s, [host.busy_s for host in self.hosts]
+        began, step, wasted_s, before = begin or (0.0, 0, 0.0, [0.0] * len(self.hosts))
+        seconds = self.now - began
+        ideal = sum(self._workers * host.built / host.busy_s for host in self.hosts) / len(self.schedulers)
+        if self._compute_s:
+            ideal = min(ideal, 1 / self._compute_s)
+        busy_s = [host.busy_s - earlier for host, earlier in zip(self.hosts, before, strict=True)]
+        use = [host_s / seconds / self._workers for host_s in busy_s]
+        return [
+            f"{(self._step - step) / seconds / ideal:.0%}",
+            f"{min(use):.2f}-{max(use):.2f}",
+            f"{self.num_hedges / self.num_requests:.1%}",
+            f"{(self.wasted_s - wasted_s) / sum(busy_s):.1%}",
+        ]
+
+    def _at(self, time: float, function: Callable[..., None], *arguments: object) -> None:
+        heapq.heappush(self._events, (time, next(self._order), function, arguments))
+
+    def _request(self, rank: int) -> None:
+        """Send what a rank wants to send now."""
+        if self._wakeups[rank] <= self.now:
+            self._wakeups[rank] = math.inf
+        scheduler = self.schedulers[rank]
+        for request in scheduler.next_requests(self.now):
+            self.num_requests += 1
+            self.num_hedges += request.is_hedge
+            self._live.add((rank, request.request_id))
+            self._at(self.now + REQUEST_S, self._arrive, rank, request)
+        wakeup = scheduler.next_wakeup(self.now)
+        if wakeup is not None and wakeup < self._wakeups[rank]:
+            self._wakeups[rank] = wakeup
+            self._at(wakeup, self._request, rank)
+
+    def _arrive(self, rank: int, request: Request) -> None:
+        host = int(request.host)
+        self.hosts[host].waiting.setdefault(rank, deque()).append(request)
+        self._work(host)
+
+    def _work(self, number: int) -> None:
+        """Give requests to free workers."""
+        host = self.hosts[number]
+        while host.free and (found := host.next()) is not None:
+            rank, request = found
+            if (rank, request.request_id) not in self._live:
+                continue
+            own = random.Random(rank << 32 | request.run.first)  # noqa: S311  # no secret
+            seconds = sum(self._service(own, self._attempts, number, host.built) for _ in range(request.run.num_steps))
+            host.free -= 1
+            host.built += request.run.num_steps
+            host.busy_s += seconds
+            self._at(self.now + seconds, self._built, number, rank, request, seconds)
+
+    def _built(self, number: int, rank: int, request: Request, seconds: float) -> None:
+        self.hosts[number].free += 1
+        if (rank, request.request_id) in self._live:
+            self._at(self.now + ANSWER_S, self._answer, rank, request, seconds)
+        else:
+            self.wasted_s += seconds
+        self._work(number)
+
+    def _answer(self, rank: int, request: Request, seconds: float) -> None:
+        self._live.discard((rank, request.request_id))
+        completion = self.schedulers[rank].completed(request.request_id, self.now, seconds)
+        if not completion.is_accepted:
+            self.wasted_s += seconds
+            return
+        for other in completion.cancel:
+            self._live.discard((rank, other.request_id))
+        self._ready[rank].update(range(request.run.first, request.run.stop))
+        self._finish_step(request.run)
+        self._request(rank)
+
+    def _finish_step(self, arrived: object) -> None:
+        """Let all ranks take the step if all have it."""
+        if all(self._step in ready for ready in self._ready):
+            self._at(self.now + self._compute_s, self._take, self._step)
+
+    def _take(self, step: int) -> None:
+        if step != self._step:
+            return
+        self._step += 1
+        for rank, scheduler in enumerate(self.schedulers):
+            self._ready[rank].discard(step)
+            scheduler.advance(1, self._step)
+            self._request(rank)
+        self._finish_step(None)
+
+
+def main() -> None:
+    """Print the table."""
+    options = argparse.ArgumentParser(description="How much of its hosts' work many ranks get, in virtual time.")
+    options.add_argument("--service", nargs="+", choices=SERVICES, default=list(SERVICES))
+    options.add_argument("--shape", nargs="+", default=["8x2x8", "16x4x16", "64x16x8", "256x16x31"])
+    options.add_argument("--steps", type=int, default=200)
+    options.add_argument("--compute-s", type=float, default=0.0)
+    options.add_argument("--window", type=int)
+    args = options.parse_args()
+    table = []
+    for name in args.service:
+        for shape in args.shape:
+            ranks, hosts, workers = map(int, shape.split("x"))
+            simulation = Simulation(
+                ranks, hosts, workers, SERVICES[name], steps=args.steps, compute_s=args.compute_s, window=args.window
+            )
+            table.append([name, shape, *simulation.run()])
+    headers = ["batches", "ranks x hosts x workers", "share", "use of hosts", "hedges", "wasted work"]
+    sys.stdout.write(tabulate(table, headers=headers, disable_numparse=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
