@@ -81,6 +81,7 @@ class PassBuffer:
         tells_keys: Whether the training process gets the keys of each batch.
         run_length: Batches of future requests.
         largest: Bytes of the largest batch so far; of a run, the mean.
+        produce_s: Moving average of the seconds that a worker takes for a batch.
         in_flight: By request id.
         ready: Complete runs by their first step.
         empty: Steps of shards that have no batch, and are skipped.
@@ -102,6 +103,7 @@ class PassBuffer:
     tells_keys: bool = False
     run_length: int = 1
     largest: int = 0
+    produce_s: float = 0.0
     in_flight: dict[int, InFlightRun] = field(default_factory=dict)
     ready: dict[int, InFlightRun] = field(default_factory=dict)
     empty: set[int] = field(default_factory=set)
@@ -207,10 +209,11 @@ class PassBuffer:
 
     def _choose_run_length(self, header: RunHeader, num_steps: int) -> None:
         """Let a request ask for as many batches as make ``_RUN_BYTES`` or ``_RUN_S``, but for few of the window."""
-        fraction = max(
-            (header.num_bytes + len(header.batches)) / _RUN_BYTES, header.produce_s / _RUN_S, num_steps / _MAX_RUN
-        )
-        length = max(1, min(2 * self.run_length, int(num_steps / fraction)))
+        produce_s = header.produce_s / num_steps
+        self.produce_s = min(self.produce_s + (produce_s - self.produce_s) / 8, produce_s * 8)
+        num_bytes = (header.num_bytes + len(header.batches)) / num_steps
+        most = min(_MAX_RUN, _RUN_BYTES / max(1.0, num_bytes), _RUN_S / max(1e-9, self.produce_s))
+        length = max(1, min(2 * self.run_length, int(most)))
         if self.is_window_fixed:
             length = max(1, min(length, self.window // _MIN_RUNS))
         self.run_length = length

@@ -279,10 +279,16 @@ class _Pass:
         return next(self.todo_from(self.position), None) is not None
 
     def refill(self) -> None:
-        """Add the steps that have come into the window."""
+        """Add the steps that have come into the window, as far as they make complete runs.
+
+        What is left of it would else be requested in runs as short as those that were taken.
+        """
         limit = self.limit
         while self.cursor < limit:
-            run = Run(self.cursor, min(self.run_length, limit - self.cursor))
+            length = self.run_length if self.stop_step is None else min(self.run_length, self.stop_step - self.cursor)
+            if self.cursor + length > limit and self.cursor > self.position:
+                return
+            run = Run(self.cursor, min(length, limit - self.cursor))
             self.todo.append(run)
             self.cursor = run.stop
 
