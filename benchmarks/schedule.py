@@ -123,7 +123,7 @@ class Simulation:
         self._compute_s = compute_s
         self._workers = workers
         self.hosts = [Host(workers) for _ in range(hosts)]
-        self.schedulers = [Scheduler(seed=rank) for rank in range(ranks)]
+        self.schedulers = [Scheduler(tie_break=self._attempts.random) for _ in range(ranks)]
         self._live: set[tuple[int, int]] = set()  # requests that are still wanted
         self._ready: list[set[int]] = [set() for _ in range(ranks)]
         self._wakeups = [math.inf] * ranks
@@ -188,7 +188,7 @@ class Simulation:
             rank, request = found
             if (rank, request.request_id) not in self._live:
                 continue
-            own = random.Random(rank << 32 | request.run.first)  # noqa: S311  # no secret
+            own = random.Random(rank << 32 | request.step)  # noqa: S311  # no secret
             seconds = sum(self._service(own, self._attempts, number, host.built) for _ in range(request.run.num_steps))
             host.free -= 1
             host.built += request.run.num_steps
@@ -211,7 +211,7 @@ class Simulation:
             return
         for other in completion.cancel:
             self._live.discard((rank, other.request_id))
-        self._ready[rank].update(range(request.run.first, request.run.stop))
+        self._ready[rank].update(range(request.step, request.run.stop))
         self._finish_step(request.run)
         self._request(rank)
 

@@ -6,8 +6,8 @@ from lightning_sm.data.feeder.scheduler import Scheduler
 
 
 def make(*hosts, num_credits=1, window=4, stop=100, **options):
-    """Return a scheduler with hosts up and pass 1 open."""
-    scheduler = Scheduler(**options)
+    """Return a scheduler with hosts up and pass 1 open; of equal hosts it prefers the first."""
+    scheduler = Scheduler(tie_break=lambda: 0.0, **options)
     for host in hosts:
         scheduler.host_up(host, num_credits)
     scheduler.open_pass(1, 0, stop, window)
@@ -27,6 +27,16 @@ def warm(latencies, *, num_credits=1, **options):
     for host in latencies:
         scheduler.host_up(host, num_credits)
     return scheduler, now
+
+
+def make_with_runs(*hosts, run_length=4, num_runs=2):
+    """Return a scheduler at step 4 that requests runs of several steps, and its first requests for them."""
+    scheduler = make(*hosts, num_credits=9, window=4, stop=4 + run_length * num_runs)
+    for request in scheduler.next_requests(0.0):
+        scheduler.completed(request.request_id, 1.0)
+    scheduler.set_window(1, 4 * run_length, run_length)
+    scheduler.advance(1, 4)
+    return scheduler, scheduler.next_requests(1.0)
 
 
 def asked(requests):

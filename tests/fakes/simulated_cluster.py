@@ -53,9 +53,9 @@ class Cluster:
     """A discrete-event simulation of data hosts, one scheduler and its consumers, which checks every invariant."""
 
     def __init__(self, machines, seed=0, *, crossing=0.0, failure=None):
-        self.scheduler = Scheduler()
         self.machines = {machine.name: machine for machine in machines}
         self.rng = random.Random(seed)
+        self.scheduler = Scheduler(tie_break=random.Random(seed).random)
         self.crossing, self.failure = crossing, failure
         self.now, self.events, self.order = 0.0, [], itertools.count()
         self.consumers, self.live, self.wakeup, self.num_events, self.sent = {}, {}, None, 0, []

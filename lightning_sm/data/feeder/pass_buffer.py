@@ -210,7 +210,7 @@ class PassBuffer:
     def _choose_run_length(self, header: RunHeader, num_steps: int) -> None:
         """Let a request ask for as many batches as make ``_RUN_BYTES`` or ``_RUN_S``, but for few of the window."""
         produce_s = header.produce_s / num_steps
-        self.produce_s = min(self.produce_s + (produce_s - self.produce_s) / 8, produce_s * 8)
+        self.produce_s += (produce_s - self.produce_s) * (1 / 8 if self.produce_s else 1)
         num_bytes = (header.num_bytes + len(header.batches)) / num_steps
         most = min(_MAX_RUN, _RUN_BYTES / max(1.0, num_bytes), _RUN_S / max(1e-9, self.produce_s))
         length = max(1, min(2 * self.run_length, int(most)))

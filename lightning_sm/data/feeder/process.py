@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -58,7 +57,7 @@ class Feeder:
         self._releases = releases
         self._num_ranks = int(settings["client"]["world_size"])
         self._lock = threading.RLock()
-        self._scheduler = Scheduler(settings["hedge_factor"], seed=zlib.crc32(settings["client"]["client"].encode()))
+        self._scheduler = Scheduler(settings["hedge_factor"])
         self._rings: dict[int, tuple[Ring, list[int]]] = {}
         self._buffers: dict[int, PassBuffer] = {}
         self._requests: dict[int, Request] = {}
@@ -310,7 +309,7 @@ class Feeder:
             except BatchTooLargeError as error:
                 self._fail(buffer.pass_id, error)
             except WireError as error:
-                raise WireError(f"the answer for step {request.run.first}: {error}") from error
+                raise WireError(f"the answer for step {request.step}: {error}") from error
 
     def _receive_frame(self, buffer: PassBuffer, request: Request, kind: int, value: int, payload: memoryview) -> None:
         if kind == FrameKind.FAILURE:
@@ -355,8 +354,8 @@ class Feeder:
 
     def _request_failed(self, buffer: PassBuffer, request: Request, error: str, text: str, where: str) -> None:
         link = self._links[request.host]
-        steps = f"batches of steps {request.run.first} to {request.run.stop - 1}"
-        step = f"batch of step {request.run.first}" if request.run.num_steps == 1 else steps
+        steps = f"batches of steps {request.step} to {request.run.stop - 1}"
+        step = f"batch of step {request.step}" if request.run.num_steps == 1 else steps
         place = ", ".join(filter(None, (f"data host {link.name}", where, step)))
         reason = f"{text} on data host {link.name}" if error == "WorkerLost" else with_place(text, place)
         retry = RETRIES.get(error, Retry.NEVER)
@@ -365,8 +364,8 @@ class Feeder:
         buffer.drop(request.request_id)
         if decision.is_fatal:
             self._cancel(decision.cancel)
-            keys = buffer.plan.batch(request.run.first).tolist()
-            self._fail(buffer.pass_id, explain(error, request.run.first, decision, keys))
+            keys = buffer.plan.batch(request.step).tolist()
+            self._fail(buffer.pass_id, explain(error, request.step, decision, keys))
             return
         if error == "NotOpen":
             link.reopen()

@@ -1,8 +1,7 @@
 """Which steps are requested from which data host, and when: the rules of one trainer rank's feeder process.
 
 Pure rules: no I/O, no clock, no thread. The caller passes in events with their time (``now``, seconds of a monotonic
-clock), and gets back the requests to send and to cancel. Ties between hosts are broken by a seeded generator: ranks
-that all preferred the same host would leave the others idle.
+clock), and gets back the requests to send and to cancel.
 
 A request is for a run of consecutive steps of a pass (one iteration over one loader). A step is first TODO, then in
 flight (twice when hedged), then ready. The first answer makes it ready; all others, late or for a closed pass, are
@@ -30,7 +29,7 @@ _NUM_REQUEST_IDS = 1 << 32
 _NUM_RECENT = 64
 _NUM_SAMPLES_TO_HEDGE = 3
 # Weight of a new sample in moving averages.
-_WEIGHT = 1 / 8
+_WEIGHT = 1 / 4
 # Equal workers answer in bursts.
 _INTERVAL_WEIGHT = 1 / 32
 
@@ -122,6 +121,11 @@ class Request:
     is_hedge: bool
     sent_at: float
 
+    @property
+    def step(self) -> int:
+        """The first step."""
+        return self.run.first
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -195,8 +199,8 @@ class _Host(HostStatus):
     def measure(self, latency_s: float, median_s: float, now: float) -> None:
         """Average, but believe at once that a slow host has recovered: it gets few requests."""
         measured = latency_s / max(median_s, 1e-9)
-        is_recovery = measured < _SLOW_FACTOR < self.slowness
-        self.slowness = measured if is_recovery else self.slowness + _WEIGHT * (measured - self.slowness)
+        is_news = math.isinf(self.measured_at) or measured < _SLOW_FACTOR < self.slowness
+        self.slowness = measured if is_news else self.slowness + _WEIGHT * (measured - self.slowness)
         self.measured_at = now
         self.forget_s = _FORGET_LATENCIES * max(latency_s, 1e-9)
 
@@ -216,7 +220,7 @@ class _Pace:
 
     @property
     def median_s(self) -> float:
-        return self.in_order[len(self.in_order) // 2] if self.in_order else 0.0
+        return self.in_order[(len(self.in_order) - 1) // 2] if self.in_order else 0.0
 
     @property
     def is_known(self) -> bool:
@@ -351,12 +355,13 @@ class Scheduler:
 
     Args:
         hedge_factor: A request is late after this many times the median latency of its loader; 0: never.
-        seed: Seed of the choice between hosts that are equally good; different for each rank.
+        tie_break: Decides between hosts that are equally good: the one with the lowest number. Ranks that all preferred
+            the same host would leave the others idle.
     """
 
-    def __init__(self, hedge_factor: float = 3.0, seed: int = 0) -> None:
+    def __init__(self, hedge_factor: float = 3.0, tie_break: Callable[[], float] = random.random) -> None:
         self._late = _Late(hedge_factor, _HEDGE_MINIMUM_S)
-        self._random = random.Random(seed)  # noqa: S311  # no secret
+        self._tie_break = tie_break
         self._hosts: dict[str, _Host] = {}
         self._passes: dict[int, _Pass] = {}
         self._paces: dict[Hashable, _Pace] = {}
@@ -379,6 +384,7 @@ class Scheduler:
         host.num_credits = num_credits
         if was is HostState.DOWN:  # it may be another process now; a host that was only silent keeps its latency
             host.slowness = 1.0
+            host.measured_at = -math.inf
         if was is not HostState.UP:
             host.num_pauses = 0
             host.paused_until = -math.inf
@@ -434,7 +440,7 @@ class Scheduler:
         current.stop_step = stop_step
         current.refill()
         current.ready = {first: run for first, run in current.ready.items() if first < stop_step}
-        beyond = [r for r in self._requests.values() if r.pass_id == pass_id and r.run.first >= stop_step]
+        beyond = [r for r in self._requests.values() if r.pass_id == pass_id and r.step >= stop_step]
         return self._end_requests(beyond)
 
     def close_pass(self, pass_id: int) -> tuple[Request, ...]:
@@ -481,8 +487,8 @@ class Scheduler:
             age_s = now - loser.sent_at
             if age_s > host.slowness * current.pace.median_s:  # a younger request says nothing about the host
                 host.measure(age_s, current.pace.median_s, now)
-        current.ready[request.run.first] = request.run
-        current.failures.pop(request.run.first, None)
+        current.ready[request.step] = request.run
+        current.failures.pop(request.step, None)
         self._end_requests([request, *losers])
         return Completion(is_accepted=True, cancel=tuple(losers))
 
@@ -501,7 +507,7 @@ class Scheduler:
             return FailureDecision(is_fatal=False)
         current = self._passes[request.pass_id]
         host = self._hosts[request.host]
-        first = request.run.first
+        first = request.step
         failures = current.failures.setdefault(first, [])
         if request.run.num_steps == 1 and (retry is not Retry.ELSEWHERE or not current.failed_on(first, host.host)):
             failures.append(_Failure(retry, host.host, reason))
@@ -536,7 +542,7 @@ class Scheduler:
             if not passes:
                 break
             passes.sort(key=lambda current: current.fullness)
-            host = min(free, key=lambda host: (*self._load(host, now), self._random.random()))
+            host = min(free, key=lambda host: (*self._load(host, now), self._tie_break()))
             chosen = self._choose(host, passes, now)
             if chosen is None:
                 free.remove(host)
@@ -574,7 +580,7 @@ class Scheduler:
         return PassStatus(
             current.pass_id,
             waiting_for=waiting_for,
-            requests=tuple(r for r in requests if r.run.first <= waiting_for < r.run.stop),
+            requests=tuple(r for r in requests if r.step <= waiting_for < r.run.stop),
             num_todo=sum(run.num_steps for run in current.todo if run.first < current.limit),
             num_in_flight=sum(run.num_steps for run in current.in_flight),
             num_ready=sum(run.num_steps for run in current.ready.values()),
@@ -673,7 +679,7 @@ class Scheduler:
             current = self._passes[late.pass_id]
             median_s = current.pace.median_s
             is_late = any(late.sent_at + kind.after_s(median_s) <= now for kind in self._lateness(current))
-            if is_late and late.run.first < current.position + self._num_steps_in(median_s):
+            if is_late and late.step < current.position + self._num_steps_in(median_s):
                 host = self._hedge_host(late, current, now)
                 if host is not None:
                     requests.append(self._send(host, current, late.run, now, is_hedge=True))
@@ -708,6 +714,6 @@ class Scheduler:
         free = [host for host in others if host.has_credit(now)]
         return min(
             free,
-            key=lambda h: (current.failed_on(late.run.first, h.host), *self._load(h, now), self._random.random()),
+            key=lambda h: (current.failed_on(late.step, h.host), *self._load(h, now), self._tie_break()),
             default=None,
         )

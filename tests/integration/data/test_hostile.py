@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_sm.data.protocol.frames import FrameKind, batch_head, frame, frames
-from lightning_sm.data.protocol.spec import BatchSpec
+from lightning_sm.data.protocol.frames import Batch, FrameKind, RunHeader, frame, frames, pack_batches
+from lightning_sm.data.protocol.spec import BatchSpec, RunSpec
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
 from tests.fakes.requests import open_request
@@ -34,7 +34,8 @@ def framed(request_id, kind, payload, value=0):
 
 def header(request_id, num_bytes, structure=b'["lsm-batch",1,0,null]'):
     """Return a frame that announces a batch."""
-    return framed(request_id, FrameKind.HEADER, batch_head(num_bytes, 0.0, 0.0) + structure)
+    batches = pack_batches([Batch(0, num_bytes, structure)])
+    return framed(request_id, FrameKind.HEADER, RunHeader(num_bytes, 0.0, 0.0, batches).encode())
 
 
 ANSWERS = {
@@ -234,8 +235,11 @@ REQUESTS = {
 
 def spec(opening="", **changed):
     """Return an encoded request for a batch that is right but for what is changed."""
-    fields = {"opening": opening, "loader": 0, "seed": 0, "epoch": 0, "pass_index": 0, "step": 0, "rank": 0}
-    return BatchSpec(**{**fields, "keys": np.arange(4), **changed}).encode()
+    run = {"opening": opening, "loader": 0, "compression": ""}
+    batch = {"seed": 0, "epoch": 0, "pass_index": 0, "step": 0, "rank": 0, "keys": np.arange(4)}
+    batch.update((name, value) for name, value in changed.items() if name in batch)
+    run.update((name, value) for name, value in changed.items() if name in run)
+    return RunSpec(**run, batches=(BatchSpec(**batch),)).encode()
 
 
 # What a data host closes the stream at, and what it answers.

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 from lightning_sm.data.feeder.pass_buffer import PassBuffer
+from lightning_sm.data.feeder.scheduler import Run
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.samples import SamplePlan
-from lightning_sm.data.protocol.spec import BatchSpec
+from lightning_sm.data.protocol.frames import RunHeader
+from lightning_sm.data.protocol.spec import BatchSpec, RunSpec
 from lightning_sm.errors import BatchTooLargeError, WireError
 
 NUM_SLOTS = 3
@@ -17,73 +19,81 @@ def buffer():
     """A pass over ten steps of two samples, from step 4 on, with three slots."""
     ring = Ring.create(NUM_SLOTS, 4096)
     plan = SamplePlan(np.arange(20), 2, drop_last=False, rank=0, world_size=1)
-    template = BatchSpec("o", 1, 2, 3, 0, 0, 0, np.empty(0, np.int64))
+    request = RunSpec("o", 1, ())
+    batch = BatchSpec(2, 3, 0, 0, 0, np.empty(0, np.int64))
     free = list(range(NUM_SLOTS))
-    yield PassBuffer(1, ring, 1, free, template, plan, 4, 10, window_batches=8, window_bytes=5000)
+    yield PassBuffer(1, ring, 1, free, request, batch, plan, 4, 10, window_batches=8, window_bytes=5000)
     ring.close()
 
 
-def answer(buffer, request_id, data):
+def announce(buffer, request_id, num_bytes, produce_s=1.0):
+    """Let the header of an answer come in."""
+    buffer.take_header(request_id, RunHeader(num_bytes, 0.0, produce_s, b"header"))
+
+
+def answer(buffer, request_id, data, produce_s=1.0):
     """Let a whole answer come in."""
-    buffer.take_header(request_id, len(data), 0.0, 0.0, b"header")
+    announce(buffer, request_id, len(data), produce_s)
     buffer.take_data(request_id, 0, memoryview(data))
     assert buffer.in_flight[request_id].is_complete
     buffer.accept(request_id, latency_s=1.0)
 
 
 def test_requests_name_the_keys_of_their_step(buffer):
-    """A request holds everything that its batch depends on."""
-    spec = BatchSpec.decode(buffer.request(0, 5))
-    assert (spec.opening, spec.loader, spec.seed, spec.epoch, spec.step) == ("o", 1, 2, 3, 5)
-    assert spec.keys.tolist() == [10, 11]
+    """A request holds everything that its batches depend on."""
+    spec = RunSpec.decode(buffer.reserve(0, Run(5, 2)))
+    assert (spec.opening, spec.loader) == ("o", 1)
+    assert [(one.seed, one.epoch, one.step) for one in spec.batches] == [(2, 3, 5), (2, 3, 6)]
+    assert [one.keys.tolist() for one in spec.batches] == [[10, 11], [12, 13]]
 
 
 def test_answers_come_out_in_order(buffer):
     """A step waits for those before it, whatever the order in which they came."""
     for request_id, step in ((7, 4), (8, 5), (9, 6)):
-        assert buffer.request(request_id, step)
+        assert buffer.reserve(request_id, Run(step, 1))
     answer(buffer, 9, b"six")
     answer(buffer, 8, b"five!")
     assert buffer.deliverable() == []
     answer(buffer, 7, b"four")
-    batches = buffer.deliverable()
-    assert [batch.step for batch in batches] == [4, 5, 6]
-    assert [bytes(buffer.ring.slot(batch.slot)[: batch.num_bytes]) for batch in batches] == [b"four", b"five!", b"six"]
+    runs = buffer.deliverable()
+    assert [run.run.first for run in runs] == [4, 5, 6]
+    received = [bytes(buffer.ring.slot(run.slot)[: run.header.num_bytes]) for run in runs]
+    assert received == [b"four", b"five!", b"six"]
     assert buffer.next_step == 7
 
 
 def test_slots_are_bounded_and_dropped_answers_give_theirs_back(buffer):
     """Without a free slot nothing can be asked for; an answer that is not wanted frees one."""
-    assert all(buffer.request(number, 4 + number) for number in range(NUM_SLOTS))
-    assert not buffer.request(3, 7)
+    assert all(buffer.reserve(number, Run(4 + number, 1)) for number in range(NUM_SLOTS))
+    assert not buffer.reserve(3, Run(7, 1))
     buffer.drop(1)
     buffer.drop(1)
-    assert buffer.request(3, 7)
+    assert buffer.reserve(3, Run(7, 1))
     assert buffer.free == []
 
 
 def test_a_batch_without_bytes_is_complete_at_once(buffer):
     """Batches of plain numbers have a header only."""
-    buffer.request(0, 4)
+    buffer.reserve(0, Run(4, 1))
     assert not buffer.in_flight[0].is_complete
-    buffer.take_header(0, 0, 0.0, 0.0, b"header")
+    announce(buffer, 0, 0)
     assert buffer.in_flight[0].is_complete
 
 
 def test_a_batch_that_does_not_fit_names_both_sizes(buffer):
     """The error names the setting that bounds a batch."""
-    buffer.request(0, 4)
+    buffer.reserve(0, Run(4, 1))
     with pytest.raises(
         BatchTooLargeError, match=r"step 4 has 4097 bytes, but a slot only 4096 \(data_service.max_batch_bytes\)"
     ):
-        buffer.take_header(0, 4097, 0.0, 0.0, b"")
+        announce(buffer, 0, 4097)
 
 
 @pytest.mark.parametrize(("offset", "size"), [(1, 3), (0, 11), (2**63, 1)])
 def test_bytes_outside_of_what_was_announced_are_refused(buffer, offset, size):
     """A piece that is out of order or too long never touches a slot."""
-    buffer.request(0, 4)
-    buffer.take_header(0, 10, 0.0, 0.0, b"")
+    buffer.reserve(0, Run(4, 1))
+    announce(buffer, 0, 10)
     with pytest.raises(WireError, match="arrived after 0 of 10"):
         buffer.take_data(0, offset, memoryview(bytes(size)))
     assert not buffer.ring.slot(buffer.in_flight[0].slot).any()
@@ -91,20 +101,62 @@ def test_bytes_outside_of_what_was_announced_are_refused(buffer, offset, size):
 
 def test_bytes_before_a_header_and_a_second_header_are_refused(buffer):
     """An answer is one header, then its bytes."""
-    buffer.request(0, 4)
+    buffer.reserve(0, Run(4, 1))
     with pytest.raises(WireError, match="arrived after 0 of -1"):
         buffer.take_data(0, 0, memoryview(b"x"))
-    buffer.take_header(0, 10, 0.0, 0.0, b"")
-    with pytest.raises(WireError, match="a second header arrived for step 4"):
-        buffer.take_header(0, 10, 0.0, 0.0, b"")
+    announce(buffer, 0, 10)
+    with pytest.raises(WireError, match="a second header arrived"):
+        announce(buffer, 0, 10)
 
 
 def test_the_window_is_bounded_in_bytes(buffer):
     """Once sizes are known, the largest bounds how many steps are ahead; two always are, to overlap."""
     assert buffer.window == 8
-    buffer.request(0, 4)
+    buffer.reserve(0, Run(4, 1))
     answer(buffer, 0, bytes(1200))
     assert buffer.window == 4
-    buffer.request(1, 5)
+    buffer.reserve(1, Run(5, 1))
     answer(buffer, 1, bytes(4000))
     assert buffer.window == 2
+
+
+def test_quick_small_batches_are_requested_together(buffer):
+    """Runs double, up to what makes 10 ms of work or 1 MiB; the window then counts requests, not batches."""
+    buffer.window_bytes = 1 << 30
+    lengths = []
+    for number, step in enumerate((4, 5, 6, 7)):
+        buffer.reserve(number, Run(step, 1))
+        answer(buffer, number, b"tiny", produce_s=0.002)
+        buffer.free += [run.slot for run in buffer.deliverable()]
+        lengths.append(buffer.run_length)
+    assert lengths == [2, 4, 5, 5]
+    assert buffer.window == 8 * 5
+    buffer.reserve(9, Run(8, 1))
+    answer(buffer, 9, b"slow", produce_s=1.0)
+    assert buffer.run_length == 1
+
+
+def test_a_limit_of_the_users_counts_batches(buffer):
+    """Where the user limits the batches ahead, requests are for so few that all workers have one."""
+    buffer.is_window_fixed = True
+    buffer.window_bytes = 1 << 30
+    buffer.window_batches = 16
+    for number, step in enumerate((4, 5)):
+        buffer.reserve(number, Run(step, 1))
+        answer(buffer, number, b"tiny", produce_s=0.0001)
+    assert (buffer.run_length, buffer.window) == (2, 16)
+
+
+def test_a_delivery_describes_its_run(buffer):
+    """The training process learns where the batches lie, how long they took, and how many more are ready."""
+    buffer.tells_keys = True
+    buffer.reserve(0, Run(4, 2))
+    buffer.reserve(1, Run(6, 1))
+    answer(buffer, 1, b"six")
+    answer(buffer, 0, b"fourfive", produce_s=0.5)
+    first, second = buffer.deliverable()
+    delivery = buffer.delivery(first)
+    assert (delivery.first_step, delivery.num_steps, delivery.num_bytes) == (4, 2, 8)
+    assert delivery.keys == [[8, 9], [10, 11]]
+    assert delivery.figures() == {"num_bytes": 4, "queue_s": 0.0, "produce_s": 0.25, "transfer_s": 0.25, "ready": 0}
+    assert buffer.next_step == 7

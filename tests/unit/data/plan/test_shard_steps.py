@@ -89,7 +89,7 @@ def test_a_shard_stays_with_its_host_until_that_is_gone():
     scheduler = Scheduler()
     for host in "ab":
         scheduler.host_up(host, 2)
-    scheduler.open_pass(1, 0, None, 4, lambda step: step % 4)
+    scheduler.open_pass(1, 0, None, 4, shard_of=lambda step: step % 4)
     before = {shard: set(hosts) for shard, hosts in hosts_of(scheduler, 20, 0.0).items()}
     assert sorted(map(sorted, before.values())) == [["a"], ["a"], ["b"], ["b"]]
     scheduler.host_lost("a", is_silent=False)
@@ -106,7 +106,7 @@ def test_a_late_shard_is_left_where_it_is():
     scheduler = Scheduler()
     for host in "ab":
         scheduler.host_up(host, 4)
-    scheduler.open_pass(1, 0, None, 4, lambda step: step % 4)
+    scheduler.open_pass(1, 0, None, 4, shard_of=lambda step: step % 4)
     requests = scheduler.next_requests(0.0)
     for request in requests[1:]:
         scheduler.completed(request.request_id, 1.0)

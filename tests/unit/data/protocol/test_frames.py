@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sm.data.protocol.frames import FRAME_BYTES, FrameKind, frame, frames, parse_failure
+from lightning_sm.data.protocol.frames import (
+    FRAME_BYTES,
+    Batch,
+    FrameKind,
+    frame,
+    frames,
+    pack_batches,
+    parse_failure,
+    unpack_batches,
+)
 from lightning_sm.errors import WireError
 
 FRAMES = st.lists(
@@ -46,3 +55,23 @@ def test_a_failure_is_a_traceback_at_most():
     assert len(parse_failure(memoryview(failure % (b"\\u1234" * (1 << 20))))["text"]) == 1 << 20
     with pytest.raises(WireError, match=r"failure in \d+ bytes; 8388608 are allowed"):
         parse_failure(memoryview(failure % (b" " * (8 << 20))))
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100), st.binary(max_size=50)), min_size=1))
+def test_the_batches_of_a_run_survive_the_wire(parts):
+    """Places and structures come out as they went in."""
+    batches = [Batch(*part) for part in parts]
+    assert unpack_batches(pack_batches(batches), len(batches), 200) == batches
+
+
+@pytest.mark.parametrize(
+    ("num_batches", "num_bytes", "cut"),
+    [(1, 30, None), (3, 30, None), (2, 29, None), (2, 30, -1)],
+    ids=["fewer", "more", "too few bytes", "cut"],
+)
+def test_batches_that_do_not_fit_together_are_refused(num_batches, num_bytes, cut):
+    """Not as many batches as were requested, or a place outside of what arrived, is an error of the wire."""
+    packed = pack_batches([Batch(0, 10, b"one"), Batch(10, 20, b"two")])
+    assert len(unpack_batches(packed, 2, 30)) == 2
+    with pytest.raises(WireError):
+        unpack_batches(packed[:cut], num_batches, num_bytes)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sm.data.protocol.spec import BatchSpec, LoaderFacts
+from lightning_sm.data.protocol.spec import BatchSpec, LoaderFacts, RunSpec
 from lightning_sm.errors import WireError
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -24,15 +24,21 @@ FACTS = {
 }
 
 
-@given(st.text(), st.lists(INT64, min_size=6, max_size=6), st.lists(INT64))
+@given(st.text(), st.lists(INT64, min_size=6, max_size=6), st.lists(st.lists(INT64), min_size=1))
 def test_a_request_survives_the_wire(opening, numbers, keys):
-    """Every field of a request comes out as it went in."""
-    spec = BatchSpec(opening, *numbers, np.array(keys, np.int64))
-    decoded = BatchSpec.decode(spec.encode())
-    assert decoded.keys.tolist() == keys
+    """Every field of a request comes out as it went in, and its batches have consecutive steps."""
+    loader, seed, epoch, pass_index, step, rank = numbers
+    parts = [np.array(part, np.int64) for part in keys]
+    batches = [BatchSpec(seed, epoch, pass_index, step + n, rank, part) for n, part in enumerate(parts)]
+    spec = RunSpec(opening, loader, tuple(batches), "zstd")
+    decoded = RunSpec.decode(spec.encode())
+    assert [batch.keys.tolist() for batch in decoded.batches] == keys
     assert decoded.encode() == spec.encode()
-    assert [decoded.opening, decoded.loader, decoded.seed] == [opening, *numbers[:2]]
-    assert [decoded.epoch, decoded.pass_index, decoded.step, decoded.rank] == numbers[2:]
+    assert (decoded.opening, decoded.loader, decoded.compression) == (opening, loader, "zstd")
+    one = decoded.batches[-1]
+    assert [one.seed, one.epoch, one.pass_index, one.step, one.rank] == [
+        seed, epoch, pass_index, step + len(keys) - 1, rank
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -42,25 +48,28 @@ def test_a_request_survives_the_wire(opening, numbers, keys):
         b"no line",
         b"{}\n",
         b"[]\n",
-        b'["o",0,0,0,0,0]\n',
-        b'["o",0,0,0,0,0,0.5]\n',
-        b'["o",0,0,0,0,0,true]\n',
-        b"[1,0,0,0,0,0,0]\n",
-        b'["o",0,0,0,0,0,0]\n1234567',
+        b'["o","",[0,0,0,0,0],[0]]\n',
+        b'["o","",[0,0,0,0,0,0.5],[0]]\n',
+        b'["o","",[0,0,0,0,0,true],[0]]\n',
+        b'[1,"",[0,0,0,0,0,0],[0]]\n',
+        b'["o","",[0,0,0,0,0,0],[]]\n',
+        b'["o","",[0,0,0,0,0,0],[1]]\n',
+        b'["o","",[0,0,0,0,0,0],[2,-1]]\n12345678',
+        b'["o","",[0,0,0,0,0,0],[1]]\n1234567',
         b"\xff\n",
     ],
 )
 def test_a_malformed_request_is_refused(data):
     """Missing, superfluous or wrong fields are an error of the wire, never another."""
     with pytest.raises(WireError, match="malformed"):
-        BatchSpec.decode(data)
+        RunSpec.decode(data)
 
 
 @given(st.binary(max_size=200))
 def test_bytes_are_a_request_or_refused(data):
     """Arbitrary bytes raise nothing but a WireError."""
     with contextlib.suppress(WireError):
-        BatchSpec.decode(data)
+        RunSpec.decode(data)
 
 
 def test_loader_facts_survive_the_wire():

@@ -103,7 +103,7 @@ def test_a_batch_comes_from_the_slot(pool, worker):
     worker.done(slot, 42)
     answer = answers.get(timeout=TIMEOUT_S)
     assert isinstance(answer, Produced)
-    assert (answer.header, answer.data[: answer.num_bytes].tolist()) == (b"header", [42])
+    assert (answer.batches, answer.data[: answer.num_bytes].tolist()) == (b"header", [42])
     answer.release()
 
 
