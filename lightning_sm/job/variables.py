@@ -1,7 +1,7 @@
 """Every environment variable of lightning_sm: its name, its meaning, its default, and how its text is read.
 
-This is the only place that spells the names. Readers call ``MAIN_PORT.read(env)``; the README, ``lightning-sm doctor``
-and ``lightning-sm settings`` show the same table.
+This is the only place that spells the names. Readers call ``MAIN_PORT.read(env)``. ``lightning-sm settings``,
+``lightning-sm doctor`` and the reference of the documentation show the same table.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _secret(text: str) -> str:
     return text
 
 
-# ---- set by users, in the order of the README
+# ---- set by users, in the order of the reference
 
 DATA_GROUPS = Setting[tuple[str, ...] | None](
     name="LIGHTNING_SM_DATA_GROUPS",
