@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 
 from tabulate import tabulate
 
@@ -16,7 +17,7 @@ from lightning_sm._log import command_logger, show_log_lines
 from lightning_sm._version import __version__
 from lightning_sm.doctor import command as doctor
 from lightning_sm.emulator import options as local
-from lightning_sm.errors import JobConfigError, LightningSMError
+from lightning_sm.errors import JobConfigError, LightningSMError, SDKError
 from lightning_sm.job.redaction import shown
 from lightning_sm.job.variables import SETTINGS, USER_SETTINGS
 from lightning_sm.launcher import train
@@ -52,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     if argv[:1] == ["submit"]:  # jsonargparse parses its options, which are the keys of a job file
         return _submit(argv[1:])
+    if argv[:1] == ["jobs"]:
+        return _jobs(argv[1:])
     # argparse drops or keeps "--" depending on its version; what follows it is the script's command line.
     end = argv.index("--") if "--" in argv and argv[0] == "local" else len(argv)
     options = _parser().parse_args(argv[:end])
@@ -72,6 +75,14 @@ def _submit(argv: Sequence[str]) -> int:
     return submit.main(argv)
 
 
+def _jobs(argv: Sequence[str]) -> int:
+    if find_spec("boto3") is None:
+        raise SDKError("lightning-sm jobs needs boto3: pip install boto3 (the SageMaker SDK brings it along)")
+    from lightning_sm.jobs import command as jobs  # noqa: PLC0415 - loads boto3
+
+    return jobs.main(argv)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-sm", description="Run PyTorch Lightning on Amazon SageMaker clusters."
@@ -79,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"lightning-sm {__version__}", help="show the version and exit"
     )
-    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="{train,local,doctor,settings,submit}")
+    commands = parser.add_subparsers(
+        dest="subcommand", required=True, metavar="{train,local,doctor,settings,submit,jobs}"
+    )
     add_parser = partial(commands.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     train = add_parser(
         "train",
@@ -115,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     show.add_argument("--all", action="store_true", help="include the internal ones")
     add_parser("submit", help="check a job file and submit it: dry run, SDK local mode, or cloud")
+    add_parser("jobs", help="look after jobs in the cloud: list, logs, stop, cost, files")
     return parser
 
 
