@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sm.job._reader import Source, parse_json
+from lightning_sm.job.secret import job_key
 from lightning_sm.job.variables import DATA_GROUPS, DEVICES, HOST_ADDRESSES, MAIN_PORT, Setting, whole_number
 
 # The toolkit's name for the only group of a job without instance groups (sagemaker-training, environment.py).
@@ -85,6 +86,8 @@ class SageMakerJob:
         checkpoint_uri: S3 address of the checkpoint folder, if the job has one.
         tensorboard_dir: Folder that is uploaded during training, or None if the job has no TensorBoard output.
         name: Name of the training job, if known.
+        run_key: 32 hexadecimal digits by which loggers know the job: the same in every attempt, and other ones in a job
+            of the same name in another account or region. None without a name.
         num_gpus: NVIDIA GPUs of this host.
         addresses: Host name to IP address, for hosts that no resolver knows (``LIGHTNING_SM_HOST_ADDRESSES``).
         data_groups: Groups that serve data (``LIGHTNING_SM_DATA_GROUPS``), or None to choose by rule.
@@ -104,6 +107,7 @@ class SageMakerJob:
     checkpoint_uri: str | None = None
     tensorboard_dir: Path | None = None
     name: str | None = None
+    run_key: str | None = None
     num_gpus: int = 0
     addresses: Mapping[str, str] = field(default_factory=dict)
     data_groups: tuple[str, ...] | None = None
@@ -186,6 +190,7 @@ class SageMakerJob:
         _check_current_group(resources, groups, current_host)
         checkpoint = Source.load(config_dir / "checkpointconfig.json")
         tensorboard = Source.load(config_dir / "tensorboardoutputconfig.json")
+        name = env.get("TRAINING_JOB_NAME") or env.get("SAGEMAKER_JOB_NAME") or _name_from_toolkit(env)
         return cls(
             current_host=current_host,
             hosts=hosts,
@@ -198,7 +203,8 @@ class SageMakerJob:
             checkpoint_dir=_local_path(checkpoint, base / "checkpoints"),
             checkpoint_uri=checkpoint.optional_text("S3Uri") if checkpoint else None,
             tensorboard_dir=_local_path(tensorboard, base / "output" / "tensorboard"),
-            name=env.get("TRAINING_JOB_NAME") or env.get("SAGEMAKER_JOB_NAME") or _name_from_toolkit(env),
+            name=name,
+            run_key=_run_key(name, env),
             num_gpus=_num_gpus(env),
             addresses=HOST_ADDRESSES.read(env),
             data_groups=DATA_GROUPS.read(env),
@@ -318,6 +324,11 @@ def _name_from_toolkit(env: Mapping[str, str]) -> str | None:
     """The job's name for ranks on other hosts: the toolkit's mpirun passes only variables named ``SM_*`` to them."""
     training = Source.from_variable(env, "SM_TRAINING_ENV")
     return training.optional_text("job_name") if training else None
+
+
+def _run_key(name: str | None, env: Mapping[str, str]) -> str | None:
+    identity = env.get("TRAINING_JOB_ARN") or name
+    return None if identity is None else job_key("runs of loggers", identity, env).hex()[:32]
 
 
 def _num_gpus(env: Mapping[str, str]) -> int:
