@@ -158,6 +158,7 @@ class RemoteLoader:
             },
             "stage": place.stage,
             "order": facts.order,
+            "order_version": place.order_version,
             "num_samples": facts.num_samples,
             "batch_size": facts.batch_size,
             "drop_last": facts.drop_last,

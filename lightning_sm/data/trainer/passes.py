@@ -28,6 +28,7 @@ class LoaderPlace:
         rank: This rank among those that split the data; 0 if every rank gets all of it.
         world_size: Number of ranks that split the data.
         seed: Base of all random states.
+        order_version: How epochs are shuffled, see ``SavedPosition``.
         window_batches: Limit of batches in flight or buffered.
         window_bytes: Limit of their bytes.
         max_batch_bytes: Capacity of a slot.
@@ -43,6 +44,7 @@ class LoaderPlace:
     rank: int
     world_size: int
     seed: int
+    order_version: int
     window_batches: int
     window_bytes: int
     max_batch_bytes: int
