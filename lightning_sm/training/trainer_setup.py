@@ -19,6 +19,7 @@ from lightning_sm.training.callbacks.local_position import LocalPosition
 from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
 from lightning_sm.training.callbacks.step_report import step_reports
+from lightning_sm.training.callbacks.step_times import StepTimes
 from lightning_sm.training.checkpoints.durable_io import make_durable
 from lightning_sm.training.checkpoints.sharded import care_for_shards
 from lightning_sm.training.environment import SageMakerEnvironment, report_if_alone
@@ -52,6 +53,7 @@ class TrainerSetup:
             LocalPosition(),
             ContinuedCurves(),
             Heartbeat(),
+            StepTimes(job),
             *step_reports(),
             self._outputs,
         ]
