@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from lightning_sm._log import listed
 from lightning_sm.job.stopping import JobOutcome
 from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Connection, Message, Report, Timings
 from lightning_sm.launcher.peers.outcome import JobOutcomeTracker, Restart
@@ -77,6 +79,7 @@ class Hub:
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers: dict[Connection, None] = {}
         self._hosts: dict[str, Connection] = {}
+        self._unreached_at = now + timings.unreached_s
         self._told: dict[str, Message] = {}  # the last message to all, by its type
         self._told_at = 0.0
         self._unacknowledged: set[str] = set()
@@ -120,6 +123,9 @@ class Hub:
         for connection in self._hosts.values():
             connection.keep_alive(now, self._timings, heartbeat)
         self._tracker.update(now)
+        if now >= self._unreached_at and self.job_outcome is None:
+            self._unreached_at = math.inf
+            self._say_who_is_missing()
         if self.restart is not None:
             self._tell_all("restart", asdict(self.restart), now)
         if self.job_outcome is not None:
@@ -180,6 +186,17 @@ class Hub:
         else:
             raise ValueError(f"it sent a message of the unknown type {kind!r}")
         self._on_news()
+
+    def _say_who_is_missing(self) -> None:
+        if missing := self._tracker.name_missing():
+            _LOG.warning(
+                "No launcher has connected for %g s from: %s. The job goes on, but learns of no failure there: scripts "
+                "that need these hosts wait until their own timeouts (30 minutes with torch). The logs of these hosts "
+                "may say why. They must run lightning-sm train, and be able to connect to %s.",
+                self._timings.unreached_s,
+                listed(missing),
+                self._own,
+            )
 
     def _note_report(self, host: str, report: Report) -> None:
         outcome = report.outcome
