@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 
@@ -21,6 +21,7 @@ from lightning_sm.errors import JobConfigError, LightningSMError, SDKError
 from lightning_sm.job.redaction import shown
 from lightning_sm.job.variables import SETTINGS, USER_SETTINGS
 from lightning_sm.launcher import train
+from lightning_sm.report import command as report
 
 _LOG = command_logger(__name__)
 
@@ -32,6 +33,13 @@ examples:
   on a SageMaker host, with the script and its subcommand named:
     lightning-sm train app/train.py fit
 """
+# Those that get their options and nothing else.
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "doctor": doctor.main,
+    "report": report.report,
+    "compare": report.compare_runs,
+    "plan": report.plan_run,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,8 +69,8 @@ def _run(argv: list[str]) -> int:
     if options.subcommand == "train":
         script, *args = options.command or [None]
         return train.train(script, args)
-    if options.subcommand == "doctor":
-        return doctor.main(options)
+    if options.subcommand in _COMMANDS:
+        return _COMMANDS[options.subcommand](options)
     if options.subcommand == "settings":
         return _show_settings(os.environ, shows_internal=options.all)
     options.command += argv[end:] if options.command else argv[end + 1 :]
@@ -91,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"lightning-sm {__version__}", help="show the version and exit"
     )
     commands = parser.add_subparsers(
-        dest="subcommand", required=True, metavar="{train,local,doctor,settings,submit,jobs}"
+        dest="subcommand", required=True, metavar="{train,local,doctor,report,compare,plan,settings,submit,jobs}"
     )
     add_parser = partial(commands.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     train = add_parser(
@@ -120,6 +128,27 @@ def _parser() -> argparse.ArgumentParser:
         epilog=doctor.EXAMPLES,
     )
     doctor.add_arguments(check)
+    page = add_parser(
+        "report",
+        help="write a page about one run, or about several: where the time went, and what to change",
+        description="Write one HTML file, which opens offline, about recorded runs: several are shown side by side.",
+        epilog=report.REPORT_EXAMPLES,
+    )
+    report.add_report_arguments(page)
+    both = add_parser(
+        "compare",
+        help="compare time and cost of two runs",
+        description="Compare the time and the cost of two runs for the same work.",
+        epilog=report.COMPARE_EXAMPLES,
+    )
+    report.add_compare_arguments(both)
+    planned = add_parser(
+        "plan",
+        help="plan data workers and hosts from a short run",
+        description="Plan from a short run: how many workers or hosts remove the wait, and what the job then costs.",
+        epilog=report.PLAN_EXAMPLES,
+    )
+    report.add_plan_arguments(planned)
     show = add_parser(
         "settings",
         help="show the environment variables of lightning_sm and their values here",
