@@ -22,6 +22,7 @@ from lightning_sm.job.redaction import shown
 from lightning_sm.job.variables import SETTINGS, USER_SETTINGS
 from lightning_sm.launcher import train
 from lightning_sm.report import command as report
+from lightning_sm.top import command as top
 
 _LOG = command_logger(__name__)
 
@@ -39,6 +40,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "report": report.report,
     "compare": report.compare_runs,
     "plan": report.plan_run,
+    "top": top.main,
 }
 
 
@@ -99,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"lightning-sm {__version__}", help="show the version and exit"
     )
     commands = parser.add_subparsers(
-        dest="subcommand", required=True, metavar="{train,local,doctor,report,compare,plan,settings,submit,jobs}"
+        dest="subcommand", required=True, metavar="{train,local,doctor,report,compare,plan,top,settings,submit,jobs}"
     )
     add_parser = partial(commands.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     train = add_parser(
@@ -149,6 +151,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog=report.PLAN_EXAMPLES,
     )
     report.add_plan_arguments(planned)
+    watched = add_parser(
+        "top",
+        help="watch a running job: hosts, states, rates, queues, events",
+        description="Watch a job that runs on this machine, in this terminal. It only reads. Ctrl-C leaves it.",
+        epilog=top.EXAMPLES,
+    )
+    top.add_arguments(watched)
     show = add_parser(
         "settings",
         help="show the environment variables of lightning_sm and their values here",
