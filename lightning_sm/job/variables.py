@@ -161,6 +161,13 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def _prices(text: str) -> dict[str, float]:
+    prices = _json_object(text)
+    if not all(type(price) in (int, float) and 0 <= price < math.inf for price in prices.values()):
+        raise ValueError('expected prices of an hour such as {"ml.g5.xlarge": 1.41}')
+    return prices
+
+
 def _addresses(text: str) -> dict[str, str]:
     addresses = _json_object(text)
     for host, address in addresses.items():
@@ -255,6 +262,22 @@ MAX_RESTARTS = Setting[int](
     meaning="How often the scripts of all trainer hosts are started again together, from the latest valid checkpoint, "
     "when one of them has failed.",
 )
+REPORT_S = Setting[float](
+    name="LIGHTNING_SM_REPORT_S",
+    parse=_seconds,
+    default=30.0,
+    default_text="30",
+    meaning="Seconds that the main host may take, when the job ends, for the report of the run (report.html in the "
+    "output data). 0 turns this off.",
+)
+PRICES = Setting[Mapping[str, float]](
+    name="LIGHTNING_SM_PRICES",
+    parse=_prices,
+    default={},
+    default_text="none",
+    meaning="Prices of an hour for the costs in that report, by instance type or group: a JSON object such as "
+    '{"ml.g5.xlarge": 1.41}.',
+)
 HOST_ADDRESSES = Setting[Mapping[str, str]](
     name="LIGHTNING_SM_HOST_ADDRESSES",
     parse=_addresses,
@@ -336,6 +359,8 @@ SETTINGS: tuple[Setting[Any], ...] = (
     PEERS_TIMEOUT_S,
     MAX_RESTARTS,
     HANG_S,
+    REPORT_S,
+    PRICES,
     HOST_ADDRESSES,
     JOB_SECRET,
     CONTROL_DIR,

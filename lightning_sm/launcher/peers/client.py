@@ -69,6 +69,11 @@ class Client:
         self._unreached_at = now + timings.unreached_s
         self._why = "no answer yet"  # there is no connection
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the hub has welcomed this host, and the connection is not closed."""
+        return self._connection is not None
+
     def is_done(self, now: float) -> bool:
         """Whether this host may end: the job is over, or the hub is lost or never appeared."""
         if self._is_job_over or self._has_given_up:

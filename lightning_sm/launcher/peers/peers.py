@@ -158,6 +158,16 @@ class Peers:
         self._attempt = restart.number if restart.may_start else restart.number - 1
         return True
 
+    def wait_until_main_host_leaves(self, timeout_s: float) -> None:
+        """Wait until the launcher of the main host has closed its connections; on the main host itself, not at all."""
+        deadline = time.monotonic() + timeout_s
+        while isinstance(self._end, Client) and self._end.is_connected and not self._must_not_wait:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return
+            self._news.wait(min(SIGNAL_POLL_S, remaining_s))
+            self._news.clear()
+
     def stop_waiting(self) -> None:
         """Make ``wait_for_peers`` return at once, now and from now on. A signal handler may call it."""
         self._must_not_wait = True
