@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.integration.emulators import in_background, job_dir, until
+from tests.integration.emulators import command, in_background, job_dir, local, until
 
 TIMEOUT_S = 60
 
@@ -59,17 +59,17 @@ if topology.role is Role.DATA:
 
 def top(*options, **variables):
     """Run the command to its end, which must be good."""
-    command = [sys.executable, "-m", "lightning_sm", "top", *options]
+    call = [sys.executable, "-m", "lightning_sm", "top", *options]
     env = {**os.environ, "COLUMNS": "130", **variables}
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    ended = subprocess.run(call, env=env, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
 
 def is_complete(name):
     """Whether all that the processes show can be seen."""
-    command = [sys.executable, "-m", "lightning_sm", "top", name, "--once", "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    call = [sys.executable, "-m", "lightning_sm", "top", name, "--once", "--json"]
+    ended = subprocess.run(call, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     if ended.returncode:
         return False
     rows = json.loads(ended.stdout)["hosts"]
@@ -132,8 +132,8 @@ def test_ctrl_c_leaves_a_terminal_as_it_was(job, variables):
     name, _ = job
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30", **variables}
-    command = [sys.executable, "-m", "lightning_sm", "top", name, "--every", "0.5"]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
+    call = [sys.executable, "-m", "lightning_sm", "top", name, "--every", "0.5"]
+    with subprocess.Popen(call, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
         os.close(theirs)
         shown = b""
         while shown.count(b"+ training") < 4:
@@ -147,10 +147,23 @@ def test_ctrl_c_leaves_a_terminal_as_it_was(job, variables):
     assert (b"\x1b[32m" in shown) == (not variables)
 
 
+def test_the_emulator_says_how_to_watch_its_job(jobs, work):
+    """In a terminal, where somebody is there to watch it."""
+    (work / "train.py").write_text("")
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command(jobs, ["--", "train.py"]), cwd=work, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = _rest(ours).decode()
+        assert process.wait(TIMEOUT_S) == 0
+    os.close(ours)
+    assert f"Job {job_dir(jobs).name}. To watch it in another terminal: lightning-sm top" in shown
+    assert "lightning-sm top" not in local(jobs, work, "--", "train.py").stdout
+
+
 def test_a_job_that_does_not_run_here():
     """The answer says which jobs it would show."""
-    command = [sys.executable, "-m", "lightning_sm", "top", "local-never", "--once"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    call = [sys.executable, "-m", "lightning_sm", "top", "local-never", "--once"]
+    ended = subprocess.run(call, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert "No job " in ended.stderr
 
@@ -171,8 +184,8 @@ def _rest(terminal):
 def test_it_ends_with_the_job(job):
     """The last test: it lets the job end, and so does the one who watched it."""
     name, end = job
-    command = [sys.executable, "-m", "lightning_sm", "top", name, "--every", "0.2"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    call = [sys.executable, "-m", "lightning_sm", "top", name, "--every", "0.2"]
+    with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert f"job {name}" in process.stdout.readline()
         end.touch()
         _, errors = process.communicate(timeout=TIMEOUT_S)
