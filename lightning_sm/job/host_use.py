@@ -23,6 +23,7 @@ from lightning_sm.job.record import GpuUse, HostUse
 logger = logging.getLogger(__name__)
 
 _CGROUP = Path("/sys/fs/cgroup")
+_GPU_DEVICE = Path("/dev/nvidia0")
 
 
 def usable_cpus(cgroup: Path = _CGROUP) -> int:
@@ -138,7 +139,7 @@ class Gpus:
                 self._nvml = pynvml
         except ImportError:
             # Nobody misses it on a host without GPUs.
-            has_gpu = Path("/dev/nvidia0").exists()
+            has_gpu = _GPU_DEVICE.exists()
             logger.log(
                 logging.INFO if has_gpu else logging.DEBUG,
                 "The use of GPUs is not recorded: the package nvidia-ml-py is not installed.",

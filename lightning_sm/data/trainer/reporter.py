@@ -41,6 +41,15 @@ class _Sums:
     hosts: Sequence[Mapping[str, Any]]
     ranks: dict[str, RankFigures]
 
+    def since(self, before: Mapping[str, RankFigures]) -> dict[str, RankFigures]:
+        """Return what each rank measured since an earlier moment; none that had no batch."""
+        added = {name: figures.since(before.get(name)) for name, figures in self.ranks.items()}
+        return {name: figures for name, figures in added.items() if figures.num_steps}
+
+
+def _added(one: RankFigures, other: RankFigures) -> RankFigures:
+    return RankFigures(**{name: value + getattr(other, name) for name, value in vars(one).items()})
+
 
 class Reporter(Callback):
     """Measures the training loaders of a rank, and reports those of all ranks on rank 0.
@@ -62,6 +71,7 @@ class Reporter(Callback):
         self._epoch: _Epoch | None = None
         self._reported: dict[str, RankFigures] = {}  # by rank, at the last report, or when the run began
         self._run: _Sums | None = None  # when the run began
+        self._waiting = RankFigures()  # what the slowest rank of each reported epoch of the run measured
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: strategies that spawn pickle the Trainer."""
@@ -72,6 +82,7 @@ class Reporter(Callback):
         self._epoch = None
         self._reported.clear()
         self._run = None
+        self._waiting = RankFigures()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Note where ranks begin to wait for each other."""
@@ -150,10 +161,8 @@ class Reporter(Callback):
         now = self._sums()
         if now is None:
             return ""
-        known = now.ranks
-        ranks = {name: figures.since(self._reported.get(name)) for name, figures in known.items()}
-        ranks = {name: figures for name, figures in ranks.items() if figures.num_steps}
-        self._reported = known
+        ranks = now.since(self._reported)
+        self._reported = now.ranks
         if not ranks:
             return ""
         before = {host["name"]: host for host in epoch.hosts_before}
@@ -161,6 +170,7 @@ class Reporter(Callback):
         for sentence in trouble(hosts):
             logger.warning("%s", sentence)
         _, rank = slowest(ranks)
+        self._waiting = _added(self._waiting, rank)
         text = verdict(ranks, hosts)
         return f"data_wait={100 * rank.wait_fraction:.1f}%" + (f" | {text}" if text else "")
 
@@ -181,11 +191,14 @@ class Reporter(Callback):
         now = None if self._run is None else self._sums()
         if now is None or self._run is None:
             return None
-        ranks = {name: figures.since(self._run.ranks.get(name)) for name, figures in now.ranks.items()}
-        ranks = {name: figures for name, figures in ranks.items() if figures.num_steps}
+        ranks = now.since(self._run.ranks)
+        if not ranks:
+            return None
+        rest = now.since(self._reported)  # of an epoch that has no report, because it was interrupted
+        waiting = _added(self._waiting, slowest(rest)[1]) if rest else self._waiting
         before = {host["name"]: host for host in self._run.hosts}
         hosts = [HostFigures.between(before.get(host["name"], {}), host) for host in now.hosts]
-        return verdict(ranks, hosts) if ranks else None
+        return verdict(ranks, hosts, waiting)
 
     def _sums(self) -> _Sums | None:
         state = self._state_or_none()

@@ -29,11 +29,12 @@ _SPANS = {
 }
 
 
-def summary(totals: Totals, *, on_gpu: bool = False, verdict: str = "") -> str:
+def summary(totals: Totals, *, is_alone: bool = True, on_gpu: bool = False, verdict: str = "") -> str:
     """Return where the time of a run went, in a sentence or two.
 
     Args:
-        totals: What one rank has measured; at least one step.
+        totals: What rank 0 has measured; at least one step.
+        is_alone: Whether it is the only rank. Otherwise it waits for the others in the backward pass.
         on_gpu: Whether parts were measured on a GPU.
         verdict: What held up training, as a sentence.
     """
@@ -47,7 +48,10 @@ def summary(totals: Totals, *, on_gpu: bool = False, verdict: str = "") -> str:
         if totals.spans.get(name, 0.0) >= _MIN_SPAN_S
     ]
     steps = "1 step" if totals.n == 1 else f"{totals.n} steps"
-    text = f"{steps} in {seconds_text(totals.wall_s)} ({_each(totals.wall_s / totals.n)} each): {parts}"
+    whose = "" if is_alone else "Rank 0: "
+    text = f"{whose}{steps} in {seconds_text(totals.wall_s)} ({_each(totals.wall_s / totals.n)} each): {parts}"
+    if not is_alone:
+        text += ", waiting for other ranks included in backward"
     if on_gpu:
         text += " (of the GPU's time)"
     if spans:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import psutil
@@ -81,6 +81,7 @@ class StepTimes(Callback):
         self._setup_at = 0.0
         self._has_stepped = False
         self._fetch_returns_to = OTHER
+        self._optimizer_depth = 0
         self._removals: list[Callable[[], None]] = []
         # Of the clock, as it was when its time was divided last; and what came of it.
         self._divided = Totals()
@@ -158,6 +159,7 @@ class StepTimes(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """The batch is on its device."""
         if self._clock is not None:
+            self._optimizer_depth = 0  # the user's code may have caught an error of a step
             self._clock.enter(FORWARD)
             if self._gpu is not None:
                 self._gpu.begin_step(FORWARD)
@@ -239,14 +241,14 @@ class StepTimes(Callback):
     def _observe(self, trainer: Any) -> None:
         """Learn when batches are fetched, optimizers step, validations run, and checkpoints are saved."""
         loop = trainer.fit_loop.epoch_loop
-        before, after, save = loop._on_before_fetch, loop._on_after_fetch, trainer.save_checkpoint
+        begin_profile, end_profile, save = loop._on_before_fetch, loop._on_after_fetch, trainer.save_checkpoint
 
         def on_before_fetch() -> None:
             self._begin_fetch()
-            before()
+            begin_profile()
 
         def on_after_fetch() -> None:
-            after()
+            end_profile()
             self._end_fetch()
 
         @wraps(save)
@@ -266,13 +268,21 @@ class StepTimes(Callback):
         for optimizer in trainer.optimizers:
             if not isinstance(optimizer, torch.optim.Optimizer):
                 continue
-            # With automatic optimization, forward and backward come within the optimizer's step.
-            if not is_automatic:
-                handle = optimizer.register_step_pre_hook(lambda *_: self._enter(OPTIMIZER))
-                self._removals.append(handle.remove)
-            then = OTHER if is_automatic else FORWARD
-            handle = optimizer.register_step_post_hook(lambda *_, then=then: self._enter(then))
-            self._removals.append(handle.remove)
+            before = optimizer.register_step_pre_hook(partial(self._begin_optimizer, is_automatic))
+            after = optimizer.register_step_post_hook(partial(self._end_optimizer, is_automatic))
+            self._removals += [before.remove, after.remove]
+
+    def _begin_optimizer(self, is_automatic: bool, *_: Any) -> None:
+        self._optimizer_depth += 1
+        # With automatic optimization, forward and backward come within the optimizer's step.
+        if not is_automatic and self._optimizer_depth == 1:
+            self._enter(OPTIMIZER)
+
+    def _end_optimizer(self, is_automatic: bool, *_: Any) -> None:
+        # An optimizer that calls its parent class's step has these hooks called by both.
+        self._optimizer_depth -= 1
+        if self._optimizer_depth == 0:
+            self._enter(OTHER if is_automatic else FORWARD)
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         """Replace a method of an object until the run ends, unless somebody else has replaced it by then."""
@@ -400,7 +410,9 @@ class StepTimes(Callback):
             remove()
         self._removals.clear()
         if trainer.is_global_zero and totals.n:
-            logger.info("%s", summary(totals, on_gpu=self._gpu is not None, verdict=self._verdict(trainer, totals)))
+            is_alone = trainer.world_size == 1
+            said = self._verdict(trainer, totals)
+            logger.info("%s", summary(totals, is_alone=is_alone, on_gpu=self._gpu is not None, verdict=said))
 
     def _verdict(self, trainer: Trainer, totals: Totals) -> str:
         if self._reporter is not None:
