@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import inspect
 import io
 import json
 import os
+import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -31,17 +31,19 @@ def commands() -> str:
 
 
 def command_names() -> list[list[str]]:
-    """The words of each command, those of commands in commands included."""
-    return list(_command_names(program._parser(), []))
+    """The words of each command, those of commands within commands included."""
+    return list(_below([]))
 
 
-def _command_names(parser: argparse.ArgumentParser, words: list[str]) -> Iterator[list[str]]:
-    inner = next((one for one in parser._actions if isinstance(one, argparse._SubParsersAction)), None)
+def _below(words: list[str]) -> Iterator[list[str]]:
+    # A command that has others says so in its usage, whatever parses it.
+    usage = help_text(words).partition("\n\n")[0]
+    inner = re.search(r"\{([a-z,]+)\} \.\.\.$", usage)
     if inner is None:
         yield words
         return
-    for name, parser_of_command in inner.choices.items():
-        yield from _command_names(parser_of_command, [*words, name])
+    for name in inner[1].split(","):
+        yield from _below([*words, name])
 
 
 def help_text(words: list[str]) -> str:
