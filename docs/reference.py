@@ -38,7 +38,7 @@ def command_names() -> list[list[str]]:
 def _below(words: list[str]) -> Iterator[list[str]]:
     # A command that has others says so in its usage, whatever parses it.
     usage = help_text(words).partition("\n\n")[0]
-    inner = re.search(r"\{([a-z,]+)\} \.\.\.$", usage)
+    inner = re.search(r"\{([a-z,]+)\}\s+\.\.\.$", usage)
     if inner is None:
         yield words
         return
