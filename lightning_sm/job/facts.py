@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sm.job._reader import Source, parse_json
+from lightning_sm.job.hyperparameters import is_tuned
 from lightning_sm.job.secret import job_key
 from lightning_sm.job.variables import DATA_GROUPS, DEVICES, HOST_ADDRESSES, MAIN_PORT, Setting, whole_number
 
@@ -188,6 +189,7 @@ class SageMakerJob:
             raise resources.error("current_host", current_host, f"one of the hosts {list(hosts)}")
         groups = _groups(resources, hosts)
         _check_current_group(resources, groups, current_host)
+        hyperparameters = _hyperparameters(env, config_dir)
         checkpoint = Source.load(config_dir / "checkpointconfig.json")
         tensorboard = Source.load(config_dir / "tensorboardoutputconfig.json")
         name = env.get("TRAINING_JOB_NAME") or env.get("SAGEMAKER_JOB_NAME") or _name_from_toolkit(env)
@@ -199,8 +201,8 @@ class SageMakerJob:
             base_dir=base,
             network_interface=resources.optional_text("network_interface_name"),
             channels=_channels(env, base, config_dir),
-            hyperparameters=_hyperparameters(env, config_dir),
-            checkpoint_dir=_local_path(checkpoint, base / "checkpoints"),
+            hyperparameters=hyperparameters,
+            checkpoint_dir=_checkpoint_dir(checkpoint, base, hyperparameters, name),
             checkpoint_uri=checkpoint.optional_text("S3Uri") if checkpoint else None,
             tensorboard_dir=_local_path(tensorboard, base / "output" / "tensorboard"),
             name=name,
@@ -211,6 +213,17 @@ class SageMakerJob:
             main_port=MAIN_PORT.read(env),
             devices=DEVICES.read(env),
         )
+
+
+def _checkpoint_dir(
+    checkpoint: Source | None, base: Path, hyperparameters: Mapping[str, str], name: str | None
+) -> Path | None:
+    """The checkpoint folder; in a tuning job a folder of the training job's own below it.
+
+    All training jobs of a tuning job have the same address in S3, and one would resume from the checkpoint of another.
+    """
+    folder = _local_path(checkpoint, base / "checkpoints")
+    return folder / name if folder is not None and name is not None and is_tuned(hyperparameters) else folder
 
 
 def base_directory(env: Mapping[str, str]) -> Path:
