@@ -61,8 +61,9 @@ _DASHES = ("-", "--", "-.", ":")
 _CUT = 5.0
 # More metrics than these are only in the table.
 MAX_METRICS = 8
-# More runs than these do not fit beside each other.
+# More events than these cannot be told apart in a picture.
 _MAX_NUMBERED_EVENTS = 30
+_USUAL_EVENTS = {"checkpoint saved", "hedge", "retry", "succeeded"}
 
 
 @dataclass(frozen=True)
@@ -270,9 +271,8 @@ def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, f
 
 
 def numbered_events(run: Figures) -> list[Any]:
-    """Return the events that pictures mark by their numbers, from 1: not what happens all the time."""
-    usual = {"checkpoint saved", "hedge", "retry"}
-    return [event for event in run.events if event.what not in usual][:_MAX_NUMBERED_EVENTS]
+    """Return the events that pictures mark by their numbers, from 1: not what happens in every job."""
+    return [event for event in run.events if event.what not in _USUAL_EVENTS][:_MAX_NUMBERED_EVENTS]
 
 
 def _edges(bins: Sequence[tuple[float, float, StepTimes]]) -> list[tuple[float, StepTimes | None]]:

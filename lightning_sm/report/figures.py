@@ -358,7 +358,10 @@ class Figures:
 
     @cached_property
     def metrics(self) -> dict[str, list[tuple[int, float]]]:
-        """Steps and values of each metric; what an attempt repeats replaces what the one before had logged."""
+        """Steps and values of each metric; what an attempt repeats replaces what the one before had logged.
+
+        Lines repeat the last value of metrics that are logged once an epoch: only changes are points.
+        """
         series: dict[str, list[tuple[int, float]]] = defaultdict(list)
         for record in self.main_records:
             begins: dict[str, int] = {}
@@ -369,7 +372,8 @@ class Figures:
                     if name not in begins:
                         begins[name] = line.step
                         series[name] = [point for point in series[name] if point[0] < line.step]
-                    series[name].append((line.step, value))
+                    if not series[name] or series[name][-1][1] != value:
+                        series[name].append((line.step, value))
         return dict(series)
 
     @cached_property

@@ -14,7 +14,7 @@ from lightning_sm.errors import JobConfigError
 from lightning_sm.job.prices import Prices
 from lightning_sm.job.record import PARTS
 from lightning_sm.report import findings
-from lightning_sm.report.figures import Figures, Host
+from lightning_sm.report.figures import Figures, Happening, Host
 from lightning_sm.report.quantities import duration, percent, size, step_time
 
 _TABLE_ROWS = 40
@@ -278,15 +278,23 @@ def _metrics_table(run: Figures, names: Sequence[str]) -> Table:
 def _event_tables(run: Figures) -> tuple[Table, ...]:
     from lightning_sm.report.charts import numbered_events  # noqa: PLC0415 - see above
 
-    numbers = {id(event): str(number) for number, event in enumerate(numbered_events(run), 1)}
-    rows = [
-        (numbers.get(id(event), ""), duration(max(0.0, event.seconds)), event.host, event.what, event.text)
-        for event in run.events
-    ]
-    if not rows:
-        return ()
+    numbered = numbered_events(run)
+    numbers = {id(event): str(number) for number, event in enumerate(numbered, 1)}
     headers = ("", "since the start", "host", "what", "")
-    return (Table("Events of all hosts", headers, tuple(rows), is_open=len(rows) <= _OPEN_ROWS),)
+
+    def rows(events: Sequence[Happening]) -> tuple[tuple[str, ...], ...]:
+        return tuple(
+            (numbers.get(id(event), ""), duration(max(0.0, event.seconds)), event.host, event.what, event.text)
+            for event in events
+        )
+
+    tables = []
+    if numbered:
+        caption = "Events that are marked in the picture"
+        tables.append(Table(caption, headers, rows(numbered), is_open=len(numbered) <= _OPEN_ROWS))
+    if len(run.events) > len(numbered):
+        tables.append(Table("All events", headers, rows(run.events)))
+    return tuple(tables)
 
 
 def _method(run: Figures, prices: Prices) -> Any:

@@ -67,6 +67,7 @@ class Measured:
         is_remote: Whether data hosts build the batches.
         num_hosts: Number of hosts whose workers build them.
         bytes_per_step: Bytes of the batches of a step of all ranks; None if they cross no network.
+        busy: Share of the time that the workers of data hosts worked; None if unknown.
         variation: Standard deviation of the time for a batch, divided by its mean; None if unknown.
         is_bound: Whether the work of a step is only known not to be more than the model says.
         reason: Why more workers would not help; empty if they would, or if none are needed.
@@ -78,6 +79,7 @@ class Measured:
     is_remote: bool
     num_hosts: int
     bytes_per_step: float | None = None
+    busy: float | None = None
     variation: float | None = None
     is_bound: bool = False
     reason: str = ""
@@ -187,7 +189,7 @@ def plan(run: Figures, prices: Prices, wanted: Hosts | None = None, steps: int |
     needed = replace(measured.model, cost_s=measured.model.cost_s / slowest).workers_needed
     first = _measured_line(run, measured, prices, steps)
     if measured.waiting < NOT_INPUT_BOUND and not wanted.is_other_kind:
-        return Plan(run.run.name, measured, (first,), steps, tuple(caveats))
+        return Plan(run.run.name, measured, (first,), steps, ())
     most = max(1, math.ceil(needed / per_host))
     # Hosts of the measured kind are added to those that there are; another kind takes their place.
     least = measured.num_hosts + 1 if measured.is_remote and not wanted.is_other_kind else 1
@@ -236,7 +238,7 @@ def as_text(planned: Plan, prices: Prices) -> str:
         f"Measured in {planned.name}: {step_time(measured.step_s)} a step, {percent(measured.waiting)} of it waiting "
         f"for data; without waiting {step_time(model.own_s)}.",
         f"A step needs {bound}{step_time(model.cost_s)} of work by all workers together"
-        + (f", who were busy {percent(model.busy)} of the time." if measured.is_remote else "."),
+        + ("." if measured.busy is None else f", which were busy {percent(measured.busy)} of the time."),
     ]
     if measured.variation is not None:
         facts.append(f"The time for a batch varies by {percent(measured.variation)} (standard deviation / mean).")
@@ -288,6 +290,7 @@ def _remote(run: Figures, own_s: float) -> Measured:
         is_remote=True,
         num_hosts=len(up),
         bytes_per_step=num_bytes,
+        busy=busy,
         variation=max(variations, default=None),
         reason=reason,
     )

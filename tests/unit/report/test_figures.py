@@ -97,10 +97,17 @@ def test_samples_of_ranks_without_a_record_are_those_of_the_others(tmp_path):
 def test_what_an_attempt_repeats_is_not_there_twice(tmp_path):
     """The curve goes on from the checkpoint, as that of a job that was never interrupted."""
     first = [Metrics(BEGIN + step, step, 0, {"loss": 1.0 / step, "nan": None}) for step in (10, 20, 30)]
-    second = [Metrics(BEGIN + 100 + step, step, 0, {"loss": 2.0}) for step in (20, 40)]
+    second = [Metrics(BEGIN + 100 + step, step, 0, {"loss": 0.1 * step}) for step in (20, 40)]
     write(tmp_path, head(1), *first)
     write(tmp_path, head(99), *second, attempt=2)
-    assert of(tmp_path).metrics == {"loss": [(10, 0.1), (20, 2.0), (40, 2.0)]}
+    assert of(tmp_path).metrics == {"loss": [(10, 0.1), (20, 2.0), (40, 4.0)]}
+
+
+def test_a_value_that_lines_repeat_is_one_point(tmp_path):
+    """Metrics of epochs stand in every line until the next epoch; a curve of them has a point for each change."""
+    lines = [Metrics(BEGIN + step, step, 0, {"acc": 0.5 if step < 30 else 0.7}) for step in (10, 20, 30, 40)]
+    write(tmp_path, head(1), *lines)
+    assert of(tmp_path).metrics == {"acc": [(10, 0.5), (30, 0.7)]}
 
 
 def test_sums_of_data_hosts_start_again_with_a_process(tmp_path):
