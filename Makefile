@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLKIT := $(VENV)/.toolkit
 SDK3 := .venv-sdk3
-SOURCES := lightning_sm app tests benchmarks
+SPHINX := $(VENV)/.sphinx
+SOURCES := lightning_sm app tests benchmarks docs
 PIP := -m pip install --quiet --disable-pip-version-check
 # The tests in containers form one group, which takes longest and so starts before the other groups.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help train test proof gpu check lint unit format lock clean
+.PHONY: help train test proof gpu check lint unit docs diagrams format lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -24,7 +25,7 @@ train: $(READY) ## set up .venv and train the example app on an emulated cluster
 test: $(READY) $(TOOLKIT) ## set up .venv and test every property of the product once, with real processes
 	$(PYTEST) -m "not proof" tests/containers tests/integration tests/unit
 
-proof: test $(SDK3)/.ready ## make test, then full matrices, all examples, both SDKs and both Lightnings
+proof: test $(SDK3)/.ready $(SPHINX) ## make test, then full matrices, all examples, both SDKs and both Lightnings
 	$(PYTEST) -m proof tests/containers tests/integration tests/unit
 
 gpu: $(READY) ## what only a GPU shows: page-locked slots, CUDA graphs, the example app on CUDA
@@ -42,6 +43,13 @@ lint: $(READY) ## format, lint, types, import contracts, Dockerfiles
 
 unit: $(READY) ## unit tests
 	$(PYTEST) -q -m "not proof" tests/unit
+
+docs: $(SPHINX) ## build the pages and the reference into outputs/docs/index.html
+	$(BIN)/python -m sphinx --nitpicky --fail-on-warning --keep-going --quiet \
+		--conf-dir docs --doctree-dir outputs/docs.cache . outputs/docs
+
+diagrams: $(SPHINX) ## draw changed Mermaid diagrams for the site (needs Node, Chromium and a network)
+	$(BIN)/python docs/diagrams.py
 
 format: $(READY) ## format the tree and mend what the linter can mend
 	$(BIN)/ruff format $(SOURCES)
@@ -72,6 +80,10 @@ $(READY): pyproject.toml constraints.txt Makefile
 $(TOOLKIT): $(READY)
 	$(BIN)/python $(PIP) -c constraints.txt -e '.[vision,dev,launch,container]' || \
 	$(BIN)/python $(PIP) -c constraints.txt -e '.[vision,dev,launch]'
+	@touch $@
+
+$(SPHINX): $(TOOLKIT)
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[vision,dev,launch,docs]'
 	@touch $@
 
 # Versions 2 and 3 of the SageMaker SDK share a distribution name. sagemaker-train is the part of version 3 that trains;

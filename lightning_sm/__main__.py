@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 
 from tabulate import tabulate
 
@@ -16,10 +17,12 @@ from lightning_sm._log import command_logger, show_log_lines
 from lightning_sm._version import __version__
 from lightning_sm.doctor import command as doctor
 from lightning_sm.emulator import options as local
-from lightning_sm.errors import JobConfigError, LightningSMError
+from lightning_sm.errors import JobConfigError, LightningSMError, SDKError
 from lightning_sm.job.redaction import shown
 from lightning_sm.job.variables import SETTINGS, USER_SETTINGS
 from lightning_sm.launcher import train
+from lightning_sm.report import command as report
+from lightning_sm.top import command as top
 
 _LOG = command_logger(__name__)
 
@@ -31,6 +34,14 @@ examples:
   on a SageMaker host, with the script and its subcommand named:
     lightning-sm train app/train.py fit
 """
+# Those that get their options and nothing else.
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "doctor": doctor.main,
+    "report": report.report,
+    "compare": report.compare_runs,
+    "plan": report.plan_run,
+    "top": top.main,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,14 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     if argv[:1] == ["submit"]:  # jsonargparse parses its options, which are the keys of a job file
         return _submit(argv[1:])
+    if argv[:1] == ["jobs"]:
+        return _jobs(argv[1:])
     # argparse drops or keeps "--" depending on its version; what follows it is the script's command line.
     end = argv.index("--") if "--" in argv and argv[0] == "local" else len(argv)
     options = _parser().parse_args(argv[:end])
     if options.subcommand == "train":
         script, *args = options.command or [None]
         return train.train(script, args)
-    if options.subcommand == "doctor":
-        return doctor.main(options)
+    if options.subcommand in _COMMANDS:
+        return _COMMANDS[options.subcommand](options)
     if options.subcommand == "settings":
         return _show_settings(os.environ, shows_internal=options.all)
     options.command += argv[end:] if options.command else argv[end + 1 :]
@@ -72,6 +85,14 @@ def _submit(argv: Sequence[str]) -> int:
     return submit.main(argv)
 
 
+def _jobs(argv: Sequence[str]) -> int:
+    if find_spec("boto3") is None:
+        raise SDKError("lightning-sm jobs needs boto3: pip install boto3 (the SageMaker SDK brings it along)")
+    from lightning_sm.jobs import command as jobs  # noqa: PLC0415 - loads boto3
+
+    return jobs.main(argv)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-sm", description="Run PyTorch Lightning on Amazon SageMaker clusters."
@@ -79,7 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"lightning-sm {__version__}", help="show the version and exit"
     )
-    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="{train,local,doctor,settings,submit}")
+    commands = parser.add_subparsers(
+        dest="subcommand", required=True, metavar="{train,local,doctor,report,compare,plan,top,settings,submit,jobs}"
+    )
     add_parser = partial(commands.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     train = add_parser(
         "train",
@@ -107,6 +130,34 @@ def _parser() -> argparse.ArgumentParser:
         epilog=doctor.EXAMPLES,
     )
     doctor.add_arguments(check)
+    page = add_parser(
+        "report",
+        help="write a page about one run, or about several: where the time went, and what to change",
+        description="Write one HTML file, which opens offline, about recorded runs: several are shown side by side.",
+        epilog=report.REPORT_EXAMPLES,
+    )
+    report.add_report_arguments(page)
+    both = add_parser(
+        "compare",
+        help="compare time and cost of two runs",
+        description="Compare the time and the cost of two runs for the same work.",
+        epilog=report.COMPARE_EXAMPLES,
+    )
+    report.add_compare_arguments(both)
+    planned = add_parser(
+        "plan",
+        help="plan data workers and hosts from a short run",
+        description="Plan from a short run: how many workers or hosts remove the wait, and what the job then costs.",
+        epilog=report.PLAN_EXAMPLES,
+    )
+    report.add_plan_arguments(planned)
+    watched = add_parser(
+        "top",
+        help="watch a running job: hosts, states, rates, queues, events",
+        description="Watch a job that runs on this machine, in this terminal. It only reads. Ctrl-C leaves it.",
+        epilog=top.EXAMPLES,
+    )
+    top.add_arguments(watched)
     show = add_parser(
         "settings",
         help="show the environment variables of lightning_sm and their values here",
@@ -115,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     show.add_argument("--all", action="store_true", help="include the internal ones")
     add_parser("submit", help="check a job file and submit it: dry run, SDK local mode, or cloud")
+    add_parser("jobs", help="look after jobs in the cloud: list, logs, stop, cost, files")
     return parser
 
 

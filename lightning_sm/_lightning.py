@@ -33,8 +33,11 @@ DISTRIBUTION = _choose()
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
+    from lightning_fabric.loggers.logger import rank_zero_experiment
     from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from lightning_fabric.utilities.distributed import _InfiniteBarrier as InfiniteBarrier
+    from lightning_fabric.utilities.logger import _convert_params as convert_parameters
+    from lightning_fabric.utilities.logger import _flatten_dict as flatten_parameters
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.callbacks import (
         BatchSizeFinder,
@@ -45,7 +48,8 @@ if TYPE_CHECKING:
         WeightAveraging,
     )
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
-    from pytorch_lightning.loggers import TensorBoardLogger
+    from pytorch_lightning.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+    from pytorch_lightning.loggers.csv_logs import ExperimentWriter as CSVWriter
     from pytorch_lightning.loggers.logger import DummyLogger
     from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSamplerWrapper
     from pytorch_lightning.plugins.io import TorchCheckpointIO
@@ -67,6 +71,8 @@ else:
     _cli = importlib.import_module(f"{DISTRIBUTION}.cli")
     _fabric = "lightning_fabric" if DISTRIBUTION == "pytorch_lightning" else "lightning.fabric"
     _environments = importlib.import_module(f"{DISTRIBUTION}.plugins.environments")
+    _loggers = importlib.import_module(f"{DISTRIBUTION}.loggers")
+    _logger = importlib.import_module(f"{DISTRIBUTION}.loggers.logger")
     _strategies = importlib.import_module(f"{DISTRIBUTION}.strategies")
     _utilities = importlib.import_module(f"{DISTRIBUTION}.utilities")
 
@@ -89,26 +95,36 @@ else:
     DeepSpeedStrategy = _strategies.DeepSpeedStrategy
     FSDPStrategy = _strategies.FSDPStrategy
     ModelParallelStrategy = _strategies.ModelParallelStrategy
-    DummyLogger = importlib.import_module(f"{DISTRIBUTION}.loggers.logger").DummyLogger
+    CSVLogger = _loggers.CSVLogger
+    CSVWriter = importlib.import_module(f"{DISTRIBUTION}.loggers.csv_logs").ExperimentWriter
+    DummyLogger = _logger.DummyLogger
     Fabric = importlib.import_module(_fabric).Fabric
     InfiniteBarrier = importlib.import_module(f"{_fabric}.utilities.distributed")._InfiniteBarrier
     IndexBatchSamplerWrapper = importlib.import_module(
         f"{DISTRIBUTION}.overrides.distributed"
     )._IndexBatchSamplerWrapper
+    MLFlowLogger = _loggers.MLFlowLogger
     MultiProcessingLauncher = importlib.import_module(f"{DISTRIBUTION}.strategies.launchers")._MultiProcessingLauncher
     Strategy = _strategies.Strategy
     StrategyRegistry = _strategies.StrategyRegistry
-    TensorBoardLogger = importlib.import_module(f"{DISTRIBUTION}.loggers").TensorBoardLogger
+    TensorBoardLogger = _loggers.TensorBoardLogger
     TorchCheckpointIO = importlib.import_module(f"{DISTRIBUTION}.plugins.io").TorchCheckpointIO
     WrappingCheckpointIO = importlib.import_module(f"{DISTRIBUTION}.plugins.io.wrapper")._WrappingCheckpointIO
+    WandbLogger = _loggers.WandbLogger
+    _parameters = importlib.import_module(f"{_fabric}.utilities.logger")
+    convert_parameters = _parameters._convert_params
     data_connector = importlib.import_module(f"{DISTRIBUTION}.trainer.connectors.data_connector")
     CombinedLoader = _utilities.CombinedLoader
+    flatten_parameters = _parameters._flatten_dict
+    rank_zero_experiment = _logger.rank_zero_experiment
     rank_zero_only = _utilities.rank_zero_only
 
 __all__ = [
     "DISTRIBUTION",
     "ArgsType",
     "BatchSizeFinder",
+    "CSVLogger",
+    "CSVWriter",
     "Callback",
     "Checkpoint",
     "ClusterEnvironment",
@@ -124,6 +140,7 @@ __all__ = [
     "LightningCLI",
     "LightningDataModule",
     "LightningModule",
+    "MLFlowLogger",
     "ModelCheckpoint",
     "ModelParallelStrategy",
     "MultiProcessingLauncher",
@@ -134,10 +151,14 @@ __all__ = [
     "TensorBoardLogger",
     "TorchCheckpointIO",
     "Trainer",
+    "WandbLogger",
     "WeightAveraging",
     "WrappingCheckpointIO",
     "check_same_distribution",
+    "convert_parameters",
     "data_connector",
+    "flatten_parameters",
+    "rank_zero_experiment",
     "rank_zero_only",
 ]
 

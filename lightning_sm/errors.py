@@ -14,6 +14,7 @@ The tree::
     |- OutputDirectoryError(OSError)     an output directory cannot be written
     |- CheckpointError(OSError)          a checkpoint could not be written
     |- SubmitError(ValueError)           a job cannot be submitted: wrong description, or something is missing here
+    |- AWSError(RuntimeError)            AWS rejects a request, cannot be reached, or does not know a job
     |- MixedLightningError(ImportError)  pytorch_lightning and lightning.pytorch classes were mixed
     |- SDKError(ImportError)             the SageMaker SDK is missing, or its version is not supported
     |- NeedsLinuxError(RuntimeError)     only Linux can do it, and this system is another
@@ -80,6 +81,10 @@ class CheckpointError(LightningSMError, OSError):
 
 class SubmitError(LightningSMError, ValueError):
     """A job cannot be submitted: its description is wrong, or something is missing on this machine."""
+
+
+class AWSError(LightningSMError, RuntimeError):
+    """AWS rejects a request, cannot be reached, or does not have what was named."""
 
 
 class MixedLightningError(LightningSMError, ImportError):

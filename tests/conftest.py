@@ -18,6 +18,8 @@ from tests.tiers import mark_tiers
 # Workers of pytest-xdist and hosts of emulated jobs share the cores. Threads that find none keep the others of their
 # process waiting: an epoch of 20 s took more than four minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A report takes seconds at the end of each job; the tests of reports ask for them.
+os.environ.setdefault("LIGHTNING_SM_REPORT_S", "0")
 
 _TESTS = Path(__file__).parent
 # Their jobs have fixed names, and hence the same ports; all others choose free ones.

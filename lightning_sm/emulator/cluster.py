@@ -26,7 +26,7 @@ from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.job.hyperparameters import encode
 from lightning_sm.job.secret import new_secret
 from lightning_sm.job.topology import Role, Topology
-from lightning_sm.job.variables import CONTROL_DIR, DEVICES, HOST_ADDRESSES, MAIN_PORT, PREFIX
+from lightning_sm.job.variables import CONTROL_DIR, DEVICES, HOST_ADDRESSES, MAIN_PORT, PREFIX, PRICES, REPORT_S
 
 # Variables that a launcher, a toolkit or another job left in this shell; the hosts would take them for their own.
 _LEAKING_PREFIXES = (PREFIX, "MASTER_", "OMPI_", "PMI", "SAGEMAKER_", "SLURM_", "SM_", "TORCHELASTIC_", "TRAINING_JOB_")
@@ -291,6 +291,8 @@ def _shared_environment(spec: ClusterSpec) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         DEVICES.name: str(spec.devices),
         **new_secret(),
+        # What this machine wants to know of a job, not what the job does.
+        **{setting.name: os.environ[setting.name] for setting in (REPORT_S, PRICES) if setting.name in os.environ},
         HOST_ADDRESSES.name: json.dumps(dict(zip(hosts, loopback_addresses(len(hosts)), strict=True))),
         **spec.environment,
     }

@@ -72,6 +72,8 @@ def _run_attempts(
     """Run attempts until one is not interrupted, or until there have been enough."""
     plan = Plan(settings)
     attempts: list[Attempt] = []
+    if sys.stdout.isatty():  # nobody watches a file
+        output.say(f"Job {cluster.name}. To watch it in another terminal: lightning-sm top")
     if settings.needs_checkpoints or cluster.uploads:
         what = "Folder that stands for S3" if cluster.uploads else "Checkpoint folder of all attempts"
         output.say(f"{what}: {cluster.checkpoint_dir}")

@@ -27,7 +27,9 @@ from lightning_sm.job.variables import CONTROL_DIR
 # Asks a process for the stacks of its threads. faulthandler answers in C, also while Python code cannot run. No library
 # uses real-time signals; macOS has none.
 STACKS_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1 - 2) + 2
-# The phase of a step that may compile. It says how long a step may take, too.
+# Phases that may take long, but not for ever: the user's ``setup``, loading and saving a checkpoint.
+SETTING_UP, STARTING, SAVING = "setting up to fit", "starting the training", "saving a checkpoint"
+# A step that may compile. It says how long a step may take, too.
 FIRST_STEP = "in the first step"
 _PROCESS = "process-"
 _STACKS = "stacks-"
@@ -48,7 +50,7 @@ class Beat:
         step: Completed optimizer steps.
         epoch: The epoch, from 0.
         phase: What it does, such as "training" or "validating".
-        may_pause: Whether what it does may take any time: it compiles, saves a checkpoint, or loads data.
+        may_pause: Whether what it does may take longer than any step: it compiles, saves a checkpoint, or loads data.
     """
 
     pid: int

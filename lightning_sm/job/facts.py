@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sm.job._reader import Source, parse_json
+from lightning_sm.job.hyperparameters import is_tuned
+from lightning_sm.job.secret import job_key
 from lightning_sm.job.variables import DATA_GROUPS, DEVICES, HOST_ADDRESSES, MAIN_PORT, Setting, whole_number
 
 # The toolkit's name for the only group of a job without instance groups (sagemaker-training, environment.py).
@@ -85,6 +87,8 @@ class SageMakerJob:
         checkpoint_uri: S3 address of the checkpoint folder, if the job has one.
         tensorboard_dir: Folder that is uploaded during training, or None if the job has no TensorBoard output.
         name: Name of the training job, if known.
+        run_key: 32 hexadecimal digits by which loggers know the job: the same in every attempt, and other ones in a job
+            of the same name in another account or region. None without a name.
         num_gpus: NVIDIA GPUs of this host.
         addresses: Host name to IP address, for hosts that no resolver knows (``LIGHTNING_SM_HOST_ADDRESSES``).
         data_groups: Groups that serve data (``LIGHTNING_SM_DATA_GROUPS``), or None to choose by rule.
@@ -104,6 +108,7 @@ class SageMakerJob:
     checkpoint_uri: str | None = None
     tensorboard_dir: Path | None = None
     name: str | None = None
+    run_key: str | None = None
     num_gpus: int = 0
     addresses: Mapping[str, str] = field(default_factory=dict)
     data_groups: tuple[str, ...] | None = None
@@ -184,8 +189,10 @@ class SageMakerJob:
             raise resources.error("current_host", current_host, f"one of the hosts {list(hosts)}")
         groups = _groups(resources, hosts)
         _check_current_group(resources, groups, current_host)
+        hyperparameters = _hyperparameters(env, config_dir)
         checkpoint = Source.load(config_dir / "checkpointconfig.json")
         tensorboard = Source.load(config_dir / "tensorboardoutputconfig.json")
+        name = env.get("TRAINING_JOB_NAME") or env.get("SAGEMAKER_JOB_NAME") or _name_from_toolkit(env)
         return cls(
             current_host=current_host,
             hosts=hosts,
@@ -194,17 +201,29 @@ class SageMakerJob:
             base_dir=base,
             network_interface=resources.optional_text("network_interface_name"),
             channels=_channels(env, base, config_dir),
-            hyperparameters=_hyperparameters(env, config_dir),
-            checkpoint_dir=_local_path(checkpoint, base / "checkpoints"),
+            hyperparameters=hyperparameters,
+            checkpoint_dir=_checkpoint_dir(checkpoint, base, hyperparameters, name),
             checkpoint_uri=checkpoint.optional_text("S3Uri") if checkpoint else None,
             tensorboard_dir=_local_path(tensorboard, base / "output" / "tensorboard"),
-            name=env.get("TRAINING_JOB_NAME") or env.get("SAGEMAKER_JOB_NAME") or _name_from_toolkit(env),
+            name=name,
+            run_key=_run_key(name, env),
             num_gpus=_num_gpus(env),
             addresses=HOST_ADDRESSES.read(env),
             data_groups=DATA_GROUPS.read(env),
             main_port=MAIN_PORT.read(env),
             devices=DEVICES.read(env),
         )
+
+
+def _checkpoint_dir(
+    checkpoint: Source | None, base: Path, hyperparameters: Mapping[str, str], name: str | None
+) -> Path | None:
+    """The checkpoint folder; in a tuning job a folder of the training job's own below it.
+
+    All training jobs of a tuning job have the same address in S3, and one would resume from the checkpoint of another.
+    """
+    folder = _local_path(checkpoint, base / "checkpoints")
+    return folder / name if folder is not None and name is not None and is_tuned(hyperparameters) else folder
 
 
 def base_directory(env: Mapping[str, str]) -> Path:
@@ -318,6 +337,11 @@ def _name_from_toolkit(env: Mapping[str, str]) -> str | None:
     """The job's name for ranks on other hosts: the toolkit's mpirun passes only variables named ``SM_*`` to them."""
     training = Source.from_variable(env, "SM_TRAINING_ENV")
     return training.optional_text("job_name") if training else None
+
+
+def _run_key(name: str | None, env: Mapping[str, str]) -> str | None:
+    identity = env.get("TRAINING_JOB_ARN") or name
+    return None if identity is None else job_key("runs of loggers", identity, env).hex()[:32]
 
 
 def _num_gpus(env: Mapping[str, str]) -> int:

@@ -13,7 +13,8 @@ SDK v3, ``ModelTrainer``                 null      {"a": null}          a b     
 ``to_argv`` undoes all of them, without knowing which it was and with as little change as possible:
 
 1. If *every* value is valid JSON, the job came by the second way, and JSON strings lose their quotes. What was in
-   quotes is final: none of the rules below touches it.
+   quotes is final: none of the rules below touches it. In a tuning job the service writes its own values as raw text
+   beside the others; so there each value that is a JSON string loses its quotes, whatever the others are.
 2. ``None`` becomes ``null``; ``nan``, ``inf``, ``NaN``, ``Infinity`` and their negatives become YAML's ``.nan`` and
    ``.inf``, the only spellings that jsonargparse reads as numbers.
 3. Lists, tuples and dicts in Python's notation become JSON. JSON lists and dicts keep their text, unless YAML would
@@ -57,6 +58,8 @@ _CHUNK_LENGTH = (_MAX_VALUE_LENGTH - 2) // 2
 
 # Keys that SDKs and the tuner add for the toolkit; no script has options for them.
 _DROPPED_KEYS = re.compile(r"sagemaker_.*|_tuning_.*|default_user_module_name|mp_parameters", re.DOTALL)
+# Added by the service in tuning jobs only.
+_TUNING_OBJECTIVE = "_tuning_objective_metric"
 _SUBCOMMAND = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _CHUNK_KEY = re.compile(r"(.+)__(0|[1-9][0-9]?)", re.DOTALL)  # two digits: there are at most 100 keys
 
@@ -93,7 +96,7 @@ def to_argv(hyperparameters: Mapping[str, str], *, config_files: Sequence[str] =
             or chunks are incomplete; the message names the keys.
     """
     kept = {key: value for key, value in hyperparameters.items() if not is_for_toolkit(key)}
-    is_json = all(_json(value) is not _NOT_JSON for value in kept.values())
+    is_json = is_tuned(hyperparameters) or all(_json(value) is not _NOT_JSON for value in kept.values())
     texts = {key: _as_yaml(value, is_json=is_json) for key, value in _join_chunks(kept, is_json=is_json).items()}
     subcommand = texts.pop("subcommand", "null")
     if subcommand != "null" and not _SUBCOMMAND.fullmatch(subcommand):
@@ -165,6 +168,15 @@ def is_for_toolkit(key: str) -> bool:
         key: Name of the hyperparameter.
     """
     return _DROPPED_KEYS.fullmatch(key) is not None
+
+
+def is_tuned(hyperparameters: Mapping[str, str]) -> bool:
+    """Whether a training job belongs to a tuning job, which chooses some of its hyperparameters.
+
+    Args:
+        hyperparameters: The content of ``hyperparameters.json``.
+    """
+    return _TUNING_OBJECTIVE in hyperparameters
 
 
 def unquoted(text: str | None) -> str | None:

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.redaction import yaml_problem
 
@@ -97,6 +95,8 @@ def read_prices(file: Path | None, flags: Iterable[str]) -> Prices:
 
 
 def _parsed(file: Path) -> dict[str, Any]:
+    import yaml  # noqa: PLC0415 - takes tens of milliseconds, and few commands have prices
+
     try:
         fields = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -11,10 +11,12 @@ times are in seconds, too.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import math
 import os
+import platform
 import re
 import threading
 import time
@@ -34,6 +36,7 @@ LAUNCHER = "launcher"
 # The parts of a training step, in the order in which they come. "backward" includes the exchange of gradients, which
 # DistributedDataParallel overlaps with it; "other" is what no hook of Lightning tells apart.
 PARTS = ("data_wait", "to_device", "forward", "backward", "optimizer", "other")
+_PACKAGES = ("lightning-sm", "torch", "pytorch-lightning", "lightning")
 _ENDING = ".jsonl"
 # "algo-1-launcher.jsonl": names of hosts have dashes, too.
 _NAME = re.compile(rf"(?P<host>.+)-(?P<who>{LAUNCHER}|rank-\d+)\{_ENDING}")
@@ -147,7 +150,7 @@ class Loader:
 class Steps:
     """Some training steps of a rank, one after the other. A step is one training batch.
 
-    Spans between the steps, and the first batch of a run, are not part of them.
+    Spans between the steps, and the first step of a run, are not part of them.
 
     Attributes:
         t: When the last one ended.
@@ -178,8 +181,10 @@ class Span:
 
     Attributes:
         t: When it ended.
-        name: ``startup`` (until the training begins), ``first_batch`` (which also compiles), ``validation``,
-            ``checkpoint``, ``export``, ``test``, ``predict``; from launchers ``preparation`` (code, requirements).
+        name: ``startup`` (from the start of the process until the training begins), ``first_batch`` (until the first
+            batch of an epoch has come; in the first epoch until its first step has ended, which may compile),
+            ``validation``, ``checkpoint``, ``export``, ``test``, ``predict``, ``between`` (what followed the last step,
+            such as the end of an epoch); from launchers ``preparation`` (code and requirements).
         begin: When it began, in the same seconds as ``t``.
         seconds: How long it took, without other spans within it.
     """
@@ -244,7 +249,7 @@ class Event:
 
 @dataclass(frozen=True)
 class End:
-    """How the process ended; the last line of a file. A killed process has none.
+    """How a launcher, or the run of a rank's Trainer, ended. What was killed has none.
 
     Attributes:
         t: When.
@@ -397,6 +402,55 @@ def open_record(job: SageMakerJob, who: str, env: Mapping[str, str] = os.environ
         env: Environment variables.
     """
     return Recorder(attempt_folder(job, who, env) / f"{job.current_host}-{who}{_ENDING}")
+
+
+def head_of(
+    job: SageMakerJob,
+    who: str,
+    path: Path,
+    *,
+    role: str = "trainer",
+    rank: int | None = None,
+    world_size: int | None = None,
+    cpus: int = 0,
+    command: Sequence[str] = (),
+) -> FileHead:
+    """Return the first line of a process's file.
+
+    Args:
+        job: The job.
+        who: As in ``FileHead``, like all others.
+        path: The file.
+        role: The host's role.
+        rank: Global rank.
+        world_size: Number of ranks.
+        cpus: CPUs that the process may use.
+        command: The command line, without secrets.
+    """
+    packages = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:  # from the metadata: importing torch takes seconds
+            packages[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # noqa: PERF203 - one of four
+            continue
+    return FileHead(
+        t=time.time(),
+        host=job.current_host,
+        who=who,
+        job=job.name,
+        attempt=file_attempt(path),
+        group=job.current_group.name,
+        role=role,
+        rank=rank,
+        world_size=world_size,
+        hosts={host: group.name for group in job.groups for host in group.hosts},
+        instance_types={group.name: group.instance_type for group in job.groups},
+        instance_type=job.current_group.instance_type,
+        cpus=cpus,
+        gpus=job.num_gpus,
+        packages=packages,
+        command=list(command),
+    )
 
 
 class Pacing:

@@ -1,7 +1,7 @@
 """Every environment variable of lightning_sm: its name, its meaning, its default, and how its text is read.
 
-This is the only place that spells the names. Readers call ``MAIN_PORT.read(env)``; the README, ``lightning-sm doctor``
-and ``lightning-sm settings`` show the same table.
+This is the only place that spells the names. Readers call ``MAIN_PORT.read(env)``. ``lightning-sm settings``,
+``lightning-sm doctor`` and the reference of the documentation show the same table.
 """
 
 from __future__ import annotations
@@ -161,6 +161,13 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def _prices(text: str) -> dict[str, float]:
+    prices = _json_object(text)
+    if not all(type(price) in (int, float) and 0 <= price < math.inf for price in prices.values()):
+        raise ValueError('expected prices of an hour such as {"ml.g5.xlarge": 1.41}')
+    return prices
+
+
 def _addresses(text: str) -> dict[str, str]:
     addresses = _json_object(text)
     for host, address in addresses.items():
@@ -177,7 +184,7 @@ def _secret(text: str) -> str:
     return text
 
 
-# ---- set by users, in the order of the README
+# ---- set by users, in the order of the reference
 
 DATA_GROUPS = Setting[tuple[str, ...] | None](
     name="LIGHTNING_SM_DATA_GROUPS",
@@ -254,6 +261,22 @@ MAX_RESTARTS = Setting[int](
     default_text="0",
     meaning="How often the scripts of all trainer hosts are started again together, from the latest valid checkpoint, "
     "when one of them has failed.",
+)
+REPORT_S = Setting[float](
+    name="LIGHTNING_SM_REPORT_S",
+    parse=_seconds,
+    default=30.0,
+    default_text="30",
+    meaning="Seconds that the main host may take, when the job ends, for the report of the run (report.html in the "
+    "output data). 0 turns this off.",
+)
+PRICES = Setting[Mapping[str, float]](
+    name="LIGHTNING_SM_PRICES",
+    parse=_prices,
+    default={},
+    default_text="none",
+    meaning="Prices of an hour for the costs in that report, by instance type or group: a JSON object such as "
+    '{"ml.g5.xlarge": 1.41}.',
 )
 HOST_ADDRESSES = Setting[Mapping[str, str]](
     name="LIGHTNING_SM_HOST_ADDRESSES",
@@ -336,6 +359,8 @@ SETTINGS: tuple[Setting[Any], ...] = (
     PEERS_TIMEOUT_S,
     MAX_RESTARTS,
     HANG_S,
+    REPORT_S,
+    PRICES,
     HOST_ADDRESSES,
     JOB_SECRET,
     CONTROL_DIR,

@@ -1,8 +1,8 @@
-"""What a log shows of processes that fail: each traceback and usage text once, and one line of each consequence."""
+"""What a log shows of several processes: each traceback, usage text and warning once, one line of each consequence."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -14,6 +14,7 @@ from lightning_sm.launcher.tracebacks import (
     START,
     USAGE,
     USAGE_ERROR,
+    WARNING,
     may_follow_from_another,
 )
 
@@ -38,6 +39,7 @@ class _Shown:
     """A block that was shown: who wrote it, and the lines behind it."""
 
     source: str
+    is_warning: bool = False
     following: list[str] = field(default_factory=list)
 
 
@@ -68,7 +70,7 @@ class Condensed:
         self._only_across_sources = only_across_sources
         self._streams: dict[tuple[str, str], _Stream] = {}
         self._shown: OrderedDict[_Key, _Shown] = OrderedDict()
-        self._repeats: dict[_Key, list[str]] = {}
+        self._repeats: dict[_Key, Counter[str]] = {}
 
     @property
     def holds(self) -> bool:
@@ -92,8 +94,12 @@ class Condensed:
         mark = rank.group().rstrip() if rank is not None else ""
         text = text.removeprefix(mark).removeprefix(" ") if mark else text
         stream = self._streams.setdefault((source, mark), _Stream())
+        writer = f"{source} {mark.strip('[]: ')}".strip()
         if stream.held:
-            return self._continue(stream, line, text, source, f"{source} {mark.strip('[]: ')}".strip())
+            return self._continue(stream, line, text, source, writer)
+        if WARNING.match(text):
+            stream.behind, stream.expected = None, []
+            return self._shown_once(stream, (text,), [line], source, writer, is_warning=True)
         start = START.search(text)
         # With a rank in the middle of the line it follows a progress bar, and its other lines are those of the rank.
         if USAGE.match(text) or (start is not None and start["rank"] is None):
@@ -114,8 +120,9 @@ class Condensed:
         """Return a line for each block that was written again since the last call, with the number of times."""
         lines = []
         for key, writers in self._repeats.items():
-            times = "once" if len(writers) == 1 else f"{len(writers)} times"
-            by = ", ".join(dict.fromkeys(filter(None, writers)))
+            number = writers.total()
+            times = "once" if number == 1 else f"{number} times"
+            by = ", ".join(filter(None, writers))
             lines.append(f"{key[-1]} (left out: the same {times} more{f', by {by}' if by else ''})")
         self._repeats.clear()
         return lines
@@ -137,23 +144,29 @@ class Condensed:
         lines, texts = stream.held, stream.texts
         stream.held, stream.behind, stream.expected, stream.is_behind_consequence = [], None, [], False
         key = tuple(texts[1:])
-        is_merged = self._only_across_sources
-        if not is_merged and not USAGE.match(texts[0]) and may_follow_from_another(key[-1]):
+        if not self._only_across_sources and not USAGE.match(texts[0]) and may_follow_from_another(key[-1]):
             self.left_out.append(b"".join(lines))
             stream.is_behind_consequence = True
             note = f" ({len(lines) - 1} lines of traceback left out: another process may have ended)\n"
             return [lines[-1].rstrip(b"\r\n") + note.encode()]
+        return self._shown_once(stream, key, lines, source, writer)
+
+    def _shown_once(
+        self, stream: _Stream, key: _Key, lines: list[bytes], source: str, writer: str, *, is_warning: bool = False
+    ) -> list[bytes]:
         shown = self._shown.get(key)
-        if shown is not None and not (is_merged and shown.source == source):
-            self._repeats.setdefault(key, []).append(writer)
+        if shown is not None and not (self._only_across_sources and shown.source == source):
+            self._repeats.setdefault(key, Counter())[writer] += 1
             stream.expected = list(shown.following)
             return []
-        stream.behind = self._shown[key] = _Shown(source)
+        stream.behind = self._shown[key] = _Shown(source, is_warning)
         if len(self._shown) > _MAX_SHOWN:
             self._shown.popitem(last=False)
         return lines
 
     def _is_left_out(self, stream: _Stream, text: str) -> bool:
+        if stream.behind is not None and stream.behind.is_warning and not text.startswith("  "):
+            stream.behind = None
         if stream.behind is not None:
             stream.behind.following.append(text)
             if len(stream.behind.following) == _MAX_FOLLOWING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import threading
@@ -11,7 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lightning_sm._log import command_logger
-from lightning_sm.job.control_folder import FIRST_STEP, STACKS_SIGNAL, Beat, ControlFolder
+from lightning_sm.job.control_folder import (
+    FIRST_STEP,
+    SAVING,
+    SETTING_UP,
+    STACKS_SIGNAL,
+    STARTING,
+    Beat,
+    ControlFolder,
+)
 
 _LOG = command_logger(__name__)
 
@@ -19,6 +28,10 @@ _LOG = command_logger(__name__)
 HANG = "The training hangs:"
 # A step may take much longer than those before it: another batch size, a disk that wakes up, a slow download.
 _TIMES_THE_LONGEST = 20.0
+# A compilation or a checkpoint takes minutes, rarely an hour; a file server that does not answer takes days. What is
+# not listed may be work of the user's own, of any length.
+_LONG_PHASES = (SETTING_UP, STARTING, FIRST_STEP, SAVING)
+_TIMES_IN_LONG_PHASES = 10.0
 # A process that has raised an exception ends within moments, unless its loggers hang, or the script caught it.
 _FAILED_S = 120.0
 # For faulthandler to write the stacks, which takes milliseconds, and for NCCL's monitor, which looks every second.
@@ -32,7 +45,8 @@ class HangRule:
     """Decides whether processes hang. It has no clock and does no I/O.
 
     A process hangs if it has said nothing for ``least_s``, and 20 times as long as ever before, while nothing that it
-    does may pause for so long (see ``Beat``).
+    does may pause for so long (see ``Beat``). Before the end of the first step, and in a checkpoint, it may take ten
+    times as long.
 
     Args:
         least_s: Seconds.
@@ -57,7 +71,13 @@ class HangRule:
             self._last[beat.pid] = beat
         limit_s = max(self._least_s, _TIMES_THE_LONGEST * self._longest_s)
         failed = [beat for beat in beats if beat.phase.startswith("failed with ") and now - beat.at >= _FAILED_S]
-        return failed or [beat for beat in beats if not beat.may_pause and now - beat.at >= limit_s]
+        return failed or [beat for beat in beats if now - beat.at >= limit_s * _patience(beat)]
+
+
+def _patience(beat: Beat) -> float:
+    if not beat.may_pause:
+        return 1.0
+    return _TIMES_IN_LONG_PHASES if beat.phase in _LONG_PHASES else math.inf
 
 
 class Watchdog:

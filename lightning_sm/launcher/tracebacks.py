@@ -38,6 +38,8 @@ _STOPPED = re.compile(r"DistBackendError: NCCL|SIGTERMException")
 # argparse and jsonargparse: "train.py: error: ..." or "error: ...".
 USAGE_ERROR = re.compile(r"^(?:[^\s:]+(?: [\w-]+)*: )?error: .+")
 USAGE = re.compile(r"^usage: ")
+# As Python's warnings.formatwarning has it. The line of source code follows, with two spaces.
+WARNING = re.compile(r"^\S.*:\d+: \w*Warning: ")
 
 
 @dataclass

@@ -40,7 +40,16 @@ from lightning_sm.job.stopping import (
     final_outcome,
 )
 from lightning_sm.job.topology import Role, Topology
-from lightning_sm.job.variables import CONTROL_DIR, DEVICES, HANG_S, MAX_RESTARTS, PARENT_PID, PEERS_TIMEOUT_S
+from lightning_sm.job.variables import (
+    CONTROL_DIR,
+    DEVICES,
+    HANG_S,
+    MAX_RESTARTS,
+    PARENT_PID,
+    PEERS_TIMEOUT_S,
+    PRICES,
+    REPORT_S,
+)
 from lightning_sm.launcher.child_process import ChildProcess, ignore_signals
 from lightning_sm.launcher.failure import (
     Place,
@@ -52,10 +61,12 @@ from lightning_sm.launcher.failure import (
     write_failure,
 )
 from lightning_sm.launcher.hang import HANG, Watchdog, nccl_variables, save_nccl_traces, save_stacks
+from lightning_sm.launcher.host_record import HostRecord
 from lightning_sm.launcher.peers.connection import Timings, peers_key
 from lightning_sm.launcher.peers.outcome import Restart
 from lightning_sm.launcher.peers.peers import Peers
 from lightning_sm.launcher.recurring import would_come_again
+from lightning_sm.launcher.run_report import write_report
 from lightning_sm.launcher.toolkit.distribution import processes_per_host
 from lightning_sm.launcher.toolkit.variables import toolkit_variables
 from lightning_sm.launcher.upload import wait_until_uploaded
@@ -75,6 +86,8 @@ _CONSEQUENCE_S = 10.0
 # Before a data host's script is restarted: memory may be short for a moment. Training continues meanwhile. After four
 # kills a fifth is certain.
 _RESTART_PAUSES_S = (1.0, 2.0, 4.0)
+# An interrupted host needs some seconds to leave, report or not.
+_AFTER_THE_REPORT_S = 5.0
 _POLL_S = 0.05
 # Exit codes of a script that was killed, not asked to end.
 _KILLED = frozenset(128 + number for number in signal.valid_signals() - {signal.SIGTERM, signal.SIGINT})
@@ -100,12 +113,14 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
     if output_dir is not None:
         remove_failure(output_dir)
     place: Place | None = None
+    launcher: _HostLauncher | None = None
     try:
         job = _job_of_this_host(env)
         output_dir = job.output_dir
         topology = Topology.from_job(job)
         place = _place(job, topology)
-        outcome = _HostLauncher(job, topology, place, env).run(script, args)
+        launcher = _HostLauncher(job, topology, place, env)
+        outcome = launcher.run(script, args)
     except LightningSMError as error:
         _LOG.error("error: %s", error)
         outcome = Outcome(_USAGE_EXIT_CODE, error_reason(error, place))
@@ -113,6 +128,8 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
         _LOG.exception("error in the launcher")
         outcome = Outcome(1, error_reason(error, place))
     ignore_signals()
+    if launcher is not None:
+        launcher.write_end(outcome)
     if outcome.exit_code != 0:
         if output_dir is not None:
             write_failure(output_dir, outcome.reason)
@@ -135,6 +152,11 @@ class _HostLauncher:
         self._control = ControlFolder(folder)
         self._child = ChildProcess(self._schedule, self._control, PARENT_PID.read(env))
         self._preparation = Preparation(self._child, env)
+        self._record = HostRecord(job, topology.role, lambda: self._child.stopped_by, env)
+        self._report_s = REPORT_S.read(env)
+        self._prices = PRICES.read(env)
+        self._is_saved = False
+        self._is_end_written = False
         self._hang_reason = ""
         self._num_restarts = 0
         self._may_end_script = False
@@ -149,20 +171,15 @@ class _HostLauncher:
         """
         child = self._child
         child.listen()
-        with self._connect() as peers, self._control:
+        with self._connect() as peers, self._control, self._record:
             child.on_late_signal = peers.stop_waiting
             own, job_outcome = self._run_attempts(peers, script, args)
             if self._hang_reason and not peers.is_alone:
                 threading.Event().wait(_STACKS_OF_OTHERS_S)
-            final = self._final_outcome(own, job_outcome)
-            if final is not own or own.exit_code == 0:
-                return final
-            if not self._is_stopped and is_consequence(child.stderr_tail):
-                # No other host has failed: the tracebacks that seemed to follow from that are all there is.
-                sys.stderr.write(child.left_out.decode("utf-8", "replace"))
-            if job_outcome is not None and job_outcome.host == self._job.current_host:
-                return Outcome(own.exit_code, job_outcome.reason)  # which names the restarts, too
-            return own
+            final = self._final_outcome(peers, own, job_outcome)
+            if self._job.current_host == self._topology.main_host:
+                self._write_report(final)
+            return final
 
     def _run_attempts(self, peers: Peers, name: str | None, args: Sequence[str]) -> tuple[Outcome, JobOutcome | None]:
         """Run the script, report how it ended, and run it again whenever all trainer hosts do.
@@ -174,7 +191,8 @@ class _HostLauncher:
         while True:
             try:
                 if command is None:
-                    command = self._prepare(name, args)
+                    with self._record.span("preparation"):
+                        command = self._prepare(name, args)
                 own = self._run_script(peers, *command)
             except Stopped as stopped:
                 own = Outcome(0) if self._is_data_host else Outcome(stopped.exit_code, str(stopped))
@@ -200,6 +218,20 @@ class _HostLauncher:
         stopped = Outcome(128 + stopped_by, not_started_reason(stopped_by, doing))
         peers.report(stopped)
         return stopped
+
+    def write_end(self, outcome: Outcome) -> None:
+        """Write into the record of the run how this host ends, once."""
+        if not self._is_end_written:
+            self._is_end_written = True
+            self._record.end(outcome, is_saved=self._is_saved)
+
+    def _write_report(self, outcome: Outcome) -> None:
+        """Have the report of the run written, as far as there is time."""
+        self.write_end(outcome)
+        limit_s = self._report_s
+        if self._is_stopped:
+            limit_s = min(limit_s, self._leave_at() - _AFTER_THE_REPORT_S - time.monotonic())
+        write_report(self._job, self._prices, limit_s)
 
     @property
     def _is_data_host(self) -> bool:
@@ -235,6 +267,7 @@ class _HostLauncher:
         reason = script_reason(
             child.stderr_tail, exit_code, self._place, stopped_by=child.stopped_by, num_restarts=self._num_restarts
         )
+        self._record.event("failure", Outcome(exit_code, reason).headline)
         is_final = would_come_again(child.stderr_tail, exit_code) and not child.end_run_requested
         return Outcome(exit_code, reason, may_restart=not (is_final or self._is_stopped or self._is_data_host))
 
@@ -249,6 +282,7 @@ class _HostLauncher:
             _LOG.warning(
                 "the data host's script was killed (exit code %d). Restarting it in %.0f s.", exit_code, pause_s
             )
+            self._record.event("restart", f"the data host's script was killed (exit code {exit_code})")
             self._num_restarts += 1
             deadline = time.monotonic() + pause_s
             while time.monotonic() < deadline and not child.must_exit:
@@ -263,6 +297,7 @@ class _HostLauncher:
         reason = f"{HANG} no progress on host {self._job.current_host}. Last seen: {where}."
         _LOG.error("%s%s", reason, stacks)
         self._hang_reason = f"{reason}{stacks}"
+        self._record.event("hang", self._hang_reason)
         self._child.kill()
 
     def _save_stacks(self) -> list[Path]:
@@ -322,7 +357,9 @@ class _HostLauncher:
             folder = self._preparation.fetch(submission, job)
         script = find_script(program, job, self._env, folder)
         argv = command_line(args, job, script.directory)
-        shown = shlex.join(shown_arguments([*script.shown, *argv]))
+        command = shown_arguments([*script.shown, *argv])
+        self._record.began(command)
+        shown = shlex.join(command)
         if submission is None:
             devices = self._introduce(f"{banner} | {shown}", program)
         else:
@@ -351,6 +388,7 @@ class _HostLauncher:
         if devices is not None:
             env[DEVICES.name] = str(devices)
         env[CONTROL_DIR.name] = str(self._control.path)
+        env |= self._record.variables
         env |= nccl_variables(self._control, env)
         env |= toolkit_variables(self._job, program.name, argv, self._env)
         # Python puts the script's own folder on sys.path; "from app.model import X" needs the one above app as well.
@@ -379,6 +417,7 @@ class _HostLauncher:
     def _on_job_outcome(self, job: JobOutcome) -> None:
         """End the script, if the job's outcome leaves it nothing to do. Called from a thread of the peers."""
         is_stopped = self._is_stopped
+        self._record.on_job_outcome(job)
         # A stop after this is SageMaker's answer to the failure, unless the failure is itself such a stop.
         self._has_job_failed_first = not is_stopped and not job.is_interruption
         if ends_script(self._topology.role, job, self._job.current_host, is_stopped=is_stopped):
@@ -390,6 +429,7 @@ class _HostLauncher:
         if self._job.checkpoint_dir is None:
             start = "the beginning, because the job has no checkpoint folder"
         _LOG.warning("%s: all trainer hosts start again from %s. Cause: %s", restart, start, restart.cause)
+        self._record.event("restart", f"{restart}. Cause: {restart.cause}")
         if self._is_data_host:
             self._end_because_of(restart.cause, lambda: None)
         elif self._may_end_script:
@@ -398,7 +438,7 @@ class _HostLauncher:
     def _report(self, peers: Peers, own: Outcome) -> JobOutcome | None:
         """Report to the other hosts how the script ended; return the job's outcome, if it becomes known in time."""
         is_interrupted = own.exit_code == INTERRUPTED_EXIT_CODE and not own.may_restart
-        is_saved = is_interrupted and self._control.saved() is not None
+        is_saved = self._is_saved = is_interrupted and self._control.saved() is not None
         if is_saved:
             self._stay_until_uploaded()
         peers.report(own)
@@ -428,7 +468,7 @@ class _HostLauncher:
             peers.wait_for_decision(timeout_s)
         return peers.job_outcome
 
-    def _final_outcome(self, own: Outcome, job: JobOutcome | None) -> Outcome:
+    def _final_outcome(self, peers: Peers, own: Outcome, job: JobOutcome | None) -> Outcome:
         """How this host exits."""
         stop = Stop.NONE
         if self._is_stopped:
@@ -439,8 +479,17 @@ class _HostLauncher:
             return Outcome(0)
         if final is FinalOutcome.FAILED_ELSEWHERE and job is not None:
             is_hang = job.reason.startswith(HANG)
+            if job.host == self._topology.main_host:  # which may write a report before it leaves
+                peers.wait_until_main_host_leaves(self._report_s + _AFTER_THE_REPORT_S)
             threading.Event().wait(_AFTER_THE_FIRST_S + (_STACKS_OF_OTHERS_S if is_hang else 0.0))
             return Outcome(own.exit_code or 1, job.reason)
+        if own.exit_code == 0:
+            return own
+        if not self._is_stopped and is_consequence(self._child.stderr_tail):
+            # No other host has failed: the tracebacks that seemed to follow from that are all there is.
+            sys.stderr.write(self._child.left_out.decode("utf-8", "replace"))
+        if job is not None and job.host == self._job.current_host:
+            return Outcome(own.exit_code, job.reason)  # which names the restarts, too
         return own
 
 

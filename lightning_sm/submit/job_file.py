@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
@@ -16,6 +17,11 @@ from lightning_sm.job.redaction import HIDDEN
 
 _DAY_S = 24 * 60 * 60  # the SDK's own default
 _HYPERPARAMETER = "--hyperparameters."
+# How jsonargparse names a key that it does not know.
+_UNKNOWN_KEY = re.compile(
+    r"""[Oo]ption ['"]([\w.]+)['"] is not accepted|does not accept option ['"]([\w.]+)['"]|"""
+    r"""[Kk]ey ['"]([\w.]+)['"] is not expected|[Uu]nrecognized arguments: --([\w-]+)"""
+)
 
 
 @dataclass
@@ -36,11 +42,13 @@ class Channel:
     """Input data, which hosts see as a folder.
 
     Attributes:
-        uri: s3://bucket/prefix; with --local also file:///folder.
-        groups: Names of the groups that receive the channel (default: all).
+        uri: s3://bucket/prefix; a folder of a file system, fsx://<id>/<mount name>/folder (FSx for Lustre) or
+            efs://<id>/folder; with --local also file:///folder.
+        groups: Names of the groups that receive the channel (default: all). All hosts mount a file system.
         mode: File copies all files before the script starts; FastFile downloads a file when it is read.
         distribution: With ShardedByS3Key each host receives a different part of the files.
         content_type: MIME type.
+        access: Whether the script may write to a file system (rw) or only read (ro).
     """
 
     uri: str
@@ -48,6 +56,7 @@ class Channel:
     mode: Literal["File", "FastFile", "Pipe"] = "File"
     distribution: Literal["FullyReplicated", "ShardedByS3Key"] = "FullyReplicated"
     content_type: str | None = None
+    access: Literal["ro", "rw"] = "ro"
 
 
 @dataclass
@@ -90,6 +99,79 @@ class Retries:
 
 
 @dataclass
+class Batch:
+    """A queue of AWS Batch, which starts the job when there is room for it.
+
+    Attributes:
+        queue: Name or ARN of the queue, which is of the type SAGEMAKER_TRAINING.
+        priority: Jobs of the same share with a higher one start first (0 to 9999).
+        share: The share of a fair-share queue that the job counts for.
+        quota_share: The quota share of the queue that the job counts for.
+        attempts: How often the job is started at most, if it fails (1 to 10).
+        timeout_s: Seconds after which an attempt is stopped (at least 60).
+    """
+
+    queue: str
+    priority: int | None = None
+    share: str | None = None
+    quota_share: str | None = None
+    attempts: int = 1
+    timeout_s: int | None = None
+
+
+@dataclass
+class Range:
+    """Values of a hyperparameter that a tuning job may try: all from min to max, or those of a list.
+
+    Attributes:
+        min: Smallest value. If min and max are both whole numbers, only whole numbers are tried.
+        max: Largest value.
+        values: The values, instead of min and max.
+        scale: With log or reverse_log, the values near min or near max are tried more often.
+    """
+
+    min: int | float | None = None
+    max: int | float | None = None
+    values: list[Any] | None = None
+    scale: Literal["auto", "linear", "log", "reverse_log"] = "auto"
+
+
+@dataclass
+class Tune:
+    """A tuning job: many training jobs with different hyperparameters.
+
+    Attributes:
+        objective: Name of the metric, as LineProgress prints it, or one of metric_patterns.
+        ranges: What is tried, by the name of the hyperparameter.
+        direction: Whether the metric is to be as large or as small as possible.
+        strategy: How the next values are chosen.
+        max_jobs: Number of training jobs (default: 10; with grid: all combinations).
+        parallel_jobs: How many of them run at the same time.
+        max_run_s: Seconds after which the tuning job ends.
+        early_stopping: Stop training jobs that are unlikely to become the best one.
+        min_epochs: With hyperband: a training job is not stopped before it has logged the metric so often.
+        max_epochs: With hyperband: how often a training job logs the metric at most.
+        warm_start: Names of earlier tuning jobs whose results are used.
+        warm_start_kind: Whether data and script are those of the earlier jobs (identical), or not (transfer).
+        seed: Seed of the choice of values.
+    """
+
+    objective: str
+    ranges: dict[str, Range]
+    direction: Literal["maximize", "minimize"]
+    strategy: Literal["bayesian", "random", "hyperband", "grid"] = "bayesian"
+    max_jobs: int | None = None
+    parallel_jobs: int = 1
+    max_run_s: int | None = None
+    early_stopping: bool = False
+    min_epochs: int | None = None
+    max_epochs: int | None = None
+    warm_start: list[str] = field(default_factory=list)
+    warm_start_kind: Literal["identical", "transfer"] = "transfer"
+    seed: int | None = None
+
+
+@dataclass
 class Job:
     """A training job.
 
@@ -107,12 +189,16 @@ class Job:
         subcommand: Subcommand of the script (default: fit).
         script: Training script, relative to source_dir (default: the image's script).
         source_dir: Folder with your own code, which is sent with the job; its requirements.txt is installed.
+        local_script: A copy of the image's script on this machine, by whose options the hyperparameters are checked
+            before anything is sent (default: script in source_dir).
         environment: Environment variables of all hosts.
         output: S3 prefix for the model and the logs (default: the bucket that the SDK creates for the account).
         checkpoints: S3 prefix that is synchronized with the checkpoint folder, in both directions.
         model: What the job leaves as its model (LIGHTNING_SM_MODEL): full (checkpoint, weights and configuration),
             weights (without the checkpoint), or none.
         tensorboard: S3 prefix to which TensorBoard files are uploaded during training.
+        mlflow: ARN of a tracking server or an app of SageMaker's managed MLflow, or another tracking URI, for a script
+            that logs with an MLFlowLogger (MLFLOW_TRACKING_URI).
         metrics: Names of metrics, as LineProgress prints them, for CloudWatch.
         metric_patterns: Metrics from other log lines: name and regular expression, whose first group is the number.
         max_run_s: Maximum training time in seconds.
@@ -123,10 +209,16 @@ class Job:
         max_retry_attempts: How often SageMaker itself restarts a job after an internal error (1 to 30).
         keep_alive_s: Seconds that the hosts are kept, and billed, for the next job (warm pool).
         volume_gb: Disk size of each host in GB; channels in File mode must fit.
+        volume_kms_key: KMS key (id, alias or ARN) with which the disks of the hosts are encrypted.
+        output_kms_key: KMS key with which model and output are encrypted.
+        training_plan: ARN of a training plan, whose reserved hosts are used.
         encrypt_between_hosts: Encrypt the traffic between hosts, which makes it slower.
+        network_isolation: The hosts reach each other and nothing else; the service copies channels and output.
         vpc: Run the hosts in your own network.
         tags: Tags of the job.
         remote_debug: Allow a shell on the running hosts (SSM).
+        batch: Submit the job to a queue of AWS Batch.
+        tune: Run a tuning job: many training jobs with different hyperparameters.
     """
 
     image: str
@@ -139,11 +231,13 @@ class Job:
     subcommand: str | None = None
     script: str | None = None
     source_dir: str | None = None
+    local_script: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
     output: str | None = None
     checkpoints: str | None = None
     model: Literal["full", "weights", "none"] = "full"
     tensorboard: str | None = None
+    mlflow: str | None = None
     metrics: list[str] = field(default_factory=list)
     metric_patterns: dict[str, str] = field(default_factory=dict)
     max_run_s: int = _DAY_S
@@ -153,10 +247,16 @@ class Job:
     max_retry_attempts: int | None = None
     keep_alive_s: int | None = None
     volume_gb: int = 30
+    volume_kms_key: str | None = None
+    output_kms_key: str | None = None
+    training_plan: str | None = None
     encrypt_between_hosts: bool = False
+    network_isolation: bool = False
     vpc: Vpc | None = None
     tags: dict[str, str] = field(default_factory=dict)
     remote_debug: bool = False
+    batch: Batch | None = None
+    tune: Tune | None = None
 
     @property
     def num_hosts(self) -> int:
@@ -187,7 +287,7 @@ def parse_job(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Job, Namespa
     try:
         options = parser.parse_args(words)
     except ArgumentError as error:
-        raise ArgumentError(None, _without_values(str(error))) from error
+        raise ArgumentError(None, _with_similar_key(_without_values(str(error)))) from error
     # A key without a value, perhaps because all lines below it are comments, counts as missing.
     for name, default in vars(parser.get_defaults()).items():
         if options[name] is None:
@@ -196,7 +296,7 @@ def parse_job(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Job, Namespa
     values = vars(instantiate(options))
     # Paths start from the last file if there are several.
     folder = Path(os.fspath(options.job[-1])).absolute().parent if options.job else Path.cwd()
-    for name in ("config", "source_dir"):
+    for name in ("config", "source_dir", "local_script"):
         if values[name] is not None:
             values[name] = str(folder / values[name])
     job = Job(**{name: values[name] for name in Job.__dataclass_fields__})
@@ -256,6 +356,27 @@ def _without_values(message: str) -> str:
     if not re.search(r'"(environment|hyperparameters)', message):
         return message
     return re.sub(r"(?is)(got value: ).*", rf"\g<1>{HIDDEN}", message)
+
+
+def _with_similar_key(message: str) -> str:
+    """Add the key that was probably meant to an error about an unknown one."""
+    unknown = _UNKNOWN_KEY.search(message)
+    if unknown is None:
+        return message
+    word = next(filter(None, unknown.groups()))
+    close = difflib.get_close_matches(word, _all_keys(Job), n=1)
+    return f"{message}\nDid you mean {close[0]}?" if close else message
+
+
+def _all_keys(section: type) -> set[str]:
+    """The keys of a section of a job file, and of the sections below it."""
+    keys: set[str] = set()
+    for name, kind in get_type_hints(section).items():
+        keys.add(name)
+        for part in (kind, *get_args(kind)):
+            if is_dataclass(part):
+                keys |= _all_keys(cast(type, part))
+    return keys
 
 
 def _check_names(job: Job) -> None:

@@ -5,26 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-# A number that LineProgress prints with "%.6g", as one group. CloudWatch accepts neither NaN nor infinity, so they
-# do not match.
-_NUMBER = r"(-?[0-9.]+(?:e[-+][0-9]+)?)"
+from lightning_sm.job.progress import metric_pattern, objective_pattern
 
 
-def metric_definitions(names: Sequence[str], patterns: Mapping[str, str]) -> list[dict[str, str]]:
+def metric_definitions(
+    names: Sequence[str], patterns: Mapping[str, str], objective: str | None = None
+) -> list[dict[str, str]]:
     """Build the metric definitions of CreateTrainingJob.
 
-    A name matches ``name=number`` in the lines of ``LineProgress``, where a space precedes every metric: ``acc``
-    matches neither in ``val_acc`` nor in ``val/acc``.
-
     Args:
-        names: Metrics as LineProgress prints them.
+        names: Metrics as LineProgress prints them (``job/progress.py``).
         patterns: Regular expressions of other metrics by name.
+        objective: The metric that a tuning job optimizes: one of ``names``, which is then read once per validation;
+            or of ``patterns``, which stays as it is.
 
     Returns:
         ``{"Name": ..., "Regex": ...}`` for each.
     """
-    regexes = {name: f" {re.escape(name)}={_NUMBER}" for name in names} | dict(patterns)
-    return [{"Name": name, "Regex": regex} for name, regex in regexes.items()]
+    regexes = {name: objective_pattern(name) if name == objective else metric_pattern(name) for name in names}
+    return [{"Name": name, "Regex": regex} for name, regex in (regexes | dict(patterns)).items()]
 
 
 def pattern_problem(pattern: str) -> str | None:

@@ -18,10 +18,25 @@ from lightning_sm.job.hyperparameters import encode
 from lightning_sm.job.redaction import yaml_problem
 from lightning_sm.job.secret import new_secret
 from lightning_sm.job.variables import MAX_RESTARTS, MODEL
+from lightning_sm.submit.file_systems import file_system_folder
 from lightning_sm.submit.job_file import Channel, Group, Job
 from lightning_sm.submit.metric_patterns import metric_definitions
+from lightning_sm.submit.mlflow import MLFLOW_TRACKING_URI
 
 _CODE_DIR = f"/opt/ml/input/data/{CODE_CHANNEL}"
+# What local mode does not have, and the script might miss.
+_NOT_LOCAL = (
+    "spot",
+    "checkpoints",
+    "tensorboard",
+    "volume_kms_key",
+    "output_kms_key",
+    "training_plan",
+    "network_isolation",
+    "vpc",
+    "batch",
+    "tune",
+)
 # The SDK requires a role in local mode too, and never uses it.
 _NO_ROLE = "arn:aws:iam::000000000000:role/local"
 
@@ -83,19 +98,27 @@ def make_plan(job: Job, hyperparameters: Mapping[str, str]) -> Plan:
     has_groups = len(job.groups) > 1 and any(channel.groups for channel in job.channels.values())
     channels: dict[str, Channel] = {}
     for name, channel in job.channels.items():
-        groups = (channel.groups or list(job.groups)) if has_groups else None
+        # All hosts mount a file system: its channel has no groups.
+        takes_groups = has_groups and file_system_folder(channel.uri) is None
+        groups = (channel.groups or list(job.groups)) if takes_groups else None
         channels[name] = replace(channel, groups=groups)
     model = {} if job.model == MODEL.default.value else {MODEL.name: job.model}
     restarts = {MAX_RESTARTS.name: str(job.max_restarts)} if job.max_restarts else {}
-    job = replace(job, environment={**new_secret(), **model, **restarts, **job.environment})
-    return Plan(job, hyperparameters, metric_definitions(job.metrics, job.metric_patterns), channels)
+    mlflow = {} if job.mlflow is None else {MLFLOW_TRACKING_URI: job.mlflow}
+    job = replace(job, environment={**new_secret(), **model, **restarts, **mlflow, **job.environment})
+    metrics = list(job.metrics)
+    objective = None if job.tune is None else job.tune.objective
+    if objective is not None and objective not in {*job.metrics, *job.metric_patterns}:
+        metrics.append(objective)
+    return Plan(job, hyperparameters, metric_definitions(metrics, job.metric_patterns, objective), channels)
 
 
 def encode_hyperparameters(job: Job) -> dict[str, str]:
     """Join the config file, the hyperparameters, the subcommand and the script, and encode them.
 
     Hyperparameters that override parts of the config file become options of their own, for example
-    ``{"data": {"size": 3}}`` becomes ``data.size``: only the script knows how to merge them.
+    ``{"data": {"size": 3}}`` becomes ``data.size``: only the script knows how to merge them. Those that a tuning job
+    chooses are left out.
 
     Raises:
         HyperparameterError: A name or a value cannot be passed on, or the config file is not a mapping.
@@ -111,7 +134,9 @@ def encode_hyperparameters(job: Job) -> dict[str, str]:
         "sagemaker_program": job.script,
         "sagemaker_submit_directory": None if job.source_dir is None else _CODE_DIR,
     }
-    return encode(options | {name: value for name, value in special.items() if value is not None})
+    options |= {name: value for name, value in special.items() if value is not None}
+    tuned = set() if job.tune is None else set(job.tune.ranges)
+    return encode({name: value for name, value in options.items() if name not in tuned})
 
 
 def for_local_mode(job: Job, folder: Path) -> tuple[Job, list[str]]:
@@ -124,11 +149,7 @@ def for_local_mode(job: Job, folder: Path) -> tuple[Job, list[str]]:
     Returns:
         The job for local mode, and a warning for each removed setting that the script might miss.
     """
-    warnings = [
-        f"{name} is ignored: local mode does not support it."
-        for name in ("spot", "checkpoints", "tensorboard", "vpc")
-        if getattr(job, name) is not None
-    ]
+    warnings = [f"{name} is ignored: local mode does not support it." for name in _NOT_LOCAL if getattr(job, name)]
     channels: dict[str, Channel] = {}
     for name, channel in job.channels.items():
         channels[name] = replace(channel, mode="File", distribution="FullyReplicated")
@@ -147,7 +168,13 @@ def for_local_mode(job: Job, folder: Path) -> tuple[Job, list[str]]:
         spot=None,
         checkpoints=None,
         tensorboard=None,
+        volume_kms_key=None,
+        output_kms_key=None,
+        training_plan=None,
+        network_isolation=False,
         vpc=None,
+        batch=None,
+        tune=None,
         keep_alive_s=None,
         max_retry_attempts=None,
     )

@@ -18,9 +18,14 @@ from lightning_sm.errors import JobConfigError, SubmitError, TopologyError
 from lightning_sm.job.facts import CODE_CHANNEL, InstanceGroup, SageMakerJob
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import DATA_GROUPS, MAX_RESTARTS, MODEL, SETTINGS, misspelled
+from lightning_sm.submit.batch import batch_problems
+from lightning_sm.submit.file_systems import file_system_folder, file_system_problems
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.metric_patterns import pattern_problem
+from lightning_sm.submit.mlflow import mlflow_problems
 from lightning_sm.submit.service_limits import matches
+from lightning_sm.submit.tuning import advice as tuning_advice
+from lightning_sm.submit.tuning import tuning_problems
 
 _LOG = command_logger(__name__)
 
@@ -80,9 +85,12 @@ def check(job: Job, mode: Literal["cloud", "local"], region: str | None = None) 
         *_metrics(job),
         *_environment(job),
         *_restarts(job),
+        *batch_problems(job),
+        *mlflow_problems(job),
+        *tuning_problems(job),
     ]
-    problems += _local_channels(job) if mode == "local" else _addresses(job)
-    return Findings(problems, [*_advice(job, region)])
+    problems += _local_channels(job) if mode == "local" else [*_addresses(job), *file_system_problems(job)]
+    return Findings(problems, [*_advice(job, region), *tuning_advice(job)])
 
 
 def with_placeholders(job: Job) -> Job:
@@ -96,7 +104,7 @@ def with_placeholders(job: Job) -> Job:
         role=job.role if job.role and matches("RoleArn", job.role) else "arn:aws:iam::000000000000:role/rehearsal",
         output=job.output if job.output is None or _S3.fullmatch(job.output) else "s3://rehearsal",
         channels={
-            name: channel if _S3.fullmatch(channel.uri) else replace(channel, uri="s3://rehearsal")
+            name: channel if _is_address(channel.uri) else replace(channel, uri="s3://rehearsal")
             for name, channel in job.channels.items()
         },
     )
@@ -183,6 +191,8 @@ def _script(job: Job) -> Iterator[str]:
         other = job.hyperparameters.get(name)
         if None not in {stated, other} and stated != other:
             yield f"{key} is {stated!r} and hyperparameters.{name} is {other!r}; remove one."
+    if job.local_script is not None and not Path(job.local_script).is_file():
+        yield f"local_script is {job.local_script!r}, which does not exist."
     if job.source_dir is None:
         return
     folder = Path(job.source_dir)
@@ -195,6 +205,11 @@ def _script(job: Job) -> Iterator[str]:
     for path in files:
         if not os.access(path, os.R_OK):
             yield f"source_dir contains {path}, which cannot be read{' (broken link)' if path.is_symlink() else ''}."
+    if job.network_isolation and (folder / "requirements.txt").is_file():
+        yield (
+            f"network_isolation is set, but {folder / 'requirements.txt'} names packages, which hosts without a "
+            "network cannot install. Install them in the image and remove the file."
+        )
     if job.script and not (folder / job.script).is_file() and not (folder / "setup.py").is_file():
         yield f"script is {job.script!r}, but {folder / job.script} does not exist. The path is relative to source_dir."
 
@@ -218,9 +233,15 @@ def _addresses(job: Job) -> Iterator[str]:
             f"image is {job.image!r}; SageMaker needs an image in Amazon ECR, "
             "<account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>. README.md shows how to push one."
         )
-    uris = {f"channels.{name}.uri": channel.uri for name, channel in job.channels.items()}
-    uris |= {name: getattr(job, name) for name in ("output", "checkpoints", "tensorboard")}
-    for key, uri in uris.items():
+    for name, channel in job.channels.items():
+        if not _is_address(channel.uri):
+            yield (
+                f"channels.{name}.uri is {channel.uri!r}; expected s3://bucket/prefix (to upload a folder: aws s3 cp "
+                "--recursive), fsx://<id>/<mount name>/folder or efs://<id>/folder."
+            )
+    if job.output_kms_key is not None and job.output is None:
+        yield "output_kms_key is set, but output is missing; the key applies to a bucket of yours. Set output."
+    for key, uri in {name: getattr(job, name) for name in ("output", "checkpoints", "tensorboard")}.items():
         if uri is not None and not _S3.fullmatch(uri):
             yield f"{key} is {uri!r}; expected s3://bucket/prefix (to upload a folder: aws s3 cp --recursive)."
 
@@ -257,6 +278,10 @@ def _advice(job: Job, region: str | None) -> Iterator[str]:
     image = _ECR.fullmatch(job.image)
     if image is not None and region is not None and image["region"] != region:
         yield f"image is in {image['region']}, but the job runs in {region}; SageMaker requires the same region."
+
+
+def _is_address(uri: str) -> bool:
+    return bool(_S3.fullmatch(uri)) or file_system_folder(uri) is not None
 
 
 def _is_name(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Submit a job, retry when there is no capacity, and follow it until it ends."""
+"""Submit a job again when there is no capacity for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import ClientError
 
 from lightning_sm.submit.job_file import Retries
 
@@ -29,8 +29,6 @@ _TRANSIENT_CODES = frozenset(
 _QUOTA = re.compile(r"is (\d+) Instances.* delta of (\d+) Instances", re.DOTALL)
 # The FailureReason of a job without hosts: "CapacityError: Unable to provision requested ML compute capacity".
 _NO_CAPACITY = "CapacityError"
-_FINAL = frozenset({"Completed", "Failed", "Stopped"})
-_POLL_S = 20.0
 
 _sleep = threading.Event().wait
 
@@ -95,52 +93,3 @@ def pause_after(attempt: int, retries: Retries) -> float:
     """
     longest_s: float = min(retries.max_pause_s, retries.first_pause_s * 2 ** (attempt - 1))
     return longest_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
-
-
-def watch(client: Any, name: str, region: str, sleep: Callable[[float], object] = _sleep) -> Mapping[str, Any]:
-    """Wait until a job ends, and log every change of its state.
-
-    Ctrl-C or an error stops the waiting, not the job; a warning then shows how to inspect and stop the job.
-
-    Args:
-        client: A boto3 client of SageMaker.
-        name: Name of the job.
-        region: Its region.
-        sleep: Sleeps for some seconds.
-
-    Returns:
-        The last answer of DescribeTrainingJob.
-
-    Raises:
-        ClientError: The service rejects the request, for example because the credentials have expired.
-        BotoCoreError: The service cannot be reached.
-    """
-    _LOG.info(
-        "To follow its log: aws logs tail /aws/sagemaker/TrainingJobs --log-stream-name-prefix %s --follow --region %s",
-        name,
-        region,
-    )
-    last_state = ""
-    try:
-        while True:
-            description: Mapping[str, Any] = client.describe_training_job(TrainingJobName=name)
-            status = description["TrainingJobStatus"]
-            transitions = description.get("SecondaryStatusTransitions") or [{}]
-            message = transitions[-1].get("StatusMessage", "")
-            state = f"{status}: {description.get('SecondaryStatus', '')} {message}".rstrip()
-            if state != last_state:
-                _LOG.info("Job %s is %s", name, state)
-            if status in _FINAL:
-                return description
-            last_state = state
-            sleep(_POLL_S)
-    except (KeyboardInterrupt, ClientError, BotoCoreError):
-        options = f"--training-job-name {name} --region {region}"
-        _LOG.warning(
-            "Stopped waiting. The job is still running and billed.\n"
-            "  Status: aws sagemaker describe-training-job %s\n"
-            "  Stop:   aws sagemaker stop-training-job %s",
-            options,
-            options,
-        )
-        raise

@@ -1,4 +1,4 @@
-"""The limits of CreateTrainingJob, from the API model that comes with botocore.
+"""The limits of the APIs that take jobs, from the API models that come with botocore.
 
 botocore itself checks types, names and minima only. Maxima, patterns and enumerations are in its model too, but it
 leaves them to the service, which reports one violation at a time.
@@ -26,7 +26,10 @@ _SOURCES = {
     "AlgorithmSpecification.TrainingImage": "image",
     "AlgorithmSpecification.MetricDefinitions": "metrics, metric_patterns",
     "InputDataConfig": "channels",
+    "OutputDataConfig.KmsKeyId": "output_kms_key",
     "OutputDataConfig": "output",
+    "ResourceConfig.VolumeKmsKeyId": "volume_kms_key",
+    "ResourceConfig.TrainingPlanArn": "training_plan",
     "ResourceConfig.KeepAlivePeriodInSeconds": "keep_alive_s",
     "ResourceConfig.VolumeSizeInGB": "volume_gb",
     "ResourceConfig": "groups",
@@ -39,7 +42,15 @@ _SOURCES = {
     "RetryStrategy": "max_retry_attempts",
     "Environment": "environment",
     "Tags": "tags",
+    "HyperParameterTuningJobName": "name",
+    "StaticHyperParameters": "config, hyperparameters",
+    "HyperParameterTuningJobConfig.ParameterRanges": "tune.ranges",
+    "HyperParameterTuningJobConfig.HyperParameterTuningJobObjective": "tune.objective",
+    "HyperParameterTuningJobConfig": "tune",
+    "WarmStartConfig": "tune.warm_start",
 }
+# Of a tuning job: the place of what is a training job's elsewhere.
+_DEFINITION = "TrainingJobDefinition."
 _SHOWN_CHARS = 60
 # Kinds of values in the model.
 _PYTHON_TYPES: dict[str, Any] = {
@@ -56,16 +67,20 @@ _UNITS = {"map": "entries", "list": "entries", "string": "characters"}
 _CLASSES = {"Alnum": "a-zA-Z0-9", "L": r"\w", "N": r"\d", "Z": " "}
 
 
-def request_problems(request: Mapping[str, Any]) -> list[str]:
+def request_problems(
+    request: Mapping[str, Any], operation: str = "CreateTrainingJob", service: str = "sagemaker"
+) -> list[str]:
     """Check a request against the API model.
 
     Args:
-        request: Arguments of CreateTrainingJob.
+        request: Arguments of the operation.
+        operation: Its name.
+        service: Name of the service.
 
     Returns:
         One line per problem: the keys of the job file, the place in the request, and what is wrong.
     """
-    shape = _input_shape()
+    shape = _input_shape(operation, service)
     report = ParamValidator().validate(request, shape).generate_report()
     return [*report.splitlines(), *_violations(request, shape, "")]
 
@@ -75,10 +90,36 @@ def matches(member: str, value: str) -> bool:
     return not list(_violations(value, _input_shape().members[member], member))
 
 
+def fitting(value: Mapping[str, Any], structure: str) -> tuple[dict[str, Any], list[str]]:
+    """Return what a structure of SageMaker's API can hold of a value, and the names of what it cannot.
+
+    Args:
+        value: For example the arguments of CreateTrainingJob.
+        structure: Name of the structure, such as ``HyperParameterTrainingJobDefinition``.
+    """
+    dropped: list[str] = []
+    return _fitting(value, _service("sagemaker").shape_for(structure), dropped), dropped
+
+
+def _fitting(value: Any, shape: Any, dropped: list[str]) -> Any:
+    if shape.type_name == "structure" and isinstance(value, Mapping):
+        dropped += [name for name in value if name not in shape.members]
+        return {
+            name: _fitting(item, shape.members[name], dropped) for name, item in value.items() if name in shape.members
+        }
+    if shape.type_name == "list" and isinstance(value, (list, tuple)):
+        return [_fitting(item, shape.member, dropped) for item in value]
+    return value
+
+
 @cache
-def _input_shape() -> Any:
-    service = botocore.session.get_session().get_service_model("sagemaker")
-    return service.operation_model("CreateTrainingJob").input_shape
+def _service(name: str) -> Any:
+    return botocore.session.get_session().get_service_model(name)
+
+
+@cache
+def _input_shape(operation: str = "CreateTrainingJob", service: str = "sagemaker") -> Any:
+    return _service(service).operation_model(operation).input_shape
 
 
 def _violations(value: Any, shape: Any, path: str) -> Iterator[str]:
@@ -127,5 +168,5 @@ def _pattern(pattern: str) -> str:
 
 def _source(path: str) -> str:
     """The keys of the job file behind a place in the request."""
-    plain = re.sub(r"\[.*?\]| \(name\)", "", path)
+    plain = re.sub(r"\[.*?\]| \(name\)", "", path).removeprefix(_DEFINITION)
     return next((source for prefix, source in _SOURCES.items() if plain.startswith(prefix)), "the request")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,72 +14,85 @@ from typing import Any
 
 import boto3
 from boto3.exceptions import Boto3Error
-from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from lightning_sm._log import command_logger
 from lightning_sm.errors import HyperparameterError, SubmitError
 from lightning_sm.job.redaction import shown, shown_hyperparameters
+from lightning_sm.jobs.aws import Clients, check_credentials, new_session
+from lightning_sm.jobs.find import Found
+from lightning_sm.jobs.follow import follow
 from lightning_sm.submit import local_mode
-from lightning_sm.submit.job_file import Job
+from lightning_sm.submit.batch import service_job
+from lightning_sm.submit.job_file import Batch, Job, Tune
 from lightning_sm.submit.plan import Plan, encode_hyperparameters, for_local_mode, make_plan
 from lightning_sm.submit.preflight import Findings, check, with_placeholders
-from lightning_sm.submit.retry import submit_until_capacity, watch
+from lightning_sm.submit.retry import submit_until_capacity
+from lightning_sm.submit.script_check import check_hyperparameters
 from lightning_sm.submit.sdk.rehearsal import Gate
 from lightning_sm.submit.sdk.version import adapter
 from lightning_sm.submit.service_limits import request_problems
+from lightning_sm.submit.tuning import count_problem, tuning_job
+
+_LOG = command_logger(__name__)
 
 
 def dry_run(job: Job) -> dict[str, Any]:
-    """Check a job and return the CreateTrainingJob request that the installed SDK builds; nothing is sent.
+    """Check a job and return the request that would be sent, as the installed SDK builds it; nothing is sent.
 
-    The request shows ``(hidden)`` in place of secrets: the job's own, and those of hyperparameters and variables whose
-    names say so.
+    It is that of CreateTrainingJob; with ``batch`` of SubmitServiceJob, with the training job's request as a mapping
+    instead of text; with ``tune`` of CreateHyperParameterTuningJob. It shows ``(hidden)`` in place of secrets: the
+    job's own, and those of hyperparameters and variables whose names say so.
 
     Raises:
+        AWSError: No region is configured.
         SDKError: The SDK is not installed.
-        SubmitError: The job has problems, which the message lists; or no region is configured.
+        SubmitError: The job has problems, which the message lists.
     """
     # Placeholder credentials keep the SDK from looking for real ones.
-    session = _boto_session(aws_access_key_id="rehearsal", aws_secret_access_key="rehearsal")  # noqa: S106
-    request = _rehearse(job, session)[1]
-    environment = request.get("Environment", {})
-    return {
-        **request,
-        "HyperParameters": shown_hyperparameters(request.get("HyperParameters", {})),
-        "Environment": {name: shown(name, text) for name, text in environment.items()},
-    }
+    session = new_session(aws_access_key_id="rehearsal", aws_secret_access_key="rehearsal")  # noqa: S106
+    request = _rehearse(job, session, Gate(session))[1]
+    for name, hides in (("serviceRequestPayload", True), ("TrainingJobDefinition", False)):
+        if name in request:
+            part = json.loads(request[name]) if hides else request[name]
+            return {**request, name: _without_secrets(part)}
+    return _without_secrets(request)
 
 
-def send(job: Job, *, wait: bool = True) -> Mapping[str, Any]:
+def send(job: Job, *, wait: bool = True, shows_log: bool = False) -> Mapping[str, Any]:
     """Check a job, submit it, retry while there is no capacity, and wait until it ends.
 
     Args:
         job: The content of the job file.
         wait: False returns as soon as the service has accepted the job.
+        shows_log: Whether to write the job's log to stdout while waiting.
 
     Returns:
-        The last answer of DescribeTrainingJob; without waiting, only ``TrainingJobName``.
+        The last answer of DescribeTrainingJob; with ``batch`` of DescribeServiceJob, with ``tune`` of
+        DescribeHyperParameterTuningJob. Without waiting, only the job's name, or with ``batch`` its id.
 
     Raises:
+        AWSError: Region or credentials are missing.
         SDKError: The SDK is not installed.
-        SubmitError: The job has problems, which the message lists; region or credentials are missing; or the service
-            rejects the job.
+        SubmitError: The job has problems, which the message lists; or the service rejects the job.
     """
-    session = _boto_session()
-    if session.get_credentials() is None:
-        raise SubmitError(
-            "No AWS credentials: run 'aws configure' or 'aws sso login', or set AWS_PROFILE, or AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY. --dry-run and --local need none."
-        )
-    plan, _ = _rehearse(job, session)
-    # Waiting takes hours, in which the API is throttled at times.
-    client = session.client("sagemaker", config=Config(retries={"mode": "adaptive", "max_attempts": 10}))
+    session = new_session()
+    check_credentials(session)
+    gate = Gate(session)
+    plan, _ = _rehearse(job, session, gate)
+    _LOG.info("0 problems")
+    submit = partial(_call_sdk, plan, session)
+    clients = Clients(session)
     try:
-        return submit_until_capacity(
-            partial(adapter().submit, plan, session),
-            partial(watch, client, region=session.region_name) if wait else None,
-            job.retries,
-        )
+        if job.tune is not None:
+            found = _start_tuning(job.tune, job.name, clients, gate.capture(submit))
+        elif job.batch is not None:
+            found = _put_into_queue(job.batch, clients, gate.capture(submit))
+        else:
+            watch = partial(_watch, clients, shows_log=shows_log) if wait else None
+            return submit_until_capacity(submit, watch, job.retries)
+        _LOG.info("Submitted %s. To follow it: lightning-sm jobs logs -f %s", found.name, found.name)
+        return follow(clients, found, shows_log=shows_log) if wait else found.description
     except (ClientError, BotoCoreError, Boto3Error) as error:
         raise SubmitError(f"AWS rejected the request or cannot be reached: {error}") from error
     except OSError as error:  # a file of source_dir was removed after the check
@@ -110,9 +126,33 @@ def run_locally(job: Job, *, timeout_s: float | None = None, keep: bool = False)
     return local_mode.run(plan, root, timeout_s=timeout_s, keep=keep)
 
 
-def _rehearse(job: Job, session: boto3.Session) -> tuple[Plan, dict[str, Any]]:
-    """Check everything that can be checked without the service; return the plan and its request."""
-    sdk = adapter()
+def _watch(clients: Clients, name: str, *, shows_log: bool) -> Mapping[str, Any]:
+    return follow(clients, Found("training", name, {}), shows_log=shows_log)
+
+
+def _start_tuning(tune: Tune, name: str, clients: Clients, request: Mapping[str, Any]) -> Found:
+    arguments, _ = tuning_job(tune, name, request)
+    clients.sagemaker.create_hyper_parameter_tuning_job(**arguments)
+    full_name = arguments["HyperParameterTuningJobName"]
+    return Found("tuning", full_name, {"HyperParameterTuningJobName": full_name})
+
+
+def _put_into_queue(batch: Batch, clients: Clients, request: Mapping[str, Any]) -> Found:
+    answer = clients.batch.submit_service_job(**service_job(batch, request))
+    return Found("queued", answer["jobId"], {"jobId": answer["jobId"], "jobName": answer["jobName"]})
+
+
+def _call_sdk(plan: Plan, session: boto3.Session) -> str:
+    """Let the SDK submit a job; what version 2 prints belongs to stderr, beside our own lines."""
+    with contextlib.redirect_stdout(sys.stderr):
+        name: str = adapter().submit(plan, session)
+    return name
+
+
+def _rehearse(job: Job, session: boto3.Session, gate: Gate) -> tuple[Plan, dict[str, Any]]:
+    """Check everything that can be checked without the service; return the plan and the request."""
+    with contextlib.redirect_stdout(sys.stderr):  # to which the SDK's logging then writes, too
+        adapter()
     findings = check(job, "cloud", session.region_name)
     hyperparameters = _hyperparameters(job, findings)
     request: dict[str, Any] = {}
@@ -122,14 +162,32 @@ def _rehearse(job: Job, session: boto3.Session) -> tuple[Plan, dict[str, Any]]:
         if job.source_dir is not None:
             stand_in = replace(stand_in, source_dir=empty)
         try:
-            request = Gate(session).rehearse(partial(sdk.submit, make_plan(stand_in, hyperparameters), session))
-            findings.problems += request_problems(request)
+            request = gate.rehearse(partial(_call_sdk, make_plan(stand_in, hyperparameters), session))
+            request = _checked(job, request, findings)
         except SubmitError as error:
             # With other problems, the SDK most likely failed because of one that is already listed, and better worded.
             if not findings.problems:
                 findings.problems.append(str(error))
+    if not findings.problems:  # last, as it takes seconds
+        check_hyperparameters(job, hyperparameters, findings)
     findings.report()
     return make_plan(job, hyperparameters), request
+
+
+def _checked(job: Job, request: dict[str, Any], findings: Findings) -> dict[str, Any]:
+    """Check the request of a training job, and return that which is sent: the same, or what is made of it."""
+    if job.tune is not None:
+        arguments, warnings = tuning_job(job.tune, with_placeholders(job).name, request)
+        findings.warnings += warnings
+        problem = count_problem(job.tune, request)
+        findings.problems += [problem] if problem else request_problems(arguments, "CreateHyperParameterTuningJob")
+        return arguments
+    findings.problems += request_problems(request)
+    if job.batch is not None:
+        arguments = service_job(job.batch, request)
+        findings.problems += request_problems(arguments, "SubmitServiceJob", "batch")
+        return arguments
+    return request
 
 
 def _hyperparameters(job: Job, findings: Findings) -> dict[str, str]:
@@ -140,11 +198,12 @@ def _hyperparameters(job: Job, findings: Findings) -> dict[str, str]:
         return {}
 
 
-def _boto_session(**credentials: str) -> boto3.Session:
-    try:
-        session = boto3.Session(**credentials)
-    except BotoCoreError as error:  # for example, AWS_PROFILE names an unknown profile
-        raise SubmitError(f"No AWS session: {error}") from error
-    if session.region_name is None:
-        raise SubmitError("No AWS region: set AWS_DEFAULT_REGION, or 'region' in ~/.aws/config.")
-    return session
+def _without_secrets(request: Mapping[str, Any]) -> dict[str, Any]:
+    """A request, or the part of one that describes a training job, with ``(hidden)`` in place of secrets."""
+    safe = dict(request)
+    for name in ("HyperParameters", "StaticHyperParameters"):
+        if name in request:
+            safe[name] = shown_hyperparameters(request[name])
+    if "Environment" in request:
+        safe["Environment"] = {name: shown(name, text) for name, text in request["Environment"].items()}
+    return safe

@@ -14,8 +14,9 @@ from lightning_sm.errors import ChannelError
 from lightning_sm.job.channels import channel_for, route
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.training.environment import SageMakerEnvironment
+from lightning_sm.training.loggers import comet_arguments, default_logger, is_fixed, log_folder
 from lightning_sm.training.strategies.smddp import distribution_arguments
-from lightning_sm.training.trainer_setup import cluster_arguments, is_fixed, logs_to_tensorboard
+from lightning_sm.training.trainer_setup import cluster_arguments
 
 logger = logging.getLogger(__name__)
 _log_once = rank_zero_only(logger.info)
@@ -126,15 +127,19 @@ class JobOverlay:
         if not is_fixed(root):
             self._set("trainer.default_root_dir", str(job.host_output_dir / (root or "")))
         loggers = self._config.get("trainer.logger")
-        barebones = self._config.get("trainer.barebones")
-        if job.tensorboard_dir is not None and logs_to_tensorboard(loggers, barebones=barebones):
-            class_path = f"{DISTRIBUTION}.loggers.TensorBoardLogger"
-            arguments = {"save_dir": str(job.tensorboard_dir)}
-            self._set("trainer.logger", {"class_path": class_path, "init_args": arguments})
+        chosen = default_logger(job, loggers, barebones=self._config.get("trainer.barebones"))
+        if chosen is not None:
+            name, folder = chosen
+            class_path = f"{DISTRIBUTION}.loggers.{name}"
+            self._set("trainer.logger", {"class_path": class_path, "init_args": {"save_dir": str(folder)}})
         for item in _class_entries(loggers):
-            is_tensorboard = item.class_path.endswith(".TensorBoardLogger")
-            folder = job.tensorboard_dir if is_tensorboard else None
-            _rebase(item, "save_dir", folder or job.host_output_dir)
+            name = item.class_path.rpartition(".")[2]
+            is_tensorboard = name == "TensorBoardLogger"
+            keeps_files = is_tensorboard or name == "CSVLogger"
+            folder = log_folder(job, is_tensorboard=is_tensorboard) if keeps_files else job.host_output_dir
+            _rebase(item, "save_dir", folder)
+            if name == "CometLogger":
+                item.init_args.update(comet_arguments(job, vars(item.init_args)))
         for key in ("trainer.callbacks", *callback_keys):
             for item in _class_entries(self._config.get(key)):
                 _rebase(item, "dirpath", job.checkpoint_dir or job.host_output_dir)

@@ -24,6 +24,7 @@ from lightning_sm.job.process_launcher import Launch, Launcher, stray_variables
 from lightning_sm.job.rendezvous import RESOLVE_TIMEOUT_S, check_port_is_free, wait_for_host
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import DEVICES, RANK_ZERO_PID
+from lightning_sm.training.rank_marks import mark_errors
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         self._world_size: int | None = None
         # Until the Trainer exists, Lightning derives the rank from LOCAL_RANK alone, and would log once per host.
         _set_logging_rank(self.global_rank())
+        mark_errors(self._rank_of_several)
         if self.num_nodes > 1:
             atexit.register(report_if_alone, self._topology)
 
@@ -198,6 +200,13 @@ class SageMakerEnvironment(ClusterEnvironment):
         if self._global_rank is not None:
             return self._global_rank
         return self._node_rank * (self.devices or 1) + self.local_rank()
+
+    def _rank_of_several(self) -> int | None:
+        """The rank of this process, also before the Trainer exists; None while its host has no other."""
+        if not self.creates_processes_externally:
+            return None
+        devices = self.devices or int(os.environ.get("WORLD_SIZE", "1")) // self.num_nodes  # set by Lightning
+        return self._node_rank * devices + self.local_rank() if devices > 1 else None
 
     def set_global_rank(self, rank: int) -> None:
         """Take the rank that Lightning computed.

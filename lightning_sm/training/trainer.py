@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from lightning_sm._lightning import DummyLogger, Fabric, LightningDataModule, TensorBoardLogger, Trainer
+from lightning_sm._lightning import (
+    CSVLogger,
+    DummyLogger,
+    Fabric,
+    LightningDataModule,
+    TensorBoardLogger,
+    Trainer,
+)
 from lightning_sm._log import show_log_lines
 from lightning_sm.data.service import no_datamodule, remote, serve
 from lightning_sm.data.settings import DataServiceSettings
@@ -19,15 +25,10 @@ from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.environment import SageMakerEnvironment, leave_at_exit
+from lightning_sm.training.loggers import default_logger, is_fixed
 from lightning_sm.training.strategies.registry import register_strategies
 from lightning_sm.training.strategies.smddp import distribution_arguments
-from lightning_sm.training.trainer_setup import (
-    TrainerSetup,
-    as_list,
-    cluster_arguments,
-    is_fixed,
-    logs_to_tensorboard,
-)
+from lightning_sm.training.trainer_setup import TrainerSetup, as_list, cluster_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -168,19 +169,13 @@ class SageMakerFabric(Fabric):
 
 
 def _folders(job: SageMakerJob, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``default_root_dir`` and ``logger``, and move loggers with relative folders below the job's folders."""
+    """Return ``default_root_dir``, and the job's ``logger`` if the user has chosen none."""
     root = given.get("default_root_dir")
-    loggers = given.get("logger")
     folders: dict[str, Any] = {}
     if root is None or not is_fixed(root):
         folders["default_root_dir"] = str(job.host_output_dir / (root or ""))
-    if job.tensorboard_dir is not None and logs_to_tensorboard(loggers, barebones=given.get("barebones")):
-        folders["logger"] = TensorBoardLogger(job.tensorboard_dir)
-    for one in as_list(loggers):
-        # TensorBoardLogger and CSVLogger; other loggers send their files to a service.
-        folder = getattr(one, "_root_dir", None)
-        if folder is not None and not is_fixed(folder):
-            base = job.tensorboard_dir if isinstance(one, TensorBoardLogger) else None
-            one._root_dir = os.path.join(base or job.host_output_dir, folder)
-            vars(one).update({"_save_dir": one._root_dir} if "_save_dir" in vars(one) else {})
+    chosen = default_logger(job, given.get("logger"), barebones=given.get("barebones"))
+    if chosen is not None:
+        name, folder = chosen
+        folders["logger"] = (TensorBoardLogger if name == "TensorBoardLogger" else CSVLogger)(folder)
     return folders

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import logging
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,9 +19,11 @@ from lightning_sm.training.callbacks.local_position import LocalPosition
 from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
 from lightning_sm.training.callbacks.step_report import step_reports
+from lightning_sm.training.callbacks.step_times import StepTimes
 from lightning_sm.training.checkpoints.durable_io import make_durable
 from lightning_sm.training.checkpoints.sharded import care_for_shards
 from lightning_sm.training.environment import SageMakerEnvironment, report_if_alone
+from lightning_sm.training.loggers import ContinuedCurves, adopt
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,14 @@ class TrainerSetup:
         self._environment = environment
         self._outputs = JobOutputs(job)
         self._first = FailingRank()
-        self._callbacks: list[Callback] = [LocalPosition(), Heartbeat(), *step_reports(), self._outputs]
+        self._callbacks: list[Callback] = [
+            LocalPosition(),
+            ContinuedCurves(),
+            Heartbeat(),
+            StepTimes(job),
+            *step_reports(),
+            self._outputs,
+        ]
 
     def arguments(
         self, given: Mapping[str, Any], callbacks: Iterable[Callback], config: str | None = None
@@ -90,6 +98,7 @@ class TrainerSetup:
         if self._first not in callbacks:
             callbacks.insert(0, self._first)
         callbacks.extend(callback for callback in self._callbacks if callback not in callbacks)
+        adopt(trainer, self._job)
         self._outputs.route_checkpoints(trainer)
         if self._job.checkpoint_dir is not None:
             make_durable(trainer, self._job.checkpoint_dir)
@@ -134,26 +143,6 @@ def cluster_arguments(environment: SageMakerEnvironment, given: Mapping[str, Any
     if environment.devices is not None and stated_devices is None:
         arguments["devices"] = environment.devices
     return arguments
-
-
-def logs_to_tensorboard(loggers: Any, *, barebones: Any) -> bool:
-    """Whether a job with a TensorBoard output needs a logger for it, because the user has chosen none.
-
-    Args:
-        loggers: The Trainer's ``logger``.
-        barebones: The Trainer's ``barebones``.
-    """
-    if loggers not in (None, True) or barebones:
-        return False
-    if importlib.util.find_spec("tensorboard") is None:
-        logger.warning("The job has a TensorBoard output, but the package tensorboard is not installed.")
-        return False
-    return True
-
-
-def is_fixed(folder: Any) -> bool:
-    """Whether a folder is absolute, or an address such as s3://."""
-    return folder is not None and ("://" in str(folder) or Path(folder).is_absolute())
 
 
 def as_list(value: Any) -> list[Any]:

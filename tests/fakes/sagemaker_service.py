@@ -11,21 +11,30 @@ from typing import Any
 # IAM, to which version 3 of the SDK turns about the role: the caller may not look.
 _DENIED = b"<ErrorResponse><Error><Code>AccessDenied</Code><Message>no</Message></Error></ErrorResponse>"
 
+# The id of every job in a queue.
+JOB_ID = "0f1e2d3c-0000-1111-2222-333344445555"
+
 
 @dataclass
 class FakeService:
-    """SageMaker, S3 and IAM behind one address.
+    """SageMaker, AWS Batch, CloudWatch Logs, S3 and IAM behind one address.
 
     Attributes:
         refusals: Error codes for the next CreateTrainingJob requests; an empty one accepts.
         endings: What DescribeTrainingJob says of the jobs, in the order of their creation.
+        lines: What is logged by host algo-1 of each job.
         requests: CreateTrainingJob requests so far.
+        tuning: CreateHyperParameterTuningJob requests so far.
+        queued: SubmitServiceJob requests so far.
         uploads: Paths of S3 objects so far.
         seen: Everything that came, as method and path.
     """
 
     refusals: list[str] = field(default_factory=list)
     endings: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    tuning: list[dict[str, Any]] = field(default_factory=list)
+    queued: list[dict[str, Any]] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
     uploads: list[str] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
@@ -64,13 +73,31 @@ class FakeService:
             "NO_PROXY": "127.0.0.1",
         }
 
-    def answer(self, operation: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Answer SageMaker's operations.
+    def answer(self, operation: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:  # noqa: PLR0911 - a table
+        """Answer the operations of SageMaker, AWS Batch and CloudWatch Logs.
 
         Args:
-            operation: Its name.
+            operation: Its name; of AWS Batch, as in its address.
             body: Its arguments.
         """
+        if operation == "CreateHyperParameterTuningJob":
+            self.tuning.append(body)
+            return 200, {"HyperParameterTuningJobArn": "arn:aws:x"}
+        if operation == "submitservicejob":
+            self.queued.append(body)
+            self.requests.append(json.loads(body["serviceRequestPayload"]))
+            return 200, {"jobName": body["jobName"], "jobId": JOB_ID}
+        if operation == "describeservicejob":
+            resource = {"name": "TrainingJobArn", "value": f"arn:aws:x/{self.requests[-1]['TrainingJobName']}"}
+            status = "SUCCEEDED" if self.endings[-1]["TrainingJobStatus"] == "Completed" else "FAILED"
+            return 200, {"jobId": JOB_ID, "status": status, "latestAttempt": {"serviceResourceId": resource}}
+        if operation == "FilterLogEvents":
+            stream = f"{body['logStreamNamePrefix']}algo-1-1700000000"
+            events = [
+                {"logStreamName": stream, "timestamp": number, "message": line, "eventId": str(number)}
+                for number, line in enumerate(self.lines)
+            ]
+            return 200, {"events": events}
         if operation == "CreateTrainingJob":
             self.requests.append(body)
             code = self.refusals.pop(0) if self.refusals else ""
@@ -95,6 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Take an API call."""
         body = self._read()
         operation = self.headers.get("X-Amz-Target", "").partition(".")[2]
+        if self.path.startswith("/v1/"):  # AWS Batch
+            operation = self.path.removeprefix("/v1/")
         if not operation:
             self._reply(403, _DENIED)
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sm import SageMakerCLI
+from lightning_sm.training import loggers
 from lightning_sm.training.callbacks import spot_checkpoint
 from tests.fakes.job_folder import resource_config, write_job
 
@@ -206,8 +208,9 @@ class Host:
         return cli(model, data, seed_everything_default=1, **kwargs)
 
     def new_process(self) -> None:
-        """Count the Trainers from 1, as in a process of its own."""
+        """Count the Trainers and the runs of loggers from 1, as in a process of its own."""
         self._monkeypatch.setattr(spot_checkpoint, "_numbers", itertools.count(1))
+        self._monkeypatch.setattr(loggers, "_taken", Counter())
 
     def make(self, *arguments: str, **kwargs: Any) -> Any:
         """Like ``start``, but make model, data and trainer only."""

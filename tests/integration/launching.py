@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 TIMEOUT_S = 90
+_NO_REPORT = {"LIGHTNING_SM_REPORT_S": "0"}  # it takes seconds
 _FOREIGN = ("SM_", "SAGEMAKER_", "LIGHTNING_SM_", "TRAINING_JOB_", "AWS_", "PIP_", "CA_REPOSITORY_")
 
 
@@ -26,7 +27,13 @@ def variables_of(base: Path, **variables: str) -> dict[str, str]:
         variables: Other variables.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-    return {**inherited, "SAGEMAKER_BASE_DIR": str(base), "LIGHTNING_SM_PEERS_TIMEOUT_S": "0", **variables}
+    return {
+        **inherited,
+        "SAGEMAKER_BASE_DIR": str(base),
+        "LIGHTNING_SM_PEERS_TIMEOUT_S": "0",
+        **_NO_REPORT,
+        **variables,
+    }
 
 
 def train(

@@ -16,7 +16,8 @@ import numpy as np
 
 from lightning_sm.data.feeder.host_link import HostLink, LinkState, describe
 from lightning_sm.data.feeder.pass_buffer import StepPlan
-from lightning_sm.data.plan.samples import BatchPlan, IndexArray, SamplePlan, digest, epoch_order
+from lightning_sm.data.plan.order import IndexArray, Order, SequentialOrder, ShuffledOrder, sorted_order
+from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, digest
 from lightning_sm.data.plan.shards import ShardSteps, shard_steps
 from lightning_sm.data.protocol.failures import with_place
 from lightning_sm.errors import DataHostMismatchError, DataServiceError, RemoteTransformError, WireError
@@ -63,6 +64,7 @@ def step_plan(facts: Mapping[str, Any], sampler_orders: SamplerOrders) -> StepPl
     world_size = facts["world_size"]
     if facts["order"] == "shards":
         return ShardSteps(facts["num_shards"], rank, world_size, facts["first_step"], facts["stop_step"])
+    keys: Order
     if facts["order"] in ("sampler", "batch_sampler"):
         keys, offsets = sampler_orders.get(facts)
         if offsets is not None:
@@ -70,9 +72,10 @@ def step_plan(facts: Mapping[str, Any], sampler_orders: SamplerOrders) -> StepPl
     elif facts["order"] == "shuffled":
         template = facts["template"]
         which = {name: template[name] for name in ("seed", "epoch", "pass_index")}
-        keys = epoch_order(facts["num_samples"], **which, salt=f"{facts['stage']} {template['loader']}")
+        shuffled = sorted_order if facts["order_version"] == 1 else ShuffledOrder
+        keys = shuffled(facts["num_samples"], **which, salt=f"{facts['stage']} {template['loader']}")
     else:
-        keys = np.arange(facts["num_samples"], dtype=np.int64)
+        keys = SequentialOrder(facts["num_samples"])
     if facts["batch_size"] is None:
         return BatchPlan(keys, None, rank, world_size)
     return SamplePlan(keys, facts["batch_size"], facts["drop_last"], rank, world_size)

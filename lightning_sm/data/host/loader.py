@@ -26,6 +26,7 @@ from lightning_sm.data.host.identity import describe_data
 from lightning_sm.data.host.iterable import OpenShards, UserCodeError, show_worker_info
 from lightning_sm.data.host.random_state import seed_all
 from lightning_sm.data.host.sampler import SamplerPass, UserSampler
+from lightning_sm.data.host.seeding import Seed, Seeding
 from lightning_sm.data.ipc.processes import in_fork
 from lightning_sm.data.plan.seeds import SampleSeeds, worker_seed
 from lightning_sm.data.protocol.spec import BatchSpec, LoaderFacts, Order
@@ -65,6 +66,7 @@ class ServedLoader:
         self._index = index
         self._shards = OpenShards(loader, stage, index)
         self._keys: tuple[tuple[int, int, int], list[Any]] | None = None
+        self._seeding = Seeding()
         self._fetches_lists = _has_own_getitems(self._dataset)
         order, num_samples, batch_size, drop_last = _order_of(loader, stage)
         sampler = loader.batch_sampler if order == "batch_sampler" else _sampler_of(loader)
@@ -131,18 +133,25 @@ class ServedLoader:
             return self._shards.batch(spec)
         self._show_worker_info()
         seeds = SampleSeeds(spec.seed, self._stage, self._index, spec.epoch, spec.pass_index)
-        keys: list[Any] = spec.keys.tolist()
-        if self._is_positional:
-            all_keys = self._all_keys(spec)
-            keys = [all_keys[position] for position in keys]
-        samples = self._samples(keys, seeds, spec)
-        seed_all(seeds.of_batch(spec.step, spec.rank))
-        try:
-            if self.facts.batch_size is None and self.facts.order != "batch_sampler":
-                return self._collate(samples[0])
-            return collate_into(self._collate, samples, arena)
-        except Exception as error:
-            raise UserCodeError(f"index {keys!r}") from error
+        start = arena.used
+
+        def make(seed: Seed) -> Any:
+            arena.reset(start)
+            keys: list[Any] = spec.keys.tolist()
+            if self._is_positional:
+                all_keys = self._all_keys(spec)
+                keys = [all_keys[position] for position in keys]
+            samples = self._samples(keys, seeds, spec, seed)
+            if seed:
+                seed(seeds.of_batch(spec.step, spec.rank))
+            try:
+                if self.facts.batch_size is None and self.facts.order != "batch_sampler":
+                    return self._collate(samples[0])
+                return collate_into(self._collate, samples, arena)
+            except Exception as error:
+                raise UserCodeError(f"index {keys!r}") from error
+
+        return self._seeding.run(make, (self._dataset, self._collate))
 
     def enter_worker(self, host: str, worker_id: int, num_workers: int) -> None:
         """Set ``get_worker_info()`` and run the user's ``worker_init_fn``; shards do both when they open.
@@ -171,16 +180,18 @@ class ServedLoader:
         if self._worker is not None:
             show_worker_info(*self._worker, self._dataset)
 
-    def _samples(self, keys: list[Any], seeds: SampleSeeds, spec: BatchSpec) -> list[Any]:
+    def _samples(self, keys: list[Any], seeds: SampleSeeds, spec: BatchSpec, seed: Seed) -> list[Any]:
         if self._fetches_lists:
-            seed_all(seeds.of_batch(spec.step, spec.rank))
+            if seed:
+                seed(seeds.of_batch(spec.step, spec.rank))
             try:
                 return list(self._dataset.__getitems__(keys))  # type: ignore[attr-defined]  # torch's own protocol
             except Exception as error:
                 raise UserCodeError(f"index {keys!r}") from error
         samples = []
         for key in keys:
-            seed_all(seeds.of(key))
+            if seed:
+                seed(seeds.of(key))
             try:
                 samples.append(self._dataset[key])
             except Exception as error:

@@ -21,6 +21,7 @@ from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.batch.encode import encode
 from lightning_sm.data.host.iterable import ShardAnswer, UserCodeError
 from lightning_sm.data.host.loader import ServedLoader
+from lightning_sm.data.host.seeding import watch_readers
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import keep_freed_memory
 from lightning_sm.data.ipc.ring import Ring
@@ -55,6 +56,7 @@ def run_worker(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     keep_freed_memory()
     torch.set_num_threads(1)
+    watch_readers()
     requests = MessageSocket(sock)
     problem: Exception | None = None
     try:

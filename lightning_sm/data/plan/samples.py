@@ -8,34 +8,17 @@ is what all ranks together train on in one step.
 from __future__ import annotations
 
 import hashlib
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from lightning_sm.data.plan.seeds import encode_key
+from lightning_sm.data.plan.order import IndexArray, Order
 from lightning_sm.errors import DataSettingsError
 
-IndexArray: TypeAlias = npt.NDArray[np.int64]
-
-
-def epoch_order(length: int, *, seed: int, epoch: int, pass_index: int = 0, salt: str = "") -> IndexArray:
-    """Shuffle ``range(length)``, as int64: the same order in every process, on every host, under every NumPy version.
-
-    NumPy may change what ``Generator.permutation`` returns from release to release; NEP 19 guarantees only the raw
-    stream of a bit generator. So the order is the stable argsort of one raw Philox number per sample: ties, were
-    there any, cannot fall differently on another processor.
-
-    Args:
-        length: Number of samples.
-        seed: Seed of the run.
-        epoch: Epoch of the trainer.
-        pass_index: Counts passes over the same loader within one epoch.
-        salt: Tells apart loaders that must not share an order.
-    """
-    prefix = encode_key(["lightning_sm.order", int(seed), int(epoch), int(pass_index), salt])
-    key = np.frombuffer(hashlib.blake2b(prefix, digest_size=16).digest(), dtype="<u8")
-    return np.argsort(np.random.Philox(key=key).random_raw(length), kind="stable").astype(np.int64, copy=False)
+# A shuffled order is evaluated for about so many samples at once: one by one, steps of a few samples would cost five
+# times more. The window of a pass lies in so many of these blocks.
+_BLOCK_SAMPLES = 4096
+_NUM_BLOCKS = 4
 
 
 def num_steps(num_samples: int, batch_size: int | None, *, drop_last: bool, world_size: int) -> int:
@@ -65,7 +48,7 @@ class SamplePlan:
     fewer samples than there are ranks.
 
     Args:
-        order: Sample indices of the pass, for all ranks together.
+        order: Sample indices of the pass, for all ranks together. Only those of this rank's steps are read.
         batch_size: Samples per batch, per rank.
         drop_last: Leave out the samples that do not fill a global batch.
         rank: Global rank among the trainers.
@@ -78,17 +61,20 @@ class SamplePlan:
         ValueError: An argument is out of range, or ``order`` is not a list of integers.
     """
 
-    def __init__(self, order: IndexArray, batch_size: int, drop_last: bool, rank: int, world_size: int) -> None:
+    def __init__(
+        self, order: Order | Sequence[int], batch_size: int, drop_last: bool, rank: int, world_size: int
+    ) -> None:
         check_rank(rank, world_size)
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} is not a positive number.")
-        self._order = _as_indices(order)
+        self._order = _as_order(order)
         self._rank = rank
         self._world_size = world_size
         self._global_batch_size = batch_size * world_size
         self.num_steps = num_steps(len(self._order), batch_size, drop_last=drop_last, world_size=world_size)
-        if drop_last:
-            self._order = np.resize(self._order, self.num_steps * self._global_batch_size)
+        self._stop = self.num_steps * self._global_batch_size if drop_last else len(self._order)
+        self._block_steps = max(1, _BLOCK_SAMPLES // batch_size)
+        self._blocks: dict[int, list[IndexArray]] = {}  # the last used is last
 
     def batch(self, step: int) -> IndexArray:
         """Return this rank's indices at a step, never empty.
@@ -97,9 +83,24 @@ class SamplePlan:
             IndexError: The pass has no such step.
         """
         _check_step(step, self.num_steps)
+        number, place = divmod(step, self._block_steps)
+        self._blocks[number] = self._blocks.pop(number, []) or self._block(number)
+        while len(self._blocks) > _NUM_BLOCKS:
+            del self._blocks[next(iter(self._blocks))]
+        return self._blocks[number][place]
+
+    def _block(self, number: int) -> list[IndexArray]:
+        first = number * self._block_steps
+        positions = [self._positions(step) for step in range(first, min(first + self._block_steps, self.num_steps))]
+        # With drop_last, the only step of a pass may repeat samples.
+        indices = self._order[np.concatenate(positions) % len(self._order)]
+        return np.split(indices, np.cumsum([len(part) for part in positions[:-1]]))
+
+    def _positions(self, step: int) -> IndexArray:
         start = step * self._global_batch_size
-        end = None if step == self.num_steps - 1 else start + self._global_batch_size
-        return _share(self._order[start:end], self._rank, self._world_size)
+        stop = self._stop if step == self.num_steps - 1 else start + self._global_batch_size
+        share = _share(range(start, stop), self._rank, self._world_size)
+        return np.arange(share.start, share.stop)
 
 
 class BatchPlan:
@@ -109,7 +110,7 @@ class BatchPlan:
     which the ranks that would have none repeat batches of this group.
 
     Args:
-        flat: The sample indices of all batches, one batch after the other.
+        flat: The sample indices of all batches, one batch after the other; without ``offsets`` it may be any order.
         offsets: Where each batch starts in ``flat``, and where the last one ends. None: every index stands for a batch.
         rank: Global rank among the trainers.
         world_size: Number of trainer ranks.
@@ -122,9 +123,9 @@ class BatchPlan:
         ValueError: An argument is out of range, or ``offsets`` does not cut ``flat`` into batches.
     """
 
-    def __init__(self, flat: IndexArray, offsets: IndexArray | None, rank: int, world_size: int) -> None:
+    def __init__(self, flat: Order | Sequence[int], offsets: IndexArray | None, rank: int, world_size: int) -> None:
         check_rank(rank, world_size)
-        self._flat = _as_indices(flat)
+        self._flat = _as_order(flat)
         self._offsets = None if offsets is None else _as_indices(offsets)
         if self._offsets is not None:
             _check_offsets(self._offsets, len(self._flat))
@@ -142,9 +143,8 @@ class BatchPlan:
         _check_step(step, self.num_steps)
         first = step * self._world_size
         number = first + self._rank % min(self._world_size, self._num_batches - first)
-        if self._offsets is None:
-            return self._flat[number : number + 1]
-        return self._flat[self._offsets[number] : self._offsets[number + 1]]
+        bounds = (number, number + 1) if self._offsets is None else self._offsets[number : number + 2]
+        return self._flat[np.arange(*bounds)]
 
 
 def digest(array: IndexArray) -> str:
@@ -162,7 +162,11 @@ def check_rank(rank: int, world_size: int) -> None:
         raise ValueError(f"rank={rank} does not exist in world_size={world_size}.")
 
 
-def _as_indices(values: IndexArray) -> IndexArray:
+def _as_order(values: Order | Sequence[int]) -> Order:
+    return _as_indices(values) if isinstance(values, (Sequence, np.ndarray)) else values
+
+
+def _as_indices(values: IndexArray | Sequence[int]) -> IndexArray:
     array = np.asarray(values)
     # NumPy turns an empty list into an array of floats, which is fine.
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -170,7 +174,7 @@ def _as_indices(values: IndexArray) -> IndexArray:
     return array.astype(np.int64, copy=False)
 
 
-def _share(values: IndexArray, rank: int, world_size: int) -> IndexArray:
+def _share(values: range, rank: int, world_size: int) -> range:
     """Cut off a rank's contiguous part; sizes differ by at most one, and no part is empty."""
     if len(values) < world_size:
         # A rank without a batch would leave the others waiting in their next collective.

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_sm.data.plan.samples import IndexArray, check_rank
+from lightning_sm.data.plan.order import IndexArray
+from lightning_sm.data.plan.samples import check_rank
 from lightning_sm.errors import DataSettingsError, WireError
 
 # Divides evenly over 1, 2, 4, 8 or 16 ranks or data workers, so that these cluster shapes read the same shards.

@@ -34,6 +34,8 @@ class RankFigures:
         sync_s: The part of ``busy_s`` in the backward pass and the optimizer, where ranks wait for each other.
         queue_s: Total seconds that requests waited for a worker.
         produce_s: Total seconds that workers spent on the batches.
+        produce_ms2: Sum of the squares of these times, in square milliseconds: how much they vary decides how many
+            workers keep up.
         transfer_s: Total seconds from request to batch, without ``queue_s`` and ``produce_s``.
     """
 
@@ -48,6 +50,7 @@ class RankFigures:
     sync_s: float = 0.0
     queue_s: float = 0.0
     produce_s: float = 0.0
+    produce_ms2: float = 0.0
     transfer_s: float = 0.0
 
     def count(
@@ -68,6 +71,7 @@ class RankFigures:
         queue_s, produce_s, transfer_s = (message[name] for name in ("queue_s", "produce_s", "transfer_s"))
         self.queue_s += queue_s
         self.produce_s += produce_s
+        self.produce_ms2 += (1e3 * produce_s) ** 2
         self.transfer_s += transfer_s
         if busy_s is None:
             self.first_wait_s += wait_s
@@ -102,6 +106,14 @@ class RankFigures:
     def wait_fraction(self) -> float:
         """Fraction of these seconds that the training loop waited; 0 before the second batch."""
         return self.wait_s / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def produce_variation(self) -> float | None:
+        """Standard deviation of the workers' time for a batch, divided by its mean; None for fewer than two batches."""
+        if self.num_batches <= 1 or self.produce_s <= 0:
+            return None
+        mean_ms = 1e3 * self.produce_s / self.num_batches
+        return math.sqrt(max(0.0, self.produce_ms2 / self.num_batches - mean_ms**2)) / mean_ms
 
     @property
     def own_s(self) -> float:

@@ -91,6 +91,7 @@ class ServerProcess:
             "List": grpc.stream_stream_rpc_method_handler(self._list),
             "Fetch": grpc.stream_stream_rpc_method_handler(self._fetch),
             "Heartbeat": grpc.unary_unary_rpc_method_handler(self._heartbeat),
+            "Status": grpc.unary_unary_rpc_method_handler(self._status),
             "Finish": grpc.unary_unary_rpc_method_handler(self._finish),
         }
         self._server = grpc.server(
@@ -273,6 +274,15 @@ class ServerProcess:
         except DataHostMismatchError as error:
             # Not final: the trainer tries again, and the others may have ended by then.
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        return self._state(figures)
+
+    def _status(self, _request: bytes, _context: Any) -> bytes:
+        """Answer a call that only looks: it needs no lease, and grants none."""
+        with self._leasing:
+            figures = {"figures": dict(self._figures)}
+        return self._state(figures)
+
+    def _state(self, figures: dict[str, Any]) -> bytes:
         state = {
             "name": self._settings.name,
             **figures,

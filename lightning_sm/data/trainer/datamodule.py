@@ -24,6 +24,7 @@ from lightning_sm._lightning import (
 )
 from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.host.data_host import LOCAL_JOB, DataHost
+from lightning_sm.data.plan.order import ORDER_VERSION
 from lightning_sm.data.plan.shards import default_num_shards
 from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.protocol.plain_values import plain_value
@@ -466,20 +467,23 @@ class RemoteDataModule(LightningDataModule):
     def _place(self, stage: str, index: int, facts: LoaderFacts) -> LoaderPlace:
         settings = self._settings
         rank, world_size = self._data_ranks(facts)
+        origin = self._progress.origin
+        num_shards = settings.virtual_shards or (None if origin is None else origin.num_shards(world_size))
         return LoaderPlace(
             request_name=self._request_name(stage),
             index=index,
             stage=stage,
             rank=rank,
             world_size=world_size,
-            seed=self._run_seed if self._progress.seed is None else self._progress.seed,
+            seed=self._run_seed if origin is None else origin.seed,
+            order_version=ORDER_VERSION if origin is None else origin.order_version,
             window_batches=settings.window_batches or self._default_window(),
             is_window_fixed=settings.window_batches is not None,
             window_bytes=settings.window_bytes,
             max_batch_bytes=settings.max_batch_bytes,
             timeout_s=settings.batch_timeout_s,
             compression=settings.compression or "",
-            num_shards=settings.virtual_shards or default_num_shards(world_size),
+            num_shards=num_shards or default_num_shards(world_size),
             # A validation whose shards restart, or that ends early, would give wrong metrics.
             batches_per_pass=settings.batches_per_epoch if stage == "train" else None,
         )

@@ -53,7 +53,7 @@ class RemoteLoader:
         self.sampler = _Shuffled(self) if facts.order == "shuffled" else _Sequential(self)
         self.batch_sampler: Any = None
         self.on_epoch: Callable[[int], None] | None = None
-        # With what the batch took on its way (``Delivery.figures``), the seconds that the training loop waited, and those
+        # With what the batch took (``Delivery.figures``), the seconds that the training loop waited for it, and those
         # since the batch before.
         self.on_batch: Callable[[Mapping[str, Any], float, float | None], None] | None = None
         self.on_indices: Callable[[list[int]], None] | None = None  # with those of each batch of the Trainer
@@ -159,6 +159,7 @@ class RemoteLoader:
             },
             "stage": place.stage,
             "order": facts.order,
+            "order_version": place.order_version,
             "num_samples": facts.num_samples,
             "batch_size": facts.batch_size,
             "drop_last": facts.drop_last,

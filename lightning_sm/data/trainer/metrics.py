@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ class HostFigures:
         transfer_s: Seconds that these were on their way.
         num_retries: Number of this rank's requests that had to be sent again, to this host or to another.
         num_lost: How often this rank lost the connection.
+        num_hedges: Number of this rank's requests that it sent to a second host, too, because this one was late.
     """
 
     name: str
@@ -64,6 +65,7 @@ class HostFigures:
     transfer_s: float = 0.0
     num_retries: int = 0
     num_lost: int = 0
+    num_hedges: int = 0
 
     @classmethod
     def between(cls, before: Mapping[str, Any], after: Mapping[str, Any]) -> HostFigures:
@@ -79,7 +81,8 @@ class HostFigures:
             return [after[name] for name in names] if any(change < 0 for change in changes) else changes
 
         busy_s, capacity_s, num_built, built_s = added("busy_s", "capacity_s", "built", "built_s")
-        num_received, transfer_s, num_retries, num_lost = added("batches", "transfer_s", "retries", "lost")
+        num_received, transfer_s, num_retries = added("batches", "transfer_s", "retries")
+        num_lost, num_hedges = added("lost", "hedges")
         return cls(
             name=after["name"],
             state=after["state"],
@@ -93,4 +96,28 @@ class HostFigures:
             transfer_s=transfer_s,
             num_retries=num_retries,
             num_lost=num_lost,
+            num_hedges=num_hedges,
         )
+
+
+def changes(before: Iterable[HostFigures], after: Iterable[HostFigures]) -> Iterator[tuple[str, str]]:
+    """Yield what happened to data hosts between two moments, as events of the run's record: what, and it in words.
+
+    Args:
+        before: The hosts at the first moment, with sums since the start; empty before the first one.
+        after: The hosts at the second.
+    """
+    known = {host.name: host for host in before}
+    for host in after:
+        last = known.get(host.name, HostFigures(host.name))
+        if host.state == "down" and last.state != "down":
+            yield "host_lost", f"data host {host.name} is down{f': {host.why}' if host.why else ''}"
+        if host.state == "up" and last.state == "down":
+            yield "host_back", f"data host {host.name} is back"
+        for what, words, number in (
+            ("retry", "repeated", host.num_retries - last.num_retries),
+            ("hedge", "sent to a second host, too", host.num_hedges - last.num_hedges),
+        ):
+            if number > 0:
+                requests = "1 request" if number == 1 else f"{number} requests"
+                yield what, f"{requests} to data host {host.name} {words}"

@@ -24,13 +24,13 @@ class Progress(Callback):
     ``load_state_dict`` may refuse unknown entries.
 
     Attributes:
-        seed: The seed in the checkpoint from which training resumes, else None. With another seed, the rest of the
-            epoch would have another order.
+        origin: The position in the checkpoint from which training resumes, else None. With another seed, order or
+            number of shards, the rest of the epoch would have other batches.
     """
 
     def __init__(self) -> None:
-        self.seed: int | None = None
-        self._saved: SavedPosition | None = None
+        self.origin: SavedPosition | None = None
+        self._is_due = False
         self._loaders: Sequence[RemoteLoader] = ()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -52,6 +52,7 @@ class Progress(Callback):
             epoch=fit_loop.epoch_progress.current.processed,
             batches=fit_loop.epoch_loop.batch_progress.current.processed,
             loaders=_positions(self._loaders),
+            order_version=self._loaders[0].place.order_version,
         )
         checkpoint[_CHECKPOINT_KEY] = position.to_json()
         # With states of loaders in it, Lightning would refuse to resume without data hosts, from stateless loaders.
@@ -65,8 +66,8 @@ class Progress(Callback):
         """
         position = checkpoint.get(_CHECKPOINT_KEY)
         if position is not None:
-            self._saved = SavedPosition.from_json(position)
-            self.seed = self._saved.seed
+            self.origin = SavedPosition.from_json(position)
+            self._is_due = True
 
     def resume(self, trainer: Any) -> None:
         """Convert the Trainer's batch count after a resume within an epoch with other ranks or batch sizes.
@@ -76,8 +77,8 @@ class Progress(Callback):
         Raises:
             ResumeError: The data is not that of the checkpoint.
         """
-        saved = self._saved
-        self._saved = None
+        saved = self.origin if self._is_due else None
+        self._is_due = False
         if saved is None or not trainer.fit_loop.restarting:
             return
         batches, num_repeated = saved.batches_for(_positions(self._loaders))

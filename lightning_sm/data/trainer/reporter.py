@@ -34,6 +34,23 @@ class _Epoch:
     is_reported: bool = False
 
 
+@dataclass
+class _Sums:
+    """What data hosts and ranks did since the start of their processes."""
+
+    hosts: Sequence[Mapping[str, Any]]
+    ranks: dict[str, RankFigures]
+
+    def since(self, before: Mapping[str, RankFigures]) -> dict[str, RankFigures]:
+        """Return what each rank measured since an earlier moment; none that had no batch."""
+        added = {name: figures.since(before.get(name)) for name, figures in self.ranks.items()}
+        return {name: figures for name, figures in added.items() if figures.num_steps}
+
+
+def _added(one: RankFigures, other: RankFigures) -> RankFigures:
+    return RankFigures(**{name: value + getattr(other, name) for name, value in vars(one).items()})
+
+
 class Reporter(Callback):
     """Measures the training loaders of a rank, and reports those of all ranks on rank 0.
 
@@ -53,6 +70,8 @@ class Reporter(Callback):
         self._sync_s = 0.0
         self._epoch: _Epoch | None = None
         self._reported: dict[str, RankFigures] = {}  # by rank, at the last report, or when the run began
+        self._run: _Sums | None = None  # when the run began
+        self._waiting = RankFigures()  # what the slowest rank of each reported epoch of the run measured
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: strategies that spawn pickle the Trainer."""
@@ -62,6 +81,8 @@ class Reporter(Callback):
         """Leave what the ranks have measured in earlier runs of the Trainer out of the next report."""
         self._epoch = None
         self._reported.clear()
+        self._run = None
+        self._waiting = RankFigures()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Note where ranks begin to wait for each other."""
@@ -137,23 +158,55 @@ class Reporter(Callback):
         if epoch is None or epoch.is_reported:
             return ""
         epoch.is_reported = True
-        state = self._state_or_none()
-        if state is None:
+        now = self._sums()
+        if now is None:
             return ""
-        known = {name: RankFigures.from_json(values) for name, values in state["ranks"].items()}
-        known[self._feeder().name] = copy.copy(self._figures)
-        ranks = {name: figures.since(self._reported.get(name)) for name, figures in known.items()}
-        ranks = {name: figures for name, figures in ranks.items() if figures.num_steps}
-        self._reported = known
+        ranks = now.since(self._reported)
+        self._reported = now.ranks
         if not ranks:
             return ""
         before = {host["name"]: host for host in epoch.hosts_before}
-        hosts = [HostFigures.between(before.get(host["name"], {}), host) for host in epoch.hosts or state["hosts"]]
+        hosts = [HostFigures.between(before.get(host["name"], {}), host) for host in epoch.hosts or now.hosts]
         for sentence in trouble(hosts):
             logger.warning("%s", sentence)
         _, rank = slowest(ranks)
+        self._waiting = _added(self._waiting, rank)
         text = verdict(ranks, hosts)
         return f"data_wait={100 * rank.wait_fraction:.1f}%" + (f" | {text}" if text else "")
+
+    def sums(self) -> tuple[list[HostFigures], dict[str, dict[str, float]]] | None:
+        """Return what data hosts and ranks did since the start, for the record of the run; None if that is not known.
+
+        Returns:
+            The data hosts, and the fields of ``RankFigures`` by name of the rank.
+        """
+        now = self._sums()
+        if now is None:
+            return None
+        hosts = [HostFigures.between({}, host) for host in now.hosts]
+        return hosts, {name: figures.to_json() for name, figures in now.ranks.items()}
+
+    def run_verdict(self) -> str | None:
+        """Return what held up training in the whole run, and what would help; None if nothing did."""
+        now = None if self._run is None else self._sums()
+        if now is None or self._run is None:
+            return None
+        ranks = now.since(self._run.ranks)
+        if not ranks:
+            return None
+        rest = now.since(self._reported)  # of an epoch that has no report, because it was interrupted
+        waiting = _added(self._waiting, slowest(rest)[1]) if rest else self._waiting
+        before = {host["name"]: host for host in self._run.hosts}
+        hosts = [HostFigures.between(before.get(host["name"], {}), host) for host in now.hosts]
+        return verdict(ranks, hosts, waiting)
+
+    def _sums(self) -> _Sums | None:
+        state = self._state_or_none()
+        if state is None:
+            return None
+        ranks = {name: RankFigures.from_json(values) for name, values in state["ranks"].items()}
+        ranks[self._feeder().name] = copy.copy(self._figures)
+        return _Sums(state["hosts"], ranks)
 
     def _begin(self, trainer: Any) -> _Epoch:
         """Take the figures at the first batch of an epoch."""
@@ -165,6 +218,8 @@ class Reporter(Callback):
             for name, values in state["ranks"].items():
                 self._reported.setdefault(name, RankFigures.from_json(values))
         self._reported.setdefault(self._feeder().name, epoch.before)
+        if self._run is None:
+            self._run = _Sums(epoch.hosts_before, dict(self._reported))
         return epoch
 
     def _state_or_none(self) -> dict[str, Any] | None:

@@ -7,13 +7,14 @@ number of data hosts, workers and ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from lightning_sm.data.plan.order import ORDER_VERSION
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.errors import ResumeError
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class LoaderPosition:
         identity: Equal for the same data.
         global_batch: Samples (of a batch sampler: batches) per step on all ranks together.
         shards: Shards, ranks and batch size of an iterable dataset; empty for others.
+        num_shards: Number of its virtual shards; 0 for others.
     """
 
     name: str
@@ -33,6 +35,7 @@ class LoaderPosition:
     identity: str
     global_batch: int
     shards: str = ""
+    num_shards: int = 0
 
     @classmethod
     def of(cls, facts: LoaderFacts, world_size: int, num_shards: int = 0) -> LoaderPosition:
@@ -43,10 +46,11 @@ class LoaderPosition:
             world_size: Number of ranks that split the data.
             num_shards: Number of virtual shards, if it is an iterable dataset.
         """
-        shards = ""
-        if facts.order == "shards":
-            shards = f"{num_shards} virtual shards, world size {world_size}, batch size {facts.batch_size}"
-        return cls(facts.name, facts.dataset, facts.identity, (facts.batch_size or 1) * world_size, shards)
+        own = cls(facts.name, facts.dataset, facts.identity, (facts.batch_size or 1) * world_size)
+        if facts.order != "shards":
+            return own
+        shards = f"{num_shards} virtual shards, world size {world_size}, batch size {facts.batch_size}"
+        return replace(own, shards=shards, num_shards=num_shards)
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,14 @@ class SavedPosition:
         epoch: Epoch, from 0.
         batches: Batches of the epoch on which every rank has trained.
         loaders: The training loaders.
+        order_version: How epochs are shuffled. A run that resumes from an older checkpoint keeps the order of that.
     """
 
     seed: int
     epoch: int
     batches: int
     loaders: tuple[LoaderPosition, ...]
+    order_version: int = ORDER_VERSION
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values for a checkpoint."""
@@ -78,13 +84,21 @@ class SavedPosition:
         """
         fields = dict(state)
         version = fields.pop("version", None)
-        if version != _VERSION:
+        if version not in (1, _VERSION):
             raise ResumeError(
-                f"The checkpoint has a data position of version {version}, but this lightning_sm reads version "
+                f"The checkpoint has a data position of version {version}, but this lightning_sm reads versions 1 to "
                 f"{_VERSION}. Use the version of lightning_sm that saved the checkpoint."
             )
-        fields["loaders"] = tuple(LoaderPosition(**loader) for loader in fields["loaders"])
-        return cls(**fields)
+        loaders = fields.pop("loaders")
+        if version == 1:
+            fields["order_version"] = 1
+            loaders = [{**each, "num_shards": int(each["shards"].partition(" ")[0] or 0)} for each in loaders]
+        return cls(loaders=tuple(LoaderPosition(**each) for each in loaders), **fields)
+
+    def num_shards(self, world_size: int) -> int | None:
+        """Return the number of virtual shards of the run, if so many ranks can share them."""
+        numbers = (loader.num_shards for loader in self.loaders)
+        return next((number for number in numbers if number and number % world_size == 0), None)
 
     def batches_for(self, loaders: Sequence[LoaderPosition]) -> tuple[int, int]:
         """Convert the position for the training loaders of this run.

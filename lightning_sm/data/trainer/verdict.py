@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.trainer.metrics import HostFigures
+from lightning_sm.job.bottleneck import NOT_INPUT_BOUND, WORKERS_ARE_BUSY, StepModel, times_as_many
 
 # Less is not worth a word: both a fraction of the epoch, and seconds.
-_MIN_FRACTION = 0.05
+_MIN_FRACTION = NOT_INPUT_BOUND
 _MIN_SECONDS = 1.0
 # The first batch of each epoch cannot be requested ahead; only a large part of an epoch matters.
 _MIN_FIRST_FRACTION = 0.2
@@ -21,10 +21,6 @@ _SLOWER = 2.0
 _MIN_BATCHES = 3
 # The network is the cause if batches were on their way for this part of the waiting.
 _TRANSFER_PART = 0.5
-# The workers are the cause if they were busy for this part of the time in which there was something to do.
-_BUSY = 0.8
-# Workers that are to be busy for no more than this part of the time: batches are not all alike.
-_TARGET = 0.9
 # More workers than these many times the present ones are no advice.
 _MOST_WORKERS = 10
 
@@ -41,14 +37,19 @@ def slowest(ranks: Mapping[str, RankFigures]) -> tuple[str, RankFigures]:
     return max(ranks.items(), key=lambda item: item[1].wait_s)
 
 
-def verdict(ranks: Mapping[str, RankFigures], hosts: Sequence[HostFigures]) -> str | None:
+def verdict(
+    ranks: Mapping[str, RankFigures], hosts: Sequence[HostFigures], waiting: RankFigures | None = None
+) -> str | None:
     """Return what held up training, and what would help; None if nothing did.
 
     Args:
         ranks: What each rank measured in the epoch, by name; at least one.
         hosts: What the data hosts did in the epoch.
+        waiting: For several epochs, the sum of what the slowest rank of each measured: a rank that waits for data makes
+            the others wait in the backward pass, so that ranks which take turns seem to wait less than training does.
+            None: one rank is the slowest all the time.
     """
-    found = [text for text in (_slow_rank(ranks), _wait(ranks, hosts)) if text is not None]
+    found = [text for text in (_slow_rank(ranks), _wait(ranks, hosts, waiting)) if text is not None]
     return " ".join(found) or None
 
 
@@ -97,13 +98,15 @@ def _slow_rank(ranks: Mapping[str, RankFigures]) -> str | None:
     )
 
 
-def _wait(ranks: Mapping[str, RankFigures], hosts: Sequence[HostFigures]) -> str | None:
+def _wait(ranks: Mapping[str, RankFigures], hosts: Sequence[HostFigures], waiting: RankFigures | None) -> str | None:
     """Why training waited for data."""
     name, rank = slowest(ranks)
+    is_one = waiting is None or rank == waiting
+    rank = waiting or rank
     if rank.wait_s < _MIN_SECONDS or rank.wait_fraction < _MIN_FRACTION:
         return _first_wait(ranks)
     others_s = max((other.wait_s for key, other in ranks.items() if key != name), default=rank.wait_s)
-    who = f"{_capital(name)} waits" if rank.wait_s >= _SLOWER * others_s else "Training waits"
+    who = f"{_capital(name)} waits" if is_one and rank.wait_s >= _SLOWER * others_s else "Training waits"
     who += f" {rank.wait_fraction:.0%} of the time"
     if rank.transfer_wait_s >= _TRANSFER_PART * rank.wait_s:
         return _slow_link(who, hosts) or _network(who, rank)
@@ -167,19 +170,24 @@ def _workers(
     workers = sum(host.workers for host in hosts if host.state == "up")
     capacity_s = sum(host.capacity_s for host in hosts)
     busy = sum(host.busy_s for host in hosts) / capacity_s if capacity_s else 0.0
-    if busy < _BUSY or not workers:
+    if busy < WORKERS_ARE_BUSY or not workers:
         return None
     # Worker seconds for the batches of one step of all ranks, and how long a step takes at most that waits for no data:
     # in the backward pass, each rank waits for the data of the others, too.
     cost_s = sum(rank.produce_s for rank in ranks.values()) / max(1, slowest_rank.num_steps)
-    step_s = min(rank.busy_s / max(1, rank.num_timed) for rank in ranks.values())
-    needed = max(workers + 1, math.ceil(cost_s / max(1e-9, _TARGET * step_s)))
+    step_s = min(rank.busy_s / max(1, rank.num_timed) for rank in (slowest_rank, *ranks.values()))
+    model = StepModel(step_s, cost_s, workers, busy)
+    needed = max(workers + 1, model.workers_needed)
     build_s = slowest_rank.produce_s / max(1, slowest_rank.num_batches)
     owners = "the only worker of the data hosts is" if workers == 1 else f"the {workers} workers of the data hosts are"
     text = f"{who} for the transforms: {owners} busy {busy:.0%} of the time, with {_seconds(build_s)} for a batch."
     if needed <= _MOST_WORKERS * workers:
+        rate = sum(rank.num_bytes for rank in ranks.values()) / max(1, slowest_rank.num_steps) / 1e6
+        now_s = slowest_rank.seconds / max(1, slowest_rank.num_timed)
         return (
-            f"{text} It takes at least {needed} workers to keep up (data_service.workers, more or larger data hosts)."
+            f"{text} {times_as_many(needed / workers).capitalize()}, {needed} workers, would remove the wait "
+            f"(data_service.workers, more or larger data hosts); the network would then carry {rate / step_s:.3g} MB/s "
+            f"instead of {rate / now_s:.3g}."
         )
     rounded = float(f"{needed:.2g}")
     return f"{text} It takes about {rounded:.0f} workers to keep up: make transforms cheaper, or do them beforehand."

@@ -1,29 +1,42 @@
-"""One connection between two launchers: authenticated lines in both directions, and heartbeats.
+"""One connection between two launchers: both prove that they belong to the job, then exchange lines of JSON.
 
-A message is one line: a MAC, then a JSON object. The key follows from the job's secret, which keeps out everybody else.
-In a job without a secret it follows from the job's name, and only separates jobs that meet on one network.
+    host:  {"protocol": 4, "nonce": "...", "host": "algo-2"}
+    hub:   {"protocol": 4, "nonce": "..."}
+    host:  {"mac": "..."}
+    hub:   {"mac": "..."}
+
+Each MAC is over the first two lines, so that it proves nothing on any other connection. The key follows from the
+secret of the job, which keeps out everybody else. In a job without a secret it follows from the job's name, and only
+separates jobs that meet on one network. A hub tells nothing before it has seen the proof.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import hmac
 import json
-import socket
-from collections.abc import Mapping
+import secrets
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_sm.job.secret import job_key
 from lightning_sm.job.stopping import Outcome
+from lightning_sm.job.variables import JOB_SECRET
 
 Message = dict[str, Any]
 
-# Part of the key, so that a launcher with another version of the messages counts as one of another job.
-_PROTOCOL = "lightning-sm peers 3"
+# The first two lines stay the same in all versions, so that launchers which differ can say so.
+PROTOCOL = 4
+_NONCE_BYTES = 16
 # 1024 characters of a reason take at most 6144 bytes, as \u0001.
 MAX_LINE_BYTES = 8 * 1024
+# For the other end to read what was sent, and to close the connection.
+_LAST_WORDS_S = 0.5
+_ANOTHER_KEY = f"its {JOB_SECRET.name}, or without one its job's name, is not that of this host"
 
 
 @dataclass(frozen=True)
@@ -38,7 +51,8 @@ class Timings:
         silence_s: Without heartbeats for so long, a host is lost.
         reconnect_s: How long a lost connection may take to be made again. A reset, and a packet that is lost at every
             attempt to connect, cost seconds; NCCL's own connections survive more.
-        unreached_s: After how long a host says that it has never reached the main host's launcher.
+        unreached_s: After how long a host says that it has never reached the main host's launcher, and the main host
+            which hosts have never reached it.
         hello_s: How long a new connection may take until both ends know each other.
         first_retry_s: Before the second attempt to connect; the pauses double from there.
         longest_retry_s: The longest of these pauses.
@@ -88,130 +102,170 @@ class Report:
 
 
 def peers_key(job_identity: str, env: Mapping[str, str]) -> bytes:
-    """The key of the messages between a job's launchers.
+    """The key by which a job's launchers know each other.
 
     Args:
         job_identity: The job's ARN or name.
         env: Environment variables, which may have the job's secret.
     """
-    return job_key(_PROTOCOL, job_identity, env)
+    return job_key("lightning-sm launchers", job_identity, env)
 
 
-def sealed(key: bytes, message: Message) -> bytes:
-    """Encode a message as a line that only holders of the key can write."""
-    body = json.dumps(message, ensure_ascii=False).encode(errors="replace")
-    return _mac(key, body) + b" " + body + b"\n"
+class Connection:
+    """One connection of this launcher. It is lost when ``receive`` raises an error.
 
+    Args:
+        reader: From asyncio, with the limit ``MAX_LINE_BYTES``.
+        writer: From asyncio.
+        key: The key of the job.
+        hello_s: How long it may take until both ends know each other, in seconds.
 
-def unsealed(key: bytes, line: bytes) -> Message:
-    """Check and decode a line, without its newline.
-
-    Raises:
-        ConnectionError: The line was not sealed with this key.
-        ValueError: It is not valid JSON.
-        TypeError: It is not a JSON object.
+    Attributes:
+        address: IP address of the other end.
     """
-    mac, _, body = line.partition(b" ")
-    if not hmac.compare_digest(mac, _mac(key, body)):
-        raise ConnectionError("it is not a launcher of this job and version")
-    message = json.loads(body)
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, hello_s: float) -> None:
+        self.address = str((writer.get_extra_info("peername") or ["a closed connection"])[0])
+        self._reader = reader
+        self._writer = writer
+        self._key = key
+        self._greetings = b""  # the lines that the MACs are over
+        self._received_at = self._heartbeat_at = time.monotonic()
+        self._why_lost = "it closed the connection"
+        why = f"it did not introduce itself within {hello_s:g} s"
+        self._deadline = asyncio.get_running_loop().call_later(hello_s, self.drop, why)
+
+    async def introduce(self, own: str) -> None:
+        """Exchange the first messages with the hub, as the host ``own``.
+
+        Raises:
+            OSError, ValueError, TypeError: The other end is not the hub of this job.
+        """
+        self._greet(host=own)
+        _check_protocol(await self._greeting())
+        self.send({"mac": self._mac("host")})
+        if not self._is_proof(await self.receive(), "hub"):
+            raise PermissionError(_ANOTHER_KEY)
+        self._deadline.cancel()
+
+    async def admit(self, is_known: Callable[[str], bool]) -> str:
+        """Exchange the first messages with a host, and return its name.
+
+        Args:
+            is_known: Whether a name is that of another host of the job.
+
+        Raises:
+            OSError, ValueError, TypeError: The other end is not a launcher of this job.
+        """
+        hello = await self._greeting()
+        self._greet()
+        _check_protocol(hello)
+        host = str(hello.get("host"))
+        if not self._is_proof(await self.receive(), "host"):
+            self.send({"mac": ""})  # so that it says the same
+            raise PermissionError(f"it introduced itself as {host!r}, but {_ANOTHER_KEY}")
+        if not is_known(host):
+            raise ValueError(f"it introduced itself as {host!r}, which is not another host of this job")
+        self.send({"mac": self._mac("hub")})
+        self._deadline.cancel()
+        return host
+
+    async def receive(self) -> Message:
+        """Return the next message.
+
+        Raises:
+            OSError: The connection is lost, or was dropped.
+            ValueError, TypeError: What arrived is not a message.
+        """
+        return _decoded(await self._line())
+
+    def send(self, message: Message) -> None:
+        """Send a message. If the connection is lost, ``receive`` says so."""
+        self._writer.write(_encoded(message))
+
+    def keep_alive(self, now: float, timings: Timings, message: Message) -> None:
+        """Send a heartbeat when one is due, and drop the connection if the other end sends none. Call it regularly.
+
+        Args:
+            now: The time, in seconds of ``time.monotonic``.
+            timings: How often, and how long to wait for the other end.
+            message: The heartbeat.
+        """
+        if now - self._received_at >= timings.silence_s:
+            self.drop(f"it sent no heartbeat for {timings.silence_s:g} s")
+        elif now - self._heartbeat_at >= timings.heartbeat_s:
+            self._heartbeat_at = now
+            self.send(message)
+
+    def drop(self, why: str) -> None:
+        """Close the connection at once; ``receive`` raises an error with this reason."""
+        self._why_lost = why
+        self._writer.transport.abort()
+
+    async def close(self) -> None:
+        """Send the rest, let the other end close the connection, and close it.
+
+        To close it at once, with bytes unread, would be a reset, which could discard what was sent.
+        """
+        self._deadline.cancel()
+        abort = self._writer.transport.abort
+        deadline = asyncio.get_running_loop().call_later(_LAST_WORDS_S, abort)
+        try:
+            with contextlib.suppress(OSError):
+                self._writer.write_eof()
+                while await self._reader.read(MAX_LINE_BYTES):
+                    pass
+        finally:
+            deadline.cancel()
+            abort()
+
+    async def _line(self) -> bytes:
+        try:
+            line = await self._reader.readline()
+        except ValueError:
+            raise ConnectionError(f"it sent a line longer than {MAX_LINE_BYTES} bytes") from None
+        except ConnectionError:  # a killed process leaves either this or an end of file
+            line = b""
+        if not line.endswith(b"\n"):
+            raise ConnectionError(self._why_lost)
+        self._received_at = time.monotonic()
+        return line
+
+    def _greet(self, **more: str) -> None:
+        line = _encoded({"protocol": PROTOCOL, "nonce": secrets.token_hex(_NONCE_BYTES), **more})
+        self._greetings += line
+        self._writer.write(line)
+
+    async def _greeting(self) -> Message:
+        line = await self._line()
+        self._greetings += line
+        return _decoded(line)
+
+    def _mac(self, who: str) -> str:
+        return hmac.new(self._key, who.encode() + b"\0" + self._greetings, hashlib.sha256).hexdigest()
+
+    def _is_proof(self, message: Message, who: str) -> bool:
+        return hmac.compare_digest(str(message.get("mac")).encode(), self._mac(who).encode())
+
+
+def _encoded(message: Message) -> bytes:
+    return json.dumps(message, ensure_ascii=False).encode(errors="replace") + b"\n"
+
+
+def _decoded(line: bytes) -> Message:
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError("it sent a line that is not JSON") from None
     if not isinstance(message, dict):
         raise TypeError("it sent JSON that is not an object")
     return message
 
 
-def _mac(key: bytes, body: bytes) -> bytes:
-    return hmac.new(key, body, hashlib.sha256).hexdigest().encode()
-
-
-class Connection:
-    """One connection of this launcher. When a method raises ConnectionError, the caller must close the socket.
-
-    Args:
-        sock: The socket; it becomes non-blocking.
-        key: The key of the job.
-        now: The time, in seconds of any one clock.
-
-    Attributes:
-        sock: The socket.
-        is_known: Whether the other end has proved to be a launcher of this job.
-        host: Name of the host at the other end, once known.
-    """
-
-    def __init__(self, sock: socket.socket, key: bytes, now: float) -> None:
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock = sock
-        self.is_known = False
-        self.host = ""
-        self._opened_at = now
-        self._received_at = now
-        self._heartbeat_at = now
-        self._key = key
-        self._received = b""
-        self._unsent = bytearray()
-
-    def receive(self, now: float) -> list[Message]:
-        """Return the messages that have arrived; none, if less than a line has.
-
-        Raises:
-            ConnectionError: The connection closed, or what arrived is not a message of this job.
-        """
-        try:
-            chunk = self.sock.recv(MAX_LINE_BYTES)
-        except BlockingIOError:
-            return []
-        except ConnectionError:  # a killed process leaves either this or an end of file
-            chunk = b""
-        if not chunk:
-            raise ConnectionError("it closed the connection")
-        *lines, self._received = (self._received + chunk).split(b"\n")
-        if any(len(line) >= MAX_LINE_BYTES for line in (*lines, self._received)):
-            raise ConnectionError(f"it sent a line longer than {MAX_LINE_BYTES} bytes")
-        messages = [unsealed(self._key, line) for line in lines]
-        if messages:
-            self._received_at = now
-        return messages
-
-    def send(self, message: Message) -> None:
-        """Send a message, or as much of it as the socket takes; ``heartbeat`` sends the rest."""
-        self._unsent += sealed(self._key, message)
-        self._flush()
-
-    def finish(self) -> None:
-        """Shut down for sending. Closing with bytes unread would be a reset, which could discard what was sent."""
-        with contextlib.suppress(OSError):
-            self._flush()
-            self.sock.shutdown(socket.SHUT_WR)
-            while self.sock.recv(MAX_LINE_BYTES):
-                pass
-
-    def heartbeat(self, now: float, timings: Timings, message: Message) -> None:
-        """Send a heartbeat when one is due, and check that the other end sends its own. Call it regularly.
-
-        Args:
-            now: The time.
-            timings: How often, and how long to wait for the other end.
-            message: The heartbeat.
-
-        Raises:
-            ConnectionError: The other end was silent for too long.
-        """
-        if not self.is_known:
-            if now - self._opened_at >= timings.hello_s:
-                raise ConnectionError(f"it did not introduce itself within {timings.hello_s:g} s")
-        elif now - self._received_at >= timings.silence_s:
-            raise ConnectionError(f"it sent no heartbeat for {timings.silence_s:g} s")
-        elif now - self._heartbeat_at >= timings.heartbeat_s:
-            self._heartbeat_at = now
-            self.send(message)
-        self._flush()
-
-    def _flush(self) -> None:
-        try:
-            while self._unsent:
-                del self._unsent[: self.sock.send(self._unsent)]
-        except BlockingIOError:
-            return
-        except ConnectionError as error:
-            raise ConnectionError("it closed the connection") from error
+def _check_protocol(message: Message) -> None:
+    protocol = message.get("protocol")
+    if protocol != PROTOCOL:
+        raise ConnectionError(
+            f"it speaks version {protocol!r} of the launchers' protocol, this host version {PROTOCOL}: install the "
+            "same version of lightning-sm on all hosts"
+        )

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import selectors
+import math
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
+from typing import Any
 
+from lightning_sm._log import listed
 from lightning_sm.job.stopping import JobOutcome
-from lightning_sm.launcher.peers.connection import Connection, Message, Report, Timings
+from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Connection, Message, Report, Timings
 from lightning_sm.launcher.peers.outcome import JobOutcomeTracker, Restart
 
 _LOG = logging.getLogger(__name__)
 
-# Connections that have not introduced themselves, besides one for each host: port scanners must not lock hosts out.
+# Connections that have not introduced themselves: port scanners must not lock hosts out.
 _MAX_STRANGERS = 64
+# Of what a stranger makes this host log.
+_MAX_WHY_CHARS = 300
 # Of hosts in one message, which must fit into a line.
 _MAX_NAMES = 20
 
@@ -25,8 +30,7 @@ class Hub:
     """The hub of a job, driven by one thread.
 
     Args:
-        selector: Where connections are registered; the data of a key is called with the time.
-        now: The time, in seconds of the clock that all times here come from.
+        now: The time, in seconds of ``time.monotonic``.
         own: Name of this host.
         trainers: Names of all trainer hosts.
         data_hosts: Names of all data hosts.
@@ -34,6 +38,7 @@ class Hub:
         key: The key of the job.
         timings: How long things may take.
         max_restarts: How often the scripts of the trainer hosts may be started again.
+        on_news: Called when ``tick`` has something to do.
 
     Attributes:
         awaited: Hosts that must end, or acknowledge the job's end, before this host may end.
@@ -44,7 +49,6 @@ class Hub:
 
     def __init__(
         self,
-        selector: selectors.BaseSelector,
         now: float,
         *,
         own: str,
@@ -54,9 +58,9 @@ class Hub:
         key: bytes,
         timings: Timings,
         max_restarts: int,
+        on_news: Callable[[], None],
     ) -> None:
         self.awaited: list[str] = []
-        self._selector = selector
         self._own = own
         self._key = key
         self._timings = timings
@@ -70,14 +74,18 @@ class Hub:
             max_restarts=max_restarts,
         )
         self._tracker.joined(own, now)
-        self._max_connections = len(trainers) + len(data_hosts) + _MAX_STRANGERS
-        self._connections: list[Connection] = []
-        self._sent: Message | None = None
-        self._sent_at = 0.0
-        self._sent_restart: Message | None = None
+        self._on_news = on_news
+        self._backlog = len(trainers) + len(data_hosts) + _MAX_STRANGERS
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers: dict[Connection, None] = {}
+        self._hosts: dict[str, Connection] = {}
+        self._unreached_at = now + timings.unreached_s
+        self._told: dict[str, Message] = {}  # the last message to all, by its type
+        self._told_at = 0.0
         self._unacknowledged: set[str] = set()
-        self._logged_strangers: set[str] = set()
-        self._server = None if address is None else self._listen(address)
+        self._logged_strangers: set[tuple[str, str]] = set()
+        self._socket = None if address is None else socket.create_server(address, backlog=self._backlog)
+        self._server: asyncio.Server | None = None
 
     @property
     def job_outcome(self) -> JobOutcome | None:
@@ -93,7 +101,14 @@ class Hub:
         """Whether this host may end: the job is over, and all connected launchers know it, or do not answer."""
         if not self._tracker.is_over:
             return False
-        return not self._unacknowledged or now - self._sent_at >= self._timings.peers_timeout_s
+        return not self._unacknowledged or now - self._told_at >= self._timings.peers_timeout_s
+
+    async def open(self) -> None:
+        """Accept connections from now on."""
+        if self._socket is not None:
+            self._server = await asyncio.start_server(
+                self._accept, sock=self._socket, limit=MAX_LINE_BYTES, backlog=self._backlog
+            )
 
     def tick(self, now: float, report: Report | None) -> None:
         """Do what is due.
@@ -105,96 +120,88 @@ class Hub:
         if report is not None:
             self._tracker.reported(self._own, report.outcome, now, report.attempt)
         heartbeat = {"type": "heartbeat", "awaited": self._tracker.awaited[:_MAX_NAMES]}
-        for connection in list(self._connections):
-            self._attempt(connection, partial(connection.heartbeat, now, self._timings, heartbeat), now)
+        for connection in self._hosts.values():
+            connection.keep_alive(now, self._timings, heartbeat)
         self._tracker.update(now)
-        self._send_restart_to_all(now)
-        self._send_outcome_to_all(now)
+        if now >= self._unreached_at and self.job_outcome is None:
+            self._unreached_at = math.inf
+            self._say_who_is_missing()
+        if self.restart is not None:
+            self._tell_all("restart", asdict(self.restart), now)
+        if self.job_outcome is not None:
+            self._tell_all("job_outcome", {**asdict(self.job_outcome), "is_over": self._tracker.is_over}, now)
         self.awaited = sorted(self._unacknowledged) if self._tracker.is_over else self._tracker.awaited
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Release the port and all connections."""
-        for connection in self._connections:
-            connection.finish()
-        servers = () if self._server is None else (self._server,)
-        for sock in (*servers, *(connection.sock for connection in self._connections)):
-            self._selector.unregister(sock)
-            sock.close()
-        self._connections.clear()
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _listen(self, address: tuple[str, int]) -> socket.socket:
-        server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._strangers) >= _MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.drop("too many connections have not introduced themselves")
+        connection = Connection(reader, writer, self._key, self._timings.hello_s)
+        self._strangers[connection] = None
+        task = asyncio.create_task(self._serve(connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, connection: Connection) -> None:
+        host = ""
         try:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind(address)
-            server.listen(self._max_connections)
-        except OSError:
-            server.close()
-            raise
-        server.setblocking(False)
-        self._selector.register(server, selectors.EVENT_READ, partial(self._accept, server))
-        return server
+            host = await self._admit(connection)
+            while True:
+                self._handle(host, await connection.receive())
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._lost(connection, host, str(error) or type(error).__name__)
+        finally:
+            await connection.close()
+            self._strangers.pop(connection, None)
 
-    def _accept(self, server: socket.socket, now: float) -> None:
-        for _ in range(_MAX_STRANGERS):
-            try:
-                sock, (address, _port) = server.accept()
-            except OSError:  # none waits, or it has closed already
-                return
-            if len(self._connections) >= self._max_connections:
-                strangers = [connection for connection in self._connections if not connection.is_known]
-                self._drop(strangers[0], "too many connections have not introduced themselves", now)
-            connection = Connection(sock, self._key, now)
-            connection.host = address
-            self._connections.append(connection)
-            self._selector.register(sock, selectors.EVENT_READ, partial(self._read, connection))
-
-    def _read(self, connection: Connection, now: float) -> None:
-        if connection in self._connections:  # else it was closed after the selector returned it
-            self._attempt(connection, partial(self._receive, connection, now), now)
-
-    def _attempt(self, connection: Connection, action: Callable[[], None], now: float) -> None:
-        try:
-            action()
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            self._drop(connection, str(error) or type(error).__name__, now)
-
-    def _receive(self, connection: Connection, now: float) -> None:
-        for message in connection.receive(now):
-            self._handle(connection, message, now)
-
-    def _handle(self, connection: Connection, message: Message, now: float) -> None:
-        kind = message["type"]
-        if not connection.is_known:
-            self._welcome(connection, message, now)
-        elif kind == "report":
-            self._note_report(connection.host, Report.from_message(message), now)
-        elif kind == "acknowledge":
-            self._unacknowledged.discard(connection.host)
-        elif kind != "heartbeat":
-            raise ValueError(f"it sent a message of the unknown type {kind!r}")
-
-    def _welcome(self, connection: Connection, message: Message, now: float) -> None:
-        host = message["host"]
-        if message["type"] != "hello" or host == self._own or not self._tracker.has(host):
-            raise ValueError(f"it introduced itself as {host!r}, which is not another host of this job")
-        for other in list(self._connections):
-            if other.is_known and other.host == host:
-                self._forget(other)  # half open: a host reconnects only when its own end is closed
-        connection.is_known = True
-        connection.host = host
-        self._tracker.joined(host, now)
+    async def _admit(self, connection: Connection) -> str:
+        host = await connection.admit(lambda name: name != self._own and self._tracker.has(name))
+        if host in self._hosts:  # half open: a host reconnects only when its own end is closed
+            self._hosts[host].drop("the host has connected again")
+        self._strangers.pop(connection, None)
+        self._hosts[host] = connection
+        self._tracker.joined(host, time.monotonic())
         _LOG.debug("Host %s joined.", host)
-        connection.send({"type": "welcome"})
-        if self._sent_restart is not None:
-            connection.send(self._sent_restart)
-        if self._sent is not None:
-            self._send_outcome(connection, self._sent)
+        for message in self._told.values():
+            self._tell(host, message)
+        return host
 
-    def _note_report(self, host: str, report: Report, now: float) -> None:
+    def _handle(self, host: str, message: Message) -> None:
+        kind = message["type"]
+        if kind == "heartbeat":
+            return
+        if kind == "report":
+            self._note_report(host, Report.from_message(message))
+        elif kind == "acknowledge":
+            self._unacknowledged.discard(host)
+        else:
+            raise ValueError(f"it sent a message of the unknown type {kind!r}")
+        self._on_news()
+
+    def _say_who_is_missing(self) -> None:
+        if missing := self._tracker.name_missing():
+            _LOG.warning(
+                "No launcher has connected for %g s from: %s. The job goes on, but learns of no failure there: scripts "
+                "that need these hosts wait until their own timeouts (30 minutes with torch). The logs of these hosts "
+                "may say why. They must run lightning-sm train, and be able to connect to %s.",
+                self._timings.unreached_s,
+                listed(missing),
+                self._own,
+            )
+
+    def _note_report(self, host: str, report: Report) -> None:
         outcome = report.outcome
         is_first_report = not self._tracker.has_ended(host)
-        self._tracker.reported(host, outcome, now, report.attempt)
+        self._tracker.reported(host, outcome, time.monotonic(), report.attempt)
         if host in self._data_hosts and outcome.exit_code != 0 and is_first_report and self.job_outcome is None:
             _LOG.warning(
                 "The script on data host %s failed with exit code %d. Training continues without it. Cause: %s",
@@ -203,47 +210,32 @@ class Hub:
                 outcome.headline,
             )
 
-    def _send_restart_to_all(self, now: float) -> None:
-        restart = self._tracker.restart
-        message = None if restart is None else {"type": "restart", **asdict(restart)}
-        if message is not None and message != self._sent_restart:
-            self._sent_restart = message
-            for connection in self._known():
-                self._attempt(connection, partial(connection.send, message), now)
+    def _tell_all(self, kind: str, facts: Mapping[str, Any], now: float) -> None:
+        message = {"type": kind, **facts}
+        if message != self._told.get(kind):
+            self._told[kind] = message
+            self._told_at = now
+            for host in self._hosts:
+                self._tell(host, message)
 
-    def _known(self) -> list[Connection]:
-        return [connection for connection in self._connections if connection.is_known]
+    def _tell(self, host: str, message: Message) -> None:
+        if message.get("is_over"):
+            self._unacknowledged.add(host)
+        self._hosts[host].send(message)
 
-    def _send_outcome_to_all(self, now: float) -> None:
-        if self.job_outcome is None:
+    def _lost(self, connection: Connection, host: str, why: str) -> None:
+        """Note what the end of a connection means for its host."""
+        if not host:
+            line = connection.address, why[:_MAX_WHY_CHARS]
+            if line not in self._logged_strangers and len(self._logged_strangers) < _MAX_STRANGERS:
+                self._logged_strangers.add(line)
+                _LOG.info("Closed a connection from %s: %s.", *line)
             return
-        message = {"type": "job_outcome", **asdict(self.job_outcome), "is_over": self._tracker.is_over}
-        if message != self._sent:
-            self._sent = message
-            self._sent_at = now
-            for connection in self._known():
-                self._attempt(connection, partial(self._send_outcome, connection, message), now)
-
-    def _send_outcome(self, connection: Connection, message: Message) -> None:
-        if message["is_over"]:
-            self._unacknowledged.add(connection.host)
-        connection.send(message)
-
-    def _drop(self, connection: Connection, why: str, now: float) -> None:
-        """Close a connection and note what that means for its host."""
-        self._forget(connection)
-        host = connection.host
-        if connection.is_known:
-            self._unacknowledged.discard(host)
-            if host in self._data_hosts and not self._tracker.has_ended(host) and self.job_outcome is None:
-                _LOG.warning("Lost connection to the launcher on data host %s: %s.", host, why)
-            self._tracker.left(host, now, why)
-        elif host not in self._logged_strangers and len(self._logged_strangers) < _MAX_STRANGERS:
-            self._logged_strangers.add(host)
-            _LOG.info("Closed a connection from %s: %s.", host, why)
-
-    def _forget(self, connection: Connection) -> None:
-        if connection in self._connections:
-            self._connections.remove(connection)
-            self._selector.unregister(connection.sock)
-            connection.sock.close()
+        if self._hosts.get(host) is not connection:
+            return  # the host has connected again
+        del self._hosts[host]
+        self._unacknowledged.discard(host)
+        if host in self._data_hosts and not self._tracker.has_ended(host) and self.job_outcome is None:
+            _LOG.warning("Lost connection to the launcher on data host %s: %s.", host, why)
+        self._tracker.left(host, time.monotonic(), why)
+        self._on_news()

@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from lightning_sm._log import listed
 from lightning_sm.job.stopping import MAX_REASON_CHARS, JobOutcome, Outcome
 
 # What made a script fail may need a moment to pass: memory that is freed, a file server that comes back.
 _LONGEST_PAUSE_S = 30.0
 # Of a cause, where the job's reason must fit beside it.
 _MAX_CAUSE_CHARS = 300
-# Of hosts in a text.
-_MAX_NAMES = 8
 
 
 class _State(Enum):
@@ -124,6 +123,7 @@ class JobOutcomeTracker:
         self._max_restarts = max_restarts
         self._num_restarts = 0  # that have started
         self._first_cause = ""
+        self._missing: list[str] = []
         self._pending: _Pending | None = None
         self._changed_at = 0.0
         self._decided_at = 0.0
@@ -145,6 +145,12 @@ class JobOutcomeTracker:
     def is_restarting(self) -> bool:
         """Whether a restart was ordered that has not started yet, so that all scripts are ending."""
         return self.job_outcome is None and self._pending is not None
+
+    def name_missing(self) -> list[str]:
+        """Return the hosts that have never connected, after a time for that. A failure of the job names them, too."""
+        hosts = {**self._trainers, **self._data_hosts}
+        self._missing = [name for name, host in hosts.items() if host.state is _State.ABSENT]
+        return self._missing
 
     def joined(self, name: str, now: float) -> None:
         """Note that a host is connected. A lost host that reconnects before the job is over is waited for again."""
@@ -232,8 +238,7 @@ class JobOutcomeTracker:
             return
         limit_s = self._absent_s if _State.ABSENT in states else self._after_failure_s
         if now - pending.ordered_at >= limit_s:
-            late = ", ".join(self.awaited[:_MAX_NAMES])
-            note = f"{pending.restart} was given up: after {limit_s:g} s it still waited for {late}."
+            note = f"{pending.restart} was given up: after {limit_s:g} s it still waited for {listed(self.awaited)}."
             self._decide(pending.failure, now, note)
 
     def _may_all_leave(self, now: float) -> bool:
@@ -259,6 +264,9 @@ class JobOutcomeTracker:
             if self._num_restarts:
                 times = "once" if self._num_restarts == 1 else f"{self._num_restarts} times"
                 notes.append(f"The job was restarted {times} before. First cause: {self._first_cause}")
+            missing = [name for name in self._missing if self._host(name).state is _State.ABSENT]
+            if missing:
+                notes.append(f"No launcher has ever connected from: {listed(missing)}.")
             job_outcome = replace(job_outcome, reason=_with_notes(job_outcome.reason, notes))
         self.job_outcome = job_outcome
         self._decided_at = now

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import math
-import selectors
-import socket
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +81,8 @@ class Peers:
         self._news = threading.Event()  # for the one thread that waits
         self._end: Hub | Client | None = None
         self._thread: threading.Thread | None = None
-        self._waker: socket.socket | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_news = asyncio.Event()  # for the thread of the loop
 
     @property
     def is_alone(self) -> bool:
@@ -100,17 +102,11 @@ class Peers:
         return restart if is_ahead else None
 
     def __enter__(self) -> Peers:
-        selector = selectors.DefaultSelector()
-        self._end = self._make_end(selector)
+        self._end = self._make_end()
         if self._end is None:
-            selector.close()
             self._is_done = True
             return self
-        self._waker, woken = socket.socketpair()
-        self._waker.setblocking(False)
-        woken.setblocking(False)
-        selector.register(woken, selectors.EVENT_READ, lambda _now: woken.recv(4096))
-        self._thread = threading.Thread(target=self._run, args=(self._end, selector, woken), name="peers", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(self._end,), name="peers", daemon=True)
         self._thread.start()
         return self
 
@@ -162,6 +158,16 @@ class Peers:
         self._attempt = restart.number if restart.may_start else restart.number - 1
         return True
 
+    def wait_until_main_host_leaves(self, timeout_s: float) -> None:
+        """Wait until the launcher of the main host has closed its connections; on the main host itself, not at all."""
+        deadline = time.monotonic() + timeout_s
+        while isinstance(self._end, Client) and self._end.is_connected and not self._must_not_wait:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return
+            self._news.wait(min(SIGNAL_POLL_S, remaining_s))
+            self._news.clear()
+
     def stop_waiting(self) -> None:
         """Make ``wait_for_peers`` return at once, now and from now on. A signal handler may call it."""
         self._must_not_wait = True
@@ -173,8 +179,6 @@ class Peers:
         self._wake()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
-            if self._waker is not None:
-                self._waker.close()
 
     @property
     def _may_start(self) -> bool:
@@ -198,23 +202,22 @@ class Peers:
             self._news.wait(min(SIGNAL_POLL_S, deadline - now))
             self._news.clear()
 
-    def _make_end(self, selector: selectors.BaseSelector) -> Hub | Client | None:
+    def _make_end(self) -> Hub | Client | None:
         if self._is_only_host and self._max_restarts == 0:
             return None
         now = time.monotonic()
         if self._own != self._main_host:
             return Client(
-                selector,
                 now,
                 own=self._own,
                 main_host=self._main_host,
                 address=self._hub_address,
                 key=self._key,
                 timings=self._timings,
+                on_news=self._has_news.set,
             )
         try:
             return Hub(
-                selector,
                 now,
                 own=self._own,
                 trainers=self._trainers,
@@ -223,6 +226,7 @@ class Peers:
                 key=self._key,
                 timings=self._timings,
                 max_restarts=self._max_restarts,
+                on_news=self._has_news.set,
             )
         except OSError as error:
             _LOG.warning(
@@ -230,36 +234,40 @@ class Peers:
                 "failures: when one fails, the others may hang until their collectives time out, and no script is "
                 "restarted. Set %s to use other ports.",
                 *self._bind,
-                error.strerror,
+                os.strerror(error.errno or 0),
                 MAIN_PORT.name,
             )
             return None
 
-    def _run(self, end: Hub | Client, selector: selectors.BaseSelector, woken: socket.socket) -> None:
+    def _run(self, end: Hub | Client) -> None:
         try:
-            is_closing = False
-            while not is_closing:
-                is_closing = self._is_closing  # read before the last round, which sends what was reported
-                selector.select(0 if is_closing else self._timings.tick_s)
-                # Read the clock after the pause, and before the messages: a launcher that was itself suspended must
-                # read the others' heartbeats before it calls them silent. (Select again, as the first select returns
-                # nothing when SIGCONT interrupts it.)
-                now = time.monotonic()
-                for key, _ in selector.select(0):
-                    key.data(now)
-                end.tick(now, self._report)
-                self._announce(end.job_outcome, end.restart)
-                if end.is_done(now) or self._must_not_wait:
-                    self._is_done = True
-                    self._news.set()
+            asyncio.run(self._communicate(end))
         except Exception:  # noqa: BLE001 - the script is worth more than this thread
             _LOG.exception("The launcher of this host failed to communicate with the others. The script continues.")
         finally:
             self._is_done = True
             self._news.set()
-            end.close()
-            selector.close()
-            woken.close()
+
+    async def _communicate(self, end: Hub | Client) -> None:
+        self._loop = asyncio.get_running_loop()
+        await end.open()
+        try:
+            is_closing = False
+            while not is_closing:
+                # Read the clock before the pause, in which messages are read: a launcher that was itself suspended must
+                # read the others' heartbeats before it calls them silent.
+                now = time.monotonic()
+                is_closing = self._is_closing  # read before the last round, which sends what was reported
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._has_news.wait(), 0 if is_closing else self._timings.tick_s)
+                self._has_news.clear()
+                end.tick(now, self._report)
+                self._announce(end.job_outcome, end.restart)
+                if end.is_done(now) or self._must_not_wait:
+                    self._is_done = True
+                    self._news.set()
+        finally:
+            await end.close()
 
     def _announce(self, job_outcome: JobOutcome | None, restart: Restart | None) -> None:
         if restart is not None and restart != self._restart:
@@ -280,8 +288,6 @@ class Peers:
             _LOG.exception("The launcher could not act on %s.", news)
 
     def _wake(self) -> None:
-        if self._waker is not None:
-            try:
-                self._waker.send(b"\0")
-            except OSError:  # the buffer is full of earlier wake-ups, or the thread has ended
-                return
+        if self._loop is not None:  # else it has not begun, and looks at everything when it does
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._has_news.set)

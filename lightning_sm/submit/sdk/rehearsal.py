@@ -29,14 +29,16 @@ class _RequestReadyError(Exception):
 
 
 class Gate:
-    """Stands between a boto3 session and the network, by means of botocore's events.
+    """Stands between a boto3 session and CreateTrainingJob, or all of the network, by means of botocore's events.
 
     Args:
-        boto_session: The session. The gate also applies to clients that are created from it later.
+        boto_session: The session. The gate applies to clients that are created from it later: one gate for a session,
+            as version 3 of the SDK keeps its first client.
     """
 
     def __init__(self, boto_session: boto3.Session) -> None:
         self._is_closed = False
+        self._captures = False
         boto_session.events.register_first("before-call", self._answer)
         boto_session.events.register_first("provide-client-params.sagemaker.CreateTrainingJob", self._stop)
 
@@ -52,9 +54,28 @@ class Gate:
         Raises:
             SubmitError: The SDK rejected the job, or finished without a request.
         """
+        self._is_closed = True
+        try:
+            return self.capture(submit)
+        finally:
+            self._is_closed = False
+
+    def capture(self, submit: Callable[[], object]) -> dict[str, Any]:
+        """Run a submission up to CreateTrainingJob, uploads included.
+
+        Args:
+            submit: Calls the SDK with this session.
+
+        Returns:
+            The request.
+
+        Raises:
+            ClientError: AWS rejects an upload.
+            SubmitError: The SDK rejected the job, or finished without a request.
+        """
         level = logging.root.manager.disable
         logging.disable()  # the SDK logs an error because the request was not sent
-        self._is_closed = True
+        self._captures = True
         try:
             submit()
         except _RequestReadyError as ready:
@@ -63,7 +84,7 @@ class Gate:
         except _REFUSALS as error:
             raise SubmitError(f"The SDK rejected the job: {error}") from error
         finally:
-            self._is_closed = False
+            self._captures = False
             logging.disable(level)
         raise SubmitError("The SDK sent no CreateTrainingJob request; this lightning-sm and this SDK are incompatible.")
 
@@ -74,5 +95,5 @@ class Gate:
         return SimpleNamespace(status_code=200), {"ResponseMetadata": {}} | _ANSWERS.get(model.name, {})
 
     def _stop(self, params: dict[str, Any], **_: object) -> None:
-        if self._is_closed:
+        if self._captures:
             raise _RequestReadyError(params)

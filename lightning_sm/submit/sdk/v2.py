@@ -7,10 +7,12 @@ from typing import Any
 from sagemaker.config import load_sagemaker_config
 from sagemaker.debugger import TensorBoardOutputConfig
 from sagemaker.estimator import Estimator
-from sagemaker.inputs import TrainingInput
+from sagemaker.inputs import FileSystemInput, TrainingInput
 from sagemaker.instance_group import InstanceGroup
 from sagemaker.session import Session
 
+from lightning_sm.submit.file_systems import file_system_folder
+from lightning_sm.submit.job_file import Channel
 from lightning_sm.submit.plan import Plan
 from lightning_sm.submit.sdk.version import without_telemetry
 
@@ -56,6 +58,9 @@ def _estimator_arguments(plan: Plan) -> dict[str, Any]:
         "base_job_name": job.name,
         **hosts,
         "volume_size": job.volume_gb,
+        "volume_kms_key": job.volume_kms_key,
+        "output_kms_key": job.output_kms_key,
+        "training_plan": job.training_plan,
         "keep_alive_period_in_seconds": job.keep_alive_s,
         "hyperparameters": dict(plan.hyperparameters),
         "environment": dict(job.environment),
@@ -68,6 +73,7 @@ def _estimator_arguments(plan: Plan) -> dict[str, Any]:
         "max_wait": job.spot.max_wait_s if job.spot else None,
         "max_retry_attempts": job.max_retry_attempts,
         "encrypt_inter_container_traffic": job.encrypt_between_hosts or None,
+        "enable_network_isolation": job.network_isolation or None,
         "subnets": job.vpc.subnets if job.vpc else None,
         "security_group_ids": job.vpc.security_groups if job.vpc else None,
         "tags": [{"Key": key, "Value": value} for key, value in job.tags.items()] or None,
@@ -78,14 +84,20 @@ def _estimator_arguments(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _training_inputs(plan: Plan) -> dict[str, TrainingInput]:
-    return {
-        name: TrainingInput(
-            channel.uri,
-            distribution=channel.distribution,
-            content_type=channel.content_type,
-            input_mode=channel.mode,
-            instance_groups=channel.groups,
+def _training_inputs(plan: Plan) -> dict[str, TrainingInput | FileSystemInput]:
+    return {name: _training_input(channel) for name, channel in plan.channels.items()}
+
+
+def _training_input(channel: Channel) -> TrainingInput | FileSystemInput:
+    folder = file_system_folder(channel.uri)
+    if folder is not None:
+        return FileSystemInput(
+            folder.file_system_id, folder.kind, folder.path, channel.access, content_type=channel.content_type
         )
-        for name, channel in plan.channels.items()
-    }
+    return TrainingInput(
+        channel.uri,
+        distribution=channel.distribution,
+        content_type=channel.content_type,
+        input_mode=channel.mode,
+        instance_groups=channel.groups,
+    )

@@ -8,11 +8,13 @@ from typing import Any
 from sagemaker.core.config.config import load_sagemaker_config
 from sagemaker.core.helper.iam_role_resolver import RoleValidationError
 from sagemaker.core.helper.session_helper import Session
-from sagemaker.core.shapes import Channel, DataSource, InstanceGroup, S3DataSource, Tag
+from sagemaker.core.shapes import Channel, DataSource, FileSystemDataSource, InstanceGroup, S3DataSource, Tag
 from sagemaker.train import ModelTrainer, configs
 from sagemaker.train.model_trainer import Mode
 
 from lightning_sm.errors import SubmitError
+from lightning_sm.submit.file_systems import file_system_folder
+from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.plan import Plan
 from lightning_sm.submit.sdk.containers import entry_point
 from lightning_sm.submit.sdk.version import without_telemetry
@@ -100,7 +102,11 @@ def _trainer_arguments(plan: Plan) -> dict[str, Any]:
             **hosts,
             volume_size_in_gb=job.volume_gb,
             enable_managed_spot_training=True if job.spot else None,
-            **_without_none(keep_alive_period_in_seconds=job.keep_alive_s),
+            **_without_none(
+                keep_alive_period_in_seconds=job.keep_alive_s,
+                volume_kms_key_id=job.volume_kms_key,
+                training_plan_arn=job.training_plan,
+            ),
         ),
         "stopping_condition": configs.StoppingCondition(
             max_runtime_in_seconds=job.max_run_s,
@@ -108,10 +114,12 @@ def _trainer_arguments(plan: Plan) -> dict[str, Any]:
         ),
         "hyperparameters": dict(plan.hyperparameters),
         "environment": dict(job.environment),
-        "output_data_config": configs.OutputDataConfig(s3_output_path=job.output) if job.output else None,
+        "output_data_config": _output(job),
         "checkpoint_config": configs.CheckpointConfig(s3_uri=job.checkpoints) if job.checkpoints else None,
         "networking": configs.Networking(
-            **network, enable_inter_container_traffic_encryption=job.encrypt_between_hosts
+            **network,
+            enable_inter_container_traffic_encryption=job.encrypt_between_hosts,
+            **_without_none(enable_network_isolation=job.network_isolation or None),
         ),
         "tags": [Tag(key=key, value=value) for key, value in job.tags.items()] or None,
     }
@@ -120,21 +128,31 @@ def _trainer_arguments(plan: Plan) -> dict[str, Any]:
 def _input_channels(plan: Plan) -> list[Channel]:
     channels: list[Channel] = []
     for name, channel in plan.channels.items():
-        source = S3DataSource(
-            s3_data_type="S3Prefix",
-            s3_uri=channel.uri,
-            s3_data_distribution_type=channel.distribution,
-            **_without_none(instance_group_names=channel.groups),
-        )
-        channels.append(
-            Channel(
-                channel_name=name,
-                data_source=DataSource(s3_data_source=source),
-                input_mode=channel.mode,
-                **_without_none(content_type=channel.content_type),
+        folder = file_system_folder(channel.uri)
+        if folder is not None:
+            mounted = FileSystemDataSource(
+                file_system_id=folder.file_system_id,
+                file_system_type=folder.kind,
+                directory_path=folder.path,
+                file_system_access_mode=channel.access,
             )
-        )
+            settings: dict[str, Any] = {"data_source": DataSource(file_system_data_source=mounted)}
+        else:
+            source = S3DataSource(
+                s3_data_type="S3Prefix",
+                s3_uri=channel.uri,
+                s3_data_distribution_type=channel.distribution,
+                **_without_none(instance_group_names=channel.groups),
+            )
+            settings = {"data_source": DataSource(s3_data_source=source), "input_mode": channel.mode}
+        channels.append(Channel(channel_name=name, **settings, **_without_none(content_type=channel.content_type)))
     return channels
+
+
+def _output(job: Job) -> Any:
+    if job.output is None:
+        return None
+    return configs.OutputDataConfig(s3_output_path=job.output, **_without_none(kms_key_id=job.output_kms_key))
 
 
 def _without_none(**values: Any) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_sm._lightning import Callback, LightningModule, Trainer
-from lightning_sm.job.control_folder import FIRST_STEP, OwnProcess, announce
+from lightning_sm.job.control_folder import FIRST_STEP, SAVING, SETTING_UP, STARTING, OwnProcess, announce
 
 
 class Heartbeat(Callback):
     """Write the step and what this rank does to its file in the control folder; without a launcher, do nothing.
 
-    Only between two batches of the same epoch or validation does a rank count as hanging: what happens at the first
-    batch (compilation), at the end of an epoch, or while a checkpoint is saved may take any time.
+    Between two batches of the same epoch or validation a rank soon counts as hanging. Before the end of the first one
+    (compilation), and in a checkpoint, it may take ten times as long, and at the end of an epoch any time.
 
     ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
     """
@@ -26,11 +26,11 @@ class Heartbeat(Callback):
         """Announce this process."""
         self._process = announce()
         self._is_compiled = False
-        self._beat(trainer, f"setting up to {stage}", may_pause=True)
+        self._beat(trainer, SETTING_UP if stage == "fit" else "setting up", may_pause=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The first batch comes next."""
-        self._beat(trainer, "starting the training", may_pause=True)
+        self._beat(trainer, STARTING, may_pause=True)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """A step begins."""
@@ -58,8 +58,9 @@ class Heartbeat(Callback):
         self._beat(trainer, "ending the validation", may_pause=True)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is saved."""
-        self._beat(trainer, "saving a checkpoint", may_pause=True)
+        """A checkpoint is saved. After the fit the script saves it, and what follows that may take any time."""
+        if not trainer.state.finished:
+            self._beat(trainer, SAVING, may_pause=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The model is exported, and the script goes on."""

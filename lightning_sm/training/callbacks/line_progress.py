@@ -7,20 +7,35 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import psutil
+import torch
+
 from lightning_sm._lightning import Callback, LightningModule, ProgressBar, Trainer, rank_zero_only
 from lightning_sm.data.trainer.reporter import data_report
+from lightning_sm.job.progress import DATA_WAIT, facts, progress_line
+from lightning_sm.training.callbacks.step_clock import Totals
+from lightning_sm.training.callbacks.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 _log_once = rank_zero_only(logger.info)
 
 
 class LineProgress(ProgressBar):
-    """Log a line of progress every few seconds, at the end of each epoch and at the end of a run.
+    """Log a line of progress every few seconds, after each validation, at the end of each epoch and of a run.
 
-    A line looks like ``epoch=3/10 step=45 train_loss=0.411723 val_acc=0.9333``: one ``name=value`` for each metric, so
-    that ``metric_definitions`` such as ``val_acc=([0-9.eE+-]+)`` find them. Only rank 0 logs. In a job with data hosts,
-    the line of an epoch ends with ``data_wait=1.2%``, how long the slowest rank waited for data, and with the cause if
-    that is worth a word.
+    A line looks like ``epoch=3/10 step=45 validation=3 train_loss=0.411723 val_acc=0.9333 steps_per_s=12.5
+    samples_per_s=800 eta=0:10:23 memory_gb=2.1 data_wait=1.2%``: one ``name=value`` for each metric, so that
+    ``metric_definitions`` such as ``val_acc=([0-9.eE+-]+)`` find them. Only rank 0 logs.
+
+    - ``validation`` is in the first line after each validation only, so that it can be told from later ones, which
+      repeat its metrics.
+    - ``steps_per_s`` (training batches) and ``data_wait`` are of the time since the last line, without validations,
+      checkpoints and first batches; ``samples_per_s`` is of all ranks. They take ``StepTimes``, which each job has.
+    - ``eta`` is when the training ends if it goes on like this, validations included.
+    - ``memory_gb`` is what the GPU of rank 0 had in use at most, or what its process has, in 10^9 bytes.
+
+    In a job with data hosts, the line of an epoch ends with how long the slowest rank waited for data, and with the
+    cause if that is worth a word.
 
     Args:
         every_n_seconds: Minimum time between two lines of an epoch, in seconds.
@@ -31,6 +46,10 @@ class LineProgress(ProgressBar):
         self._every_n_seconds = every_n_seconds
         self.is_enabled = True
         self._next_line_at = 0.0
+        self._shown = Totals()
+        self._num_validations = 0
+        self._has_validated = False  # since the last line
+        self._began: tuple[float, list[tuple[int, int]]] | None = None  # when the first batch ended, and where
 
     def enable(self) -> None:
         """Log lines (Lightning calls it on rank 0)."""
@@ -43,24 +62,37 @@ class LineProgress(ProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock: the first line comes after ``every_n_seconds``."""
         self._next_line_at = time.monotonic() + self._every_n_seconds
+        self._shown = Totals()
+        self._began = None
+        self._num_validations = 0
+        self._has_validated = False
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log a line if the last one is long enough ago."""
-        if time.monotonic() >= self._next_line_at:
-            batches = self.total_train_batches
-            self._log(trainer, f"{self._epoch(trainer)} batch={batch_idx + 1}/{batches} step={trainer.global_step}")
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now, _progress(trainer)
+        if now >= self._next_line_at:
+            self._log(trainer, self._batch(trainer, batch_idx + 1), self._facts(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch's metrics, and what the data service has to say."""
         report = data_report(trainer) if self.is_enabled else ""
-        self._log(trainer, f"{self._epoch(trainer)} step={trainer.global_step}", report)
+        own = self._facts(trainer, has_wait=not report.startswith(DATA_WAIT))
+        self._log(trainer, f"{self._epoch(trainer)} step={trainer.global_step}", own, report)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the metrics of ``trainer.validate``; ``fit`` logs them at the end of the epoch."""
+        """Log the metrics, unless this is the last batch of an epoch, whose line has them."""
         if trainer.state.fn == "validate":
             self._log(trainer, "validation")
+        elif trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._num_validations += 1
+            self._has_validated = True
+            is_last_step = 0 < trainer.max_steps <= trainer.global_step
+            if not trainer.is_last_batch and not is_last_step:
+                self._log(trainer, self._batch(trainer, _num_batches(trainer)), self._facts(trainer))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the test metrics."""
@@ -79,12 +111,67 @@ class LineProgress(ProgressBar):
         planned = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else "?"
         return f"epoch={trainer.current_epoch + 1}/{planned}"
 
-    def _log(self, trainer: Trainer, position: str, report: str = "") -> None:
+    def _batch(self, trainer: Trainer, number: int) -> str:
+        return f"{self._epoch(trainer)} batch={number}/{self.total_train_batches} step={trainer.global_step}"
+
+    def _log(self, trainer: Trainer, position: str, own: str = "", report: str = "") -> None:
         self._next_line_at = time.monotonic() + self._every_n_seconds
         if self.is_enabled:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            values = [f"{name}={value:.6g}" for name, value in metrics.items()]
-            logger.info("%s", " ".join(filter(None, [position, *values, report])))
+            number = self._num_validations if self._has_validated else None
+            logger.info("%s", progress_line(position, metrics, num_validations=number, facts=own, report=report))
+        self._has_validated = False
+
+    def _facts(self, trainer: Any, *, has_wait: bool = True) -> str:
+        """How fast the run is; "" if nothing measures it, or nobody reads it."""
+        times = next((callback for callback in trainer.callbacks if isinstance(callback, StepTimes)), None)
+        if times is None or not self.is_enabled:
+            return ""
+        totals = times.totals
+        new = totals.since(self._shown)
+        self._shown = totals
+        is_known = new.n > 0 and new.wall_s > 0
+        num_replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        return facts(
+            steps_per_s=new.n / new.wall_s if is_known else None,
+            samples_per_s=num_replicas * new.samples / new.wall_s if is_known and new.samples else None,
+            eta_s=self._eta_s(trainer),
+            memory_bytes=_memory_bytes(trainer.strategy.root_device),
+            data_wait=new.share("data_wait") if is_known and has_wait else None,
+        )
+
+    def _eta_s(self, trainer: Any) -> float | None:
+        """Seconds until the first limit of the training is reached; None if it has none, or it is too early to say."""
+        if self._began is None:
+            return None
+        began_at, before = self._began
+        elapsed_s = time.monotonic() - began_at
+        left = [
+            max(0, total - done) * elapsed_s / (done - done_before)
+            for (done, total), (done_before, _) in zip(_progress(trainer), before, strict=True)
+            if done > done_before
+        ]
+        return min(left, default=None)
+
+
+def _progress(trainer: Any) -> list[tuple[int, int]]:
+    """How much is done of what limits the training, and the limit: batches, and optimizer steps."""
+    done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+    # inf for a stream.
+    batches = (trainer.max_epochs or 0) * trainer.num_training_batches
+    limits = [(done, batches)] if 0 < batches < float("inf") else []
+    return limits + ([(trainer.global_step, trainer.max_steps)] if trainer.max_steps > 0 else [])
+
+
+def _num_batches(trainer: Any) -> int:
+    """Number of batches of this epoch that are over."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return int(psutil.Process().memory_info().rss)
 
 
 def own_progress(callbacks: Iterable[Callback]) -> list[Callback]:

@@ -28,8 +28,8 @@ from lightning_sm.job.process_launcher import Launch, Launcher
 from lightning_sm.job.stopping import GENTLE_SIGNAL, INTERRUPTED_EXIT_CODE
 from lightning_sm.job.uploads import files_of
 from lightning_sm.training.callbacks.pace import Pace
-from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts
-from lightning_sm.training.checkpoints.resume import object_stores, resume_from_latest
+from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts, object_stores
+from lightning_sm.training.checkpoints.resume import resume_from_latest
 
 logger = logging.getLogger(__name__)
 

@@ -52,6 +52,12 @@ def job_facts(job: SageMakerJob, fit: str) -> dict[str, str | None]:
     return {"name": job.name, "checkpoint_s3_uri": job.checkpoint_uri, "fit": fit}
 
 
+def object_stores(trainer: Any) -> list[str]:
+    """Return the addresses such as ``s3://bucket/folder`` to which callbacks of a Trainer write checkpoints."""
+    folders = [str(getattr(callback, "dirpath", None) or "") for callback in trainer.checkpoint_callbacks]
+    return sorted({folder for folder in folders if "://" in folder})
+
+
 def newest_checkpoint(
     folder: str | os.PathLike[str] | None,
     job: SageMakerJob | None = None,
@@ -79,7 +85,7 @@ def newest_checkpoint(
         fit: Which of the script's fits is to resume; checkpoints of another fit are invalid. None accepts all.
         is_own: Whether to accept only checkpoints of ``job`` itself, from an earlier attempt.
         object_stores: Addresses of further folders that fsspec knows, such as ``s3://bucket/checkpoints``. Of their
-            files only the pickle is read, not the tensors; sharded checkpoints there are not found.
+            files only the pickle is read, not the tensors. No strategy can write sharded checkpoints there.
 
     Returns:
         The checkpoint; None if there is no valid one.

@@ -14,15 +14,9 @@ from lightning_sm._lightning import TorchCheckpointIO, WrappingCheckpointIO
 from lightning_sm.errors import CheckpointError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.training.checkpoints.durable_io import DurableCheckpointIO
-from lightning_sm.training.checkpoints.newest import Load, newest_checkpoint
+from lightning_sm.training.checkpoints.newest import Load, newest_checkpoint, object_stores
 
 logger = logging.getLogger(__name__)
-
-
-def object_stores(trainer: Any) -> list[str]:
-    """Return the addresses such as ``s3://bucket/folder`` to which callbacks of a Trainer write checkpoints."""
-    folders = [str(getattr(callback, "dirpath", None) or "") for callback in trainer.checkpoint_callbacks]
-    return sorted({folder for folder in folders if "://" in folder})
 
 
 def resume_from_latest(trainer: Any, folder: Path | None, job: SageMakerJob, fit: str) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from lightning_sm._lightning import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Trainer
 from lightning_sm.errors import StrategyError
 from lightning_sm.job.uploads import files_of
+from lightning_sm.training.checkpoints.newest import object_stores
 
 # Names under which ModelParallelStrategy and FSDPStrategy save the weights.
 _WEIGHTS = ("state_dict", "model")
@@ -35,10 +36,12 @@ def care_for_shards(trainer: Trainer) -> None:
     checkpoint such as last.ckpt is overwritten, its shards are of two steps, which nobody could tell.
 
     Raises:
-        StrategyError: The strategy cannot restore the optimizer from its own shards.
+        StrategyError: The strategy cannot restore the optimizer from its own shards, or cannot write where a callback
+            says.
     """
     strategy: Any = trainer.strategy
     if isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)):
+        _refuse_object_stores(trainer)
         if isinstance(trainer.strategy, FSDPStrategy):
             _refuse_shards_of_replicas(strategy)
         strategy.save_checkpoint = partial(_save_afresh, strategy, strategy.save_checkpoint)
@@ -153,6 +156,17 @@ def _fetch(strategy: Any, file: Path, offset: int, length: int, holder: int) -> 
 
 def _bytes(piece: Tensor) -> bytes:
     return piece.cpu().numpy().tobytes()
+
+
+def _refuse_object_stores(trainer: Trainer) -> None:
+    # Lightning makes a pathlib.Path of the address, also for a checkpoint of a single file: nothing reaches the store,
+    # and a job that is restarted begins anew, without an error.
+    for address in object_stores(trainer):
+        raise StrategyError(
+            f"{type(trainer.strategy).__name__} cannot write checkpoints to {address}, which is the dirpath of a "
+            f"callback: it would make a folder {Path(address)} on each host's disk. Leave dirpath out: checkpoints "
+            "then go to the job's checkpoint folder, which SageMaker uploads to checkpoint_s3_uri."
+        )
 
 
 def _refuse_shards_of_replicas(strategy: Any) -> None:

@@ -16,7 +16,8 @@ from pytorch_lightning import LightningDataModule
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from lightning_sm.data.host.random_state import seed_all
-from lightning_sm.data.plan.samples import SamplePlan, epoch_order
+from lightning_sm.data.plan.order import ShuffledOrder
+from lightning_sm.data.plan.samples import SamplePlan
 from lightning_sm.data.plan.seeds import SampleSeeds
 
 # Where datasets find the name of the data host that they are on.
@@ -143,7 +144,7 @@ def stream_hash(batches: Iterable[Any], first_step: int = 0) -> str:
 
 def reference(dataset: Dataset, length: int, batch_size: int, *, seed: int = 0, epoch: int = 0) -> Iterator[Any]:
     """Yield what the data hosts should make of a shuffled loader, computed here."""
-    order = epoch_order(length, seed=seed, epoch=epoch, salt="train 0")
+    order = ShuffledOrder(length, seed=seed, epoch=epoch, salt="train 0")
     plan = SamplePlan(order, batch_size, drop_last=False, rank=0, world_size=1)
     seeds = SampleSeeds(seed, "train", 0, epoch, 0)
     for step in range(plan.num_steps):

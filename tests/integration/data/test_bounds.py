@@ -13,6 +13,7 @@ import pytest
 
 from lightning_sm.data.ipc.processes import start_module
 from lightning_sm.data.protocol import calls, grpc_transport
+from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.settings import DataServiceSettings, HostSettings
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.errors import DataServiceError
@@ -137,6 +138,18 @@ def test_trainers_of_another_training_get_no_lease(server):
         assert server.end("Heartbeat", client=client, world_size=world_size)[0] is grpc.StatusCode.INVALID_ARGUMENT
     server.start("Finish", client="rank 0 on algo-1", outcome="finished").result()
     server.start("Heartbeat", client="rank 0 on other", world_size=4).result()
+
+
+def test_a_call_that_only_looks_takes_no_lease(server):
+    """Status says what a heartbeat is told, figures of ranks included, and keeps no training away."""
+    before = calls.heartbeat_reply(server.start("Status").result())
+    assert (before["name"], before["workers"], before["queued"], before["figures"]) == ("algo-9", 2, 0, {})
+    figures = RankFigures(num_batches=3).to_json()
+    server.start("Heartbeat", client="rank 0 on algo-1", world_size=1, figures=figures).result()
+    assert calls.heartbeat_reply(server.start("Status").result())["figures"] == {"rank 0 on algo-1": figures}
+    server.start("Finish", client="rank 0 on algo-1", outcome="finished").result()
+    assert server.received(1, "trainer_finished") == [{"is_success": True}]
+    server.received(1, "finished")
 
 
 def test_a_second_training_waits_and_says_for_whom(server):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.fakes.sagemaker_service import FakeService
+from tests.fakes.sagemaker_service import JOB_ID, FakeService
 
 ROOT = Path(__file__).parents[3]
 SDK3 = ROOT / ".venv-sdk3" / "bin" / "python"
@@ -27,6 +27,7 @@ JOB = {
     "channels": {
         "training": {"uri": "s3://bucket/data", "groups": ["data"]},
         "other": {"uri": "s3://bucket/other", "mode": "FastFile", "content_type": "text/csv"},
+        "shared": {"uri": "fsx://fs-0123456789abcdef0/abcdefgh/data", "access": "rw"},
     },
     "hyperparameters": {"data.batch_size": 64, "nothing": None, "name": "a b"},
     "environment": {"NAME": "value"},
@@ -40,6 +41,10 @@ JOB = {
     "max_restarts": 3,
     "max_retry_attempts": 2,
     "volume_gb": 50,
+    "volume_kms_key": "alias/disks",
+    "output_kms_key": "alias/models",
+    "training_plan": "arn:aws:sagemaker:us-east-1:111122223333:training-plan/plan",
+    "network_isolation": True,
     "encrypt_between_hosts": True,
     "vpc": {"subnets": ["subnet-1"], "security_groups": ["sg-1"]},
     "tags": {"project": "digits"},
@@ -52,10 +57,12 @@ REQUEST = {
         "TrainingImage": JOB["image"],
         "MetricDefinitions": [{"Name": "val_acc", "Regex": " val_acc=(-?[0-9.]+(?:e[-+][0-9]+)?)"}],
     },
-    "OutputDataConfig": {"S3OutputPath": "s3://bucket/output"},
+    "OutputDataConfig": {"S3OutputPath": "s3://bucket/output", "KmsKeyId": "alias/models"},
     "StoppingCondition": {"MaxRuntimeInSeconds": 3600, "MaxWaitTimeInSeconds": 7200},
     "ResourceConfig": {
         "VolumeSizeInGB": 50,
+        "VolumeKmsKeyId": "alias/disks",
+        "TrainingPlanArn": "arn:aws:sagemaker:us-east-1:111122223333:training-plan/plan",
         "InstanceGroups": [
             {"InstanceGroupName": "trainer", "InstanceType": "ml.g5.xlarge", "InstanceCount": 2},
             {"InstanceGroupName": "data", "InstanceType": "ml.c6i.4xlarge", "InstanceCount": 1},
@@ -88,6 +95,17 @@ REQUEST = {
                 }
             },
         },
+        {
+            "ChannelName": "shared",
+            "DataSource": {
+                "FileSystemDataSource": {
+                    "FileSystemId": "fs-0123456789abcdef0",
+                    "FileSystemType": "FSxLustre",
+                    "DirectoryPath": "/abcdefgh/data",
+                    "FileSystemAccessMode": "rw",
+                }
+            },
+        },
     ],
     "HyperParameters": {"data.batch_size": "64", "nothing": "null", "name": '"a b"'},
     "Environment": {
@@ -98,6 +116,7 @@ REQUEST = {
     "Tags": [{"Key": "project", "Value": "digits"}],
     "VpcConfig": {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]},
     "EnableInterContainerTrafficEncryption": True,
+    "EnableNetworkIsolation": True,
     "EnableManagedSpotTraining": True,
     "CheckpointConfig": {"S3Uri": "s3://bucket/checkpoints"},
     "TensorBoardOutputConfig": {"S3OutputPath": "s3://bucket/tensorboard"},
@@ -182,6 +201,7 @@ def test_a_dry_run_shows_the_request_and_sends_nothing(submit, service):
         "HyperParameters": {**REQUEST["HyperParameters"], **secrets},
     }
     assert service.seen == []
+    assert ended.stderr.splitlines()[-1] == "lightning-sm: 0 problems; nothing was sent"
 
 
 def test_the_cloud_gets_what_the_dry_run_shows(submit, service):
@@ -211,12 +231,63 @@ def test_no_capacity_is_tried_again(submit, service):
 
 
 def test_a_failed_job_is_a_failed_command(submit, service):
-    """With the job's reason, and without another try."""
-    service.endings = [{"TrainingJobStatus": "Failed", "FailureReason": "AlgorithmError: nan"}]
-    ended = submit(JOB, "--cloud")
-    assert ended.returncode == 1
-    assert "the job is Failed: AlgorithmError: nan" in ended.stderr
+    """With the job's log, its reason and its exit code, and without another try."""
+    service.endings = [{"TrainingJobStatus": "Failed", "FailureReason": "AlgorithmError: nan, exit code: 3"}]
+    service.lines = ["epoch=1/2", "loss is nan"]
+    ended = submit(JOB, "--cloud", "--follow")
+    assert ended.returncode == 3
+    assert ended.stdout.splitlines() == ["algo-1 | epoch=1/2", "algo-1 | loss is nan"]
+    assert "the job did not complete: AlgorithmError: nan, exit code: 3" in ended.stderr
     assert len(service.requests) == 1
+
+
+@pytest.mark.proof  # the request has unit tests
+def test_a_queue_of_aws_batch_gets_the_same_request(submit, service):
+    """The job is followed to the end of its training job."""
+    service.endings = [COMPLETED]
+    ended = submit(JOB, "--cloud", "--queue=training", "--batch.priority=3")
+    assert ended.returncode == 0, ended.stderr
+    (sent,) = service.queued
+    (payload,) = service.requests
+    del sent["serviceRequestPayload"], payload["Environment"]["LIGHTNING_SM_JOB_SECRET"]
+    del sent["clientToken"]  # botocore's, so that a repeated request makes no second job
+    environment = {key: value for key, value in REQUEST["Environment"].items() if key != "LIGHTNING_SM_JOB_SECRET"}
+    expected = {**REQUEST, "Environment": environment}
+    del expected["Tags"]
+    assert plain(payload) == expected
+    assert sent == {
+        "jobName": payload["TrainingJobName"],
+        "jobQueue": "training",
+        "serviceJobType": "SAGEMAKER_TRAINING",
+        "schedulingPriority": 3,
+        "retryStrategy": {"attempts": 1},
+        "tags": {"project": "digits"},
+    }
+    assert f"To follow it: lightning-sm jobs logs -f {JOB_ID}" in ended.stderr
+    assert f"Job {payload['TrainingJobName']} is Completed" in ended.stderr
+
+
+def test_a_tuning_job_is_made_of_the_same_request(submit, service, tmp_path):
+    """The code is uploaded, and what a tuning job cannot have is left out with a warning."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "go.py").write_text("print(1)")
+    ranges = {"lr": {"min": 0.001, "max": 0.1}, "optimizer": {"values": ["adam", "sgd"]}}
+    tune = {"objective": "val_loss", "direction": "minimize", "ranges": ranges}
+    job = {**JOB, "tune": tune, "source_dir": "src", "script": "go.py"}
+    ended = submit(job, "--cloud", "--wait=false")
+    assert ended.returncode == 0, ended.stderr
+    (sent,) = service.tuning
+    assert len(service.uploads) == 1
+    assert sent["Tags"] == REQUEST["Tags"]
+    definition = sent["TrainingJobDefinition"]
+    names = [definition["AlgorithmSpecification"]["MetricDefinitions"][index]["Name"] for index in range(2)]
+    assert names == ["val_acc", "val_loss"]
+    assert definition["StaticHyperParameters"].items() >= REQUEST["HyperParameters"].items()
+    assert definition["InputDataConfig"][:3] == REQUEST["InputDataConfig"]
+    for key in ("tensorboard", "remote_debug"):
+        assert f"warning: {key} is ignored" in ended.stderr
+    assert f"Submitted {sent['HyperParameterTuningJobName']}" in ended.stderr
+    assert service.requests == []
 
 
 @pytest.mark.proof

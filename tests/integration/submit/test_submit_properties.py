@@ -69,7 +69,7 @@ def _quick(monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     session = boto3.Session(aws_access_key_id="a", aws_secret_access_key="b", region_name="us-east-1")  # noqa: S106
-    monkeypatch.setattr(submit, "_boto_session", lambda **_: session)
+    monkeypatch.setattr(submit, "new_session", lambda **_: session)
     monkeypatch.setattr("sagemaker.config.config.jsonschema.validate", lambda *_: None)
 
 

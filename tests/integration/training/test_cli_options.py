@@ -41,7 +41,8 @@ class TestClassesOfDefaultFiles:
         script = default_file({"trainer": {"logger": CSV, "max_epochs": 3}})
         cli = host.make("--trainer.logger.name=exp1", **script)
         (logger,) = cli.trainer.loggers
-        assert (type(logger), logger.name, cli.trainer.max_epochs) == (CSVLogger, "exp1", 3)
+        assert isinstance(logger, CSVLogger)
+        assert (logger.name, cli.trainer.max_epochs) == ("exp1", 3)
         assert Path(logger.save_dir) == host.output_dir / "logs"
 
     @pytest.mark.parametrize("run", [True, False])

@@ -81,7 +81,7 @@ class TestCkptPath:
         """Which one is furthest is read by the user's CheckpointIO; what it cannot read either is passed over."""
         own = "--trainer.plugins=tests.fakes.checkpoint_writers.AsFolder"
         fit(host, own)
-        (path,) = checkpoints.iterdir()
+        (path,) = checkpoints.glob("*.ckpt")
         assert path.is_dir()
         (checkpoints / "broken.ckpt").write_text("half of something")
         cli, found = fit(host, own, epochs=2)
@@ -195,7 +195,7 @@ class TestWhateverStartsFit:
     def test_it_resumes(self, host, checkpoints, caplog, way):
         """The Trainer continues with the second epoch, and the log names the checkpoint."""
         fit(host)
-        (path,) = checkpoints.iterdir()
+        (path,) = checkpoints.glob("*.ckpt")
         caplog.set_level("INFO", "lightning_sm")
         trainer = getattr(self, way)(host)
         assert (trainer.ckpt_path, trainer.global_step) == (str(path), 4)

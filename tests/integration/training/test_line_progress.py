@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from lightning_sm.submit.metric_patterns import metric_definitions
 from lightning_sm.training.callbacks.line_progress import LineProgress
 from tests.fakes.small_app import SmallModel
 
@@ -24,14 +25,36 @@ def lines(caplog):
 
 
 def test_one_line_for_each_epoch_and_one_at_the_end(host, lines):
-    """Each epoch's line has the epoch, the step and all metrics; the sanity check before training writes none."""
+    """Each epoch's line has epoch, step, all metrics and its speed; the sanity check before training writes none."""
     host.start("fit", "--trainer.max_epochs=3", "--model.scores=[0.25, 0.5, 0.75]", *QUIET)
     first, second, third, end = lines()
-    assert re.fullmatch(rf"epoch=1/3 step=2 val_score{NUMBER}train_loss{NUMBER}", first)
+    speed = rf"steps_per_s{NUMBER}samples_per_s{NUMBER}eta=0:00:\d\d memory_gb{NUMBER}data_wait=\d+\.\d%"
+    assert re.fullmatch(rf"epoch=1/3 step=2 validation=1 val_score{NUMBER}train_loss{NUMBER}{speed}", first)
     assert [re.search(f"val_score{NUMBER}", line)[1] for line in (first, second, third)] == ["0.25", "0.5", "0.75"]
     assert second.startswith("epoch=2/3 step=4 ")
     assert third.startswith("epoch=3/3 step=6 ")
     assert end.startswith("finished: epochs=3 step=6 ")
+    assert "validation=" not in end
+
+
+def test_definitions_read_what_a_run_printed(host, lines):
+    """A metric is found in each line that has it; the objective of a tuning job once for each validation."""
+    host.start(
+        "fit", "--trainer.max_epochs=2", "--trainer.val_check_interval=1", "--model.scores=[0.25, 0.5]",
+        *QUIET, trainer_defaults={"callbacks": LineProgress(every_n_seconds=0)},
+    )  # fmt: skip
+
+    def found(name, objective=None):
+        (definition,) = metric_definitions([name], {}, objective)
+        assert len(definition["Regex"]) <= 500
+        return [float(match[1]) for line in lines() if (match := re.search(definition["Regex"], line))]
+
+    assert found("val_score", objective="val_score") == [0.25, 0.25, 0.5, 0.5]
+    repeated = found("val_score")
+    assert len(repeated) > 4
+    assert set(repeated) == {0.25, 0.5}
+    assert found("steps_per_s")
+    assert all(0 <= share <= 100 for share in found("data_wait"))
 
 
 @pytest.mark.matrix(first=2)

@@ -143,6 +143,15 @@ def test_without_checkpoint_configuration_there_is_no_checkpoint_folder(tmp_path
     assert (job.checkpoint_dir, job.checkpoint_uri, job.tensorboard_dir) == (None, None, None)
 
 
+@pytest.mark.parametrize(("name", "folder"), [("tune-1-003", "checkpoints/tune-1-003"), (None, "checkpoints")])
+def test_training_jobs_of_a_tuning_job_have_checkpoint_folders_of_their_own(tmp_path, name, folder):
+    """They share one address in S3, and would resume from each other's checkpoints."""
+    hyperparameters = {"_tuning_objective_metric": "val_acc", "lr": "0.1"}
+    base = write_job(tmp_path, SERVICE, checkpoint={"S3Uri": "s3://b/c"}, hyperparameters=hyperparameters)
+    variables = {} if name is None else {"TRAINING_JOB_NAME": name}
+    assert read(base, **variables).checkpoint_dir == tmp_path / folder
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "directory", "uri"),
     [

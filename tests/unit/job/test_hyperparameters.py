@@ -82,6 +82,21 @@ def test_each_route_brings_each_kind_of_value(value, kind, generic, framework, v
             ["--a=quoted"],
         ),
         ({"a": '"quoted"', "b": "not json"}, ['--a="quoted"', "--b=not json"]),
+        (
+            {
+                "_tuning_objective_metric": "val_acc",
+                "a": '"quoted"',
+                "b": "adam",
+                "c": '"sgd"',
+                "d": "1.0E-4",
+                "e": "None",
+            },
+            ["--a=quoted", "--b=adam", "--c=sgd", "--d=1.0E-4", "--e=null"],
+        ),
+        (
+            {"_tuning_objective_metric": "val_acc", "a__0": '"[1, "', "a__1": '"2]"', "b": "adam", "c": '"None"'},
+            ["--a=[1, 2]", "--b=adam", "--c=None"],
+        ),
         ({"a": '{"x":1}', "b": "x"}, ['--a={"x":1}', "--b=x"]),
         ({"a": '{"x":\t1}'}, ['--a={"x": 1}']),
         ({"a": "{1: 'x', None: ()}"}, ['--a={"1": "x", "null": []}']),

@@ -1,4 +1,4 @@
-"""The table of environment variables: complete, the same as README's, and each value checked."""
+"""The table of environment variables: complete, and each value checked."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ from lightning_sm.job.variables import (
     SETTINGS,
     STEP_FILE,
     STOP_SCHEDULE,
-    USER_SETTINGS,
     Install,
     Model,
 )
 
 _PACKAGE = Path(lightning_sm.__file__).parent
-_README = Path(__file__).parents[3] / "README.md"
 _NOT_SECONDS = ["nan", "inf", "-inf", "-5", "1e10", "1e400", "10s", "x", "1,2", " "]
 
 
@@ -62,15 +60,6 @@ def test_the_table_has_all_settings():
         {text for text in _literals(_PACKAGE / "job" / "variables.py") if PREFIX in text} - {PREFIX}
     )
     assert all(name.startswith(PREFIX) for name in names)
-
-
-def test_readme_shows_the_table():
-    """README has the same rows in the same order, but for its markup."""
-    rows = re.findall(
-        r"^\| `(LIGHTNING_SM_\w+)` \| (.*) \| (.*) \|$", _README.read_text(encoding="utf-8"), re.MULTILINE
-    )
-    shown = [tuple(cell.replace("`", "") for cell in row) for row in rows]
-    assert shown == [(setting.name, setting.default_text, setting.meaning) for setting in USER_SETTINGS]
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)

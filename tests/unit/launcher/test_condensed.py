@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from lightning_sm.launcher.condensed import Condensed, CondensedBytes
@@ -138,3 +140,44 @@ def test_old_blocks_are_forgotten():
         condensed.feed(_CAUSE.replace("bad shape", f"bad {number}").encode())
     assert condensed.feed(_CAUSE.replace("bad shape", "bad 299").encode()) == b""
     assert condensed.feed(_CAUSE.replace("bad shape", "bad 0").encode()) != b""
+
+
+_WARNING = '/code/train.py:7: UserWarning: small batch\n  warnings.warn("small batch")\n'
+
+
+def test_the_same_warning_of_several_ranks_is_shown_once():
+    """With its line of code, and then the ranks that gave it, too; what they print besides is shown."""
+    pieces = (_by_rank(_WARNING, 0), "step 1\n", _by_rank(_WARNING, 1), "step 1\n", _by_rank(_WARNING, 3))
+    text, _ = _shown(*pieces)
+    note = "/code/train.py:7: UserWarning: small batch (left out: the same 2 times more, by rank1, rank3)\n"
+    assert text == _by_rank(_WARNING, 0) + "step 1\nstep 1\n" + note
+
+
+def test_warnings_that_differ_are_shown():
+    """Another text, or another place; also one without its line of code, and one behind a progress bar."""
+    others = [_WARNING.replace("small", "large"), _WARNING.replace(":7:", ":8:"), "/x.py:1: FutureWarning: soon\n"]
+    text = "".join([_WARNING, *others, "Epoch 0: 50%|## " + _WARNING])
+    assert _shown(text)[0] == text
+
+
+def test_a_warning_that_never_ends_takes_no_memory():
+    """A script may give one in each step for days, and print so much that no pause comes."""
+    condensed = Condensed()
+    for _ in range(20_000):
+        for line in _WARNING.splitlines(keepends=True):
+            condensed.feed(line.encode())
+    assert len(pickle.dumps(vars(condensed))) < 10_000
+    assert condensed.take_repeats() == [
+        "/code/train.py:7: UserWarning: small batch (left out: the same 19999 times more)"
+    ]
+
+
+def test_the_same_warning_of_several_hosts_is_shown_once():
+    """Each host's own launcher has condensed those of its ranks."""
+    condensed = Condensed(only_across_sources=True)
+    lines = [line.encode() for line in _WARNING.splitlines(keepends=True)]
+    shown = {host: [out for line in lines for out in condensed.feed(line, host)] for host in ("a", "b")}
+    assert shown == {"a": lines, "b": []}
+    assert condensed.take_repeats() == [
+        "/code/train.py:7: UserWarning: small batch (left out: the same once more, by b)"
+    ]

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from lightning_sm.job.control_folder import FIRST_STEP, Beat, ControlFolder
+from lightning_sm.job.control_folder import FIRST_STEP, SAVING, SETTING_UP, STARTING, Beat, ControlFolder
 from lightning_sm.job.variables import CONTROL_DIR
 from lightning_sm.launcher.hang import (
     HangRule,
@@ -39,14 +39,29 @@ def test_slow_steps_take_their_time():
     assert rule.hanging([_training(0, 5.0)], 105.0) != []
 
 
-@pytest.mark.parametrize(("phase", "limit_s"), [("saving a checkpoint", 10), (FIRST_STEP, 20 * 500)])
+@pytest.mark.parametrize(("phase", "limit_s"), [("ending the epoch", 10), (FIRST_STEP, 20 * 50)])
 def test_what_may_pause_is_no_hang(phase, limit_s):
-    """A checkpoint or a compilation may take any time; only a first step says something about those that follow."""
+    """The end of an epoch or a compilation may take long; only a first step says something about those that follow."""
     rule = HangRule(least_s=10)
     paused = _training(0, 0.0, phase=phase, may_pause=True)
-    assert rule.hanging([paused], 500.0) == []
-    assert rule.hanging([_training(0, 500.0)], 499.0 + limit_s) == []
-    assert rule.hanging([_training(0, 500.0)], 500.0 + limit_s) != []
+    assert rule.hanging([paused], 50.0) == []
+    assert rule.hanging([_training(0, 50.0)], 49.0 + limit_s) == []
+    assert rule.hanging([_training(0, 50.0)], 50.0 + limit_s) != []
+
+
+@pytest.mark.parametrize(
+    ("phase", "hangs"),
+    [
+        *((phase, True) for phase in (SETTING_UP, STARTING, FIRST_STEP, SAVING)),
+        *((phase, False) for phase in ("ending the epoch", "setting up", "finishing", "serving data")),
+    ],
+)
+def test_a_checkpoint_and_what_comes_before_the_first_step_end_some_day(phase, hangs):
+    """They may take ten times as long as a step; what a script does otherwise takes any time."""
+    rule = HangRule(least_s=1200)
+    beats = [_training(0, 0.0, phase=phase, may_pause=True)]
+    assert rule.hanging(beats, 11_999.0) == []
+    assert rule.hanging(beats, 12_000.0) == (beats if hangs else [])
 
 
 def test_a_process_that_has_failed_must_end():

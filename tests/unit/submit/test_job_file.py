@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_sm.errors import SubmitError
-from lightning_sm.submit.job_file import Channel, Group, Job, Spot, read_job
+from lightning_sm.submit.job_file import Channel, Group, Job, Range, Spot, Tune, read_job
 
 ROOT = Path(__file__).parents[3]
 SMALL = "image: x\ngroups:\n  trainer: {instance_type: ml.g5.xlarge, count: 2}\n"
@@ -77,9 +77,11 @@ def test_a_key_without_a_value_is_as_good_as_none(job_file, key):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (SMALL + "imagee: y\n", ["imagee"]),
+        (SMALL + "imagee: y\n", ["imagee", "Did you mean image?"]),
         (SMALL + "max_run_s: soon\n", ["max_run_s", "soon"]),
-        (SMALL + "spot: {max_wait: 5}\n", ["spot", "max_wait"]),
+        (SMALL + "spot: {max_wait: 5}\n", ["spot", "max_wait", "Did you mean max_wait_s?"]),
+        (SMALL + "channels: {a: {uri: s3://b/c, mod: Fast}}\n", ["mod", "Did you mean mode?"]),
+        (SMALL + "retries: {max_trys: 3}\n", ["max_trys", "Did you mean max_tries?"]),
         (SMALL + "channels: {a: {uri: s3://b/c, mode: Fast}}\n", ["channels", "mode", "Fast"]),
         (SMALL.replace("count: 2", "count: two"), ["groups", "count", "two"]),
         ("image: x\n", ["groups"]),
@@ -115,9 +117,27 @@ def test_an_option_without_its_value_is_named(job_file):
 def test_relative_paths_start_from_the_file(job_file, tmp_path, monkeypatch):
     """Wherever the command is started; absolute paths stay."""
     monkeypatch.chdir("/")
-    job = read_job(job_file(SMALL + "config: a/b.yaml\nsource_dir: src\n"))
+    job = read_job(job_file(SMALL + "config: a/b.yaml\nsource_dir: src\nlocal_script: c.py\n"))
     assert (job.config, job.source_dir) == (str(tmp_path / "a" / "b.yaml"), str(tmp_path / "src"))
+    assert job.local_script == str(tmp_path / "c.py")
     assert read_job(job_file(SMALL + "config: /a/b.yaml\n")).config == "/a/b.yaml"
+
+
+def test_ranges_of_a_tuning_job_keep_their_numbers(job_file):
+    """Whole numbers stay whole, as only they make a range of whole numbers; values of a list keep their types."""
+    ranges = "{a: {min: 1, max: 3}, b: {min: 1.0, max: 3}, c: {min: 1e-4, max: 0.1}, d: {values: [x, 1, 1.5, null]}}"
+    job = read_job(job_file(SMALL + f"tune: {{objective: val_acc, direction: maximize, ranges: {ranges}}}\n"))
+    assert job.tune == Tune(
+        "val_acc",
+        {"a": Range(1, 3), "b": Range(1.0, 3), "c": Range(1e-4, 0.1), "d": Range(values=["x", 1, 1.5, None])},
+        "maximize",
+    )
+    assert [type(limit) for one in (job.tune.ranges["a"], job.tune.ranges["b"]) for limit in (one.min, one.max)] == [
+        int,
+        int,
+        float,
+        int,
+    ]
 
 
 def test_the_example_can_be_read():

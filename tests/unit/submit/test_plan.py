@@ -11,7 +11,7 @@ import yaml
 from lightning_sm.errors import HyperparameterError
 from lightning_sm.job.hyperparameters import to_argv
 from lightning_sm.job.variables import JOB_SECRET, MODEL
-from lightning_sm.submit.job_file import Channel, Group, Job, Retries, Spot, Vpc
+from lightning_sm.submit.job_file import Batch, Channel, Group, Job, Retries, Spot, Tune, Vpc
 from lightning_sm.submit.plan import encode_hyperparameters, for_local_mode, make_plan
 
 GPU, CPU = Group("ml.g5.xlarge", 2), Group("ml.c5.xlarge")
@@ -153,6 +153,12 @@ def test_local_mode_leaves_out_what_it_has_not():
         checkpoints="s3://b/c",
         tensorboard="s3://b/t",
         vpc=Vpc(["s"], ["g"]),
+        volume_kms_key="alias/a",
+        output_kms_key="alias/b",
+        training_plan="arn:aws:sagemaker:us-east-1:111122223333:training-plan/plan",
+        network_isolation=True,
+        batch=Batch("queue"),
+        tune=Tune("val_acc", {}, "maximize"),
         keep_alive_s=60,
         channels={"a": Channel("s3://b/a", mode="FastFile")},
         retries=Retries(1),
@@ -164,6 +170,14 @@ def test_local_mode_leaves_out_what_it_has_not():
         "spot",
         "checkpoints",
         "tensorboard",
+        "volume_kms_key",
+        "output_kms_key",
+        "training_plan",
+        "network_isolation",
         "vpc",
+        "batch",
+        "tune",
         "channels.a",
     ]
+    assert (local.batch, local.tune, local.volume_kms_key, local.output_kms_key, local.training_plan) == (None,) * 5
+    assert not local.network_isolation

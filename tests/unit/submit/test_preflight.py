@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
 
 from lightning_sm.errors import SubmitError
-from lightning_sm.submit.job_file import Channel, Group, Job, Spot
+from lightning_sm.submit.job_file import Batch, Channel, Group, Job, Spot, Tune
 from lightning_sm.submit.preflight import Findings, check, with_placeholders
 
 pytestmark = pytest.mark.sdk2
@@ -80,6 +80,10 @@ def test_a_good_job_has_neither_problems_nor_warnings():
         ({"source_dir": str(Path(__file__).parent), "script": "nix.py"}, ["script", "nix.py", "source_dir"]),
         ({"metrics": ["a"], "metric_patterns": {"a": "(x)"}}, ["'a'", "metric_patterns"]),
         ({"metric_patterns": {"a": "x="}}, ["metric_patterns.a", "x=", "group"]),
+        ({"output": None, "output_kms_key": "alias/a"}, ["output_kms_key", "output is missing"]),
+        ({"channels": {"a": Channel("fsx://fs-01234567/m/a")}}, ["channels.a.uri", "vpc is missing"]),
+        ({"batch": Batch("q", attempts=0)}, ["batch.attempts is 0"]),
+        ({"tune": Tune("val_acc", {}, "maximize"), "groups": {"a": GPU}, "channels": {}}, ["tune.ranges is empty"]),
         ({"role": None}, ["role"]),
         ({"role": "training"}, ["role", "training", "ARN"]),
         ({"image": "lightning-sm:latest"}, ["image", "lightning-sm:latest", "ecr"]),
@@ -112,6 +116,15 @@ def test_what_is_rarely_meant_is_a_warning(changes, region, words):
     (warning,) = findings.warnings
     assert all(word in warning for word in words)
     findings.report()
+
+
+def test_packages_cannot_be_installed_without_a_network(tmp_path):
+    """With network isolation they must be in the image."""
+    (tmp_path / "requirements.txt").write_text("timm")
+    job = replace(JOB, source_dir=str(tmp_path))
+    assert check(job, "cloud").problems == []
+    (problem,) = check(replace(job, network_isolation=True), "cloud").problems
+    assert "requirements.txt names packages" in problem
 
 
 def test_code_that_cannot_be_uploaded_is_a_problem(tmp_path):

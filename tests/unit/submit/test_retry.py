@@ -1,4 +1,4 @@
-"""Submitting again for lack of capacity, and watching a job."""
+"""Submitting again for lack of capacity."""
 
 import itertools
 
@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
 
-from botocore.exceptions import ClientError, EndpointConnectionError
+from botocore.exceptions import ClientError
 
 from lightning_sm.submit.job_file import Retries
-from lightning_sm.submit.retry import pause_after, submit_until_capacity, watch
+from lightning_sm.submit.retry import pause_after, submit_until_capacity
 
 pytestmark = pytest.mark.sdk2
 
@@ -123,54 +123,3 @@ def test_pauses_double_up_to_the_longest_and_are_drawn():
     for attempt, longest_s in zip(itertools.count(1), [4, 8, 16, 20, 20], strict=False):
         drawn = {pause_after(attempt, retries) for _ in range(50)}
         assert longest_s / 2 <= min(drawn) < max(drawn) <= longest_s
-
-
-class Client:
-    """Describes a job, a bit further each time."""
-
-    def __init__(self, *states):
-        self.states = list(states)
-
-    def describe_training_job(self, TrainingJobName):  # noqa: N803 - boto3's name
-        """Say the next state."""
-        status, secondary, message = self.states.pop(0)
-        return {
-            "TrainingJobStatus": status,
-            "SecondaryStatus": secondary,
-            "SecondaryStatusTransitions": [{"StatusMessage": message}] if message else [],
-        }
-
-
-@pytest.mark.parametrize(
-    "error", [KeyboardInterrupt(), refusal("ExpiredTokenException"), EndpointConnectionError(endpoint_url="x")]
-)
-def test_who_stops_watching_learns_that_the_job_is_still_running(caplog, error):
-    """Whether by Ctrl-C, because the credentials have expired, or because the network is gone."""
-    client = Client(("InProgress", "Starting", ""))
-
-    def wait(_):
-        raise error
-
-    with caplog.at_level("WARNING", "lightning_sm"), pytest.raises(type(error)):
-        watch(client, "job", "us-east-1", wait)
-    assert "The job is still running and billed." in caplog.text
-    for verb in ("describe", "stop"):
-        assert f"aws sagemaker {verb}-training-job --training-job-name job --region us-east-1" in caplog.messages[-1]
-
-
-def test_every_change_of_state_is_one_line(caplog):
-    """The same state again is not."""
-    client = Client(
-        ("InProgress", "Starting", ""),
-        ("InProgress", "Downloading", "images"),
-        ("InProgress", "Downloading", "images"),
-        ("Completed", "Completed", "done"),
-    )
-    with caplog.at_level("INFO", "lightning_sm"):
-        assert watch(client, "job", "us-east-1", lambda _: None)["TrainingJobStatus"] == "Completed"
-    assert "aws logs tail /aws/sagemaker/TrainingJobs --log-stream-name-prefix job" in caplog.messages[0]
-    assert caplog.messages[1:] == [
-        "Job job is InProgress: Starting",
-        "Job job is InProgress: Downloading images",
-        "Job job is Completed: Completed done",
-    ]

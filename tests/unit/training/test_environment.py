@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import pickle
+import sys
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -35,6 +37,8 @@ def _fresh_process(monkeypatch):
     monkeypatch.setattr(SageMakerEnvironment, "_consulted", False)
     monkeypatch.setattr(SageMakerEnvironment, "_announced", False)
     monkeypatch.setattr(rank_zero_only, "rank", 0)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     before = dict(os.environ)
     yield
     for name in set(os.environ) - set(before):
@@ -356,6 +360,23 @@ def test_rank_variables_wait_until_lightning_has_started_the_local_ranks():
     os.environ["LOCAL_RANK"] = "0"  # it has started the others
     environment.set_world_size(4)
     assert _ranks() == {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "mark"),
+    [
+        ({}, ""),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "8"}, ""),  # stray
+        ({RANK_ZERO_PID.name: str(os.getppid()), "LOCAL_RANK": "1", "WORLD_SIZE": "8"}, "[rank5]: "),
+        ({**_torchrun(1), "LOCAL_RANK": "1"}, "[rank3]: "),
+        (_mpi(3, devices=2, size=4), "[rank3]: "),
+        (_mpi(1), ""),
+    ],
+)
+def test_one_of_several_local_ranks_marks_its_warnings(variables, mark):
+    """With the rank that it will have, before the Trainer exists; of Lightning, only those that it has started."""
+    _environment("algo-2", variables=variables)
+    assert warnings.formatwarning("soon", UserWarning, "x.py", 7, "f()").startswith(f"{mark}x.py:7: UserWarning: soon")
 
 
 def test_rank_variables_under_mpirun():

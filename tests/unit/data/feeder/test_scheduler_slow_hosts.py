@@ -33,7 +33,7 @@ def test_slow_host_gets_nothing_where_it_cannot_help():
 
 
 def test_a_host_that_was_slow_once_comes_back():
-    """What is known of a slow host is forgotten in time: it gets a request, and one quick answer is believed at once."""
+    """What is known of a slow host is forgotten in time: it gets a request, and a quick answer is believed at once."""
     scheduler, now = slow_and_quick(num_credits=8)
     scheduler.open_pass(2, 0, 100, 3)
     assert {host for host, _ in asked(scheduler.next_requests(now))} == {"a"}

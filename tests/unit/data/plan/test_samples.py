@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, digest, epoch_order, num_steps
+from lightning_sm.data.plan.order import SequentialOrder, ShuffledOrder
+from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, digest, num_steps
 from lightning_sm.data.plan.shards import ShardPlan
 from lightning_sm.errors import DataSettingsError
 
@@ -47,42 +48,16 @@ def ordinary_batches(order, batch_size, *, drop_last):
     return [batch for batch in batches if len(batch) == batch_size or not drop_last]
 
 
-@given(st.integers(0, 300), st.integers(-(2**70), 2**70), st.integers(0, 2**40), st.integers(0, 3), st.text(max_size=5))
-def test_order_is_a_permutation(length, seed, epoch, pass_index, salt):
-    """Every index comes exactly once, as int64, for every seed, epoch, pass and salt."""
-    order = epoch_order(length, seed=seed, epoch=epoch, pass_index=pass_index, salt=salt)
-    assert order.dtype == np.int64
-    assert sorted(order.tolist()) == list(range(length))
-
-
-def test_order_is_pinned():
-    """The order of an epoch never changes between releases, else a resumed run would repeat and lose samples."""
-    assert epoch_order(10, seed=42, epoch=0).tolist() == [9, 5, 0, 4, 7, 8, 1, 6, 2, 3]
-    order = epoch_order(10, seed=42, epoch=3, pass_index=1, salt="val")
-    assert order.tolist() == [3, 1, 5, 7, 0, 4, 6, 8, 2, 9]
-
-
-def test_order_depends_on_everything_that_names_a_pass():
-    """Another seed, epoch, pass or salt gives another order; the same ones give the same order."""
-    base = {"seed": 1, "epoch": 1, "pass_index": 1, "salt": "a"}
-    changes = [{}, {"seed": 2}, {"epoch": 2}, {"pass_index": 2}, {"salt": "b"}, {"seed": 11, "epoch": 0}]
-    orders = {tuple(epoch_order(100, **(base | change)).tolist()) for change in changes}
-    assert len(orders) == len(changes)
-    assert epoch_order(100, **base).tolist() == epoch_order(100, **base).tolist()
-
-
-def test_order_takes_numpy_numbers():
-    """A seed that NumPy made shuffles like the same seed of Python."""
-    order = epoch_order(50, seed=np.int64(3), epoch=np.int32(2))
-    assert order.tolist() == epoch_order(50, seed=3, epoch=2).tolist()
+def shuffled(size, epoch=0):
+    """A shuffled order, as a list."""
+    return ShuffledOrder(size, seed=0, epoch=epoch)[np.arange(size)].tolist()
 
 
 @given(st.integers(0, 200), st.integers(1, 12), WORLD_SIZES)
 def test_exact_tail_drops_and_pads_nothing(size, batch_size, world_size):
     """Step by step and rank by rank, the batches are the order itself; only fewer samples than ranks repeat."""
-    order = epoch_order(size, seed=0, epoch=0)
-    batches, _ = sample_batches(order, batch_size, world_size)
-    assert joined(batches)[:size] == order.tolist()
+    batches, _ = sample_batches(ShuffledOrder(size, seed=0, epoch=0), batch_size, world_size)
+    assert joined(batches)[:size] == shuffled(size)
     assert len(joined(batches)) == (max(size, world_size) if size else 0)
     assert all(batch for step in batches for batch in step)
 
@@ -120,15 +95,15 @@ def test_steps_are_counted_without_a_plan(size, batch_size, world_size, drop_las
 @given(st.integers(0, 200), st.integers(1, 12), st.booleans())
 def test_one_rank_gets_ordinary_batches(size, batch_size, drop_last):
     """A single process trains on the batches of torch's own BatchSampler."""
-    order = epoch_order(size, seed=5, epoch=0).tolist()
-    batches, _ = sample_batches(np.array(order), batch_size, 1, drop_last=drop_last)
+    order = shuffled(size)
+    batches, _ = sample_batches(order, batch_size, 1, drop_last=drop_last)
     assert [step[0] for step in batches] == ordinary_batches(order, batch_size, drop_last=drop_last)
 
 
 @given(st.integers(0, 300), st.integers(1, 3), st.booleans())
 def test_global_batches_do_not_depend_on_the_number_of_ranks(size, factor, drop_last):
     """With a constant global batch, 1, 2, 3, 4, 6 or 12 ranks train on the same samples in every full step."""
-    order = epoch_order(size, seed=9, epoch=1)
+    order = ShuffledOrder(size, seed=9, epoch=1)
     global_batch = 12 * factor
     seen = []
     for world_size in (1, 2, 3, 4, 6, 12):
@@ -162,6 +137,39 @@ def test_batches_by_example(size, batch_size, world_size, drop_last, expected):
     """Odd sizes end as the rules say: an even extra step, a slightly larger last step, or repeated samples."""
     batches, _ = sample_batches(np.arange(size), batch_size, world_size, drop_last=drop_last)
     assert batches == expected
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_plan_reads_only_what_a_step_needs(drop_last):
+    """Of a billion samples, steps anywhere are evaluated without the ones before, twice with the same result."""
+    order = CountedOrder(10**9)
+    plan = SamplePlan(order, 64, drop_last, 5, 256)
+    steps = [0, plan.num_steps - 1, 30_000, 0, 1, 30_001]
+    first, last, middle, again, second, after = [plan.batch(step).tolist() for step in steps]
+    assert first == again == list(range(5 * 64, 6 * 64))
+    assert second[0] - first[0] == after[0] - middle[0] == 64 * 256
+    assert 10**9 - 64 * 256 * (1 + drop_last) <= last[0] < last[-1] < 10**9
+    assert order.num_read <= 3 * 4096
+
+
+class CountedOrder(SequentialOrder):
+    """Counts what is read of it."""
+
+    num_read = 0
+
+    def __getitem__(self, positions, /):
+        self.num_read += len(positions)
+        return super().__getitem__(positions)
+
+
+def test_the_steps_of_a_wide_window_are_evaluated_once():
+    """Steps that are asked again within a window of 256, by a hedge or for their indices, cost nothing."""
+    order = CountedOrder(10**6)
+    plan = SamplePlan(order, 64, False, 0, 1)
+    for step in range(1000):
+        for asked in (step, max(0, step - 100)):
+            assert plan.batch(asked)[0] == 64 * asked
+    assert order.num_read < 1.1 * 64 * 1000
 
 
 def test_plans_take_plain_lists():
@@ -221,12 +229,12 @@ def test_custom_batches_stay_whole_and_come_once(sizes, world_size):
 @given(st.integers(0, 60), WORLD_SIZES)
 def test_samples_that_are_batches_stay_apart(size, world_size):
     """Without automatic batching (batch_size=None) each step has exactly one sample for a rank, and all come."""
-    order = epoch_order(size, seed=3, epoch=0)
+    order = ShuffledOrder(size, seed=0, epoch=3)
     plans = [BatchPlan(order, None, rank, world_size) for rank in range(world_size)]
     steps = [[plan.batch(step).tolist() for plan in plans] for step in range(plans[0].num_steps)]
     assert len(steps) == num_steps(size, None, drop_last=False, world_size=world_size)
     assert all(len(batch) == 1 for step in steps for batch in step)
-    assert joined(steps)[:size] == order.tolist()
+    assert joined(steps)[:size] == shuffled(size, epoch=3)
 
 
 @given(st.lists(st.integers(1, 6), max_size=30))

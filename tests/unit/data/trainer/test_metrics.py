@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.trainer.metrics import HostFigures, logger_metrics
+from lightning_sm.data.trainer.metrics import HostFigures, changes, logger_metrics
 
 
 def host(name="algo-2", **facts):
@@ -56,3 +56,27 @@ def test_a_host_that_was_never_reached_has_done_nothing():
     """It has a reason instead."""
     figures = HostFigures.between({}, host(state="down", why="unavailable", workers=None))
     assert (figures.state, figures.why, figures.workers) == ("down", "unavailable", 0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "events"),
+    [
+        ([], [HostFigures("a")], []),
+        ([HostFigures("a")], [HostFigures("a", "down", "silent")], [("host_lost", "data host a is down: silent")]),
+        ([HostFigures("a", "down")], [HostFigures("a", "down")], []),
+        ([HostFigures("a", "down")], [HostFigures("a")], [("host_back", "data host a is back")]),
+        (
+            [HostFigures("a", num_retries=1)],
+            [HostFigures("a", num_retries=3, num_hedges=1)],
+            [
+                ("retry", "2 requests to data host a repeated"),
+                ("hedge", "1 request to data host a sent to a second host, too"),
+            ],
+        ),
+        ([HostFigures("a", num_retries=9)], [HostFigures("a")], []),
+    ],
+    ids=["new", "lost", "still lost", "back", "requests", "restarted"],
+)
+def test_what_happens_to_data_hosts_becomes_events(before, after, events):
+    """Only what is new since the last time; a host whose counters start again has no events."""
+    assert list(changes(before, after)) == events

@@ -179,3 +179,35 @@ def test_a_feeder_that_does_not_answer_costs_the_statistics_only(feeder, reporte
     with caplog.at_level(logging.WARNING):
         reporter.end_epoch(trainer)
     assert "no statistics of the data service: The feeder process did not answer" in caplog.text
+
+
+def test_the_verdict_of_a_run_adds_up_the_slowest_rank_of_each_epoch(feeder, reporter):
+    """Rank 0 waits for data in one epoch, and for rank 1 in the next one: training waits in both."""
+    feeder.host.update(workers=1, busy_s=40.0, capacity_s=40.0)
+    other = RankFigures(num_batches=3, num_steps=3, num_timed=2, busy_s=10.0, produce_s=9.0)
+    feeder.ranks["rank 1 on algo-2"] = RankFigures().to_json()
+    train(reporter, make_trainer(0), wait_s=4.0)
+    feeder.host.update(busy_s=50.0, capacity_s=50.0)
+    feeder.ranks["rank 1 on algo-2"] = other.to_json()
+    assert reporter.report().startswith("data_wait=80.0%")
+    reporter.end_epoch(make_trainer())
+    train(reporter, make_trainer(1), busy_s=5.0)
+    feeder.host.update(busy_s=60.0, capacity_s=60.0)
+    feeder.ranks["rank 1 on algo-2"] = RankFigures(6, 6, 4, wait_s=8.0, busy_s=12.0, produce_s=18.0).to_json()
+    assert "Training waits 80% of the time" in reporter.run_verdict()  # also of an epoch that was interrupted
+    assert reporter.report().startswith("data_wait=80.0%")
+    assert "Training waits 80% of the time" in reporter.run_verdict()
+
+
+def test_without_batches_a_run_has_no_verdict(reporter):
+    """A fit that ends before its first batch."""
+    assert reporter.run_verdict() is None
+
+
+def test_the_record_gets_sums_since_the_start(feeder, reporter):
+    """Of this rank, too, whose last figures may not have arrived anywhere yet."""
+    feeder.host.update(busy_s=3.0, hedges=2)
+    train(reporter, make_trainer())
+    (host,), ranks = reporter.sums()
+    assert (host.name, host.busy_s, host.num_hedges) == ("algo-3", 3.0, 2)
+    assert ranks["rank 0 on algo-1"]["num_steps"] == 3

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
 import logging
 import queue
 import socket
@@ -11,7 +14,7 @@ import threading
 import time
 
 from lightning_sm.job.stopping import Outcome
-from lightning_sm.launcher.peers.connection import Timings, peers_key
+from lightning_sm.launcher.peers.connection import PROTOCOL, Timings, peers_key
 from lightning_sm.launcher.peers.peers import Peers
 from tests.fakes.reserved_job import reserve_job
 
@@ -78,7 +81,58 @@ class Job:
 
     def connect(self):
         """A connection to the hub that no launcher made."""
-        return self._exits.enter_context(socket.create_connection((self.bind, self.port), timeout=TIMEOUT_S))
+        return Raw(self._exits.enter_context(socket.create_connection((self.bind, self.port), timeout=TIMEOUT_S)))
+
+
+class Raw:
+    """One end of a connection between launchers, byte by byte; what was sent is in ``sent``."""
+
+    def __init__(self, sock):
+        self.sock = sock
+        self.sent = b""
+        self._received = b""
+
+    def send(self, *messages):
+        """Send messages, as objects or as bytes."""
+        for message in messages:
+            data = message if isinstance(message, bytes) else json.dumps(message).encode() + b"\n"
+            self.sent += data
+            self.sock.sendall(data)
+
+    def line(self):
+        """The next line, empty after the last one."""
+        while b"\n" not in self._received:
+            data = self.sock.recv(1024)
+            if not data:
+                break
+            self._received += data
+        line, end, self._received = self._received.partition(b"\n")
+        return line + end
+
+    def introduce(self, host, key, protocol=PROTOCOL):
+        """Say the first lines of a host, and return the hub's answer."""
+        self.send({"protocol": protocol, "nonce": "of the host", "host": host})
+        greetings = self.sent + self.line()
+        self.send({"mac": mac(key, b"host", greetings)})
+        answer = json.loads(self.line() or b"null")
+        assert answer in (None, {"mac": ""}, {"mac": mac(key, b"hub", greetings)})
+        return answer
+
+    def is_closed(self):
+        """Whether the other end closes the connection, whatever it sends before."""
+        try:
+            while self.sock.recv(1024):
+                pass
+        except ConnectionResetError:  # it closed with bytes unread
+            pass
+        except TimeoutError:
+            return False
+        return True
+
+
+def mac(key, who, greetings):
+    """What proves that a host, or the hub, has the key."""
+    return hmac.new(key, who + b"\0" + greetings, hashlib.sha256).hexdigest()
 
 
 class Lines(logging.Handler):

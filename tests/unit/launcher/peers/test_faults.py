@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import signal
 import socket
@@ -12,7 +13,7 @@ import pytest
 
 from lightning_sm.job.secret import new_secret
 from lightning_sm.job.stopping import JobOutcome, Outcome
-from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Report, Timings, peers_key, sealed
+from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, PROTOCOL, Report, Timings, peers_key
 from lightning_sm.launcher.peers.peers import Peers
 from tests.unit.launcher.peers.launchers import (
     BROKEN,
@@ -20,8 +21,10 @@ from tests.unit.launcher.peers.launchers import (
     MAIN,
     TIMEOUT_S,
     Job,
+    Raw,
     host_process,
     joined,
+    mac,
     outcomes_after_waiting,
 )
 
@@ -100,82 +103,154 @@ def test_living_hosts_are_not_silent(exits, lines):
     assert hub.received.empty()
 
 
-def _lines_of_strangers(job):
-    key = job.key
-    hello = {"type": "hello", "host": "algo-2"}
-    return {
-        "GET / HTTP/1.1": (b"GET / HTTP/1.1\r\n\r\n", "it is not a launcher of this job and version"),
-        "another job": (sealed(peers_key("another", {}), hello), "it is not a launcher of this job and version"),
-        "wrong MAC": (sealed(key, hello).replace(b"algo-2", b"algo-3"), "it is not a launcher of this job and version"),
-        "binary": (bytes(range(256)) * 4 + b"\n", "it is not a launcher of this job and version"),
-        "endless line": (b"x" * (MAX_LINE_BYTES + 1), "it sent a line longer than 8192 bytes"),
-        "endless line with an end": (b"x" * MAX_LINE_BYTES + b"\n", "it sent a line longer than 8192 bytes"),
-        "no object": (sealed(key, [1]), "it sent JSON that is not an object"),
-        "no type": (sealed(key, {"host": "algo-2"}), "host"),
-        "no hello": (sealed(key, {"type": "report", "host": "algo-2"}), "it introduced itself as 'algo-2'"),
-        "unknown host": (sealed(key, {"type": "hello", "host": "algo-9"}), "it introduced itself as 'algo-9'"),
-        "no name": (sealed(key, {"type": "hello", "host": {}}), "unhashable"),
-        "the hub itself": (sealed(key, {"type": "hello", "host": MAIN}), "it introduced itself as 'algo-1'"),
-    }
+_STRANGERS = {
+    "GET / HTTP/1.1": (b"GET / HTTP/1.1\r\n\r\n", "it sent a line that is not JSON"),
+    "binary": (bytes(range(256)) * 4 + b"\n", "it sent a line that is not JSON"),
+    "deep": (b"[" * 5000 + b"\n", "it sent a line that is not JSON"),
+    "endless line": (b"x" * (2 * MAX_LINE_BYTES + 1), "it sent a line longer than 8192 bytes"),
+    "endless line with an end": (b"x" * (MAX_LINE_BYTES + 1) + b"\n", "it sent a line longer than 8192 bytes"),
+    "no object": (b"[1]\n", "it sent JSON that is not an object"),
+    "nothing": (b"{}\n", "it speaks version None of the launchers' protocol"),
+    "half a line": (b'{"protocol"', "it did not introduce itself within 0.5 s"),
+}
 
 
-@pytest.mark.parametrize("kind", list(_lines_of_strangers(Job)))
-def test_garbage_is_dropped(exits, lines, kind):
-    """The hub closes connections that send what no launcher of this job sends, says why, and works on."""
-    job = Job(exits)
-    hub = job.start(MAIN)
-    sent, why = _lines_of_strangers(job)[kind]
-    stranger = job.connect()
-    stranger.sendall(sent)
-    with contextlib.suppress(ConnectionResetError):  # it was closed with bytes unread
-        assert stranger.recv(1) == b""
-    if kind != "no type":
-        lines.wait_for(why)
-    other = job.start("algo-2")
-    for peers in (hub, other):
+def _end_well(launchers):
+    """All hosts succeed, whatever came before."""
+    for peers in launchers.values():
         peers.report(Outcome(0))
-    assert set(outcomes_after_waiting({MAIN: hub, "algo-2": other}).values()) == {JobOutcome("finished")}
+    assert set(outcomes_after_waiting(launchers).values()) == {JobOutcome("finished")}
+
+
+@pytest.mark.parametrize("kind", _STRANGERS)
+def test_garbage_is_dropped(exits, lines, kind):
+    """The hub closes connections that send what no launcher sends, tells nothing, says why, and works on."""
+    job = Job(exits)
+    hub = job.start(MAIN, hello_s=0.5)
+    sent, why = _STRANGERS[kind]
+    stranger = job.connect()
+    stranger.send(sent)
+    lines.wait_for(why)
+    assert stranger.is_closed()
+    _end_well({MAIN: hub, "algo-2": job.start("algo-2")})
+
+
+@pytest.mark.parametrize("host", ["algo-9", MAIN, {}])
+def test_only_other_hosts_of_the_job_are_welcome(exits, lines, host):
+    """Also if the proof is right."""
+    job = Job(exits)
+    job.start(MAIN)
+    assert job.connect().introduce(host, job.key) is None
+    lines.wait_for(f"it introduced itself as {str(host)!r}, which is not another host of this job")
 
 
 def test_whoever_knows_the_job_but_not_its_secret_is_told_nothing(exits, lines):
-    """A launcher with the key of the job's name alone gets no byte and reports nothing; those with the secret meet."""
-    job = Job(exits)
-    job.key = peers_key(job.identity, new_secret())
+    """A launcher with the key of the job's name alone learns and reports nothing, and both ends name the reason."""
+    job, secret = Job(exits), new_secret()
+    job.key = peers_key(job.identity, secret)
     hub = job.start(MAIN)
+    hub.report(Outcome(0))
     stranger = job.connect()
-    key = peers_key(job.identity, {})
-    report = Report(0, Outcome(1, "forged")).to_message()
-    stranger.sendall(sealed(key, {"type": "hello", "host": "algo-2"}) + sealed(key, report))
-    with contextlib.suppress(ConnectionResetError):
-        assert stranger.recv(1) == b""
-    lines.wait_for("it is not a launcher of this job and version")
-    other = job.start("algo-2")
-    for peers in (hub, other):
-        peers.report(Outcome(0))
-    assert set(outcomes_after_waiting({MAIN: hub, "algo-2": other}).values()) == {JobOutcome("finished")}
+    assert stranger.introduce("algo-2", peers_key(job.identity, {})) == {"mac": ""}
+    with contextlib.suppress(OSError):
+        stranger.send(Report(0, Outcome(1, "forged")).to_message())
+    assert stranger.is_closed()
+    why = "its LIGHTNING_SM_JOB_SECRET, or without one its job's name, is not that of this host"
+    lines.wait_for(f"Closed a connection from 127.0.0.1: it introduced itself as 'algo-2', but {why}.")
+    job.key = peers_key(job.identity, {})
+    with job.make("algo-2"):
+        lines.wait_for(f"No launcher of this job answers on 127.0.0.2:{job.port} (algo-1) yet: {why}.")
+    job.key = peers_key(job.identity, secret)
+    _end_well({MAIN: hub, "algo-2": job.start("algo-2")})
+
+
+def test_what_was_recorded_proves_nothing_later(exits, lines):
+    """All bytes of a host that was welcomed, sent again, are refused: the hub's nonce is another one."""
+    job = Job(exits)
+    hub = job.start(MAIN)
+    recorded = job.connect()
+    assert recorded.introduce("algo-2", job.key)["mac"]
+    recorded.send({"type": "heartbeat"})
+    replayed = job.connect()
+    replayed.send(recorded.sent + json.dumps(Report(0, BROKEN).to_message()).encode() + b"\n")
+    assert json.loads(replayed.line())["nonce"]
+    assert json.loads(replayed.line()) == {"mac": ""}
+    assert replayed.is_closed()
+    lines.wait_for("it introduced itself as 'algo-2', but its LIGHTNING_SM_JOB_SECRET")
+    assert hub.received.empty()
+
+
+def test_other_versions_are_named_on_both_sides(exits, lines):
+    """Neither side proves anything to the other, whose version it does not know."""
+    job = Job(exits)
+    with job.make(MAIN):
+        stranger = job.connect()
+        assert stranger.introduce("algo-2", job.key, protocol=5) is None
+        lines.wait_for(f"it speaks version 5 of the launchers' protocol, this host version {PROTOCOL}")
+    with socket.create_server((job.bind, job.port)) as server:
+        job.start("algo-2")
+        server.settimeout(TIMEOUT_S)
+        with server.accept()[0] as connection:
+            hub = Raw(connection)
+            assert json.loads(hub.line())["host"] == "algo-2"
+            hub.send({"protocol": 3, "nonce": "of the hub"})
+            assert hub.is_closed()
+    lines.wait_for("it speaks version 3 of the launchers' protocol", "install the same version of lightning-sm")
+
+
+def test_an_impostor_of_the_hub_is_told_nothing(exits, lines):
+    """A program that answers like a hub, but does not have the secret, gets no report, and its orders do not count."""
+    job = Job(exits)
+    with socket.create_server((job.bind, job.port)) as server:
+        server.settimeout(TIMEOUT_S)
+        peers = job.start("algo-2", reconnect_s=TIMEOUT_S)
+        peers.report(BROKEN)
+        with server.accept()[0] as connection:
+            hub = Raw(connection)
+            greetings = hub.line()
+            hub.send({"protocol": PROTOCOL, "nonce": "of the hub"})
+            proof = json.loads(hub.line())
+            assert proof == {"mac": mac(job.key, b"host", greetings + hub.sent)}
+            hub.send(proof)  # the host's own, reflected
+            hub.send({"type": "job_outcome", "kind": "finished", "host": "", "exit_code": 0, "reason": ""})
+            assert hub.line() == b""
+        lines.wait_for("No launcher of this job answers on 127.0.0.2")
+    assert peers.received.empty()
+    assert peers.job_outcome is None
 
 
 @pytest.mark.parametrize(
-    "message", [{"type": "what"}, {"type": "report"}, {**Report(0, Outcome(1)).to_message(), "exit_code": "x"}]
+    "message", [{"type": "what"}, {"type": "report"}, {**Report(0, Outcome(1)).to_message(), "exit_code": "x"}, {}]
 )
 def test_launcher_that_breaks_the_protocol_counts_as_lost(exits, lines, message):
     """What a launcher of this job must not send ends its connection, and nothing else."""
     job = Job(exits)
     hub = job.start(MAIN)
     host = job.connect()
-    key = job.key
-    host.sendall(sealed(key, {"type": "hello", "host": "algo-2"}) + sealed(key, message))
+    host.introduce("algo-2", job.key)
+    host.send(message)
     assert hub.received.get(timeout=TIMEOUT_S).kind == "lost"
+
+
+def test_half_a_connection_is_none(exits, lines):
+    """A host that can be written to, but that sends nothing any more, is lost at once, not after silence_s."""
+    job = Job(exits)
+    hub = job.start(MAIN, silence_s=TIMEOUT_S)
+    host = job.connect()
+    host.introduce("algo-2", job.key)
+    host.sock.shutdown(socket.SHUT_WR)
+    expected = JobOutcome("lost", "algo-2", 1, "Lost host algo-2: it closed the connection")
+    assert hub.received.get(timeout=TIMEOUT_S) == expected
+    assert host.is_closed()
 
 
 def test_main_host_waits_only_so_long_for_those_that_do_not_listen(exits, lines):
     """A launcher that never acknowledges the job's end holds the main host up for peers_timeout_s."""
     job = Job(exits)
     hub = job.start(MAIN, silence_s=TIMEOUT_S)
-    key, silent = job.key, job.connect()
-    report = Report(0, Outcome(0)).to_message()
-    silent.sendall(sealed(key, {"type": "hello", "host": "algo-2"}) + sealed(key, report))
-    joined(lines, "algo-2")
+    silent = job.connect()
+    silent.introduce("algo-2", job.key)
+    silent.send(Report(0, Outcome(0)).to_message())
     started = time.monotonic()
     hub.report(Outcome(0))
     assert hub.wait_for_peers() == JobOutcome("finished")
@@ -186,14 +261,13 @@ def test_launcher_that_ends_without_confirming_is_not_waited_for(exits, lines):
     """A connection that ends after the job is over says as much as a confirmation."""
     job = Job(exits)
     hub = job.start(MAIN, peers_timeout_s=TIMEOUT_S)
-    key, host = job.key, job.connect()
-    report = Report(0, Outcome(0)).to_message()
-    host.sendall(sealed(key, {"type": "hello", "host": "algo-2"}) + sealed(key, report))
-    joined(lines, "algo-2")
+    host = job.connect()
+    host.introduce("algo-2", job.key)
+    host.send(Report(0, Outcome(0)).to_message())
     started = time.monotonic()
     hub.report(Outcome(0))
     assert hub.received.get(timeout=TIMEOUT_S) == JobOutcome("finished")
-    host.close()
+    host.sock.close()
     hub.wait_for_peers()
     assert time.monotonic() - started < TIMEOUT_S / 2
 
@@ -202,18 +276,13 @@ def test_second_connection_of_a_host_replaces_the_first(exits, lines):
     """A host that connects again, while its first connection looks alive, is there once, and not lost."""
     job = Job(exits)
     hub = job.start(MAIN)
-    hello = sealed(job.key, {"type": "hello", "host": "algo-2"})
-    first = job.connect()
-    first.sendall(hello)
-    joined(lines, "algo-2")
-    second = job.connect()
-    second.sendall(hello)
-    joined(lines, "algo-2")
-    while first.recv(1024):  # the welcome and pings, then the end
-        pass
+    first, second = job.connect(), job.connect()
+    first.introduce("algo-2", job.key)
+    second.introduce("algo-2", job.key)
+    assert first.is_closed()
     with pytest.raises(queue.Empty):
         hub.received.get(timeout=3 * FAST["reconnect_s"])
-    second.close()
+    second.sock.close()
     assert hub.received.get(timeout=TIMEOUT_S).kind == "lost"
 
 
@@ -224,24 +293,26 @@ def test_strangers_do_not_lock_hosts_out(exits, lines):
     strangers = [job.connect() for _ in range(100)]
     other = job.start("algo-2")
     joined(lines, "algo-2")
-    for peers in (hub, other):
-        peers.report(Outcome(0))
-    assert set(outcomes_after_waiting({MAIN: hub, "algo-2": other}).values()) == {JobOutcome("finished")}
-    assert all(stranger.recv(1) == b"" for stranger in strangers)
+    _end_well({MAIN: hub, "algo-2": other})
+    assert all(stranger.is_closed() for stranger in strangers)
 
 
-def test_trickling_stranger_is_closed(exits, lines):
-    """Sending byte by byte does not keep a connection: the first line must arrive within hello_s."""
+@pytest.mark.parametrize("has_greeted", [False, True])
+def test_trickling_stranger_is_closed(exits, lines, has_greeted):
+    """Sending byte by byte does not keep a connection: the last line of an introduction must arrive within hello_s."""
     job = Job(exits)
     job.start(MAIN, hello_s=0.3)
     stranger = job.connect()
-    stranger.settimeout(0.02)
+    if has_greeted:
+        stranger.send({"protocol": PROTOCOL, "nonce": "of the host", "host": "algo-2"})
+        assert stranger.line()
+    stranger.sock.settimeout(0.02)
     deadline = time.monotonic() + TIMEOUT_S
     with contextlib.suppress(ConnectionError):
         while time.monotonic() < deadline:
-            stranger.sendall(b"x")
+            stranger.send(b"x")
             with contextlib.suppress(TimeoutError):
-                if not stranger.recv(1):
+                if not stranger.sock.recv(1):
                     break
     lines.wait_for("it did not introduce itself within 0.3 s")
 
@@ -252,15 +323,12 @@ def test_another_program_on_the_port_is_not_the_hub(exits, lines):
     with socket.create_server((job.bind, job.port)) as server:
         server.settimeout(TIMEOUT_S)
         peers = job.start("algo-2")
-        for answer in (b"HTTP/1.1 400 Bad Request\r\n", b"", sealed(peers_key("another", {}), {"type": "welcome"})):
+        for answer in (b"HTTP/1.1 400 Bad Request\r\n", b"", b'{"protocol": 4}\n{"mac": ""}\n'):
             with server.accept()[0] as connection:
                 connection.recv(1024)
                 connection.sendall(answer)
         lines.wait_for("No launcher of this job answers on 127.0.0.2")
-    hub = job.start(MAIN)
-    for host in (peers, hub):
-        host.report(Outcome(0))
-    assert set(outcomes_after_waiting({MAIN: hub, "algo-2": peers}).values()) == {JobOutcome("finished")}
+    _end_well({MAIN: job.start(MAIN), "algo-2": peers})
 
 
 def test_taken_port_is_a_warning(exits, lines):

@@ -101,3 +101,22 @@ def test_lost_host_that_returns_is_awaited_again():
     tracker.update(6)
     assert tracker.is_over
     assert (tracker.job_outcome.kind, tracker.job_outcome.host) == ("lost", "b")
+
+
+def test_a_failure_names_the_hosts_that_never_came():
+    """Only those that had time to, and that have not come since."""
+    for late, note in (
+        ("", "\nNo launcher has ever connected from: b, d."),
+        ("b", "\nNo launcher has ever connected from: d."),
+    ):
+        tracker = _tracker()
+        tracker.joined("a", 0)
+        assert tracker.name_missing() == ["b", "d"]
+        for host in late:
+            tracker.joined(host, 100)
+        tracker.reported("a", BROKEN, 1800)
+        assert tracker.job_outcome.reason == BROKEN.reason + note
+    tracker = _tracker()
+    tracker.joined("a", 0)
+    tracker.reported("a", BROKEN, 1)
+    assert tracker.job_outcome.reason == BROKEN.reason

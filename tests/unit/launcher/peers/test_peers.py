@@ -252,6 +252,30 @@ def test_fifty_hosts(exits, lines):
     assert {outcome.host for outcome in outcomes_after_waiting(launchers).values()} == {"algo-50"}
 
 
+def test_other_hosts_can_leave_after_the_main_host(exits, lines):
+    """So that a main host that failed first, and writes a report, is the first whose exit the service sees."""
+    job = Job(exits)
+    hub, other = job.start(MAIN), job.start("algo-2")
+    joined(lines, "algo-2")
+    hub.wait_until_main_host_leaves(TIMEOUT_S)  # is itself the main host
+    other.wait_until_main_host_leaves(0.1)  # not longer than that
+    hub.report(BROKEN)
+    assert other.received.get(timeout=TIMEOUT_S).host == MAIN
+    left = threading.Event()
+
+    def wait():
+        other.wait_until_main_host_leaves(TIMEOUT_S)
+        left.set()
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    assert not left.wait(0.3)
+    hub.close()
+    assert left.wait(TIMEOUT_S)
+    waiting.join(TIMEOUT_S)
+    other.wait_until_main_host_leaves(TIMEOUT_S)
+
+
 def test_port_is_free_after_close(exits, lines):
     """Nothing is left of a hub with connections: the next one can listen at once, and close may be repeated."""
     job = Job(exits)

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from lightning_sm.job.stopping import JobOutcome, Outcome
+from lightning_sm.launcher.peers.connection import PROTOCOL
 from lightning_sm.launcher.peers.outcome import Restart
 from tests.unit.launcher.peers.launchers import DATA, MAIN, TIMEOUT_S, Job, joined, outcomes_after_waiting
 
@@ -171,3 +172,20 @@ def test_a_main_host_that_is_reached_in_time_is_not_named(exits, lines):
         while True:
             seen.append(lines.queue.get(timeout=1))
     assert not [line for line in seen if "has answered on" in line]
+
+
+def test_hosts_that_never_come_are_named_by_the_main_host(exits, lines):
+    """Also one whose launcher was killed while it introduced itself; the job goes on, and its failure names them."""
+    job = Job(exits, 3, 1)
+    hub = job.start(MAIN, unreached_s=0.5)
+    job.start("algo-2")
+    killed = job.connect()
+    killed.send({"protocol": PROTOCOL, "nonce": "of the host", "host": "algo-3"})
+    killed.sock.close()
+    joined(lines, "algo-2")
+    lines.wait_for("No launcher has connected for 0.5 s from: algo-3, data-1. ")
+    assert hub.received.empty()
+    hub.report(BROKEN)
+    reason = "ValueError: broken\nNo launcher has ever connected from: algo-3, data-1."
+    assert hub.received.get(timeout=TIMEOUT_S).reason == reason
+    assert len([line for line in lines.seen if "No launcher has connected" in line]) == 1

@@ -2,10 +2,12 @@
 
 import pytest
 from pytorch_lightning import Trainer
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import ModelParallelStrategy
 
+from lightning_sm.errors import StrategyError
 from lightning_sm.training.checkpoints.durable_io import make_durable
 from lightning_sm.training.checkpoints.sharded import care_for_shards, holders
 
@@ -26,6 +28,20 @@ def strategy_of(tmp_path, monkeypatch):
         return trainer.strategy
 
     return make
+
+
+def test_an_object_store_is_refused():
+    """Lightning would write into a folder of the host that is called like the address, and tell nobody."""
+    address = "memory://bucket/checkpoints"
+    trainer = Trainer(
+        accelerator="cpu", strategy=ModelParallelStrategy(), plugins=[LightningEnvironment()], devices=1, logger=False
+    )
+    trainer.callbacks.append(ModelCheckpoint(address))
+    why = (
+        rf"ModelParallelStrategy cannot write checkpoints to {address}, .* a folder memory:/bucket/checkpoints on each"
+    )
+    with pytest.raises(StrategyError, match=why):
+        care_for_shards(trainer)
 
 
 def sharded(folder, name):

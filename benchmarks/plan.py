@@ -1,0 +1,138 @@
+"""What lightning-sm plan predicts from one short run, beside what other runs then measure.
+
+Each run is an emulated job of one trainer and one data host on cores of their own. A step takes ``--step-ms``; a batch
+takes a worker ``--batch-ms`` on average, varying by ``--vary`` (standard deviation / mean, log-normal). Both sleep, so
+that the cores are enough for all workers. The first number of workers is measured, and the plan made from it predicts
+the others.
+
+    python benchmarks/plan.py --workers 2 1 4 6 --vary 0.25
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from data_service import machine, sleep_s
+from tabulate import tabulate
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_sm import SageMakerCLI, SageMakerJob, Topology
+from lightning_sm._lightning import LightningDataModule, LightningModule
+from lightning_sm.report.figures import Figures
+from lightning_sm.report.plan import measure
+from lightning_sm.report.records import read_run
+
+_JOB_TIMEOUT_S = 300.0
+
+
+class Sleeps(Dataset[torch.Tensor]):
+    """Items that take a worker some time."""
+
+    def __init__(self, num_items: int, mean_s: float, vary: float) -> None:
+        self.num_items = num_items
+        sigma2 = math.log(1 + vary**2)
+        self.mu, self.sigma = math.log(mean_s) - sigma2 / 2, math.sqrt(sigma2)
+
+    def __len__(self) -> int:
+        return self.num_items
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Take the time of this item: the same in each run."""
+        sleep_s(random.Random(index).lognormvariate(self.mu, self.sigma))  # noqa: S311 - no secret
+        return torch.ones(256)
+
+
+class Batches(LightningDataModule):
+    """Batches of one item each."""
+
+    def __init__(self, batch_s: float = 0.06, vary: float = 0.0, num_workers: int = 0) -> None:
+        super().__init__()
+        self.batch_s, self.vary, self.num_workers = batch_s, vary, num_workers
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return the loader."""
+        return DataLoader(Sleeps(100_000, self.batch_s, self.vary), num_workers=self.num_workers)
+
+
+class Line(LightningModule):
+    """A small model whose step takes a fixed time."""
+
+    def __init__(self, step_s: float = 0.015) -> None:
+        super().__init__()
+        self.step_s = step_s
+        self.layer = torch.nn.Linear(256, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Take the time, and return a loss."""
+        sleep_s(self.step_s)
+        loss: torch.Tensor = self.layer(batch).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return an optimizer."""
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def train() -> None:
+    """Train on this host, on its own half of the cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    job = SageMakerJob.from_environment()
+    if job is not None and len(cores) > 1:
+        half = len(cores) // 2
+        is_trainer = Topology.from_job(job).role.value == "trainer"
+        os.sched_setaffinity(0, cores[:half] if is_trainer else cores[half:])
+    SageMakerCLI(Line, Batches)
+
+
+def run(options: argparse.Namespace, workers: int) -> Figures:
+    """Run a job with so many workers, and return its figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "lightning_sm", "local", "--base-dir", folder]
+        command += ["--group", "trainer=1", "--group", "data=1", "--env", "LIGHTNING_SM_REPORT_S=0", "--"]
+        command += [__file__, "fit", f"--trainer.max_steps={options.steps}", "--trainer.logger=false"]
+        command += [f"--data.batch_s={options.batch_ms / 1e3}", f"--data.vary={options.vary}"]
+        command += [f"--model.step_s={options.step_ms / 1e3}", f"--data_service.workers={workers}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_JOB_TIMEOUT_S, check=False)
+        if done.returncode != 0:
+            sys.exit(f"The job with {workers} workers failed:\n{done.stdout}\n{done.stderr}")
+        figures = Figures(read_run(Path(folder)))
+        measure(figures)  # reads what is cached, before the folder is gone
+        return figures
+
+
+def main() -> None:
+    """Measure, predict, and print both."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 1, 4, 6], help="the first one is planned from")
+    parser.add_argument("--step-ms", type=float, default=15.0)
+    parser.add_argument("--batch-ms", type=float, default=60.0)
+    parser.add_argument("--vary", type=float, default=0.25, help="standard deviation / mean of the time for a batch")
+    parser.add_argument("--steps", type=int, default=400, help="of each run")
+    options = parser.parse_args()
+    first, *others = options.workers
+    measured = measure(run(options, first))
+    rows = []
+    for workers in others:
+        predicted_s = measured.model.step_s(workers)
+        step_s = run(options, workers).slowest.step_s
+        error = f"{100 * (predicted_s / step_s - 1):+.1f} %"
+        rows.append([workers, f"{1e3 * predicted_s:.1f}", f"{1e3 * step_s:.1f}", error])
+    table = tabulate(rows, ["workers", "predicted ms", "measured ms", "error"], disable_numparse=True)
+    sys.stdout.write(
+        f"{machine()}\nfrom {first} workers: {1e3 * measured.step_s:.1f} ms a step, {measured.waiting:.0%} waiting; a "
+        f"step needs {1e3 * measured.model.cost_s:.1f} ms of work; variation {measured.variation or 0.0:.2f}\n{table}\n"
+    )
+
+
+if __name__ == "__main__":
+    train() if sys.argv[1:2] == ["fit"] else main()

@@ -1,0 +1,79 @@
+"""What the site needs besides the pages: navigation, diagrams that load nothing, and the generated reference."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import reference
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
+import lightning_sm
+
+DOCS = Path(__file__).parent
+DIAGRAMS = DOCS / "_static" / "diagrams"
+_NAVIGATION = "## Documentation\n"
+_FENCED_DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+# What stands between the comments is for readers of the repository.
+_PLACE = re.compile(r"^<!-- generated: ([\w-]+) -->$.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
+_GENERATED = {
+    "commands": reference.commands,
+    "settings": reference.settings,
+    "job-file": reference.job_file,
+    "python": reference.python,
+}
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register what happens to each page while it is read."""
+    app.connect("source-read", _complete)
+    app.connect("missing-reference", _public_name)
+    return {"parallel_read_safe": True}
+
+
+def diagram_file(source: str) -> Path:
+    """Where the picture of a Mermaid diagram is. A changed diagram has none until ``make diagrams`` has drawn it."""
+    return DIAGRAMS / f"{hashlib.sha256(source.encode()).hexdigest()[:12]}.svg"
+
+
+def diagrams(text: str) -> list[str]:
+    """The Mermaid diagrams of a page."""
+    return _FENCED_DIAGRAM.findall(text)
+
+
+def _complete(app: Sphinx, page: str, content: list[str]) -> None:
+    text = content[0]
+    if page == app.config.root_doc:
+        text += _toctrees(text)
+    # An absolute path starts from the repository.
+    text = _FENCED_DIAGRAM.sub(lambda found: f"![Diagram](/{diagram_file(found[1]).relative_to(app.srcdir)})\n", text)
+    content[0] = _PLACE.sub(lambda found: _GENERATED[found[1]](), text)
+
+
+def _toctrees(readme: str) -> str:
+    """The navigation has the links of README's section on the documentation, under the same captions."""
+    section = readme.partition(_NAVIGATION)[2].partition("\n## ")[0]
+    parts = re.split(r"^\*\*(.+)\*\*", section, flags=re.MULTILINE)[1:]
+    trees = []
+    for caption, links in zip(parts[::2], parts[1::2], strict=True):
+        entries = "\n".join(re.findall(r"\]\(([\w/.-]+)\.md\)", links))
+        trees.append(f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n")
+    return "".join(trees)
+
+
+def _public_name(
+    app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, content: nodes.Element
+) -> nodes.reference | None:
+    """Link the class that a signature names by its module to the public name under which it is documented."""
+    target = node.get("reftarget", "")
+    name = target.rpartition(".")[2]
+    if node.get("refdomain") != "py" or name not in lightning_sm.__all__:
+        return None
+    return env.domains.python_domain.resolve_xref(
+        env, node["refdoc"], app.builder, "obj", f"lightning_sm.{name}", node, content
+    )

@@ -1,0 +1,124 @@
+"""The order of the samples of a pass, evaluated only where it is asked for. Pure rules over numbers."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_sm.data.plan.seeds import encode_key
+
+IndexArray: TypeAlias = npt.NDArray[np.int64]
+_Words: TypeAlias = npt.NDArray[np.uint64]
+
+# How this version shuffles, as checkpoints name it. A run that resumes from version 1 keeps that order.
+ORDER_VERSION = 2
+
+# The multipliers of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), and its
+# increment, which is odd: a bijection of 64-bit numbers.
+_INCREMENT, _FIRST, _SECOND = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_30, _27, _32 = map(np.uint64, (30, 27, 32))
+# With 8 rounds, orders of 5 to 7 samples are visibly not equally frequent.
+_NUM_ROUNDS = 12
+
+
+class Order(Protocol):
+    """The sample index at each position of a pass; an array of indices is one, too."""
+
+    def __len__(self) -> int:
+        """Return the number of positions."""
+
+    def __getitem__(self, positions: IndexArray, /) -> IndexArray:
+        """Return the sample indices at some positions, int64 of the same shape."""
+
+
+class SequentialOrder:
+    """``range(length)``.
+
+    Args:
+        length: Number of samples.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._length
+
+    def __getitem__(self, positions: IndexArray, /) -> IndexArray:
+        """Return the sample indices at some positions: the positions."""
+        return positions
+
+
+class ShuffledOrder:
+    """``range(length)``, shuffled: the same in every process, on every host, under every version of NumPy.
+
+    It needs neither memory nor time before the first batch, however many samples there are: the index at each position
+    is computed from the position. Positions are cells of a table with ``rows * columns >= length``, both about the
+    square root of the length. In each of 12 rounds, the row moves by a hash of the column, or the column by one of the
+    row: a Feistel network over two remainders (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), so a
+    bijection of the table. An index that is not below the length, at most one of a row more, goes through it again
+    until it is. The hash is SplitMix64's, with a key for each round from SHAKE256 over what names the pass.
+
+    Args:
+        length: Number of samples.
+        seed: Seed of the run.
+        epoch: Epoch of the trainer.
+        pass_index: Counts passes over the same loader within one epoch.
+        salt: Tells apart loaders that must not share an order.
+    """
+
+    def __init__(self, length: int, *, seed: int, epoch: int, pass_index: int = 0, salt: str = "") -> None:
+        self._length = length
+        name = encode_key(["lightning_sm.order", ORDER_VERSION, int(seed), int(epoch), int(pass_index), salt])
+        keys = np.frombuffer(hashlib.shake_256(name).digest(8 * _NUM_ROUNDS), "<u8")
+        self._keys = keys.astype(np.uint64).reshape(-1, 2)
+        num_rows = _ceil_sqrt(length)
+        self._rows = np.uint64(num_rows)
+        self._columns = np.uint64(-(-length // max(1, num_rows)))
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._length
+
+    def __getitem__(self, positions: IndexArray, /) -> IndexArray:
+        """Return the sample indices at some positions."""
+        values = self._permuted(positions.astype(np.uint64))
+        while (outside := np.flatnonzero(values >= self._length)).size:
+            values[outside] = self._permuted(values[outside])
+        return values.astype(np.int64)
+
+    def _permuted(self, cells: _Words) -> _Words:
+        row, column = np.divmod(cells, self._columns)
+        for first, second in self._keys:
+            row = _moved(row, column, first, self._rows)
+            column = _moved(column, row, second, self._columns)
+        return row * self._columns + column
+
+
+def sorted_order(length: int, *, seed: int, epoch: int, pass_index: int = 0, salt: str = "") -> IndexArray:
+    """Return the order of version 1, for checkpoints that have it: the stable argsort of raw Philox numbers.
+
+    Arguments are those of ``ShuffledOrder``.
+    """
+    prefix = encode_key(["lightning_sm.order", int(seed), int(epoch), int(pass_index), salt])
+    key = np.frombuffer(hashlib.blake2b(prefix, digest_size=16).digest(), dtype="<u8")
+    return np.argsort(np.random.Philox(key=key).random_raw(length), kind="stable").astype(np.int64, copy=False)
+
+
+def _moved(value: _Words, by: _Words, key: np.uint64, size: np.uint64) -> _Words:
+    """Add a keyed hash of one array to the other, modulo a size below 2 ** 32."""
+    mixed = by * _INCREMENT + key
+    mixed = (mixed ^ (mixed >> _30)) * _FIRST
+    mixed = (mixed ^ (mixed >> _27)) * _SECOND
+    value = value + ((mixed >> _32) * size >> _32)  # its high half, scaled to the size
+    moved: _Words = np.minimum(value, value - size)  # the difference of a value that is below the size wraps around
+    return moved
+
+
+def _ceil_sqrt(number: int) -> int:
+    root = int(np.sqrt(number))  # off by one at most, also above 2 ** 53
+    return next(near for near in range(max(0, root - 1), root + 3) if near * near >= number)

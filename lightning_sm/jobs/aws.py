@@ -1,0 +1,106 @@
+"""The AWS APIs: one session for all of them, and every refusal in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from lightning_sm.errors import AWSError
+
+# Following a job takes hours, in which the API is throttled at times.
+_CONFIG = Config(retries={"mode": "adaptive", "max_attempts": 10})
+
+
+class Clients:
+    """boto3's clients of one session, each made when it is first used.
+
+    Args:
+        session: The session.
+    """
+
+    def __init__(self, session: boto3.Session) -> None:
+        self._session = session
+
+    @cached_property
+    def sagemaker(self) -> Any:
+        """Training jobs and tuning jobs."""
+        return self._session.client("sagemaker", config=_CONFIG)
+
+    @cached_property
+    def logs(self) -> Any:
+        """CloudWatch Logs."""
+        return self._session.client("logs", config=_CONFIG)
+
+    @cached_property
+    def s3(self) -> Any:
+        """What jobs leave."""
+        return self._session.client("s3", config=_CONFIG)
+
+    @cached_property
+    def batch(self) -> Any:
+        """AWS Batch.
+
+        Raises:
+            AWSError: The installed boto3 is older than Batch's queues for training jobs.
+        """
+        client = self._session.client("batch", config=_CONFIG)
+        if not hasattr(client, "submit_service_job"):
+            raise AWSError(
+                "The installed boto3 knows no AWS Batch queues for training jobs: pip install --upgrade boto3"
+            )
+        return client
+
+
+def new_session(**settings: str | None) -> boto3.Session:
+    """Open a session.
+
+    Args:
+        settings: Arguments of ``boto3.Session``, such as ``region_name``.
+
+    Raises:
+        AWSError: No region is configured, or the profile does not exist.
+    """
+    try:
+        session = boto3.Session(**settings)
+    except BotoCoreError as error:  # for example, AWS_PROFILE names an unknown profile
+        raise AWSError(f"No AWS session: {error}") from error
+    if session.region_name is None:
+        raise AWSError("No AWS region: set AWS_DEFAULT_REGION, or 'region' in ~/.aws/config.")
+    return session
+
+
+def check_credentials(session: boto3.Session) -> None:
+    """Check that there are credentials; whether they are valid only AWS knows.
+
+    Raises:
+        AWSError: There are none.
+    """
+    if session.get_credentials() is None:
+        raise AWSError(
+            "No AWS credentials: run 'aws configure' or 'aws sso login', or set AWS_PROFILE, or AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY. 'lightning-sm submit' with --dry-run or --local needs none."
+        )
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn what botocore raises into an ``AWSError``.
+
+    Raises:
+        AWSError: AWS rejects a request or cannot be reached.
+    """
+    try:
+        yield
+    except (ClientError, BotoCoreError) as error:
+        raise AWSError(f"AWS rejected the request or cannot be reached: {error}") from error
+
+
+def error_code(error: ClientError) -> str:
+    """The service's word for an error, such as ``ValidationException``."""
+    return str(error.response.get("Error", {}).get("Code", ""))

@@ -1,0 +1,143 @@
+"""HostRecord: what a launcher writes into the record of the run: how busy its host is, and what happens to it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from signal import Signals
+
+from lightning_sm.job import record
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.host_use import HostMeter, usable_cpus
+from lightning_sm.job.stopping import INTERRUPTED_EXIT_CODE, JobOutcome, Outcome
+from lightning_sm.job.topology import Role
+from lightning_sm.job.variables import PARENT_PID, RECORD_DIR
+
+_USE_S = 5.0
+# How late the record has a signal at most. Its handler must not write: it may have interrupted a write.
+_SIGNAL_S = 1.0
+
+
+class HostRecord:
+    """The launcher's file of the record; a context manager that samples the host's use meanwhile.
+
+    Args:
+        job: The job.
+        role: The role of this host.
+        stopped_by: Returns the signal that told the launcher to stop; None if there was none.
+        env: Environment variables.
+    """
+
+    def __init__(
+        self, job: SageMakerJob, role: Role, stopped_by: Callable[[], int | None], env: Mapping[str, str]
+    ) -> None:
+        self._job = job
+        self._role = role
+        self._stopped_by = stopped_by
+        self._record = record.open_record(job, record.LAUNCHER, env)
+        self._is_emulated = PARENT_PID.read(env) is not None
+        self._is_stop_noted = False
+        # Lines of the time before the head, which takes the command.
+        self._early: list[record.Line] | None = []
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="record", daemon=True)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables with which the processes of the script write beside this file."""
+        return {RECORD_DIR.name: str(self._record.path.parent)}
+
+    def __enter__(self) -> HostRecord:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop_sampling()
+
+    def began(self, command: Sequence[str]) -> None:
+        """Write who this is, and what it runs.
+
+        Args:
+            command: The command line of the script, without secrets; empty if it is not known.
+        """
+        head = record.head_of(
+            self._job, record.LAUNCHER, self._record.path, role=self._role.value, cpus=usable_cpus(), command=command
+        )
+        with self._lock:
+            early, self._early = self._early or [], None
+            for line in (head, *early):
+                self._record.append(line)
+
+    def event(self, what: str, text: str) -> None:
+        """Write an event that happens now; see ``record.Event``."""
+        self._write(record.Event(time.time(), what, text))
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Write how long something takes."""
+        began_at, began = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            self._write(record.Span(time.time(), name, began_at, time.perf_counter() - began))
+
+    def on_job_outcome(self, job: JobOutcome) -> None:
+        """Write how the job ends, if that happened on another host."""
+        if job.is_failure and job.host != self._job.current_host:
+            what = "host_lost" if job.kind == "lost" else "interruption" if job.is_interruption else "failure"
+            text = job.reason if job.kind == "lost" else f"host {job.host}: {job.reason}"
+            self.event(what, text)
+
+    def end(self, outcome: Outcome, *, is_saved: bool) -> None:
+        """Write how this host ends, and close the file.
+
+        Args:
+            outcome: How it ends.
+            is_saved: Whether a checkpoint of the interruption was saved.
+        """
+        self._stop_sampling()
+        if outcome.exit_code == 0:
+            # A data host that was stopped has served all ranks until then.
+            what = "succeeded" if self._stopped_by() is None else "stopped"
+        elif outcome.exit_code == INTERRUPTED_EXIT_CODE:
+            what = "interrupted" if is_saved else "stopped"
+        else:
+            what = "failed"
+        if self._early is not None:  # the script was never known
+            self.began([])
+        self._write(record.End(time.time(), what, outcome.exit_code, outcome.reason))
+        self._record.close()
+
+    def _write(self, line: record.Line) -> None:
+        with self._lock:
+            if self._early is None:
+                self._record.append(line)
+            else:
+                self._early.append(line)
+
+    def _stop_sampling(self) -> None:
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._note_stop()
+
+    def _note_stop(self) -> None:
+        signum = self._stopped_by()
+        if signum is not None and not self._is_stop_noted:
+            self._is_stop_noted = True
+            self.event("signal", f"{Signals(signum).name}: this host was told to stop")
+
+    def _run(self) -> None:
+        meter = HostMeter(is_emulated=self._is_emulated)
+        pacing = record.Pacing(_USE_S)
+        due = pacing.next_after(time.monotonic())
+        while not self._closing.wait(_SIGNAL_S):
+            self._note_stop()
+            if time.monotonic() >= due:
+                due = pacing.next_after(time.monotonic())
+                self._write(meter.measure())
+        # Also a host that ends before the first line is due has been used.
+        self._write(meter.measure())

@@ -1,0 +1,60 @@
+"""The report of the run, which the launcher of the main host has written when the job ends, however it ends.
+
+Another process writes it: Matplotlib costs memory and seconds, and neither an error nor a hang there may change how the
+job ends.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from lightning_sm._log import command_logger
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.record import record_folder
+
+_LOG = command_logger(__name__)
+
+NAME = "report.html"
+
+
+def write_report(job: SageMakerJob, prices: Mapping[str, float], limit_s: float) -> None:
+    """Write the report into the output data, if training processes have left a record. Raises nothing.
+
+    Args:
+        job: The job.
+        prices: Prices of an hour, by instance type or group.
+        limit_s: How long that may take, in seconds.
+    """
+    folder = record_folder(job)
+    if limit_s <= 0 or not any(folder.glob(f"*/{job.current_host}-rank-*.jsonl")):
+        return
+    file = job.output_dir / "data" / NAME
+    command = [sys.executable, "-m", "lightning_sm", "report", str(folder), "-o", str(file)]
+    command += [] if job.name is None else ["--job", job.name]
+    command += [f"--price={name}={price}" for name, price in prices.items()]
+    try:
+        # Not in the folder of the user's code, whose modules could hide those of the report.
+        done = subprocess.run(
+            command,
+            cwd=job.output_dir,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        _LOG.warning(
+            "the report of the run was not written within %.0f s. lightning-sm report writes it later.", limit_s
+        )
+    except OSError as error:
+        _LOG.warning("the report of the run cannot be written: %s.", error.strerror)
+    else:
+        if done.returncode == 0:
+            _LOG.info("report of the run: %s", file)
+        else:
+            why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            _LOG.warning("the report of the run was not written: %s", why.removeprefix("lightning-sm: error: "))

@@ -1,0 +1,324 @@
+"""The page of a report: one HTML file without scripts, which needs nothing else and opens offline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lightning_sm._version import __version__
+from lightning_sm.errors import JobConfigError
+from lightning_sm.job.prices import Prices
+from lightning_sm.job.record import PARTS
+from lightning_sm.report import findings
+from lightning_sm.report.figures import Figures, Happening, Host
+from lightning_sm.report.quantities import duration, percent, size, step_time
+
+_TABLE_ROWS = 40
+# Longer lists of events are folded.
+_OPEN_ROWS = 12
+_TEMPLATE = Path(__file__).with_name("page.html")
+_NEEDED = ("matplotlib", "jinja2")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text.
+
+    Attributes:
+        caption: What it shows.
+        headers: Names of the columns.
+        rows: The cells.
+        is_open: Whether it is shown unfolded.
+    """
+
+    caption: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    is_open: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the page about a run.
+
+    Attributes:
+        title: Its heading.
+        pictures: What it shows.
+        texts: Sentences.
+        tables: Tables, folded, except for short ones that are open.
+        note: How to read the pictures.
+    """
+
+    title: str
+    pictures: tuple[Any, ...] = ()
+    texts: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+    note: str = ""
+
+
+def check_libraries() -> None:
+    """Check that the libraries for pages are installed.
+
+    Raises:
+        JobConfigError: One is not; the message says what to install.
+    """
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise JobConfigError(f"A report needs {' and '.join(missing)}: pip install 'lightning-sm[report]'.")
+
+
+def render(runs: Sequence[Figures], prices: Prices) -> str:
+    """Return the page about one run, or about several side by side.
+
+    Args:
+        runs: At least one.
+        prices: Prices of hosts; empty if the user gave none.
+
+    Raises:
+        JobConfigError: A library is not installed.
+    """
+    check_libraries()
+    from jinja2 import Environment, StrictUndefined  # noqa: PLC0415 - may be missing
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(
+        title=", ".join(run.run.name for run in runs),
+        columns=[_summary(run, prices) for run in runs],
+        shared=_shared(runs) if len(runs) > 1 else (),
+        version=__version__,
+        written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(max(run.attempts[-1].end for run in runs))),
+        sections=[_sections(run, prices, is_alone=len(runs) == 1) for run in runs],
+    )
+
+
+def _summary(run: Figures, prices: Prices) -> dict[str, Any]:
+    amount = findings.price(run, prices)
+    waiting = percent(run.slowest.waiting) if run.slowest.n else "no steps"
+    return {
+        "name": run.run.name,
+        "ending": findings.ending(run),
+        "bottleneck": findings.bottleneck(run),
+        "numbers": [
+            ("outcome", run.outcome),
+            ("duration", duration(run.seconds)),
+            ("cost", "no prices given" if amount is None else prices.amount(amount)),
+            ("waiting for data", waiting),
+        ],
+    }
+
+
+def _shared(runs: Sequence[Figures]) -> tuple[Section, ...]:
+    from lightning_sm.report import charts  # noqa: PLC0415 - Matplotlib takes a second to load, or may be missing
+
+    names = [name for name in _curves(runs[0]) if all(name in run.metrics for run in runs[1:])]
+    sections = [
+        Section("Where the time went", _existing(charts.time_shares(runs)), tables=(_shares_table(runs),)),
+        Section("Time of a step", _existing(charts.step_parts(runs)), tables=(_parts_table(runs),)),
+        Section("Loss and metrics", _existing(charts.metrics(runs, names))),
+    ]
+    return tuple(section for section in sections if section.pictures)
+
+
+def _sections(run: Figures, prices: Prices, *, is_alone: bool) -> list[Section]:
+    from lightning_sm.report import charts  # noqa: PLC0415 - see above
+
+    names = _metric_names(run)
+    changes = findings.advice(run, prices) or ["Nothing that this record shows is worth a change."]
+    notes = []
+    if charts.numbered_events(run):
+        notes.append("Dotted lines are the numbered events below.")
+    sections = [
+        Section(
+            "Time of a step",
+            _existing(charts.step_times(run)),
+            texts=() if run.slowest.n else ("No training step is recorded.",),
+            tables=(_parts_table([run]), _steps_table(run)) if run.slowest.n else (),
+            note=" ".join(notes),
+        ),
+        Section("What to change", texts=tuple(changes)),
+        Section("Where the time went", _existing(charts.time_shares([run])), tables=(_shares_table([run]),)),
+        Section("Hosts", _existing(charts.host_use(run)), tables=_host_tables(run), texts=tuple(_host_notes(run))),
+        Section(
+            "Loss and metrics",
+            _existing(charts.metrics([run], _curves(run))),
+            texts=() if names else ("The model logged nothing.",),
+            tables=(_metrics_table(run, names),) if names else (),
+        ),
+        Section("Events", texts=() if run.events else ("None.",), tables=_event_tables(run)),
+        Section("How it was measured", texts=tuple(_method(run, prices)), tables=(_packages_table(run),)),
+    ]
+    if not is_alone:
+        sections = [section for section in sections if section.title != "Where the time went"]
+    return sections
+
+
+def _existing(*pictures: Any) -> tuple[Any, ...]:
+    return tuple(picture for picture in pictures if picture is not None)
+
+
+def _metric_names(run: Figures) -> list[str]:
+    """Names of the metrics: losses first, those of the data service last."""
+    return sorted(run.metrics, key=lambda name: (name.startswith("data/"), "loss" not in name, name))
+
+
+def _curves(run: Figures) -> list[str]:
+    """Names of the metrics that have a curve, as many as a page takes."""
+    from lightning_sm.report.charts import MAX_METRICS  # noqa: PLC0415 - see above
+
+    return [name for name in _metric_names(run) if len(run.metrics[name]) > 1][:MAX_METRICS]
+
+
+def _shares_table(runs: Sequence[Figures]) -> Table:
+    names = [name for name in runs[0].shares if any(run.shares[name] > 0 for run in runs)]
+    rows = [
+        (
+            name,
+            *(f"{duration(run.shares[name])} ({percent(run.shares[name] / max(1e-9, run.seconds))})" for run in runs),
+        )
+        for name in names
+    ]
+    rows.append(("all attempts", *(duration(run.seconds) for run in runs)))
+    return Table("Seconds of the main host", ("", *(run.run.name for run in runs)), tuple(rows))
+
+
+def _parts_table(runs: Sequence[Figures]) -> Table:
+    from lightning_sm.report.charts import PART_NAMES  # noqa: PLC0415 - see above
+
+    def cell(run: Figures, part: str) -> str:
+        steps = run.slowest
+        if not steps.n:
+            return ""
+        return f"{step_time(steps.parts[part] / steps.n)} ({percent(steps.parts[part] / steps.wall_s)})"
+
+    rows = [(PART_NAMES[part], *(cell(run, part) for run in runs)) for part in PARTS]
+    rows.append(("a step", *(step_time(run.slowest.step_s) if run.slowest.n else "" for run in runs)))
+    rows.append(("longest step", *(step_time(run.slowest.longest_s) if run.slowest.n else "" for run in runs)))
+    samples = [(run.samples_per_step or 0.0) / run.slowest.step_s if run.slowest.n else 0.0 for run in runs]
+    if any(samples):
+        rows.append(("samples per second, all ranks", *(f"{rate:,.4g}" if rate else "" for rate in samples)))
+    rows.append(("steps", *(f"{run.num_steps:,}" for run in runs)))
+    return Table("Mean step of the rank that waited the longest", ("", *(run.run.name for run in runs)), tuple(rows))
+
+
+def _steps_table(run: Figures) -> Table:
+    from lightning_sm.report.charts import PART_NAMES, binned  # noqa: PLC0415 - see above
+
+    rows = [
+        (
+            f"{duration(begin)}",
+            f"{times.n:,}",
+            step_time(times.step_s),
+            *(f"{1e3 * times.parts[part] / times.n:.3g}" for part in PARTS),
+        )
+        for begin, _, times in binned(run, _TABLE_ROWS)
+    ]
+    headers = ("since the start", "steps", "a step", *(f"{PART_NAMES[part]} (ms)" for part in PARTS))
+    return Table("Steps over time", headers, tuple(rows))
+
+
+def _host_tables(run: Figures) -> tuple[Table, ...]:
+    def optional(value: Any, text: Any) -> str:
+        return "" if value is None else str(text(value))
+
+    def row(host: Host) -> tuple[str, ...]:
+        memory = host.memory
+        return (
+            host.name,
+            host.role,
+            host.group,
+            host.instance_type or "",
+            str(host.cpus or ""),
+            str(host.gpus or ""),
+            optional(host.cpu, percent),
+            optional(host.gpu, percent),
+            "" if memory is None else f"{size(memory[0])} of {size(memory[1])}",
+            optional(host.received_bytes_s, lambda rate: f"{size(rate)}/s"),
+            optional(host.sent_bytes_s, lambda rate: f"{size(rate)}/s"),
+        )
+
+    headers = ("host", "role", "group", "type", "CPUs", "GPUs", "CPU", "GPU", "memory, most", "received", "sent")
+    tables = [Table("What each host did", headers, tuple(row(host) for host in run.hosts))]
+    _, data_hosts = run.data
+    if data_hosts:
+        rows = []
+        for host in data_hosts:
+            busy = host.busy_s / host.capacity_s if host.capacity_s else 0.0
+            build = step_time(host.built_s / host.num_built) if host.num_built else ""
+            numbers = (f"{host.num_built:,}", build, f"{host.num_retries:,}", f"{host.num_lost:,}")
+            rows.append((host.name, host.state, f"{host.workers:,}", percent(busy), *numbers))
+        names = ("data host", "state", "workers", "busy", "batches", "time for one", "retries", "connections lost")
+        tables.append(Table("What the data hosts did, as rank 0 saw it", names, tuple(rows)))
+    return tuple(tables)
+
+
+def _host_notes(run: Figures) -> Any:
+    silent = [host.name for host in run.hosts if not host.uses]
+    if silent:
+        yield (
+            f"Without a record here: {', '.join(silent)}. On SageMaker each host has its own: lightning-sm report "
+            "shows all of them once the job's checkpoints or output.tar.gz are downloaded."
+        )
+
+
+def _metrics_table(run: Figures, names: Sequence[str]) -> Table:
+    rows = []
+    for name in names:
+        points = run.metrics[name]
+        values = [value for _, value in points]
+        numbers = (f"{values[0]:.6g}", f"{values[-1]:.6g}", f"{min(values):.6g}", f"{max(values):.6g}")
+        rows.append((name, f"{len(points):,}", *numbers, f"{points[-1][0]:,}"))
+    return Table("Metrics", ("metric", "points", "first", "last", "least", "most", "last step"), tuple(rows))
+
+
+def _event_tables(run: Figures) -> tuple[Table, ...]:
+    from lightning_sm.report.charts import numbered_events  # noqa: PLC0415 - see above
+
+    numbered = numbered_events(run)
+    numbers = {id(event): str(number) for number, event in enumerate(numbered, 1)}
+    headers = ("", "since the start", "host", "what", "")
+
+    def rows(events: Sequence[Happening]) -> tuple[tuple[str, ...], ...]:
+        return tuple(
+            (numbers.get(id(event), ""), duration(max(0.0, event.seconds)), event.host, event.what, event.text)
+            for event in events
+        )
+
+    tables = []
+    if numbered:
+        caption = "Events that are marked in the picture"
+        tables.append(Table(caption, headers, rows(numbered), is_open=len(numbered) <= _OPEN_ROWS))
+    if len(run.events) > len(numbered):
+        tables.append(Table("All events", headers, rows(run.events)))
+    return tuple(tables)
+
+
+def _method(run: Figures, prices: Prices) -> Any:
+    heads = [record.head for record in run.run.records]
+    hosts = {head.host for head in heads}
+    yield (
+        f"From {len(heads)} files of {len(hosts)} of {len(run.hosts)} hosts in {run.run.source}; begun "
+        f"{time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(run.begin))}."
+    )
+    yield (
+        "A step is one training batch. Its times are those of the training process: on a GPU, forward, backward and "
+        "optimizer are measured on the GPU every few steps where the record says so, else they only start the work. "
+        "Validations, checkpoints and the first batch of each start are not part of steps; nor are the first seconds "
+        "part of means. The exchange of gradients overlaps with the backward pass and cannot be told apart from it."
+    )
+    if prices:
+        yield f"Cost: time of the attempts x prices ({prices.source}). Storage, transfer and logs cost extra."
+    commands = {" ".join(head.command) for head in heads if head.command}
+    for command in sorted(commands):
+        yield f"Command: {command}"
+
+
+def _packages_table(run: Figures) -> Table:
+    packages: dict[str, str] = {}
+    for record in run.run.records:
+        packages |= dict(record.head.packages)
+    return Table("Packages", ("package", "version"), tuple(sorted(packages.items())))

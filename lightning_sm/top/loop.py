@@ -1,0 +1,105 @@
+"""Look at a job again and again, and show it: in place in a terminal, one table below the other elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.live import Live
+
+from lightning_sm._log import command_logger, listed
+from lightning_sm.top.running import RunningHost, running_jobs
+from lightning_sm.top.screen import frame
+from lightning_sm.top.snapshot import Snapshot, Watch
+
+_LOG = command_logger(__name__)
+
+_LIVE_S, _PLAIN_S = 1.0, 10.0
+# Rates need two looks.
+_FIRST_S = 1.0
+# Between two attempts the emulator has no processes of the job, for a moment.
+_GONE_S = 3.0
+
+
+def watch(name: str | None, *, every_s: float | None, is_once: bool, is_json: bool) -> int:
+    """Show a job until it ends or Ctrl-C is pressed.
+
+    Args:
+        name: Name of the job, or the end of it; None: the newest.
+        every_s: Seconds between two looks; None: what suits the terminal.
+        is_once: Whether to show it once.
+        is_json: Whether to write JSON.
+
+    Returns:
+        0, or 1 if no such job runs here.
+    """
+    console = Console()
+    jobs = running_jobs()
+    chosen = _choose(jobs, name)
+    if chosen is None:
+        if jobs and name:
+            _LOG.error("No job on this machine is called %s; running: %s.", name, listed(list(jobs)))
+        else:
+            _LOG.error(
+                "No job runs on this machine. lightning-sm top shows a job that lightning-sm local runs here, or, in a "
+                "container of a job, that job."
+            )
+        return 1
+    is_live = console.is_terminal and not console.is_dumb_terminal and not (is_once or is_json)
+    with Watch(chosen) as looking, ExitStack() as stack:
+        show: Callable[[Snapshot], None]
+        if is_json:
+            show = _write_json
+        elif is_live:
+            live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False, transient=False))
+            show = lambda shown: live.update(frame(shown, *console.size), refresh=True)  # noqa: E731
+        else:
+            show = lambda shown: console.print(frame(shown, console.width))  # noqa: E731
+        try:
+            last = _run(looking, chosen, show, every_s or (_LIVE_S if is_live else _PLAIN_S), is_once=is_once)
+        except KeyboardInterrupt:
+            return 0
+    if last is not None and is_live:  # the screen is gone, and with it what it showed
+        console.print(frame(last, console.width))
+    if not is_once:
+        _LOG.info("Job %s has ended, or its processes are gone.", chosen)
+    return 0
+
+
+def _run(
+    looking: Watch, name: str, show: Callable[[Snapshot], None], every_s: float, *, is_once: bool
+) -> Snapshot | None:
+    """Look until the job is gone; returns the last snapshot."""
+    pause = threading.Event()
+    last = None
+    seen_at = time.monotonic()
+    is_first = True
+    while True:
+        jobs = running_jobs()
+        if name in jobs:
+            seen_at = time.monotonic()
+            last = looking.look(jobs[name], [other for other in jobs if other != name])
+            if not is_first:
+                show(last)
+                if is_once:
+                    return last
+        elif time.monotonic() - seen_at > _GONE_S:
+            return last
+        pause.wait(_FIRST_S if is_first or name not in jobs else every_s)
+        is_first = False
+
+
+def _choose(jobs: Mapping[str, Sequence[RunningHost]], name: str | None) -> str | None:
+    fitting = [job for job in jobs if name is None or job == name or job.endswith(name)]
+    return fitting[-1] if fitting else None
+
+
+def _write_json(shown: Snapshot) -> None:
+    sys.stdout.write(json.dumps(asdict(shown)) + "\n")
+    sys.stdout.flush()

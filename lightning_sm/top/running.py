@@ -1,0 +1,78 @@
+"""Find the jobs that run on this machine, by the environment of their processes: nothing has to be told where they are.
+
+In a container that is the job of the container, also for a shell that has none of its variables. Where the emulator
+runs a job, it is all of its hosts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import psutil
+
+from lightning_sm.errors import JobConfigError
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.variables import CONTROL_DIR, RECORD_DIR
+
+_JOB_NAME = "TRAINING_JOB_NAME"
+# Process 1 of a container is the launcher, which has no control folder in its own environment.
+_LAUNCHER_PID = 1
+
+
+@dataclass(frozen=True)
+class RunningHost:
+    """A host of a job that runs on this machine.
+
+    Attributes:
+        job: The job, as the host sees it.
+        env: Environment of its processes.
+        since: When its first process started, in seconds since the Unix epoch.
+    """
+
+    job: SageMakerJob
+    env: Mapping[str, str]
+    since: float
+
+
+def running_jobs() -> dict[str, list[RunningHost]]:
+    """Return the hosts of the jobs whose processes this user may see, by name of the job; the newest job comes last."""
+    hosts: dict[tuple[str, str], RunningHost] = {}
+    for since, env in sorted(_environments(), key=lambda found: found[0]):
+        job = _job_of(env)
+        if job is None:
+            continue
+        name = job.name or "unnamed"
+        key = (name, str(job.base_dir))
+        if key in hosts:
+            # The script's processes have what the launcher has made for them.
+            made = {one.name: env[one.name] for one in (CONTROL_DIR, RECORD_DIR) if one.name in env}
+            hosts[key] = replace(hosts[key], env={**hosts[key].env, **made})
+        else:
+            hosts[key] = RunningHost(job, env, since)
+    jobs: dict[str, list[RunningHost]] = {}
+    for (name, _), host in sorted(hosts.items(), key=lambda item: item[1].since):
+        jobs.setdefault(name, []).append(host)
+    return jobs
+
+
+def _environments() -> list[tuple[float, dict[str, str]]]:
+    """Start times and environments of the processes that belong to jobs."""
+    found = []
+    for process in psutil.process_iter():
+        # It may be another user's, or have just ended.
+        with suppress(psutil.Error, OSError):
+            env = process.environ()
+            is_of_job = CONTROL_DIR.name in env or (process.pid == _LAUNCHER_PID and _JOB_NAME in env)
+            if is_of_job and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append((process.create_time(), env))
+    return found
+
+
+def _job_of(env: Mapping[str, str]) -> SageMakerJob | None:
+    try:
+        return SageMakerJob.from_environment(env)
+    except (JobConfigError, OSError):  # the emulator is just moving its folder away
+        return None

@@ -1,0 +1,459 @@
+"""StepTimes: measure where the time of a training goes, write it down while the job runs, and say it at the end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import psutil
+import torch
+
+from lightning_sm._lightning import Callback, LightningModule, Trainer
+from lightning_sm.data.trainer.metrics import HostFigures, changes
+from lightning_sm.data.trainer.reporter import Reporter
+from lightning_sm.job import record
+from lightning_sm.job.bottleneck import local_verdict
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.host_use import CpuMeter, usable_cpus
+from lightning_sm.training.callbacks.gpu_timer import GpuTimer
+from lightning_sm.training.callbacks.run_summary import summary
+from lightning_sm.training.callbacks.spot_checkpoint import TrainingInterrupted
+from lightning_sm.training.callbacks.step_clock import (
+    BACKWARD,
+    DATA_WAIT,
+    FORWARD,
+    OPTIMIZER,
+    OTHER,
+    TO_DEVICE,
+    OpenSpan,
+    StepClock,
+    Totals,
+    exposed,
+)
+
+logger = logging.getLogger(__name__)
+
+# Between two lines of the record: of steps, and of what the data hosts did.
+_STEPS_S = 1.0
+_DATA_S = 5.0
+# Waiting for data in a whole run that is not worth a word.
+_MIN_WAIT_S = 1.0
+_MAX_REASON_CHARS = 500
+
+
+class StepTimes(Callback):
+    """Measure the parts of each training step, and what takes time besides.
+
+    A step is one training batch. Its parts are waiting for data, the way to the device (with the hooks of the batch),
+    forward, backward (with the exchange of gradients, which overlaps with it), optimizer (with gradient clipping), and
+    everything else: callbacks, logging, and what no hook tells apart, such as code between the steps of several
+    optimizers. They sum up to the time that has passed. Start-up, the first batch of each epoch, validations and
+    checkpoints are spans of their own.
+
+    On a CUDA device, forward, backward and optimizer are what the device needs, measured in every tenth step without
+    waiting for it; a host that waits for data while the device is still busy does not count as waiting.
+
+    Rank 0 writes means since the last time to the Trainer's loggers, every ``log_every_n_steps`` batches:
+    ``time/step_ms``, and ``time/data_wait_ms``, ``time/to_device_ms``, ``time/forward_ms``, ``time/backward_ms``,
+    ``time/optimizer_ms``, ``time/other_ms``, whose sum it is; ``time/input_bound`` is the share of waiting for data, 0
+    to 1. In a SageMaker job all ranks write their series to the record of the run (``lightning_sm.job.record``). At the
+    end, rank 0 says in a sentence where the time went.
+
+    ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
+
+    Args:
+        job: The job whose record is written; None: there is none.
+    """
+
+    def __init__(self, job: SageMakerJob | None = None) -> None:
+        super().__init__()
+        self._job = job
+        self._record: record.Recorder | None = None
+        self._clock: StepClock | None = None
+        self._gpu: GpuTimer | None = None
+        self._reporter: Reporter | None = None
+        self._cpu: CpuMeter | None = None
+        self._setup_at = 0.0
+        self._has_stepped = False
+        self._fetch_returns_to = OTHER
+        self._optimizer_depth = 0
+        self._removals: list[Callable[[], None]] = []
+        # Of the clock, as it was when its time was divided last; and what came of it.
+        self._divided = Totals()
+        self._totals = Totals()
+        self._written = Totals()
+        self._logged = Totals()
+        self._pacing = record.Pacing(_STEPS_S)
+        self._next_line_at = 0.0
+        self._next_data_at = 0.0
+        self._next_metrics_at = 0.0
+        self._hosts: list[HostFigures] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process: strategies that spawn pickle the Trainer."""
+        return {**vars(StepTimes(self._job))}
+
+    @property
+    def totals(self) -> Totals:
+        """What was measured in this run of the Trainer so far."""
+        self._divide()
+        return self._totals.copy()
+
+    # ---- the run, from start to end
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Open the record, and forget an earlier run."""
+        own = vars(StepTimes(self._job))
+        vars(self).update({name: own[name] for name in own if name not in ("_job", "_record")})
+        self._setup_at = time.time()
+        if self._job is not None and self._record is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            who = f"rank-{trainer.global_rank}"
+            self._record = record.open_record(self._job, who)
+            self._record.append(
+                record.head_of(
+                    self._job,
+                    who,
+                    self._record.path,
+                    rank=trainer.global_rank,
+                    world_size=trainer.world_size,
+                    cpus=usable_cpus(),
+                )
+            )
+            self._setup_at = psutil.Process().create_time()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._clock = StepClock()
+        self._cpu = CpuMeter()
+        if trainer.strategy.root_device.type == "cuda":
+            self._gpu = GpuTimer()
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._reporter = next((one for one in callbacks if isinstance(one, Reporter)), None)
+        now = time.time()
+        self._write(record.Span(now, "startup", self._setup_at, now - self._setup_at))
+        self._write(
+            record.Loader(
+                now,
+                is_remote=self._reporter is not None,
+                workers=_num_workers(trainer) if self._reporter is None else 0,
+                cpus=usable_cpus(),
+                ranks_of_host=trainer.num_devices,
+            )
+        )
+        if trainer.global_step:
+            self._event("resumed", f"from step {trainer.global_step} of {trainer.ckpt_path}")
+        self._next_line_at = time.perf_counter() + _STEPS_S
+        self._observe(trainer)
+        self._clock.begin_span("first_batch")
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The first batch of an epoch cannot be fetched ahead: workers may have to start."""
+        if self._clock is not None and self._has_stepped:
+            self._clock.begin_span("first_batch")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """The batch is on its device."""
+        if self._clock is not None:
+            self._optimizer_depth = 0  # the user's code may have caught an error of a step
+            self._clock.enter(FORWARD)
+            if self._gpu is not None:
+                self._gpu.begin_step(FORWARD)
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Before or after the forward pass."""
+        if pl_module.automatic_optimization:
+            self._enter(OPTIMIZER)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """The backward pass begins."""
+        self._enter(BACKWARD)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """It has ended. With manual optimization, the user's code decides what comes next."""
+        self._enter(OPTIMIZER if pl_module.automatic_optimization else OTHER)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """A step has ended: write a line of the record, or to loggers, if it is time."""
+        clock = self._clock
+        if clock is None:
+            return
+        if self._gpu is not None:
+            self._gpu.end_step(OTHER)
+        now = clock.end_step(_num_samples(batch))
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._end_span("first_batch")
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and clock.n and clock.n % every == 0 and trainer.is_global_zero:
+            self._log(trainer)
+        if now >= self._next_line_at:
+            self._next_line_at = self._pacing.next_after(now)
+            self._write_steps(trainer)
+            self._write_data(trainer, now)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the metrics of a validation within ``fit``."""
+        if self._clock is not None and not trainer.sanity_checking:
+            self._write_metrics(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the metrics of the epoch."""
+        if self._clock is not None:
+            self._end_span("first_batch")  # the epoch had no batch
+            self._write_steps(trainer)
+            self._write_metrics(trainer)
+            self._write_data(trainer, math.inf)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The export of the model comes next."""
+        if self._clock is not None:
+            self._write_steps(trainer)
+            self._clock.begin_span("export")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Say where the time went, and write it down."""
+        if self._clock is not None:
+            self._finish(trainer)
+        elif stage != "fit":
+            now = time.time()
+            name = "validation" if stage == "validate" else stage
+            self._write(record.Span(now, name, self._setup_at, now - self._setup_at))
+        self._end(record.End(time.time(), "succeeded"))
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Do so when the run ends early, too."""
+        is_interrupted = isinstance(exception, (TrainingInterrupted, KeyboardInterrupt))
+        text = " ".join(f"{type(exception).__name__}: {exception}".split())[:_MAX_REASON_CHARS]
+        self._event("interruption" if is_interrupted else "failure", text)
+        if self._clock is not None:
+            self._finish(trainer)
+        self._end(record.End(time.time(), "interrupted" if is_interrupted else "failed", reason=text))
+
+    # ---- what hooks do not tell
+
+    def _observe(self, trainer: Any) -> None:
+        """Learn when batches are fetched, optimizers step, validations run, and checkpoints are saved."""
+        loop = trainer.fit_loop.epoch_loop
+        begin_profile, end_profile, save = loop._on_before_fetch, loop._on_after_fetch, trainer.save_checkpoint
+
+        def on_before_fetch() -> None:
+            self._begin_fetch()
+            begin_profile()
+
+        def on_after_fetch() -> None:
+            end_profile()
+            self._end_fetch()
+
+        @wraps(save)
+        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+            with self._span("checkpoint"):
+                save(*args, **kwargs)
+            path = args[0] if args else kwargs.get("filepath", "")
+            self._event("checkpoint_saved", f"step {trainer.global_step} in {path}")
+
+        # At the start of each epoch the fetcher gets these methods.
+        self._replace(loop, "_on_before_fetch", on_before_fetch)
+        self._replace(loop, "_on_after_fetch", on_after_fetch)
+        # Its hooks come when the workers of the validation's loader have started.
+        self._replace(loop.val_loop, "run", self._span("validation")(loop.val_loop.run))
+        self._replace(trainer, "save_checkpoint", save_checkpoint)
+        is_automatic = trainer.lightning_module.automatic_optimization
+        for optimizer in trainer.optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                continue
+            before = optimizer.register_step_pre_hook(partial(self._begin_optimizer, is_automatic))
+            after = optimizer.register_step_post_hook(partial(self._end_optimizer, is_automatic))
+            self._removals += [before.remove, after.remove]
+
+    def _begin_optimizer(self, is_automatic: bool, *_: Any) -> None:
+        self._optimizer_depth += 1
+        # With automatic optimization, forward and backward come within the optimizer's step.
+        if not is_automatic and self._optimizer_depth == 1:
+            self._enter(OPTIMIZER)
+
+    def _end_optimizer(self, is_automatic: bool, *_: Any) -> None:
+        # An optimizer that calls its parent class's step has these hooks called by both.
+        self._optimizer_depth -= 1
+        if self._optimizer_depth == 0:
+            self._enter(OTHER if is_automatic else FORWARD)
+
+    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        """Replace a method of an object until the run ends, unless somebody else has replaced it by then."""
+        setattr(owner, name, method)
+
+        def restore() -> None:
+            if vars(owner).get(name) is method:
+                delattr(owner, name)
+
+        self._removals.append(restore)
+
+    @contextmanager
+    def _span(self, name: str) -> Iterator[None]:
+        if self._clock is not None:
+            self._clock.begin_span(name)
+        try:
+            yield
+        finally:
+            self._end_span(name)
+
+    def _begin_fetch(self) -> None:
+        clock = self._clock
+        if clock is not None:
+            # A training_step that takes an iterator fetches its batches itself.
+            self._fetch_returns_to = TO_DEVICE if clock.current == OTHER else clock.current
+            clock.enter(DATA_WAIT)
+
+    def _end_fetch(self) -> None:
+        if self._clock is not None:
+            self._clock.enter(self._fetch_returns_to)
+            if self._has_stepped:
+                self._end_span("first_batch")
+
+    def _enter(self, part: int) -> None:
+        if self._clock is not None:
+            self._clock.enter(part)
+            if self._gpu is not None:
+                self._gpu.mark(part)
+
+    # ---- what is written
+
+    def _divide(self) -> None:
+        """Divide the time since the last call among the parts."""
+        if self._clock is None:
+            return
+        totals = self._clock.totals
+        new = totals.since(self._divided)
+        gpu = self._gpu.read() if self._gpu is not None else None
+        if gpu is not None:
+            new.parts = exposed(new.parts, {name: new.n * seconds for name, seconds in gpu.items()})
+        for name, seconds in new.parts.items():
+            self._totals.parts[name] += seconds
+        self._totals.n, self._totals.samples, self._totals.spans = totals.n, totals.samples, totals.spans
+        self._divided = totals
+
+    def _write_steps(self, trainer: Trainer) -> None:
+        if self._clock is None or self._record is None:
+            return
+        totals = self.totals
+        new = totals.since(self._written)
+        self._written = totals
+        now = time.time()
+        if not new.n:
+            if new.wall_s > 0:
+                self._write(record.Span(now, "between", now - new.wall_s, new.wall_s))
+            return
+        self._write(
+            record.Steps(
+                t=now,
+                step=trainer.global_step,
+                n=new.n,
+                wall_s=new.wall_s,
+                longest_s=self._clock.longest_s,
+                samples=new.samples,
+                parts=new.parts,
+                gpu_parts=self._gpu is not None and self._gpu.read() is not None,
+            )
+        )
+        self._clock.longest_s = 0.0
+
+    def _write_data(self, trainer: Trainer, now: float) -> None:
+        """Write what the data hosts did, on rank 0 of a job that has any, if it is time."""
+        if self._record is None or self._reporter is None or not trainer.is_global_zero or now < self._next_data_at:
+            return
+        sums = self._reporter.sums()
+        if sums is None:
+            return
+        self._next_data_at = time.perf_counter() + _DATA_S
+        hosts, ranks = sums
+        self._write(record.DataService(time.time(), [vars(host) for host in hosts], ranks))
+        for what, text in changes(self._hosts, hosts):
+            self._event(what, text)
+        self._hosts = list(hosts)
+
+    def _write_metrics(self, trainer: Trainer) -> None:
+        if self._record is None or not trainer.is_global_zero:
+            return
+        values: dict[str, float | None] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        if values:
+            self._write(record.Metrics(time.time(), trainer.global_step, trainer.current_epoch, values))
+
+    def _log(self, trainer: Any) -> None:
+        totals = self.totals
+        new = totals.since(self._logged)
+        self._logged = totals
+        values = {f"time/{name}_ms": 1e3 * seconds / new.n for name, seconds in new.parts.items()}
+        values["time/step_ms"] = sum(values.values())
+        values["time/input_bound"] = new.share("data_wait")
+        for log in trainer.loggers:
+            log.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        now = time.perf_counter()
+        if now >= self._next_metrics_at:  # reading values from a GPU waits for it; loggers do it anyway
+            self._next_metrics_at = now + _STEPS_S
+            self._write_metrics(trainer)
+
+    def _finish(self, trainer: Trainer) -> None:
+        """End the clock, and say on rank 0 where the time went."""
+        while self._end_span("first_batch", "validation", "checkpoint", "export"):
+            pass
+        self._write_steps(trainer)
+        self._write_data(trainer, math.inf)
+        totals = self.totals
+        self._clock = None
+        for remove in self._removals:
+            remove()
+        self._removals.clear()
+        if trainer.is_global_zero and totals.n:
+            is_alone = trainer.world_size == 1
+            said = self._verdict(trainer, totals)
+            logger.info("%s", summary(totals, is_alone=is_alone, on_gpu=self._gpu is not None, verdict=said))
+
+    def _verdict(self, trainer: Trainer, totals: Totals) -> str:
+        if self._reporter is not None:
+            return self._reporter.run_verdict() or ""
+        if totals.parts["data_wait"] < _MIN_WAIT_S:
+            return ""
+        cpu = self._cpu.share() if self._cpu is not None else None
+        return local_verdict(totals.share("data_wait"), _num_workers(trainer), cpu, usable_cpus())
+
+    def _end_span(self, *names: str) -> OpenSpan | None:
+        span = self._clock.end_span(*names) if self._clock is not None else None
+        if span is not None:
+            self._write(record.Span(time.time(), span.name, span.began_at, span.seconds))
+        return span
+
+    def _event(self, what: str, text: str) -> None:
+        self._write(record.Event(time.time(), what, text))
+
+    def _write(self, line: record.Line) -> None:
+        if self._record is not None:
+            self._record.append(line)
+
+    def _end(self, line: record.End) -> None:
+        if self._record is not None:
+            self._record.append(line)
+            self._record.close()
+
+
+def _num_workers(trainer: Any) -> int:
+    """Worker processes of the training loaders."""
+    loader = trainer.fit_loop._combined_loader
+    return sum(getattr(one, "num_workers", 0) or 0 for one in (loader.flattened if loader is not None else ()))
+
+
+def _num_samples(batch: Any) -> int:
+    """Length of the first tensor of a batch; 0 if there is none."""
+    while not isinstance(batch, torch.Tensor):
+        if isinstance(batch, Mapping):
+            batch = next(iter(batch.values()), None)
+        elif isinstance(batch, (list, tuple)) and batch:
+            batch = batch[0]
+        else:
+            return 0
+    return batch.size(0) if batch.dim() else 0

@@ -1,0 +1,67 @@
+"""Mark lines about errors and warnings with the rank that prints them: the ranks of a host share one log.
+
+torch.distributed marks uncaught exceptions (``[rank1]: ``), but only once there is a process group. The launcher reads
+the marks: it shows what several ranks print once, and names the rank in the reason of a failure.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from types import TracebackType
+from typing import TypeAlias
+
+import torch
+
+Rank: TypeAlias = "Callable[[], int | None]"
+
+
+def mark_errors(rank: Rank) -> None:
+    """Mark uncaught exceptions and warnings of this process from now on.
+
+    Args:
+        rank: Returns the rank of this process; None while it is the only one of its host. It replaces an earlier one.
+    """
+    if isinstance(sys.excepthook, _ExceptHook):
+        sys.excepthook.rank = rank
+    else:
+        sys.excepthook = _ExceptHook(rank)
+    if isinstance(warnings.formatwarning, _WarningFormat):
+        warnings.formatwarning.rank = rank
+    else:
+        warnings.formatwarning = _WarningFormat(rank)
+
+
+class _ExceptHook:
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self._hook = sys.excepthook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        rank = self.rank()
+        if rank is None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            self._hook(kind, error, trace)  # torch's own hook, which has called this one, adds the marks
+            return
+        with redirect_stderr(io.StringIO()) as text:
+            self._hook(kind, error, trace)
+        sys.stderr.write(_marked(text.getvalue(), rank))
+
+
+class _WarningFormat:
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self._format = warnings.formatwarning
+
+    def __call__(
+        self, message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        text = self._format(message, category, filename, lineno, line)
+        rank = self.rank()
+        return text if rank is None else _marked(text, rank)
+
+
+def _marked(text: str, rank: int) -> str:
+    return "".join(f"[rank{rank}]: {line}" for line in text.splitlines(keepends=True))

@@ -1,0 +1,65 @@
+"""The pages as a site: built strictly, complete, and read without a network."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_sm
+
+pytestmark = [pytest.mark.proof, pytest.mark.sdk2]
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder that ``make docs`` fills."""
+    pytest.importorskip("sphinx", reason="the site needs the extra docs: make docs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "--nitpicky", "--fail-on-warning", "--keep-going", "--quiet"]
+    command += ["--conf-dir", "docs", "--doctree-dir", str(folder / "cache"), ".", str(folder / "html")]
+    # A network, if there is one, would not be reached: a proxy at a port where nothing listens.
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env={**os.environ, **nowhere}, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+def test_every_page_is_there(site):
+    """Each Markdown page of the documentation, the project's own, and the reference; index.html leads to the first."""
+    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
+    missing = [page for page in pages if not (site / page.relative_to(REPOSITORY).with_suffix(".html")).is_file()]
+    assert missing == []
+    assert 'url=README.html"' in (site / "index.html").read_text(encoding="utf-8")
+
+
+def test_the_reference_names_the_public_api(site):
+    """Each public name has an anchor, which links in signatures lead to."""
+    page = (site / "docs" / "reference" / "python.html").read_text(encoding="utf-8")
+    names = set(lightning_sm.__all__) - {"__version__"}
+    assert {name for name in names if f'id="lightning_sm.{name}"' not in page} == set()
+
+
+def test_nothing_is_loaded_from_the_network(site):
+    """Scripts, styles, fonts and pictures are files of the site."""
+    loaded = re.compile(
+        r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["'](?:https?:)?//[^"']*|url\(["']?https?:"""
+    )
+    found = {
+        str(file.relative_to(site)): loaded.findall(file.read_text(encoding="utf-8"))
+        for file in [*site.rglob("*.html"), *site.rglob("*.css")]
+    }
+    assert {name: links for name, links in found.items() if links} == {}
+
+
+def test_the_search_finds_a_generated_word(site):
+    """The index, a script that is loaded with the page, knows a variable that only the generated table has."""
+    assert "lightning_sm_peers_timeout_" in (site / "searchindex.js").read_text(encoding="utf-8")

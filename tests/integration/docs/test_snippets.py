@@ -1,0 +1,235 @@
+"""What readers copy from the pages works: Python runs, commands have these options, files have these keys.
+
+A block of another language than those below fails its test; ``text`` is for output, which nobody copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from sybil.evaluators.python import PythonEvaluator
+
+from lightning_sm import __main__ as program
+from lightning_sm.job.prices import read_prices
+from lightning_sm.submit.job_file import Job, read_job
+from tests.fakes.sagemaker_service import FakeService
+from tests.integration.docs.pages import PAGES, REPOSITORY, commands, examples, language, place
+
+SDK3 = REPOSITORY / ".venv-sdk3" / "bin" / "python"
+EXAMPLES = [example for page in PAGES for example in examples(page)]
+# What readers must have, and what would change their machine or reach a network.
+FOREIGN = {"aws", "docker", "export", "mpirun", "tensorboard"}
+COMPLETED = {"TrainingJobStatus": "Completed", "SecondaryStatus": "Completed"}
+
+
+def of(*languages):
+    """Parameters: the blocks of these languages."""
+    return [pytest.param(one, id=place(one)) for one in EXAMPLES if language(one) in languages]
+
+
+def test_every_block_has_a_language():
+    """Otherwise no test would look at it."""
+    known = {"bash", "python", "yaml", "mermaid", "text"}
+    assert [place(one) for one in EXAMPLES if language(one) not in known] == []
+
+
+# ---- Python
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice
+@pytest.mark.parametrize(
+    "example", [one for one in of("python") if "sagemaker." not in one.values[0].parsed.replace("lightning_sm", "")]
+)
+def test_python_runs(example, tmp_path, monkeypatch, restored_signals):
+    """Each block by itself, beside the reader's model and data."""
+    from tests.fakes.small_app import SmallData, SmallModel, make_trainer
+
+    monkeypatch.chdir(tmp_path)
+    example.namespace.clear()
+    example.namespace.update(
+        __name__="page",
+        MyModel=SmallModel,
+        MyData=SmallData,
+        args=argparse.Namespace(data_dir="data"),
+        model=SmallModel(),
+        trainer=make_trainer(max_epochs=1),
+    )
+    PythonEvaluator()(example)
+
+
+def _sdk_version(example):
+    return pytest.mark.sdk3 if "sagemaker.train " in example.parsed else pytest.mark.sdk2
+
+
+class _Service(FakeService):
+    """Every job completes at once, without a log."""
+
+    def answer(self, operation, body):
+        if operation == "DescribeLogStreams":
+            return 200, {"logStreams": []}
+        self.endings = [request | COMPLETED for request in self.requests]
+        return super().answer(operation, body)
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        # In make test, one of them stands for all.
+        pytest.param(*one.values, id=one.id, marks=[_sdk_version(one.values[0])] + [pytest.mark.proof] * (number > 0))
+        for number, one in enumerate(
+            one for one in of("python") if re.search(r"^from sagemaker\.", one.values[0].parsed, re.M)
+        )
+    ],
+)
+def test_jobs_start_with_the_sdk(example, tmp_path):
+    """The SDK accepts the arguments and sends one job, to a service on this machine."""
+    is_v3 = _sdk_version(example) == pytest.mark.sdk3
+    if is_v3 and not SDK3.exists():
+        pytest.skip("needs version 3 of the SageMaker SDK: make .venv-sdk3/.ready")
+    if not is_v3 and importlib.util.find_spec("sagemaker") is None:
+        pytest.skip("needs version 2 of the SageMaker SDK (extra launch)")
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").touch()
+    (tmp_path / "page.py").write_text(example.parsed, encoding="utf-8")
+    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(("AWS", "SAGEMAKER"))}
+    with _Service() as service:
+        done = subprocess.run(
+            [SDK3 if is_v3 else sys.executable, "page.py"],
+            cwd=tmp_path,
+            env=kept | service.environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert len(service.requests) == 1
+
+
+# ---- commands
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.sdk2
+@pytest.mark.parametrize("example", of("bash"))
+def test_commands_exist(example, monkeypatch, capsys):
+    """Each command has these options, and the files that it names exist; what is started is tested elsewhere."""
+    if importlib.util.find_spec("sagemaker") is None:
+        pytest.skip("needs version 2 of the SageMaker SDK (extra launch)")
+    monkeypatch.chdir(REPOSITORY)
+    # jsonargparse prints usage for a wrong option, which pytest shows with the failure.
+    monkeypatch.setattr("lightning_sm.submit.submit.dry_run", _nothing_is_sent)
+    monkeypatch.setattr("lightning_sm.submit.submit.send", _nothing_is_sent)
+    monkeypatch.setattr("lightning_sm.submit.submit.run_locally", _no_container_starts)
+    for command in commands(example.parsed):
+        name, *words = _words(command)
+        assert name in CHECKS or name in FOREIGN, f"{place(example)}: how to check {command!r}?"
+        if name in CHECKS:
+            CHECKS[name](words)
+        if "--file" in words or "-f" in words:
+            assert Path(words[words.index("-f") + 1]).is_file()
+
+
+def _nothing_is_sent(*_args, wait=True, **_options):
+    return {"TrainingJobStatus": "Completed"} if wait else {}
+
+
+def _no_container_starts(*_args, **_options):
+    return 0
+
+
+def _words(command):
+    """The words of a command, without variables before it, what its output goes to, and its comment."""
+    words = shlex.split(command, comments=True)
+    while re.fullmatch(r"\w+=.*", words[0]):
+        words = words[1:]
+    end = next((index for index, word in enumerate(words) if word in {"|", ">", "||", "&&", "&"}), len(words))
+    return words[:end]
+
+
+def _lightning_sm(words):
+    if words[0] == "submit":
+        own = ["app/job.yaml" if word == "job.yaml" else word for word in words]
+        assert program.main(own) == 0
+    elif words[0] == "jobs":
+        from lightning_sm.jobs.command import _parser
+
+        _parser().parse_args(words[1:])
+    else:
+        end = words.index("--") if "--" in words else len(words)
+        program._parser().parse_args(words[:end])
+        if words[end + 1 :]:
+            _script(words[end + 1 :])
+
+
+def _python(words):
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1]) is not None
+    else:
+        _script(words)
+
+
+def _script(words):
+    """The reader's own script has the options of the app's, such as ``--data.batch_size`` and those of the Trainer."""
+    script = "app/train.py" if Path(words[0]).name == "train.py" else words[0]
+    assert Path(script).is_file()
+    if script in {"app/train.py", "app/train_text.py"}:
+        _options_of_the_app(Path(script).stem, words[1:])
+
+
+def _options_of_the_app(module, words):
+    app = importlib.import_module(f"app.{module}")
+    instead_of_running = [] if "--help" in words else ["--print_config"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [f"{module}.py", *words, *instead_of_running])
+        with pytest.raises(SystemExit) as ending:
+            app.main()
+    assert ending.value.code == 0
+
+
+def _pip(words):
+    extras = importlib.metadata.metadata("lightning-sm").get_all("Provides-Extra")
+    for named in re.findall(r"\.\[([\w,]+)\]", " ".join(words)):
+        assert set(named.split(",")) <= set(extras)
+
+
+def _make(words):
+    targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {word for word in words if "=" not in word} <= set(targets)
+
+
+CHECKS = {"lightning-sm": _lightning_sm, "python": _python, "pip": _pip, "make": _make}
+
+
+# ---- files
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("example", of("yaml"))
+def test_files_have_these_keys(example, tmp_path, monkeypatch):
+    """A job file, or a part of one, is read by lightning-sm submit; any other is a configuration of a script."""
+    content = yaml.safe_load(example.parsed)
+    file = tmp_path / "page.yaml"
+    if "per_hour" in content:
+        file.write_text(example.parsed, encoding="utf-8")
+        assert read_prices(file, [])
+    elif set(content) <= {one.name for one in dataclasses.fields(Job)}:
+        required = {"image": "lightning-sm", "groups": {"trainer": {"instance_type": "ml.m5.large"}}}
+        file.write_text(yaml.safe_dump(required | content), encoding="utf-8")
+        assert read_job(file).image
+    else:
+        file.write_text(example.parsed, encoding="utf-8")
+        monkeypatch.chdir(REPOSITORY)
+        _options_of_the_app("train", ["fit", f"--config={file}"])

@@ -1,0 +1,85 @@
+"""The tutorial, as a reader goes through it: the files that it shows, and the commands that run on a laptop."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.docs.pages import DOCS, commands, examples, language
+
+pytestmark = [pytest.mark.proof, pytest.mark.processes, pytest.mark.sdk2]
+
+BLOCKS = examples(DOCS / "tutorial.md")
+COMMANDS = [command for one in BLOCKS if language(one) == "bash" for command in commands(one.parsed)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The reader's folder, with each file whose name is in the first line of its block."""
+    folder = tmp_path_factory.mktemp("tutorial")
+    for block in BLOCKS:
+        comment = block.parsed.partition("\n")[0]
+        if comment.startswith("# ") and language(block) in {"python", "yaml"}:
+            file = folder / comment.removeprefix("# ")
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(block.parsed, encoding="utf-8")
+    return folder
+
+
+def run(command, folder, **variables):
+    """Run a command of the tutorial, which must succeed, and return its stdout and both outputs together."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env={**os.environ, "PATH": path, **variables},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}: {done.stdout}\n{done.stderr}"
+    return done.stdout, done.stdout + done.stderr
+
+
+def the(*words):
+    """The only command of the tutorial with these words."""
+    found = [command for command in COMMANDS if all(word in command for word in words)]
+    assert len(found) == 1, f"{words}: {found}"
+    return found[0]
+
+
+def test_the_script_runs_on_the_laptop(folder):
+    """It trains, and what it needs is in the tutorial."""
+    assert "`max_epochs=2` reached" in run(the("python src/train.py"), folder)[1]
+
+
+def test_an_interrupted_cluster_resumes(folder):
+    """The second attempt starts from the step at which the first one was interrupted, and reaches the last step."""
+    output = run(the("lightning-sm local", "--fault"), folder)[1]
+    assert "Interrupted: step 10 is saved" in output
+    assert "Resuming from" in output
+    assert "epoch=2/2 step=16" in output
+
+
+def test_a_data_host_builds_the_batches(folder):
+    """The log says what limits training, in the words that the tutorial quotes."""
+    output = run(the("lightning-sm local", "--group data=1"), folder)[1]
+    assert "epoch=2/2 step=16" in output
+    assert "the only worker of the data hosts is busy" in output
+
+
+def test_the_job_file_makes_a_request(folder):
+    """The dry run sends nothing and prints the request of a heterogeneous job with the reader's code."""
+    if importlib.util.find_spec("sagemaker") is None:
+        pytest.skip("needs version 2 of the SageMaker SDK (extra launch)")
+    request = json.loads(run(the("submit", "--dry-run"), folder, AWS_DEFAULT_REGION="eu-west-1")[0])
+    groups = {group["InstanceGroupName"] for group in request["ResourceConfig"]["InstanceGroups"]}
+    assert groups == {"trainer", "data"}
+    assert request["HyperParameters"]["trainer.max_epochs"] == "20"

@@ -1,0 +1,58 @@
+"""The report that a job leaves, however it ends; the scripts need no torch."""
+
+from __future__ import annotations
+
+from tests.integration.emulators import job_dir, local
+
+# Writes what a training process writes, and ends as it is told.
+_SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.record import Loader, Steps, head_of, open_record
+from lightning_sm.job.topology import Topology
+
+job = SageMakerJob.from_environment()
+topology = Topology.from_job(job)
+rank = topology.node_rank
+record = open_record(job, f"rank-{rank}")
+record.append(head_of(job, f"rank-{rank}", record.path, rank=rank, world_size=2))
+record.append(Loader(time.time(), is_remote=False, workers=2))
+record.append(Steps(time.time(), 10, 10, 0.5, 0.06, 320, {"data_wait": 0.3, "forward": 0.2}))
+record.close()
+if sys.argv[1:] == ["fail"]:
+    base = Path(os.environ["SAGEMAKER_BASE_DIR"])
+    (base / "ready").touch()
+    while len(list(base.parent.glob("*/ready"))) < 2:
+        time.sleep(0.01)
+    if rank == 0:
+        sys.exit(7)
+    time.sleep(60)
+"""
+_GROUPS = ("--group", "trainer=2", "--seed", "1")
+
+
+def _reports(jobs):
+    return list(job_dir(jobs).glob("algo-*/output/data/report.html"))
+
+
+def test_a_main_host_that_fails_writes_a_report_and_still_ends_first(jobs, work):
+    """Exit code and reason of the job are its own, as without a report, though it takes seconds longer to leave."""
+    (work / "train.py").write_text(_SCRIPT)
+    ended = local(jobs, work, *_GROUPS, "--", "train.py", "fail", LIGHTNING_SM_REPORT_S="60")
+    assert ended.returncode == 7, ended.stdout
+    assert "exit code 7" in ended.stdout.rpartition("The job failed:\n")[2]
+    (report,) = _reports(jobs)
+    text = report.read_text()
+    assert "Failed after" in text
+    assert "Input-bound 60% of the time by the loader" in text
+    assert f"report of the run: {report}" in ended.stdout
+
+
+def test_a_report_that_cannot_be_written_changes_nothing(jobs, work):
+    """Without time for it, the job succeeds all the same, and the log says what is missing."""
+    (work / "train.py").write_text(_SCRIPT)
+    ended = local(jobs, work, *_GROUPS, "--", "train.py", LIGHTNING_SM_REPORT_S="0.01")
+    assert ended.returncode == 0, ended.stdout
+    assert "the report of the run was not written within" in ended.stdout
+    assert _reports(jobs) == []

@@ -1,0 +1,72 @@
+"""The report at the end of a job: a process of its own, whose failures change nothing."""
+
+import logging
+import sys
+
+import pytest
+
+from lightning_sm.job.facts import InstanceGroup, SageMakerJob
+from lightning_sm.job.record import FOLDER
+from lightning_sm.launcher.run_report import write_report
+from tests.unit.report.recorded import input_bound
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job whose record is in its output data."""
+    hosts = ("algo-1", "algo-2")
+    (tmp_path / "output" / "data").mkdir(parents=True)
+    return SageMakerJob("algo-1", hosts, (InstanceGroup("g", hosts),), "test", tmp_path, name="job")
+
+
+@pytest.fixture
+def report(job):
+    """Where the report is."""
+    return job.output_dir / "data" / "report.html"
+
+
+def test_the_report_is_in_the_output_data(job, report, caplog):
+    """With the prices of the job, and its place in the log."""
+    input_bound(report.parent)
+    with caplog.at_level(logging.INFO):
+        write_report(job, {"ml.g5.xlarge": 1.41, "ml.c5.xlarge": 0.2}, 60.0)
+    assert "$0.032" in report.read_text()
+    assert caplog.messages == [f"lightning-sm: report of the run: {report}"]
+
+
+def test_a_failing_report_is_a_line_in_the_log(job, report, caplog):
+    """Its last line says why; nothing is raised."""
+    input_bound(report.parent)
+    report.mkdir()
+    write_report(job, {}, 60.0)
+    assert len(caplog.messages) == 1
+    assert f"the report of the run was not written: The report {report} cannot be written" in caplog.messages[0]
+
+
+def test_a_report_that_takes_too_long_is_given_up(job, report, caplog):
+    """The job ends in time all the same."""
+    input_bound(report.parent)
+    write_report(job, {}, 0.01)
+    assert "not written within" in caplog.text
+    assert not report.exists()
+
+
+def test_an_interpreter_that_is_gone_is_a_line_in_the_log(job, report, caplog, monkeypatch):
+    """A script may have replaced the installation."""
+    input_bound(report.parent)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    write_report(job, {}, 60.0)
+    assert "cannot be written: No such file or directory" in caplog.text
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 60.0])
+def test_nothing_to_report_is_no_report(job, report, caplog, limit_s):
+    """A script that does not train has no steps; and reports can be turned off."""
+    if limit_s == 0.0:
+        input_bound(report.parent)
+    else:
+        (report.parent / FOLDER / "1").mkdir(parents=True)
+        (report.parent / FOLDER / "1" / "algo-1-launcher.jsonl").touch()
+    write_report(job, {}, limit_s)
+    assert caplog.messages == []
+    assert not report.exists()

@@ -1,0 +1,1 @@
+"""Reports as a browser shows them, and as jobs write them."""

@@ -1,0 +1,103 @@
+"""A report as Chromium shows it: on a phone, in the dark, and without a network."""
+
+import pytest
+
+from lightning_sm.job.prices import Prices
+from lightning_sm.report.figures import Figures
+from lightning_sm.report.page import render
+from lightning_sm.report.records import read_run
+from tests.integration.report.browser import PROGRAM, browser
+from tests.unit.report.recorded import input_bound
+
+pytestmark = [
+    pytest.mark.chromium,
+    pytest.mark.skipif(PROGRAM is None, reason="Chromium is not installed (Debian: chromium, fonts-dejavu-core)"),
+]
+WIDTH = "Math.max(document.documentElement.scrollWidth, document.body.scrollWidth)"
+COLOUR = "getComputedStyle(document.{}).{}"
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """The page of one run, and of two runs side by side."""
+    folder = tmp_path_factory.mktemp("reports")
+    runs = [
+        Figures(read_run(input_bound(folder / name, outcome=how)))
+        for name, how in (("a", "failed"), ("b", "succeeded"))
+    ]
+    for number in (1, 2):
+        (folder / f"{number}.html").write_text(render(runs[:number], Prices()), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def page(tmp_path):
+    """A page of a Chromium of its own."""
+    with browser(tmp_path) as shown:
+        yield shown
+
+
+def test_reports_open_everywhere(page, reports):
+    """No picture is cut off or scrolls the page sideways, whatever the width; nothing is loaded; nothing is wrong."""
+    for name in ("1.html", "2.html"):
+        for width in (390, 1000, 1600):
+            page.open(reports / name, width=width)
+            assert page.evaluate(WIDTH) <= width, f"{name} is too wide for {width} pixels"
+            assert page.evaluate("innerWidth") == width
+            page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
+            assert page.evaluate(WIDTH) <= width, f"{name} with its tables is too wide for {width} pixels"
+            assert page.requests == [(reports / name).as_uri()]
+            assert page.errors == []
+
+
+def test_each_width_has_its_pictures(page, reports):
+    """Text in pictures is as large on a phone: they are drawn twice, and one of both is shown."""
+    for width in (390, 1000):
+        page.open(reports / "1.html", width=width)
+        shown = page.evaluate(
+            "[...document.querySelectorAll('figure')].map(figure => [...figure.children].filter("
+            "one => getComputedStyle(one).display != 'none').map(one => one.className).join())"
+        )
+        assert set(shown) == {"narrow" if width < 600 else "wide"}
+        sizes = page.evaluate(
+            "[...document.querySelectorAll('figure text')].filter(one => one.getClientRects().length)"
+            ".map(one => one.getBoundingClientRect().height).filter(height => height > 0)"
+        )
+        assert min(sizes) > 8
+
+
+def test_the_first_screen_of_a_phone_has_the_verdict_and_the_numbers(page, reports):
+    """Nobody scrolls to learn how the job ended."""
+    page.open(reports / "1.html", width=390, height=844)
+    assert page.evaluate("document.querySelector('dl.numbers').getBoundingClientRect().bottom") < 844
+
+
+def test_the_dark_is_dark(page, reports):
+    """Page, text and pictures change together, and can be told apart in both."""
+    colours = {}
+    for is_dark in (False, True):
+        page.open(reports / "1.html", is_dark=is_dark)
+        paper = page.evaluate(COLOUR.format("body", "backgroundColor"))
+        ink = page.evaluate(COLOUR.format("body", "color"))
+        drawn = page.evaluate(COLOUR.format("querySelector('figure text')", "fill"))
+        assert drawn == ink
+        colours[is_dark] = (paper, ink)
+    light, dark = (
+        {
+            name: sum(map(int, value[4:-1].split(",")))
+            for name, value in zip(("paper", "ink"), colours[key], strict=True)
+        }
+        for key in (False, True)
+    )
+    assert light["paper"] - light["ink"] > 500
+    assert dark["ink"] - dark["paper"] > 500
+
+
+def test_a_page_that_loads_something_would_be_noticed(page, tmp_path):
+    """The checks above can fail: a script that writes to the console, and a picture from elsewhere."""
+    file = tmp_path / "bad.html"
+    file.write_text('<img src="missing.png"><script>console.error("x")</script><div style="width: 2000px">wide</div>')
+    page.open(file, width=390)
+    assert (tmp_path / "missing.png").as_uri() in page.requests
+    assert page.errors
+    assert page.evaluate(WIDTH) > 390

@@ -1,0 +1,62 @@
+"""Hyperparameters against the parser of a script with SageMakerCLI, as on a host, before anything is sent."""
+
+import json
+
+import pytest
+
+pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
+
+from lightning_sm.submit.job_file import Channel, Group, Job
+from lightning_sm.submit.preflight import Findings
+from lightning_sm.submit.script_check import check_hyperparameters
+
+pytestmark = [pytest.mark.sdk2, pytest.mark.processes]
+
+SCRIPT = """
+from pytorch_lightning import LightningDataModule
+from pytorch_lightning.demos.boring_classes import BoringModel
+
+from lightning_sm import SageMakerCLI
+
+
+class Model(BoringModel):
+    def __init__(self, width: int = 3) -> None:
+        open("made", "w").close()
+        super().__init__()
+
+
+class Data(LightningDataModule):
+    def __init__(self, data_dir: str, batch_size: int = 2) -> None:
+        super().__init__()
+
+
+if __name__ == "__main__":
+    SageMakerCLI(Model, Data)
+"""
+JOB = Job(
+    image="x",
+    groups={"trainer": Group("ml.g5.xlarge", 2), "data": Group("ml.c5.xlarge", 1)},
+    channels={"training": Channel("s3://bucket/data", ["data"])},
+)
+
+
+def test_the_script_parses_what_it_will_get_and_makes_nothing(tmp_path, caplog):
+    """The channel fills in the folder, a subcommand is not needed; a wrong type and an unknown option are problems."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    good = {"data.batch_size": "64", "trainer": json.dumps({"max_epochs": 3, "strategy": "ddp"})}
+    for hyperparameters, words in (
+        (good, None),
+        ({**good, "data.batch_size": '"many"', "trainer.num_nodes": "7"}, "data.batch_size"),
+    ):
+        findings = Findings()
+        job = Job(**{**vars(JOB), "local_script": str(script), "script": "train.py"})
+        with caplog.at_level("INFO", "lightning_sm"):
+            check_hyperparameters(job, hyperparameters, findings)
+        if words is None:
+            assert findings.problems == []
+            assert f"The parser of {script} accepts the hyperparameters" in caplog.text
+        else:
+            (problem,) = findings.problems
+            assert words in problem
+    assert not (tmp_path / "made").exists()

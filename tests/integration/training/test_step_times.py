@@ -1,0 +1,319 @@
+"""StepTimes: the parts of steps that were made to take long, in trainings of every shape."""
+
+import csv
+import logging
+import pickle
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from lightning_sm.job import record
+from lightning_sm.job.facts import InstanceGroup, SageMakerJob
+from lightning_sm.training.callbacks.step_times import StepTimes, _num_samples
+
+LONG_S = 0.02
+_SLEEP = threading.Event()
+
+
+def work():
+    """Take long."""
+    _SLEEP.wait(LONG_S)
+
+
+class Slow(torch.utils.data.Dataset):
+    """Takes long for a sample."""
+
+    def __init__(self, length=6):
+        self._length = length
+
+    def __len__(self):
+        return self._length
+
+    def __getitem__(self, index):
+        work()
+        return torch.ones(2)
+
+
+class SlowSGD(torch.optim.SGD):
+    """Takes long for a step."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        work()
+        return loss
+
+
+class SlowBackward(torch.autograd.Function):
+    """Takes long in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        work()
+        return gradient
+
+
+class Model(LightningModule):
+    """Takes long where ``slow`` says."""
+
+    optimizer = torch.optim.SGD
+    slow = ""
+
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(2, 1)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        if self.slow == "to_device":
+            work()
+        return batch
+
+    def loss(self, batch):
+        loss = self.line(batch).mean()
+        return SlowBackward.apply(loss) if self.slow == "backward" else loss
+
+    def training_step(self, batch, batch_idx):
+        if self.slow == "forward":
+            work()
+        return self.loss(batch)
+
+    def on_train_batch_end(self, *_):
+        if self.slow == "other":
+            work()
+
+    def configure_optimizers(self):
+        return (SlowSGD if self.slow == "optimizer" else torch.optim.SGD)(self.parameters(), 0.1)
+
+
+class Manual(Model):
+    """Steps two optimizers itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            work()
+            loss = self.line(batch).mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), 0.1), SlowSGD(self.parameters(), 0.1)]
+
+
+class Iterating(Model):
+    """Takes its batches from the loader itself."""
+
+    def training_step(self, dataloader_iter):
+        batch, _, _ = next(dataloader_iter)
+        work()
+        return self.line(batch).mean()
+
+
+class SeveralLoaders(Model):
+    """Takes a batch of each of two loaders in a step."""
+
+    def training_step(self, batch, batch_idx):
+        return self.line(batch["a"]).mean() + self.line(batch["b"]).mean()
+
+
+@pytest.fixture
+def fit(tmp_path, caplog):
+    """Train, and return what was measured."""
+    caplog.set_level(logging.INFO, "lightning_sm")
+
+    def run(model, *loaders, job=None, fails=False, **settings):
+        times = StepTimes(job)
+        model.times = times
+        callbacks = [times, *settings.pop("callbacks", ())]
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+        defaults = {"max_epochs": 1, "logger": False, "accelerator": "cpu", "default_root_dir": tmp_path, **quiet}
+        trainer = Trainer(**{**defaults, **settings}, callbacks=callbacks)
+        if fails:
+            with pytest.raises(ValueError, match="the end"):
+                trainer.fit(model, *loaders)
+        else:
+            trainer.fit(model, *loaders)
+        return times.totals
+
+    return run
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job whose record lies below its folder."""
+    groups = (InstanceGroup("trainer", ("algo-1",)),)
+    return SageMakerJob("algo-1", ("algo-1",), groups, "test", base_dir=tmp_path, checkpoint_dir=tmp_path / "kept")
+
+
+def lines(job, kind):
+    """The lines of a kind in the record of rank 0."""
+    path = record.record_folder(job) / "1" / "algo-1-rank-0.jsonl"
+    return [line for line in record.read_file(path) if isinstance(line, kind)]
+
+
+def fast():
+    """A loader whose batches take no time."""
+    return DataLoader(torch.ones(6, 2), 1)
+
+
+@pytest.mark.parametrize("part", ["to_device", "forward", "backward", "optimizer", "other", "data_wait"])
+def test_what_takes_long_is_found(fit, part):
+    """Five steps count, the first one does not; the part has the time, and no other one has."""
+    model = Model()
+    model.slow = part
+    totals = fit(model, DataLoader(Slow(), 1) if part == "data_wait" else fast())
+    assert totals.n == 5
+    assert totals.samples == 5
+    assert totals.parts[part] >= 5 * LONG_S
+    assert totals.parts[part] == max(totals.parts.values())
+    assert totals.spans["first_batch"] > 0
+
+
+@pytest.mark.parametrize("slow", ["backward", "optimizer"])
+def test_accumulated_gradients(fit, slow):
+    """Each batch is a step; the optimizer works in every third one."""
+    model = Model()
+    model.slow = slow
+    totals = fit(model, fast(), accumulate_grad_batches=3)
+    assert totals.n == 5
+    assert totals.parts[slow] >= LONG_S * (5 if slow == "backward" else 2)
+
+
+def test_manual_optimization_with_two_optimizers(fit):
+    """Both forward passes and the slow optimizer's steps are told apart; nothing is counted twice."""
+    totals = fit(Manual(), fast())
+    assert totals.parts["forward"] >= 5 * 2 * LONG_S * 0.99
+    assert 5 * LONG_S <= totals.parts["optimizer"] < 5 * 2 * LONG_S
+
+
+def test_a_training_step_that_fetches_its_batches(fit):
+    """Waiting within it is waiting for data; the rest is the forward pass."""
+    totals = fit(Iterating(), DataLoader(Slow(), 1))
+    assert totals.parts["data_wait"] >= 4 * LONG_S
+    assert totals.parts["forward"] >= 4 * LONG_S
+
+
+def test_several_loaders(fit):
+    """The step waits for a batch of each."""
+    totals = fit(SeveralLoaders(), {"a": DataLoader(Slow(), 1), "b": DataLoader(Slow(), 1)})
+    assert totals.parts["data_wait"] >= 5 * 2 * LONG_S
+
+
+def test_a_validation_and_a_checkpoint_are_no_part_of_steps(fit, job):
+    """Both are spans of their own, and a checkpoint within a validation counts once."""
+
+    class Saves(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            if not trainer.sanity_checking:
+                trainer.save_checkpoint(job.base_dir / "model.ckpt")
+
+    class Validated(Model):
+        def validation_step(self, batch, batch_idx):
+            work()
+            self.log("val_loss", self.line(batch).mean())
+
+    totals = fit(Validated(), fast(), fast(), job=job, callbacks=[Saves()])
+    assert totals.spans["validation"] >= 6 * LONG_S
+    assert totals.wall_s < 6 * LONG_S
+    assert {span.name for span in lines(job, record.Span)} >= {"startup", "first_batch", "validation", "checkpoint"}
+    (saved,) = [event for event in lines(job, record.Event) if event.what == "checkpoint_saved"]
+    assert saved.text == f"step 6 in {job.base_dir / 'model.ckpt'}"
+    assert lines(job, record.Metrics)[0].values.keys() == {"val_loss"}
+
+
+def test_parts_in_the_record_sum_up(fit, job):
+    """Each line's parts are its wall time; all lines together have all steps."""
+    totals = fit(Model(), DataLoader(Slow(80), 1), job=job)
+    steps = lines(job, record.Steps)
+    assert len(steps) >= 2
+    assert sum(line.n for line in steps) == totals.n == 79
+    for line in steps:
+        assert sum(line.parts.values()) == pytest.approx(line.wall_s, abs=1e-4)
+        assert line.longest_s <= line.wall_s
+        assert not line.gpu_parts
+    (loader,) = lines(job, record.Loader)
+    assert (loader.is_remote, loader.workers, loader.ranks_of_host) == (False, 0, 1)
+    assert lines(job, record.End)[-1].outcome == "succeeded"
+
+
+def test_loggers_get_the_parts_in_milliseconds(fit, tmp_path):
+    """Every so many batches, the means since the last time; the step is their sum."""
+    fit(Model(), DataLoader(Slow(), 1), logger=CSVLogger(tmp_path), log_every_n_steps=2)
+    (path,) = tmp_path.rglob("metrics.csv")
+    rows = [row for row in csv.DictReader(path.read_text().splitlines()) if row["time/step_ms"]]
+    assert len(rows) == 2
+    for row in rows:
+        parts = [float(row[f"time/{name}_ms"]) for name in record.PARTS]
+        assert sum(parts) == pytest.approx(float(row["time/step_ms"]))
+        assert parts[0] >= 1e3 * LONG_S
+        assert float(row["time/input_bound"]) == pytest.approx(parts[0] / sum(parts))
+
+
+def test_the_last_words_of_an_input_bound_run(fit, caplog):
+    """A share of the time, and what would help."""
+    fit(Model(), DataLoader(Slow(80), 1))
+    (said,) = [message for message in caplog.messages if message.startswith("79 steps in ")]
+    assert "% data wait" in said
+    assert "Input-bound " in said
+    assert said.endswith("the training process builds its batches itself. Set num_workers of the DataLoader.")
+
+
+def test_a_run_that_fails_says_where_its_time_went(fit, job, caplog):
+    """And its record says why it ended."""
+
+    class Fails(Model):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 4:
+                raise ValueError("the end")
+            return super().training_step(batch, batch_idx)
+
+    fit(Fails(), fast(), job=job, fails=True)
+    assert any(message.startswith("3 steps in ") for message in caplog.messages)
+    end = lines(job, record.End)[-1]
+    assert (end.outcome, end.reason) == ("failed", "ValueError: the end")
+    assert [event.what for event in lines(job, record.Event)] == ["failure"]
+
+
+def test_nothing_is_left_of_it_in_the_trainer(fit):
+    """The methods that it has replaced are Lightning's again, and optimizers have no hooks; also in a second fit."""
+    model = Model()
+    for _ in range(2):
+        totals = fit(model, fast())
+        assert totals.n == 5
+    loop = model.trainer.fit_loop.epoch_loop
+    assert not {"_on_before_fetch", "_on_after_fetch"} & vars(loop).keys()
+    assert "run" not in vars(loop.val_loop)
+    assert "save_checkpoint" not in vars(model.trainer)
+    assert not model.trainer.optimizers[0]._optimizer_step_post_hooks
+    pickle.dumps(model.times)
+
+
+@pytest.mark.parametrize(
+    ("batch", "number"),
+    [
+        (torch.ones(4, 2), 4),
+        ({"a": [torch.ones(3), 1], "b": 2}, 3),
+        ((torch.ones(5), torch.ones(1)), 5),
+        (torch.tensor(1.0), 0),
+        ([], 0),
+        ({}, 0),
+        ("text", 0),
+        (SimpleNamespace(x=1), 0),
+        (None, 0),
+    ],
+)
+def test_samples_of_a_batch(batch, number):
+    """The length of its first tensor; nothing is guessed where there is none."""
+    assert _num_samples(batch) == number

@@ -1,0 +1,101 @@
+"""What a launcher writes into the record of a run."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from lightning_sm.job import record
+from lightning_sm.job.facts import InstanceGroup, SageMakerJob
+from lightning_sm.job.stopping import JobOutcome, Outcome
+from lightning_sm.job.topology import Role
+from lightning_sm.job.variables import PARENT_PID, RECORD_DIR
+from lightning_sm.launcher.host_record import HostRecord
+
+
+class Launcher:
+    """A launcher of the first of two hosts."""
+
+    def __init__(self, base: Path, role=Role.TRAINER):
+        groups = (InstanceGroup("trainers", ("algo-1",), "ml.g5.xlarge"), InstanceGroup("data", ("algo-2",)))
+        job = SageMakerJob("algo-1", ("algo-1", "algo-2"), groups, "test", base_dir=base, name="job")
+        self.stopped_by = None
+        self.record = HostRecord(job, role, lambda: self.stopped_by, {PARENT_PID.name: "1"})
+        self.folder = Path(self.record.variables[RECORD_DIR.name])
+
+    def lines(self):
+        """What it wrote."""
+        return record.read_file(self.folder / "algo-1-launcher.jsonl")
+
+
+def test_what_happens_before_the_command_is_known_comes_after_the_head(tmp_path):
+    """Preparing takes time; the head comes first, and is complete."""
+    launcher = Launcher(tmp_path)
+    with launcher.record:
+        with launcher.record.span("preparation"):
+            assert not launcher.folder.exists()
+        launcher.record.began(["train.py", "--lr=0.1"])
+    launcher.record.end(Outcome(0), is_saved=False)
+    head, span, use, end = launcher.lines()
+    assert (head.command, head.who, head.role, head.attempt) == (["train.py", "--lr=0.1"], "launcher", "trainer", 1)
+    assert head.hosts == {"algo-1": "trainers", "algo-2": "data"}
+    assert head.instance_types == {"trainers": "ml.g5.xlarge", "data": None}
+    assert {"python", "torch"} <= head.packages.keys()
+    assert (span.name, type(use)) == ("preparation", record.HostUse)
+    assert 0 <= use.cpu <= 1
+    assert (end.outcome, end.exit_code) == ("succeeded", 0)
+
+
+def test_a_script_that_was_never_found_leaves_a_record_too(tmp_path):
+    """The end says why."""
+    launcher = Launcher(tmp_path)
+    with launcher.record:
+        pass
+    launcher.record.end(Outcome(2, "there is no train.py"), is_saved=False)
+    head, _, end = launcher.lines()
+    assert head.command == []
+    assert end.reason == "there is no train.py"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "is_stopped", "is_saved", "outcome"),
+    [
+        (0, False, False, "succeeded"),
+        (0, True, False, "stopped"),
+        (143, True, True, "interrupted"),
+        (143, True, False, "stopped"),
+        (1, False, False, "failed"),
+        (1, True, False, "failed"),
+        (137, False, False, "failed"),
+    ],
+)
+def test_how_a_host_ends(tmp_path, exit_code, is_stopped, is_saved, outcome):
+    """An interruption is one that left a checkpoint; a signal is an event of its own."""
+    launcher = Launcher(tmp_path)
+    with launcher.record:
+        launcher.record.began([])
+        launcher.stopped_by = signal.SIGTERM if is_stopped else None
+        launcher.record.end(Outcome(exit_code, "why"), is_saved=is_saved)
+    lines = launcher.lines()
+    assert lines[-1].outcome == outcome
+    events = [line.text for line in lines if isinstance(line, record.Event)]
+    assert events == (["SIGTERM: this host was told to stop"] if is_stopped else [])
+
+
+@pytest.mark.parametrize(
+    ("job", "event"),
+    [
+        (JobOutcome("finished"), None),
+        (JobOutcome("failed", "algo-1", 1, "own"), None),
+        (JobOutcome("failed", "algo-2", 1, "ValueError: x"), ("failure", "host algo-2: ValueError: x")),
+        (JobOutcome("failed", "algo-2", 143, "stopped"), ("interruption", "host algo-2: stopped")),
+        (JobOutcome.lost("algo-2", "silent"), ("host_lost", "Lost host algo-2: silent")),
+    ],
+)
+def test_what_ends_the_job_elsewhere_is_an_event(tmp_path, job, event):
+    """What ended it on this host has been written already."""
+    launcher = Launcher(tmp_path)
+    launcher.record.began([])
+    launcher.record.on_job_outcome(job)
+    events = [(line.what, line.text) for line in launcher.lines() if isinstance(line, record.Event)]
+    assert events == ([event] if event else [])

@@ -1,0 +1,1 @@
+"""Records, and what is made of them."""

@@ -1,0 +1,219 @@
+"""Tuning jobs: from ranges in the job file to the service's request, and to the script's arguments."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
+
+from lightning_sm.job.hyperparameters import to_argv
+from lightning_sm.submit.job_file import Range, Tune
+from lightning_sm.submit.plan import encode_hyperparameters, make_plan
+from lightning_sm.submit.service_limits import request_problems
+from lightning_sm.submit.tuning import advice, count_problem, first_values, tuning_job, tuning_problems
+from tests.unit.submit.test_preflight import JOB
+from tests.unit.submit.test_service_limits import REQUEST
+
+pytestmark = pytest.mark.sdk2
+
+RANGES = {
+    "model.learning_rate": Range(1e-4, 0.1, scale="log"),
+    "model.width": Range(16, 128),
+    "model.dropout": Range(0, 0.5),
+    "optimizer": Range(values=["adam", "a b", 3, 0.5, None, [1, 2], "3"]),
+}
+TUNE = Tune("val_acc", RANGES, "maximize")
+
+
+def request(tune=TUNE, **changed):
+    """The request of a tuning job named digits, and the warnings."""
+    return tuning_job(tune, "digits", {**REQUEST, **changed})
+
+
+def problems(**changed):
+    """What is wrong with a tuning job."""
+    name = changed.pop("name", "digits")
+    return list(tuning_problems(replace(JOB, name=name, tune=replace(TUNE, **changed))))
+
+
+def test_the_request_fits_the_api_and_keeps_all_of_the_training_job():
+    """Everything but what tuning jobs have elsewhere; the name has the time."""
+    arguments, warnings = request()
+    assert request_problems(arguments, "CreateHyperParameterTuningJob") == []
+    assert warnings == []
+    assert re.fullmatch(r"digits-\d{6}-\d{6}", arguments["HyperParameterTuningJobName"])
+    assert arguments["Tags"] == REQUEST["Tags"]
+    definition = arguments["TrainingJobDefinition"]
+    assert definition.pop("StaticHyperParameters") == REQUEST["HyperParameters"]
+    assert definition == {
+        name: value for name, value in REQUEST.items() if name not in {"TrainingJobName", "HyperParameters", "Tags"}
+    }
+
+
+def test_ranges_are_texts_of_their_kinds():
+    """Whole numbers only if both limits are whole; values of a list are JSON."""
+    ranges = request()[0]["HyperParameterTuningJobConfig"]["ParameterRanges"]
+    assert ranges == {
+        "ContinuousParameterRanges": [
+            {"Name": "model.learning_rate", "MinValue": "0.0001", "MaxValue": "0.1", "ScalingType": "Logarithmic"},
+            {"Name": "model.dropout", "MinValue": "0", "MaxValue": "0.5", "ScalingType": "Auto"},
+        ],
+        "IntegerParameterRanges": [{"Name": "model.width", "MinValue": "16", "MaxValue": "128", "ScalingType": "Auto"}],
+        "CategoricalParameterRanges": [
+            {"Name": "optimizer", "Values": ['"adam"', '"a b"', "3", "0.5", "null", "[1, 2]", '"3"']}
+        ],
+    }
+
+
+def test_each_setting_arrives_where_the_service_looks_for_it():
+    """Strategy, limits, early stopping, seed and earlier tuning jobs."""
+    tune = replace(
+        TUNE,
+        direction="minimize",
+        strategy="hyperband",
+        max_jobs=20,
+        parallel_jobs=4,
+        max_run_s=3600,
+        min_epochs=1,
+        max_epochs=9,
+        seed=7,
+        warm_start=["first", "second"],
+        warm_start_kind="identical",
+    )
+    arguments, _ = request(tune)
+    assert request_problems(arguments, "CreateHyperParameterTuningJob") == []
+    config = {name: value for name, value in arguments["HyperParameterTuningJobConfig"].items() if "Ranges" not in name}
+    assert config == {
+        "Strategy": "Hyperband",
+        "StrategyConfig": {"HyperbandStrategyConfig": {"MinResource": 1, "MaxResource": 9}},
+        "HyperParameterTuningJobObjective": {"Type": "Minimize", "MetricName": "val_acc"},
+        "ResourceLimits": {
+            "MaxNumberOfTrainingJobs": 20,
+            "MaxParallelTrainingJobs": 4,
+            "MaxRuntimeInSeconds": 3600,
+        },
+        "TrainingJobEarlyStoppingType": "Off",
+        "RandomSeed": 7,
+    }
+    assert arguments["WarmStartConfig"] == {
+        "ParentHyperParameterTuningJobs": [
+            {"HyperParameterTuningJobName": "first"},
+            {"HyperParameterTuningJobName": "second"},
+        ],
+        "WarmStartType": "IdenticalDataAndAlgorithm",
+    }
+
+
+@pytest.mark.parametrize(("strategy", "expected"), [("random", {"MaxNumberOfTrainingJobs": 10}), ("grid", {})])
+def test_the_number_of_jobs_has_a_default(strategy, expected):
+    """Of a grid the service counts the combinations itself."""
+    limits = request(replace(TUNE, strategy=strategy))[0]["HyperParameterTuningJobConfig"]["ResourceLimits"]
+    assert limits == {"MaxParallelTrainingJobs": 1, **expected}
+
+
+def test_settings_that_training_jobs_of_a_tuning_job_cannot_have_are_left_out_with_a_warning():
+    """By the key of the job file; what only says what is so anyway goes without."""
+    arguments, warnings = request(
+        TensorBoardOutputConfig={"S3OutputPath": "s3://bucket/t"},
+        RemoteDebugConfig={"EnableRemoteDebug": True},
+        ProfilerConfig={"DisableProfiler": True},
+        AlgorithmSpecification={**REQUEST["AlgorithmSpecification"], "ContainerEntrypoint": ["x"]},
+    )
+    assert request_problems(arguments, "CreateHyperParameterTuningJob") == []
+    assert sorted(warning.split()[0] for warning in warnings) == ["ContainerEntrypoint", "remote_debug", "tensorboard"]
+
+
+def test_tuned_hyperparameters_arrive_with_their_types_whatever_the_fixed_ones_are(tmp_path):
+    """The service writes its text beside our JSON; a tuned one wins over the config file and over a fixed one."""
+    config = tmp_path / "config.yaml"
+    config.write_text("optimizer: rmsprop\nmodel: {width: 1, name: a b}\n")
+    job = replace(
+        JOB, tune=TUNE, config=str(config), hyperparameters={"model.width": 3, "text": "a b", "nothing": None}
+    )
+    fixed = encode_hyperparameters(job)
+    assert fixed.keys() == {"model", "text", "nothing"}
+    written = {**fixed, **first_values(TUNE), "_tuning_objective_metric": "val_acc"}
+    assert to_argv(written) == [
+        '--model={"width": 1, "name": "a b"}',
+        "--model.dropout=0",
+        "--model.learning_rate=0.0001",
+        "--model.width=16",
+        "--nothing=null",
+        "--optimizer=adam",
+        "--text=a b",
+    ]
+
+
+@pytest.mark.parametrize("metrics", [[], ["train_loss"], ["val_acc", "train_loss"]])
+def test_the_objective_is_a_metric_of_the_job(metrics):
+    """Whether the job file lists it or not, and read once per validation; an own pattern of that name stays."""
+    plan = make_plan(replace(JOB, metrics=metrics, tune=TUNE), {})
+    (definition,) = (one for one in plan.metrics if one["Name"] == "val_acc")
+    after = re.search(definition["Regex"], "epoch=3/10 step=45 validation=3 train_loss=0.4 val_acc=0.9333")
+    assert after[1] == "0.9333"
+    assert not re.search(definition["Regex"], "epoch=4/10 step=50 train_loss=0.3 val_acc=0.9333")
+    own = replace(JOB, metric_patterns={"val_acc": "accuracy: (.*)"}, tune=TUNE)
+    assert make_plan(own, {}).metrics == [{"Name": "val_acc", "Regex": "accuracy: (.*)"}]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"name": "a" * 19}, ["19 characters", "18", "32"]),
+        ({"ranges": {}}, ["tune.ranges is empty"]),
+        ({"ranges": {f"x{index}": Range(0, 1) for index in range(31)}}, ["31 hyperparameters", "allows 30"]),
+        ({"ranges": {"lr": Range(1, None)}}, ["tune.ranges.lr", "either min and max, or values"]),
+        ({"ranges": {"lr": Range(1, 2, [1])}}, ["tune.ranges.lr", "either min and max, or values"]),
+        ({"ranges": {"lr": Range()}}, ["tune.ranges.lr", "either min and max, or values"]),
+        ({"ranges": {"lr": Range(2, 1)}}, ["min is 2 and max is 1"]),
+        ({"ranges": {"lr": Range(0, 1, scale="log")}}, ["min is 0", "above 0"]),
+        ({"ranges": {"lr": Range(0.5, 1.0, scale="reverse_log")}}, ["0.5 to 1.0", "0 <= x < 1"]),
+        ({"ranges": {"lr": Range(values=[])}}, ["values is empty"]),
+        ({"ranges": {"lr": Range(values=[1, 2], scale="log")}}, ["scale is log"]),
+        ({"ranges": {"a b": Range(0, 1)}}, ["'a b'", "cannot be an option"]),
+        ({"strategy": "grid"}, ["grid", "model.learning_rate, model.width, model.dropout has min and max"]),
+        (
+            {"strategy": "grid", "max_jobs": 5, "ranges": {"a": Range(values=[1, 2]), "b": Range(values=[1, 2, 3])}},
+            ["tune.max_jobs is 5", "6 combinations"],
+        ),
+        ({"parallel_jobs": 11}, ["tune.parallel_jobs is 11", "10 training jobs"]),
+        ({"strategy": "hyperband", "early_stopping": True}, ["early_stopping", "hyperband"]),
+        ({"max_epochs": 3}, ["belong to hyperband", "bayesian"]),
+    ],
+)
+def test_every_contradiction_is_a_problem(changed, words):
+    """One problem, which names the key and both values."""
+    (problem,) = problems(**changed)
+    for word in words:
+        assert word in problem
+
+
+def test_a_good_tuning_job_has_no_problems():
+    """The name fits to the last character, and a grid may have all its combinations."""
+    assert problems(name="a" * 18) == []
+    grid = {"a": Range(values=[1, 2]), "b": Range(values=[1, 2, 3])}
+    assert problems(strategy="grid", ranges=grid, max_jobs=6) == []
+    assert list(tuning_problems(JOB)) == []
+    (warning,) = advice(replace(JOB, tune=TUNE))
+    assert "2 groups" in warning
+
+
+def test_hyperparameters_count_together():
+    """Those that are fixed, those that are tuned, and the one that the service adds."""
+    fixed = {f"x{index}": "1" for index in range(95)}
+    assert count_problem(TUNE, {"HyperParameters": fixed}) is None
+    problem = count_problem(TUNE, {"HyperParameters": {**fixed, "y": "1"}})
+    assert "96 fixed and 4 tuned" in problem
+    assert "101" in problem
+
+
+def test_limits_of_the_service_name_the_keys_of_the_job_file():
+    """A tuning job takes fewer variables than a training job."""
+    arguments, _ = request(Environment={f"K{index}": "1" for index in range(49)})
+    (problem,) = request_problems(arguments, "CreateHyperParameterTuningJob")
+    assert problem.startswith("environment: ")
+    assert "allows 48" in problem
+    arguments, _ = request(replace(TUNE, warm_start=["a_b"]))
+    (problem,) = request_problems(arguments, "CreateHyperParameterTuningJob")
+    assert problem.startswith("tune.warm_start: ")

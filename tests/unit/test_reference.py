@@ -1,0 +1,53 @@
+"""The generated reference (docs/reference.py): complete, and in the words of its readers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from lightning_sm.job.variables import SETTINGS
+from lightning_sm.submit.job_file import Group, Job
+
+REFERENCE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "reference.py"))
+
+
+def rows(text):
+    """The cells of all tables of a page, by their first cell without its markup."""
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    return {row[0].strip("`"): row[1:] for row in cells}
+
+
+@pytest.mark.parametrize("words", REFERENCE["command_names"](), ids=" ".join)
+def test_each_command_has_its_help_text(words):
+    """Whatever parses a command, its section has its usage and its options."""
+    text = REFERENCE["help_text"](words)
+    assert text.startswith(f"usage: lightning-sm {' '.join(words)}")
+    assert "--help" in text or words == ["submit"]
+    assert f"## lightning-sm {' '.join(words)}\n\n```text\n{text[:40]}" in REFERENCE["commands"]()
+
+
+def test_settings_are_those_that_users_set():
+    """Each in the table with its default and meaning; variables of our own processes are not."""
+    shown = rows(REFERENCE["settings"]())
+    assert shown == {one.name: [one.default_text, one.meaning] for one in SETTINGS if not one.is_internal}
+
+
+def test_job_file_has_all_keys():
+    """Those of the file and those of its parts, with type, default and a meaning in words."""
+    of_job, group = REFERENCE["job_file"]().split("\n## ")[:2]
+    shown = rows(of_job)
+    assert list(shown) == [one.name for one in dataclasses.fields(Job)]
+    assert group.startswith("Group\n")
+    assert list(rows(group)) == [one.name for one in dataclasses.fields(Group)]
+    assert all(len(cells) == 3 and all(cells) for cells in shown.values())
+    assert shown["image"][:2] == ["text", "**required**"]
+    assert shown["groups"][:2] == ["`{name: value}`, each value: [Group](#group)", "**required**"]
+    assert shown["model"][:2] == ["`full` or `weights` or `none`", "`full`"]
+    assert shown["max_restarts"][:2] == ["whole number", "`0`"]
+    assert shown["remote_debug"][:2] == ["`true` or `false`", "`false`"]
+    assert shown["role"][:2] == ["text", "none"]

@@ -1,0 +1,55 @@
+"""What a rank says of where it stands, in a fit and in what the script does besides."""
+
+from __future__ import annotations
+
+import pytest
+from pytorch_lightning import Trainer
+from pytorch_lightning.demos.boring_classes import BoringModel
+
+from lightning_sm.job.control_folder import FIRST_STEP, SAVING, SETTING_UP, STARTING
+from lightning_sm.training.callbacks import heartbeat
+
+
+class Process:
+    """Takes the place of the process's file."""
+
+    def __init__(self):
+        self.phases = []
+
+    def beat(self, rank, step, epoch, phase, *, may_pause):
+        """Note a phase."""
+        self.phases.append((phase, may_pause))
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """What the callback writes to."""
+    process = Process()
+    monkeypatch.setattr(heartbeat, "announce", lambda: process)
+    return process
+
+
+def test_each_part_of_a_fit_has_its_phase(tmp_path, process):
+    """Only steps and batches of a validation may not pause; a checkpoint of the script's own is no part of the fit."""
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        max_steps=2,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+        val_check_interval=2,
+        callbacks=[heartbeat.Heartbeat()],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BoringModel())
+    steps = [(FIRST_STEP, True), ("waiting for a batch", False), ("training", False), ("waiting for a batch", False)]
+    validation = [("starting the validation", True), ("validating", False), ("ending the validation", True)]
+    assert process.phases[:9] == [(SETTING_UP, True), (STARTING, True), *steps, *validation]
+    assert (SAVING, True) in process.phases[9:]
+    assert process.phases[-1] == ("finishing", True)
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    assert process.phases[-1] == ("finishing", True)
+    trainer.predict(trainer.model, BoringModel().predict_dataloader())
+    assert process.phases[-1] == ("setting up", True)
