@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import count
+from itertools import count, takewhile
 from typing import NamedTuple
 
 # Frames carry request ids as 32 bits, which last five days at 10,000 requests per second. Then they start again.
@@ -363,6 +363,7 @@ class Scheduler:
         self._late = _Late(hedge_factor, _HEDGE_MINIMUM_S)
         self._tie_break = tie_break
         self._hosts: dict[str, _Host] = {}
+        self._up: list[_Host] = []  # by name, so that decisions do not depend on which connected first
         self._passes: dict[int, _Pass] = {}
         self._paces: dict[Hashable, _Pace] = {}
         self._requests: dict[int, Request] = {}  # in flight, oldest first
@@ -380,7 +381,7 @@ class Scheduler:
         """Send a host at most ``num_credits`` requests at a time, at least 1; a new name adds the host."""
         host = self._hosts.setdefault(name, _Host(name))
         was = host.state
-        host.state = HostState.UP
+        self._set_state(host, HostState.UP)
         host.num_credits = num_credits
         if was is HostState.DOWN:  # it may be another process now; a host that was only silent keeps its latency
             host.slowness = 1.0
@@ -389,15 +390,19 @@ class Scheduler:
             host.num_pauses = 0
             host.paused_until = -math.inf
             for current in self._passes.values():
-                current.rebalance(host, self._up())
+                current.rebalance(host, self._up)
 
     def host_lost(self, name: str, *, is_silent: bool) -> tuple[Request, ...]:
         """Send a silent or unreachable host nothing until ``host_up``; its requests, returned, go to others."""
         host = self._hosts.setdefault(name, _Host(name))
-        host.state = HostState.SUSPECT if is_silent else HostState.DOWN
+        self._set_state(host, HostState.SUSPECT if is_silent else HostState.DOWN)
         lost = self._end_requests([request for request in self._requests.values() if request.host == name])
         host.num_retries += len(lost)
         return lost
+
+    def _set_state(self, host: _Host, state: HostState) -> None:
+        host.state = state
+        self._up = [host for _, host in sorted(self._hosts.items()) if host.state is HostState.UP]
 
     # Events of passes
 
@@ -482,7 +487,8 @@ class Scheduler:
         self._record_answer(request, current.pace, now, work_s)
         losers = [other for other in current.in_flight[request.run] if other is not request]
         for loser in losers:
-            self._hedged_work_s += now - request.sent_at if work_s is None else work_s
+            # It counts as usual when the hedge ends; a heavy batch is as heavy for the other host.
+            self._hedged_work_s += (now - request.sent_at if work_s is None else work_s) - current.pace.work_s
             host = self._hosts[loser.host]
             age_s = now - loser.sent_at
             if age_s > host.slowness * current.pace.median_s:  # a younger request says nothing about the host
@@ -495,6 +501,7 @@ class Scheduler:
     def withdraw(self, request: Request) -> None:
         """Take back a request that was not sent: it says nothing about the host."""
         self._hosts[request.host].num_hedges -= request.is_hedge
+        self._hedged_work_s -= request.is_hedge * self._passes[request.pass_id].pace.work_s
         self._end_requests([request])
 
     def failed(self, request_id: int, now: float, *, retry: Retry, reason: str = "") -> FailureDecision:
@@ -556,14 +563,20 @@ class Scheduler:
         """Return when ``next_requests`` may have something new without an event; None: never."""
         times: list[float] = []
         has_todo = any(current.has_todo() for current in self._passes.values())
-        for host in self._up():
+        for host in self._up:
             if has_todo or self._requests:
                 times.append(host.paused_until)
             if has_todo and not host.num_in_flight:
                 times.append(host.forgotten_at)
-        for request in self._without_hedge():
-            current = self._passes[request.pass_id]
-            times += [request.sent_at + late.after_s(current.pace.median_s) for late in self._lateness(current)]
+        late_after_s = {pass_id: self._late_after_s(current) for pass_id, current in self._passes.items()}
+        for request in self._requests.values():
+            late_at = request.sent_at + late_after_s.get(request.pass_id, math.inf)
+            if late_at > now and not self._is_hedged(request):
+                times.append(late_at)
+                # All others of the pass were sent later.
+                late_after_s.pop(request.pass_id, None)
+                if not late_after_s:
+                    break
         return min((time for time in times if now < time < math.inf), default=None)
 
     def hosts(self) -> list[HostStatus]:
@@ -606,8 +619,10 @@ class Scheduler:
         for request in requests:
             del self._requests[request.request_id]
             self._hosts[request.host].num_in_flight -= 1
-            self._num_open_hedges -= request.is_hedge
             current = self._passes[request.pass_id]
+            if request.is_hedge:
+                self._num_open_hedges -= 1
+                self._hedged_work_s += current.pace.work_s
             run = request.run
             current.in_flight[run].remove(request)
             if not current.in_flight[run]:
@@ -635,10 +650,6 @@ class Scheduler:
 
     # Which host takes which run
 
-    def _up(self) -> list[_Host]:
-        """Return the hosts that are up, by name, so that decisions do not depend on which connected first."""
-        return [host for _, host in sorted(self._hosts.items()) if host.state is HostState.UP]
-
     def _load(self, host: _Host, now: float) -> tuple[bool, float]:
         """Slow hosts come last, so that the others take the steps that are needed first."""
         return host.expected_slowness(now) > _SLOW_FACTOR, host.num_in_flight / host.num_credits
@@ -661,56 +672,59 @@ class Scheduler:
 
     def _is_last_resort(self, host: _Host, current: _Pass) -> bool:
         """Return whether a host is the only one, or the only one on which the first TODO step has not failed."""
-        others = [other for other in self._up() if other is not host]
+        others = [other for other in self._up if other is not host]
         return current.failed_on_all(current.todo[0].first, others)
 
     def _may_take(self, host: _Host, current: _Pass, step: int) -> bool:
         """Return whether a step belongs on a host: its shard is there, and it did not fail only there."""
         if current.shard_of is not None and not current.has_raised(step):
-            return current.assigned_host(step, self._up()) == host.host
-        return not current.failed_on(step, host.host) or current.failed_on_all(step, self._up())
+            return current.assigned_host(step, self._up) == host.host
+        return not current.failed_on(step, host.host) or current.failed_on_all(step, self._up)
 
     # Hedges
 
     def _hedge(self, now: float) -> list[Request]:
         """Duplicate late requests for steps that a consumer will wait for."""
-        requests: list[Request] = []
-        for late in list(self._without_hedge()):
+        hedges: list[Request] = []
+        late_after_s = {pass_id: self._late_after_s(current) for pass_id, current in self._passes.items()}
+        soonest_s = min(late_after_s.values(), default=math.inf)
+        for late in list(takewhile(lambda request: request.sent_at + soonest_s <= now, self._requests.values())):
             current = self._passes[late.pass_id]
-            median_s = current.pace.median_s
-            is_late = any(late.sent_at + kind.after_s(median_s) <= now for kind in self._lateness(current))
-            if is_late and late.step < current.position + self._num_steps_in(median_s):
+            if late.sent_at + late_after_s[late.pass_id] > now or self._is_hedged(late):
+                continue
+            if late.step < current.position + self._num_steps_in(current.pace.median_s):
                 host = self._hedge_host(late, current, now)
                 if host is not None:
-                    requests.append(self._send(host, current, late.run, now, is_hedge=True))
-        return requests
+                    hedges.append(self._send(host, current, late.run, now, is_hedge=True))
+                    late_after_s[late.pass_id] = self._late_after_s(current)
+        return hedges
 
-    def _without_hedge(self) -> Iterator[Request]:
-        """Yield the requests that have no duplicate, oldest first."""
-        for request in self._requests.values():
-            if len(self._passes[request.pass_id].in_flight[request.run]) == 1:
-                yield request
+    def _is_hedged(self, request: Request) -> bool:
+        return len(self._passes[request.pass_id].in_flight[request.run]) > 1
 
-    def _lateness(self, current: _Pass) -> Sequence[_Late]:
-        """Return when requests of a pass are late."""
+    def _late_after_s(self, current: _Pass) -> float:
+        """Return the age from which requests of a pass are late; infinite if they never are."""
         if not current.pace.is_known or not self._late.factor:
-            return ()
-        is_alone = len(self._up()) == 1
+            return math.inf
+        is_alone = len(self._up) == 1
+        late = _LATE_ON_THE_ONLY_HOST if is_alone else self._late
         if current.shard_of is not None:
-            return () if is_alone else (_LATE_SHARD,)
-        if not self._can_afford_hedge(current.pace):
-            return (_STUCK,)
-        return (_LATE_ON_THE_ONLY_HOST,) if is_alone else (self._late,)
+            if is_alone:
+                return math.inf
+            late = _LATE_SHARD
+        elif not self._can_afford_hedge(current.pace):
+            late = _STUCK
+        return late.after_s(current.pace.median_s)
 
     def _can_afford_hedge(self, pace: _Pace) -> bool:
         """Return whether the budget allows one more hedge, if all that are open cost as much as usual."""
-        burst = HEDGE_BURST + max((host.num_credits for host in self._up()), default=0)
+        burst = HEDGE_BURST + max((host.num_credits for host in self._up), default=0)
         cost_s = self._hedged_work_s + (self._num_open_hedges + 1) * pace.work_s
         return cost_s <= HEDGE_BUDGET * self._work_s + burst * pace.work_s
 
     def _hedge_host(self, late: Request, current: _Pass, now: float) -> _Host | None:
         """Return the least busy host that can duplicate a request; a slow one only if all others are."""
-        others = [host for host in self._up() if host.host != late.host] or self._up()
+        others = [host for host in self._up if host.host != late.host] or self._up
         free = [host for host in others if host.has_credit(now)]
         return min(
             free,
