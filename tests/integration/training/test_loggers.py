@@ -2,18 +2,19 @@
 
 import csv
 import os
+import re
 import signal
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from pytorch_lightning.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
-from lightning_sm import SageMakerTrainer
-from lightning_sm.training.loggers import JobCSVLogger
+from lightning_sm import SageMakerCLI, SageMakerJob, SageMakerTrainer
+from lightning_sm.training.loggers import JobCSVLogger, comet_arguments
 from tests.fakes.small_app import SmallData, SmallModel
 
 JOB = "seven"
@@ -37,11 +38,12 @@ class Model(SmallModel):
     Args:
         fails_at: Step at which it fails, like a host that is taken away.
         stops_in: Epoch in whose validation it is interrupted.
+        hyperparameters: What it logs as its hyperparameters.
     """
 
-    def __init__(self, fails_at=None, stops_in=None):
+    def __init__(self, fails_at=None, stops_in=None, **hyperparameters):
         super().__init__()
-        self.save_hyperparameters({"lr": 0.1})
+        self.save_hyperparameters({"lr": 0.1, **hyperparameters})
         self.fails_at, self.stops_in = fails_at, stops_in
 
     def validation_step(self, batch, batch_idx):
@@ -186,3 +188,114 @@ class TestNames:
         """SDK local mode of old names none."""
         trainer = SageMakerTrainer(**QUIET, logger=CSVLogger(host.configure().base_dir / "mine"))
         assert trainer.logger.version == 0
+
+
+class TestRuns:
+    """Runs at services for experiments."""
+
+    @pytest.mark.filterwarnings("default")  # MLflow's own, of the libraries that it uses
+    def test_mlflow_continues_the_run_with_the_jobs_tag(self, job, monkeypatch):
+        """The second attempt adds to the run of the first; a parameter that has changed becomes a tag."""
+        monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        store = f"sqlite:///{job.base_dir}/mlflow.db"
+        attempt(job, Model(fails_at=5), ends_with=RuntimeError, logger=MLFlowLogger(tracking_uri=store))
+        logger = attempt(job, Model(lr=0.2, new=1), logger=MLFlowLogger(tracking_uri=store)).logger
+        client = logger.experiment
+        (run,) = client.search_runs([logger.experiment_id])
+        assert (run.info.run_id, run.info.status, run.info.run_name) == (logger.run_id, "FINISHED", JOB)
+        assert run.data.params == {"lr": "0.1", "new": "1"}
+        assert run.data.tags["lightning_sm.changed.lr"] == "0.2"
+        # What was logged after the checkpoint is there twice: MLflow has no way to take it back.
+        assert [one.step for one in client.get_metric_history(run.info.run_id, "loss")] == [0, 1, 2, 3, 4, *range(3, 8)]
+        # A job of the same name in another account, whose ARN differs, has its own.
+        monkeypatch.setenv("TRAINING_JOB_ARN", "arn:aws:sagemaker:eu-west-1:1:training-job/seven")
+        other = attempt(job, logger=MLFlowLogger(tracking_uri=store)).logger
+        assert other.run_id != logger.run_id
+
+    def test_wandb_resumes_the_run_of_the_job(self, job, monkeypatch):
+        """Each attempt has the same id, and its files lie where they are kept; a Trainer more has another one."""
+        monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+        ids = []
+        for _ in range(2):
+            job.new_process()
+            loggers = [SageMakerTrainer(**QUIET, logger=WandbLogger(offline=True)).logger for _ in range(2)]
+            ids.append([one.version for one in loggers])
+            first = loggers[0]
+            started = {name: first._wandb_init[name] for name in ("id", "resume", "name")}
+            assert started == {"id": first.version, "resume": "allow", "name": JOB}
+            assert first.save_dir == first._wandb_init["dir"] == str(job.output_dir)
+        assert ids[0] == ids[1]
+        assert ids[0][1] == f"{ids[0][0]}-2"
+        assert re.fullmatch(r"[0-9a-f]{32}", ids[0][0])
+
+    @pytest.mark.parametrize(
+        ("variables", "arguments", "expected"),
+        [
+            ({}, {"id": "mine"}, "mine"),
+            ({}, {"version": "mine"}, "mine"),
+            ({"WANDB_RUN_ID": "mine"}, {}, None),
+            ({"WANDB_SWEEP_ID": "sweep"}, {}, None),
+        ],
+    )
+    def test_an_id_that_wandb_has_stays(self, job, monkeypatch, variables, arguments, expected):
+        """The user's, or that of a sweep's agent."""
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        own = WandbLogger(offline=True, save_dir=job.base_dir, **arguments)
+        trainer = SageMakerTrainer(**QUIET, logger=own)
+        assert trainer.logger.version == expected
+        assert trainer.logger.save_dir == str(job.base_dir)
+
+    def test_comet_gets_the_jobs_key_when_it_is_made(self, job):
+        """Letters and digits, as many as Comet takes; a key or a mode of the user's stays."""
+        facts = SageMakerJob.from_environment()
+        arguments = comet_arguments(facts, {"project": "digits"})
+        assert arguments == {"experiment_key": facts.run_key, "mode": "get_or_create"}
+        second = comet_arguments(facts, {})["experiment_key"]
+        assert second.isalnum()
+        assert 32 <= len(second) <= 50
+        assert second != facts.run_key
+        assert comet_arguments(facts, {"experiment_key": "mine"}) == {}
+        assert comet_arguments(facts, {"mode": "create"}) == {}
+
+    def test_comet_in_the_configuration_of_a_cli(self, job):
+        """The logger's class is not needed to set its arguments."""
+        entry = "{class_path: CometLogger, init_args: {project: digits}}"
+        config = job.make(f"--trainer.logger={entry}", cli=WithoutTrainer).config["trainer"]["logger"]["init_args"]
+        run_key = SageMakerJob.from_environment().run_key
+        assert (config["experiment_key"], config["mode"], config["project"]) == (run_key, "get_or_create", "digits")
+
+
+class WithoutTrainer(SageMakerCLI):
+    """Makes no Trainer, whose logger is not installed here."""
+
+    def instantiate_classes(self):
+        """Leave it at the configuration."""
+
+
+class TestCommandLine:
+    """Options of loggers from hyperparameters."""
+
+    def test_flush_secs(self, job):
+        """What TensorBoard's writer takes, beyond the logger's own arguments."""
+        options = ["TensorBoardLogger", "save_dir=tb", "flush_secs=5", "max_queue=3"]
+        cli = job.make(*(f"--trainer.logger{'=' if i == 0 else '.'}{text}" for i, text in enumerate(options)))
+        writer = cli.trainer.logger.experiment
+        assert (writer.flush_secs, writer.max_queue) == (5, 3)
+        writer.close()
+
+    def test_a_logger_of_the_scripts_own_options(self, job):
+        """As in published scripts that pass the Trainer a TensorBoardLogger with options of its own."""
+
+        class OwnLoggerCLI(SageMakerCLI):
+            def add_arguments_to_parser(self, parser):
+                parser.add_class_arguments(TensorBoardLogger, "logger")
+
+            def instantiate_trainer(self, **kwargs):
+                return super().instantiate_trainer(logger=self.config_init["logger"], **kwargs)
+
+        cli = job.make("--logger.save_dir=tb", "--logger.flush_secs=5", "--logger.name=tutorial", cli=OwnLoggerCLI)
+        logger = cli.trainer.logger
+        assert logger.log_dir == str(job.base_dir / "ck" / "tb" / "tutorial" / JOB)
+        assert logger.experiment.flush_secs == 5
+        logger.experiment.close()
