@@ -41,10 +41,10 @@ class DataServiceSettings:
         compression: Compress batches on the network with zstd or lz4. Useful for slow networks and compressible data.
         batches_per_epoch: Number of batches per rank in a training pass over an iterable dataset. Shards that end
             earlier restart, and the rest of longer ones is dropped. Default: a single rank reads to the end of the
-            data; several ranks need the same number of batches, so a data host reads the whole dataset once to count
-            them.
+            data; several ranks need the same number of batches, so the data hosts read the whole dataset once to
+            count them.
         virtual_shards: Number of shards into which iterable datasets are split, a multiple of the number of ranks.
-            Default: the least common multiple of 16 and the number of ranks.
+            Default: 8 times the least common multiple of 16 and the number of ranks. A resumed run keeps its number.
         port: Port of the data hosts. Default: derived from the job.
         token: Secret that trainers must present. Default: derived from LIGHTNING_SM_JOB_SECRET; without that from the
             job's name, which is no secret.

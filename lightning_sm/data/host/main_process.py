@@ -32,8 +32,9 @@ from lightning_sm.data.ipc.messages import Finished, Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, fork, run_and_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import describe_exception, first_line, with_place
+from lightning_sm.data.plan.samples import BatchPlan, digest
 from lightning_sm.data.settings import HostSettings
-from lightning_sm.errors import DataServiceError
+from lightning_sm.errors import DataServiceError, DataSettingsError
 from lightning_sm.job.control_folder import announce
 from lightning_sm.job.stopping import GENTLE_SIGNAL
 
@@ -293,23 +294,31 @@ class HostProcess:
 
         def run() -> None:
             with os.fdopen(os.dup(fd), "wb") as file:
+            head: dict[str, Any]
                 try:
                     loader = self._module.loaders[request["opening"]][request["loader"]]
-                    keys, offsets = loader.sampler_order(
-                        request["seed"], request["epoch"], request["pass_index"], request["num_shards"]
-                    )
+                    keys, offsets = loader.sampler_order(request["seed"], request["epoch"], request["pass_index"])
+                    num_batches = BatchPlan(keys, offsets, 0, 1).num_steps  # raises if a batch is empty
+                except DataSettingsError as error:
+                    head = {"error": "DataSettingsError", "text": str(error)}
                 except Exception as error:  # noqa: BLE001  # the error of the user's sampler is sent to the trainers
-                    file.write(json.dumps({"text": describe_exception(error)}).encode() + b"\n")
-                    return
-                sizes = {"num_keys": len(keys), "num_offsets": 0 if offsets is None else len(offsets)}
-                file.write(json.dumps(sizes).encode() + b"\n")
-                for part in (keys, offsets):
-                    if part is not None:
-                        file.write(np.ascontiguousarray(part, "<i8").tobytes())
+                    head = {"error": "RemoteTransformError", "text": describe_exception(error)}
+                else:
+                    parts = [keys] if offsets is None else [keys, offsets]
+                    head = {
+                        "num_samples": len(keys),
+                        "num_batches": num_batches,
+                        "num_offsets": 0 if offsets is None else len(offsets),
+                        "digest": digest(np.concatenate(parts)),
+                    }
+                file.write(json.dumps(head).encode() + b"\n")
+                if "digest" in head:
+                    for part in parts:
+                        file.write(np.ascontiguousarray(part, "<i8").data)
 
         def on_exit(status: int) -> None:
             why = describe_exit(status) if status else None
-            self._send("sampler_order", fds=(fd,), key=request["key"], why=why)
+            self._send("sampler_order", fds=(fd,), **request, why=why)
             os.close(fd)
 
         self._watch(self._fork(run), on_exit)

@@ -18,7 +18,10 @@ from lightning_sm.data.plan.samples import check_rank
 from lightning_sm.errors import DataSettingsError, WireError
 
 # Divides evenly over 1, 2, 4, 8 or 16 ranks or data workers, so that these cluster shapes read the same shards.
-_MIN_SHARDS = 16
+_COMMON = 16
+# For each rank, or for as many workers. A shard is read by one worker: with a few shards for each worker all have about
+# as many, and with one shard for each rank only so many workers would work. More would end with more small batches.
+_SHARDS_EACH = 8
 
 # More steps than any pass has.
 _NO_END = 1 << 62
@@ -26,7 +29,7 @@ _NO_END = 1 << 62
 
 def default_num_shards(world_size: int) -> int:
     """Return the number of virtual shards to use when the user sets none."""
-    return math.lcm(_MIN_SHARDS, world_size)
+    return math.lcm(_COMMON, world_size) * _SHARDS_EACH
 
 
 def shard_steps(counts: Sequence[int], world_size: int) -> tuple[int, int]:

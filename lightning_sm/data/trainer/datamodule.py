@@ -418,6 +418,13 @@ class RemoteDataModule(LightningDataModule):
             slots = self._slots(stage, index, facts.name, place)
             _warn_of_unused_length(facts, place)
             if self.trainer is not None and self.trainer.is_global_zero and not self._is_overfitting:
+            if facts.order == "shards" and place.rank == 0 and stage == "train":
+                logger.info(
+                    "%s: %d virtual shards (data_service.virtual_shards). At most so many workers can read them at a "
+                    "time, and each may end with a smaller batch.",
+                    facts.name,
+                    place.num_shards,
+                )
                 _warn_of_kept_order(facts, place)
             loader = RemoteLoader(self._feeder, facts, place, slots, self._position_of)
             if stage == "predict" and facts.has_indices:

@@ -107,7 +107,7 @@ class ShardPasses:
             hint = " To avoid that, set data_service.batches_per_epoch." if place.stage == "train" else ""
             if place.rank == 0:
                 logger.info(
-                    "Counting the batches of %s, because all ranks need the same number: a data host reads the whole "
+                    "Counting the batches of %s, because all ranks need the same number: the data hosts read the whole "
                     "dataset once.%s",
                     self._name,
                     hint,

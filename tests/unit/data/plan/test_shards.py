@@ -110,8 +110,9 @@ def test_uneven_shards_are_refused_with_advice(num_shards, world_size, nearest):
 
 
 def test_default_shards_fit_every_world():
-    """The default divides evenly, and small clusters of usual shapes share it."""
-    assert [default_num_shards(world_size) for world_size in (1, 2, 3, 8, 12, 16, 64)] == [16, 16, 48, 16, 48, 16, 64]
+    """The default divides evenly, small clusters of usual shapes share it, and each rank has several shards."""
+    numbers = [default_num_shards(world_size) for world_size in (1, 2, 3, 8, 12, 16, 64, 256)]
+    assert numbers == [128, 128, 384, 128, 384, 128, 512, 2048]
 
 
 @given(shards())
