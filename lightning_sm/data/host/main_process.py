@@ -31,8 +31,8 @@ from lightning_sm.data.host.world import world_of_one
 from lightning_sm.data.ipc.messages import Finished, Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, fork, run_and_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.protocol.failures import describe_exception, first_line, with_place
 from lightning_sm.data.plan.samples import BatchPlan, digest
+from lightning_sm.data.protocol.failures import describe_exception, first_line, with_place
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataServiceError, DataSettingsError
 from lightning_sm.job.control_folder import announce
@@ -293,8 +293,8 @@ class HostProcess:
         fd = os.memfd_create("lightning_sm_sampler_order", os.MFD_CLOEXEC)
 
         def run() -> None:
-            with os.fdopen(os.dup(fd), "wb") as file:
             head: dict[str, Any]
+            with os.fdopen(os.dup(fd), "wb") as file:
                 try:
                     loader = self._module.loaders[request["opening"]][request["loader"]]
                     keys, offsets = loader.sampler_order(request["seed"], request["epoch"], request["pass_index"])

@@ -417,7 +417,6 @@ class RemoteDataModule(LightningDataModule):
             place = self._place(stage, index, facts)
             slots = self._slots(stage, index, facts.name, place)
             _warn_of_unused_length(facts, place)
-            if self.trainer is not None and self.trainer.is_global_zero and not self._is_overfitting:
             if facts.order == "shards" and place.rank == 0 and stage == "train":
                 logger.info(
                     "%s: %d virtual shards (data_service.virtual_shards). At most so many workers can read them at a "
@@ -425,6 +424,7 @@ class RemoteDataModule(LightningDataModule):
                     facts.name,
                     place.num_shards,
                 )
+            if self.trainer is not None and self.trainer.is_global_zero and not self._is_overfitting:
                 _warn_of_kept_order(facts, place)
             loader = RemoteLoader(self._feeder, facts, place, slots, self._position_of)
             if stage == "predict" and facts.has_indices:
