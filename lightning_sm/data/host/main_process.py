@@ -6,6 +6,7 @@ itself, its children die with it.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -373,6 +374,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     show_log_lines()
     owner = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
+    # It takes most of the time that either Lightning needs for its import, here perhaps before the DataModule comes.
+    importlib.import_module("torchmetrics")
     message = owner.receive()
     if message is None:
         return

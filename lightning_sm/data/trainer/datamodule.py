@@ -364,7 +364,8 @@ class RemoteDataModule(LightningDataModule):
                 job=self._job,
                 name=f"{socket.gethostname()} (local workers)",
             )
-            self._local = host.__enter__()
+            host.start()  # training begins with the other data hosts; this one joins them when it listens
+            self._local = host
             weakref.finalize(self, host.close)
         return address
 
