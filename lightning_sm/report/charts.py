@@ -95,7 +95,7 @@ def time_shares(runs: Sequence[Figures]) -> Picture:
                 width = run.shares[name] / factor
                 _bar(axes, row, width, left, name, label=name if row == 0 else "")
                 left += width
-        names = [_plain(run.run.name, 24) for run in runs]
+        names = [_plain(run.run.name, 28) for run in runs]
         axes.set_yticks(range(len(runs)) if len(runs) > 1 else [], names if len(runs) > 1 else [])
         axes.invert_yaxis()
         axes.set_xlim(0, longest / factor)
@@ -164,7 +164,7 @@ def step_parts(runs: Sequence[Figures]) -> Picture | None:
                 width = run.slowest.parts[part] / run.slowest.n / scale
                 _bar(axes, row, width, left, part, label=PART_NAMES[part] if row == 0 else "")
                 left += width
-        axes.set_yticks(range(len(timed)), [_plain(run.run.name, 24) for run in timed])
+        axes.set_yticks(range(len(timed)), [_plain(run.run.name, 28) for run in timed])
         axes.invert_yaxis()
         axes.set_xlabel(f"{unit} per step")
         _legend(figure, axes)
