@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -74,7 +74,8 @@ class HostProcess:
         self._selector = selectors.DefaultSelector()
         self._pidfds: dict[int, int] = {}  # by process id, of all children
         self._worker_pids: dict[int, int] = {}  # by worker id
-        self._current_ids: dict[int, int] = {}  # by worker number: the id of the worker to replace when it dies
+        # By opening and worker number: the id of the worker to replace when it dies.
+        self._current_ids: dict[tuple[str, int], int] = {}
         self._num_forks = 0
         self._server: MessageSocket  # of the newest server process
         self._server_starts = 0
@@ -220,7 +221,7 @@ class HostProcess:
             self._selector.unregister(self._server)
         self._server.close()
         self._start_server()
-        self._fork_workers()
+        self._fork_workers(self._module.loaders)
 
     def _open(self, request: dict[str, Any]) -> None:
         before = set(self._module.loaders)
@@ -229,8 +230,7 @@ class HostProcess:
             reply = self._module.open(request)
         finally:
             self._in_hook = False
-        if set(self._module.loaders) != before:
-            self._fork_workers()
+        self._fork_workers(set(self._module.loaders) - before)
         if "error" in reply:
             self._problem = reply
             logger.warning("%s failed; trainers get the error: %s", reply["where"], first_line(reply["text"]))
@@ -248,12 +248,16 @@ class HostProcess:
 
     # Forked children: workers and samplers
 
-    def _fork_workers(self) -> None:
-        if self._module.loaders:
-            for number in range(self._settings.workers):
-                self._fork_worker(number)
+    def _fork_workers(self, openings: Iterable[str]) -> None:
+        """Fork workers for loaders. Those of other loaders keep their caches and open files, and wait."""
+        live = self._module.loaders
+        self._current_ids = {place: worker for place, worker in self._current_ids.items() if place[0] in live}
+        for opening in openings:
+            # A hook may return an empty list.
+            for number in range(self._settings.workers if live[opening] else 0):
+                self._fork_worker(opening, number)
 
-    def _fork_worker(self, number: int) -> None:
+    def _fork_worker(self, opening: str, number: int) -> None:
         self._num_forks += 1
         worker_id = self._num_forks
         ring = Ring.create(_SLOTS_PER_WORKER, self._settings.max_batch_bytes)
@@ -263,7 +267,8 @@ class HostProcess:
             ours.close()  # a worker with its own copy of the other end would never see that end closed
             host = self._settings.name or self._settings.address
             num_workers = self._settings.workers
-            run_worker(theirs, ring, self._module.loaders, host=host, worker_id=number, num_workers=num_workers)
+            loaders = {opening: self._module.loaders[opening]}
+            run_worker(theirs, ring, loaders, host=host, worker_id=number, num_workers=num_workers)
 
         with ours, theirs:
             pid = self._fork(run)
@@ -272,22 +277,24 @@ class HostProcess:
                 fds=(ours.fileno(), ring.fd),
                 worker=worker_id,
                 number=number,
-                openings=list(self._module.loaders),
+                opening=opening,
+                live_openings=list(self._module.loaders),
                 num_slots=ring.num_slots,
                 slot_bytes=ring.slot_bytes,
             )
         ring.close()
         self._worker_pids[worker_id] = pid
-        self._current_ids[number] = worker_id
-        self._watch(pid, lambda status: self._on_worker_exit(worker_id, number, status))
+        self._current_ids[opening, number] = worker_id
+        self._watch(pid, lambda status: self._on_worker_exit(worker_id, opening, number, status))
 
-    def _on_worker_exit(self, worker_id: int, number: int, status: int) -> None:
+    def _on_worker_exit(self, worker_id: int, opening: str, number: int, status: int) -> None:
         del self._worker_pids[worker_id]
         was_sent = self._send("lost", worker=worker_id, why=describe_exit(status))
-        # Other workers exit on purpose: when newer loaders were opened, or when their server process died.
-        if self._outcome is None and self._current_ids[number] == worker_id and was_sent:
+        # Other workers exit on purpose: when their loaders were replaced, or when their server process died.
+        is_needed = opening in self._module.loaders and self._current_ids.get((opening, number)) == worker_id
+        if self._outcome is None and is_needed and was_sent:
             logger.warning("Worker %d %s. Starting a new one.", number, describe_exit(status))
-            self._fork_worker(number)
+            self._fork_worker(opening, number)
 
     def _run_sampler(self, request: dict[str, Any]) -> None:
         """Run a sampler in a fork: every host starts from the same state, and nothing waits for the sampler."""
