@@ -110,7 +110,7 @@ class DataHost:
             DataServiceError: The address is taken, or the DataModule cannot be copied to another process.
             NeedsLinuxError: This system is not Linux.
         """
-        process, sock = self.start()
+        process, sock = self._start()
         try:
             message = sock.receive(_START_TIMEOUT_S)
         except TimeoutError as error:
@@ -130,16 +130,17 @@ class DataHost:
         self._is_listening = True
         return self
 
-    def start(self) -> tuple[subprocess.Popen[bytes], MessageSocket]:
+    def start(self) -> None:
         """Start the processes, and do not wait: clients connect to the address once they listen.
-
-        Returns:
-            The main process, and the connection to it.
 
         Raises:
             DataSettingsError: A TLS file is missing or invalid.
             NeedsLinuxError: This system is not Linux.
         """
+        self._start()
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], MessageSocket]:
+        """Return the main process, and the connection to it."""
         read_tls(self._settings.credentials)
         self._process, self._socket = self._preloaded.pop(0) if self._preloaded else start_module(_MAIN_PROCESS)
         try:
