@@ -91,9 +91,12 @@ def adopt(trainer: Trainer, job: SageMakerJob) -> None:
     """
     for one in trainer.loggers:
         if isinstance(one, (TensorBoardLogger, CSVLogger)):
-            _place(one, log_folder(job, is_tensorboard=isinstance(one, TensorBoardLogger)))
+            is_tensorboard = isinstance(one, TensorBoardLogger)
+            _place(one, log_folder(job, is_tensorboard=is_tensorboard))
             if job.name is not None and one._version is None:
-                one._version = _unique(job.name, os.path.join(one._root_dir, one.name))
+                # Two loggers of one run may share a folder.
+                kind = "tensorboard" if is_tensorboard else "csv"
+                one._version = _unique(job.name, f"{kind} {os.path.join(one._root_dir, one.name)}")
             if type(one) is CSVLogger:  # a class of the user's may do anything at its first use
                 one.__class__ = JobCSVLogger
         elif isinstance(one, WandbLogger):

@@ -91,15 +91,14 @@ class TestCurves:
     @pytest.mark.parametrize(("fails_at", "every"), [(5, 3), (4, 2), (5, 4), (2, 3)])
     def test_a_resumed_attempt_goes_on_where_its_checkpoint_is(self, job, fails_at, every):
         """It neither repeats a step nor leaves one out, wherever the checkpoint lies, also at the start."""
-        both = {"logger": [TensorBoardLogger("tb"), CSVLogger("csv")]}
+        both = {"logger": [TensorBoardLogger("logs"), CSVLogger("logs")]}
         attempt(job, Model(fails_at), every=every, ends_with=RuntimeError, **both)
-        trainer = attempt(job, every=every, logger=[TensorBoardLogger("tb"), CSVLogger("csv")])
+        trainer = attempt(job, every=every, logger=[TensorBoardLogger("logs"), CSVLogger("logs")])
         board, table = (Path(one.log_dir) for one in trainer.loggers)
-        assert board == job.base_dir / "ck" / "tb" / "lightning_logs" / JOB
+        assert board == table == job.base_dir / "ck" / "logs" / "lightning_logs" / JOB
         assert curve(board) == list(range(8))
         assert curve(board / "both_a", "both") == list(range(8))
         assert curve(board, "hp_metric") == [0]
-        assert table == job.base_dir / "ck" / "csv" / "lightning_logs" / JOB
         assert rows(table / "metrics.csv") == list(range(8))
 
     def test_a_validation_that_is_repeated_loses_no_step(self, job):
