@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from lightning_sm.job.record import PARTS, Steps
-from lightning_sm.report.figures import OTHER, SHARES, STEPS, WAITING, Figures, StepTimes
+from lightning_sm.report.figures import OTHER, SHARES, SHUTDOWN, STEPS, WAITING, Figures, StepTimes
 from lightning_sm.report.quantities import duration, percent
 
 # Widths in inches: for a page, and for a phone or a column of several runs. Text keeps its size.
@@ -45,6 +45,7 @@ _STYLES = {
     "checkpoints": ("#009e73", "--"),
     "export": ("#8c6d31", "++"),
     "test and prediction": ("#b0a030", "/"),
+    SHUTDOWN: ("#bbbbbb", "\\\\"),
     OTHER: ("#999999", ""),
 }
 PART_NAMES = {
