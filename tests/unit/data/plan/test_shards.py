@@ -31,6 +31,8 @@ def test_default_shards_fit_every_world():
     """The default divides evenly, small clusters of usual shapes share it, and each rank has several shards."""
     numbers = [default_num_shards(world_size) for world_size in (1, 2, 3, 8, 12, 16, 64, 256)]
     assert numbers == [128, 128, 384, 128, 384, 128, 512, 2048]
+    for world_size, hosts, workers in ((1, 1, 31), (8, 2, 8), (3, 4, 31), (16, 4, 16), (64, 16, 31), (256, 16, 31)):
+        assert default_num_shards(world_size) >= hosts * workers
 
 
 @given(shards())
