@@ -94,8 +94,10 @@ def test_training_begins_before_the_local_workers_listen(address, plain, tmp_pat
     gate = tmp_path / "gate"
     module = RemoteDataModule(Gated(gate), [address], settings=DataServiceSettings(local_workers=1))
     module.setup("fit")
-    first = next(iter(module.train_dataloader()))
+    loader = module.train_dataloader()
+    first = next(iter(loader))
     assert hosts(module) == ["up", "down"]
+    assert loader.place.window_batches == 6, "of two workers of the data host and a local one, two for each"
     assert torch.equal(first["drawn"], plain[0]["drawn"])
     gate.touch()
     until(lambda: hosts(module) == ["up", "up"], "the local workers to join", 60.0)
