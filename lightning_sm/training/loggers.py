@@ -157,7 +157,7 @@ class ContinuedCurves(Callback):
                 continue
             _continued.add(one)
             if isinstance(one, TensorBoardLogger):
-                _mark_restart(one, step)
+                mark_restart(one, step)
             elif isinstance(one, JobCSVLogger):
                 one.experiment.drop_earlier(step)
 
@@ -290,11 +290,15 @@ def _unique(name: str, where: str, between: str = "-") -> str:
     return name if _taken[place] == 1 else f"{name}{between}{_taken[place]}"
 
 
-def _mark_restart(one: TensorBoardLogger, step: int) -> None:
+def mark_restart(one: TensorBoardLogger, step: int) -> None:
     """Begin the attempt's file with the mark at which TensorBoard hides earlier events of this step and after it.
 
     The mark must come before everything that this attempt has logged so far, such as hyperparameters, which has step 0:
     the file is written again. ``SummaryWriter(purge_step=...)`` writes the mark, but is made before the step is known.
+
+    Args:
+        one: The logger, on rank 0.
+        step: The first step that this attempt will log.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415

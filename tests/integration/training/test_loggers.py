@@ -1,12 +1,14 @@
 """Loggers that go on: what a restarted attempt adds to the runs, files and curves of the attempts before."""
 
 import csv
+import io
 import os
 import re
 import signal
 from contextlib import nullcontext
 from pathlib import Path
 
+import fsspec
 import pytest
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
@@ -14,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer import event_file_writer
 
 from lightning_sm import SageMakerCLI, SageMakerJob, SageMakerTrainer
-from lightning_sm.training.loggers import JobCSVLogger, comet_arguments
+from lightning_sm.training.loggers import JobCSVLogger, comet_arguments, mark_restart
 from tests.fakes.small_app import SmallData, SmallModel
 
 JOB = "seven"
@@ -153,6 +155,28 @@ class TestCSV:
         assert rows(table, "loss") == list(range(8))
         assert rows(table, "more") == [3, 4, 5, 6, 7]
         assert [path.name for path in table.parent.iterdir() if "ignore" in path.name] == []
+
+
+class TestObjectStores:
+    """Files in a store that knows whole objects only; fsspec's in memory stands for S3."""
+
+    def test_both_kinds_of_files_go_on(self, job):
+        """The second attempt begins at step 2: TensorBoard and the table show each step once."""
+        for steps in ((0, 1, 2, 3), (2, 3, 4)):
+            table = JobCSVLogger("memory://bucket/csv", version=JOB)
+            board = TensorBoardLogger("memory://bucket/tb", version=JOB)
+            board.log_hyperparams({"lr": 0.1})
+            table.experiment.drop_earlier(steps[0])
+            mark_restart(board, steps[0])
+            for step in steps:
+                for one in (table, board):
+                    one.log_metrics({"loss": float(step)}, step)
+                    one.save()
+            board.finalize("success")
+        text = fsspec.filesystem("memory").cat(table.experiment.metrics_file_path).decode()
+        assert [int(row["step"]) for row in csv.DictReader(io.StringIO(text))] == list(range(5))
+        assert curve(board.log_dir) == list(range(5))
+        fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
 
 class TestNames:
