@@ -221,7 +221,7 @@ class SamplerOrders:
     def close(self) -> None:
         """Stop all requests."""
         self._closed.set()
-        self._requests.shutdown(wait=False, cancel_futures=True)
+        self._requests.shutdown(wait=False)  # those that wait in it notice that this is closed
 
     def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         try:
@@ -271,7 +271,7 @@ class SamplerOrders:
     def _compare_late(
         self, request: Mapping[str, Any], orders: Mapping[str, SamplerOrder], name: str, reply: _Reply
     ) -> None:
-        if reply.cancelled():
+        if self._closed.is_set():
             return
         if reply.exception() is not None:
             logger.warning("Could not get a sampler's order from data host %s: %s", name, reply.exception())

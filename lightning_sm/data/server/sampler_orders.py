@@ -104,8 +104,8 @@ class SamplerOrders:
             self._orders[which] = order
             # Those of other runs, and of older passes of this loader. A sampler that runs is awaited.
             done = [key for key, other in self._orders.items() if other.head is not None]
-            same = [key for key in done if _loader(key) == _loader(which)]
-            for key in [*same[:-_NUM_KEPT], *(key for key in done if _run(key) != _run(which))]:
+            same = [key for key in done if _loader_of(key) == _loader_of(which)]
+            for key in [*same[:-_NUM_KEPT], *(key for key in done if _run_of(key) != _run_of(which))]:
                 del self._orders[key]
             self._changed.notify_all()
 
@@ -136,9 +136,9 @@ def _which(facts: Mapping[str, Any]) -> _Which:
     return facts["opening"], facts["loader"], facts["seed"], facts["epoch"], facts["pass_index"]
 
 
-def _run(which: _Which) -> str:
+def _run_of(which: _Which) -> str:
     return which[0].partition("/")[0]
 
 
-def _loader(which: _Which) -> tuple[str, int]:
+def _loader_of(which: _Which) -> tuple[str, int]:
     return which[0].rpartition("/")[0], which[1]
