@@ -9,6 +9,12 @@ from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.trainer.metrics import HostFigures
 from lightning_sm.data.trainer.verdict import verdict
 from lightning_sm.job import record
+from lightning_sm.job.prices import Prices
+from lightning_sm.report import findings
+from lightning_sm.report.figures import STEPS, WAITING, Figures
+from lightning_sm.report.page import render
+from lightning_sm.report.plan import plan
+from lightning_sm.report.records import read_run
 from tests.integration.emulators import local
 
 pytestmark = pytest.mark.processes
@@ -48,11 +54,16 @@ SageMakerTrainer(
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def jobs(tmp_path_factory):
+    """The folder of the job's folder."""
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, jobs):
     """What two trainers printed that wait for a data host, and their record by host and writer."""
     work = tmp_path_factory.mktemp("work")
     (work / "train.py").write_text(SCRIPT)
-    jobs = tmp_path_factory.mktemp("jobs")
     groups = ("--group", "trainer=2", "--group", "data=1")
     ended = local(jobs, work, *groups, "--", "train.py", "--api_key=abc", OMP_NUM_THREADS="1")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -119,3 +130,19 @@ def test_a_report_gives_the_verdict_that_the_log_gave(run):
     (words,) = re.findall(r"Rank 0: 29 steps in .*", said)
     assert "% data wait" in words
     assert "of the time for the transforms" in words
+
+
+def test_report_and_plan_read_what_was_recorded(run, jobs):
+    """All hosts, steps and seconds of a real job are in its figures, and the advice is what the job lacks."""
+    figures = Figures(read_run(jobs))
+    assert (figures.outcome, len(figures.attempts), figures.num_steps) == ("succeeded", 1, 29)
+    assert [(host.role, bool(host.uses)) for host in figures.hosts] == [("trainer", True)] * 2 + [("data", True)]
+    assert figures.samples_per_step == pytest.approx(8)
+    assert sum(figures.shares.values()) == pytest.approx(figures.seconds, rel=0.05)
+    assert figures.shares[WAITING] > figures.shares[STEPS] > 0
+    assert "for the transforms" in findings.bottleneck(figures)
+    planned = plan(figures, Prices())
+    # Two ranks with 4 samples of 20 ms.
+    assert planned.measured.model.cost_s == pytest.approx(0.16, rel=0.3)
+    assert planned.best.workers > planned.measured.model.workers
+    assert "would remove the wait" in render([figures], Prices())
