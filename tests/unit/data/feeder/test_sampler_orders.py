@@ -13,7 +13,13 @@ from lightning_sm.data.feeder.host_link import LinkState
 from lightning_sm.data.feeder.sampler_orders import SamplerOrders, lengths, step_plan
 from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, digest
 from lightning_sm.data.server import sampler_orders as server
-from lightning_sm.errors import DataHostMismatchError, DataSettingsError, RemoteTransformError, WireError
+from lightning_sm.errors import (
+    DataHostMismatchError,
+    DataServiceError,
+    DataSettingsError,
+    RemoteTransformError,
+    WireError,
+)
 
 _PASS = dict.fromkeys(("loader", "seed", "epoch", "pass_index"), 0)
 
@@ -99,6 +105,20 @@ def test_an_order_comes_once_a_host_is_up_and_waiting_for_it_costs_nothing():
         hosts.links["h0"].state = LinkState.UP
         waiting.join(20.0)
     assert found[0].keys.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda orders: orders.get(facts()), lambda orders: lengths(facts("shards", num_shards=8), orders)]
+)
+def test_the_end_of_the_training_ends_the_wait(ask):
+    """Whoever waits for hosts that do not come gets an error, in whatever they were waiting."""
+    hosts = Hosts(2)
+    for link in hosts.links.values():
+        link.state = LinkState.CONNECTING
+    with hosts.orders() as orders:
+        threading.Timer(0.1, orders.close).start()
+        with pytest.raises(DataServiceError, match="training has ended"):
+            ask(orders)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
