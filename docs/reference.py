@@ -57,6 +57,8 @@ def help_text(words: list[str]) -> str:
     finally:
         os.environ.clear()
         os.environ.update(before)
+    if not shown.getvalue():
+        raise RuntimeError(f"lightning-sm {' '.join(words)} --help printed nothing; the log says why.")
     return shown.getvalue()
 
 

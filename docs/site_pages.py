@@ -31,6 +31,7 @@ _GENERATED = {
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register what happens to each page while it is read."""
+    app.connect("env-get-outdated", _reference_pages)
     app.connect("source-read", _complete)
     app.connect("missing-reference", _public_name)
     return {"parallel_read_safe": True}
@@ -44,6 +45,11 @@ def diagram_file(source: str) -> Path:
 def diagrams(text: str) -> list[str]:
     """The Mermaid diagrams of a page."""
     return _FENCED_DIAGRAM.findall(text)
+
+
+def _reference_pages(app: Sphinx, env: BuildEnvironment, *_changes: set[str]) -> list[str]:
+    """They are read in each build, since the code may have changed while their files did not."""
+    return [page for page in env.found_docs if page.startswith("docs/reference/")]
 
 
 def _complete(app: Sphinx, page: str, content: list[str]) -> None:

@@ -32,7 +32,7 @@ def default_window(num_workers: int, num_ranks: int) -> int:
         num_workers: Workers of all data hosts.
         num_ranks: Ranks that share them.
     """
-    return min(_MAX_WINDOW, max(_MIN_WINDOW, -(-4 * num_workers // num_ranks)))
+    return min(_MAX_WINDOW, max(_MIN_WINDOW, -(-8 * num_workers // num_ranks)))
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class DataServiceSettings:
         workers: Number of worker processes on each data host. Default: the number of its CPUs minus 1.
         local_workers: Number of worker processes on each trainer host that help the data hosts. With more than 0, the
             trainer hosts must have access to the data.
-        window_batches: Maximum number of batches in flight or buffered, per rank and loader. Default: 32, or four times
-            a rank's share of the workers if that is more; of small batches, of which a request is for several, so many
-            requests.
+        window_batches: Maximum number of batches in flight or buffered, per rank and loader. Default: 32, or eight
+            times a rank's share of the workers if that is more; of small batches, of which a request is for several, so
+            many requests.
         window_bytes: Maximum size of batches in flight or buffered, per rank and loader, in bytes.
         max_batch_bytes: Maximum size of a batch in bytes.
         hedge_factor: Request a batch from a second data host once it takes this many times the median; 0 turns this
@@ -57,10 +57,10 @@ class DataServiceSettings:
         compression: Compress batches on the network with zstd or lz4. Useful for slow networks and compressible data.
         batches_per_epoch: Number of batches per rank in a training pass over an iterable dataset. Shards that end
             earlier restart, and the rest of longer ones is dropped. Default: a single rank reads to the end of the
-            data; several ranks need the same number of batches, so a data host reads the whole dataset once to count
-            them.
+            data; several ranks need the same number of batches, so the data hosts read the whole dataset once to
+            count them.
         virtual_shards: Number of shards into which iterable datasets are split, a multiple of the number of ranks.
-            Default: the least common multiple of 16 and the number of ranks.
+            Default: 8 times the least common multiple of 16 and the number of ranks. A resumed run keeps its number.
         port: Port of the data hosts. Default: derived from the job.
         token: Secret that trainers must present. Default: derived from LIGHTNING_SM_JOB_SECRET; without that from the
             job's name, which is no secret.

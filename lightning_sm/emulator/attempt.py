@@ -18,7 +18,8 @@ from lightning_sm.emulator.cluster import LocalCluster, LocalHost
 from lightning_sm.emulator.faults import RESUMED, Fault, Kind, Moment, Plan, host_name
 from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.running_host import HostProcess, processes_of_job, signal_process
-from lightning_sm.job.variables import HOST_ADDRESSES, SLOW_NAMES, STEP_FILE
+from lightning_sm.job.variables import HOST_ADDRESSES, REPORT_S, SLOW_NAMES, STEP_FILE
+from lightning_sm.launcher.run_report import REPORT_OF_STOPPED_S
 
 # From SIGTERM to SIGKILL after a failure: the launchers of the other hosts give their scripts 15 s, and wait 15 s for a
 # main host that is lost.
@@ -84,6 +85,8 @@ class Attempt:
         self._command = command
         self._output = output
         self._signals = signals
+        # How long the main host may take for the report of the run once it is stopped.
+        self._report_s = min(REPORT_OF_STOPPED_S, REPORT_S.read(cluster.hosts[0].env))
         self._plan = plan
         self._members: dict[str, list[str]] = {}
         for host in cluster.hosts:
@@ -313,7 +316,7 @@ class Attempt:
         for host in running:
             host.process.terminate()
         asked_at = time.monotonic()
-        until = asked_at + (_GRACE_S if self._signals else _FAILURE_GRACE_S)
+        until = asked_at + (_GRACE_S if self._signals else _FAILURE_GRACE_S) + self._report_s
         while any(host.exit_code is None for host in running) and time.monotonic() < until:
             if any(at > asked_at + _ONE_SIGNAL_S for _, at in self._signals):
                 return

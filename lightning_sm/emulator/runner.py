@@ -150,6 +150,9 @@ def _whereabouts(cluster: LocalCluster) -> Iterator[str]:
         if files:
             yield f"Output of {host.name}: {folder} ({_listed(files)})"
     events = _event_folders(cluster.job_dir)
+    if cluster.checkpoint_dir is not None and not cluster.checkpoint_dir.is_relative_to(cluster.job_dir):
+        # Other jobs may have left theirs there.
+        events += [folder for folder in _event_folders(cluster.checkpoint_dir) if cluster.name in Path(folder).parts]
     if events:
         yield f"TensorBoard: tensorboard --logdir {shlex.quote(os.path.commonpath(events))}"
 

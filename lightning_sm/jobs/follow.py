@@ -32,9 +32,7 @@ Sleep = Callable[[float], object]
 _sleep = threading.Event().wait
 
 
-def follow(
-    clients: Clients, found: Found, *, shows_log: bool, sleep: Sleep = _sleep, name: str | None = None
-) -> Mapping[str, Any]:
+def follow(clients: Clients, found: Found, *, shows_log: bool, sleep: Sleep = _sleep) -> Mapping[str, Any]:
     """Wait until a job ends; log every change of its state, and write its log to stdout.
 
     Ctrl-C or an error stops the waiting, not the job; a warning then says how to stop the job.
@@ -44,7 +42,6 @@ def follow(
         found: A training job, a tuning job, or a job in a queue, whose training jobs are followed one after the other.
         shows_log: Whether to write the log. A tuning job has no log of its own: its counts are shown instead.
         sleep: Sleeps for some seconds.
-        name: By which the user knows the job, if it is not that of ``found``.
 
     Returns:
         The last description of the job.
@@ -53,7 +50,7 @@ def follow(
         ClientError: AWS rejects a request, for example because the credentials have expired.
         BotoCoreError: AWS cannot be reached.
     """
-    with _how_to_stop(name or found.name):
+    with _how_to_stop(found.name):
         if found.kind == "tuning":
             return _tuning_job(clients, found.name, sleep)
         if found.kind == "queued":

@@ -17,6 +17,8 @@ from lightning_sm.job.record import record_folder
 _LOG = command_logger(__name__)
 
 NAME = "report.html"
+# Whoever stops a host waits for it.
+REPORT_OF_STOPPED_S = 10.0
 
 
 def write_report(job: SageMakerJob, prices: Mapping[str, float], limit_s: float) -> None:

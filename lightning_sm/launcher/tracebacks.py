@@ -38,8 +38,9 @@ _STOPPED = re.compile(r"DistBackendError: NCCL|SIGTERMException")
 # argparse and jsonargparse: "train.py: error: ..." or "error: ...".
 USAGE_ERROR = re.compile(r"^(?:[^\s:]+(?: [\w-]+)*: )?error: .+")
 USAGE = re.compile(r"^usage: ")
-# As Python's warnings.formatwarning has it. The line of source code follows, with two spaces.
-WARNING = re.compile(r"^\S.*:\d+: \w*Warning: ")
+# As Python's warnings.formatwarning has it; the line of source code follows, with two spaces. Lightning leaves out that
+# line and the category where the warning is about its own code.
+WARNING = re.compile(r"^\S.*:\d+: \w*Warning: |^\S*/(?:lightning|lightning_fabric|pytorch_lightning)/\S+\.py:\d+: ")
 
 
 @dataclass

@@ -66,7 +66,7 @@ from lightning_sm.launcher.peers.connection import Timings, peers_key
 from lightning_sm.launcher.peers.outcome import Restart
 from lightning_sm.launcher.peers.peers import Peers
 from lightning_sm.launcher.recurring import would_come_again
-from lightning_sm.launcher.run_report import write_report
+from lightning_sm.launcher.run_report import REPORT_OF_STOPPED_S, write_report
 from lightning_sm.launcher.toolkit.distribution import processes_per_host
 from lightning_sm.launcher.toolkit.variables import toolkit_variables
 from lightning_sm.launcher.upload import wait_until_uploaded
@@ -230,7 +230,8 @@ class _HostLauncher:
         self.write_end(outcome)
         limit_s = self._report_s
         if self._is_stopped:
-            limit_s = min(limit_s, self._leave_at() - _AFTER_THE_REPORT_S - time.monotonic())
+            remaining_s = self._leave_at() - _AFTER_THE_REPORT_S - time.monotonic()
+            limit_s = min(limit_s, REPORT_OF_STOPPED_S, remaining_s)
         write_report(self._job, self._prices, limit_s)
 
     @property

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from lightning_sm.job.record import PARTS, Steps
-from lightning_sm.report.figures import OTHER, SHARES, STEPS, WAITING, Figures, StepTimes
+from lightning_sm.report.figures import OTHER, SHARES, SHUTDOWN, STEPS, WAITING, Figures, StepTimes
 from lightning_sm.report.quantities import duration, percent
 
 # Widths in inches: for a page, and for a phone or a column of several runs. Text keeps its size.
@@ -45,6 +45,7 @@ _STYLES = {
     "checkpoints": ("#009e73", "--"),
     "export": ("#8c6d31", "++"),
     "test and prediction": ("#b0a030", "/"),
+    SHUTDOWN: ("#bbbbbb", "\\\\"),
     OTHER: ("#999999", ""),
 }
 PART_NAMES = {
@@ -95,7 +96,7 @@ def time_shares(runs: Sequence[Figures]) -> Picture:
                 width = run.shares[name] / factor
                 _bar(axes, row, width, left, name, label=name if row == 0 else "")
                 left += width
-        names = [_plain(run.run.name, 24) for run in runs]
+        names = [_plain(run.run.name, 28) for run in runs]
         axes.set_yticks(range(len(runs)) if len(runs) > 1 else [], names if len(runs) > 1 else [])
         axes.invert_yaxis()
         axes.set_xlim(0, longest / factor)
@@ -164,7 +165,7 @@ def step_parts(runs: Sequence[Figures]) -> Picture | None:
                 width = run.slowest.parts[part] / run.slowest.n / scale
                 _bar(axes, row, width, left, part, label=PART_NAMES[part] if row == 0 else "")
                 left += width
-        axes.set_yticks(range(len(timed)), [_plain(run.run.name, 24) for run in timed])
+        axes.set_yticks(range(len(timed)), [_plain(run.run.name, 28) for run in timed])
         axes.invert_yaxis()
         axes.set_xlabel(f"{unit} per step")
         _legend(figure, axes)

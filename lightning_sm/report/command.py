@@ -166,10 +166,14 @@ def _write(file: Path, text: str) -> None:
             "w", encoding="utf-8", dir=file.parent, prefix=f".{file.name}-", delete=False
         ) as new:
             new.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(new.name).chmod(0o666 & ~umask)
-        Path(new.name).replace(file)
+        try:
+            umask = os.umask(0)
+            os.umask(umask)
+            Path(new.name).chmod(0o666 & ~umask)
+            Path(new.name).replace(file)
+        except OSError:
+            Path(new.name).unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise OutputDirectoryError(f"The report {file} cannot be written: {error.strerror}.") from error
 

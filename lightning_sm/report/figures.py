@@ -41,6 +41,7 @@ _SPANS = {
 }
 WAITING = "waiting for data"
 STEPS = "training steps"
+SHUTDOWN = "shutdown"
 OTHER = "not measured"
 SHARES = (
     "start-up",
@@ -52,6 +53,7 @@ SHARES = (
     "checkpoints",
     "export",
     "test and prediction",
+    SHUTDOWN,
     OTHER,
 )
 # The first seconds of a series are left out of means where enough follows: caches fill, and clocks of CPUs rise.
@@ -315,6 +317,10 @@ class Figures:
             steps = StepTimes.of(_lines(own, Steps))
             shares[WAITING] += steps.parts["data_wait"]
             shares[STEPS] += steps.wall_s - steps.parts["data_wait"]
+            # From the last word of the training process to that of its launcher, which may wait for other hosts.
+            ends = [line.t for line in _lines(launchers, End)]
+            if ends and own:
+                shares[SHUTDOWN] += max(0.0, max(ends) - max(line.t for record in own for line in record.lines))
         shares[OTHER] += max(0.0, self.seconds - math.fsum(shares.values()))
         return shares
 

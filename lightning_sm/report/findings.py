@@ -22,7 +22,9 @@ def ending(run: Figures) -> str:
     time = f"{duration(run.seconds)}{attempts}"
     if run.outcome == RUNNING:
         return f"The end is not recorded: the job is still running, or its hosts were killed. Recorded are {time}."
-    reason = f": {run.reason.splitlines()[0].rstrip('.')}" if run.reason.strip() else ""
+    # That of an interruption says that there was one.
+    has_reason = run.outcome == "failed" and run.reason.strip()
+    reason = f": {run.reason.splitlines()[0].rstrip('.')}" if has_reason else ""
     return f"{run.outcome.capitalize()} after {time}{reason}."
 
 

@@ -106,7 +106,7 @@ def _summary(run: Figures, prices: Prices) -> dict[str, Any]:
         "numbers": [
             ("outcome", run.outcome),
             ("duration", duration(run.seconds)),
-            ("cost", "no prices given" if amount is None else prices.amount(amount)),
+            ("cost", "no prices" if amount is None else prices.amount(amount)),
             ("waiting for data", waiting),
         ],
     }

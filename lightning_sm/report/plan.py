@@ -119,6 +119,7 @@ class Plan:
         measured: What it says.
         lines: The measured numbers of workers first, then more, up to the number that removes the waiting.
         steps: Number of steps of the whole job.
+        has_data_hosts: Whether the predictions are for data hosts, and not for workers on the hosts of the trainers.
         caveats: What the predictions rest on.
     """
 
@@ -126,6 +127,7 @@ class Plan:
     measured: Measured
     lines: tuple[Line, ...]
     steps: int
+    has_data_hosts: bool
     caveats: tuple[str, ...]
 
     @property
@@ -189,11 +191,12 @@ def plan(run: Figures, prices: Prices, wanted: Hosts | None = None, steps: int |
     needed = replace(measured.model, cost_s=measured.model.cost_s / slowest).workers_needed
     first = _measured_line(run, measured, prices, steps)
     if measured.waiting < NOT_INPUT_BOUND and not wanted.is_other_kind:
-        return Plan(run.run.name, measured, (first,), steps, ())
+        return Plan(run.run.name, measured, (first,), steps, measured.is_remote, ())
     most = max(1, math.ceil(needed / per_host))
     # Hosts of the measured kind are added to those that there are; another kind takes their place.
     least = measured.num_hosts + 1 if measured.is_remote and not wanted.is_other_kind else 1
-    if not (measured.is_remote or wanted.is_other_kind):  # more workers on the hosts of the trainers
+    has_data_hosts = measured.is_remote or wanted.is_other_kind
+    if not has_data_hosts:
         numbers = _between(measured.model.workers + 1, max(measured.model.workers + 1, needed))
         pairs = [(number, measured.num_hosts) for number in numbers]
     else:
@@ -202,7 +205,7 @@ def plan(run: Figures, prices: Prices, wanted: Hosts | None = None, steps: int |
         _line(run, measured, prices, wanted, steps, workers=workers, num_hosts=num_hosts)
         for workers, num_hosts in pairs
     ]
-    return Plan(run.run.name, measured, (first, *lines), steps, tuple(caveats))
+    return Plan(run.run.name, measured, (first, *lines), steps, has_data_hosts, tuple(caveats))
 
 
 def sentence(planned: Plan, prices: Prices) -> str:
@@ -216,7 +219,7 @@ def sentence(planned: Plan, prices: Prices) -> str:
         )
     if measured.reason:
         return f"Training waits {percent(measured.waiting)} of the time for data. {measured.reason}"
-    where = _places(best, measured)
+    where = f" on {count(best.num_hosts, 'data host')}" if planned.has_data_hosts else ""
     text = (
         f"{count(best.workers, 'worker')}{where} would remove the wait: a step would take "
         f"{_range(best.step_s, step_time)} instead of {step_time(measured.step_s)}, and "
@@ -443,7 +446,7 @@ def _table(planned: Plan, prices: Prices) -> str:
     has_network = any(line.network is not None for line in planned.lines)
     has_costs = any(line.cost for line in planned.lines)
     headers += ["network"] * has_network + ["cost"] * has_costs
-    if not planned.measured.is_remote:
+    if not planned.has_data_hosts:
         headers[1] = "hosts"
     rows = []
     for line in planned.lines:
@@ -458,10 +461,6 @@ def _table(planned: Plan, prices: Prices) -> str:
         row += ["" if line.cost is None else _range(line.cost, prices.amount)] * has_costs
         rows.append(row)
     return tabulate(rows, headers=headers, disable_numparse=True)
-
-
-def _places(line: Line, measured: Measured) -> str:
-    return f" on {count(line.num_hosts, 'data host')}" if measured.is_remote else ""
 
 
 def _range(values: Sequence[float], text: Any) -> str:

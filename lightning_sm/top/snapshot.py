@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,8 @@ from lightning_sm.top.running import RunningHost
 # A rank that should be training, and has not said so for this time.
 _SILENT_S = 30.0
 _ASK_S = 1.0
+# What data hosts and ranks have added since then are their rates: over one second they would jump.
+_WINDOW_S = 10.0
 _MAX_EVENTS = 50
 
 STARTING, TRAINING, SILENT = "starting", "training", "silent"
@@ -148,7 +151,7 @@ class Watch:
         self._data_hosts: DataHosts | None = None
         self._asked_for: tuple[Any, ...] = ()
         self._why_not_asked = ""
-        self._before: dict[str, tuple[float, Mapping[str, Any]]] = {}
+        self._history: dict[str, deque[tuple[float, Mapping[str, Any]]]] = {}
 
     def __enter__(self) -> Watch:
         return self
@@ -213,10 +216,8 @@ class Watch:
         """What a data host says of itself."""
         state = answer.state
         if state is None:
-            is_known = name in self._before
-            return {"state": NO_ANSWER if is_known else STARTING, "note": answer.problem}
-        then, before = self._before.get(name, (now, state))
-        self._before[name] = (now, state)
+            return {"state": NO_ANSWER if name in self._history else STARTING, "note": answer.problem}
+        then, before = self._remember(name, now, state)
         facts = {key: state[key] for key in ("workers", "busy", "queued")}
         facts["state"] = SERVING if state["busy"] else IDLE
         built = state.get("built", 0) - before.get("built", 0)
@@ -235,12 +236,19 @@ class Watch:
                     figures[rank] = values
         shares: dict[str, list[float]] = {}
         for rank, values in figures.items():
-            _, before = self._before.get(rank, (now, {}))
-            waited, worked = (values[key] - before.get(key, 0.0) for key in ("wait_s", "busy_s"))
+            _, before = self._remember(rank, now, values)
+            waited, worked = (values[key] - before[key] for key in ("wait_s", "busy_s"))
             if waited >= 0 and worked >= 0 and waited + worked > 0:
-                self._before[rank] = (now, values)
                 shares.setdefault(rank.rpartition(" on ")[2], []).append(waited / (waited + worked))
         return {host: sum(found) / len(found) for host, found in shares.items()}
+
+    def _remember(self, name: str, now: float, values: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
+        """Keep sums since the start, and return those of some seconds ago and their time."""
+        history = self._history.setdefault(name, deque())
+        history.append((now, values))
+        while now - history[0][0] > _WINDOW_S:
+            history.popleft()
+        return history[0]
 
 
 def _record_folder(host: RunningHost) -> Any:

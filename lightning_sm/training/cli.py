@@ -53,9 +53,10 @@ class SageMakerCLI(LightningCLI):
     - uses ``SMDDPStrategy`` if the SDK's ``distribution`` asks for it, the job can, and no other strategy is chosen;
     - sets arguments of the DataModule to the paths of channels: ``x_dir`` to channel ``x``; ``data_dir`` or ``root``
       to ``training``, ``train`` or the only channel;
-    - writes logs to the output data directory (one folder per host), and TensorBoard logs and checkpoints to the
-      folders that SageMaker uploads during training, if the job has them. Relative folders in the configuration or in
-      a ``ModelCheckpoint`` become relative to these;
+    - writes TensorBoard and CSV logs, and checkpoints, to the folders that SageMaker uploads during training, if the
+      job has them, and else to the output data directory (one folder per host). Relative folders in the configuration
+      or in a ``ModelCheckpoint`` become relative to these;
+    - lets loggers of a restarted attempt continue the run and the curves of the attempts before;
     - saves a checkpoint in the checkpoint directory when the job is interrupted, and resumes from the latest valid one
       whenever ``fit`` is called, by the CLI or by the script (see ``SpotCheckpoint``);
     - writes the best model to the model directory, and the configuration, without secrets (see ``SECURITY.md``);

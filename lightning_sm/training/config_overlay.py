@@ -139,7 +139,8 @@ class JobOverlay:
             folder = log_folder(job, is_tensorboard=is_tensorboard) if keeps_files else job.host_output_dir
             _rebase(item, "save_dir", folder)
             if name == "CometLogger":
-                item.init_args.update(comet_arguments(job, vars(item.init_args)))
+                for argument, value in comet_arguments(job, vars(item.init_args)).items():
+                    item.init_args[argument] = value
         for key in ("trainer.callbacks", *callback_keys):
             for item in _class_entries(self._config.get(key)):
                 _rebase(item, "dirpath", job.checkpoint_dir or job.host_output_dir)

@@ -91,9 +91,12 @@ def adopt(trainer: Trainer, job: SageMakerJob) -> None:
     """
     for one in trainer.loggers:
         if isinstance(one, (TensorBoardLogger, CSVLogger)):
-            _place(one, log_folder(job, is_tensorboard=isinstance(one, TensorBoardLogger)))
+            is_tensorboard = isinstance(one, TensorBoardLogger)
+            _place(one, log_folder(job, is_tensorboard=is_tensorboard))
             if job.name is not None and one._version is None:
-                one._version = _unique(job.name, os.path.join(one._root_dir, one.name))
+                # Two loggers of one run may share a folder.
+                kind = "tensorboard" if is_tensorboard else "csv"
+                one._version = _unique(job.name, f"{kind} {os.path.join(one._root_dir, one.name)}")
             if type(one) is CSVLogger:  # a class of the user's may do anything at its first use
                 one.__class__ = JobCSVLogger
         elif isinstance(one, WandbLogger):
@@ -154,7 +157,7 @@ class ContinuedCurves(Callback):
                 continue
             _continued.add(one)
             if isinstance(one, TensorBoardLogger):
-                _mark_restart(one, step)
+                mark_restart(one, step)
             elif isinstance(one, JobCSVLogger):
                 one.experiment.drop_earlier(step)
 
@@ -287,11 +290,15 @@ def _unique(name: str, where: str, between: str = "-") -> str:
     return name if _taken[place] == 1 else f"{name}{between}{_taken[place]}"
 
 
-def _mark_restart(one: TensorBoardLogger, step: int) -> None:
+def mark_restart(one: TensorBoardLogger, step: int) -> None:
     """Begin the attempt's file with the mark at which TensorBoard hides earlier events of this step and after it.
 
     The mark must come before everything that this attempt has logged so far, such as hyperparameters, which has step 0:
     the file is written again. ``SummaryWriter(purge_step=...)`` writes the mark, but is made before the step is known.
+
+    Args:
+        one: The logger, on rank 0.
+        step: The first step that this attempt will log.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415

@@ -58,9 +58,10 @@ class SageMakerTrainer(Trainer):
 
     - sets ``num_nodes``, the devices if a launcher such as torchrun sets their number, and the cluster environment;
     - uses ``SMDDPStrategy`` if the SDK's ``distribution`` asks for it, the job can, and no other strategy is chosen;
-    - writes logs to the output data directory (one folder per host), and TensorBoard logs and checkpoints to the
-      folders that SageMaker uploads during training, if the job has them. Relative folders of ``default_root_dir``,
-      of TensorBoard and CSV loggers and of ``ModelCheckpoint`` become relative to these;
+    - writes TensorBoard and CSV logs, and checkpoints, to the folders that SageMaker uploads during training, if the
+      job has them, and else to the output data directory (one folder per host). Relative folders of
+      ``default_root_dir``, of TensorBoard and CSV loggers and of ``ModelCheckpoint`` become relative to these;
+    - lets loggers of a restarted attempt continue the run and the curves of the attempts before;
     - saves a checkpoint when the job is interrupted, and resumes from the latest valid one (see ``SpotCheckpoint``);
     - writes the best model to the model directory at the end of ``fit``;
     - logs progress as lines, unless the user has another progress bar;

@@ -32,5 +32,16 @@ def list_request(**changed: Any) -> dict[str, Any]:
     Args:
         **changed: Other values.
     """
-    request = {"opening": "1/fit/train/0", "loader": 0, "seed": 0, "epoch": 0, "pass_index": 0, "num_shards": 0}
-    return {**request, **changed}
+    request = {"opening": "1/fit/train/0", "loader": 0, "seed": 0, "epoch": 0, "pass_index": 0}
+    part = {"rank": 0, "world_size": 1, "batch_size": 4, "drop_last": False, "wants_keys": False}
+    return {**request, **part, **changed}
+
+
+def count_request(**changed: Any) -> dict[str, Any]:
+    """Return a request to count the batches of the first training loader, over an iterable dataset.
+
+    Args:
+        **changed: Other values.
+    """
+    request = {"opening": "1/fit/train/0", "loader": 0, "seed": 0, "epoch": 0, "pass_index": 0}
+    return {**request, "num_shards": 4, "part": 0, "num_parts": 1, **changed}

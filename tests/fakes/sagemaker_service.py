@@ -28,6 +28,7 @@ class FakeService:
         queued: SubmitServiceJob requests so far.
         uploads: Paths of S3 objects so far.
         seen: Everything that came, as method and path.
+        operations: Names of the API calls among it.
     """
 
     refusals: list[str] = field(default_factory=list)
@@ -38,6 +39,7 @@ class FakeService:
     requests: list[dict[str, Any]] = field(default_factory=list)
     uploads: list[str] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
+    operations: list[str] = field(default_factory=list)
 
     def __enter__(self) -> FakeService:
         service = self
@@ -127,6 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not operation:
             self._reply(403, _DENIED)
             return
+        self.fake.operations.append(operation)
         status, content = self.fake.answer(operation, json.loads(body))
         self._reply(status, json.dumps(content).encode())
 

@@ -62,7 +62,9 @@ class Feeder:
         self._buffers: dict[int, PassBuffer] = {}
         self._requests: dict[int, Request] = {}
         self._closed_early: set[int] = set()
-        self._agreement = LoaderAgreement(len(settings["addresses"]), self._notify_opened)
+        # Nobody waits for the local workers of this host, which start later than the data hosts.
+        num_hosts = sum(not address.startswith("unix-abstract:") for address in settings["addresses"])
+        self._agreement = LoaderAgreement(num_hosts, self._notify_opened)
         self._after_first: dict[str, dict[str, Any]] = {}
         # Sent with heartbeats; replaced as a whole, because the threads of the links read it.
         self.figures: dict[str, Any] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections import OrderedDict
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -14,13 +14,14 @@ from typing import Any, NamedTuple, TypeAlias
 import grpc
 import numpy as np
 
+from lightning_sm import errors
 from lightning_sm.data.feeder.host_link import HostLink, LinkState, describe
 from lightning_sm.data.feeder.pass_buffer import StepPlan
 from lightning_sm.data.plan.order import IndexArray, Order, SequentialOrder, ShuffledOrder, sorted_order
-from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, digest
+from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, num_steps
 from lightning_sm.data.plan.shards import ShardSteps, shard_steps
 from lightning_sm.data.protocol.failures import with_place
-from lightning_sm.errors import DataHostMismatchError, DataServiceError, RemoteTransformError, WireError
+from lightning_sm.errors import DataHostMismatchError, DataServiceError, DataSettingsError, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -30,20 +31,26 @@ _PATIENCE_S = 5.0
 _PERIOD_S = 0.5
 # Crashes of the processes that run a sampler after which the sampler is to blame.
 _MAX_CRASHES = 4
-# The current pass, the next one, and those of a few other loaders.
-_NUM_REMEMBERED = 8
+
+_PASS = ("opening", "loader", "seed", "epoch", "pass_index")
 
 
 class SamplerOrder(NamedTuple):
-    """What a sampler yields in one pass, or for an iterable dataset, the number of batches in each shard.
+    """What a sampler yields in one pass.
 
     Attributes:
-        keys: What the dataset is indexed with, int64 of shape (samples,).
-        offsets: For batch samplers, where each batch starts, and where the last one ends.
+        num_samples: Samples of all ranks.
+        num_batches: Batches of all ranks; without a batch sampler, samples.
+        digest: Equal for equal orders.
+        keys: What the dataset is indexed with, in this rank's batches, int64; empty if only the digest was wanted.
+        offsets: Where each of these batches begins in ``keys``, and where the last one ends.
     """
 
+    num_samples: int
+    num_batches: int
+    digest: str
     keys: IndexArray
-    offsets: IndexArray | None
+    offsets: IndexArray
 
 
 _Reply: TypeAlias = "Future[SamplerOrder | None]"  # None: the process that ran the sampler crashed
@@ -64,18 +71,15 @@ def step_plan(facts: Mapping[str, Any], sampler_orders: SamplerOrders) -> StepPl
     world_size = facts["world_size"]
     if facts["order"] == "shards":
         return ShardSteps(facts["num_shards"], rank, world_size, facts["first_step"], facts["stop_step"])
-    keys: Order
     if facts["order"] in ("sampler", "batch_sampler"):
-        keys, offsets = sampler_orders.get(facts)
-        if offsets is not None:
-            return BatchPlan(keys, offsets, rank, world_size)
-    elif facts["order"] == "shuffled":
+        order = sampler_orders.get(facts)
+        return BatchPlan(order.keys, order.offsets, 0, 1)
+    keys: Order = SequentialOrder(facts["num_samples"])
+    if facts["order"] == "shuffled":
         template = facts["template"]
         which = {name: template[name] for name in ("seed", "epoch", "pass_index")}
         shuffled = sorted_order if facts["order_version"] == 1 else ShuffledOrder
         keys = shuffled(facts["num_samples"], **which, salt=f"{facts['stage']} {template['loader']}")
-    else:
-        keys = SequentialOrder(facts["num_samples"])
     if facts["batch_size"] is None:
         return BatchPlan(keys, None, rank, world_size)
     return SamplePlan(keys, facts["batch_size"], facts["drop_last"], rank, world_size)
@@ -84,18 +88,30 @@ def step_plan(facts: Mapping[str, Any], sampler_orders: SamplerOrders) -> StepPl
 def lengths(facts: Mapping[str, Any], sampler_orders: SamplerOrders) -> dict[str, Any]:
     """Return the steps of a pass ("num_steps"), and the batches of all ranks that it leaves out ("num_dropped").
 
-    Arguments and errors are those of ``step_plan``.
+    Args:
+        facts: The training process's description of an iterable dataset, or of a loader with a sampler of the user's.
+        sampler_orders: Where to get the order of a sampler.
+
+    Raises:
+        DataServiceError: The user's code failed, or the data hosts disagree.
     """
-    num_dropped = 0
+    world_size = facts["world_size"]
     if facts["order"] == "shards":
-        num_steps, num_dropped = shard_steps(sampler_orders.get(facts).keys.tolist(), facts["world_size"])
+        steps, num_dropped = shard_steps(sampler_orders.shard_sizes(facts), world_size)
+        return {"num_steps": steps, "num_dropped": num_dropped}
+    order = sampler_orders.agreed(_list_request(facts))
+    if facts["order"] == "batch_sampler":
+        steps = num_steps(order.num_batches, None, drop_last=False, world_size=world_size)
     else:
-        num_steps = step_plan(facts, sampler_orders).num_steps or 0
-    return {"num_steps": num_steps, "num_dropped": num_dropped}
+        steps = num_steps(order.num_samples, facts["batch_size"], drop_last=facts["drop_last"], world_size=world_size)
+    return {"num_steps": steps, "num_dropped": 0}
 
 
 class SamplerOrders:
-    """Gets the orders of samplers from all data hosts that are up, and compares them.
+    """Has the data hosts run samplers and count iterable datasets, and compares what they say.
+
+    All hosts run a sampler and tell its digest; one of them sends the rank's part of the order. Of an iterable dataset
+    each host counts a part.
 
     Args:
         links: The data hosts.
@@ -103,16 +119,13 @@ class SamplerOrders:
     """
 
     def __init__(self, links: Mapping[str, HostLink], on_mismatch: Callable[[DataHostMismatchError], None]) -> None:
-        self._links = links
+        self._links = list(links.values())
         self._on_mismatch = on_mismatch
-        self._lock = threading.Lock()
-        self._known: OrderedDict[str, Future[SamplerOrder]] = OrderedDict()
-        self._agreements = ThreadPoolExecutor(_NUM_REMEMBERED, thread_name_prefix="sampler order")
         self._requests = ThreadPoolExecutor(4 * max(1, len(links)), thread_name_prefix="sampler order of host")
         self._closed = threading.Event()
 
     def get(self, facts: Mapping[str, Any]) -> SamplerOrder:
-        """Return the order of a pass, as soon as the hosts agree on it.
+        """Return this rank's part of the order of a pass, as soon as the hosts agree on it.
 
         Args:
             facts: The training process's description of the loader and of the pass.
@@ -120,39 +133,39 @@ class SamplerOrders:
         Raises:
             DataServiceError: The sampler failed, or its orders differ between data hosts.
         """
-        names = ("opening", "loader", "seed", "epoch", "pass_index")
-        request = {**{name: facts["template"][name] for name in names}, "num_shards": facts["num_shards"]}
-        key = json.dumps(request, sort_keys=True)
-        with self._lock:
-            order = self._known.pop(key, None)
-            if order is None or (order.done() and order.exception() is not None):
-                order = self._agreements.submit(self._agree, request)
-            self._known[key] = order
-            while len(self._known) > _NUM_REMEMBERED:
-                self._known.popitem(last=False)
-        try:
-            return order.result()
-        except Exception as error:
-            if self._closed.is_set():  # the thread pools are
-                raise DataServiceError("The training has ended.") from error
-            raise
+        request = _list_request(facts)
+        agreed = self.agreed(request)
+        while not self._closed.is_set():
+            for link in self._up(facts["rank"]):
+                try:
+                    order = _listed(link, {**request, "wants_keys": True})
+                except grpc.RpcError as error:
+                    logger.warning("Could not get a sampler's order from data host %s: %s", link.name, describe(error))
+                    continue
+                if order is not None:
+                    _compare({"the others": agreed, link.name: order}, request)
+                    return order
+            self._closed.wait(_PERIOD_S)
+        raise DataServiceError("The training has ended.")
 
-    def close(self) -> None:
-        """Stop all requests."""
-        self._closed.set()
-        for pool in (self._agreements, self._requests):
-            pool.shutdown(wait=False, cancel_futures=True)
+    def agreed(self, request: Mapping[str, Any]) -> SamplerOrder:
+        """Return size and digest of an order, as soon as the hosts agree on it.
 
-    def _agree(self, request: Mapping[str, Any]) -> SamplerOrder:
+        Args:
+            request: What to ask for, without the keys.
+
+        Raises:
+            DataServiceError: The sampler failed, or its orders differ between data hosts.
+        """
         replies: dict[str, _Reply] = {}
         orders: dict[str, SamplerOrder] = {}
         patience_s = _PATIENCE_S
         num_crashes = 0
         while not self._closed.is_set():
-            up = {link.name: link for link in self._links.values() if link.state is LinkState.UP}
+            up = {link.name: link for link in self._up()}
             for name, link in up.items():
                 if name not in replies:
-                    replies[name] = self._requests.submit(_request, link, request)
+                    replies[name] = self._submit(_listed, link, request)
             self._pause([reply for name, reply in replies.items() if name not in orders])
             for name, reply in list(replies.items()):
                 if name in orders or not reply.done():
@@ -180,6 +193,74 @@ class SamplerOrders:
                 return next(iter(orders.values()))
         raise DataServiceError("The training has ended.")
 
+    def shard_sizes(self, facts: Mapping[str, Any]) -> list[int]:
+        """Have the hosts count the batches in every shard of an iterable dataset, each a part of them.
+
+        Args:
+            facts: The training process's description of the loader and of the pass.
+
+        Raises:
+            DataServiceError: The user's code failed, or the hosts see different data.
+        """
+        num_parts = min(len(self._links), facts["num_shards"])
+        request = {name: facts["template"][name] for name in _PASS}
+        request |= {"num_shards": facts["num_shards"], "num_parts": num_parts}
+        counts = [self._submit(self._counted, {**request, "part": part}) for part in range(num_parts)]
+        sizes = [0] * facts["num_shards"]
+        firsts = {}
+        for part, count in enumerate(counts):
+            name, sizes[part::num_parts], firsts[name] = count.result()
+        if len(set(firsts.values())) > 1:
+            raise DataHostMismatchError(
+                f"The iterable dataset of {request['opening']} yields different batches on each data host (batches in "
+                f"shard 0 of {facts['num_shards']}: {firsts}). All hosts must see the same files. Random draws must "
+                "come from the global generator of random, NumPy or torch, which have the same seeds on all hosts."
+            )
+        return sizes
+
+    def close(self) -> None:
+        """Stop all requests."""
+        self._closed.set()
+        self._requests.shutdown(wait=False)  # those that wait in it notice that this is closed
+
+    def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        try:
+            return self._requests.submit(function, *arguments)
+        except RuntimeError as error:  # it is shut down
+            raise DataServiceError("The training has ended.") from error
+
+    def _up(self, first: int = 0) -> list[HostLink]:
+        """Return the hosts that are up; ranks that name another first one get them in another order."""
+        first %= max(1, len(self._links))
+        links = [*self._links[first:], *self._links[:first]]
+        return [link for link in links if link.state is LinkState.UP]
+
+    def _counted(self, request: Mapping[str, Any]) -> tuple[str, list[int], int]:
+        """Return the name of a host, the batches in the shards of a part, and those in shard 0.
+
+        The same host counts a part for all ranks. Another one does if that one does not come.
+        """
+        own = self._links[request["part"]]
+        deadline = time.monotonic() + _PATIENCE_S
+        while not self._closed.is_set():
+            up = self._up(request["part"])
+            if up and (up[0] is own or time.monotonic() >= deadline):
+                try:
+                    facts = _parsed(up[0], up[0].count(request), "count of an iterable dataset")
+                except grpc.RpcError as error:
+                    logger.warning("Data host %s could not count the batches: %s", up[0].name, describe(error))
+                else:
+                    if "state" in facts:  # the workers still read
+                        continue
+                    _raise_problem(facts, up[0], f"the iterable dataset of {request['opening']}")
+                    sizes, first = facts.get("sizes"), facts.get("first")
+                    num_own = len(range(request["part"], request["num_shards"], request["num_parts"]))
+                    if not isinstance(sizes, list) or [type(size) for size in [*sizes, first]] != [int] * (num_own + 1):
+                        raise WireError(f"The count from data host {up[0].name} is malformed: {str(facts)[:200]}.")
+                    return up[0].name, sizes, facts["first"]
+            self._closed.wait(_PERIOD_S)
+        raise DataServiceError("The training has ended.")
+
     def _pause(self, pending: Sequence[_Reply]) -> None:
         """Wait for the first reply; while no host is up, there is none to wait for."""
         if pending:
@@ -190,7 +271,7 @@ class SamplerOrders:
     def _compare_late(
         self, request: Mapping[str, Any], orders: Mapping[str, SamplerOrder], name: str, reply: _Reply
     ) -> None:
-        if reply.cancelled():
+        if self._closed.is_set():
             return
         if reply.exception() is not None:
             logger.warning("Could not get a sampler's order from data host %s: %s", name, reply.exception())
@@ -201,50 +282,59 @@ class SamplerOrders:
                 self._on_mismatch(error)
 
 
-def _request(link: HostLink, request: Mapping[str, Any]) -> SamplerOrder | None:
+def _list_request(facts: Mapping[str, Any]) -> dict[str, Any]:
+    request = {name: facts["template"][name] for name in _PASS}
+    part = {name: facts[name] for name in ("rank", "world_size", "drop_last")}
+    return {**request, **part, "batch_size": facts["batch_size"] or 0, "wants_keys": False}
+
+
+def _listed(link: HostLink, request: Mapping[str, Any]) -> SamplerOrder | None:
     """Return a host's order; None if the process that ran the sampler crashed."""
     while True:
         head, _, rest = link.sampler_order(request).partition(b"\n")
-        try:
-            facts = dict(json.loads(head))
-            num_keys = int(facts.get("num_keys", 0))
-            num_offsets = int(facts.get("num_offsets", 0))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise WireError(f"The sampler's order from data host {link.name} is malformed: {error}.") from error
+        facts = _parsed(link, head, "sampler's order")
         if "state" in facts:  # the sampler still runs
             continue
         if "lost" in facts:
             logger.warning("The process that ran a sampler on data host %s %s.", link.name, facts["lost"])
             return None
-        if "text" in facts:
-            source = "the iterable dataset" if request["num_shards"] else "the sampler"
-            place = f"data host {link.name}, {source} of {request['opening']}"
-            raise RemoteTransformError(with_place(facts["text"], place))
-        if "num_keys" not in facts or min(num_keys, num_offsets) < 0 or len(rest) != 8 * (num_keys + num_offsets):
+        _raise_problem(facts, link, f"the sampler of {request['opening']}")
+        num_keys = facts.get("num_keys", 0)
+        sizes: list[Any] = [facts.get("num_samples"), facts.get("num_batches"), num_keys]
+        if not all(type(size) is int and size >= 0 for size in sizes) or len(rest) % 8 or len(rest) < 8 * num_keys:
             raise WireError(
-                f"The sampler's order from data host {link.name} is malformed: {num_keys} keys and {num_offsets} "
-                f"offsets in {len(rest)} bytes."
+                f"The sampler's order from data host {link.name} is malformed: {head[:200]!r} and {len(rest)} bytes."
             )
         values = np.frombuffer(rest, "<i8")
-        return SamplerOrder(values[:num_keys], values[num_keys:] if num_offsets else None)
+        return SamplerOrder(sizes[0], sizes[1], str(facts.get("digest")), values[:num_keys], values[num_keys:])
+
+
+def _parsed(link: HostLink, data: bytes, what: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(data))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise WireError(f"The {what} from data host {link.name} is malformed: {error}.") from error
+
+
+def _raise_problem(facts: Mapping[str, Any], link: HostLink, source: str) -> None:
+    """Raise the error of the user's code, if that is what a host answers."""
+    if "error" not in facts:
+        return
+    kind = getattr(errors, str(facts["error"]), None)
+    if not (isinstance(kind, type) and issubclass(kind, DataServiceError)):
+        raise WireError(f"Data host {link.name} answered with an unknown error: {str(facts)[:200]}.")
+    text = str(facts.get("text"))
+    if kind is DataSettingsError:
+        raise DataSettingsError(text)
+    raise kind(with_place(text, ", ".join(filter(None, (f"data host {link.name}", facts.get("where"), source)))))
 
 
 def _compare(orders: Mapping[str, SamplerOrder], request: Mapping[str, Any]) -> None:
-    digests = {}
-    for name, (keys, offsets) in orders.items():
-        digests[name] = digest(keys if offsets is None else np.concatenate([keys, offsets]))
-    if len(set(digests.values())) <= 1:
-        return
-    if request["num_shards"]:
-        counts = {name: int(order.keys.sum()) for name, order in orders.items()}
+    digests = {name: order.digest for name, order in orders.items()}
+    if len(set(digests.values())) > 1:
         raise DataHostMismatchError(
-            f"The iterable dataset of {request['opening']} yields different batches on each data host (batches in all "
-            f"shards: {counts}). All hosts must see the same files. Random draws must come from the global generator "
-            "of random, NumPy or torch, which have the same seeds on all hosts."
+            f"The user's sampler of {request['opening']} yields a different order on each data host: {digests}. Random "
+            "draws must come from the global generator of random, NumPy or torch, or from a random generator in the "
+            "sampler's attributes, which have the same seeds on all hosts. The order must not depend on time, host "
+            "names or unordered sets."
         )
-    raise DataHostMismatchError(
-        f"The user's sampler of {request['opening']} yields a different order on each data host: {digests}. Random "
-        "draws must come from the global generator of random, NumPy or torch, or from a random generator in the "
-        "sampler's attributes, which have the same seeds on all hosts. The order must not depend on time, host names "
-        "or unordered sets."
-    )

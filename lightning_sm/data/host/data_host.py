@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import subprocess
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 
@@ -16,6 +17,8 @@ from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
 from lightning_sm.errors import DataServiceError
+
+_MAIN_PROCESS = "lightning_sm.data.host.main_process"
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 15.0
@@ -32,6 +35,8 @@ class DataHost:
         with DataHost(MyDataModule("data"), workers=4) as host:
             trainer.fit(model, RemoteDataModule(MyDataModule("data"), addresses=[host.address]))
 
+    Its processes import torch and Lightning, which takes as long as in the script. See ``preload``.
+
     Args:
         datamodule: The user's DataModule, of which no hook has run yet. The data host gets a copy.
         address: Where to listen: ``host:port`` (port 0: any free port), or ``unix:path``.
@@ -40,6 +45,9 @@ class DataHost:
         job: Name of the job; trainers must use the same name.
         name: Name of the host in messages. Default: its address.
     """
+
+    # Main processes that wait for their DataModule.
+    _preloaded: ClassVar[list[tuple[subprocess.Popen[bytes], MessageSocket]]] = []
 
     def __init__(
         self,
@@ -65,6 +73,34 @@ class DataHost:
         )
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: MessageSocket | None = None
+        self._is_listening = False
+
+    @classmethod
+    def preload(cls) -> None:
+        """Let a process for the next DataHost import what it needs while this script does so itself.
+
+        Call it before the script's own imports, once for each DataHost. The data host then has the environment
+        variables, the working directory and the module path of that moment::
+
+            from lightning_sm import DataHost, RemoteDataModule
+
+            DataHost.preload()
+
+            import torch
+
+        Raises:
+            NeedsLinuxError: This system is not Linux.
+        """
+        if not cls._preloaded:
+            atexit.register(cls._end_preloaded)
+        cls._preloaded.append(start_module(_MAIN_PROCESS))
+
+    @classmethod
+    def _end_preloaded(cls) -> None:
+        while cls._preloaded:
+            process, _ = cls._preloaded.pop()
+            process.kill()
+            process.wait()
 
     def __enter__(self) -> DataHost:
         """Start the processes, and wait until they listen.
@@ -74,22 +110,47 @@ class DataHost:
             DataServiceError: The address is taken, or the DataModule cannot be copied to another process.
             NeedsLinuxError: This system is not Linux.
         """
-        read_tls(self._settings.credentials)
-        self._process, self._socket = start_module("lightning_sm.data.host.main_process")
+        process, sock = self._start()
         try:
-            self._socket.send(
-                "serve", cloudpickle.dumps(_without_trainer(self._datamodule)), settings=asdict(self._settings)
-            )
-            message = self._socket.receive(_START_TIMEOUT_S)
+            message = sock.receive(_START_TIMEOUT_S)
+        except TimeoutError as error:
+            self.close()
+            raise DataServiceError(
+                f"The data host at {self.address} does not listen after {_START_TIMEOUT_S:g} s. Its process was "
+                "importing the modules of the DataModule, or copying it."
+            ) from error
         except BaseException:
             self.close()
             raise
         if message is None or message.kind != "listening":
             self.close()
-            text = describe_exit(self._process.wait()) if message is None else message.facts["text"]
+            text = describe_exit(process.wait()) if message is None else message.facts["text"]
             raise DataServiceError(f"The data host at {self.address} did not start:\n{text}")
         self.address = message.facts["address"]
+        self._is_listening = True
         return self
+
+    def start(self) -> None:
+        """Start the processes, and do not wait: clients connect to the address once they listen.
+
+        Raises:
+            DataSettingsError: A TLS file is missing or invalid.
+            NeedsLinuxError: This system is not Linux.
+        """
+        self._start()
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], MessageSocket]:
+        """Return the main process, and the connection to it."""
+        read_tls(self._settings.credentials)
+        self._process, self._socket = self._preloaded.pop(0) if self._preloaded else start_module(_MAIN_PROCESS)
+        try:
+            self._socket.send(
+                "serve", cloudpickle.dumps(_without_trainer(self._datamodule)), settings=asdict(self._settings)
+            )
+        except BaseException:
+            self.close()
+            raise
+        return self._process, self._socket
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -108,6 +169,11 @@ class DataHost:
         """Stop the processes of the host."""
         if self._process is None or self._socket is None:
             return
+        if not self._is_listening and self._process.poll() is None:
+            try:
+                self._socket.receive(0)
+            except TimeoutError:
+                self._process.kill()  # it still imports, and would notice only then
         with contextlib.suppress(OSError):
             self._socket.close()
         try:

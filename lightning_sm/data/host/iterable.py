@@ -98,11 +98,6 @@ class OpenShards:
             self._open[number].remove(shard)
             raise UserCodeError(f"batch {offset} of shard {number} of {num_shards}") from error
 
-    def count(self, num_shards: int, seed: int, epoch: int, pass_index: int) -> list[int]:
-        """Return the number of batches in every shard, by reading all of them."""
-        which = _Pass(seed, epoch, pass_index, num_shards)
-        return [self._new(which, number).count() for number in range(num_shards)]
-
     def _shard(self, which: _Pass, number: int, offset: int) -> _Shard:
         """Return the open iterator over a shard that is closest before an offset, or a new one."""
         shards = [shard for shard in self._open.get(number, ()) if shard.which == which][-_MAX_COPIES:]
@@ -183,13 +178,6 @@ class _Shard:
                 if self.next_offset > offset:
                     return samples
         return None
-
-    def count(self) -> int:
-        """Read to the end, and return the number of batches."""
-        with self.showing_worker_info(), self._random:
-            while self._take() is not None:
-                self.next_offset += 1
-        return self.next_offset
 
     @contextmanager
     def showing_worker_info(self) -> Iterator[None]:

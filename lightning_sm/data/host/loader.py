@@ -93,10 +93,8 @@ class ServedLoader:
             has_indices=order != "shards" and not self._is_positional,
         )
 
-    def sampler_order(
-        self, seed: int, epoch: int, pass_index: int, num_shards: int = 0
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Run the user's sampler for one pass; for an iterable dataset, count the batches instead.
+    def sampler_order(self, seed: int, epoch: int, pass_index: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Run the user's sampler for one pass.
 
         Call it in a fork: samplers keep state, and every data host must return the same order.
 
@@ -104,14 +102,11 @@ class ServedLoader:
             seed: Base of all random states.
             epoch: Epoch of the training, for ``set_epoch``.
             pass_index: Number of the pass within the epoch.
-            num_shards: Virtual shards of an iterable dataset.
 
         Returns:
             Keys, int64 of shape (samples,); for a batch sampler also the start of each batch, int64 of shape
-            (batches + 1,). For an iterable dataset the number of batches in every shard, int64 of shape (num_shards,).
+            (batches + 1,).
         """
-        if self.facts.order == "shards":
-            return np.array(self._shards.count(num_shards, seed, epoch, pass_index), np.int64), None
         batches = self._run_sampler(seed, epoch, pass_index)
         if self.facts.order == "sampler":
             return np.arange(len(batches)) if self._is_positional else np.array(batches, np.int64), None

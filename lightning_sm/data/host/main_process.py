@@ -6,6 +6,7 @@ itself, its children die with it.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -31,9 +32,10 @@ from lightning_sm.data.host.world import world_of_one
 from lightning_sm.data.ipc.messages import Finished, Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, fork, run_and_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
+from lightning_sm.data.plan.samples import BatchPlan, digest
 from lightning_sm.data.protocol.failures import describe_exception, first_line, with_place
 from lightning_sm.data.settings import HostSettings
-from lightning_sm.errors import DataServiceError
+from lightning_sm.errors import DataServiceError, DataSettingsError
 from lightning_sm.job.control_folder import announce
 from lightning_sm.job.stopping import GENTLE_SIGNAL
 
@@ -72,7 +74,8 @@ class HostProcess:
         self._selector = selectors.DefaultSelector()
         self._pidfds: dict[int, int] = {}  # by process id, of all children
         self._worker_pids: dict[int, int] = {}  # by worker id
-        self._current_ids: dict[int, int] = {}  # by worker number: the id of the worker to replace when it dies
+        # By opening and worker number: the id of the worker to replace when it dies.
+        self._current_ids: dict[tuple[str, int], int] = {}
         self._num_forks = 0
         self._server: MessageSocket  # of the newest server process
         self._server_starts = 0
@@ -218,7 +221,7 @@ class HostProcess:
             self._selector.unregister(self._server)
         self._server.close()
         self._start_server()
-        self._fork_workers()
+        self._fork_workers(self._module.loaders)
 
     def _open(self, request: dict[str, Any]) -> None:
         before = set(self._module.loaders)
@@ -227,8 +230,7 @@ class HostProcess:
             reply = self._module.open(request)
         finally:
             self._in_hook = False
-        if set(self._module.loaders) != before:
-            self._fork_workers()
+        self._fork_workers(set(self._module.loaders) - before)
         if "error" in reply:
             self._problem = reply
             logger.warning("%s failed; trainers get the error: %s", reply["where"], first_line(reply["text"]))
@@ -246,12 +248,16 @@ class HostProcess:
 
     # Forked children: workers and samplers
 
-    def _fork_workers(self) -> None:
-        if self._module.loaders:
-            for number in range(self._settings.workers):
-                self._fork_worker(number)
+    def _fork_workers(self, openings: Iterable[str]) -> None:
+        """Fork workers for loaders. Those of other loaders keep their caches and open files, and wait."""
+        live = self._module.loaders
+        self._current_ids = {place: worker for place, worker in self._current_ids.items() if place[0] in live}
+        for opening in openings:
+            # A hook may return an empty list.
+            for number in range(self._settings.workers if live[opening] else 0):
+                self._fork_worker(opening, number)
 
-    def _fork_worker(self, number: int) -> None:
+    def _fork_worker(self, opening: str, number: int) -> None:
         self._num_forks += 1
         worker_id = self._num_forks
         ring = Ring.create(_SLOTS_PER_WORKER, self._settings.max_batch_bytes)
@@ -261,7 +267,8 @@ class HostProcess:
             ours.close()  # a worker with its own copy of the other end would never see that end closed
             host = self._settings.name or self._settings.address
             num_workers = self._settings.workers
-            run_worker(theirs, ring, self._module.loaders, host=host, worker_id=number, num_workers=num_workers)
+            loaders = {opening: self._module.loaders[opening]}
+            run_worker(theirs, ring, loaders, host=host, worker_id=number, num_workers=num_workers)
 
         with ours, theirs:
             pid = self._fork(run)
@@ -270,46 +277,56 @@ class HostProcess:
                 fds=(ours.fileno(), ring.fd),
                 worker=worker_id,
                 number=number,
-                openings=list(self._module.loaders),
+                opening=opening,
+                live_openings=list(self._module.loaders),
                 num_slots=ring.num_slots,
                 slot_bytes=ring.slot_bytes,
             )
         ring.close()
         self._worker_pids[worker_id] = pid
-        self._current_ids[number] = worker_id
-        self._watch(pid, lambda status: self._on_worker_exit(worker_id, number, status))
+        self._current_ids[opening, number] = worker_id
+        self._watch(pid, lambda status: self._on_worker_exit(worker_id, opening, number, status))
 
-    def _on_worker_exit(self, worker_id: int, number: int, status: int) -> None:
+    def _on_worker_exit(self, worker_id: int, opening: str, number: int, status: int) -> None:
         del self._worker_pids[worker_id]
         was_sent = self._send("lost", worker=worker_id, why=describe_exit(status))
-        # Other workers exit on purpose: when newer loaders were opened, or when their server process died.
-        if self._outcome is None and self._current_ids[number] == worker_id and was_sent:
+        # Other workers exit on purpose: when their loaders were replaced, or when their server process died.
+        is_needed = opening in self._module.loaders and self._current_ids.get((opening, number)) == worker_id
+        if self._outcome is None and is_needed and was_sent:
             logger.warning("Worker %d %s. Starting a new one.", number, describe_exit(status))
-            self._fork_worker(number)
+            self._fork_worker(opening, number)
 
     def _run_sampler(self, request: dict[str, Any]) -> None:
         """Run a sampler in a fork: every host starts from the same state, and nothing waits for the sampler."""
         fd = os.memfd_create("lightning_sm_sampler_order", os.MFD_CLOEXEC)
 
         def run() -> None:
+            head: dict[str, Any]
             with os.fdopen(os.dup(fd), "wb") as file:
                 try:
                     loader = self._module.loaders[request["opening"]][request["loader"]]
-                    keys, offsets = loader.sampler_order(
-                        request["seed"], request["epoch"], request["pass_index"], request["num_shards"]
-                    )
+                    keys, offsets = loader.sampler_order(request["seed"], request["epoch"], request["pass_index"])
+                    num_batches = BatchPlan(keys, offsets, 0, 1).num_steps  # raises if a batch is empty
+                except DataSettingsError as error:
+                    head = {"error": "DataSettingsError", "text": str(error)}
                 except Exception as error:  # noqa: BLE001  # the error of the user's sampler is sent to the trainers
-                    file.write(json.dumps({"text": describe_exception(error)}).encode() + b"\n")
-                    return
-                sizes = {"num_keys": len(keys), "num_offsets": 0 if offsets is None else len(offsets)}
-                file.write(json.dumps(sizes).encode() + b"\n")
-                for part in (keys, offsets):
-                    if part is not None:
-                        file.write(np.ascontiguousarray(part, "<i8").tobytes())
+                    head = {"error": "RemoteTransformError", "text": describe_exception(error)}
+                else:
+                    parts = [keys] if offsets is None else [keys, offsets]
+                    head = {
+                        "num_samples": len(keys),
+                        "num_batches": num_batches,
+                        "num_offsets": 0 if offsets is None else len(offsets),
+                        "digest": digest(np.concatenate(parts)),
+                    }
+                file.write(json.dumps(head).encode() + b"\n")
+                if "digest" in head:
+                    for part in parts:
+                        file.write(np.ascontiguousarray(part, "<i8").data)
 
         def on_exit(status: int) -> None:
             why = describe_exit(status) if status else None
-            self._send("sampler_order", fds=(fd,), key=request["key"], why=why)
+            self._send("sampler_order", fds=(fd,), **request, why=why)
             os.close(fd)
 
         self._watch(self._fork(run), on_exit)
@@ -364,6 +381,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     show_log_lines()
     owner = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
+    # It takes most of the time that either Lightning needs for its import, here perhaps before the DataModule comes.
+    importlib.import_module("torchmetrics")
     message = owner.receive()
     if message is None:
         return

@@ -37,6 +37,7 @@ _MAX_OBJECTS = 10_000
 _MAX_ITEMS = 64
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 
 
@@ -103,10 +104,10 @@ class Seeding:
         finally:
             self._note_use()
             if self._objects is None:  # not before the first batch, which may open files
-                self._objects = _changeable(owners)
+                self._objects = _state_of(owners)
             elif self._seeds_left <= 0:
                 self._is_on_trial = False
-                self._use(self._used if _changeable(owners) == self._objects else GENERATORS)
+                self._use(self._used if _state_of(owners) == self._objects else GENERATORS)
 
     def _seed_on_trial(self, seed: int) -> None:
         self._note_use()
@@ -134,23 +135,26 @@ def watch_readers() -> None:
         setattr(module, name, watched(generator, getattr(module, name)))
 
 
-def _changeable(owners: Iterable[object]) -> list[object]:
+def _state_of(owners: Iterable[object]) -> list[object]:
     """Return what code could have changed in its objects: plain values, sizes of containers, states of generators."""
     found: list[object] = []
     seen: set[int] = set()
     queue = deque(owners)
     while queue and len(seen) < _MAX_OBJECTS:
-        value = queue.popleft()
+        value: Any = queue.popleft()
         if isinstance(value, _PLAIN):
             found.append(value)
         elif id(value) not in seen and not isinstance(value, (type, FunctionType, ModuleType)):
             seen.add(id(value))
-            if isinstance(value, _GENERATORS):
-                found.append(pickle.dumps(value))
-            elif isinstance(value, (list, tuple, set, frozenset, deque, dict)):
-                found.append(len(value))
-                if len(value) <= _MAX_ITEMS:
-                    queue.extend(value.values() if isinstance(value, dict) else value)
-            else:
-                queue.extend(getattr(value, "__dict__", {}).values())
+            try:
+                if isinstance(value, _GENERATORS):
+                    found.append(pickle.dumps(value))
+                elif type(value) in _CONTAINERS:
+                    found.append(len(value))
+                    if len(value) <= _MAX_ITEMS:
+                        queue.extend(value.values() if isinstance(value, dict) else value)
+                else:
+                    queue.extend(getattr(value, "__dict__", {}).values())
+            except Exception:  # noqa: BLE001  # of the user's classes, or of a generator on a GPU
+                found.append(object())  # what cannot be looked at may change
     return found

@@ -37,7 +37,55 @@ def num_steps(num_samples: int, batch_size: int | None, *, drop_last: bool, worl
     return full + (tail > 0 and (tail >= world_size or full == 0))
 
 
-class SamplePlan:
+class _Plan:
+    """One rank's part of one pass: for each step, an interval of an order.
+
+    Attributes:
+        num_steps: Steps of the pass, the same on every rank.
+    """
+
+    def __init__(self, order: Order, num_steps: int, step_samples: int) -> None:
+        self.num_steps = num_steps
+        self._order = order
+        self._block_steps = max(1, _BLOCK_SAMPLES // max(1, step_samples))
+        self._blocks: dict[int, list[IndexArray]] = {}  # the last used is last
+
+    def batch(self, step: int) -> IndexArray:
+        """Return this rank's indices at a step, never empty.
+
+        Raises:
+            IndexError: The pass has no such step.
+        """
+        if not 0 <= step < self.num_steps:
+            raise IndexError(f"Step {step} does not exist (number of steps in the pass: {self.num_steps}).")
+        number, place = divmod(step, self._block_steps)
+        self._blocks[number] = self._blocks.pop(number, []) or self._block(number)
+        while len(self._blocks) > _NUM_BLOCKS:
+            del self._blocks[next(iter(self._blocks))]
+        return self._blocks[number][place]
+
+    def batches(self) -> tuple[IndexArray, IndexArray]:
+        """Return the indices of all steps of this rank, and where each step begins in them and the last one ends."""
+        return self._read(np.arange(self.num_steps))
+
+    def _block(self, number: int) -> list[IndexArray]:
+        first = number * self._block_steps
+        indices, offsets = self._read(np.arange(first, min(first + self._block_steps, self.num_steps)))
+        return np.split(indices, offsets[1:-1])
+
+    def _read(self, steps: IndexArray) -> tuple[IndexArray, IndexArray]:
+        starts, sizes = self._intervals(steps)
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], sizes)
+        # With drop_last, the only step of a pass may repeat samples.
+        return self._order[positions % max(1, len(self._order))], offsets
+
+    def _intervals(self, steps: IndexArray) -> tuple[IndexArray, IndexArray]:
+        """Return where in the order each of some steps begins, and how many samples it has."""
+        raise NotImplementedError
+
+
+class SamplePlan(_Plan):
     """One rank's part of one pass over an order of samples.
 
     Step k is the k-th global batch of the order, and each rank takes a contiguous slice of it. Without ``drop_last``
@@ -54,9 +102,6 @@ class SamplePlan:
         rank: Global rank among the trainers.
         world_size: Number of trainer ranks.
 
-    Attributes:
-        num_steps: Steps of the pass, the same on every rank.
-
     Raises:
         ValueError: An argument is out of range, or ``order`` is not a list of integers.
     """
@@ -67,43 +112,26 @@ class SamplePlan:
         check_rank(rank, world_size)
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} is not a positive number.")
-        self._order = _as_order(order)
+        order = _as_order(order)
+        super().__init__(
+            order, num_steps(len(order), batch_size, drop_last=drop_last, world_size=world_size), batch_size
+        )
         self._rank = rank
         self._world_size = world_size
-        self._global_batch_size = batch_size * world_size
-        self.num_steps = num_steps(len(self._order), batch_size, drop_last=drop_last, world_size=world_size)
-        self._stop = self.num_steps * self._global_batch_size if drop_last else len(self._order)
-        self._block_steps = max(1, _BLOCK_SAMPLES // batch_size)
-        self._blocks: dict[int, list[IndexArray]] = {}  # the last used is last
+        self._batch_size = batch_size
+        self._stop = self.num_steps * batch_size * world_size if drop_last else len(order)
 
-    def batch(self, step: int) -> IndexArray:
-        """Return this rank's indices at a step, never empty.
-
-        Raises:
-            IndexError: The pass has no such step.
-        """
-        _check_step(step, self.num_steps)
-        number, place = divmod(step, self._block_steps)
-        self._blocks[number] = self._blocks.pop(number, []) or self._block(number)
-        while len(self._blocks) > _NUM_BLOCKS:
-            del self._blocks[next(iter(self._blocks))]
-        return self._blocks[number][place]
-
-    def _block(self, number: int) -> list[IndexArray]:
-        first = number * self._block_steps
-        positions = [self._positions(step) for step in range(first, min(first + self._block_steps, self.num_steps))]
-        # With drop_last, the only step of a pass may repeat samples.
-        indices = self._order[np.concatenate(positions) % len(self._order)]
-        return np.split(indices, np.cumsum([len(part) for part in positions[:-1]]))
-
-    def _positions(self, step: int) -> IndexArray:
-        start = step * self._global_batch_size
-        stop = self._stop if step == self.num_steps - 1 else start + self._global_batch_size
-        share = _share(range(start, stop), self._rank, self._world_size)
-        return np.arange(share.start, share.stop)
+    def _intervals(self, steps: IndexArray) -> tuple[IndexArray, IndexArray]:
+        sizes = np.full(len(steps), self._batch_size)
+        starts = steps * self._batch_size * self._world_size + self._rank * self._batch_size
+        if len(steps) and steps[-1] == self.num_steps - 1:
+            begin = int(steps[-1]) * self._batch_size * self._world_size
+            last = _share(range(begin, self._stop), self._rank, self._world_size)
+            starts[-1], sizes[-1] = last.start, len(last)
+        return starts, sizes
 
 
-class BatchPlan:
+class BatchPlan(_Plan):
     """One rank's part of one pass over batches that the user's code has made, and that stay as they are.
 
     Step k of rank r is batch ``k * world_size + r``. A last group with fewer batches than ranks is one more step, in
@@ -115,9 +143,6 @@ class BatchPlan:
         rank: Global rank among the trainers.
         world_size: Number of trainer ranks.
 
-    Attributes:
-        num_steps: Steps of the pass, the same on every rank.
-
     Raises:
         DataSettingsError: The batch sampler returned an empty batch.
         ValueError: An argument is out of range, or ``offsets`` does not cut ``flat`` into batches.
@@ -125,26 +150,25 @@ class BatchPlan:
 
     def __init__(self, flat: Order | Sequence[int], offsets: IndexArray | None, rank: int, world_size: int) -> None:
         check_rank(rank, world_size)
-        self._flat = _as_order(flat)
+        flat = _as_order(flat)
         self._offsets = None if offsets is None else _as_indices(offsets)
         if self._offsets is not None:
-            _check_offsets(self._offsets, len(self._flat))
-        self._num_batches = len(self._flat) if self._offsets is None else len(self._offsets) - 1
+            _check_offsets(self._offsets, len(flat))
+        self._num_batches = len(flat) if self._offsets is None else len(self._offsets) - 1
+        super().__init__(
+            flat,
+            num_steps(self._num_batches, None, drop_last=False, world_size=world_size),
+            len(flat) // max(1, self._num_batches),
+        )
         self._rank = rank
         self._world_size = world_size
-        self.num_steps = num_steps(self._num_batches, None, drop_last=False, world_size=world_size)
 
-    def batch(self, step: int) -> IndexArray:
-        """Return this rank's indices at a step, never empty.
-
-        Raises:
-            IndexError: The pass has no such step.
-        """
-        _check_step(step, self.num_steps)
-        first = step * self._world_size
-        number = first + self._rank % min(self._world_size, self._num_batches - first)
-        bounds = (number, number + 1) if self._offsets is None else self._offsets[number : number + 2]
-        return self._flat[np.arange(*bounds)]
+    def _intervals(self, steps: IndexArray) -> tuple[IndexArray, IndexArray]:
+        first = steps * self._world_size
+        numbers = first + self._rank % np.minimum(self._world_size, self._num_batches - first)
+        if self._offsets is None:
+            return numbers, np.ones_like(numbers)
+        return self._offsets[numbers], self._offsets[numbers + 1] - self._offsets[numbers]
 
 
 def digest(array: IndexArray) -> str:
@@ -182,11 +206,6 @@ def _share(values: range, rank: int, world_size: int) -> range:
     size, extra = divmod(len(values), world_size)
     start = rank * size + min(rank, extra)
     return values[start : start + size + (rank < extra)]
-
-
-def _check_step(step: int, num_steps: int) -> None:
-    if not 0 <= step < num_steps:
-        raise IndexError(f"Step {step} does not exist (number of steps in the pass: {num_steps}).")
 
 
 def _check_offsets(offsets: IndexArray, size: int) -> None:

@@ -6,8 +6,8 @@ so: a step behind the end of its shard has no batch, and is skipped. Pure rules.
 
 from __future__ import annotations
 
-import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +18,10 @@ from lightning_sm.data.plan.samples import check_rank
 from lightning_sm.errors import DataSettingsError, WireError
 
 # Divides evenly over 1, 2, 4, 8 or 16 ranks or data workers, so that these cluster shapes read the same shards.
-_MIN_SHARDS = 16
+_COMMON = 16
+# For each rank, or for as many workers. A shard is read by one worker: with a few shards for each worker all have about
+# as many, and with one shard for each rank only so many workers would work. More would end with more small batches.
+_SHARDS_EACH = 8
 
 # More steps than any pass has.
 _NO_END = 1 << 62
@@ -26,99 +29,14 @@ _NO_END = 1 << 62
 
 def default_num_shards(world_size: int) -> int:
     """Return the number of virtual shards to use when the user sets none."""
-    return math.lcm(_MIN_SHARDS, world_size)
+    return math.lcm(_COMMON, world_size) * _SHARDS_EACH
 
 
 def shard_steps(counts: Sequence[int], world_size: int) -> tuple[int, int]:
     """Return how many steps every rank can take over shards with these numbers of batches, and the batches left out."""
-    _check_shards(len(counts), world_size)
+    check_shards(len(counts), world_size)
     steps = min(sum(counts[rank::world_size]) for rank in range(world_size))
     return steps, sum(counts) - steps * world_size
-
-
-class ShardPlan:
-    """One rank's requests to an iterable dataset that is cut into virtual shards, each with a cursor of its own.
-
-    A rank owns every ``world_size``-th shard and requests one batch of each in turn. Requests are numbered by tickets.
-    ``ended`` records where a shard ends; its later tickets are empty.
-
-    Args:
-        num_shards: Virtual shards of the dataset.
-        rank: Global rank among the trainers.
-        world_size: Number of trainer ranks.
-
-    Raises:
-        DataSettingsError: ``num_shards`` is not a multiple of ``world_size``.
-    """
-
-    def __init__(self, num_shards: int, rank: int, world_size: int) -> None:
-        check_rank(rank, world_size)
-        _check_shards(num_shards, world_size)
-        self._rank = rank
-        self._world_size = world_size
-        self._num_own = num_shards // world_size
-        self._ends: dict[int, int] = {}
-
-    def ticket(self, number: int) -> tuple[int, int]:
-        """Return the shard that a ticket requests, and the offset of the batch in it."""
-        offset, position = divmod(number, self._num_own)
-        return self._rank + position * self._world_size, offset
-
-    def ended(self, shard: int, offset: int) -> None:
-        """Record that a shard has no batch at ``offset`` or later; of several offsets the smallest counts."""
-        self._ends[shard] = min(offset, self._ends.get(shard, offset))
-
-    def is_empty(self, number: int) -> bool:
-        """Return whether a ticket is known to have no batch, so that it need not be requested."""
-        shard, offset = self.ticket(number)
-        return shard in self._ends and offset >= self._ends[shard]
-
-    def last_ticket(self) -> int | None:
-        """Return the last ticket that has a batch; -1 if no shard has any, None while a shard's end is unknown."""
-        if self.num_batches is None:
-            return None
-        lasts = ((end - 1) * self._num_own + shard // self._world_size for shard, end in self._ends.items())
-        return max(-1, *lasts)
-
-    @property
-    def num_batches(self) -> int | None:
-        """Batches in all shards of this rank; None while a shard's end is unknown."""
-        return sum(self._ends.values()) if len(self._ends) == self._num_own else None
-
-    def end(self, shard: int) -> int | None:
-        """Return the number of batches in a shard; None while it is unknown."""
-        return self._ends.get(shard)
-
-    def next_ticket(self, number: int) -> int | None:
-        """Return the first ticket from ``number`` on that is not known to be empty; None if all are."""
-        last = self.last_ticket()
-        if last is not None and number > last:
-            return None
-        return next(ticket for ticket in itertools.count(number) if not self.is_empty(ticket))
-
-    def sizes_before(self, number: int) -> dict[int, int]:
-        """Return for each shard of this rank how many batches the tickets below ``number`` stand for."""
-        sizes = {}
-        for position in range(self._num_own):
-            shard = self._rank + position * self._world_size
-            num_tickets = max(0, -(-(number - position) // self._num_own))
-            sizes[shard] = min(num_tickets, self._ends.get(shard, num_tickets))
-        return sizes
-
-    def ticket_of(self, batch: int) -> int | None:
-        """Return the ticket of a batch, counted over all shards of this rank; None if they are known to have fewer."""
-        if self.num_batches is not None and batch >= self.num_batches:
-            return None
-        # Each round of tickets has at least one batch, until all shards have ended.
-        low = batch
-        high = (batch + 1) * self._num_own
-        while low < high:
-            middle = (low + high) // 2
-            if sum(self.sizes_before(middle + 1).values()) > batch:
-                high = middle
-            else:
-                low = middle + 1
-        return low
 
 
 class _Step(NamedTuple):
@@ -130,7 +48,10 @@ class _Step(NamedTuple):
 
 
 class ShardSteps:
-    """Steps in the order in which they are requested and delivered, without those that are known to be empty.
+    """One rank's steps over its shards, in the order in which they are requested and delivered.
+
+    A rank owns every ``world_size``-th shard, and takes one batch of each in turn. Batches that are known not to exist
+    are no steps; other steps turn out to be empty. Internally, tickets number all batches as if no shard ended.
 
     A pass that resumes in the middle first probes the lengths of the shards: batch k is ticket k only if no shard
     ended before it. The probes cost nothing, as the shards have to be opened and skipped to that offset anyway.
@@ -141,13 +62,19 @@ class ShardSteps:
         world_size: Number of trainer ranks.
         first: Batches of the pass that were delivered before.
         stop: Batches after which the pass ends; None: at the end of the shards.
+
+    Raises:
+        DataSettingsError: ``num_shards`` is not a multiple of ``world_size``.
     """
 
     num_steps: int | None = None  # unknown until all shards have ended
 
     def __init__(self, num_shards: int, rank: int, world_size: int, first: int = 0, stop: int | None = None) -> None:
+        check_rank(rank, world_size)
+        check_shards(num_shards, world_size)
         self._num_shards = num_shards
-        self._plan = ShardPlan(num_shards, rank, world_size)
+        self._shards = range(rank, num_shards, world_size)
+        self._ends: dict[int, int] = {}  # batches in the shards whose ends are known
         self._first = first
         self._stop = stop
         self._steps: dict[int, _Step] = {}
@@ -185,7 +112,7 @@ class ShardSteps:
         if end is None:
             self._min_sizes[shard] = offset + 1
         else:
-            self._plan.ended(shard, end)
+            self._ends[shard] = min(end, self._ends.get(shard, end))
         if not self._open_probes:
             self._move_to(self._ticket)
             return
@@ -223,7 +150,7 @@ class ShardSteps:
     @property
     def num_batches(self) -> int | None:
         """Batches in all shards of this rank; None while a shard's end is unknown."""
-        return self._plan.num_batches
+        return sum(self._ends.values()) if len(self._ends) == len(self._shards) else None
 
     def forget(self, step: int) -> None:
         """Free the memory of all steps below one, which the caller no longer needs."""
@@ -234,7 +161,7 @@ class ShardSteps:
         while self._next_step <= step:
             if self._ticket is None:
                 raise AssertionError("steps behind the end are never requested")
-            self._add(_Step(*self._plan.ticket(self._ticket), is_wanted=True))
+            self._add(self._step_of(self._ticket))
             self._move_to(self._ticket + 1)
         return self._steps[step]
 
@@ -242,26 +169,48 @@ class ShardSteps:
         self._steps[self._next_step] = step
         self._next_step += 1
 
+    def _step_of(self, ticket: int) -> _Step:
+        offset, position = divmod(ticket, len(self._shards))
+        return _Step(self._shards[position], offset, is_wanted=True)
+
     def _move_to(self, ticket: int | None) -> None:
-        self._ticket = None if ticket is None else self._plan.next_ticket(ticket)
+        """Continue with the first ticket from one on that is not known to be empty, if there is any."""
+        is_known = self.num_batches is not None
+        stop = max(self._ends.values()) * len(self._shards) if is_known else _NO_END
+        while ticket is not None and self._is_empty(self._step_of(ticket)):
+            ticket = ticket + 1 if ticket < stop else None
+        self._ticket = ticket
 
     def _is_empty(self, step: _Step) -> bool:
-        end = self._plan.end(step.shard)
-        return not step.is_wanted or (end is not None and step.offset >= end)
+        return not step.is_wanted or step.offset >= self._ends.get(step.shard, _NO_END)
+
+    def _num_before(self, offset: int) -> int:
+        """Return how many batches the shards have below an offset, as far as their ends are known."""
+        return sum(min(offset, self._ends.get(shard, offset)) for shard in self._shards)
 
     def _locate_first(self) -> None:
         """Find the ticket of the first batch from the known ends, or probe the shards whose ends are missing for it."""
-        ticket = self._plan.ticket_of(self._first)
-        sizes = {} if ticket is None else self._plan.sizes_before(ticket)
-        for shard, size in sizes.items():
-            if self._plan.end(shard) is None and size > self._min_sizes.get(shard, 0):
+        if self.num_batches is not None and self._first >= self.num_batches:
+            return
+        # Below each further offset is at least one batch more, until all shards have ended.
+        offset = bisect_right(range(self._first + 2), self._first, key=self._num_before) - 1
+        places = [place for place, shard in enumerate(self._shards) if offset < self._ends.get(shard, _NO_END)]
+        first = places[self._first - self._num_before(offset)]
+        for place, shard in enumerate(self._shards):
+            size = offset + (place < first)
+            if shard not in self._ends and size > self._min_sizes.get(shard, 0):
                 self._open_probes.add(self._next_step)
                 self._add(_Step(shard, size - 1, is_wanted=False))
         if not self._open_probes:
-            self._ticket = ticket
+            self._ticket = offset * len(self._shards) + first
 
 
-def _check_shards(num_shards: int, world_size: int) -> None:
+def check_shards(num_shards: int, world_size: int) -> None:
+    """Check that shards divide evenly over the ranks.
+
+    Raises:
+        DataSettingsError: They do not.
+    """
     if num_shards < 1 or num_shards % world_size:
         nearest = max(1, math.ceil(num_shards / world_size)) * world_size
         raise DataSettingsError(

@@ -29,7 +29,14 @@ _MAX_CONTAINERS = 1 << 18
 _MAX_NAME_CHARS = 512
 _LONG_TEXTS = ("outcome", "state")
 _MAX_TRAINER_FACTS = 64
-_RANGES = {"world_size": (1, 1 << 16), "num_shards": (0, MAX_SHARDS), "loader": (0, 1 << 16)}
+_RANGES = {
+    "world_size": (1, 1 << 16),
+    "num_shards": (1, MAX_SHARDS),
+    "part": (0, 1 << 16),
+    "num_parts": (1, 1 << 16),
+    "loader": (0, 1 << 16),
+    "batch_size": (0, 1 << 32),
+}
 
 # What a data host tells about the work of its workers, see ``WorkerPool.state``.
 _WORK = ("busy_s", "capacity_s", "built", "built_s")
@@ -104,7 +111,12 @@ OPEN = Call(
         "trainer": dict,
     },
 )
-LIST = Call("List", {"opening": str, "loader": int, "seed": int, "epoch": int, "pass_index": int, "num_shards": int})
+_PASS = {"opening": str, "loader": int, "seed": int, "epoch": int, "pass_index": int}
+# The order of a sampler: its size and digest, and if it is wanted, the part of a rank. Batch size 0: a key is a batch.
+_PART = {"rank": int, "world_size": int, "batch_size": int, "drop_last": bool, "wants_keys": bool}
+LIST = Call("List", {**_PASS, **_PART})
+# The batches in the shards of an iterable dataset that are one of several parts.
+COUNT = Call("Count", {**_PASS, "num_shards": int, "part": int, "num_parts": int})
 # A rank's figures, once it trains; rank 0 wants those of all ranks.
 HEARTBEAT = Call("Heartbeat", {"client": str, "world_size": int}, {"figures": dict, "wants_figures": bool})
 FINISH = Call("Finish", {"client": str, "outcome": str})

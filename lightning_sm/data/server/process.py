@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import queue
 import signal
 import socket
@@ -13,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -27,6 +26,8 @@ from lightning_sm.data.protocol.calls import Call
 from lightning_sm.data.protocol.frames import MAX_STRUCTURE_BYTES, FrameKind, RunHeader, frame, frames
 from lightning_sm.data.protocol.spec import CHUNK_BYTES, RunSpec
 from lightning_sm.data.server.leases import Leases, is_success
+from lightning_sm.data.server.sampler_orders import SamplerOrders
+from lightning_sm.data.server.shard_counts import ShardCounts
 from lightning_sm.data.server.worker_pool import Affinity, Answer, Ended, Failed, Produced, Task, WorkerPool
 from lightning_sm.data.settings import MAX_SHARDS, HostSettings
 from lightning_sm.errors import DataHostMismatchError, DataSettingsError, WireError
@@ -40,11 +41,8 @@ _MAX_THREADS = 2048
 # A call that waits for the user's setup() answers "not yet" after this time, so that the trainer can log it.
 _CALL_TIMEOUT_S = 5.0
 
-# Ranks are at most an epoch apart, and an epoch has one order per loader. For a slower rank the sampler runs again.
-_MAX_SAMPLER_ORDERS = 32
-
-# The user's hooks run one after the other, and a sampler in a process of its own: what is not finished yet is bounded.
-# Trainers have a handful of stages, and a few loaders for each.
+# The user's hooks run one after the other, a sampler in a process of its own, and counts in the workers: what is not
+# finished yet is bounded. Trainers have a handful of stages, and a few loaders for each.
 _MAX_RUNNING = 32
 
 # A traceback may contain the repr of a dataset; its end has the error.
@@ -56,12 +54,6 @@ _MAX_SHARED_MESSAGE_BYTES = 256 << 10
 
 # Most time that stopping takes: trainers are notified that this host exits.
 _STOP_TIMEOUT_S = 1.0
-
-
-@dataclass
-class _SamplerOrder:
-    data: bytes = b""  # empty while the sampler runs
-    has_crashed: bool = False
 
 
 class ServerProcess:
@@ -83,12 +75,14 @@ class ServerProcess:
         self._changed = threading.Condition()
         self._requested: set[str] = set()
         self._opened: dict[str, dict[str, Any]] = {}
-        self._sampler_orders: dict[str, _SamplerOrder] = {}
+        self._sampler_orders = SamplerOrders(lambda facts: self._send("run_sampler", **facts))
+        self._shard_counts = ShardCounts(self._pool)
         self._streams: set[_Stream] = set()
         self._figures: dict[str, Any] = {}  # by trainer rank
         handlers = {
             "Open": grpc.unary_unary_rpc_method_handler(self._open),
             "List": grpc.stream_stream_rpc_method_handler(self._list),
+            "Count": grpc.unary_unary_rpc_method_handler(self._count),
             "Fetch": grpc.stream_stream_rpc_method_handler(self._fetch),
             "Heartbeat": grpc.unary_unary_rpc_method_handler(self._heartbeat),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
@@ -144,26 +138,13 @@ class ServerProcess:
                 self._opened[opening] = facts
                 self._changed.notify_all()
         elif message.kind == "sampler_order":
-            self._keep_sampler_order(message)
+            self._sampler_orders.take(message.facts, message.fds[0])
 
     def _forget_other_runs(self, opening: str) -> None:
         """Forget the loaders of a run that is over; if a trainer asks for them again, so does this process."""
         run = opening.partition("/")[0]
         self._opened = {name: facts for name, facts in self._opened.items() if name.partition("/")[0] == run}
         self._requested = {name for name in self._requested if name in self._opened or name.partition("/")[0] == run}
-
-    def _keep_sampler_order(self, message: Message) -> None:
-        with os.fdopen(message.fds[0], "rb") as file:
-            file.seek(0)
-            order = _SamplerOrder(file.read())
-        if message.facts["why"]:
-            order = _SamplerOrder(json.dumps({"lost": message.facts["why"]}).encode(), has_crashed=True)
-        with self._changed:
-            self._sampler_orders.pop(message.facts["key"], None)  # the newest is the last
-            self._sampler_orders[message.facts["key"]] = order
-            while len(self._sampler_orders) > _MAX_SAMPLER_ORDERS:
-                del self._sampler_orders[next(iter(self._sampler_orders))]
-            self._changed.notify_all()
 
     def _send(self, kind: str, **facts: Any) -> None:
         try:
@@ -190,25 +171,30 @@ class ServerProcess:
         return json.dumps(reply or {"state": "opening"}).encode()
 
     def _list(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        facts = _parse(calls.LIST, next(requests, b""), context)
-        key = json.dumps(facts, sort_keys=True)
-        with self._changed:
-            if key not in self._sampler_orders:
-                if facts["loader"] >= len(self._opened.get(facts["opening"], {}).get("loaders", [])):
-                    context.abort(grpc.StatusCode.NOT_FOUND, self._not_open(facts["opening"], facts["loader"]))
-                running = [order for order in self._sampler_orders.values() if not order.data]
-                self._check_number("List", len(running), context)
-                self._sampler_orders[key] = _SamplerOrder()
-                self._send("run_sampler", key=key, **facts)
-            self._changed.wait_for(
-                lambda: key in self._sampler_orders and self._sampler_orders[key].data, _CALL_TIMEOUT_S
-            )
-            order = self._sampler_orders.get(key, _SamplerOrder())
-            if order.has_crashed:  # the sampler runs again for the next trainer that asks
-                del self._sampler_orders[key]
-        answer = order.data or json.dumps({"state": "listing"}).encode()
-        for start in range(0, len(answer), CHUNK_BYTES):
-            yield answer[start : start + CHUNK_BYTES]
+        facts = self._parse_for_loader(calls.LIST, next(requests, b""), context, self._sampler_orders)
+        try:
+            yield from self._sampler_orders.answer(facts, _CALL_TIMEOUT_S)
+        except ValueError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    def _count(self, request: bytes, context: Any) -> bytes:
+        facts = self._parse_for_loader(calls.COUNT, request, context, self._shard_counts)
+        return json.dumps(self._shard_counts.answer(facts, _CALL_TIMEOUT_S, context.is_active)).encode()
+
+    def _parse_for_loader(
+        self, call: Call, request: bytes, context: Any, runs: SamplerOrders | ShardCounts
+    ) -> dict[str, Any]:
+        """Parse a request that runs code of a loader, and check that this is open and that not too many run."""
+        facts = _parse(call, request, context)
+        loaders = self._opened.get(facts["opening"], {}).get("loaders", [])
+        if facts["loader"] >= len(loaders):
+            context.abort(grpc.StatusCode.NOT_FOUND, self._not_open(facts["opening"], facts["loader"]))
+        if (loaders[facts["loader"]]["order"] == "shards") is not (call is calls.COUNT):
+            why = f"{call.name} request for {loaders[facts['loader']]['name']}, whose order is another"
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
+        if not runs.is_known(facts):
+            self._check_number(call.name, runs.num_running, context)
+        return facts
 
     def _fetch(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         stream = _Stream(self._pool)

@@ -83,7 +83,7 @@ class Task:
 
     Attributes:
         client: Who sent it; workers are shared fairly between clients.
-        opening: Name of the request that opened the loader; only workers that were forked after it have the loader.
+        opening: Name of the request that opened the loader; each has workers of its own.
         payload: The encoded ``RunSpec``.
         answer: Called once with the outcome, from any thread; must not block.
         affinity: Tasks of the same virtual shard go to the same worker, which has its iterator.
@@ -101,7 +101,7 @@ class Task:
 class _State(Enum):
     STARTING = auto()
     READY = auto()
-    RETIRED = auto()  # a newer worker has its number: it finishes its task, and gets no other
+    RETIRED = auto()  # its loaders are not needed any more: it finishes its task, and gets no other
 
 
 class _Worker:
@@ -109,7 +109,7 @@ class _Worker:
         sock, ring = message.fds
         self.id: int = message.facts["worker"]
         self.number: int = message.facts["number"]
-        self.openings = frozenset(message.facts["openings"])
+        self.opening: str = message.facts["opening"]
         self.socket = MessageSocket(socket.socket(fileno=sock))
         self.ring = Ring(ring, message.facts["num_slots"], message.facts["slot_bytes"])
         self.free_slots = list(range(self.ring.num_slots))
@@ -215,21 +215,20 @@ class WorkerPool:
                     self._wake()
 
     def add(self, message: Message) -> None:
-        """Add a worker, and retire the one that had its number: that one lacks the newest loaders.
+        """Add a worker, and retire those whose loaders are not open any more.
 
         Args:
             message: Facts, socket and ring of the worker.
         """
         worker = _Worker(message)
+        live = set(message.facts["live_openings"])
         with self._lock:
             for other in list(self._workers.values()):
-                if other.number == worker.number:
+                if other.opening not in live:
                     other.state = _State.RETIRED
                     self._close_if_retired(other)
             self._workers[worker.id] = worker
-            self._shard_workers = {
-                shard: number for shard, number in self._shard_workers.items() if shard[0] in worker.openings
-            }
+            self._shard_workers = {shard: number for shard, number in self._shard_workers.items() if shard[0] in live}
             self._selector.register(worker.socket, selectors.EVENT_READ, worker)
             self._wake()
 
@@ -266,10 +265,10 @@ class WorkerPool:
         workers in times of demand ("capacity_s"), "busy_s" is the part in which they worked, see ``_Work``.
         """
         with self._lock:
-            available = [worker for worker in self._workers.values() if worker.is_available]
+            num_busy, num_workers = self._load()
             return {
-                "workers": len(available),
-                "busy": sum(worker.task is not None for worker in available),
+                "workers": num_workers,
+                "busy": num_busy,
                 "queued": sum(map(len, self._queues.values())),
                 "busy_s": self._work.busy_s,
                 "capacity_s": self._work.capacity_s,
@@ -293,19 +292,25 @@ class WorkerPool:
 
     def _measure(self) -> None:
         """Count the time since the last change. Call it with the lock held, before workers begin or end a task."""
+        self._work.advance(time.perf_counter(), *self._load())
+
+    def _load(self) -> tuple[int, int]:
+        """Return how many workers work, and how many could at a time: one of each number, whatever its loaders."""
         available = [worker for worker in self._workers.values() if worker.is_available]
-        self._work.advance(time.perf_counter(), sum(worker.task is not None for worker in available), len(available))
+        return sum(worker.task is not None for worker in available), len({worker.number for worker in available})
 
     def _dispatch(self) -> None:
         """Give tasks to idle workers. Call it with the lock held, after every change of queues, workers or slots."""
         self._measure()
-        idle = [w for w in self._workers.values() if w.is_available and w.task is None and w.free_slots]
+        available = [worker for worker in self._workers.values() if worker.is_available]
+        busy = {worker.number for worker in available if worker.task is not None}
+        idle = [worker for worker in available if worker.number not in busy and worker.free_slots]
         while idle:
             task = self._next_task(idle)
             if task is None:
                 return
             worker = next(worker for worker in idle if self._can_take(worker, task))
-            idle.remove(worker)
+            idle = [other for other in idle if other.number != worker.number]
             self._queues.move_to_end(task.client)
             worker.task = task
             worker.task_started = time.perf_counter()
@@ -324,14 +329,14 @@ class WorkerPool:
         return None
 
     def _can_take(self, worker: _Worker, task: Task) -> bool:
-        if task.opening not in worker.openings:
+        if task.opening != worker.opening:
             return False
         return task.affinity is None or self._worker_of_shard(task.affinity) == worker.number
 
     def _worker_of_shard(self, shard: Affinity) -> int:
         """Return the number of the worker that a shard is assigned to; a new shard goes to the one with the fewest."""
         if shard not in self._shard_workers:
-            numbers = {worker.number for worker in self._workers.values() if shard[0] in worker.openings}
+            numbers = {worker.number for worker in self._workers.values() if shard[0] == worker.opening}
             num_shards = Counter(self._shard_workers.values())
             self._shard_workers[shard] = min(sorted(numbers), key=lambda number: num_shards[number])
         return self._shard_workers[shard]
@@ -345,7 +350,8 @@ class WorkerPool:
         taken: list[Task] = []
         for queue in self._queues.values():
             for task in list(queue):
-                if task.affinity is not None and self._shard_workers.get(task.affinity) == worker.number:
+                shard = task.affinity
+                if shard and shard[0] == worker.opening and self._shard_workers.get(shard) == worker.number:
                     queue.remove(task)
                     taken.append(task)
         return taken

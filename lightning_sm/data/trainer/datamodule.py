@@ -10,7 +10,7 @@ import reprlib
 import secrets
 import socket
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings, default_window
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.loader import RemoteLoader
-from lightning_sm.data.trainer.passes import LoaderPlace, Position
+from lightning_sm.data.trainer.passes import LoaderPlace
 from lightning_sm.data.trainer.position import Progress, position_of
 from lightning_sm.data.trainer.reporter import Reporter
 from lightning_sm.data.trainer.slots import SlotPool
@@ -119,9 +119,8 @@ class RemoteDataModule(LightningDataModule):
         self._stage: str | None = None
         self._client: FeederClient | None = None
         self._local: DataHost | None = None
-        self._loaders: dict[str, list[RemoteLoader]] = {}
-        # The structure of a stage's loaders, with the name of the request for them.
-        self._structures: dict[str, tuple[str, Any]] = {}
+        # By stage: the name of the request for its loaders, their structure, and the loaders.
+        self._opened: dict[str, tuple[str, Any, list[RemoteLoader]]] = {}
         self._pools: dict[tuple[str, int], SlotPool] = {}
         # What setup() has set on the data hosts, and is not copied.
         self._missing: frozenset[str] = frozenset()
@@ -219,8 +218,7 @@ class RemoteDataModule(LightningDataModule):
                 trainer.callbacks[:0] = [self._progress, self._reporter]
         self._stage = stage
         self._reporter.begin_run()
-        self._loaders.clear()
-        self._structures.clear()
+        self._opened.clear()
         if self._client is None:
             self._client = self._start_feeder()
         reply = self._request_loaders("")
@@ -265,8 +263,7 @@ class RemoteDataModule(LightningDataModule):
         """
         if self._client is not None:
             self._reporter.end_epoch(self.trainer)
-        self._loaders.clear()
-        self._structures.clear()
+        self._opened.clear()
         if self.closes_on_teardown:
             self.close("finished")
 
@@ -287,8 +284,7 @@ class RemoteDataModule(LightningDataModule):
         Args:
             outcome: How the training ended, for the logs of the data hosts.
         """
-        self._loaders.clear()
-        self._structures.clear()
+        self._opened.clear()
         if self._client is not None:
             self._client.close(outcome)
             self._client = None
@@ -359,7 +355,8 @@ class RemoteDataModule(LightningDataModule):
                 job=self._job,
                 name=f"{socket.gethostname()} (local workers)",
             )
-            self._local = host.__enter__()
+            host.start()  # training begins with the other data hosts; this one joins them when it listens
+            self._local = host
             weakref.finalize(self, host.close)
         return address
 
@@ -395,15 +392,16 @@ class RemoteDataModule(LightningDataModule):
 
     def _remote_loaders(self, stage: str) -> Any:
         name = self._request_name(stage)
-        if self._structures.get(stage, ("",))[0] != name:
-            self._structures[stage] = name, self._open_loaders(stage)
+        if stage not in self._opened or self._opened[stage][0] != name:
+            self._opened[stage] = name, *self._open_loaders(stage)
         # The user may call the hook, too. Loaders are the same then, but each CombinedLoader has one iterator.
-        return _assembled(self._structures[stage][1], self._loaders[stage])
+        _, structure, loaders = self._opened[stage]
+        return _assembled(structure, loaders)
 
-    def _open_loaders(self, stage: str) -> Any:
-        """Open the loaders of a stage; return the structure in which the user's hook returned them."""
+    def _open_loaders(self, stage: str) -> tuple[Any, list[RemoteLoader]]:
+        """Open the loaders of a stage; return the structure in which the user's hook returned them, and the loaders."""
         reply = self._request_loaders(stage)
-        loaders = []
+        loaders: list[RemoteLoader] = []
         for index, values in enumerate(reply["loaders"]):
             facts = LoaderFacts.from_json(values)
             if self._is_overfitting and facts.order in ("shuffled", "sampler") and facts.dataset_length is not None:
@@ -412,9 +410,18 @@ class RemoteDataModule(LightningDataModule):
             place = self._place(stage, index, facts)
             slots = self._slots(stage, index, facts.name, place)
             _warn_of_unused_length(facts, place)
+            if facts.order == "shards" and place.rank == 0 and stage == "train":
+                logger.info(
+                    "%s: %d virtual shards (data_service.virtual_shards). At most so many workers can read them at a "
+                    "time, and each may end with a smaller batch.",
+                    facts.name,
+                    place.num_shards,
+                )
             if self.trainer is not None and self.trainer.is_global_zero and not self._is_overfitting:
                 _warn_of_kept_order(facts, place)
-            loader = RemoteLoader(self._feeder, facts, place, slots, self._position_of)
+            loader = RemoteLoader(
+                self._feeder, facts, place, slots, lambda loader, iterator: position_of(loader, iterator, self.trainer)
+            )
             if stage == "predict" and facts.has_indices:
                 loader.batch_sampler = _SeenIndices()
                 loader.on_indices = loader.batch_sampler.seen_batch_indices.append
@@ -425,7 +432,6 @@ class RemoteDataModule(LightningDataModule):
                 for loader in loaders:
                     loader.on_batch = partial(self._reporter.batch, self.trainer, is_step=loader is loaders[0])
             self._progress.follow(loaders)
-        self._loaders[stage] = loaders
         if loaders:
             logger.debug(
                 "%s_dataloader(): for each of %d loaders, this rank requests up to %d batches (%.0f MB) ahead, and has "
@@ -436,14 +442,11 @@ class RemoteDataModule(LightningDataModule):
                 loaders[0].place.window_bytes / 1e6,
                 loaders[0].slots.num_slots,
             )
-        return reply["structure"]
+        return reply["structure"], loaders
 
     @property
     def _is_overfitting(self) -> bool:
         return self.trainer is not None and self._stage == "fit" and self.trainer.overfit_batches > 0
-
-    def _position_of(self, loader: RemoteLoader, iterator: Iterator[Any]) -> Position:
-        return position_of(loader, iterator, self.trainer)
 
     def _slots(self, stage: str, index: int, name: str, place: LoaderPlace) -> SlotPool:
         """Return the memory of the loader that had this place before, if it fits, else new memory."""
@@ -516,8 +519,10 @@ class RemoteDataModule(LightningDataModule):
 
     def _default_window(self) -> int:
         """Return the window for the workers that the data hosts have, as far as they are known."""
-        known: list[int] = [host["workers"] for host in self._feeder.state()["hosts"] if host["workers"]]
+        hosts = self._feeder.state()["hosts"][: len(self._addresses)]  # the local workers come last, and late
+        known: list[int] = [host["workers"] for host in hosts if host["workers"]]
         workers = sum(known) * len(self._addresses) // max(1, len(known))
+        workers += self._settings.local_workers * (1 if self.trainer is None else self.trainer.num_nodes)
         return default_window(workers, self._ranks()[1])
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lightning_sm.data.plan.shards import ShardPlan
+from lightning_sm.data.plan.shards import check_shards
 from lightning_sm.errors import DataServiceError
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class ShardPasses:
     """
 
     def __init__(self, name: str, place: LoaderPlace, count: Callable[[], tuple[int, int]]) -> None:
-        ShardPlan(place.num_shards, place.rank, place.world_size)  # raises if the shards do not divide evenly
+        check_shards(place.num_shards, place.world_size)
         self._name = name
         self._place = place
         self._count = count
@@ -109,7 +109,7 @@ class ShardPasses:
             hint = " To avoid that, set data_service.batches_per_epoch." if place.stage == "train" else ""
             if place.rank == 0:
                 logger.info(
-                    "Counting the batches of %s, because all ranks need the same number: a data host reads the whole "
+                    "Counting the batches of %s, because all ranks need the same number: the data hosts read the whole "
                     "dataset once.%s",
                     self._name,
                     hint,

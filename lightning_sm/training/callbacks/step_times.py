@@ -75,11 +75,14 @@ class StepTimes(Callback):
         self._job = job
         self._record: record.Recorder | None = None
         self._clock: StepClock | None = None
+        self._enter: Callable[[int], None] = _nothing
+        self._after_backward = OPTIMIZER
         self._gpu: GpuTimer | None = None
         self._reporter: Reporter | None = None
         self._cpu: CpuMeter | None = None
         self._setup_at = 0.0
         self._has_stepped = False
+        self._is_first_batch = False
         self._fetch_returns_to = OTHER
         self._optimizer_depth = 0
         self._removals: list[Callable[[], None]] = []
@@ -130,8 +133,12 @@ class StepTimes(Callback):
         """Start the clock."""
         self._clock = StepClock()
         self._cpu = CpuMeter()
+        # With manual optimization, the user's code decides what comes next.
+        self._after_backward = OPTIMIZER if pl_module.automatic_optimization else OTHER
+        self._enter = self._clock.enter
         if trainer.strategy.root_device.type == "cuda":
             self._gpu = GpuTimer()
+            self._enter = partial(_enter_both, self._clock, self._gpu)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._reporter = next((one for one in callbacks if isinstance(one, Reporter)), None)
         now = time.time()
@@ -149,11 +156,13 @@ class StepTimes(Callback):
             self._event("resumed", f"from step {trainer.global_step} of {trainer.ckpt_path}")
         self._next_line_at = time.perf_counter() + _STEPS_S
         self._observe(trainer)
+        self._is_first_batch = True
         self._clock.begin_span("first_batch")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The first batch of an epoch cannot be fetched ahead: workers may have to start."""
         if self._clock is not None and self._has_stepped:
+            self._is_first_batch = True
             self._clock.begin_span("first_batch")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -166,7 +175,7 @@ class StepTimes(Callback):
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Before or after the forward pass."""
-        if pl_module.automatic_optimization:
+        if self._after_backward == OPTIMIZER:
             self._enter(OPTIMIZER)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
@@ -174,8 +183,8 @@ class StepTimes(Callback):
         self._enter(BACKWARD)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """It has ended. With manual optimization, the user's code decides what comes next."""
-        self._enter(OPTIMIZER if pl_module.automatic_optimization else OTHER)
+        """It has ended."""
+        self._enter(self._after_backward)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -189,7 +198,7 @@ class StepTimes(Callback):
         now = clock.end_step(_num_samples(batch))
         if not self._has_stepped:
             self._has_stepped = True
-            self._end_span("first_batch")
+            self._end_first_batch()
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and clock.n and clock.n % every == 0 and trainer.is_global_zero:
             self._log(trainer)
@@ -206,7 +215,7 @@ class StepTimes(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the metrics of the epoch."""
         if self._clock is not None:
-            self._end_span("first_batch")  # the epoch had no batch
+            self._end_first_batch()  # the epoch had no batch
             self._write_steps(trainer)
             self._write_metrics(trainer)
             self._write_data(trainer, math.inf)
@@ -313,14 +322,8 @@ class StepTimes(Callback):
     def _end_fetch(self) -> None:
         if self._clock is not None:
             self._clock.enter(self._fetch_returns_to)
-            if self._has_stepped:
-                self._end_span("first_batch")
-
-    def _enter(self, part: int) -> None:
-        if self._clock is not None:
-            self._clock.enter(part)
-            if self._gpu is not None:
-                self._gpu.mark(part)
+            if self._is_first_batch and self._has_stepped:
+                self._end_first_batch()
 
     # ---- what is written
 
@@ -405,7 +408,7 @@ class StepTimes(Callback):
         self._write_steps(trainer)
         self._write_data(trainer, math.inf)
         totals = self.totals
-        self._clock = None
+        self._clock, self._enter = None, _nothing
         for remove in self._removals:
             remove()
         self._removals.clear()
@@ -427,6 +430,10 @@ class StepTimes(Callback):
         if span is not None:
             self._write(record.Span(time.time(), span.name, span.began_at, span.seconds))
         return span
+
+    def _end_first_batch(self) -> None:
+        self._is_first_batch = False
+        self._end_span("first_batch")
 
     def _event(self, what: str, text: str) -> None:
         self._write(record.Event(time.time(), what, text))
@@ -450,10 +457,21 @@ def _num_workers(trainer: Any) -> int:
 def _num_samples(batch: Any) -> int:
     """Length of the first tensor of a batch; 0 if there is none."""
     while not isinstance(batch, torch.Tensor):
-        if isinstance(batch, Mapping):
-            batch = next(iter(batch.values()), None)
-        elif isinstance(batch, (list, tuple)) and batch:
+        if isinstance(batch, (list, tuple)):
+            if not batch:
+                return 0
             batch = batch[0]
+        elif isinstance(batch, (dict, Mapping)):  # dict first: asking for a Mapping takes longer
+            batch = next(iter(batch.values()), None)
         else:
             return 0
     return batch.size(0) if batch.dim() else 0
+
+
+def _nothing(_part: int) -> None:
+    """In place of ``StepClock.enter``, where there is no clock."""
+
+
+def _enter_both(clock: StepClock, gpu: GpuTimer, part: int) -> None:
+    clock.enter(part)
+    gpu.mark(part)

@@ -17,7 +17,7 @@ from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.settings import DataServiceSettings, HostSettings
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.errors import DataServiceError
-from tests.fakes.requests import list_request, open_request
+from tests.fakes.requests import count_request, list_request, open_request
 from tests.integration.data.datasets import Data
 from tests.integration.data.fakes import LOADER, credentials
 
@@ -105,9 +105,10 @@ def test_samplers_that_run_are_bounded(server):
     code, text = server.end("List", **list_request(epoch=99))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "runs 32 different List requests already" in text
-    code, text = server.end("List", **list_request(num_shards=2**40))
+    code, text = server.end("Count", **count_request(num_shards=2**40))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert text == "In the List request, num_shards is 1099511627776; 0 to 1048576 are allowed."
+    assert text == "In the Count request, num_shards is 1099511627776; 1 to 1048576 are allowed."
+    assert server.end("Count", **count_request())[1] == "Count request for train_dataloader(), whose order is another"
 
 
 def test_only_trainers_that_sent_heartbeats_can_finish(server):

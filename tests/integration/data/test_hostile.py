@@ -16,7 +16,7 @@ from lightning_sm.data.protocol.frames import Batch, FrameKind, RunHeader, frame
 from lightning_sm.data.protocol.spec import BatchSpec, RunSpec
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
-from tests.fakes.requests import open_request
+from tests.fakes.requests import count_request, open_request
 from tests.integration.data.cluster import remote
 from tests.integration.data.datasets import Data
 from tests.integration.data.fakes import LOADER, FakeHost, FakeTrainer
@@ -199,10 +199,10 @@ LISTINGS = [
     b"[]\n",
     b"{}\n",
     b"[" * 100_000,
-    b'{"num_keys": "x", "num_offsets": 0}\n',
-    b'{"num_keys": 9, "num_offsets": 0}\n12345678',
-    b'{"num_keys": 1, "num_offsets": 2}\n' + np.array([0, 0, 1000], "<i8").tobytes(),
-    b'{"num_keys": 1, "num_offsets": 3}\n' + np.array([0, 0, -7, 1], "<i8").tobytes(),
+    b'{"num_samples": "x", "num_batches": 1}\n',
+    b'{"num_samples": 9, "num_batches": 9, "num_keys": 9}\n12345678',
+    b'{"num_samples": 1, "num_batches": 1, "num_keys": 1}\n' + np.array([0, 0, 1000], "<i8").tobytes(),
+    b'{"num_samples": 1, "num_batches": 2, "num_keys": 1}\n' + np.array([0, 0, -7, 1], "<i8").tobytes(),
 ]
 
 
@@ -227,6 +227,7 @@ REQUESTS = {
         json.dumps({**OPENING, "opening": "2/fit/x/0", "loaders": "teardown"}).encode(),
         json.dumps({**OPENING, "run": 10**30}).encode(),
     ],
+    "Count": [b"1", b"{}", json.dumps(count_request(part="x")).encode()],
     "List": [b"1", b'{"opening": 1}', json.dumps({"opening": "x", "loader": True, "seed": 0}).encode()],
     "Heartbeat": [b"", b'{"client": 7, "world_size": 1}', b'{"client": "x", "world_size": "y"}'],
     "Finish": [b"null", b'{"client": "x"}'],

@@ -1,19 +1,23 @@
 """Iterable datasets: the stream depends on seed, epoch, shards and ranks, and on nothing else of the cluster."""
 
+import collections
 import contextlib
+import functools
+import os
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_sm.data.trainer.passes import Position
-from lightning_sm.errors import DataSettingsError, DataTimeoutError, RemoteTransformError
-from tests.integration.data.cluster import remote
-from tests.integration.data.datasets import Sharded, stream_hash
+from lightning_sm.errors import DataHostMismatchError, DataSettingsError, DataTimeoutError, RemoteTransformError
+from tests.integration.data import cluster
+from tests.integration.data.datasets import HOST_VARIABLE, Sharded, stream_hash
 
 pytestmark = pytest.mark.processes
 
 LENGTH, BATCH_SIZE, NUM_SHARDS = 403, 4, 16
+remote = functools.partial(cluster.remote, virtual_shards=NUM_SHARDS)
 
 
 def noisy_collate(samples):
@@ -132,6 +136,41 @@ def test_ranks_share_the_shards(hosts, world_size):
     assert streams == [expected_indices(rank, world_size)[:length] for rank in range(world_size)]
 
 
+def test_counting_reads_the_data_once(pool, tmp_path):
+    """All workers of all hosts share it, for all ranks together; the first shard is read on each host, to compare."""
+
+    class Noted(IterableDataset):
+        def __iter__(self):
+            info = get_worker_info()
+            with open(tmp_path / "read", "a") as file:
+                file.write(f"{info.id} {os.getpid()}\n")
+            yield from range(info.id, LENGTH, info.num_workers)
+
+    hosts = pool.serve(lambda: DataLoader(Noted(), batch_size=BATCH_SIZE))
+    with one_of(2, 0, hosts) as module:
+        loader = module.train_dataloader()
+        # As all ranks ask.
+        assert [loader._count_on_host()[0] for _ in range(2)] == [8 * -(-25 // BATCH_SIZE)] * 2
+    read = [line.split() for line in (tmp_path / "read").read_text().splitlines()]
+    assert collections.Counter(int(shard) for shard, _ in read) == {0: 3, **dict.fromkeys(range(1, NUM_SHARDS), 1)}
+    assert len({worker for _, worker in read}) > 3
+
+
+def test_hosts_that_see_other_files_are_an_error(pool):
+    """The sizes of the first shard show it, before any batch is trained on."""
+
+    class Own(IterableDataset):
+        def __iter__(self):
+            return iter(range(ord(os.environ[HOST_VARIABLE])))
+
+    hosts = pool.serve(lambda: DataLoader(Own(), batch_size=1))[:2]
+    with (
+        one_of(2, 0, hosts) as module,
+        pytest.raises(DataHostMismatchError, match=r"different batches on each data host \(batches in shard 0 of 16"),
+    ):
+        len(module.train_dataloader())
+
+
 def test_dropped_batches_are_told(hosts, caplog):
     """The warning says how many batches all ranks leave out."""
     with one_of(2, 0, hosts) as module:
@@ -245,7 +284,7 @@ def test_a_dataset_without_end_cannot_be_counted(pool):
         pytest.raises(DataTimeoutError, match=r"Set data_service\.batches_per_epoch"),
     ):
         len(module.train_dataloader())
-    # One of them counts without end.
+    # It still reads, and would be killed after a while.
     for worker in hosts[0].workers:
         worker.kill()
     with one_of(2, 1, hosts, batches_per_epoch=9) as module:

@@ -14,8 +14,10 @@ from lightning_sm.errors import ResumeError
 
 pytestmark = pytest.mark.processes
 
-# Shards 0 to 7 have four batches of two samples, the others three: 56 in all.
+# Shards 0 to 7 have four batches of two samples, the others three: 56 in all. Checkpoints have the number of shards,
+# which is not the default: what resumes needs no setting.
 NUM_BATCHES = 56
+SHARDED = {"virtual_shards": 16}
 
 
 class Numbers(IterableDataset):
@@ -108,7 +110,7 @@ class Whole:
             steps = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
             ends = ModelCheckpoint(folder, filename="end of {epoch}", save_top_k=-1)
             self._models[batches_per_epoch] = fit(
-                self._addresses, folder, callbacks=[steps, ends], service=service(batches_per_epoch)
+                self._addresses, folder, callbacks=[steps, ends], service=SHARDED | service(batches_per_epoch)
             )
         return self._models[batches_per_epoch], folder
 
@@ -174,7 +176,7 @@ def test_an_interrupted_run_resumes_as_one_that_saved_and_continued(hosts, whole
     """An interruption shows neither in what came before it nor in what comes after the resumption."""
     model, _ = whole.trained(None)
     saved = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    first = fit(hosts[:1], tmp_path, callbacks=[saved, StopAt(52)])
+    first = fit(hosts[:1], tmp_path, callbacks=[saved, StopAt(52)], service=SHARDED)
     rest = fit(hosts, tmp_path, ckpt_path=tmp_path / "step=52.ckpt")
     assert first.seen == model.seen[:52]
     assert rest.seen == model.seen[52:]

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_sm import DataServiceSettings, RemoteDataModule
 from lightning_sm.errors import DataSettingsError
 from tests.integration.data.datasets import Data
+from tests.integration.emulators import until
 
 pytestmark = pytest.mark.processes
 
@@ -42,11 +43,30 @@ def plain(address):
     return taken
 
 
+class Gated(Data):
+    """Data whose copies wait for a file before they exist."""
+
+    def __init__(self, gate):
+        super().__init__(make)
+        self.gate = gate
+
+    def __setstate__(self, state):
+        until(state["gate"].exists, "the gate of the test to open", 60.0)
+        vars(self).update(state)
+
+
+def hosts(module):
+    """The states of the data hosts of a module, the local workers included."""
+    return [host["state"] for host in module._feeder.state()["hosts"]]
+
+
 def batches(address, **settings):
-    """One pass, copied out of the ring, and where the batches were made."""
+    """One pass over all data hosts, copied out of the ring, and where the batches were made."""
     module = RemoteDataModule(Data(make), [address], settings=DataServiceSettings(**settings))
     module.setup("fit")
-    taken = [{name: value.clone() for name, value in batch.items()} for batch in module.train_dataloader()]
+    loader = module.train_dataloader()
+    until(lambda: set(hosts(module)) == {"up"}, "all data hosts to open the loader", 60.0)
+    taken = [{name: value.clone() for name, value in batch.items()} for batch in loader]
     made = {report["name"]: report["batches"] for report in module._feeder.state()["hosts"]}
     module.teardown("fit")
     return taken, made
@@ -67,6 +87,22 @@ def test_local_workers_help(address, plain):
         assert all(torch.equal(one[name], other[name]) for name in one)
     assert sum(made.values()) >= 6
     assert all(count > 0 for count in made.values()), made
+
+
+def test_training_begins_before_the_local_workers_listen(address, plain, tmp_path):
+    """They import torch for seconds, while the data hosts have batches; then they join."""
+    gate = tmp_path / "gate"
+    module = RemoteDataModule(Gated(gate), [address], settings=DataServiceSettings(local_workers=1))
+    module.setup("fit")
+    loader = module.train_dataloader()
+    first = next(iter(loader))
+    assert hosts(module) == ["up", "down"]
+    assert loader.place.window_batches == 6, "of two workers of the data host and a local one, two for each"
+    assert torch.equal(first["drawn"], plain[0]["drawn"])
+    gate.touch()
+    until(lambda: hosts(module) == ["up", "up"], "the local workers to join", 60.0)
+    del first
+    module.teardown("fit")
 
 
 def test_an_unknown_compression_is_refused():

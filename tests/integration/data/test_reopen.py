@@ -1,8 +1,13 @@
-"""What a data host that comes back is asked to open."""
+"""What is opened again, and what stays as it is."""
 
+import os
 import threading
 
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
 from lightning_sm.data.feeder.host_link import HostLink
+from tests.integration.data.cluster import remote
 from tests.integration.data.fakes import FakeHost, credentials
 
 
@@ -54,3 +59,37 @@ def test_a_host_that_comes_back_opens_the_loaders_in_use_and_not_those_of_earlie
         assert owner.ups.acquire(timeout=30)
         link.finish("finished")
     assert sorted(host.opened.asked) == ["", "train", "train", "val", "val"]
+
+
+class Readers(Dataset):
+    """Says which process read a sample, in the how manyth place."""
+
+    def __init__(self):
+        self.num_read = 0
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, index):
+        self.num_read += 1
+        return os.getpid(), self.num_read
+
+
+@pytest.mark.processes
+def test_validation_leaves_the_workers_of_the_training_as_they_are(pool):
+    """Their caches and open files are still there in the next epoch; validation has workers of its own."""
+
+    def read(loader):
+        numbers = [(int(pid), int(number)) for pids, counts in loader for pid, number in zip(pids, counts, strict=True)]
+        return {pid for pid, _ in numbers}, max(number for _, number in numbers)
+
+    make = DataLoader(Readers(), batch_size=1)
+    (host,) = pool.serve(lambda: make, lambda: make)[:1]
+    with remote([host]) as module:
+        loader = module.train_dataloader()
+        trained, _ = read(loader)
+        validated, num_read = read(module.val_dataloader())
+        assert num_read == len(make)
+        assert not validated & trained
+        assert read(loader) == (trained, 2 * len(make))
+        assert trained | validated <= {worker.pid for worker in host.workers}

@@ -108,7 +108,7 @@ def stranger(address, metadata, body=b"{}"):
     """Return code and text of each method's answer to somebody with a gRPC client of his own."""
     answers = {}
     with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
-        for name in ("Open", "List", "Fetch", "Heartbeat", "Status", "Finish", "Stop"):
+        for name in ("Open", "List", "Count", "Fetch", "Heartbeat", "Status", "Finish", "Stop"):
             method = grpc_transport.method(name)
             if name in ("List", "Fetch"):
                 call = channel.stream_stream(method)(iter([body]), metadata=metadata, timeout=20)

@@ -23,6 +23,7 @@ from sybil.evaluators.python import PythonEvaluator
 
 from lightning_sm import __main__ as program
 from lightning_sm.job.prices import read_prices
+from lightning_sm.report.compare import read_figures
 from lightning_sm.submit.job_file import Job, read_job
 from tests.fakes.sagemaker_service import FakeService
 from tests.integration.docs.pages import PAGES, REPOSITORY, commands, examples, language, place
@@ -138,7 +139,7 @@ def test_commands_exist(example, monkeypatch, capsys):
         assert name in CHECKS or name in FOREIGN, f"{place(example)}: how to check {command!r}?"
         if name in CHECKS:
             CHECKS[name](words)
-        if "--file" in words or "-f" in words:
+        if name == "docker" and "-f" in words:
             assert Path(words[words.index("-f") + 1]).is_file()
 
 
@@ -225,6 +226,9 @@ def test_files_have_these_keys(example, tmp_path, monkeypatch):
     if "per_hour" in content:
         file.write_text(example.parsed, encoding="utf-8")
         assert read_prices(file, [])
+    elif "step_s" in content:
+        file.write_text(example.parsed, encoding="utf-8")
+        assert read_figures(file).step_s
     elif set(content) <= {one.name for one in dataclasses.fields(Job)}:
         required = {"image": "lightning-sm", "groups": {"trainer": {"instance_type": "ml.m5.large"}}}
         file.write_text(yaml.safe_dump(required | content), encoding="utf-8")

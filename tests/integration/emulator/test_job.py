@@ -38,6 +38,21 @@ def test_summary_shows_group_role_and_exit_code(jobs, work):
     assert re.search(r"^algo-\d +data +data +0 +\d+\.\d$", table, re.MULTILINE)
 
 
+def test_curves_beside_the_checkpoints_are_named(jobs, work, tmp_path):
+    """Those of this job, not of another one that used the folder."""
+    script = """
+import json
+from pathlib import Path
+folder = json.load(open(f'{base}/input/config/checkpointconfig.json'))['LocalPath']
+for job in (os.environ['TRAINING_JOB_NAME'], 'earlier'):
+    Path(folder, 'logs', job).mkdir(parents=True)
+    Path(folder, 'logs', job, 'events.out.tfevents.1.x').touch()
+"""
+    (work / "train.py").write_text(SCRIPT_START + script)
+    ended = local(jobs, work, "--checkpoints", str(tmp_path / "ck"), "--", "train.py")
+    assert f"TensorBoard: tensorboard --logdir {tmp_path / 'ck' / 'logs' / job_dir(jobs).name}\n" in ended.stdout
+
+
 def test_discard_removes_the_folders_after_success_only(jobs, work):
     """A job that succeeded leaves nothing, not even the folder made for it; one that failed leaves its logs."""
     (work / "train.py").write_text(SCRIPT_START + "open(base + '/model/m.bin', 'w').close()\nint(os.environ['CODE'])")

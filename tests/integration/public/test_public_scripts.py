@@ -154,15 +154,17 @@ def test_on_two_trainers_and_a_data_host(tmp_path, work, data, case):
 
 
 def test_template_continues_after_an_interruption(tmp_path, work):
-    """A CLI that prepares the arguments of fit itself resumes all the same."""
+    """A CLI that prepares the arguments of fit itself resumes all the same, and so does its log."""
     args = (*ONCE, "--data.num_samples=6000", "--trainer.log_every_n_steps=10", "--trainer.limit_val_batches=1")
     long = Script("template", 1500, args)
     ended = run_job(tmp_path / "jobs", work, long, None, TRAINERS, "--fault", "interrupt@step=100")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    (metrics,) = job_dir(tmp_path / "jobs").glob("algo-*/output/data/*/logs/blobs/*/metrics.csv")
+    assert "Resuming from" in ended.stdout
+    (metrics,) = job_dir(tmp_path / "jobs").glob("checkpoints/logs/blobs/*/metrics.csv")
     with metrics.open() as file:
         steps = [int(row["step"]) for row in csv.DictReader(file)]
-    assert steps[0] >= 100
+    assert steps == sorted(steps)
+    assert steps[0] < 100 < steps[-1]
     assert steps_in(job_dir(tmp_path / "jobs")) == long.steps // 2
 
 

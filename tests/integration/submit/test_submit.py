@@ -231,14 +231,22 @@ def test_no_capacity_is_tried_again(submit, service):
 
 
 def test_a_failed_job_is_a_failed_command(submit, service):
-    """With the job's log, its reason and its exit code, and without another try."""
+    """With the job's reason and its exit code, and without another try."""
     service.endings = [{"TrainingJobStatus": "Failed", "FailureReason": "AlgorithmError: nan, exit code: 3"}]
-    service.lines = ["epoch=1/2", "loss is nan"]
-    ended = submit(JOB, "--cloud", "--follow")
+    ended = submit(JOB, "--cloud")
     assert ended.returncode == 3
-    assert ended.stdout.splitlines() == ["algo-1 | epoch=1/2", "algo-1 | loss is nan"]
     assert "the job did not complete: AlgorithmError: nan, exit code: 3" in ended.stderr
     assert len(service.requests) == 1
+
+
+@pytest.mark.proof  # following has tests of its own
+def test_the_log_of_the_job_is_all_that_is_written_to_stdout(submit, service):
+    """With --follow; what the SDK prints and what happens to the job is on stderr."""
+    service.endings = [COMPLETED]
+    service.lines = ["epoch=1/2", "epoch=2/2"]
+    ended = submit(JOB, "--cloud", "--follow")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["algo-1 | epoch=1/2", "algo-1 | epoch=2/2"]
 
 
 @pytest.mark.proof  # the request has unit tests

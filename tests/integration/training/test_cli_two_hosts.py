@@ -77,12 +77,13 @@ def test_each_host_has_an_output_folder_of_its_own(hosts):
     for host in hosts[:2]:
         seen = host / "output" / "data" / host.name / "seen.txt"
         assert seen.read_text() == str(host / "input" / "data" / "training")
-    assert any("config.yaml" in name for name in files_in(hosts[0] / "output" / "data"))
 
 
 def test_checkpoints_are_in_the_shared_folder(job):
-    """The checkpoints are where SageMaker synchronises them."""
-    assert any(name.endswith(".ckpt") for name in files_in(job.parents[1] / "ck"))
+    """The checkpoints, the log and the record of the run are where SageMaker synchronises them."""
+    found = files_in(job.parents[1] / "ck")
+    for ending in (".ckpt", "/config.yaml", "-rank-1.jsonl"):
+        assert any(name.endswith(ending) for name in found), sorted(found)
 
 
 def test_only_rank_0_writes_progress(hosts):
@@ -121,7 +122,8 @@ def test_an_epoch_of_a_healthy_cluster_has_one_line(hosts):
     first, last = (next(n for n, line in enumerate(main) if line.startswith(f"epoch={epoch}/2")) for epoch in (1, 2))
     assert last == first + 1
     assert all(
-        re.fullmatch(r"epoch=\d/2 step=\d val_acc=\S+ data_wait=[\d.]+%", line) for line in main[first : last + 1]
+        re.fullmatch(r"epoch=\d/2 step=\d validation=\d val_acc=\S+ steps_per_s=.* data_wait=[\d.]+%", line)
+        for line in main[first : last + 1]
     )
     assert not [line for lines in others for line in lines if re.search(r"epoch|wait|batches", line)]
 

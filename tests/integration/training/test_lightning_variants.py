@@ -129,7 +129,7 @@ def test_a_script_trains_with_its_distribution(request, base_dir, variant, impor
     expected = "lightning" if model == LIGHTNING else "lightning_fabric pytorch_lightning"
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-1] == f"derived from: {expected}"
-    assert "epoch=2/2 step=8 val_acc=" in ended.stderr
+    assert "epoch=2/2 step=8 validation=2 val_acc=" in ended.stderr
     assert {path.name for path in (base_dir / "model").iterdir()} == {"model.ckpt", "state_dict.pt", "config.yaml"}
     assert (base_dir / "output" / "data" / "algo-1" / "seen.txt").read_text().endswith("training")
 

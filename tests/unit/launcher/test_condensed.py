@@ -145,12 +145,21 @@ def test_old_blocks_are_forgotten():
 _WARNING = '/code/train.py:7: UserWarning: small batch\n  warnings.warn("small batch")\n'
 
 
-def test_the_same_warning_of_several_ranks_is_shown_once():
+@pytest.mark.parametrize(
+    "warning", [_WARNING, "/lib/pytorch_lightning/utilities/_pytree.py:21: `isinstance()` is old.\n"]
+)
+def test_the_same_warning_of_several_ranks_is_shown_once(warning):
     """With its line of code, and then the ranks that gave it, too; what they print besides is shown."""
-    pieces = (_by_rank(_WARNING, 0), "step 1\n", _by_rank(_WARNING, 1), "step 1\n", _by_rank(_WARNING, 3))
+    pieces = (_by_rank(warning, 0), "step 1\n", _by_rank(warning, 1), "step 1\n", _by_rank(warning, 3))
     text, _ = _shown(*pieces)
-    note = "/code/train.py:7: UserWarning: small batch (left out: the same 2 times more, by rank1, rank3)\n"
-    assert text == _by_rank(_WARNING, 0) + "step 1\nstep 1\n" + note
+    note = f"{warning.splitlines()[0]} (left out: the same 2 times more, by rank1, rank3)\n"
+    assert text == _by_rank(warning, 0) + "step 1\nstep 1\n" + note
+
+
+def test_lines_of_a_log_are_shown_each_time():
+    """Also those that begin with a place in the code."""
+    lines = 3 * "/code/train.py:7: step done\n"
+    assert _shown(lines)[0] == lines
 
 
 def test_warnings_that_differ_are_shown():

@@ -5,7 +5,7 @@ import pytest
 from lightning_sm.job.prices import Prices
 from lightning_sm.job.record import End, Event, Loader, Metrics, Span
 from lightning_sm.report import findings
-from lightning_sm.report.figures import OTHER, RUNNING, STEPS, WAITING, Figures
+from lightning_sm.report.figures import OTHER, RUNNING, SHUTDOWN, STEPS, WAITING, Figures
 from lightning_sm.report.records import read_run
 from tests.unit.report.recorded import BEGIN, data, head, input_bound, steps, use, write
 
@@ -21,7 +21,15 @@ def test_the_time_of_a_job_is_told_apart(tmp_path):
     assert run.seconds == pytest.approx(72.0)
     assert sum(run.shares.values()) == pytest.approx(72.0)
     found = {name: round(seconds, 1) for name, seconds in run.shares.items() if seconds}
-    assert found == {"start-up": 5, "first batch": 4, STEPS: 25.2, WAITING: 34.8, "validation": 1, OTHER: 2}
+    assert found == {
+        "start-up": 5,
+        "first batch": 4,
+        STEPS: 25.2,
+        WAITING: 34.8,
+        "validation": 1,
+        SHUTDOWN: 1,
+        OTHER: 1,
+    }
     assert run.apart_s == pytest.approx(12.0)
 
 
@@ -41,6 +49,11 @@ def test_a_failure_says_its_reason(tmp_path):
     run = of(input_bound(tmp_path, outcome="failed"))
     assert run.outcome == "failed"
     assert findings.ending(run) == "Failed after 72 s: ValueError: <b>$x$</b> & so on."
+
+
+def test_an_interruption_needs_no_reason(tmp_path):
+    """That a signal ended the processes is what the word says."""
+    assert findings.ending(of(input_bound(tmp_path, outcome="interrupted"))) == "Interrupted after 72 s."
 
 
 def test_a_killed_job_has_no_end(tmp_path):

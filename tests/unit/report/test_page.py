@@ -135,7 +135,7 @@ def test_a_run_without_anything_has_a_page(tmp_path):
     text = " ".join(Text(rendered(tmp_path, prices=Prices())).words)
     assert "The end is not recorded" in text
     assert "No training step is recorded." in text
-    assert "no prices given" in text
+    assert "no prices" in text
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):

@@ -112,6 +112,7 @@ def test_loaders_of_the_trainers_are_planned_for_too(tmp_path):
     data_hosts = plan(run, Prices({"trainer": 3600.0, "c5": 360.0}), Hosts(vcpus=4, kind="c5", speed=1.0))
     assert [(line.workers, line.num_hosts) for line in data_hosts.lines] == [(2, 1), (3, 1), (6, 2)]
     assert data_hosts.best.cost[0] == pytest.approx(1.2 * data_hosts.best.seconds[0])
+    assert sentence(data_hosts, Prices()).startswith("6 workers on 2 data hosts would remove the wait")
 
 
 def test_more_workers_than_cpus_do_not_work_more(tmp_path):

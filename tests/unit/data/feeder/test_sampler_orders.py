@@ -1,32 +1,253 @@
-"""Getting the order of a user's sampler from data hosts."""
+"""Getting the order of a user's sampler, and the length of an iterable dataset, from data hosts."""
 
+import contextlib
 import json
+import os
 import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from lightning_sm.data.feeder.host_link import LinkState
-from lightning_sm.data.feeder.sampler_orders import SamplerOrders
+from lightning_sm.data.feeder.sampler_orders import SamplerOrders, lengths, step_plan
+from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, digest
+from lightning_sm.data.server import sampler_orders as server
+from lightning_sm.errors import (
+    DataHostMismatchError,
+    DataServiceError,
+    DataSettingsError,
+    RemoteTransformError,
+    WireError,
+)
 
-_FACTS = {"template": dict.fromkeys(("opening", "loader", "seed", "epoch", "pass_index"), 0), "num_shards": 0}
+_PASS = dict.fromkeys(("loader", "seed", "epoch", "pass_index"), 0)
+
+
+def facts(order="sampler", rank=0, world_size=1, **changed):
+    """A pass, as the training process describes it."""
+    own = {"rank": rank, "world_size": world_size, "batch_size": 4, "drop_last": False, "num_shards": 0}
+    return {"order": order, "template": {"opening": "1/fit/train/0", **_PASS}, **own, **changed}
+
+
+class Hosts:
+    """Data hosts in this process, whose samplers yield what a test says; counts the bytes that go over the network.
+
+    Args:
+        number: How many there are.
+        keys: The order.
+        offsets: Where its batches begin, for a batch sampler.
+        head: What the answer says about it, else.
+    """
+
+    def __init__(self, number=2, keys=(), offsets=None, **head):
+        self.num_bytes, self.num_runs = 0, 0
+        keys = np.ascontiguousarray(keys, "<i8")
+        parts = [keys] if offsets is None else [keys, np.asarray(offsets, "<i8")]
+        own = {"num_samples": len(keys), "num_offsets": 0 if offsets is None else len(offsets)}
+        num_batches = len(keys) if offsets is None else len(offsets) - 1
+        self.head = {**own, "num_batches": num_batches, "digest": digest(np.concatenate(parts)), **head}
+        self.fd = os.memfd_create("order")
+        with os.fdopen(os.dup(self.fd), "wb") as file:
+            file.write(json.dumps(self.head).encode() + b"\n")
+            for part in parts:
+                file.write(part.data)
+        self.links = {f"h{name}": Link(self, f"h{name}") for name in range(number)}
+
+    @contextlib.contextmanager
+    def orders(self, on_mismatch=print):
+        """What a feeder has of them."""
+        made = SamplerOrders(self.links, on_mismatch)
+        try:
+            yield made
+        finally:
+            made.close()
+            made._requests.shutdown()
+            os.close(self.fd)
+
+
+class Link:
+    """The connection of a feeder to such a host, which answers as the server process does."""
+
+    def __init__(self, hosts, name):
+        self.name, self.state, self.counted = name, LinkState.UP, []
+        self._hosts = hosts
+        self.orders = server.SamplerOrders(self._run)
+
+    def _run(self, which):
+        self._hosts.num_runs += 1
+        threading.Thread(target=self.orders.take, args=({**which, "why": None}, os.dup(self._hosts.fd))).start()
+
+    def sampler_order(self, request):
+        answer = b"".join(self.orders.answer(request, 5.0))
+        self._hosts.num_bytes += len(json.dumps(request)) + len(answer)
+        return answer
+
+    def count(self, request):
+        part = range(request["part"], request["num_shards"], request["num_parts"])
+        self.counted += part
+        return json.dumps({"sizes": [10 + shard for shard in part], "first": 10}).encode()
 
 
 def test_an_order_comes_once_a_host_is_up_and_waiting_for_it_costs_nothing():
     """While all hosts are down, the thread sleeps; it used to spin."""
-    order = json.dumps({"num_keys": 3, "num_offsets": 0}).encode() + b"\n" + np.arange(3, dtype="<i8").tobytes()
-    link = SimpleNamespace(name="h", state=LinkState.CONNECTING, sampler_order=lambda request: order)
-    orders = SamplerOrders({"h": link}, print)
+    hosts = Hosts(1, range(3))
+    hosts.links["h0"].state = LinkState.CONNECTING
     found = []
-    waiting = threading.Thread(target=lambda: found.append(orders.get(_FACTS)))
-    before = time.process_time()
-    waiting.start()
-    waiting.join(1.0)
-    used_s = time.process_time() - before
-    assert waiting.is_alive()
-    assert used_s < 0.5
-    link.state = LinkState.UP
-    waiting.join(20.0)
+    with hosts.orders() as orders:
+        waiting = threading.Thread(target=lambda: found.append(orders.get(facts())))
+        before = time.process_time()
+        waiting.start()
+        waiting.join(1.0)
+        used_s = time.process_time() - before
+        assert waiting.is_alive()
+        assert used_s < 0.5
+        hosts.links["h0"].state = LinkState.UP
+        waiting.join(20.0)
     assert found[0].keys.tolist() == [0, 1, 2]
-    orders.close()
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda orders: orders.get(facts()), lambda orders: lengths(facts("shards", num_shards=8), orders)]
+)
+def test_the_end_of_the_training_ends_the_wait(ask):
+    """Whoever waits for hosts that do not come gets an error, in whatever they were waiting."""
+    hosts = Hosts(2)
+    for link in hosts.links.values():
+        link.state = LinkState.CONNECTING
+    with hosts.orders() as orders:
+        threading.Timer(0.1, orders.close).start()
+        with pytest.raises(DataServiceError, match="training has ended"):
+            ask(orders)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("size", [0, 2, 13, 48, 50])
+def test_each_rank_gets_its_part_of_a_sampler(size, drop_last):
+    """The batches of all ranks are those of a plan over the whole order, and so is the length."""
+    order = np.random.default_rng(0).integers(0, 10**12, size)
+    with Hosts(2, order).orders() as orders:
+        for rank in range(3):
+            asked = facts(rank=rank, world_size=3, drop_last=drop_last)
+            own, whole = step_plan(asked, orders), SamplePlan(order, 4, drop_last, rank, 3)
+            assert own.num_steps == whole.num_steps == lengths(asked, orders)["num_steps"]
+            assert [own.batch(step).tolist() for step in range(own.num_steps)] == [
+                whole.batch(step).tolist() for step in range(whole.num_steps)
+            ]
+
+
+@pytest.mark.parametrize("offsets", [[0], [0, 5], [0, 1, 3, 6, 10, 15], None])
+def test_each_rank_gets_its_batches_of_a_batch_sampler(offsets):
+    """Batches that the user made stay whole, also those of one sample each without automatic batching."""
+    order = np.arange(100, 100 + (offsets or [7])[-1])
+    kind = "sampler" if offsets is None else "batch_sampler"
+    with Hosts(2, order, offsets).orders() as orders:
+        for rank in range(2):
+            asked = facts(kind, rank=rank, world_size=2, batch_size=None)
+            own, whole = step_plan(asked, orders), BatchPlan(order, offsets, rank, 2)
+            assert own.num_steps == whole.num_steps == lengths(asked, orders)["num_steps"]
+            assert [own.batch(step).tolist() for step in range(own.num_steps)] == [
+                whole.batch(step).tolist() for step in range(whole.num_steps)
+            ]
+
+
+def test_ten_million_samples_cost_a_trainer_host_its_part():
+    """64 ranks, 16 hosts: the 8 ranks of a trainer host receive an eighth of the order and 16 digests each.
+
+    Every rank used to fetch the whole order from every host: 10 GB for each trainer host and epoch, and half as much
+    again for the length.
+    """
+    size = 10_000_000
+    hosts = Hosts(16, np.arange(size)[::-1])
+    with hosts.orders() as orders:
+        for rank in range(8):
+            asked = facts(rank=rank, world_size=64, batch_size=64)
+            assert lengths(asked, orders)["num_steps"] == -(-size // (64 * 64))
+            assert step_plan(asked, orders).batch(1)[0] == size - 1 - 64 * (64 + rank)
+    assert hosts.num_runs == 16
+    assert size < hosts.num_bytes < 1.1 * size  # 8 bytes for each sample of 8 of 64 ranks
+
+
+def test_hosts_that_disagree_are_named():
+    """Samples would be lost and repeated; the error has both digests."""
+    hosts = Hosts(2, range(8))
+    hosts.links["h1"]._hosts = Hosts(0, range(8, 0, -1))
+    with (
+        hosts.orders() as orders,
+        pytest.raises(DataHostMismatchError, match=r"different order .*'h[01]': .*'h[01]': "),
+    ):
+        orders.get(facts())
+    os.close(hosts.links["h1"]._hosts.fd)
+
+
+def test_a_late_host_that_disagrees_is_reported():
+    """It does not delay the pass, but ends the training when it answers."""
+    hosts = Hosts(2, range(8))
+    may_answer, reported = threading.Event(), []
+    late = hosts.links["h1"]
+    late._hosts = Hosts(0, range(8, 0, -1))
+    answer = late.sampler_order
+    late.sampler_order = lambda request: may_answer.wait(30.0) and answer(request)
+    came = threading.Event()
+    with hosts.orders(lambda error: (reported.append(str(error)), came.set())) as orders:
+        assert orders.get(facts()).keys.tolist() == list(range(8))
+        may_answer.set()
+        assert came.wait(20.0)
+    assert "h0" in reported[0]
+    assert "h1" in reported[0]
+    os.close(late._hosts.fd)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        (
+            {"error": "RemoteTransformError", "text": "ZeroDivisionError: x"},
+            RemoteTransformError,
+            "data host h0, the s",
+        ),
+        ({"error": "DataSettingsError", "text": "Batch 1 is empty."}, DataSettingsError, "^Batch 1 is empty.$"),
+        ({"error": "KeyboardInterrupt", "text": ""}, WireError, "unknown error"),
+        ({"num_samples": -1, "num_batches": 1}, WireError, "malformed"),
+        ({"num_samples": 1, "num_batches": 1, "num_keys": 1}, WireError, "malformed"),
+    ],
+)
+def test_an_answer_without_an_order_is_an_error(answer, error, message):
+    """The user's error names the host and the sampler; nonsense is the host's."""
+    hosts = Hosts(1, range(8))
+    hosts.links["h0"].sampler_order = lambda _: json.dumps(answer).encode() + b"\n"
+    with hosts.orders() as orders, pytest.raises(error, match=message):
+        orders.get(facts())
+
+
+def test_hosts_share_the_counting():
+    """Each counts its part; the part of one that does not come is counted by the next."""
+    hosts = Hosts(3)
+    hosts.links["h1"].state = LinkState.CONNECTING
+    asked = facts("shards", rank=1, world_size=2, num_shards=8)
+    with hosts.orders() as orders:
+        steps = lengths(asked, orders)
+    assert steps == {"num_steps": sum(10 + shard for shard in range(0, 8, 2)), "num_dropped": 4}
+    counted = {name: sorted(link.counted) for name, link in hosts.links.items()}
+    assert counted == {"h0": [0, 3, 6], "h1": [], "h2": [1, 2, 4, 5, 7]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        ({"sizes": [1] * 4, "first": 9}, DataHostMismatchError, r"batches in shard 0 of 8: \{'h0': 10, 'h1': 9\}"),
+        ({"sizes": [1] * 3, "first": 1}, WireError, "count from data host h1 is malformed"),
+        ({"sizes": [1, 2, 3, True], "first": 1}, WireError, "malformed"),
+        (
+            {"error": "RemoteTransformError", "text": "KeyError", "where": "worker 3"},
+            RemoteTransformError,
+            "h1, worker 3",
+        ),
+    ],
+)
+def test_a_count_that_cannot_be_is_an_error(answer, error, message):
+    """Hosts whose first shard has another size see other files."""
+    hosts = Hosts(2)
+    hosts.links["h1"].count = lambda _: json.dumps(answer).encode()
+    with hosts.orders() as orders, pytest.raises(error, match=message):
+        lengths(facts("shards", world_size=2, num_shards=8), orders)

@@ -156,11 +156,20 @@ class Counter:
         self.inner.number += 1
 
 
+class Hidden:
+    """An object that does not show its attributes."""
+
+    @property
+    def __dict__(self):
+        raise RuntimeError("hidden")
+
+
 CHANGES = {
     "a counter": lambda owner: owner.count(),
     "a generator": lambda owner: owner.rng.random(),
     "a generator of torch": lambda owner: torch.rand((), generator=owner.torch_rng),
     "a cache": lambda owner: owner.cache.update({len(owner.cache): 1}),
+    "what cannot be looked at": lambda owner: setattr(owner, "hidden", Hidden()),
 }
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_sm.data.plan.order import SequentialOrder, ShuffledOrder
 from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, digest, num_steps
-from lightning_sm.data.plan.shards import ShardPlan
+from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.errors import DataSettingsError
 
 WORLD_SIZES = st.integers(1, 9)
@@ -103,7 +103,7 @@ def test_one_rank_gets_ordinary_batches(size, batch_size, drop_last):
 @given(st.integers(0, 300), st.integers(1, 3), st.booleans())
 def test_global_batches_do_not_depend_on_the_number_of_ranks(size, factor, drop_last):
     """With a constant global batch, 1, 2, 3, 4, 6 or 12 ranks train on the same samples in every full step."""
-    order = ShuffledOrder(size, seed=9, epoch=1)
+    order = shuffled(size, epoch=1)
     global_batch = 12 * factor
     seen = []
     for world_size in (1, 2, 3, 4, 6, 12):
@@ -193,7 +193,7 @@ def test_a_rank_outside_the_world_is_an_error(rank, world_size):
     plans = [
         lambda: SamplePlan(np.arange(8), 2, False, rank, world_size),
         lambda: BatchPlan(np.arange(8), np.array([0, 8]), rank, world_size),
-        lambda: ShardPlan(16, rank, world_size),
+        lambda: ShardSteps(16, rank, world_size),
     ]
     for plan in plans:
         with pytest.raises(ValueError, match=f"rank={rank} does not exist in world_size={world_size}"):

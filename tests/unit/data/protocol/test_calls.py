@@ -13,7 +13,7 @@ from lightning_sm.data.protocol import calls
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.errors import WireError
-from tests.fakes.requests import list_request, open_request
+from tests.fakes.requests import count_request, list_request, open_request
 
 LOADER = LoaderFacts(
     name="train_dataloader()",
@@ -28,6 +28,7 @@ LOADER = LoaderFacts(
 PARSERS = [
     calls.OPEN.parse,
     calls.LIST.parse,
+    calls.COUNT.parse,
     calls.HEARTBEAT.parse,
     calls.FINISH.parse,
     calls.heartbeat_reply,
@@ -119,6 +120,7 @@ def test_a_request_loses_what_was_not_asked_for():
 
 OPEN = open_request("", trainer={"a": 1.5})
 LIST = list_request(seed=1, epoch=2, pass_index=3)
+COUNT = count_request(seed=1)
 HEARTBEAT = {"client": "rank 0 on algo-1", "world_size": 4}
 TRAINING = {**HEARTBEAT, "figures": RankFigures().to_json(), "wants_figures": True}
 
@@ -132,8 +134,11 @@ TRAINING = {**HEARTBEAT, "figures": RankFigures().to_json(), "wants_figures": Tr
         (calls.OPEN, OPEN, {"trainer": dict.fromkeys(map(str, range(65)))}, "has 65 values of the Trainer"),
         (calls.OPEN, OPEN, {"surprise": "x" * (1 << 20)}, "has 1048[0-9]+ bytes .* 1048576 bytes"),
         (calls.OPEN, OPEN, {"surprise": [[]] * (1 << 18)}, "262146 lists and objects; .* 262144 are allowed|262147"),
-        (calls.LIST, LIST, {"num_shards": 2**20 + 1}, "num_shards is 1048577; 0 to 1048576 are allowed"),
-        (calls.LIST, LIST, {"num_shards": -1}, "num_shards is -1"),
+        (calls.COUNT, COUNT, {"num_shards": 2**20 + 1}, "num_shards is 1048577; 1 to 1048576 are allowed"),
+        (calls.COUNT, COUNT, {"num_parts": 0}, "num_parts is 0"),
+        (calls.COUNT, COUNT, {"part": -1}, "part is -1"),
+        (calls.LIST, LIST, {"batch_size": -1}, "batch_size is -1"),
+        (calls.LIST, LIST, {"wants_keys": 1}, "'wants_keys' must be of type bool"),
         (calls.LIST, LIST, {"loader": -1}, "loader is -1; 0 to 65536 are allowed"),
         (calls.HEARTBEAT, HEARTBEAT, {"world_size": 0}, "world_size is 0; 1 to 65536 are allowed"),
         (calls.HEARTBEAT, HEARTBEAT, {"world_size": 10**9}, "world_size is 1000000000; 1 to"),

@@ -22,13 +22,16 @@ class FakeWorker:
         pool: Where it works.
         worker_id: Its id.
         number: Its number on the host.
+        is_ready: Whether it says that it is.
+        opening: Whose loaders it has.
+        live: Openings whose loaders are still needed; its own without this.
     """
 
-    def __init__(self, pool, worker_id, number=0, is_ready=True):
+    def __init__(self, pool, worker_id, number=0, is_ready=True, opening=OPENING, live=()):
         ours, theirs = socket.socketpair()
         self.ring = Ring.create(NUM_SLOTS, 4096)
         self.socket = MessageSocket(ours)
-        facts = {"worker": worker_id, "number": number, "openings": [OPENING]}
+        facts = {"worker": worker_id, "number": number, "opening": opening, "live_openings": [opening, *live]}
         sizes = {"num_slots": NUM_SLOTS, "slot_bytes": self.ring.slot_bytes}
         pool.add(Message("worker", {**facts, **sizes}, fds=(theirs.detach(), os.dup(self.ring.fd))))
         if is_ready:
@@ -220,19 +223,38 @@ def test_a_waiting_task_that_is_cancelled_is_forgotten(pool, worker):
     assert worker.next_request()[0] == b"c"
 
 
-def test_workers_without_the_newest_loaders_are_closed(pool, worker, workers):
+def test_workers_whose_loaders_were_replaced_are_closed(pool, worker, workers):
     """An old worker finishes its task, its batches are sent, and then its socket is closed."""
     _, answers = submit(pool, b"a")
     _, slot = worker.next_request()
-    workers.append(FakeWorker(pool, 2))
+    workers.append(FakeWorker(pool, 2, opening="1/fit/train/1"))
     worker.done(slot, 1)
     produced = answers.get(timeout=TIMEOUT_S)
-    _, more = submit(pool, b"b")
+    _, more = submit(pool, b"b", opening="1/fit/train/1")
     workers[-1].done(workers[-1].next_request()[1], 2)
     more.get(timeout=TIMEOUT_S)
     assert produced.data[0] == 1
     produced.release()
     assert worker.socket.receive(TIMEOUT_S) is None
+
+
+def test_workers_of_other_loaders_stay_and_take_turns(pool, worker, workers):
+    """Validation has workers of its own, but no more work at a time than there are CPUs for."""
+    validation = "1/fit/val/0"
+    workers.append(FakeWorker(pool, 2, opening=validation, live=[OPENING]))
+    submit(pool, b"a")
+    _, slot = worker.next_request()
+    submit(pool, b"v", opening=validation)
+    assert workers[1].is_idle()
+    state = pool.state()
+    assert (state["workers"], state["busy"], state["queued"]) == (1, 1, 1)
+    submit(pool, b"b")
+    worker.done(slot, 1)
+    payload, slot = workers[1].next_request()
+    assert payload == b"v"
+    assert worker.is_idle()
+    workers[1].done(slot, 2)
+    assert worker.next_request()[0] == b"b"
 
 
 def test_a_task_waits_for_a_worker_with_its_loaders(pool, worker, workers):

@@ -1,0 +1,142 @@
+"""Counts the batches of an iterable dataset on a data host: its workers read the shards that are this host's part."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from lightning_sm.data.protocol.spec import BatchSpec, RunSpec
+from lightning_sm.data.server.worker_pool import Answer, Ended, Produced, Task, WorkerPool
+
+# A batch that no shard has: a worker that is asked for it reads to the end, and answers with the number of batches.
+_BEHIND_THE_END = 1 << 62
+# Crashes of workers after which the dataset is to blame.
+_MAX_CRASHES = 4
+_NUM_KEPT = 32
+# How often a call notices that the trainer is gone.
+_PERIOD_S = 0.5
+
+
+@dataclass(eq=False)
+class _Count:
+    request: RunSpec  # without batches
+    batch: BatchSpec  # without keys
+    num_shards: int
+    missing: dict[int, Task] = field(default_factory=dict)  # by shard
+    sizes: dict[int, int] = field(default_factory=dict)
+    problem: dict[str, str] | None = None
+    num_crashes: int = 0
+    num_waiting: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.problem is not None or not self.missing
+
+
+class ShardCounts:
+    """The numbers of batches in shards, once per request, for all trainers that ask.
+
+    Args:
+        pool: The workers.
+    """
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._changed = threading.Condition()
+        self._counts: dict[str, _Count] = {}  # the newest is last
+
+    def is_known(self, facts: Mapping[str, Any]) -> bool:
+        """Return whether a part has been counted, or is being counted."""
+        with self._changed:
+            return _key(facts) in self._counts
+
+    @property
+    def num_running(self) -> int:
+        """Counts that have not ended."""
+        with self._changed:
+            return sum(not count.is_over for count in self._counts.values())
+
+    def answer(self, facts: Mapping[str, Any], timeout_s: float, is_wanted: Callable[[], bool]) -> dict[str, Any]:
+        """Return the batches in every ``num_parts``-th shard from ``part`` on ("sizes"), and in shard 0 ("first").
+
+        All hosts count shard 0, which shows whether they have the same data.
+
+        Args:
+            facts: The request.
+            timeout_s: How long to wait for the workers, which go on counting.
+            is_wanted: Whether the trainer still waits. When the last one is gone the count is given up: the dataset may
+                have no end.
+
+        Returns:
+            Also ``{"state": "counting"}``, or an error ("error" and "text").
+        """
+        part = range(facts["part"], facts["num_shards"], facts["num_parts"])
+        with self._changed:
+            count = self._counts.get(_key(facts)) or self._start(facts, part)
+            deadline = time.monotonic() + timeout_s
+            count.num_waiting += 1
+            while not count.is_over and is_wanted() and time.monotonic() < deadline:
+                self._changed.wait(_PERIOD_S)
+            count.num_waiting -= 1
+            if not (count.is_over or count.num_waiting or is_wanted()):
+                self._counts.pop(_key(facts), None)
+                self._cancel(count)
+                return {"state": "counting"}
+            if count.problem is not None:
+                return dict(count.problem)
+            if count.missing:
+                return {"state": "counting"}
+            return {"sizes": [count.sizes[shard] for shard in part], "first": count.sizes[0]}
+
+    def _start(self, facts: Mapping[str, Any], part: range) -> _Count:
+        request = RunSpec(facts["opening"], facts["loader"], ())
+        names = ("seed", "epoch", "pass_index")
+        batch = BatchSpec(**{name: facts[name] for name in names}, step=0, rank=0, keys=np.empty(0, np.int64))
+        count = self._counts[_key(facts)] = _Count(request, batch, facts["num_shards"])
+        over = [key for key, other in self._counts.items() if other.is_over]
+        for key in over[:-_NUM_KEPT]:
+            del self._counts[key]
+        for shard in dict.fromkeys([0, *part]):
+            self._submit(count, shard)
+        return count
+
+    def _submit(self, count: _Count, shard: int) -> None:
+        keys = np.array([count.num_shards, shard, _BEHIND_THE_END, 0], np.int64)
+        spec = replace(count.request, batches=(replace(count.batch, keys=keys),))
+        task = Task(count, spec.opening, spec.encode(), lambda answer: self._take(count, shard, answer))
+        count.missing[shard] = task
+        self._pool.submit(task)
+
+    def _take(self, count: _Count, shard: int, answer: Answer) -> None:
+        if isinstance(answer, Produced):  # it was asked for no batch
+            answer.release()
+            return
+        with self._changed:
+            if count.missing.pop(shard, None) is None:  # given up
+                return
+            if isinstance(answer, Ended):
+                count.sizes[shard] = answer.num_batches or 0
+            elif answer.error == "WorkerLost" and count.num_crashes < _MAX_CRASHES:
+                count.num_crashes += 1
+                self._submit(count, shard)
+            else:
+                where = f"{answer.where}, while counting the batches of shard {shard} of {count.num_shards}"
+                error = "RemoteTransformError" if answer.error == "WorkerLost" else answer.error
+                count.problem = {"error": error, "text": answer.text, "where": where}
+                self._cancel(count)
+            self._changed.notify_all()
+
+    def _cancel(self, count: _Count) -> None:
+        for task in count.missing.values():
+            self._pool.cancel(task)
+        count.missing.clear()
+
+
+def _key(facts: Mapping[str, Any]) -> str:
+    return json.dumps(facts, sort_keys=True)

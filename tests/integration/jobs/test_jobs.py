@@ -1,0 +1,51 @@
+"""lightning-sm jobs in a process of its own, against a service on this machine. Nothing is ever sent to AWS."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("botocore", reason="needs boto3 (extra launch)")
+
+from tests.fakes.sagemaker_service import FakeService
+
+RUNNING = {"TrainingJobStatus": "InProgress", "SecondaryStatus": "Training"}
+
+
+def test_ctrl_c_ends_the_command_and_not_the_job():
+    """The log is shown as it comes; after Ctrl-C a line says how to stop the job, which nothing has stopped."""
+    with FakeService(endings=[RUNNING], lines=["epoch=1/2"], requests=[{"TrainingJobName": "job-1"}]) as service:
+        kept = {name: value for name, value in os.environ.items() if not name.upper().startswith("AWS")}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lightning_sm", "jobs", "logs", "-f", "job-1"],
+            env={**kept, **service.environment, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout.readline() == "algo-1 | epoch=1/2\n"
+            process.send_signal(signal.SIGINT)
+            stdout, stderr = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + signal.SIGINT
+    assert stdout == ""
+    assert "Job job-1 is InProgress: Training" in stderr
+    assert "lightning-sm jobs stop job-1" in stderr
+    assert "Traceback" not in stderr
+    assert not any("Stop" in operation for operation in service.operations)
+
+
+def test_jobs_are_looked_after_without_torch_and_the_sdk():
+    """A laptop needs boto3 alone."""
+    code = (
+        "import sys; from lightning_sm.__main__ import main\n"
+        "try: main(['jobs', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print({'torch', 'pytorch_lightning', 'grpc', 'sagemaker', 'jsonargparse'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"

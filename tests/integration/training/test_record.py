@@ -1,0 +1,148 @@
+"""The record of an emulated job with data hosts: every process has its part, and together they say what happened."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_sm.data.protocol.figures import RankFigures
+from lightning_sm.data.trainer.metrics import HostFigures
+from lightning_sm.data.trainer.verdict import verdict
+from lightning_sm.job import record
+from lightning_sm.job.prices import Prices
+from lightning_sm.report import findings
+from lightning_sm.report.figures import STEPS, WAITING, Figures
+from lightning_sm.report.page import render
+from lightning_sm.report.plan import plan
+from lightning_sm.report.records import read_run
+from tests.integration.emulators import local
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = """
+import threading
+import torch
+from pytorch_lightning import LightningDataModule, LightningModule
+from lightning_sm import SageMakerTrainer
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 120
+    def __getitem__(self, index):
+        threading.Event().wait(0.02)
+        return torch.rand(2)
+
+class Data(LightningDataModule):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(Slow(), 4)
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        loss = self.line(batch).mean()
+        self.log("train_loss", loss)
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+SageMakerTrainer(
+    accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_model_summary=False
+).fit(Model(), datamodule=Data())
+"""
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """The folder of the job's folder."""
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, jobs):
+    """What two trainers printed that wait for a data host, and their record by host and writer."""
+    work = tmp_path_factory.mktemp("work")
+    (work / "train.py").write_text(SCRIPT)
+    groups = ("--group", "trainer=2", "--group", "data=1")
+    ended = local(jobs, work, *groups, "--", "train.py", "--api_key=abc", OMP_NUM_THREADS="1")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    files = {path.stem: record.read_file(path) for path in record.find_files(jobs)}
+    heads = [lines[0] for lines in files.values()]
+    return ended.stdout + ended.stderr, {(head.role, head.who): files[f"{head.host}-{head.who}"] for head in heads}
+
+
+def of_kind(lines, kind):
+    """The lines of a kind."""
+    return [line for line in lines if isinstance(line, kind)]
+
+
+def test_every_process_has_a_file(run):
+    """Launchers of both roles, and all ranks; each begins with who it is and says how it ended."""
+    _, files = run
+    assert files.keys() == {
+        ("trainer", "launcher"),
+        ("data", "launcher"),
+        ("trainer", "rank-0"),
+        ("trainer", "rank-1"),
+    }
+    for (role, who), lines in files.items():
+        head, end = lines[0], lines[-1]
+        assert (head.role, head.attempt, len(head.hosts)) == (role, 1, 3)
+        assert (end.outcome, end.exit_code) == ("succeeded", 0 if who == "launcher" else None)
+
+
+def test_launchers_say_what_they_ran_and_how_busy_it_was(run):
+    """Without secrets; the data host, too."""
+    for role in ("trainer", "data"):
+        lines = run[1][role, "launcher"]
+        script, argument = lines[0].command[-2:]
+        assert (Path(script).name, argument) == ("train.py", "--api_key=(hidden)")
+        assert [span.name for span in of_kind(lines, record.Span)] == ["preparation"]
+        uses = of_kind(lines, record.HostUse)
+        assert uses
+        assert any(use.cpu > 0 for use in uses)
+        assert all(0 < use.memory_bytes <= use.memory_total_bytes for use in uses)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_say_where_their_steps_were(run, rank):
+    """15 batches in each of two epochs, without the first step; parts sum up."""
+    lines = run[1]["trainer", f"rank-{rank}"]
+    steps = of_kind(lines, record.Steps)
+    assert sum(line.n for line in steps) == 29
+    assert sum(line.samples for line in steps) == 29 * 4
+    assert steps[-1].step == 30
+    for line in steps:
+        assert sum(line.parts.values()) == pytest.approx(line.wall_s, abs=1e-4)
+    (loader,) = of_kind(lines, record.Loader)
+    assert (loader.is_remote, loader.ranks_of_host) == (True, 1)
+
+
+def test_a_report_gives_the_verdict_that_the_log_gave(run):
+    """From the figures that rank 0 wrote at the end."""
+    said, files = run
+    assert not of_kind(files["trainer", "rank-1"], record.DataService)
+    last = of_kind(files["trainer", "rank-0"], record.DataService)[-1]
+    ranks = {name: RankFigures.from_json(values) for name, values in last.ranks.items()}
+    text = verdict(ranks, [HostFigures(**host) for host in last.hosts])
+    assert "for the transforms" in text
+    (words,) = re.findall(r"Rank 0: 29 steps in .*", said)
+    assert "% data wait" in words
+    assert "of the time for the transforms" in words
+
+
+def test_report_and_plan_read_what_was_recorded(run, jobs):
+    """All hosts, steps and seconds of a real job are in its figures, and the advice is what the job lacks."""
+    figures = Figures(read_run(jobs))
+    assert (figures.outcome, len(figures.attempts), figures.num_steps) == ("succeeded", 1, 29)
+    assert [(host.role, bool(host.uses)) for host in figures.hosts] == [("trainer", True)] * 2 + [("data", True)]
+    assert figures.samples_per_step == pytest.approx(8)
+    assert sum(figures.shares.values()) == pytest.approx(figures.seconds, rel=0.05)
+    assert figures.shares[WAITING] > figures.shares[STEPS] > 0
+    assert "for the transforms" in findings.bottleneck(figures)
+    planned = plan(figures, Prices())
+    # Two ranks with 4 samples of 20 ms.
+    assert planned.measured.model.cost_s == pytest.approx(0.16, rel=0.3)
+    assert planned.best.workers > planned.measured.model.workers
+    assert "would remove the wait" in render([figures], Prices())

@@ -1,0 +1,77 @@
+"""The commands ``report``, ``compare`` and ``plan``, as a shell runs them."""
+
+import json
+import logging
+
+import pytest
+
+from lightning_sm.__main__ import main
+from tests.unit.report.recorded import input_bound
+
+PRICES = ("--price", "ml.g5.xlarge=1.41", "--price", "ml.c5.xlarge=0.2")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run whose workers are too few."""
+    return str(input_bound(tmp_path_factory.mktemp("record") / "run"))
+
+
+def test_report_writes_a_page_and_says_the_verdict(run, tmp_path, caplog):
+    """The page replaces an older one as a whole, readable for others, and the log says what it says."""
+    file = tmp_path / "new" / "page.html"
+    file.parent.mkdir()
+    file.write_text("old")
+    with caplog.at_level(logging.INFO):
+        assert main(["report", run, "-o", str(file), *PRICES]) == 0
+    assert file.read_text().startswith("<!doctype html>")
+    assert "$0.032" in file.read_text()
+    assert [path.name for path in file.parent.iterdir()] == ["page.html"]
+    assert file.stat().st_mode & 0o444 == 0o444
+    assert "job: Succeeded after 72 s. Training waits 58% of the time" in caplog.text
+    assert f"report: {file}" in caplog.text
+
+
+def test_a_page_that_cannot_be_written_is_an_error_in_one_line(run, tmp_path, caplog):
+    """Nothing half-written is left."""
+    (tmp_path / "page.html").mkdir()
+    assert main(["report", run, "-o", str(tmp_path / "page.html")]) == 2
+    assert "cannot be written: Is a directory" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_compare_takes_runs_and_figures(run, tmp_path, capsys):
+    """A recorded run, and figures of another one; as a table, and for programs."""
+    file = tmp_path / "other.yaml"
+    file.write_text("{name: other, hosts: {ml.g5.xlarge: 1}, step_s: 0.025, samples_per_step: 32}")
+    assert main(["compare", run, str(file), *PRICES]) == 0
+    assert capsys.readouterr().out.startswith("B is 2 times as fast as A, and costs 56.2 % less for the same work")
+    assert main(["compare", run, str(file), *PRICES, "--json", "--steps", "2400"]) == 0
+    compared = json.loads(capsys.readouterr().out)
+    assert compared["speed_up"] == pytest.approx(2.0)
+    assert compared["a"]["time_to_train_s"] == pytest.approx(12 + 2400 * 0.05)
+
+
+def test_plan_says_how_many_workers(run, capsys):
+    """As a table, and for programs."""
+    assert main(["plan", run]) == 0
+    assert capsys.readouterr().out.startswith("6 workers on 3 data hosts would remove the wait")
+    assert main(["plan", run, "--vcpus", "16", "--kind", "x", "--speed", "1", "--network", "10", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert [line["workers"] for line in planned["lines"]] == [2, 15]
+
+
+@pytest.mark.parametrize("command", [["report"], ["plan"], ["compare", "prices.yaml"]])
+def test_a_folder_without_a_record_is_an_error(command, tmp_path, caplog):
+    """In one line, with what was looked for."""
+    assert main([*command, str(tmp_path)]) == 2
+    assert caplog.text.count("error: ") == 1
+
+
+@pytest.mark.parametrize("words", [["--vcpus", "0"], ["--speed", "-1"], ["--network", "nan"], ["--steps", "1.5"]])
+def test_wrong_numbers_are_refused(run, words, capsys):
+    """With the value, and what is expected."""
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", run, *words])
+    assert ended.value.code == 2
+    assert f"got '{words[1]}'" in capsys.readouterr().err
