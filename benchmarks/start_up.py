@@ -3,13 +3,19 @@
 The data host has only loaded the DataModule: the time includes setup() and the forks of workers. The dataset has
 1,280,000 samples and is shuffled; a batch costs almost nothing. The workers exist before the pass that starts late.
 
+With ``--experiment script``: of one script that has a data host and trains, from the start of its interpreter.
+
     python benchmarks/start_up.py --rounds 5
+    python benchmarks/start_up.py --experiment script
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,6 +34,30 @@ PARTS = {
     "all": "host listening to first batch",
     "late": "first batch at 95 % of the epoch",
 }
+
+
+SCRIPT = """
+import json, sys, time
+from lightning_sm import DataHost
+if sys.argv[1] == "preloaded":
+    DataHost.preload()
+import torch
+from lightning_sm import RemoteDataModule
+from pytorch_lightning import LightningDataModule
+from torch.utils.data import DataLoader
+
+class Data(LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(torch.arange(12800), batch_size=64)
+
+imported = time.time()
+with DataHost(Data()) as host:
+    module = RemoteDataModule(Data(), [host.address])
+    module.setup("fit")
+    next(iter(module.train_dataloader()))
+    print(json.dumps([imported, time.time()]))
+    module.teardown("fit")
+"""
 
 
 class Indices(Dataset[torch.Tensor]):
@@ -54,7 +84,8 @@ def start(workers: int, host_cores: list[int], trainer_cores: list[int]) -> dict
     """Return the seconds of each part."""
     from lightning_sm.data.plan.order import ShuffledOrder
     from lightning_sm.data.trainer.datamodule import RemoteDataModule
-    from lightning_sm.data.trainer.loader import Position, RemoteLoader
+    from lightning_sm.data.trainer.loader import RemoteLoader
+    from lightning_sm.data.trainer.passes import Position
 
     prepare(trainer_cores)
     began = time.perf_counter()
@@ -68,7 +99,9 @@ def start(workers: int, host_cores: list[int], trainer_cores: list[int]) -> dict
         next(iter(loader))
         first = time.perf_counter()
         step = int(0.95 * len(loader))
-        resumed = RemoteLoader(loader._client, loader.facts, loader.place, lambda _: Position(first_step=step))
+        resumed = RemoteLoader(
+            loader._client, loader.facts, loader.place, loader.slots, lambda *_: Position(first_step=step)
+        )
         asked = time.perf_counter()
         batch = next(iter(resumed))
         late = time.perf_counter()
@@ -81,15 +114,30 @@ def start(workers: int, host_cores: list[int], trainer_cores: list[int]) -> dict
     return dict(zip(PARTS, times, strict=True))
 
 
+def script(kind: str) -> tuple[float, float]:
+    """Return the seconds from the start of a script to the end of its imports, and to its first batch."""
+    began = time.time()
+    done = subprocess.run([sys.executable, "-c", SCRIPT, kind], stdout=subprocess.PIPE, check=True, timeout=170)
+    imported, first = json.loads(done.stdout)
+    return imported - began, first - began
+
+
 def main() -> None:
-    """Run some rounds, and print a table."""
+    """Run one experiment, and print its table."""
     options = parser("seconds until the first batch", rounds=5)
+    options.add_argument("--experiment", choices=["host", "script"], default="host")
     options.add_argument("--workers", type=int, default=2, help="workers of the data host")
     args = options.parse_args()
-    cores = {"host_cores": args.host_cores, "trainer_cores": args.trainer_cores}
-    results = in_turn({"start": lambda: in_child(start, workers=args.workers, **cores)}, args.rounds)["start"]
-    table = [[text, spread([run[part] for run in results], 3)] for part, text in PARTS.items()]
-    sys.stdout.write(machine() + tabulate(table, headers=["part", "seconds"], disable_numparse=True) + "\n")
+    if args.experiment == "host":
+        cores = {"host_cores": args.host_cores, "trainer_cores": args.trainer_cores}
+        runs = in_turn({"start": lambda: in_child(start, workers=args.workers, **cores)}, args.rounds)["start"]
+        table = [[text, spread([run[part] for run in runs], 3)] for part, text in PARTS.items()]
+        headers = ["part", "seconds"]
+    else:
+        results = in_turn({kind: partial(script, kind) for kind in ("plain", "preloaded")}, args.rounds)
+        table = [[kind, *map(spread, zip(*times, strict=True))] for kind, times in results.items()]
+        headers = ["DataHost in the script", "s to the end of its imports", "s to the first batch"]
+    sys.stdout.write(machine() + tabulate(table, headers=headers, disable_numparse=True) + "\n")
 
 
 if __name__ == "__main__":

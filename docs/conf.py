@@ -28,14 +28,15 @@ exclude_patterns = [".*", "outputs", "tests", "lightning_sm", "docker"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4
-suppress_warnings = ["myst.header"]  # a generated section may begin two levels down
 
 autodoc_inherit_docstrings = False  # Lightning documents its own hooks
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
+python_use_unqualified_type_names = True
 nitpicky = True
-# Types of the standard library, torch and Lightning: their inventories would have to come from the network.
+# What PipelineParallelStrategy.placement returns; its attributes may change.
 nitpick_ignore = [("py:class", "lightning_sm.training.strategies.pipeline.placement.Placement")]
+# Types of the standard library, torch and Lightning: their inventories would have to come from the network.
 nitpick_ignore_regex = [("py:.*", r"(?!lightning_sm\.).*")]
 
 html_theme = "furo"
@@ -46,4 +47,5 @@ html_extra_path = ["_static/index.html"]
 html_copy_source = False
 html_show_copyright = False
 html_show_sphinx = False
+
 setup = site_pages.setup

@@ -47,10 +47,10 @@ def _below(words: list[str]) -> Iterator[list[str]]:
 
 
 def help_text(words: list[str]) -> str:
-    """What a command prints for ``--help``, as in a terminal of 100 columns without colours."""
+    """What a command prints for ``--help``, as in a terminal of 90 columns without colours."""
     shown = io.StringIO()
     before = dict(os.environ)
-    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}
+    os.environ |= {"COLUMNS": "90", "NO_COLOR": "1"}
     try:
         with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
             program.main([*words, "--help"])

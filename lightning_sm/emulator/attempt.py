@@ -18,6 +18,7 @@ from lightning_sm.emulator.cluster import LocalCluster, LocalHost
 from lightning_sm.emulator.faults import RESUMED, Fault, Kind, Moment, Plan, host_name
 from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.running_host import HostProcess, processes_of_job, signal_process
+from lightning_sm.job.record import FOLDER
 from lightning_sm.job.variables import HOST_ADDRESSES, REPORT_S, SLOW_NAMES, STEP_FILE
 from lightning_sm.launcher.run_report import REPORT_OF_STOPPED_S
 
@@ -282,8 +283,11 @@ class Attempt:
         for host in self.hosts:
             if host.agent is not None and host.agent.error is not None:
                 self._output.say(f"The checkpoints of {host.host.name} were not uploaded: {host.agent.error}.")
-            elif host.agent is not None and host.agent.lost:
-                self._output.say(f"Not uploaded when {host.host.name} ended: {', '.join(host.agent.lost)}.")
+            elif host.agent is not None:
+                # The last lines of a record come when all else has been uploaded.
+                lost = [file for file in host.agent.lost if not file.startswith(f"{FOLDER}/")]
+                if lost:
+                    self._output.say(f"Not uploaded when {host.host.name} ended: {', '.join(lost)}.")
 
     def _stopped(self) -> Outcome | None:
         signum = self._signals[0][0] if self._signals else self._output.broken_by

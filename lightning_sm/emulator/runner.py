@@ -20,6 +20,7 @@ from lightning_sm.emulator.attempt import Attempt, Outcome
 from lightning_sm.emulator.cluster import LocalCluster, LocalHost
 from lightning_sm.emulator.faults import FaultSettings, Plan
 from lightning_sm.emulator.output import Output
+from lightning_sm.job.record import FOLDER
 from lightning_sm.job.stopping import MAX_REASON_CHARS
 from lightning_sm.launcher.failure import Place, ending_of
 
@@ -146,7 +147,8 @@ def _whereabouts(cluster: LocalCluster) -> Iterator[str]:
     yield f"Folders of the hosts: {cluster.job_dir} ({folders}; logs: output/log.txt)"
     for host in cluster.hosts:
         folder = host.base_dir / "output" / "data"
-        files = [file for file in _files(folder) if not _EVENT_FILE.search(file)]
+        # Curves have a line of their own, and the record has commands that find it.
+        files = [file for file in _files(folder) if not (_EVENT_FILE.search(file) or file.startswith(f"{FOLDER}/"))]
         if files:
             yield f"Output of {host.name}: {folder} ({_listed(files)})"
     events = _event_folders(cluster.job_dir)

@@ -184,7 +184,8 @@ def save_longer():
 def upload():
     folder = job.checkpoint_dir
     if (folder / "early").exists():
-        files = [path for path in folder.rglob("*") if path.is_file()]
+        own = folder / "lightning-sm-record"
+        files = [path for path in folder.rglob("*") if path.is_file() and own not in path.parents]
         say("found", sorted((str(path.relative_to(folder)), path.stat().st_mtime > 1) for path in files))
         return
     say("folder", folder.relative_to(base.parent))

@@ -82,11 +82,12 @@ class DataHost:
         Call it before the script's own imports, once for each DataHost. The data host then has the environment
         variables, the working directory and the module path of that moment::
 
-            from lightning_sm import DataHost, RemoteDataModule
+            from lightning_sm import DataHost
 
             DataHost.preload()
 
             import torch
+            from lightning_sm import RemoteDataModule  # imports torch and Lightning, too
 
         Raises:
             NeedsLinuxError: This system is not Linux.

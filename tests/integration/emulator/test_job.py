@@ -194,5 +194,5 @@ def test_hyperparameters_channels_and_checkpoints(jobs, work, tmp_path, name, te
     assert """algo-1 | argv ['fit', '--a={"b": 1}', '--c=x y']""" in ended.stdout
     assert "algo-2 | data found" in ended.stdout
     assert f"algo-1 | checkpoints {{'LocalPath': '{folder}', 'S3Uri': 'file://{folder}'}}" in ended.stdout
-    assert sorted(path.name for path in folder.iterdir()) == ["algo-1", "algo-2"]
+    assert sorted(path.name for path in folder.iterdir()) == ["algo-1", "algo-2", "lightning-sm-record"]
     assert (tmp_path / "d" / "f.txt").exists()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -41,7 +43,6 @@ if topology.role is Role.DATA:
     process.beat(phase="serving data")
 else:
     rank = topology.node_rank
-    process.beat(rank, 40, 1, "training", may_pause=False)
     lines = record.open_record(job, f"rank-{rank}")
     lines.append(record.head_of(job, f"rank-{rank}", lines.path, rank=rank, world_size=2))
     parts = {"data_wait": 0.5, "forward": 1.5}
@@ -50,7 +51,9 @@ else:
     lines.event("resumed", "from step 20")
 pause = threading.Event()
 while not Path(sys.argv[1]).exists():
-    pause.wait(0.05)
+    if topology.role is Role.TRAINER:
+        process.beat(rank, 40, 1, "training", may_pause=False)
+    pause.wait(0.1)
 if topology.role is Role.DATA:
     main.close()
     server.wait(30)
@@ -136,7 +139,11 @@ def test_ctrl_c_leaves_a_terminal_as_it_was(job, variables):
     with subprocess.Popen(call, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
         os.close(theirs)
         shown = b""
+        deadline = time.monotonic() + TIMEOUT_S
         while shown.count(b"+ training") < 4:
+            left_s = max(0.0, deadline - time.monotonic())
+            assert select.select([ours], [], [], left_s)[0], f"nothing more was shown than {shown[-2000:]!r}"
+            assert left_s > 0, f"other states are shown: {shown[-2000:]!r}"
             shown += os.read(ours, 4096)
         process.send_signal(signal.SIGINT)
         assert process.wait(TIMEOUT_S) == 0
@@ -169,9 +176,10 @@ def test_a_job_that_does_not_run_here():
 
 
 def _rest(terminal):
-    """What a process that has ended wrote."""
+    """What a process writes until it ends."""
     found = b""
     while True:
+        assert select.select([terminal], [], [], TIMEOUT_S)[0], f"nothing more came than {found[-2000:]!r}"
         try:
             data = os.read(terminal, 4096)
         except OSError:  # Linux says so at the end
