@@ -92,12 +92,12 @@ def test_local_workers_help(address, plain):
 def test_training_begins_before_the_local_workers_listen(address, plain, tmp_path):
     """They import torch for seconds, while the data hosts have batches; then they join."""
     gate = tmp_path / "gate"
-    module = RemoteDataModule(Gated(gate), [address], settings=DataServiceSettings(local_workers=1))
+    module = RemoteDataModule(Gated(gate), [address], settings=DataServiceSettings(local_workers=5))
     module.setup("fit")
     loader = module.train_dataloader()
     first = next(iter(loader))
     assert hosts(module) == ["up", "down"]
-    assert loader.place.window_batches == 6, "of two workers of the data host and a local one, two for each"
+    assert loader.place.window_batches == 56, "eight for each of two workers of the data host and five local ones"
     assert torch.equal(first["drawn"], plain[0]["drawn"])
     gate.touch()
     until(lambda: hosts(module) == ["up", "up"], "the local workers to join", 60.0)
