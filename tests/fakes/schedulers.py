@@ -7,7 +7,7 @@ from lightning_sm.data.feeder.scheduler import Scheduler
 
 def make(*hosts, num_credits=1, window=4, stop=100, **options):
     """Return a scheduler with hosts up and pass 1 open; of equal hosts it prefers the first."""
-    scheduler = Scheduler(tie_break=lambda: 0.0, **options)
+    scheduler = Scheduler(**{"tie_break": lambda: 0.0, **options})
     for host in hosts:
         scheduler.host_up(host, num_credits)
     scheduler.open_pass(1, 0, stop, window)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 
 from lightning_sm.data.feeder.scheduler import HostState, Retry, Run, Scheduler
-from tests.fakes.schedulers import asked, host_status, make
+from tests.fakes.schedulers import asked, host_status, make, warm
 
 
 def test_free_credits_take_the_oldest_steps_in_turn():
@@ -178,3 +181,15 @@ def test_the_status_names_the_requests_for_the_step_that_the_consumer_waits_for(
     assert (request.host, request.step, request.sent_at) == ("a", 1, 3.0)
     assert scheduler.passes()[0].requests == (request,)
     assert first.num_in_flight == 1, "a status is a copy"
+
+
+def test_ranks_spread_over_hosts_that_differ_a_little():
+    """Ranks that all preferred the host with the quickest answers would leave the others idle."""
+    latencies_s = {"a": 1.0, "b": 1.01, "c": 1.02, "d": 1.03}
+    first = Counter()
+    for rank in range(200):
+        scheduler, now = warm(latencies_s, tie_break=random.Random(rank).random)
+        scheduler.open_pass(2, 0, 100, 1)
+        first.update(request.host for request in scheduler.next_requests(now))
+    assert set(first) == set(latencies_s)
+    assert min(first.values()) >= 25
