@@ -20,6 +20,8 @@ TOGETHER_S = 45.0
 MAX_REASON_CHARS = 1024
 PAGE = REPOSITORY / "docs" / "lifecycle.md"
 # Below the 25 s after which the emulator kills, unlike their defaults.
+# Else the trainers have all batches of an epoch before their data host is gone.
+FEW_AHEAD = ("--data_service.window_batches", "4")
 SHORT_TIMEOUTS = ("--data_service.lease_s", "5", "--data_service.batch_timeout_s", "5")
 EITHER = (1, 143)  # whatever reaches the other rank first: a lost peer, or SIGTERM
 STOPPED = r"The job was stopped or interrupted \(SIGTERM\)\. "
@@ -261,7 +263,7 @@ MATRIX = [
         job=137,
         other_reasons=STOPPED + rf"(lightning_sm\.errors\.Data|{PEER_LEFT})",
         options=fault("kill:data-1", "step=10"),
-        arguments=SHORT_TIMEOUTS,
+        arguments=(*SHORT_TIMEOUTS, *FEW_AHEAD),
     ),
     Cell(
         "SIGKILL of the launcher",
@@ -285,7 +287,7 @@ MATRIX = [
         first="any",
         reason=r"lightning_sm\.errors\.Data(Timeout|HostUnreachable)Error: ",
         options=fault("hang:data-1", "step=10"),
-        arguments=SHORT_TIMEOUTS,
+        arguments=(*SHORT_TIMEOUTS, *FEW_AHEAD),
     ),
     Cell(
         "os._exit(7)",
