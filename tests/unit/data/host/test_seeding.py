@@ -209,7 +209,7 @@ def test_a_batch_that_is_made_again_takes_no_more_room():
         loader = ServedLoader(DataLoader(Rarely(), batch_size=200), "train_dataloader()", "train", 0)
         for start in starts:
             arena = Arena(np.zeros(1 << 14, np.uint8))
-            spec = BatchSpec("o", 0, 0, 0, 0, start // 200, 0, np.arange(start, start + 200))
+            spec = BatchSpec(0, 0, 0, start // 200, 0, np.arange(start, start + 200))
             made = loader.batch(spec, arena).clone()
         return made, arena.used, loader._seeding._used
 

@@ -60,7 +60,7 @@ def test_settings_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("DATA_GROUP", "DATA_GROUPS"), ("PORT", "MAIN_PORT"), ("STOP_SHEDULE", "STOP_SCHEDULE")]
+    ("name", "meant"), [("DATA_GROUP", "DATA_GROUPS"), ("MAINPORT", "MAIN_PORT"), ("STOP_SHEDULE", "STOP_SCHEDULE")]
 )
 def test_misspelled_setting_is_a_warning(tmp_path, name, meant):
     """A variable that is almost a setting is named, with the one that was meant."""
