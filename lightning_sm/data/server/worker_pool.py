@@ -133,8 +133,9 @@ class _Worker:
 class _Work:
     """How busy the workers are while trainers have more to request.
 
-    The time after the last request, in which the last batches are built and then nothing, does not count: no more
-    workers could have been used. It ends with a request that finds no other.
+    While requests wait for a worker, more workers could be used. The time after the last request in which none waits,
+    and the last batches are built, does not count. It ends with a request that finds no other.
+
 
     Attributes:
         busy_s: Seconds that workers worked, of all workers together.
@@ -148,15 +149,17 @@ class _Work:
     _recent_busy_s: float = 0.0
     _recent_capacity_s: float = 0.0
 
-    def advance(self, now: float, num_busy: int, num_workers: int) -> None:
-        """Add the time since the last call."""
+    def advance(self, now: float, num_busy: int, num_workers: int, *, has_waiting: bool = False) -> None:
+        """Add the time since the last call, in which requests waited for a worker, or not."""
         seconds = now - self._measured_at
         self._measured_at = now
         self._recent_busy_s += seconds * num_busy
         self._recent_capacity_s += seconds * num_workers
+        if has_waiting:
+            self.request(is_needed=True)
 
     def request(self, *, is_needed: bool) -> None:
-        """Count the time since the last request, if other requests are still in work (``is_needed``)."""
+        """Count the time since the last call, if other requests were still in work (``is_needed``)."""
         if is_needed:
             self.busy_s += self._recent_busy_s
             self.capacity_s += self._recent_capacity_s
@@ -292,7 +295,7 @@ class WorkerPool:
 
     def _measure(self) -> None:
         """Count the time since the last change. Call it with the lock held, before workers begin or end a task."""
-        self._work.advance(time.perf_counter(), *self._load())
+        self._work.advance(time.perf_counter(), *self._load(), has_waiting=any(self._queues.values()))
 
     def _load(self) -> tuple[int, int]:
         """Return how many workers work, and how many could at a time: one of each number, whatever its loaders."""

@@ -306,6 +306,18 @@ def test_the_time_of_demand_ends_with_the_last_request():
     assert (work.busy_s, work.capacity_s) == (pytest.approx(7.0), pytest.approx(8.0))
 
 
+def test_the_time_in_which_requests_wait_counts_without_further_ones():
+    """A trainer may request all batches of a short epoch at once."""
+    work = _Work()
+    now = work._measured_at
+    work.request(is_needed=False)
+    work.advance(now + 3.0, num_busy=2, num_workers=2, has_waiting=True)
+    work.advance(now + 4.0, num_busy=2, num_workers=2)
+    work.advance(now + 5.0, num_busy=1, num_workers=2)
+    work.request(is_needed=False)
+    assert (work.busy_s, work.capacity_s) == (pytest.approx(6.0), pytest.approx(6.0))
+
+
 def test_a_busy_worker_counts_while_others_wait_for_it(pool, worker):
     """The worker is busy as long as there are requests; one that comes alone says nothing."""
     answers = [submit(pool, b"a")[1]]
