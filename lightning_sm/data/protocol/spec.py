@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -156,9 +157,10 @@ class RunSpec:
                 and sum(sizes) == len(keys)
             ):
                 loader, seed, epoch, pass_index, step, rank = numbers
-                parts = np.split(keys, np.cumsum(sizes[:-1])) if len(sizes) > 1 else [keys]
-                batches = [
-                    BatchSpec(seed, epoch, pass_index, step + number, rank, part) for number, part in enumerate(parts)
-                ]
-                return cls(opening, loader, tuple(batches), compression)
+                ends = list(accumulate(sizes, initial=0))
+                batches = tuple(
+                    BatchSpec(seed, epoch, pass_index, step + number, rank, keys[start:stop])
+                    for number, (start, stop) in enumerate(pairwise(ends))
+                )
+                return cls(opening, loader, batches, compression)
         raise WireError(f"A request for a batch is malformed: {data[:80]!r}.")
