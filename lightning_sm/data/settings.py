@@ -60,7 +60,8 @@ class DataServiceSettings:
             data; several ranks need the same number of batches, so the data hosts read the whole dataset once to
             count them.
         virtual_shards: Number of shards into which iterable datasets are split, a multiple of the number of ranks.
-            Default: 8 times the least common multiple of 16 and the number of ranks. A resumed run keeps its number.
+            Default: the least common multiple of 16 and the number of ranks, and 8 times as many for more than 16
+            ranks. A resumed run keeps its number.
         port: Port of the data hosts. Default: derived from the job.
         token: Secret that trainers must present. Default: derived from LIGHTNING_SM_JOB_SECRET; without that from the
             job's name, which is no secret.

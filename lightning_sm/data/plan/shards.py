@@ -19,9 +19,9 @@ from lightning_sm.errors import DataSettingsError, WireError
 
 # Divides evenly over 1, 2, 4, 8 or 16 ranks or data workers, so that these cluster shapes read the same shards.
 _COMMON = 16
-# For each rank, or for as many workers. A shard is read by one worker: with a few shards for each worker all have about
-# as many, and with one shard for each rank only so many workers would work. More would end with more small batches.
-_SHARDS_EACH = 8
+# A shard is read by one worker: with one shard for each of many ranks, only so many workers would work. With few ranks,
+# datasets may be small, and of a few files: more shards than these have would be empty, or have no full batch.
+_SHARDS_OF_MANY_RANKS = 8
 
 # More steps than any pass has.
 _NO_END = 1 << 62
@@ -29,7 +29,7 @@ _NO_END = 1 << 62
 
 def default_num_shards(world_size: int) -> int:
     """Return the number of virtual shards to use when the user sets none."""
-    return math.lcm(_COMMON, world_size) * _SHARDS_EACH
+    return math.lcm(_COMMON, world_size) * (_SHARDS_OF_MANY_RANKS if world_size > _COMMON else 1)
 
 
 def shard_steps(counts: Sequence[int], world_size: int) -> tuple[int, int]:
