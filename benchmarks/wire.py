@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from wire_baselines import BASELINES, NUM_SOURCES, PAYLOADS, Payload, consume, measure
 
 OURS = "lightning_sm"
-NUM_BATCHES = 20_000  # of an epoch; more than any run takes
+NUM_BATCHES = 1_000_000  # of an epoch; more than any run takes
 
 
 class Keys(Dataset[int]):
