@@ -484,11 +484,12 @@ class Scheduler:
         if request is None:
             return Completion(is_accepted=False)
         current = self._passes[request.pass_id]
+        work_s = now - request.sent_at if work_s is None else work_s
         self._record_answer(request, current.pace, now, work_s)
         losers = [other for other in current.in_flight[request.run] if other is not request]
         for loser in losers:
             # It counts as usual when the hedge ends; a heavy batch is as heavy for the other host.
-            self._hedged_work_s += (now - request.sent_at if work_s is None else work_s) - current.pace.work_s
+            self._hedged_work_s += work_s - current.pace.work_s
             host = self._hosts[loser.host]
             age_s = now - loser.sent_at
             if age_s > host.slowness * current.pace.median_s:  # a younger request says nothing about the host
@@ -633,10 +634,9 @@ class Scheduler:
                         insort(current.todo, part)
         return tuple(requests)
 
-    def _record_answer(self, request: Request, pace: _Pace, now: float, work_s: float | None) -> None:
+    def _record_answer(self, request: Request, pace: _Pace, now: float, work_s: float) -> None:
         host = self._hosts[request.host]
         latency_s = now - request.sent_at
-        work_s = latency_s if work_s is None else work_s
         pace.add(latency_s, work_s)
         host.measure(latency_s, pace.median_s, now)
         host.num_completed += request.run.num_steps

@@ -23,7 +23,8 @@ record.close()
 if sys.argv[1:] == ["fail"]:
     base = Path(os.environ["SAGEMAKER_BASE_DIR"])
     (base / "ready").touch()
-    while len(list(base.parent.glob("*/ready"))) < 2:
+    deadline = time.monotonic() + 60
+    while len(list(base.parent.glob("*/ready"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     if rank == 0:
         sys.exit(7)
