@@ -86,6 +86,7 @@ class Hub:
         self._logged_strangers: set[tuple[str, str]] = set()
         self._socket = None if address is None else socket.create_server(address, backlog=self._backlog)
         self._server: asyncio.Server | None = None
+        self._is_closed = False
 
     @property
     def job_outcome(self) -> JobOutcome | None:
@@ -134,13 +135,19 @@ class Hub:
 
     async def close(self) -> None:
         """Release the port and all connections."""
+        self._is_closed = True
         if self._server is not None:
             self._server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for connection in self._strangers:  # a task that is cancelled before it begins closes nothing
+            connection.drop("this host has ended")
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._is_closed:  # asyncio had accepted the connection before
+            writer.transport.abort()
+            return
         if len(self._strangers) >= _MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import json
 import queue
 import signal
@@ -14,6 +16,7 @@ import pytest
 from lightning_sm.job.secret import new_secret
 from lightning_sm.job.stopping import JobOutcome, Outcome
 from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, PROTOCOL, Report, Timings, peers_key
+from lightning_sm.launcher.peers.hub import Hub
 from lightning_sm.launcher.peers.peers import Peers
 from tests.unit.launcher.peers.launchers import (
     BROKEN,
@@ -284,6 +287,35 @@ def test_second_connection_of_a_host_replaces_the_first(exits, lines):
         hub.received.get(timeout=3 * FAST["reconnect_s"])
     second.sock.close()
     assert hub.received.get(timeout=TIMEOUT_S).kind == "lost"
+
+
+def test_a_hub_that_ends_closes_a_connection_that_it_has_just_accepted(exits):
+    """A connection that arrives in the hub's last moment is closed like the others, and not left to the collector."""
+    job = Job(exits)
+
+    async def accept_and_close():
+        hub = Hub(
+            time.monotonic(),
+            own=MAIN,
+            trainers=job.trainers,
+            data_hosts=[],
+            address=(job.bind, job.port),
+            key=job.key,
+            timings=Timings(**FAST),
+            max_restarts=0,
+            on_news=list,
+        )
+        await hub.open()
+        stranger = job.connect()
+        accepted = asyncio.all_tasks()
+        while not (serving := [task for task in asyncio.all_tasks() - accepted if "_serve" in repr(task)]):
+            await asyncio.sleep(0)
+        assert inspect.getcoroutinestate(serving[0].get_coro()) == "CORO_CREATED"
+        await hub.close()
+        return stranger
+
+    stranger = asyncio.run(asyncio.wait_for(accept_and_close(), TIMEOUT_S))
+    assert stranger.line() == b""
 
 
 def test_strangers_do_not_lock_hosts_out(exits, lines):
