@@ -15,6 +15,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 
+from lightning_sm._collector import freeze_imports
 from lightning_sm._lightning import (
     ArgsType,
     LightningArgumentParser,
@@ -102,6 +103,7 @@ class SageMakerCLI(LightningCLI):
         self.job = SageMakerJob.from_environment()
         leave_at_exit()  # also outside SageMaker: two processes on a laptop use Gloo
         if self.job is not None:
+            freeze_imports()
             show_log_lines()
             self.topology = Topology.from_job(self.job)
             self._environment_settings: dict[str, Any] = {"main_port": main_port}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+from lightning_sm._collector import freeze_imports
 from lightning_sm._lightning import (
     CSVLogger,
     DummyLogger,
@@ -93,6 +94,7 @@ class SageMakerTrainer(Trainer):
         if self._job is None:
             super().__init__(**kwargs)
             return
+        freeze_imports()
         show_log_lines()
         self._topology = Topology.from_job(self._job)
         if self._topology.role is Role.DATA:

@@ -1,0 +1,18 @@
+"""Python's garbage collector in the processes of a job."""
+
+from __future__ import annotations
+
+import functools
+import gc
+
+
+@functools.cache
+def freeze_imports() -> None:
+    """Let the collector pass over what exists by now: mostly modules, which live as long as the process anyway.
+
+    With Lightning these are a million objects. To look at all of them again took 1.5 of the 6.5 s of CPU time between
+    the start and the end of a process that only imports it: time that an interrupted host does not have. Processes
+    that are forked later share the pages (``gc.freeze`` in Python's documentation). Further calls do nothing, so that
+    no garbage of a training is kept.
+    """
+    gc.freeze()
