@@ -25,6 +25,7 @@ from lightning_sm.data.batch.collate import collate_into
 from lightning_sm.data.host.identity import describe_data
 from lightning_sm.data.host.iterable import OpenShards, UserCodeError, show_worker_info
 from lightning_sm.data.host.random_state import seed_all
+from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.sampler import SamplerPass, UserSampler
 from lightning_sm.data.host.seeding import Seed, Seeding
 from lightning_sm.data.ipc.processes import in_fork
@@ -115,8 +116,13 @@ class ServedLoader:
             return np.arange(offsets[-1]), offsets
         return np.fromiter((key for batch in batches for key in batch), np.int64, offsets[-1]), offsets
 
-    def batch(self, spec: BatchSpec, arena: Arena) -> Any:
+    def batch(self, spec: BatchSpec, arena: Arena, mark: SampleMark) -> Any:
         """Return a batch, built in the arena if the collate function is torch's own.
+
+        Args:
+            spec: Everything that its content depends on.
+            arena: Memory for the batch.
+            mark: Where the worker notes which sample it is at.
 
         Raises:
             UserCodeError: The user's dataset, transform or collate function failed.
@@ -125,6 +131,8 @@ class ServedLoader:
             The collated batch, or a ``ShardAnswer`` for a shard without a batch at the requested offset.
         """
         if self.facts.order == "shards":
+            shards, shard, offset, _ = spec.keys.tolist()
+            mark.set_text(f"batch {offset} of shard {shard} of {shards}")
             return self._shards.batch(spec)
         self._show_worker_info()
         seeds = SampleSeeds(spec.seed, self._stage, self._index, spec.epoch, spec.pass_index)
@@ -136,9 +144,10 @@ class ServedLoader:
             if self._is_positional:
                 all_keys = self._all_keys(spec)
                 keys = [all_keys[position] for position in keys]
-            samples = self._samples(keys, seeds, spec, seed)
+            samples = self._samples(keys, seeds, spec, seed, mark)
             if seed:
                 seed(seeds.of_batch(spec.step, spec.rank))
+            mark.set_text(f"the collate function, for indices {keys[0]!r} to {keys[-1]!r}")
             try:
                 if self.facts.batch_size is None and self.facts.order != "batch_sampler":
                     return self._collate(samples[0])
@@ -175,10 +184,11 @@ class ServedLoader:
         if self._worker is not None:
             show_worker_info(*self._worker, self._dataset)
 
-    def _samples(self, keys: list[Any], seeds: SampleSeeds, spec: BatchSpec, seed: Seed) -> list[Any]:
+    def _samples(self, keys: list[Any], seeds: SampleSeeds, spec: BatchSpec, seed: Seed, mark: SampleMark) -> list[Any]:
         if self._fetches_lists:
             if seed:
                 seed(seeds.of_batch(spec.step, spec.rank))
+            mark.set_text(f"indices {keys[0]!r} to {keys[-1]!r}")
             try:
                 return list(self._dataset.__getitems__(keys))  # type: ignore[attr-defined]  # torch's own protocol
             except Exception as error:
@@ -187,6 +197,10 @@ class ServedLoader:
         for key in keys:
             if seed:
                 seed(seeds.of(key))
+            if self._is_positional:
+                mark.set_text(f"index {key!r}")
+            else:
+                mark.set_index(key)
             try:
                 samples.append(self._dataset[key])
             except Exception as error:

@@ -27,6 +27,7 @@ import numpy as np
 from lightning_sm import errors
 from lightning_sm._log import show_log_lines
 from lightning_sm.data.host.datamodule import ServedModule
+from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.worker import run_worker
 from lightning_sm.data.host.world import world_of_one
 from lightning_sm.data.ipc.messages import Finished, Message, MessageSocket
@@ -261,6 +262,7 @@ class HostProcess:
         self._num_forks += 1
         worker_id = self._num_forks
         ring = Ring.create(_SLOTS_PER_WORKER, self._settings.max_batch_bytes)
+        mark = SampleMark()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
 
         def run() -> None:
@@ -268,7 +270,7 @@ class HostProcess:
             host = self._settings.name or self._settings.address
             num_workers = self._settings.workers
             loaders = {opening: self._module.loaders[opening]}
-            run_worker(theirs, ring, loaders, host=host, worker_id=number, num_workers=num_workers)
+            run_worker(theirs, ring, loaders, mark, host=host, worker_id=number, num_workers=num_workers)
 
         with ours, theirs:
             pid = self._fork(run)
@@ -285,15 +287,18 @@ class HostProcess:
         ring.close()
         self._worker_pids[worker_id] = pid
         self._current_ids[opening, number] = worker_id
-        self._watch(pid, lambda status: self._on_worker_exit(worker_id, opening, number, status))
+        self._watch(pid, lambda status: self._on_worker_exit(worker_id, opening, number, mark, status))
 
-    def _on_worker_exit(self, worker_id: int, opening: str, number: int, status: int) -> None:
+    def _on_worker_exit(self, worker_id: int, opening: str, number: int, mark: SampleMark, status: int) -> None:
         del self._worker_pids[worker_id]
-        was_sent = self._send("lost", worker=worker_id, why=describe_exit(status))
+        at = mark.read()
+        mark.close()
+        how = describe_exit(status) + (f" at {at}" if at else "")
+        was_sent = self._send("lost", worker=worker_id, why=how)
         # Other workers exit on purpose: when their loaders were replaced, or when their server process died.
         is_needed = opening in self._module.loaders and self._current_ids.get((opening, number)) == worker_id
         if self._outcome is None and is_needed and was_sent:
-            logger.warning("Worker %d %s. Starting a new one.", number, describe_exit(status))
+            logger.warning("Worker %d %s. Starting a new one.", number, how)
             self._fork_worker(opening, number)
 
     def _run_sampler(self, request: dict[str, Any]) -> None:

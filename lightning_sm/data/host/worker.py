@@ -21,6 +21,7 @@ from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.batch.encode import encode
 from lightning_sm.data.host.iterable import ShardAnswer, UserCodeError
 from lightning_sm.data.host.loader import ServedLoader
+from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.seeding import watch_readers
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import keep_freed_memory
@@ -35,6 +36,7 @@ def run_worker(
     sock: socket.socket,
     ring: Ring,
     openings: Mapping[str, Sequence[ServedLoader]],
+    mark: SampleMark,
     *,
     host: str,
     worker_id: int,
@@ -46,6 +48,7 @@ def run_worker(
         sock: Connection to the server process.
         ring: The slots for finished batches.
         openings: The loaders that were opened so far, by the name of the request that opened them.
+        mark: Where to note which sample this worker is at.
         host: Name of the data host.
         worker_id: Number of the worker on its host.
         num_workers: Workers on the host.
@@ -71,11 +74,16 @@ def run_worker(
             if problem is not None:
                 _fail(requests, message.facts["slot"], problem, "worker_init_fn")
             else:
-                _serve(requests, message, ring, openings)
+                _serve(requests, message, ring, openings, mark)
+                mark.clear()
 
 
 def _serve(
-    requests: MessageSocket, message: Message, ring: Ring, openings: Mapping[str, Sequence[ServedLoader]]
+    requests: MessageSocket,
+    message: Message,
+    ring: Ring,
+    openings: Mapping[str, Sequence[ServedLoader]],
+    mark: SampleMark,
 ) -> None:
     started = time.perf_counter()
     slot = message.facts["slot"]
@@ -88,7 +96,7 @@ def _serve(
         for one in spec.batches:
             start = -(-used // ALIGNMENT) * ALIGNMENT
             arena = Arena(memory[start:])
-            batch = loader.batch(one, arena)
+            batch = loader.batch(one, arena, mark)
             if isinstance(batch, ShardAnswer):
                 requests.send("ended", slot=slot, end=batch.end)
                 return

@@ -380,7 +380,12 @@ BATCH_ROWS = [
         "SIGSEGV of the worker",
         "all data hosts",
         "a batch, each time",
-        says=("Step 3 kills the workers", "SIGSEGV", r"\[12, 13, 14, 15\]", "crash native code"),
+        says=(
+            "Step 3 kills the workers",
+            "SIGSEGV at index 13 on data host",
+            r"\[12, 13, 14, 15\]",
+            "crash native code",
+        ),
         loader="crash",
         after=1,
         error=DataServiceError,

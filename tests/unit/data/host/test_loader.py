@@ -1,5 +1,8 @@
 """What data hosts make of the user's loaders."""
 
+import os
+import signal
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +21,7 @@ from torch.utils.data import (
 
 from lightning_sm.data.batch.arena import Arena
 from lightning_sm.data.host.loader import ServedLoader
+from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.ipc.processes import in_fork
 from lightning_sm.data.protocol.spec import BatchSpec
 from lightning_sm.errors import DataSettingsError
@@ -124,10 +128,10 @@ def served(loader, stage="train", **options):
     return ServedLoader(loader, f"{stage}_dataloader()", stage, 0, **options)
 
 
-def batch(loader, *keys, epoch=0):
+def batch(loader, *keys, epoch=0, mark=None):
     """Return the batch of some keys."""
     arena = Arena(np.zeros(1 << 16, np.uint8))
-    return loader.batch(BatchSpec(0, epoch, 0, 0, 0, np.array(keys)), arena)
+    return loader.batch(BatchSpec(0, epoch, 0, 0, 0, np.array(keys)), arena, mark or SampleMark())
 
 
 def order(loader, epoch=0):
@@ -270,3 +274,73 @@ def test_a_loader_with_spawned_workers_has_copies_of_the_dataset():
     shard = (1, 0, 0, True)  # of 1, the first, its first batch, which is wanted
     assert taken(Lines(), *shard, **spawned) == ["line of this worker"]
     assert taken(Lines(), *shard) == ["line of the main process"]
+
+
+def die():
+    """End as a process does that takes too much memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Deadly(Numbers):
+    """Cannot be read at one index, alone or in a list."""
+
+    deadly = 3
+
+    def __getitem__(self, index):
+        if index == self.deadly:
+            die()
+        return 0
+
+
+class DeadlyList(Deadly):
+    """Reads lists."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class DeadlyName(Deadly):
+    """Its keys are texts."""
+
+    deadly = "c"
+
+
+class DeadlyLines(Lines):
+    """Cannot be read to its end."""
+
+    def __iter__(self):
+        yield 0
+        die()
+
+
+@pytest.mark.parametrize(
+    ("loader", "keys", "expected"),
+    [
+        (DataLoader(Deadly()), (2, 3, 4), "index 3"),
+        (DataLoader(DeadlyList()), (2, 3, 4), "indices 2 to 4"),
+        (DataLoader(DeadlyName(), sampler=list("abcd")), (1, 2, 3), "index 'c'"),
+        (DataLoader(Numbers(), collate_fn=lambda _: die()), (2, 3, 4), "the collate function, for indices 2 to 4"),
+        (DataLoader(DeadlyLines()), (2, 1, 1, 1), "batch 1 of shard 1 of 2"),
+    ],
+    ids=["a sample", "a list of samples", "a key that is no number", "collating", "a stream"],
+)
+def test_a_killed_worker_has_noted_where_it_was(loader, keys, expected):
+    """Its parent can say which sample kills it; an exception would name it by itself."""
+    one, mark = served(loader), SampleMark()
+    with pytest.raises(ChildProcessError, match="SIGKILL"):
+        in_fork(lambda: batch(one, *keys, mark=mark))
+    assert mark.read() == expected
+    mark.close()
+
+
+def test_a_mark_holds_any_text():
+    """A key may be long, or have characters that take several bytes."""
+    mark = SampleMark()
+    assert mark.read() == ""
+    mark.set_text("é" * 300)
+    assert mark.read().startswith("é" * 99)
+    mark.set_index(-(1 << 63))
+    assert mark.read() == f"index {-(1 << 63)}"
+    mark.clear()
+    assert mark.read() == ""
+    mark.close()

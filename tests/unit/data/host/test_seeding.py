@@ -14,6 +14,7 @@ from lightning_sm.data.batch.arena import Arena
 from lightning_sm.data.host import seeding
 from lightning_sm.data.host.loader import ServedLoader
 from lightning_sm.data.host.random_state import GENERATORS, seed_all
+from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.seeding import Seeding, watch_readers
 from lightning_sm.data.protocol.spec import BatchSpec
 
@@ -210,7 +211,7 @@ def test_a_batch_that_is_made_again_takes_no_more_room():
         for start in starts:
             arena = Arena(np.zeros(1 << 14, np.uint8))
             spec = BatchSpec(0, 0, 0, start // 200, 0, np.arange(start, start + 200))
-            made = loader.batch(spec, arena).clone()
+            made = loader.batch(spec, arena, SampleMark()).clone()
         return made, arena.used, loader._seeding._used
 
     made, used, seeded = batches([0, 200, 400])

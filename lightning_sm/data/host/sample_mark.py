@@ -1,0 +1,50 @@
+"""Which sample a worker is at: what its parent can still read when native code has killed it."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+
+_MAX_TEXT_BYTES = 200
+# What follows: nothing, an index, or as many bytes of text.
+_NOTHING, _INDEX = 0xFFFE, 0xFFFF
+_HEAD = struct.Struct("<Hq")
+
+
+class SampleMark:
+    """A note in memory that a worker shares with its parent. Make it before the fork.
+
+    An exception of the user's code names its sample by itself. SIGSEGV in an image decoder, and SIGKILL for lack of
+    memory, leave only this.
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _HEAD.size + _MAX_TEXT_BYTES)
+        self.clear()
+
+    def set_index(self, index: int) -> None:
+        """Note a sample of the dataset by its index, an int64: 0.2 us, as small samples take a few us each."""
+        _HEAD.pack_into(self._memory, 0, _INDEX, index)
+
+    def set_text(self, where: str) -> None:
+        """Note another place in the user's code."""
+        text = where.encode(errors="replace")[:_MAX_TEXT_BYTES]
+        self._memory[_HEAD.size : _HEAD.size + len(text)] = text
+        _HEAD.pack_into(self._memory, 0, len(text), 0)
+
+    def clear(self) -> None:
+        """Note that the worker is not in the user's code."""
+        _HEAD.pack_into(self._memory, 0, _NOTHING, 0)
+
+    def read(self) -> str:
+        """Return the last note, such as "index 40"; empty if the worker was not in the user's code."""
+        size, index = _HEAD.unpack_from(self._memory)
+        if size == _NOTHING:
+            return ""
+        if size == _INDEX:
+            return f"index {index}"
+        return self._memory[_HEAD.size : _HEAD.size + size].decode(errors="replace")
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._memory.close()
