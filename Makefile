@@ -7,12 +7,12 @@ READY := $(VENV)/.ready
 TOOLKIT := $(VENV)/.toolkit
 SDK3 := .venv-sdk3
 SPHINX := $(VENV)/.sphinx
-SOURCES := lightning_sm app tests benchmarks docs
+SOURCES := lightning_sm app tests benchmarks docker docs
 PIP := -m pip install --quiet --disable-pip-version-check
 # The tests in containers form one group, which takes longest and so starts before the other groups.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help train test proof gpu check lint unit docs diagrams format lock clean
+.PHONY: help train test proof gpu check lint unit docs diagrams format lock sbom clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -61,6 +61,13 @@ lock: ## freeze the packages of an image that works (IMAGE=lightning-sm) in dock
 	docker run --rm --interactive --entrypoint python $(IMAGE) - < docker/pip_lock.py > docker/pip.lock.new
 	mv docker/conda.lock.new docker/conda.lock
 	mv docker/pip.lock.new docker/pip.lock
+
+SBOM ?= outputs/sbom
+AUDIT ?=
+sbom: $(READY) ## list all packages of an image (IMAGE=lightning-sm), and find known vulnerabilities
+	docker run --rm --interactive --entrypoint python $(IMAGE) - < docker/packages.py \
+		| $(BIN)/python docker/sbom.py $(IMAGE) $(SBOM).cdx.json $(SBOM).requirements.txt
+	$(BIN)/pip-audit --strict --no-deps --disable-pip --progress-spinner off --requirement $(SBOM).requirements.txt $(AUDIT)
 
 clean: ## remove virtual environments and outputs
 	rm -rf $(VENV) $(SDK3) outputs

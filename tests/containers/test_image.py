@@ -1,8 +1,13 @@
 """The image by itself: what is in it, and what its entry point does."""
 
 import json
+import re
 import secrets
 import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -20,6 +25,34 @@ print("script runs", flush=True)
 raise SystemExit(128 + signal.sigwait({signal.SIGTERM}))
 """
 DEADLINE_S = 120
+REPOSITORY = Path(__file__).parents[2]
+
+
+@contextmanager
+def advisories(vulnerable):
+    """A stand-in for OSV's service, which knows of one vulnerable package; yields its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["package"]["name"]
+            package = {"name": vulnerable, "ecosystem": "PyPI"}
+            fixed = {"type": "ECOSYSTEM", "events": [{"introduced": "0"}, {"fixed": "99.0"}]}
+            known = {"id": "GHSA-test-0001", "summary": "a test", "affected": [{"package": package, "ranges": [fixed]}]}
+            answer = json.dumps({"vulns": [known]} if asked == vulnerable else {}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_):
+            """Write nothing to the tests' output."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1/query"
+        server.shutdown()
+        thread.join()
 
 
 @pytest.fixture
@@ -78,11 +111,28 @@ def test_the_toolkit_is_there(image):
 
 def test_what_pip_installed_can_be_frozen(image):
     """The lock has the packages of pip with their versions, and not those that the Dockerfile installs itself."""
-    script = (Path(__file__).parents[2] / "docker" / "pip_lock.py").read_text(encoding="utf-8")
+    script = (REPOSITORY / "docker" / "pip_lock.py").read_text(encoding="utf-8")
     lines = inside(image, f"python - <<'END'\n{script}\nEND").splitlines()
     names = {line.partition("==")[0].lower() for line in lines}
     assert {"sagemaker-training", "jsonargparse"} <= {name.replace("_", "-") for name in names}
     assert not {"lightning-sm", "lightning-bolts"} & names
+
+
+@pytest.mark.proof
+def test_a_bill_of_materials_lists_all_packages_and_a_scan_names_the_vulnerable_one(image, tmp_path):
+    """``make sbom`` writes a valid bill, with Debian's and Python's packages, and fails if one has a known fault."""
+    with advisories("idna") as url:
+        options = [f"IMAGE={image}", f"BIN={Path(sys.executable).parent}", f"SBOM={tmp_path}/sbom"]
+        options.append(f"AUDIT=-s osv --osv-url {url}")
+        command = ["make", "--assume-old=.venv/.ready", "sbom", *options]
+        ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    bill = json.loads((tmp_path / "sbom.cdx.json").read_text(encoding="utf-8"))
+    assert bill["bomFormat"] == "CycloneDX"
+    assert bill["metadata"]["component"]["name"] == image
+    assert {"gcc", "bash", "torch", "lightning-sm", "sagemaker-training"} <= {one["name"] for one in bill["components"]}
+    assert ended.returncode != 0
+    assert "Found 1 known vulnerability in 1 package" in ended.stderr
+    assert re.search(r"^idna +\S+ +GHSA-test-0001 +99\.0", ended.stdout, re.MULTILINE)
 
 
 def test_pytorch_is_for_gpus(image):

@@ -158,11 +158,15 @@ class JobOutputs(Callback):
         incoming = self._incoming(MODEL_CHECKPOINT)
         if best.is_dir():
             # Rank 0 alone writes the index: another host that has it has downloaded all files, as rank 0's has.
-            if self._model is not Model.FULL or (has_index(best) and not trainer.is_global_zero):
+            if has_index(best) and not trainer.is_global_zero:
                 return False
             files = files_of(best)
             is_little = sum(file.stat().st_size for file in files) <= _STOP_BYTES
-            return self._place_shards(best, [str(file.relative_to(best)) for file in files], may_copy=is_little)
+            # Also where only the weights are wanted: to gather them is a collective call.
+            is_placed = self._place_shards(best, [str(file.relative_to(best)) for file in files], may_copy=is_little)
+            if is_placed and trainer.is_global_zero:
+                self._say_how_to_consolidate(is_deepspeed=(best / "latest").exists())
+            return is_placed
         if not trainer.is_global_zero:  # other hosts have it only from the start of the job
             return False
         is_little = best.stat().st_size <= _STOP_BYTES
@@ -237,15 +241,17 @@ class JobOutputs(Callback):
         if weights is not None:
             self._export_weights(weights)
         else:
-            is_deepspeed = "latest" in held
-            logger.info(
-                "%s is a sharded checkpoint, so %s is not written. To make it from the files of all hosts, run `%s`.",
-                self._model_dir / MODEL_CHECKPOINT,
-                MODEL_STATE_DICT,
-                f"python {MODEL_CHECKPOINT}/zero_to_fp32.py {MODEL_CHECKPOINT} weights"
-                if is_deepspeed
-                else f"python -m {DISTRIBUTION}.utilities.consolidate_checkpoint {MODEL_CHECKPOINT}",
-            )
+            self._say_how_to_consolidate(is_deepspeed="latest" in held)
+
+    def _say_how_to_consolidate(self, *, is_deepspeed: bool) -> None:
+        logger.info(
+            "%s is a sharded checkpoint, so %s is not written. To make it from the files of all hosts, run `%s`.",
+            self._model_dir / MODEL_CHECKPOINT,
+            MODEL_STATE_DICT,
+            f"python {MODEL_CHECKPOINT}/zero_to_fp32.py {MODEL_CHECKPOINT} weights"
+            if is_deepspeed
+            else f"python -m {DISTRIBUTION}.utilities.consolidate_checkpoint {MODEL_CHECKPOINT}",
+        )
 
     def _place_shards(self, folder: Path, names: Sequence[str], *, may_copy: bool = True) -> bool:
         incoming = self._incoming(MODEL_CHECKPOINT)

@@ -200,10 +200,16 @@ class TestStop:
         self.stop(host, plugins=plugins)
         assert files_in(host.model_dir) == set()
 
-    def test_shards_are_exported_by_the_hosts_that_wrote_them(self, host, checkpoints):
-        """All of rank 0's; of another host those without the index, which it has only if it downloaded everything."""
+    @pytest.mark.parametrize("model", ["full", "weights"])
+    def test_shards_are_exported_by_the_hosts_that_wrote_them(self, host, checkpoints, monkeypatch, caplog, model):
+        """All of rank 0's; of another host those without the index, which it has only if it downloaded everything.
+
+        There is no time to gather the weights: where only these are wanted, a line says how to make them.
+        """
+        monkeypatch.setenv(MODEL.name, model)
         self.stop(host, plugins=[FolderIO()])
         assert files_in(host.model_dir) == {"model.ckpt/part.pt", "config.yaml"}
+        assert "pytorch_lightning.utilities.consolidate_checkpoint model.ckpt" in caplog.text
         exporter, best = JobOutputs(SageMakerJob.from_environment()), checkpoints / "epoch=1.ckpt"
         other = SimpleNamespace(is_global_zero=False)
         assert exporter._export_at_once(best, other)

@@ -1,0 +1,45 @@
+"""Write the bill of materials of an image from its packages: CycloneDX, which scanners of other makers read, too."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from cyclonedx.model.bom import Bom
+from cyclonedx.model.component import Component, ComponentType
+from cyclonedx.output import make_outputter
+from cyclonedx.schema import OutputFormat, SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+from packageurl import PackageURL
+
+_VERSION = SchemaVersion.V1_6
+
+
+def main() -> None:
+    """Read what docker/packages.py printed; write the bill, and what pip-audit is to look up."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("image", help="name of the image")
+    parser.add_argument("bill", type=Path, help="the file to write, *.cdx.json")
+    parser.add_argument("requirements", type=Path, help="another, with what Python packages from PyPI there are")
+    options = parser.parse_args()
+    packages = [PackageURL.from_string(line.strip()) for line in sys.stdin]
+    if not packages:
+        parser.error(f"no packages came from {options.image}: its Python did not run")
+    image = Component(name=options.image, type=ComponentType.CONTAINER, bom_ref=options.image)
+    parts = [Component(name=one.name, version=one.version, purl=one, bom_ref=one.to_string()) for one in packages]
+    bill = Bom(components=parts)
+    bill.metadata.component = image
+    bill.register_dependency(image, parts)
+    text = make_outputter(bill, OutputFormat.JSON, _VERSION).output_as_string(indent=2)
+    if problem := JsonStrictValidator(_VERSION).validate_str(text):
+        sys.exit(f"The bill of {options.image} is not valid: {problem}")
+    options.bill.parent.mkdir(parents=True, exist_ok=True)
+    options.bill.write_text(text, encoding="utf-8")
+    python = [one for one in packages if one.type == "pypi" and one.name != "lightning-sm"]
+    options.requirements.write_text("".join(f"{one.name}=={one.version}\n" for one in python), encoding="utf-8")
+    sys.stdout.write(f"{options.bill}: {len(packages)} packages\n")
+
+
+if __name__ == "__main__":
+    main()
