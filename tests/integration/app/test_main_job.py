@@ -31,7 +31,7 @@ def _local(*arguments):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Folders of jobs that trained some steps, by their groups: 64 samples per step over all hosts."""
+    """Folders of jobs that trained some steps, by their groups: 32 samples per step over all hosts."""
     folders = {}
 
     def train(num_hosts, *groups, augment):
@@ -41,9 +41,9 @@ def trained(tmp_path_factory):
             _local(
                 *("--group", f"trainer={num_hosts}", *groups, "--base-dir", folders[key], "--"),
                 *("app/train.py", "fit", "--config", "app/configs/digits.yaml"),
-                *(f"--data.augment={augment}", f"--data.batch_size={64 // num_hosts}", "--trainer.strategy=ddp"),
+                *(f"--data.augment={augment}", f"--data.batch_size={32 // num_hosts}", "--trainer.strategy=ddp"),
                 *("--trainer.precision=64-true", "--trainer.max_epochs=1", "--trainer.enable_model_summary=false"),
-                *("--trainer.limit_train_batches=6", "--trainer.limit_val_batches=2"),
+                *("--trainer.limit_train_batches=4", "--trainer.limit_val_batches=2"),
                 *("--trainer.logger=CSVLogger", "--trainer.logger.save_dir=csv"),
             )
         return folders[key]

@@ -23,7 +23,7 @@ SHAPE = {"width": 32, "num_blocks": 2, "num_heads": 2}
 ROWS_PER_STEP = 8
 
 
-def script_arguments(batch_size, num_batches=400):
+def script_arguments(batch_size, num_batches=200):
     """The arguments of app/train_text.py: a small model and plain SGD, whose sums differ by rounding only."""
     return [
         *("fit", "--config", str(REPOSITORY / "app/configs/transformer.yaml")),

@@ -17,7 +17,7 @@ from tests.integration.scripts.train_and_reduce import Model, Points
 
 pytestmark = pytest.mark.processes
 
-NUM_SAMPLES = 2000
+NUM_SAMPLES = 1000
 STAND_IN = REPOSITORY / "tests/fakes/smdistributed_stand_in"
 LIBRARY = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(STAND_IN)])}
 
@@ -62,7 +62,7 @@ def test_an_interrupted_run_on_smddp_ends_with_the_weights_of_one_process(interr
     assert "Interrupted: step" in output
     assert "Attempt 2 of 2" in output
     assert [(rank["strategy"], rank["backend"], rank["step"]) for rank in seen] == [
-        ("SMDDPStrategy", "smddp", 1000)
+        ("SMDDPStrategy", "smddp", NUM_SAMPLES // 2)
     ] * 2
     model = Model()
     optimizer = model.configure_optimizers()
