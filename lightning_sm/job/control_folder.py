@@ -31,6 +31,8 @@ STACKS_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1 - 2) + 2
 SETTING_UP, STARTING, SAVING = "setting up to fit", "starting the training", "saving a checkpoint"
 # A step that may compile. It says how long a step may take, too.
 FIRST_STEP = "in the first step"
+# After the fit.
+FINISHING = "finishing"
 _PROCESS = "process-"
 _STACKS = "stacks-"
 _SAVED = "saved.jsonl"

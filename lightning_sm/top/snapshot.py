@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_sm.errors import DataServiceError, JobConfigError
 from lightning_sm.job import record
-from lightning_sm.job.control_folder import Beat, ControlFolder
+from lightning_sm.job.control_folder import FINISHING, Beat, ControlFolder
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import CONTROL_DIR, RECORD_DIR
@@ -29,6 +29,7 @@ STARTING, TRAINING, SILENT = "starting", "training", "silent"
 SERVING, IDLE, NO_ANSWER = "serving", "idle", "no answer"
 SUCCEEDED, FAILED, INTERRUPTED, STOPPED = "succeeded", "failed", "interrupted", "stopped"
 ELSEWHERE = "not seen from here"
+_AFTER_FIT = {FINISHING, SUCCEEDED, FAILED, INTERRUPTED, STOPPED}
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,8 @@ class Watch:
         beats = {host.job.current_host: _beats(host) for host in hosts}
         answers = self._ask(job, hosts[0].env)
         waits = self._waits(now, answers)
-        rows = []
-        for name in (*topology.trainer_hosts, *topology.data_hosts):
+        rows: list[HostRow] = []
+        for name in (*topology.trainer_hosts, *topology.data_hosts):  # trainers first
             group = next(group for group in job.groups if name in group.hosts)
             row = HostRow(name, group.name, topology.role_of(name).value, group.instance_type)
             own = [writer for writer in writers if writer.head.host == name]
@@ -183,7 +184,8 @@ class Watch:
             if topology.role_of(name) is Role.TRAINER:
                 facts |= _training(own, beats.get(name), waits.get(name))
             else:
-                facts |= self._serving(now, name, answers[name])
+                is_over = all(row.state in _AFTER_FIT for row in rows if row.role == Role.TRAINER.value)
+                facts |= self._serving(now, name, answers[name], is_over=is_over)
             facts |= _ended(own)
             rows.append(HostRow(**{**vars(row), **facts}))
         return Snapshot(
@@ -212,9 +214,11 @@ class Watch:
         answers = {} if self._data_hosts is None else self._data_hosts.ask(_ASK_S)
         return {host: answers.get(host, Answer(problem=self._why_not_asked)) for host in data_hosts}
 
-    def _serving(self, now: float, name: str, answer: Answer) -> dict[str, Any]:
+    def _serving(self, now: float, name: str, answer: Answer, *, is_over: bool) -> dict[str, Any]:
         """What a data host says of itself."""
         state = answer.state
+        if state is None and is_over:  # it has left when the last trainer did not need it any more
+            return {"state": FINISHING}
         if state is None:
             return {"state": NO_ANSWER if name in self._history else STARTING, "note": answer.problem}
         then, before = self._remember(name, now, state)

@@ -352,14 +352,16 @@ class _Together:
         place, part = self._place, self._place.part
         if not set(sum(new, Counter())) <= set(_all_leaves(place)):
             return None
-        if place.is_validation and part.has("counts its passes") and len(old) == len(new):
-            return "counting sampler"
+        is_uneven = part.size % place.script.world_size != 0
+        if place.is_validation and part.has("counts its passes") and 0 <= len(old) - len(new) <= is_uneven:
+            may_lack = place.is_limited or place.has_several_passes or place.drops_last
+            return "counting sampler" if may_lack or sum(new, Counter()) == _all_leaves(place) else None
         if place.is_fit and place.is_validation and place.reason_of_validations is not None:
             return place.reason_of_validations
         replaced = next((reason for word, reason in _REPLACED.items() if part.has(word)), None)
         if replaced is not None:
             return replaced
-        if part.size % place.script.world_size == 0 or not 0 <= len(old) - len(new) <= 1:
+        if not is_uneven or not 0 <= len(old) - len(new) <= 1:
             return None
         return "drop_last" if place.drops_last else self._padding(old, new)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_sm._lightning import Callback, LightningModule, Trainer
-from lightning_sm.job.control_folder import FIRST_STEP, SAVING, SETTING_UP, STARTING, OwnProcess, announce
+from lightning_sm.job.control_folder import FINISHING, FIRST_STEP, SAVING, SETTING_UP, STARTING, OwnProcess, announce
 
 
 class Heartbeat(Callback):
@@ -64,9 +64,10 @@ class Heartbeat(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The model is exported, and the script goes on."""
-        self._beat(trainer, "finishing", may_pause=True)
+        self._beat(trainer, FINISHING, may_pause=True)
 
     def _beat(self, trainer: Trainer, phase: str, *, may_pause: bool) -> None:
         if self._process is not None:
-            epoch = trainer.current_epoch
+            # After the fit it is the number of epochs.
+            epoch = trainer.current_epoch - (1 if phase == FINISHING and trainer.current_epoch else 0)
             self._process.beat(trainer.global_rank, trainer.global_step, epoch, phase, may_pause=may_pause)

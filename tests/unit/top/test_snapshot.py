@@ -106,6 +106,23 @@ def test_a_data_host_that_does_not_answer(watch, tmp_path):
     assert (row.state, row.note) == ("no answer", "does not answer")
 
 
+def test_a_data_host_that_no_trainer_needs_has_not_failed(watch, tmp_path):
+    """It leaves when the last trainer has its batches, and its launcher waits for the end of the job."""
+    folder = tmp_path / "control"
+    folder.mkdir()
+    seen = {CONTROL_DIR.name: str(folder)}
+    hosts = [RunningHost(job(tmp_path, host), seen, since=990.0) for host in ("algo-1", "algo-2")]
+    process = OwnProcess(folder)
+    for phase, expected in (("training", "no answer"), ("finishing", "finishing")):
+        FakeDataHosts.answers = state(1, 1.0)
+        watch.look(hosts)
+        process.beat(0, 7, 1, phase)
+        FakeDataHosts.answers = {"algo-3": Answer(problem="does not answer")}
+        row = watch.look(hosts).hosts[2]
+        assert row.state == expected
+        assert bool(row.note) == (phase == "training")
+
+
 def test_a_rank_that_says_nothing_is_silent(watch, tmp_path, monkeypatch):
     """Unless what it does may take any time; the note says for how long."""
     folder = tmp_path / "control"

@@ -15,10 +15,12 @@ class Process:
 
     def __init__(self):
         self.phases = []
+        self.epoch = None
 
     def beat(self, rank, step, epoch, phase, *, may_pause):
         """Note a phase."""
         self.phases.append((phase, may_pause))
+        self.epoch = epoch
 
 
 @pytest.fixture
@@ -49,6 +51,7 @@ def test_each_part_of_a_fit_has_its_phase(tmp_path, process):
     assert process.phases[:9] == [(SETTING_UP, True), (STARTING, True), *steps, *validation]
     assert (SAVING, True) in process.phases[9:]
     assert process.phases[-1] == ("finishing", True)
+    assert process.epoch == 0, "the last epoch, not one after it"
     trainer.save_checkpoint(tmp_path / "own.ckpt")
     assert process.phases[-1] == ("finishing", True)
     trainer.predict(trainer.model, BoringModel().predict_dataloader())
