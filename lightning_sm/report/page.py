@@ -251,7 +251,16 @@ def _host_tables(run: Figures) -> tuple[Table, ...]:
             build = step_time(host.built_s / host.num_built) if host.num_built else ""
             numbers = (f"{host.num_built:,}", build, f"{host.num_retries:,}", f"{host.num_lost:,}")
             rows.append((host.name, host.state, f"{host.workers:,}", percent(busy), *numbers))
-        names = ("data host", "state", "workers", "busy", "batches", "time for one", "retries", "connections lost")
+        names = (
+            "data host",
+            "state",
+            "workers",
+            "busy while asked",
+            "batches",
+            "time for one",
+            "retries",
+            "connections lost",
+        )
         tables.append(Table("What the data hosts did, as rank 0 saw it", names, tuple(rows)))
     return tuple(tables)
 

@@ -241,7 +241,11 @@ def as_text(planned: Plan, prices: Prices) -> str:
         f"Measured in {planned.name}: {step_time(measured.step_s)} a step, {percent(measured.waiting)} of it waiting "
         f"for data; without waiting {step_time(model.own_s)}.",
         f"A step needs {bound}{step_time(model.cost_s)} of work by all workers together"
-        + ("." if measured.busy is None else f", which were busy {percent(measured.busy)} of the time."),
+        + (
+            "."
+            if measured.busy is None
+            else f", which were busy {percent(measured.busy)} of the time while batches were requested."
+        ),
     ]
     if measured.variation is not None:
         facts.append(f"The time for a batch varies by {percent(measured.variation)} (standard deviation / mean).")
