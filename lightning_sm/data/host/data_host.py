@@ -18,7 +18,7 @@ from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
 from lightning_sm.errors import DataServiceError
 
-_MAIN_PROCESS = "lightning_sm.data.host.main_process"
+_MAIN_PROCESS = "lightning_sm.data.host"
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 15.0

@@ -6,7 +6,6 @@ itself, its children die with it.
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -15,23 +14,19 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
-import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from lightning_sm import errors
-from lightning_sm._log import show_log_lines
 from lightning_sm.data.host.datamodule import ServedModule
 from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.worker import run_worker
 from lightning_sm.data.host.world import world_of_one
 from lightning_sm.data.ipc.messages import Finished, Message, MessageSocket
-from lightning_sm.data.ipc.processes import describe_exit, fork, run_and_exit, start_module
+from lightning_sm.data.ipc.processes import describe_exit, fork, start_module
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.samples import BatchPlan, digest
 from lightning_sm.data.protocol.failures import describe_exception, first_line, with_place
@@ -378,30 +373,3 @@ class HostProcess:
 
 def _is_readable(fd: int, timeout_s: float) -> bool:
     return bool(select.select([fd], [], [], timeout_s)[0])
-
-
-def main() -> None:
-    """Serve a DataModule for a ``DataHost`` in another process; the argument is the connection to it."""
-    # The owner of the DataHost decides what Ctrl-C means, and closes the connection to stop this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    show_log_lines()
-    owner = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
-    # It takes most of the time that either Lightning needs for its import, here perhaps before the DataModule comes.
-    importlib.import_module("torchmetrics")
-    message = owner.receive()
-    if message is None:
-        return
-    try:
-        host = HostProcess(
-            cloudpickle.loads(message.payload),
-            HostSettings.from_json(message.facts["settings"]),
-            lambda address: owner.send("listening", address=address),
-        )
-        host.serve(until=owner)
-    except Exception as error:
-        owner.send("failed", text="".join(traceback.format_exception(error)))
-        raise
-
-
-if __name__ == "__main__":
-    run_and_exit(main)

@@ -1,0 +1,51 @@
+"""The main process of a ``DataHost``: ``python -m lightning_sm.data.host``, with the connection to its owner."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import signal
+import socket
+import sys
+import traceback
+
+import cloudpickle
+
+from lightning_sm._collector import freeze_imports
+from lightning_sm._log import show_log_lines
+from lightning_sm.data.ipc.messages import MessageSocket
+from lightning_sm.data.ipc.processes import run_and_exit
+from lightning_sm.data.settings import HostSettings
+
+
+def main() -> None:
+    """Serve the DataModule that the owner sends."""
+    # The owner decides what Ctrl-C means, and closes the connection to stop this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    show_log_lines()
+    owner = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
+    # The training waits for these imports. A fifth of their time is the collector's.
+    gc.disable()
+    from lightning_sm.data.host.main_process import HostProcess  # noqa: PLC0415 - without the collector
+
+    # It takes most of the time that either Lightning needs for its import, here perhaps before the DataModule comes.
+    importlib.import_module("torchmetrics")
+    freeze_imports()
+    gc.enable()
+    message = owner.receive()
+    if message is None:
+        return
+    try:
+        host = HostProcess(
+            cloudpickle.loads(message.payload),
+            HostSettings.from_json(message.facts["settings"]),
+            lambda address: owner.send("listening", address=address),
+        )
+        host.serve(until=owner)
+    except Exception as error:
+        owner.send("failed", text="".join(traceback.format_exception(error)))
+        raise
+
+
+if __name__ == "__main__":
+    run_and_exit(main)
