@@ -209,6 +209,13 @@ class _Place:
             return len(self.local_pass())
         return -(-self.part.size // loader.batch_size)
 
+    @property
+    def num_passes(self) -> int:
+        """Passes before this one that count: epochs since its loader was made, if its sampler counts."""
+        every = self.script.trainer.get("reload_dataloaders_every_n_epochs", 0)
+        age = self.epoch % every if every else self.epoch
+        return age if self.part.has("counts its passes") else 0
+
     def new_loader(self, num_passes: int = 0) -> Any:
         """The loader itself, after a number of passes over its sampler."""
         loader: Any = _loaders_of(case(self.script.number), self.key).parts[self.index].loader
@@ -218,7 +225,7 @@ class _Place:
 
     def local_pass(self) -> list[Any]:
         """The batches of a local pass; of a sampler that counts, those that data hosts promise for this epoch."""
-        return [plain(batch) for batch in self.new_loader(self.epoch if self.part.has("counts its passes") else 0)]
+        return [plain(batch) for batch in self.new_loader(self.num_passes)]
 
 
 class _Alone:
@@ -368,7 +375,7 @@ class _Together:
     def _is_in_order(self, new: list[Counter[str]]) -> bool:
         """Whether the full steps have the order of the sampler."""
         place = self._place
-        loader = place.new_loader(place.epoch if place.part.has("counts its passes") else 0)
+        loader = place.new_loader(place.num_passes)
         whole = _leaves_of_samples(place)
         samples = [whole[index] for index in loader.sampler]
         per_step = (loader.batch_size or 1) * place.script.world_size
