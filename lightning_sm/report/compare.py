@@ -316,11 +316,11 @@ def _speed(ratio: float) -> str:
 
 
 def _change(ratio: float) -> str:
-    """``46.5 % less``, for the second value divided by the first."""
+    """``46.5% less``, for the second value divided by the first."""
     change = round(100 * (ratio - 1), 1)
     if change == 0:
         return "the same"
-    return f"{abs(change):.1f} % {'more' if change > 0 else 'less'}"
+    return f"{abs(change):.1f}% {'more' if change > 0 else 'less'}"
 
 
 def _optional(value: float | None, text: Any) -> str:

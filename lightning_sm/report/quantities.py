@@ -34,8 +34,8 @@ def size(num_bytes: float) -> str:
 
 def percent(share: float) -> str:
     """Return a share as a whole percentage; a trace of something is not nothing."""
-    rounded = f"{100 * share:.0f} %"
-    return "<1 %" if share > 0 and rounded == "0 %" else rounded
+    rounded = f"{100 * share:.0f}%"
+    return "<1%" if share > 0 and rounded == "0%" else rounded
 
 
 def count(number: float, singular: str, plural: str = "") -> str:

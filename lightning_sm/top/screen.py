@@ -138,7 +138,7 @@ def _line(text: str, style: str = "") -> Text:
 
 
 def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.0f} %"
+    return "" if share is None else f"{100 * share:.0f}%"
 
 
 def _number(value: float) -> str:

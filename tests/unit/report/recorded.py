@@ -116,7 +116,7 @@ def input_bound(
     begin: float = 0.0,
     **of_data: float,
 ) -> Path:
-    """Write a run with a trainer and a data host whose workers are too few: 50 ms a step, 58 % of it waiting."""
+    """Write a run with a trainer and a data host whose workers are too few: 50 ms a step, 58% of it waiting."""
     end = begin + 10 + seconds + 2
     rank: list[Line] = [
         head(begin + 1, attempt=attempt),

@@ -45,7 +45,7 @@ def test_compare_takes_runs_and_figures(run, tmp_path, capsys):
     file = tmp_path / "other.yaml"
     file.write_text("{name: other, hosts: {ml.g5.xlarge: 1}, step_s: 0.025, samples_per_step: 32}")
     assert main(["compare", run, str(file), *PRICES]) == 0
-    assert capsys.readouterr().out.startswith("B is 2 times as fast as A, and costs 56.2 % less for the same work")
+    assert capsys.readouterr().out.startswith("B is 2 times as fast as A, and costs 56.2% less for the same work")
     assert main(["compare", run, str(file), *PRICES, "--json", "--steps", "2400"]) == 0
     compared = json.loads(capsys.readouterr().out)
     assert compared["speed_up"] == pytest.approx(2.0)

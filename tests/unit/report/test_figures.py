@@ -153,7 +153,7 @@ def test_the_verdict_is_that_of_the_log(tmp_path):
     )
     write(tmp_path / "fast", *own, *(steps(10 + t, waiting=0.01) for t in range(5)))
     text = findings.bottleneck(of(tmp_path / "fast"))
-    assert text == "Not input-bound: of 50 ms a step, training waits 1 % for data."
+    assert text == "Not input-bound: of 50 ms a step, training waits 1% for data."
     write(tmp_path / "none", head(1))
     write(tmp_path / "none", use(3), who="rank-0")
     assert findings.bottleneck(of(tmp_path / "none")) == "No training step is recorded."
@@ -165,4 +165,4 @@ def test_a_long_start_is_said_with_its_cost(tmp_path):
     write(tmp_path, *lines)
     prices = Prices({"trainer": 3600.0, "data": 0.0})
     (text,) = findings.advice(of(tmp_path), prices)
-    assert text.startswith("Start-up took 60 s and $60.00, 94 % of the job")
+    assert text.startswith("Start-up took 60 s and $60.00, 94% of the job")

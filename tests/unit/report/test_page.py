@@ -46,7 +46,7 @@ def test_the_verdict_comes_first_and_then_four_numbers(tmp_path):
     text = " ".join(" ".join(Text(rendered(input_bound(tmp_path)).partition("<body")[2]).words).split())
     begin = "job Succeeded after 72 s. Training waits 58% of the time for the transforms"
     assert begin in text
-    numbers = "outcome succeeded duration 72 s cost $0.032 waiting for data 58 %"
+    numbers = "outcome succeeded duration 72 s cost $0.032 waiting for data 58%"
     assert numbers in text
     titles = [
         "Time of a step",
@@ -112,8 +112,8 @@ def test_every_picture_has_words(tmp_path):
     labels = re.findall(r'<figure role="img" aria-label="([^"]+)"', html)
     assert len(labels) == html.count("<figure") == 4
     assert labels[0] == (
-        "Time of a step over the run. On average: waiting for data 58 %, to the device 2 %, forward 10 %, backward, "
-        "with gradient exchange 20 %, optimizer 5 %, other 5 %."
+        "Time of a step over the run. On average: waiting for data 58%, to the device 2%, forward 10%, backward, "
+        "with gradient exchange 20%, optimizer 5%, other 5%."
     )
     assert html.count("<details") >= 7
 

@@ -83,14 +83,14 @@ def test_batches_that_vary_make_a_range(tmp_path):
     planned = plan(of(input_bound(tmp_path, vary=1.0)), Prices())
     ranges = {line.workers: line.step_s[1] / line.step_s[0] for line in planned.lines[1:]}
     assert ranges == {4: pytest.approx(1.4), 6: pytest.approx(1.0 + 0.2 * 2.585, rel=1e-3)}
-    assert "varies by 100 %" in as_text(planned, Prices())
+    assert "varies by 100%" in as_text(planned, Prices())
     assert "data_service.window_batches" in as_text(planned, Prices())
 
 
 def test_idle_workers_are_not_the_answer(tmp_path):
     """Where workers wait, too, something else is too slow."""
     planned = plan(of(input_bound(tmp_path, busy=0.5)), Prices())
-    assert "busy only 50 % of the time, so more of them are not the answer" in sentence(planned, Prices())
+    assert "busy only 50% of the time, so more of them are not the answer" in sentence(planned, Prices())
 
 
 def test_a_run_that_does_not_wait_needs_no_plan(tmp_path):
@@ -99,7 +99,7 @@ def test_a_run_that_does_not_wait_needs_no_plan(tmp_path):
     assert measure(run).is_bound
     planned = plan(run, Prices())
     assert len(planned.lines) == 1
-    assert sentence(planned, Prices()).startswith("Training waits 1 % of the time for data: more workers would change")
+    assert sentence(planned, Prices()).startswith("Training waits 1% of the time for data: more workers would change")
 
 
 def test_loaders_of_the_trainers_are_planned_for_too(tmp_path):
@@ -142,7 +142,7 @@ def test_the_table_says_what_it_rests_on(tmp_path):
     """Measured figures and limits are part of the text; programs get all of it."""
     planned = plan(of(input_bound(tmp_path)), PRICES)
     text = as_text(planned, PRICES)
-    assert "A step needs 96 ms of work by all workers together, which were busy 100 % of the time while " in text
+    assert "A step needs 96 ms of work by all workers together, which were busy 100% of the time while " in text
     assert "more than 4 workers, twice the measured number, say what is possible at best" in text
     assert "The network carried 20 MB/s and would carry 47.6 MB/s" in text
     assert [line["workers"] for line in as_json(planned)["lines"]] == [2, 4, 6]

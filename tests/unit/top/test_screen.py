@@ -61,13 +61,13 @@ def test_a_wide_terminal_shows_everything():
     )
     head, values, metrics, titles, first, second, title, event = text_of(shown, 150)
     assert head == "job digits, attempt 2, running for 1 h 2 min; also running here: other"
-    assert values == "epoch 2, step 1,234   12.3 steps/s   790 samples/s   waiting for data 24 % of the time"
+    assert values == "epoch 2, step 1,234   12.3 steps/s   790 samples/s   waiting for data 24% of the time"
     assert metrics == "loss 0.5123"
     assert titles.split() == [
         *("HOST", "ROLE", "STATE", "STEP", "RATE", "WAIT", "BUSY", "QUEUED", "CPU", "MEMORY", "NETWORK", "TYPE")
     ]
     assert " ".join(first.split()) == (
-        "algo-1 trainer + training 1,234 12.3 steps/s 24 % 50 % 6.0 of 16 GiB in 120, out 0.00 MB/s ml.g5.xlarge"
+        "algo-1 trainer + training 1,234 12.3 steps/s 24% 50% 6.0 of 16 GiB in 120, out 0.00 MB/s ml.g5.xlarge"
     )
     assert " ".join(second.split()) == "algo-2 data + serving 205 batches/s 3/4 7"
     assert (title, event) == ("events (UTC)", "01:46:40 algo-1 checkpoint saved: step 80 in ck")
