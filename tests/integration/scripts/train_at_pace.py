@@ -42,7 +42,7 @@ class Situation:
 SITUATIONS = {
     "nothing wrong": Situation(20, step_s=(0.05, 0.05)),
     "slow transforms": Situation(14, build_s=(0.3, 0.3), step_s=(0.1, 0.1)),
-    "slow network": Situation(14, num_bytes=2_000_000, bytes_per_s=10_000_000),
+    "slow network": Situation(40, num_bytes=2_000_000, bytes_per_s=10_000_000),
     "slow code on rank 1": Situation(10, step_s=(0.02, 0.25)),
     "slow data host": Situation(70, build_s=(0.05, 0.4)),
 }
