@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import select
+import signal
+import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 
 from rich.console import Console
@@ -61,10 +63,11 @@ def watch(name: str | None, *, every_s: float | None, is_once: bool, is_json: bo
             show = lambda shown: live.update(frame(shown, *console.size), refresh=True)  # noqa: E731
         else:
             show = lambda shown: console.print(frame(shown, console.width))  # noqa: E731
-        try:
-            last = _run(looking, chosen, show, every_s or (_LIVE_S if is_live else _PLAIN_S), is_once=is_once)
-        except KeyboardInterrupt:
-            return 0
+        pause = stack.enter_context(_pauses())
+        every_s = every_s or (_LIVE_S if is_live else _PLAIN_S)
+        last, was_left = _run(looking, chosen, show, pause=pause, every_s=every_s, is_once=is_once)
+    if was_left:
+        return 0
     if last is not None and is_live:  # the screen is gone, and with it what it showed
         console.print(frame(last, console.width))
     if not is_once:
@@ -72,11 +75,41 @@ def watch(name: str | None, *, every_s: float | None, is_once: bool, is_json: bo
     return 0
 
 
+@contextmanager
+def _pauses() -> Iterator[Callable[[float], bool]]:
+    """Yield a pause, in seconds, which Ctrl-C ends; it returns whether Ctrl-C was pressed since the beginning.
+
+    As an exception Ctrl-C could come anywhere, also where gRPC and rich do not expect it: once the exit code was 1.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    pressed: list[int] = []
+
+    def pause(seconds: float) -> bool:
+        if not pressed and select.select([ours], [], [], seconds)[0]:
+            ours.recv(1)
+        return bool(pressed)
+
+    with ours, theirs:
+        before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+        wakeup = signal.set_wakeup_fd(theirs.fileno())
+        try:
+            yield pause
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            signal.signal(signal.SIGINT, before)
+
+
 def _run(
-    looking: Watch, name: str, show: Callable[[Snapshot], None], every_s: float, *, is_once: bool
-) -> Snapshot | None:
-    """Look until the job is gone; returns the last snapshot."""
-    pause = threading.Event()
+    looking: Watch,
+    name: str,
+    show: Callable[[Snapshot], None],
+    *,
+    pause: Callable[[float], bool],
+    every_s: float,
+    is_once: bool,
+) -> tuple[Snapshot | None, bool]:
+    """Look until the job is gone or Ctrl-C is pressed; returns the last snapshot, and whether it was Ctrl-C."""
     last = None
     seen_at = time.monotonic()
     is_first = True
@@ -88,10 +121,11 @@ def _run(
             if not is_first:
                 show(last)
                 if is_once:
-                    return last
+                    return last, False
         elif time.monotonic() - seen_at > _GONE_S:
-            return last
-        pause.wait(_FIRST_S if is_first or name not in jobs else every_s)
+            return last, False
+        if pause(_FIRST_S if is_first or name not in jobs else every_s):
+            return last, True
         is_first = False
 
 
