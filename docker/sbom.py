@@ -1,4 +1,4 @@
-"""Write the bill of materials of an image from its packages: CycloneDX, which scanners of other makers read, too."""
+"""Write the bill of materials of an image from its packages: in CycloneDX, which most scanners read."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _VERSION = SchemaVersion.V1_6
 
 
 def main() -> None:
-    """Read what docker/packages.py printed; write the bill, and what pip-audit is to look up."""
+    """Read the output of docker/packages.py, and write both files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("image", help="name of the image")
-    parser.add_argument("bill", type=Path, help="the file to write, *.cdx.json")
-    parser.add_argument("requirements", type=Path, help="another, with what Python packages from PyPI there are")
+    parser.add_argument("bill", type=Path, help="file to write, *.cdx.json")
+    parser.add_argument("requirements", type=Path, help="the Python packages, for pip-audit to look up")
     options = parser.parse_args()
     packages = [PackageURL.from_string(line.strip()) for line in sys.stdin]
     if not packages:

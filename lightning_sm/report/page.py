@@ -255,7 +255,7 @@ def _host_tables(run: Figures) -> tuple[Table, ...]:
             "data host",
             "state",
             "workers",
-            "busy while asked",
+            "busy under load",
             "batches",
             "time for one",
             "retries",

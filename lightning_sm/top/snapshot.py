@@ -217,9 +217,9 @@ class Watch:
     def _serving(self, now: float, name: str, answer: Answer, *, is_over: bool) -> dict[str, Any]:
         """What a data host says of itself."""
         state = answer.state
-        if state is None and is_over:  # it has left when the last trainer did not need it any more
-            return {"state": FINISHING}
         if state is None:
+            if is_over:  # a data host exits once all trainers have finished
+                return {"state": FINISHING}
             return {"state": NO_ANSWER if name in self._history else STARTING, "note": answer.problem}
         then, before = self._remember(name, now, state)
         facts = {key: state[key] for key in ("workers", "busy", "queued")}

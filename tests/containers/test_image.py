@@ -50,9 +50,11 @@ def advisories(vulnerable):
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/v1/query"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/v1/query"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.fixture

@@ -136,7 +136,6 @@ class _Work:
     While requests wait for a worker, more workers could be used. The time after the last request in which none waits,
     and the last batches are built, does not count. It ends with a request that finds no other.
 
-
     Attributes:
         busy_s: Seconds that workers worked, of all workers together.
         capacity_s: Seconds that all workers together could have worked.

@@ -68,6 +68,6 @@ class Heartbeat(Callback):
 
     def _beat(self, trainer: Trainer, phase: str, *, may_pause: bool) -> None:
         if self._process is not None:
-            # After the fit it is the number of epochs.
-            epoch = trainer.current_epoch - (1 if phase == FINISHING and trainer.current_epoch else 0)
+            # Lightning counts one more after the last epoch.
+            epoch = max(0, trainer.current_epoch - (phase == FINISHING))
             self._process.beat(trainer.global_rank, trainer.global_step, epoch, phase, may_pause=may_pause)

@@ -24,7 +24,9 @@ if sys.argv[1:] == ["fail"]:
     base = Path(os.environ["SAGEMAKER_BASE_DIR"])
     (base / "ready").touch()
     deadline = time.monotonic() + 60
-    while len(list(base.parent.glob("*/ready"))) < 2 and time.monotonic() < deadline:
+    while len(list(base.parent.glob("*/ready"))) < 2:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the other host is not ready after 60 s")
         time.sleep(0.01)
     if rank == 0:
         sys.exit(7)

@@ -99,7 +99,7 @@ _REMOTE = """Traceback (most recent call last):
 lightning_sm.errors.RemoteTransformError: ValueError: sample 40 is corrupt: img_40.jpg
 on data host algo-3 (127.0.0.4:27184), worker 0: index 40, batch of step 5
 Traceback (most recent call last):
-  File "/work/lightning_sm/data/host/loader.py", line 185, in _samples
+  File "/src/lightning_sm/data/host/loader.py", line 185, in _samples
     samples.append(self._dataset[key])
   File "/code/images.py", line 9, in __getitem__
     raise ValueError(f"sample {i} is corrupt: img_{i}.jpg")
