@@ -8,7 +8,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -52,6 +52,9 @@ class Seeding:
         trial_seeds: How many seeds are set before some generators are left out.
     """
 
+    # The last one in this process: only the code of other loaders could have used a generator since it looked.
+    _last: ClassVar[Seeding | None] = None
+
     def __init__(self, trial_seeds: int = _TRIAL_SEEDS) -> None:
         self._seeds_left = trial_seeds
         self._is_on_trial = True
@@ -66,9 +69,11 @@ class Seeding:
             make: Makes the batch, and calls its argument with the seed of each sample. It may be called several times.
             owners: The objects whose code it runs.
         """
-        for generator in GENERATORS:
-            if generator not in self._used:
-                generator.clear()
+        if Seeding._last is not self:
+            Seeding._last = self
+            for generator in GENERATORS:
+                if generator not in self._used:
+                    generator.clear()
         if self._is_on_trial:
             return self._run_trial(make, owners)
         try:
