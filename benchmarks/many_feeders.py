@@ -1,0 +1,391 @@
+"""What it costs that many trainer ranks stay connected to many data hosts, while they request nothing.
+
+All processes run on this machine: of each data host its server process, whose main process is this script, and of
+each rank its feeder process. Every feeder opens a loader on all data hosts; from then on there are only heartbeats. A
+link is the connection of one rank to one data host.
+
+    python benchmarks/many_feeders.py --ranks 64 --hosts 16
+
+Each link takes 3 to 4 ms of CPU time per second: 64 x 16 need four cores, and on fewer the links are lost again and
+again. There, measure the server processes with all ranks and few data hosts, and the feeders with few ranks and all
+data hosts: a process costs the same in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from data_service import machine
+from tabulate import tabulate
+
+from lightning_sm.data.feeder.host_link import _HEARTBEAT_PERIOD_S
+from lightning_sm.data.ipc.messages import MessageSocket
+from lightning_sm.data.ipc.processes import describe_exit, start_module
+from lightning_sm.data.protocol.figures import RankFigures
+from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
+from lightning_sm.data.trainer.feeder_client import FeederClient
+from lightning_sm.errors import DataHostUnreachableError
+
+# Processes that start share few cores: the deadline grows with the number of processes and of links.
+_TIMEOUT_S = 60.0
+_TIMEOUT_OF_PROCESS_S = 1.0
+_TIMEOUT_OF_LINK_S = 0.03
+_BATCH = 16
+_POLL_S = 0.2
+_STOP_TIMEOUT_S = 10.0
+_MAX_NAMED = 4
+
+# At most. Of a link: four threads of the feeder; two of the server, and one more during a short call. Each thread takes
+# a process id, of which the kernel has only so many for the whole machine.
+_THREADS_OF_LINK = 4 + 3
+_THREADS_OF_PROCESS = 24
+_MAX_SHARE_OF_PIDS = 0.9
+
+_OPENING = "1/fit/train/0"
+_REQUEST = {
+    "opening": _OPENING,
+    "run": 1,
+    "stage": "fit",
+    "loaders": "train",
+    "epoch": 0,
+    "seed": 0,
+    "prepares_everywhere": True,
+    "state": "",
+    "trainer": {},
+}
+_LOADER = LoaderFacts(
+    name="train_dataloader()",
+    order="sequential",
+    num_samples=1 << 20,
+    batch_size=32,
+    drop_last=False,
+    identity="i",
+    fingerprint="f",
+    dataset="None, as nobody requests a batch",
+)
+# Of a training that has run for some hours.
+_FIGURES = RankFigures(
+    num_batches=123_456,
+    num_steps=123_456,
+    num_timed=123_455,
+    num_bytes=123_456 << 20,
+    first_wait_s=12.3456,
+    wait_s=1234.5678,
+    transfer_wait_s=123.4567,
+    busy_s=12345.6789,
+    sync_s=1234.5678,
+    queue_s=1234.5678,
+    produce_s=12345.6789,
+    produce_ms2=1234567.8912,
+    transfer_s=1234.5678,
+)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process uses.
+
+    Attributes:
+        cpu: CPU seconds per second.
+        threads: Threads.
+        rss_mb: Resident memory, with all that it shares with other processes.
+        pss_mb: Resident memory, with its part of what it shares.
+        files: Open file descriptors.
+        connections: Established TCP connections.
+    """
+
+    cpu: float
+    threads: float
+    rss_mb: float
+    pss_mb: float
+    files: float
+    connections: float
+
+
+class Servers:
+    """The server processes of data hosts.
+
+    Args:
+        num_hosts: How many.
+        credentials: What they expect of trainers.
+    """
+
+    def __init__(self, num_hosts: int, credentials: Credentials) -> None:
+        self._processes: list[tuple[subprocess.Popen[bytes], MessageSocket]] = []
+        self.addresses: list[str] = []
+        lease_s = DataServiceSettings().lease_s
+        try:
+            for number in range(num_hosts):
+                process, main = start_module("lightning_sm.data.server.process")
+                self._processes.append((process, main))
+                name = f"host-{number}"
+                settings = HostSettings("127.0.0.1:0", 8, 1 << 20, lease_s, None, name, credentials)
+                main.send("serve", settings=asdict(settings))
+                # Like a main process whose server process was restarted: the reply is there before a trainer asks.
+                main.send("opened", opening=_OPENING, structure=0, loaders=[_LOADER.to_json()])
+            for number, (_, main) in enumerate(self._processes):
+                self.addresses.append(self._address(number, main, _TIMEOUT_S + num_hosts * _TIMEOUT_OF_PROCESS_S))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids."""
+        return [process.pid for process, _ in self._processes]
+
+    def check(self) -> None:
+        """Check that all run.
+
+        Raises:
+            RuntimeError: One has ended.
+        """
+        for number, (process, _) in enumerate(self._processes):
+            status = process.poll()
+            if status is not None:
+                raise RuntimeError(f"The server process of host-{number} {describe_exit(status)}.")
+
+    def close(self) -> None:
+        """End all."""
+        for _, main in self._processes:
+            main.close()  # which they notice
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        for process, _ in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.wait()
+
+    @staticmethod
+    def _address(number: int, main: MessageSocket, timeout_s: float) -> str:
+        try:
+            message = main.receive(timeout_s)
+        except TimeoutError:
+            raise TimeoutError(
+                f"The server process of host-{number} does not listen after {timeout_s:.0f} s."
+            ) from None
+        if message is None or message.kind != "listening":
+            raise RuntimeError(f"The server process of host-{number} does not listen: {message}.")
+        return str(message.facts["address"])
+
+
+class Feeders:
+    """The feeder processes of the ranks of one training.
+
+    Args:
+        num_ranks: How many.
+        servers: The data hosts.
+        credentials: What they expect.
+        timeout_s: Seconds until all must be connected to all.
+        with_figures: Whether heartbeats carry what ranks measure, as soon as they train.
+    """
+
+    def __init__(
+        self, num_ranks: int, servers: Servers, credentials: Credentials, timeout_s: float, *, with_figures: bool
+    ) -> None:
+        self._servers = servers
+        self._timeout_s = timeout_s
+        self._clients: list[FeederClient] = []
+        self._pause = threading.Event()
+        started = time.monotonic()
+        self._deadline = started + timeout_s
+        try:
+            for first in range(0, num_ranks, _BATCH):
+                self._start(range(first, min(first + _BATCH, num_ranks)), num_ranks, credentials)
+            self._wait_for_links()
+            self.start_s = time.monotonic() - started
+            if with_figures:
+                for client in self._clients:
+                    client.share(_FIGURES.to_json())
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids."""
+        return [client.pid for client in self._clients]
+
+    def links(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name of a rank, and what its feeder says about a data host, for each link."""
+        for client in self._clients:
+            for host in client.state()["hosts"]:
+                yield client.name, host
+
+    def close(self) -> None:
+        """End all, without a word to the data hosts: so many could not say it at the same time."""
+        for client in self._clients:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(client.pid, signal.SIGKILL)
+        for client in self._clients:
+            client.close("the benchmark is over")
+
+    def _start(self, ranks: Sequence[int], num_ranks: int, credentials: Credentials) -> None:
+        """Start some, and wait until they have opened the loader, so that not all imports compete for the cores."""
+        clients = []
+        for rank in ranks:
+            facts = {"client": f"rank {rank}", "world_size": num_ranks, "wants_figures": rank == 0}
+            clients.append(FeederClient(self._servers.addresses, credentials, facts, 3.0, is_quiet=True))
+            self._clients.append(clients[-1])
+        for client in clients:
+            self._open(client)
+        self._servers.check()
+        sys.stderr.write(f"feeders with an open loader: {len(self._clients)} of {num_ranks}\n")
+
+    def _open(self, client: FeederClient) -> None:
+        try:
+            client.open_loaders(_REQUEST, max(0.0, self._deadline - time.monotonic()))
+        except DataHostUnreachableError as error:
+            raise TimeoutError(
+                f"{client.name} has not opened the loader {self._timeout_s:.0f} s after the first feeder started:\n"
+                f"{client.describe()}"
+            ) from error
+
+    def _wait_for_links(self) -> None:
+        while True:
+            links = list(self.links())
+            missing = [
+                f"{rank} to {host['name']}: {host['state']} {host['why']}" for rank, host in links if _is_down(host)
+            ]
+            if not missing:
+                return
+            self._servers.check()
+            if time.monotonic() > self._deadline:
+                named = "\n".join(missing[:_MAX_NAMED])
+                raise TimeoutError(
+                    f"Links that are not up after {self._timeout_s:.0f} s: {len(missing)} of {len(links)}.\n{named}"
+                )
+            self._pause.wait(_POLL_S)
+
+
+def _is_down(host: dict[str, Any]) -> bool:
+    return bool(host["state"] != "up")
+
+
+def usages(pids: Sequence[int], seconds: float) -> list[Usage]:
+    """Measure processes for some seconds."""
+    processes = [psutil.Process(pid) for pid in pids]
+    before = [_cpu_s(process) for process in processes]
+    threading.Event().wait(seconds)
+    after = [_cpu_s(process) for process in processes]
+    result = []
+    for process, (cpu_0, at_0), (cpu_1, at_1) in zip(processes, before, after, strict=True):
+        memory = process.memory_full_info()
+        established = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED]
+        result.append(
+            Usage(
+                cpu=(cpu_1 - cpu_0) / (at_1 - at_0),
+                threads=process.num_threads(),
+                rss_mb=memory.rss / 1e6,
+                pss_mb=memory.pss / 1e6,
+                files=process.num_fds(),
+                connections=len(established),
+            )
+        )
+    return result
+
+
+def _cpu_s(process: psutil.Process) -> tuple[float, float]:
+    times = process.cpu_times()
+    return times.user + times.system, time.monotonic()
+
+
+def check_pids(num_ranks: int, num_hosts: int) -> None:
+    """Check that the threads of all processes do not take all process ids of the machine from others.
+
+    Raises:
+        SystemExit: They may.
+    """
+    limit = int(Path("/proc/sys/kernel/pid_max").read_text())
+    needed = num_ranks * num_hosts * _THREADS_OF_LINK + (num_ranks + num_hosts) * _THREADS_OF_PROCESS
+    used = int(Path("/proc/loadavg").read_text().split()[3].split("/")[1])
+    if used + needed > _MAX_SHARE_OF_PIDS * limit:
+        sys.exit(
+            f"Ranks x hosts: {num_ranks} x {num_hosts} need up to {needed} threads beside the {used} that run. This "
+            f"machine has {limit} process ids (kernel.pid_max)."
+        )
+
+
+def table(num_ranks: int, num_hosts: int, servers: Sequence[Usage], feeders: Sequence[Usage]) -> str:
+    """Return the table of results."""
+    headers = [f"ranks x hosts: {num_ranks} x {num_hosts}"]
+    for kind in ("server", "feeder"):
+        headers += [f"{kind} process: median", "most", "in all"]
+    names = {
+        "cpu": ("CPU s per s", 3),
+        "threads": ("threads", 0),
+        "rss_mb": ("RSS MB", 0),
+        "pss_mb": ("PSS MB", 0),
+        "files": ("open files", 0),
+        "connections": ("TCP connections", 0),
+    }
+    rows = []
+    for name, (what, digits) in names.items():
+        row = [what]
+        for group in (servers, feeders):
+            values = [float(getattr(one, name)) for one in group]
+            # The sum of RSS has what processes share as often as they are.
+            total = f"{sum(values):.{digits}f}" if name != "rss_mb" else "-"
+            row += [f"{statistics.median(values):.{digits}f}", f"{max(values):.{digits}f}", total]
+        rows.append(row)
+    of_server, of_feeder = num_ranks / _HEARTBEAT_PERIOD_S, num_hosts / _HEARTBEAT_PERIOD_S
+    in_all = f"{num_ranks * num_hosts / _HEARTBEAT_PERIOD_S:.0f}"
+    of_both = [[f"{one:.0f}", f"{one:.0f}", in_all] for one in (of_server, of_feeder)]
+    rows.append(["heartbeats per s, by the code", *of_both[0], *of_both[1]])
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def main() -> None:
+    """Start all processes, measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--hosts", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of the measurement")
+    parser.add_argument("--figures", action="store_true", help="heartbeats carry what ranks measure, as in a training")
+    options = parser.parse_args()
+    check_pids(options.ranks, options.hosts)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    settings = DataServiceSettings()
+    credentials = Credentials.of(settings, "many-feeders")
+    num_links = options.ranks * options.hosts
+    timeout_s = _TIMEOUT_S + options.ranks * _TIMEOUT_OF_PROCESS_S + num_links * _TIMEOUT_OF_LINK_S
+    with ExitStack() as processes:
+        servers = Servers(options.hosts, credentials)
+        processes.callback(servers.close)
+        feeders = Feeders(options.ranks, servers, credentials, timeout_s, with_figures=options.figures)
+        processes.callback(feeders.close)
+        threading.Event().wait(2 * _HEARTBEAT_PERIOD_S)  # until what the start left over is done
+        lost_before = sum(host["lost"] for _, host in feeders.links())
+        psutil.cpu_percent()
+        measured = usages([*servers.pids, *feeders.pids], options.seconds)
+        busy = psutil.cpu_percent()
+        links = [host for _, host in feeders.links()]
+        servers.check()
+        num_up = sum(not _is_down(host) for host in links)
+        num_lost = sum(host["lost"] for host in links)
+        sys.stdout.write(
+            f"{machine()}"
+            f"Links: {num_links}. All were up {feeders.start_s:.1f} s after the start of the first feeder. Lost until "
+            f"the measurement: {lost_before}; in its {options.seconds:.0f} s: {num_lost - lost_before}; up at its end: "
+            f"{num_up}. All cores, with all that runs on this machine, were busy for {busy:.0f} % of it.\n\n"
+            f"{table(options.ranks, options.hosts, measured[: options.hosts], measured[options.hosts :])}\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
