@@ -7,7 +7,13 @@ import os
 
 from lightning_sm._lightning import LightningDataModule
 from lightning_sm.data.host.main_process import HostProcess
-from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings, default_workers
+from lightning_sm.data.settings import (
+    Credentials,
+    DataServiceSettings,
+    HostSettings,
+    default_network_processes,
+    default_workers,
+)
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.errors import DataSettingsError
 from lightning_sm.job.facts import SageMakerJob
@@ -31,6 +37,7 @@ def serve(
     host_settings = HostSettings(
         address=address,
         workers=settings.workers or default_workers(),
+        network_processes=settings.network_processes or default_network_processes(),
         max_batch_bytes=settings.max_batch_bytes,
         lease_s=settings.lease_s,
         startup_timeout_s=settings.startup_timeout_s,

@@ -19,6 +19,9 @@ MAX_SHARDS = 1 << 20
 
 Compression = Literal["zstd", "lz4"]
 
+# 16 cores build batches of images at 1 to 2 GB/s, which one process can send.
+_CPUS_PER_NETWORK_PROCESS = 16
+
 
 # With fewer, one heavy batch keeps a rank waiting while the workers of the others go idle (benchmarks/schedule.py).
 _MIN_WINDOW = 32
@@ -40,7 +43,9 @@ class DataServiceSettings:
     """How data hosts serve batches, and how trainers fetch them.
 
     Args:
-        workers: Number of worker processes on each data host. Default: the number of its CPUs minus 1.
+        workers: Number of worker processes on each data host. Default: the number of its CPUs minus network_processes.
+        network_processes: Number of processes on each data host that send batches, each up to about 2 GB/s. Default:
+            1 for every 16 CPUs.
         local_workers: Number of worker processes on each trainer host that help the data hosts. With more than 0, the
             trainer hosts must have access to the data.
         window_batches: Maximum number of batches in flight or buffered, per rank and loader. Default: 32, or eight
@@ -76,6 +81,7 @@ class DataServiceSettings:
     """
 
     workers: int | None = None
+    network_processes: int | None = None
     local_workers: int = 0
     window_batches: int | None = None
     window_bytes: int = 1 * _GIB
@@ -95,7 +101,7 @@ class DataServiceSettings:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        for name in ("workers", "window_batches", "batches_per_epoch", "virtual_shards"):
+        for name in ("workers", "network_processes", "window_batches", "batches_per_epoch", "virtual_shards"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DataSettingsError(f"data_service.{name}={value} must be at least 1, or left out.")
@@ -170,6 +176,7 @@ class HostSettings:
     Attributes:
         address: Where to listen, ``host:port`` or ``unix:path``; with port 0, the system chooses one.
         workers: Number of worker processes.
+        network_processes: Number of processes that send batches.
         max_batch_bytes: Maximum size of a batch in bytes.
         lease_s: The host exits after this many seconds without a heartbeat from any trainer; None: never.
         startup_timeout_s: Seconds until the first trainer must have connected; None: no limit.
@@ -186,6 +193,7 @@ class HostSettings:
     name: str
     credentials: Credentials
     may_restart: bool = False
+    network_processes: int = 1
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> HostSettings:
@@ -193,6 +201,11 @@ class HostSettings:
         return cls(**{**facts, "credentials": Credentials(**facts["credentials"])})
 
 
+def default_network_processes() -> int:
+    """Return the default number of network processes: one for every 16 CPUs that this process may use, at least 1."""
+    return max(1, usable_cpus() // _CPUS_PER_NETWORK_PROCESS)
+
+
 def default_workers() -> int:
-    """Return the default number of workers: the CPUs that this process may use minus 1, at least 1."""
-    return max(1, usable_cpus() - 1)
+    """Return the default number of workers: the CPUs that network processes leave, at least 1."""
+    return max(1, usable_cpus() - default_network_processes())

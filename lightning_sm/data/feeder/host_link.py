@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import queue
+import random
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, Protocol
@@ -22,6 +22,8 @@ from lightning_sm.errors import DataHostMismatchError, DataServiceError, WireErr
 logger = logging.getLogger(__name__)
 
 _HEARTBEAT_PERIOD_S = 0.5
+# Of all ranks together, to one data host: they take its server process a tenth of a core (benchmarks/many_feeders.py).
+_MAX_HEARTBEATS_PER_S = 128
 _HEARTBEAT_TIMEOUT_S = 1.0
 # Heartbeats without an answer after which a host's requests go to others. One late answer is only load.
 _MAX_SILENT = 2
@@ -92,6 +94,7 @@ class HostLink:
         self._set_state(LinkState.CONNECTING, "not connected yet")
         self._client = dict(client)
         self._owner = owner
+        self._credentials = credentials
         self._metadata = grpc_transport.metadata(credentials)
         self._channel = grpc_transport.open_channel(address, credentials)
         self._wanted: dict[str, dict[str, Any]] = {}
@@ -99,10 +102,14 @@ class HostLink:
         self._is_stale = False
         self._num_losses = 0
         self._num_silent = 0
-        self._period_s = _HEARTBEAT_PERIOD_S
+        self._usual_period_s = max(_HEARTBEAT_PERIOD_S, client["world_size"] / _MAX_HEARTBEATS_PER_S)
+        self._period_s = self._usual_period_s
         self._lock = threading.Lock()
         self._requests: queue.SimpleQueue[bytes | None] | None = None
         self._call: Any = None
+        # Of the stream, if it goes to another process of the data host; and where none could be reached.
+        self._stream_channel: Any = None
+        self._failed_port: int | None = None
         # Held while the owner is notified that the host is up or lost, so that it gets both in the right order.
         self._turning = threading.RLock()
         self._nudge = threading.Event()
@@ -186,7 +193,6 @@ class HostLink:
 
     def _stay_connected(self) -> None:
         while not self._closed.is_set():
-            began = time.monotonic()
             try:
                 request = {**self._client, **self._owner.figures}
                 self.facts = calls.heartbeat_reply(self._unary("Heartbeat", request, _HEARTBEAT_TIMEOUT_S))
@@ -198,7 +204,8 @@ class HostLink:
                 if not self._closed.is_set():  # gRPC refuses calls on a channel that was closed in the meantime
                     self._refuse_for(error)
                 return
-            self._nudge.wait(max(0.0, began + self._period_s - time.monotonic()))
+            # From the end of a call, and not all at once: hosts too busy to answer would get more and more calls.
+            self._nudge.wait(self._period_s * random.uniform(0.8, 1.2))  # noqa: S311  # not for secrets
             self._nudge.clear()
 
     def _call_failed(self, error: Any) -> None:
@@ -233,7 +240,7 @@ class HostLink:
                 self._nudge.set()
                 return
             problem = self._owner.link_opened(self, name, reply)
-            self._period_s = _FAILED_PERIOD_S if problem else _HEARTBEAT_PERIOD_S
+            self._period_s = _FAILED_PERIOD_S if problem else self._usual_period_s
             if problem:
                 self._set_state(LinkState.OPENING, problem)
                 return
@@ -271,17 +278,27 @@ class HostLink:
 
     def _start_stream(self) -> None:
         requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        method = self._channel.stream_stream(grpc_transport.method("Fetch"))
+        channel = self._channel
+        port = self.facts.get("stream_port")
+        if port == self._failed_port:
+            port = None
+        if port is not None:
+            address = f"{self.address.rpartition(':')[0]}:{port}"
+            channel = self._stream_channel = grpc_transport.open_channel(address, self._credentials)
+        method = channel.stream_stream(grpc_transport.method("Fetch"))
         call = method(iter(requests.get, None), metadata=self._metadata)
         with self._lock:
             self._requests = requests
             self._call = call
-        threading.Thread(target=self._receive, args=(call,), name=f"stream {self.address}", daemon=True).start()
+        arguments = (call, port)
+        threading.Thread(target=self._receive, args=arguments, name=f"stream {self.address}", daemon=True).start()
 
-    def _receive(self, call: Iterator[bytes]) -> None:
+    def _receive(self, call: Iterator[bytes], port: int | None) -> None:
         detail = "the data host closed the stream"
+        has_received = False
         try:
             for message in call:
+                has_received = True
                 self._num_silent = 0  # a host that sends batches lives, even if it is too busy for heartbeats
                 for request_id, kind, value, payload in frames(message):
                     self._owner.link_frame(self, request_id, kind, value, payload)
@@ -291,6 +308,8 @@ class HostLink:
                 self._refuse(WireError(f"data host {self.name}: {detail}"))
         except Exception as error:  # noqa: BLE001  # _refuse_for reports it
             self._refuse_for(error)
+        if not has_received:
+            self._failed_port = port  # a firewall may admit the port of the data host only
         with self._turning:
             if call is self._call and not self._closed.is_set():
                 self._lose(LinkState.CONNECTING, detail)
@@ -306,6 +325,9 @@ class HostLink:
             requests.put(None)
         if call is not None:
             call.cancel()
+        if self._stream_channel is not None:
+            self._stream_channel.close()
+            self._stream_channel = None
         return call is not None
 
     def _refuse_for(self, error: Exception) -> None:

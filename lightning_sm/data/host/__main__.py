@@ -13,7 +13,8 @@ import cloudpickle
 
 from lightning_sm._collector import freeze_imports
 from lightning_sm._log import show_log_lines
-from lightning_sm.data.ipc.messages import MessageSocket
+from lightning_sm.data.ipc.host_messages import Listening, Serve, StartFailed
+from lightning_sm.data.ipc.messages import MessageSocket, TypedMessage
 from lightning_sm.data.ipc.processes import run_and_exit
 from lightning_sm.data.settings import HostSettings
 
@@ -33,17 +34,18 @@ def main() -> None:
     freeze_imports()
     gc.enable()
     message = owner.receive()
-    if message is None:
+    serve = None if message is None else TypedMessage.of(message)
+    if not isinstance(serve, Serve):
         return
     try:
         host = HostProcess(
-            cloudpickle.loads(message.payload),
-            HostSettings.from_json(message.facts["settings"]),
-            lambda address: owner.send("listening", address=address),
+            cloudpickle.loads(serve.payload),
+            HostSettings.from_json(serve.settings),
+            lambda address: Listening(address).send(owner),
         )
         host.serve(until=owner)
     except Exception as error:
-        owner.send("failed", text="".join(traceback.format_exception(error)))
+        StartFailed("".join(traceback.format_exception(error))).send(owner)
         raise
 
 

@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 
 import cloudpickle
 
-from lightning_sm.data.ipc.messages import MessageSocket
+from lightning_sm.data.ipc.host_messages import Listening, Serve, StartFailed
+from lightning_sm.data.ipc.messages import MessageSocket, TypedMessage
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.protocol.tls import read_tls
-from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
+from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings, default_network_processes
 from lightning_sm.errors import DataServiceError
 
 _MAIN_PROCESS = "lightning_sm.data.host"
@@ -65,6 +66,7 @@ class DataHost:
         self._settings = HostSettings(
             address=address,
             workers=workers,
+            network_processes=settings.network_processes or default_network_processes(),
             max_batch_bytes=settings.max_batch_bytes,
             lease_s=None,
             startup_timeout_s=None,
@@ -123,11 +125,12 @@ class DataHost:
         except BaseException:
             self.close()
             raise
-        if message is None or message.kind != "listening":
+        answer = None if message is None else TypedMessage.of(message)
+        if not isinstance(answer, Listening):
             self.close()
-            text = describe_exit(process.wait()) if message is None else message.facts["text"]
+            text = answer.text if isinstance(answer, StartFailed) else describe_exit(process.wait())
             raise DataServiceError(f"The data host at {self.address} did not start:\n{text}")
-        self.address = message.facts["address"]
+        self.address = answer.address
         self._is_listening = True
         return self
 
@@ -145,9 +148,7 @@ class DataHost:
         read_tls(self._settings.credentials)
         self._process, self._socket = self._preloaded.pop(0) if self._preloaded else start_module(_MAIN_PROCESS)
         try:
-            self._socket.send(
-                "serve", cloudpickle.dumps(_without_trainer(self._datamodule)), settings=asdict(self._settings)
-            )
+            Serve(asdict(self._settings), cloudpickle.dumps(_without_trainer(self._datamodule))).send(self._socket)
         except BaseException:
             self.close()
             raise

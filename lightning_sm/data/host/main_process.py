@@ -25,7 +25,21 @@ from lightning_sm.data.host.datamodule import ServedModule
 from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.worker import run_worker
 from lightning_sm.data.host.world import world_of_one
-from lightning_sm.data.ipc.messages import Finished, Message, MessageSocket
+from lightning_sm.data.ipc.host_messages import (
+    Finished,
+    JobEnds,
+    KillWorker,
+    Listening,
+    NewWorker,
+    OpenedLoaders,
+    OpenLoaders,
+    RunSampler,
+    SamplerRun,
+    Serve,
+    TrainerFinished,
+    WorkerLost,
+)
+from lightning_sm.data.ipc.messages import MessageSocket, TypedMessage
 from lightning_sm.data.ipc.processes import describe_exit, fork, start_module
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.samples import BatchPlan, digest
@@ -113,7 +127,7 @@ class HostProcess:
         finally:
             # Outcomes that came before or together with SIGTERM, which follows when the trainers have left.
             if _is_readable(self._server.fileno(), timeout_s=0.0):
-                self._note_outcomes(self._server.pending())
+                self._note_outcomes([TypedMessage.of(message) for message in self._server.pending()])
             self._close()
             # For the rest of the process: the interpreter takes a second to exit and restores the default handlers. A
             # signal of the ending job that arrives in this second must not replace the exit code.
@@ -157,7 +171,7 @@ class HostProcess:
         """Send what the handler of the gentle signal noted."""
         wakeup.recv(4096)
         if self._job_is_ending:
-            self._send("job_ends")
+            self._send(JobEnds())
 
     # The server process
 
@@ -165,41 +179,41 @@ class HostProcess:
         self._server_starts += 1
         process, self._server = start_module("lightning_sm.data.server.process")
         self._watch(process.pid, lambda status: self._on_server_exit(process, status))
-        self._server.send("serve", settings=asdict(self._settings))
+        Serve(asdict(self._settings)).send(self._server)
         for opening, reply in self._module.replies.items():
-            self._server.send("opened", opening=opening, **reply)
+            OpenedLoaders(opening, reply).send(self._server)
         if self._job_is_ending:
-            self._server.send("job_ends")
+            JobEnds().send(self._server)
         self._selector.register(self._server, selectors.EVENT_READ, self._on_server_messages)
 
     def _on_server_messages(self) -> None:
         server = self._server
-        messages = server.pending()
+        messages = [TypedMessage.of(message) for message in server.pending()]
         self._note_outcomes(messages)  # first: SIGTERM may interrupt a hook that another message calls
         for message in messages:
-            if message.kind == "listening":
-                # A restarted server process must listen where trainers know it.
-                self._settings = replace(self._settings, address=message.facts["address"])
-                self._listening(message.facts["address"])
-            elif message.kind == "open":
-                self._server_starts = 0
-                self._open(message.facts)
-            elif message.kind == "run_sampler":
-                self._run_sampler(message.facts)
-            elif message.kind == "kill":
-                pid = self._worker_pids.get(message.facts["worker"])
-                if pid is not None:
-                    os.kill(pid, signal.SIGKILL)
-            elif message.kind == "finished":
-                self._outcome = Finished(**message.facts)
+            match message:
+                case Listening(address):
+                    # A restarted server process must listen where trainers know it.
+                    self._settings = replace(self._settings, address=address)
+                    self._listening(address)
+                case OpenLoaders(request):
+                    self._server_starts = 0
+                    self._open(request)
+                case RunSampler():
+                    self._run_sampler(message)
+                case KillWorker(worker):
+                    pid = self._worker_pids.get(worker)
+                    if pid is not None:
+                        os.kill(pid, signal.SIGKILL)
+                case Finished():
+                    self._outcome = message
         if server.is_at_end:
             self._selector.unregister(server)
 
-    def _note_outcomes(self, messages: list[Message]) -> None:
+    def _note_outcomes(self, messages: list[TypedMessage]) -> None:
         """Remember whether any trainer succeeded; ``serve`` decides by it whether this host has failed."""
-        for message in messages:
-            if message.kind == "trainer_finished" and message.facts["is_success"]:
-                self._training_succeeded = True
+        if TrainerFinished(is_success=True) in messages:
+            self._training_succeeded = True
 
     def _on_server_exit(self, process: subprocess.Popen[bytes], status: int) -> None:
         process.returncode = status
@@ -232,11 +246,11 @@ class HostProcess:
             logger.warning("%s failed; trainers get the error: %s", reply["where"], first_line(reply["text"]))
         else:
             self._problem = None
-        self._send("opened", opening=request["opening"], **reply)
+        self._send(OpenedLoaders(request["opening"], reply))
 
-    def _send(self, kind: str, fds: tuple[int, ...] = (), **facts: Any) -> bool:
+    def _send(self, message: TypedMessage) -> bool:
         try:
-            self._server.send(kind, fds=fds, **facts)
+            message.send(self._server)
         except OSError:
             logger.debug("The server process is gone; it will be restarted.")
             return False
@@ -270,14 +284,15 @@ class HostProcess:
         with ours, theirs:
             pid = self._fork(run)
             self._send(
-                "worker",
-                fds=(ours.fileno(), ring.fd),
-                worker=worker_id,
-                number=number,
-                opening=opening,
-                live_openings=list(self._module.loaders),
-                num_slots=ring.num_slots,
-                slot_bytes=ring.slot_bytes,
+                NewWorker(
+                    worker=worker_id,
+                    number=number,
+                    opening=opening,
+                    live_openings=list(self._module.loaders),
+                    num_slots=ring.num_slots,
+                    slot_bytes=ring.slot_bytes,
+                    fds=(ours.fileno(), ring.fd),
+                )
             )
         ring.close()
         self._worker_pids[worker_id] = pid
@@ -289,14 +304,14 @@ class HostProcess:
         at = mark.read()
         mark.close()
         how = describe_exit(status) + (f" at {at}" if at else "")
-        was_sent = self._send("lost", worker=worker_id, why=how)
+        was_sent = self._send(WorkerLost(worker_id, how))
         # Other workers exit on purpose: when their loaders were replaced, or when their server process died.
         is_needed = opening in self._module.loaders and self._current_ids.get((opening, number)) == worker_id
         if self._outcome is None and is_needed and was_sent:
             logger.warning("Worker %d %s. Starting a new one.", number, how)
             self._fork_worker(opening, number)
 
-    def _run_sampler(self, request: dict[str, Any]) -> None:
+    def _run_sampler(self, which: RunSampler) -> None:
         """Run a sampler in a fork: every host starts from the same state, and nothing waits for the sampler."""
         fd = os.memfd_create("lightning_sm_sampler_order", os.MFD_CLOEXEC)
 
@@ -304,8 +319,8 @@ class HostProcess:
             head: dict[str, Any]
             with os.fdopen(os.dup(fd), "wb") as file:
                 try:
-                    loader = self._module.loaders[request["opening"]][request["loader"]]
-                    keys, offsets = loader.sampler_order(request["seed"], request["epoch"], request["pass_index"])
+                    loader = self._module.loaders[which.opening][which.loader]
+                    keys, offsets = loader.sampler_order(which.seed, which.epoch, which.pass_index)
                     num_batches = BatchPlan(keys, offsets, 0, 1).num_steps  # raises if a batch is empty
                 except DataSettingsError as error:
                     head = {"error": "DataSettingsError", "text": str(error)}
@@ -325,8 +340,7 @@ class HostProcess:
                         file.write(np.ascontiguousarray(part, "<i8").data)
 
         def on_exit(status: int) -> None:
-            why = describe_exit(status) if status else None
-            self._send("sampler_order", fds=(fd,), **request, why=why)
+            self._send(SamplerRun(**vars(which), why=describe_exit(status) if status else "", fds=(fd,)))
             os.close(fd)
 
         self._watch(self._fork(run), on_exit)

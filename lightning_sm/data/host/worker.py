@@ -23,7 +23,8 @@ from lightning_sm.data.host.iterable import ShardAnswer, UserCodeError
 from lightning_sm.data.host.loader import ServedLoader
 from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.seeding import watch_readers
-from lightning_sm.data.ipc.messages import Message, MessageSocket
+from lightning_sm.data.ipc.host_messages import Build, Built, NotBuilt, Ready, ShardEnded
+from lightning_sm.data.ipc.messages import MessageSocket, TypedMessage
 from lightning_sm.data.ipc.processes import keep_freed_memory
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import describe_exception
@@ -69,25 +70,28 @@ def run_worker(
     except Exception as error:  # noqa: BLE001  # the error of the user's code is the answer to every request
         problem = error
     with contextlib.suppress(BrokenPipeError):  # the server process died while this worker built a batch
-        requests.send("ready")
+        Ready().send(requests)
         while (message := requests.receive()) is not None:
+            request = TypedMessage.of(message)
+            if not isinstance(request, Build):
+                raise TypeError(f"the server process sent {request}")
             if problem is not None:
-                _fail(requests, message.facts["slot"], problem, "worker_init_fn")
+                _fail(requests, request.slot, problem, "worker_init_fn")
             else:
-                _serve(requests, message, ring, openings, mark)
+                _serve(requests, request, ring, openings, mark)
                 mark.clear()
 
 
 def _serve(
     requests: MessageSocket,
-    message: Message,
+    request: Build,
     ring: Ring,
     openings: Mapping[str, Sequence[ServedLoader]],
     mark: SampleMark,
 ) -> None:
     started = time.perf_counter()
-    slot = message.facts["slot"]
-    spec = RunSpec.decode(message.payload)
+    slot = request.slot
+    spec = RunSpec.decode(request.payload)
     memory = ring.slot(slot)
     batches: list[Batch] = []
     used = 0
@@ -98,7 +102,7 @@ def _serve(
             arena = Arena(memory[start:])
             batch = loader.batch(one, arena, mark)
             if isinstance(batch, ShardAnswer):
-                requests.send("ended", slot=slot, end=batch.end)
+                ShardEnded(slot, batch.end).send(requests)
                 return
             structure = encode(batch, arena)
             batches.append(Batch(start, arena.used, structure))
@@ -107,12 +111,12 @@ def _serve(
     except UserCodeError as error:
         _fail(requests, slot, error.__cause__ or error, error.where)
     except (BatchTypeError, BatchTooLargeError) as error:
-        requests.send("failed", slot=slot, error=type(error).__name__, text=str(error))
+        NotBuilt(slot, type(error).__name__, str(error)).send(requests)
     except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
         _fail(requests, slot, error, "")
     else:
         produce_s = time.perf_counter() - started
-        requests.send("done", pack_batches(batches), slot=slot, num_bytes=used, pieces=pieces, produce_s=produce_s)
+        Built(slot, used, pieces, produce_s, pack_batches(batches)).send(requests)
 
 
 def _compress(memory: np.ndarray, used: int, compression: str) -> list[tuple[int, int]]:
@@ -135,6 +139,6 @@ def _compress(memory: np.ndarray, used: int, compression: str) -> list[tuple[int
 
 def _fail(requests: MessageSocket, slot: int, error: BaseException, where: str) -> None:
     if isinstance(error, DataSettingsError):
-        requests.send("failed", slot=slot, error="DataSettingsError", text=str(error))
+        NotBuilt(slot, "DataSettingsError", str(error)).send(requests)
         return
-    requests.send("failed", slot=slot, error="RemoteTransformError", text=describe_exception(error), where=where)
+    NotBuilt(slot, "RemoteTransformError", describe_exception(error), where).send(requests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import socket
@@ -11,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 _LENGTHS = struct.Struct("<II")
 _MAX_FDS = 8
@@ -34,17 +35,35 @@ class Message:
     fds: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Finished:
-    """Why a data host stops serving.
+class TypedMessage:
+    """Base of the messages: each kind is a frozen dataclass, which is its own encoding.
 
-    Attributes:
-        reason: A clause for the log, or the whole text of the error.
-        is_error: Whether the host has failed.
+    Its fields are JSON values, but for two names: ``payload`` is raw bytes, and ``fds`` are open file descriptors.
+    These stay open in the sender, and belong to the receiver.
     """
 
-    reason: str
-    is_error: bool = False
+    _kinds: ClassVar[dict[str, type[TypedMessage]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        """Register a kind by its name."""
+        TypedMessage._kinds[cls.__name__] = cls
+
+    def send(self, receiver: MessageSocket) -> None:
+        """Send it.
+
+        Raises:
+            BrokenPipeError: The other end is closed.
+        """
+        facts = dict(vars(self))
+        receiver.send(type(self).__name__, facts.pop("payload", b""), facts.pop("fds", ()), **facts)
+
+    @staticmethod
+    def of(message: Message) -> TypedMessage:
+        """Convert back what was sent."""
+        kind = TypedMessage._kinds[message.kind]
+        names = kind.__dataclass_fields__  # type: ignore[attr-defined]  # of each kind
+        raw = {name: getattr(message, name) for name in ("payload", "fds") if name in names}
+        return kind(**message.facts, **raw)
 
 
 class MessageSocket:
@@ -116,6 +135,11 @@ class MessageSocket:
     def is_at_end(self) -> bool:
         """Whether the other end is closed, and everything that it sent was received."""
         return self._is_at_end and len(self._received) < _LENGTHS.size
+
+    def shutdown(self) -> None:
+        """Close the connection for both ends, also while another thread of this process receives from it."""
+        with contextlib.suppress(OSError):  # the other end was quicker
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close this end."""

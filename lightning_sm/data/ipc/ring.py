@@ -52,7 +52,9 @@ class Ring:
         return np.frombuffer(self._map, np.uint8, self.slot_bytes, index * self.slot_bytes)
 
     def close(self) -> None:
-        """Close the descriptor. The mapping goes with the last array over it."""
+        """Close the descriptor, which else goes with the ring. The mapping goes with the last array over it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    __del__ = close

@@ -137,6 +137,8 @@ def heartbeat_reply(data: bytes) -> dict[str, Any]:
         value = facts.get(name, 0)
         if type(value) not in (int, float) or not math.isfinite(value):
             raise WireError(f"In the {what}, {name!r} must be a number, not {reprlib.repr(value)}.")
+    if "stream_port" in facts and not 0 < _value(facts, "stream_port", int, what) < 1 << 16:
+        raise WireError(f"In the {what}, 'stream_port' is {facts['stream_port']}; 1 to 65535 are allowed.")
     if "figures" in facts:
         for figures in _value(facts, "figures", dict, what).values():
             RankFigures.from_json(figures)

@@ -8,7 +8,8 @@ are finished, in pieces of 2 MiB, which were measured to be the fastest and keep
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -25,6 +26,10 @@ SERVICE = "lightning_sm.DataHost"
 
 # A request for a batch has 8 bytes per sample, and all requests for the batches of a window may share a message.
 MAX_REQUESTS_BYTES = 64 << 20
+
+# Each rank holds one thread for its stream, and one more during a short call. Threads are created on demand. More calls
+# would wait for a thread without end: they are refused, and the trainer tries again.
+_MAX_THREADS = 2048
 
 # Values of keys in "-bin" may be any bytes; other values must be ASCII, and lose leading and trailing blanks.
 _VERSION_KEY = "lightning-sm-protocol"
@@ -187,6 +192,23 @@ def open_channel(address: str, credentials: Credentials) -> Any:
         certificate_chain=files.certificate if is_mutual else None,
     )
     return grpc.intercept_channel(grpc.secure_channel(address, tls, options=options), explainer)
+
+
+def make_server(handlers: Mapping[str, Any], credentials: Credentials, name: str) -> Any:
+    """Return a gRPC server that has not started.
+
+    Args:
+        handlers: By name of the method.
+        credentials: Job and token.
+        name: Name of the host, for messages.
+    """
+    return grpc.server(
+        ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="grpc"),
+        handlers=[grpc.method_handlers_generic_handler(SERVICE, handlers)],
+        interceptors=[Guard(credentials, name)],
+        options=server_options(),
+        maximum_concurrent_rpcs=_MAX_THREADS,
+    )
 
 
 def bind(server: Any, address: str, credentials: Credentials) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lightning_sm.data.ipc.messages import Finished
+from lightning_sm.data.ipc.host_messages import Finished
 from lightning_sm.errors import DataHostMismatchError
 
 # What a ``RemoteDataModule`` reports that is closed after its training, or at the regular end of its process.

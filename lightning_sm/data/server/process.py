@@ -4,39 +4,49 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
 
 from lightning_sm._linux import kill_with_parent
 from lightning_sm._log import show_log_lines
-from lightning_sm.data.ipc.messages import Finished, Message, MessageSocket
+from lightning_sm.data.ipc.host_messages import (
+    Finished,
+    JobEnds,
+    KillWorker,
+    Listening,
+    NewWorker,
+    OpenedLoaders,
+    OpenLoaders,
+    RunSampler,
+    SamplerRun,
+    Serve,
+    TrainerFinished,
+    WorkerLost,
+)
+from lightning_sm.data.ipc.messages import MessageSocket, TypedMessage
 from lightning_sm.data.ipc.processes import exit_when_a_thread_fails, run_and_exit
 from lightning_sm.data.protocol import calls, grpc_transport
 from lightning_sm.data.protocol.calls import Call
-from lightning_sm.data.protocol.frames import MAX_STRUCTURE_BYTES, FrameKind, RunHeader, frame, frames
-from lightning_sm.data.protocol.spec import CHUNK_BYTES, RunSpec
+from lightning_sm.data.protocol.spec import RunSpec
 from lightning_sm.data.server.leases import Leases, is_success
+from lightning_sm.data.server.network import Network
 from lightning_sm.data.server.sampler_orders import SamplerOrders
 from lightning_sm.data.server.shard_counts import ShardCounts
-from lightning_sm.data.server.worker_pool import Affinity, Answer, Ended, Failed, Produced, Task, WorkerPool
+from lightning_sm.data.server.stream import FetchMethod, nothing
+from lightning_sm.data.server.worker_pool import Answer, Failed, Task, WorkerPool
 from lightning_sm.data.settings import MAX_SHARDS, HostSettings
 from lightning_sm.errors import DataHostMismatchError, DataSettingsError, WireError
 
 logger = logging.getLogger(__name__)
-
-# Each rank holds one thread for its stream, and one more during a short call. Threads are created on demand. More calls
-# would wait for a thread without end: they are refused, and the trainer tries again.
-_MAX_THREADS = 2048
 
 # A call that waits for the user's setup() answers "not yet" after this time, so that the trainer can log it.
 _CALL_TIMEOUT_S = 5.0
@@ -45,12 +55,7 @@ _CALL_TIMEOUT_S = 5.0
 # finished yet is bounded. Trainers have a handful of stages, and a few loaders for each.
 _MAX_RUNNING = 32
 
-# A traceback may contain the repr of a dataset; its end has the error.
-_MAX_TEXT = 1 << 20
 _MAX_OUTCOME_CHARS = 1000
-
-# Answers that are ready at the same time share a message up to this size: a message costs more than a small batch.
-_MAX_SHARED_MESSAGE_BYTES = 256 << 10
 
 # Most time that stopping takes: trainers are notified that this host exits.
 _STOP_TIMEOUT_S = 1.0
@@ -67,7 +72,7 @@ class ServerProcess:
     def __init__(self, main: MessageSocket, settings: HostSettings) -> None:
         self._main = main
         self._settings = settings
-        self._pool = WorkerPool(lambda worker: self._send("kill", worker=worker))
+        self._pool = WorkerPool(lambda worker: self._send(KillWorker(worker)))
         self._leases = Leases(
             settings.lease_s, settings.startup_timeout_s, time.monotonic(), may_restart=settings.may_restart
         )
@@ -75,36 +80,32 @@ class ServerProcess:
         self._changed = threading.Condition()
         self._requested: set[str] = set()
         self._opened: dict[str, dict[str, Any]] = {}
-        self._sampler_orders = SamplerOrders(lambda facts: self._send("run_sampler", **facts))
+        self._sampler_orders = SamplerOrders(lambda which: self._send(RunSampler(**which)))
         self._shard_counts = ShardCounts(self._pool)
-        self._streams: set[_Stream] = set()
+        self._fetch = FetchMethod(self._start)
+        self._network: Network | None = None
         self._figures: dict[str, Any] = {}  # by trainer rank
         handlers = {
             "Open": grpc.unary_unary_rpc_method_handler(self._open),
             "List": grpc.stream_stream_rpc_method_handler(self._list),
             "Count": grpc.unary_unary_rpc_method_handler(self._count),
-            "Fetch": grpc.stream_stream_rpc_method_handler(self._fetch),
+            "Fetch": self._fetch.handler(),
             "Heartbeat": grpc.unary_unary_rpc_method_handler(self._heartbeat),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
             "Finish": grpc.unary_unary_rpc_method_handler(self._finish),
         }
-        self._server = grpc.server(
-            ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="grpc"),
-            handlers=[grpc.method_handlers_generic_handler(grpc_transport.SERVICE, handlers)],
-            interceptors=[grpc_transport.Guard(settings.credentials, settings.name)],
-            options=grpc_transport.server_options(),
-            maximum_concurrent_rpcs=_MAX_THREADS,
-        )
+        self._server = grpc_transport.make_server(handlers, settings.credentials, settings.name)
 
     def run(self) -> None:
         """Serve until the main process closes the connection."""
         try:
             address = grpc_transport.bind(self._server, self._settings.address, self._settings.credentials)
         except DataSettingsError as error:
-            self._send("finished", **asdict(Finished(str(error), is_error=True)))
+            self._send(Finished(str(error), is_error=True))
             return
+        self._network = Network(replace(self._settings, address=address), self._start, self._pool.worker_ids)
         self._server.start()
-        self._send("listening", address=address)
+        self._send(Listening(address))
         while True:
             try:
                 message = self._main.receive(timeout_s=0.5)
@@ -112,33 +113,32 @@ class ServerProcess:
                 with self._leasing:
                     outcome = self._leases.outcome(time.monotonic())
                 if outcome is not None:
-                    self._send("finished", **asdict(outcome))
+                    self._send(outcome)
                 continue
             if message is None:
                 break
-            self._handle(message)
-        for stream in list(self._streams):
-            stream.close()
+            self._handle(TypedMessage.of(message))
+        self._fetch.close()
+        self._network.close()
         self._server.stop(_STOP_TIMEOUT_S).wait()
         self._pool.close()
 
-    def _handle(self, message: Message) -> None:
-        if message.kind == "worker":
-            self._pool.add(message)
-        elif message.kind == "job_ends":
-            with self._leasing:
-                self._leases.expect_no_more()
-        elif message.kind == "lost":
-            self._pool.lose(message.facts["worker"], message.facts["why"])
-        elif message.kind == "opened":
-            facts = dict(message.facts)
-            opening = facts.pop("opening")
-            with self._changed:
-                self._forget_other_runs(opening)
-                self._opened[opening] = facts
-                self._changed.notify_all()
-        elif message.kind == "sampler_order":
-            self._sampler_orders.take(message.facts, message.fds[0])
+    def _handle(self, message: TypedMessage) -> None:
+        match message:
+            case NewWorker():
+                self._pool.add(message)
+            case WorkerLost(worker, why):
+                self._pool.lose(worker, why)
+            case JobEnds():
+                with self._leasing:
+                    self._leases.expect_no_more()
+            case OpenedLoaders(opening, reply):
+                with self._changed:
+                    self._forget_other_runs(opening)
+                    self._opened[opening] = reply
+                    self._changed.notify_all()
+            case SamplerRun(fds=(fd,)):
+                self._sampler_orders.take(vars(message), fd)
 
     def _forget_other_runs(self, opening: str) -> None:
         """Forget the loaders of a run that is over; if a trainer asks for them again, so does this process."""
@@ -146,9 +146,9 @@ class ServerProcess:
         self._opened = {name: facts for name, facts in self._opened.items() if name.partition("/")[0] == run}
         self._requested = {name for name in self._requested if name in self._opened or name.partition("/")[0] == run}
 
-    def _send(self, kind: str, **facts: Any) -> None:
+    def _send(self, message: TypedMessage) -> None:
         try:
-            self._main.send(kind, **facts)
+            message.send(self._main)
         except OSError:
             logger.debug("The main process is gone; this process exits, too.")
 
@@ -161,7 +161,7 @@ class ServerProcess:
             if opening not in self._requested:
                 self._check_number("Open", len(self._requested - self._opened.keys()), context)
                 self._requested.add(opening)
-                self._send("open", **facts)
+                self._send(OpenLoaders(facts))
             self._changed.wait_for(lambda: opening in self._opened, _CALL_TIMEOUT_S)
             reply = self._opened.get(opening)
             if reply is not None and "error" in reply:
@@ -196,46 +196,23 @@ class ServerProcess:
             self._check_number(call.name, runs.num_running, context)
         return facts
 
-    def _fetch(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        stream = _Stream(self._pool)
-        self._streams.add(stream)
-        context.add_callback(stream.close)
-        reader = threading.Thread(target=self._read, args=(requests, stream), name="requests", daemon=True)
-        reader.start()
-        try:
-            yield from stream.messages()
-        finally:
-            stream.close()
-            self._streams.discard(stream)
+    def _start(self, client: object, payload: bytes, answer: Callable[[Answer], None]) -> Callable[[], None]:
+        """Queue a request for the workers, and return what cancels it.
 
-    def _read(self, requests: Iterator[bytes], stream: _Stream) -> None:
-        try:
-            for message in requests:
-                for request_id, kind, _, payload in frames(message):
-                    if kind == FrameKind.CANCEL:
-                        stream.cancel(request_id)
-                    else:
-                        self._request(stream, request_id, kind, bytes(payload))
-        except WireError as error:
-            logger.warning("A trainer violated the protocol: %s", error)
-        except grpc.RpcError:
-            logger.debug("A trainer closed its stream.")
-        except Exception:  # grpc raises a bare Exception when the call was cancelled
-            logger.debug("Lost connection to a trainer.", exc_info=True)
-        stream.close()
-
-    def _request(self, stream: _Stream, request_id: int, kind: int, payload: bytes) -> None:
-        if kind != FrameKind.FETCH:
-            raise WireError(f"a frame of kind {kind}")
+        Raises:
+            WireError: It is malformed.
+        """
         spec = RunSpec.decode(payload)
         loaders = self._opened.get(spec.opening, {}).get("loaders", [])
         if not 0 <= spec.loader < len(loaders):
-            stream.put(request_id, Failed("NotOpen", self._not_open(spec.opening, spec.loader)))
-            return
+            answer(Failed("NotOpen", self._not_open(spec.opening, spec.loader)))
+            return nothing
         # Only the worker that has the iterator of a virtual shard can continue it.
         is_shard = loaders[spec.loader]["order"] == "shards"
         affinity = (spec.opening, spec.loader, _shard_of(spec)) if is_shard else None
-        stream.submit(request_id, spec.opening, payload, affinity)
+        task = Task(client, spec.opening, payload, answer, affinity)
+        self._pool.submit(task)
+        return partial(self._pool.cancel, task)
 
     def _not_open(self, opening: str, loader: int) -> str:
         return f"loader {loader} of {opening} is not open on data host {self._settings.name}"
@@ -260,7 +237,8 @@ class ServerProcess:
         except DataHostMismatchError as error:
             # Not final: the trainer tries again, and the others may have ended by then.
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        return self._state(figures)
+        port = self._network.port_for(facts["client"]) if self._network is not None else None
+        return self._state(figures if port is None else {**figures, "stream_port": port})
 
     def _status(self, _request: bytes, _context: Any) -> bytes:
         """Answer a call that only looks: it needs no lease, and grants none."""
@@ -290,120 +268,10 @@ class ServerProcess:
                     f"{client} has sent no heartbeat to data host {self._settings.name}, which does not wait for it",
                 )
             # Before the answer: as soon as the trainer has it, the trainer may exit, and this host may get SIGTERM.
-            self._send("trainer_finished", is_success=is_success(outcome))
+            self._send(TrainerFinished(is_success(outcome)))
             self._leases.finish(client, outcome, time.monotonic())
             self._figures.pop(client, None)
         return b"{}"
-
-
-class _Stream:
-    """The requests of one trainer rank to this host, and the answers that are not sent yet."""
-
-    def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
-        self._answers: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._tasks: dict[int, Task] = {}
-        self._is_closed = False
-
-    def submit(self, request_id: int, opening: str, payload: bytes, affinity: Affinity | None) -> None:
-        task = Task(self, opening, payload, lambda answer: self.put(request_id, answer), affinity)
-        with self._lock:
-            if self._is_closed:
-                return
-            self._tasks[request_id] = task
-        self._pool.submit(task)
-
-    def cancel(self, request_id: int) -> None:
-        with self._lock:
-            task = self._tasks.pop(request_id, None)
-        if task is not None:
-            self._pool.cancel(task)
-
-    def put(self, request_id: int, answer: Answer) -> None:
-        with self._lock:
-            if not self._is_closed:
-                self._answers.put((request_id, answer))
-                return
-        if isinstance(answer, Produced):
-            answer.release()
-
-    def close(self) -> None:
-        """Cancel everything: the trainer is gone, or repeats its requests on another stream."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            tasks = list(self._tasks.values())
-            self._tasks.clear()
-        for task in tasks:
-            self._pool.cancel(task)
-        self._answers.put(None)
-
-    def messages(self) -> Iterator[bytes]:
-        """Yield the answers in the order in which they finish: small ones together, large ones in pieces."""
-        parts: list[bytes] = []
-        try:
-            while True:
-                try:
-                    answer = self._answers.get(block=not parts)
-                except queue.Empty:
-                    yield b"".join(parts)
-                    parts.clear()
-                    continue
-                if answer is None:
-                    return
-                for part in self._encode(*answer):
-                    parts.append(part)
-                    if sum(map(len, parts)) >= _MAX_SHARED_MESSAGE_BYTES:
-                        yield b"".join(parts)
-                        parts.clear()
-        finally:
-            while not self._answers.empty():
-                answer = self._answers.get()
-                if answer is not None and isinstance(answer[1], Produced):
-                    answer[1].release()
-
-    def _encode(self, request_id: int, answer: Answer) -> Iterator[bytes]:
-        with self._lock:
-            is_wanted = self._tasks.pop(request_id, None) is not None
-        if isinstance(answer, Produced) and len(answer.batches) > MAX_STRUCTURE_BYTES:
-            answer.release()
-            answer = Failed(
-                "BatchTooLargeError",
-                f"The strings and lists of a batch have {len(answer.batches)} bytes; "
-                f"{MAX_STRUCTURE_BYTES} are allowed. Send long texts as bytes or uint8 tensors.",
-            )
-        if isinstance(answer, Ended):
-            num_batches = answer.num_batches
-            yield frame(request_id, FrameKind.ENDED, value=0 if num_batches is None else num_batches + 1)
-            return
-        if isinstance(answer, Failed):
-            facts = {"error": answer.error, "text": answer.text[-_MAX_TEXT:], "where": answer.where}
-            text = json.dumps(facts).encode()
-            yield frame(request_id, FrameKind.FAILURE, len(text)) + text
-            return
-        try:
-            if is_wanted:
-                yield from _batch_frames(request_id, answer)
-        finally:
-            answer.release()
-
-
-def _batch_frames(request_id: int, run: Produced) -> Iterator[bytes]:
-    data = run.data.data
-    header = RunHeader(run.num_bytes, run.queue_s, run.produce_s, run.batches).encode()
-    # The header travels with the first piece.
-    parts: list[Any] = [frame(request_id, FrameKind.HEADER, len(header)), header]
-    kind = FrameKind.COMPRESSED if run.pieces else FrameKind.DATA
-    offsets = range(0, run.num_bytes, CHUNK_BYTES)
-    places = run.pieces or [(offset, min(CHUNK_BYTES, run.num_bytes - offset)) for offset in offsets]
-    for offset, (start, size) in zip(offsets, places, strict=True):
-        parts += [frame(request_id, kind, size, offset), data[start : start + size]]
-        yield b"".join(parts)
-        parts.clear()
-    if parts:
-        yield b"".join(parts)
 
 
 def _shard_of(spec: RunSpec) -> int:
@@ -432,9 +300,9 @@ def main() -> None:
     show_log_lines()
     main_process = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
     message = main_process.receive()
-    if message is None:
-        return
-    ServerProcess(main_process, HostSettings.from_json(message.facts["settings"])).run()
+    serve = None if message is None else TypedMessage.of(message)
+    if isinstance(serve, Serve):
+        ServerProcess(main_process, HostSettings.from_json(serve.settings)).run()
 
 
 if __name__ == "__main__":

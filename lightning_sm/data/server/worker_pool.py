@@ -11,11 +11,13 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from lightning_sm.data.ipc.messages import Message, MessageSocket
+from lightning_sm.data.ipc.host_messages import Build, Built, NewWorker, NotBuilt, Ready, ShardEnded
+from lightning_sm.data.ipc.messages import MessageSocket, TypedMessage
 from lightning_sm.data.ipc.ring import Ring
 
 # A worker hangs on a cancelled task if it takes this many times longer than the longest one before.
@@ -31,8 +33,10 @@ class Produced:
 
     Attributes:
         batches: Where each lies, and its structure, as ``frames.pack_batches`` packs them.
-        data: The bytes of the slot, uint8.
-        num_bytes: How many of them are batches.
+        worker: Id of the worker.
+        ring: Its slots.
+        slot: Which of them.
+        num_bytes: How many bytes of the slot are batches.
         pieces: Where its compressed pieces lie in the slot, as (start, size); empty: it is not compressed.
         queue_s: Seconds from the request until a worker started on it.
         produce_s: Seconds that the worker took.
@@ -40,12 +44,19 @@ class Produced:
     """
 
     batches: bytes
-    data: np.ndarray
+    worker: int
+    ring: Ring
+    slot: int
     num_bytes: int
     pieces: list[tuple[int, int]]
     queue_s: float
     produce_s: float
     release: Callable[[], None]
+
+    @property
+    def data(self) -> np.ndarray:
+        """The bytes of the slot, uint8."""
+        return self.ring.slot(self.slot)
 
 
 @dataclass(frozen=True)
@@ -105,13 +116,13 @@ class _State(Enum):
 
 
 class _Worker:
-    def __init__(self, message: Message) -> None:
-        sock, ring = message.fds
-        self.id: int = message.facts["worker"]
-        self.number: int = message.facts["number"]
-        self.opening: str = message.facts["opening"]
+    def __init__(self, new: NewWorker) -> None:
+        sock, ring = new.fds
+        self.id = new.worker
+        self.number = new.number
+        self.opening = new.opening
         self.socket = MessageSocket(socket.socket(fileno=sock))
-        self.ring = Ring(ring, message.facts["num_slots"], message.facts["slot_bytes"])
+        self.ring = Ring(ring, new.num_slots, new.slot_bytes)
         self.free_slots = list(range(self.ring.num_slots))
         self.state = _State.STARTING
         self.is_connected = True
@@ -124,9 +135,8 @@ class _Worker:
         return self.state is _State.READY and self.is_connected
 
     def close(self) -> None:
-        """Close the connection, which makes the worker exit, and the ring."""
+        """Close the connection, which makes the worker exit. The ring goes with the last batch in it."""
         self.socket.close()
-        self.ring.close()
 
 
 @dataclass
@@ -216,14 +226,10 @@ class WorkerPool:
                     self._kill_at[worker.id] = time.monotonic() + grace_s
                     self._wake()
 
-    def add(self, message: Message) -> None:
-        """Add a worker, and retire those whose loaders are not open any more.
-
-        Args:
-            message: Facts, socket and ring of the worker.
-        """
-        worker = _Worker(message)
-        live = set(message.facts["live_openings"])
+    def add(self, new: NewWorker) -> None:
+        """Add a worker, and retire those whose loaders are not open any more."""
+        worker = _Worker(new)
+        live = set(new.live_openings)
         with self._lock:
             for other in list(self._workers.values()):
                 if other.opening not in live:
@@ -259,6 +265,11 @@ class WorkerPool:
             task.answer(Failed("WorkerLost", why, f"worker {worker.number}"))
         for other in moved:
             other.answer(Failed("ShardMoved", f"worker {worker.number}, which had the shard open, {why}"))
+
+    def worker_ids(self) -> list[int]:
+        """Return the ids of all workers."""
+        with self._lock:
+            return list(self._workers)
 
     def state(self) -> dict[str, Any]:
         """Return what a data host reports about its workers.
@@ -317,7 +328,7 @@ class WorkerPool:
             worker.task = task
             worker.task_started = time.perf_counter()
             with contextlib.suppress(OSError):  # the worker died; ``lose`` will answer the task
-                worker.socket.send("batch", task.payload, slot=worker.free_slots.pop())
+                Build(worker.free_slots.pop(), task.payload).send(worker.socket)
 
     def _next_task(self, workers: list[_Worker]) -> Task | None:
         """Take the next task for one of some workers out of its queue: clients in turn, tasks in their order."""
@@ -390,17 +401,19 @@ class WorkerPool:
                 # It is exiting: the main process, its parent, will report how.
                 self._disconnect(worker)
                 return
-            answers = [self._process(worker, message) for message in messages]
+            answers = [self._process(worker, TypedMessage.of(message)) for message in messages]
             self._close_if_retired(worker)
             self._dispatch()
         for answer in answers:
             answer()
 
-    def _process(self, worker: _Worker, message: Message) -> Callable[[], None]:
+    def _process(self, worker: _Worker, message: TypedMessage) -> Callable[[], None]:
         """Update the state of a worker; return a function that answers its task, to be called without the lock."""
-        if message.kind == "ready":
+        if isinstance(message, Ready):
             worker.state = _State.READY
             return lambda: None
+        if not isinstance(message, (Built, NotBuilt, ShardEnded)):
+            raise TypeError(f"a worker sent {message}")
         self._measure()
         task = worker.task
         worker.task = None
@@ -409,31 +422,37 @@ class WorkerPool:
         self._num_built += 1
         self._built_s += task_s
         self._longest_s = max(self._longest_s, task_s)
-        slot = message.facts["slot"]
+        slot = message.slot
+        if task is None or task.is_cancelled or not isinstance(message, Built):
+            worker.free_slots.append(slot)
         if task is None or task.is_cancelled:
-            worker.free_slots.append(slot)
             return lambda: None
-        answer = task.answer
-        if message.kind != "done":
-            worker.free_slots.append(slot)
-            return lambda: answer(_without_batches(worker, message))
+        return partial(task.answer, self._answer(worker, task, message))
+
+    def _answer(self, worker: _Worker, task: Task, message: Built | NotBuilt | ShardEnded) -> Answer:
+        if isinstance(message, ShardEnded):
+            return Ended(message.end)
+        if isinstance(message, NotBuilt):
+            where = ", ".join(filter(None, (message.where, f"worker {worker.number}")))
+            return Failed(message.error, message.text, where)
 
         def release() -> None:
             with self._lock:
-                worker.free_slots.append(slot)
+                worker.free_slots.append(message.slot)
                 self._close_if_retired(worker)
                 self._dispatch()
 
-        produced = Produced(
+        return Produced(
             batches=message.payload,
-            data=worker.ring.slot(slot),
-            num_bytes=message.facts["num_bytes"],
-            pieces=message.facts["pieces"],
+            worker=worker.id,
+            ring=worker.ring,
+            slot=message.slot,
+            num_bytes=message.num_bytes,
+            pieces=message.pieces,
             queue_s=worker.task_started - task.received,
-            produce_s=message.facts["produce_s"],
+            produce_s=message.produce_s,
             release=release,
         )
-        return lambda: answer(produced)
 
     def _close_if_retired(self, worker: _Worker) -> None:
         """Close a retired worker once it is idle and none of its batches is being sent."""
@@ -450,10 +469,3 @@ class WorkerPool:
 
     def _wake(self) -> None:
         self._waker.send(b".")
-
-
-def _without_batches(worker: _Worker, message: Message) -> Failed | Ended:
-    if message.kind == "ended":
-        return Ended(message.facts["end"])
-    where = ", ".join(filter(None, (message.facts.get("where"), f"worker {worker.number}")))
-    return Failed(message.facts["error"], message.facts["text"], where)

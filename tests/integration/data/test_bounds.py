@@ -11,6 +11,15 @@ import json
 import grpc
 import pytest
 
+from lightning_sm.data.ipc.host_messages import (
+    Finished,
+    OpenedLoaders,
+    OpenLoaders,
+    RunSampler,
+    Serve,
+    TrainerFinished,
+)
+from lightning_sm.data.ipc.messages import TypedMessage
 from lightning_sm.data.ipc.processes import start_module
 from lightning_sm.data.protocol import calls, grpc_transport
 from lightning_sm.data.protocol.figures import RankFigures
@@ -34,7 +43,7 @@ class Server:
     def __init__(self):
         self.process, self.main = start_module("lightning_sm.data.server.process")
         settings = HostSettings("127.0.0.1:0", 2, 1 << 20, 60.0, None, "algo-9", credentials())
-        self.main.send("serve", settings=dataclasses.asdict(settings))
+        Serve(dataclasses.asdict(settings)).send(self.main)
         self.address = self.main.receive(TIMEOUT_S).facts["address"]
         self._channel = grpc.insecure_channel(self.address)
 
@@ -51,10 +60,10 @@ class Server:
         return call.code(), call.details()
 
     def received(self, number, kind):
-        """Return the facts of the next messages to the main process, all of one kind."""
-        messages = [self.main.receive(TIMEOUT_S) for _ in range(number)]
-        assert {message.kind for message in messages} == {kind}
-        return [message.facts for message in messages]
+        """Return the next messages to the main process, all of one kind."""
+        messages = [TypedMessage.of(self.main.receive(TIMEOUT_S)) for _ in range(number)]
+        assert {type(message) for message in messages} == {kind}
+        return messages
 
     def close(self):
         """End the process."""
@@ -78,14 +87,14 @@ def test_openings_that_run_are_bounded(server):
     running = []
     for number in range(MAX_RUNNING):
         running.append(server.start("Open", **open_request(epoch=number)))
-        server.received(1, "open")
+        server.received(1, OpenLoaders)
     code, text = server.end("Open", **open_request(epoch=99))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert text == "data host algo-9 runs 32 different Open requests already, and at most 32 at a time"
-    server.main.send("opened", opening="1/fit/train/0", structure=0, loaders=[LOADER.to_json()])
+    OpenedLoaders("1/fit/train/0", {"structure": 0, "loaders": [LOADER.to_json()]}).send(server.main)
     assert calls.open_reply(running[0].result())["structure"] == 0
     running.append(server.start("Open", **open_request(epoch=99)))
-    assert server.received(1, "open")[0]["opening"] == "1/fit/train/99"
+    assert server.received(1, OpenLoaders)[0].request["opening"] == "1/fit/train/99"
 
 
 def test_samplers_that_run_are_bounded(server):
@@ -94,14 +103,14 @@ def test_samplers_that_run_are_bounded(server):
     assert code is grpc.StatusCode.NOT_FOUND
     assert text == "loader 0 of 1/fit/train/0 is not open on data host algo-9"
     opened = server.start("Open", **open_request())
-    server.received(1, "open")
-    server.main.send("opened", opening="1/fit/train/0", structure=0, loaders=[LOADER.to_json()])
+    server.received(1, OpenLoaders)
+    OpenedLoaders("1/fit/train/0", {"structure": 0, "loaders": [LOADER.to_json()]}).send(server.main)
     opened.result()
     assert server.end("List", **list_request(loader=1))[0] is grpc.StatusCode.NOT_FOUND
     running = []  # a call that nobody holds is cancelled
     for epoch in range(MAX_RUNNING):
         running.append(server.start("List", **list_request(epoch=epoch)))
-        server.received(1, "run_sampler")
+        server.received(1, RunSampler)
     code, text = server.end("List", **list_request(epoch=99))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "runs 32 different List requests already" in text
@@ -119,10 +128,10 @@ def test_only_trainers_that_sent_heartbeats_can_finish(server):
         assert f"rank {number} on algo-1 has sent no heartbeat to data host algo-9" in text
     server.start("Heartbeat", client="rank 0 on algo-1", world_size=1).result()
     server.start("Finish", client="rank 0 on algo-1", outcome="ValueError: " + "x" * 100_000).result()
-    assert server.received(1, "trainer_finished") == [{"is_success": False}]
-    (ended,) = server.received(1, "finished")
-    assert ended["reason"].startswith("the trainer rank has finished (ValueError: xxx")
-    assert len(ended["reason"]) < 2000
+    assert server.received(1, TrainerFinished) == [TrainerFinished(is_success=False)]
+    (ended,) = server.received(1, Finished)
+    assert ended.reason.startswith("the trainer rank has finished (ValueError: xxx")
+    assert len(ended.reason) < 2000
 
 
 def test_trainers_of_another_training_get_no_lease(server):
@@ -149,8 +158,8 @@ def test_a_call_that_only_looks_takes_no_lease(server):
     server.start("Heartbeat", client="rank 0 on algo-1", world_size=1, figures=figures).result()
     assert calls.heartbeat_reply(server.start("Status").result())["figures"] == {"rank 0 on algo-1": figures}
     server.start("Finish", client="rank 0 on algo-1", outcome="finished").result()
-    assert server.received(1, "trainer_finished") == [{"is_success": True}]
-    server.received(1, "finished")
+    assert server.received(1, TrainerFinished) == [TrainerFinished(is_success=True)]
+    server.received(1, Finished)
 
 
 def test_a_second_training_waits_and_says_for_whom(server):

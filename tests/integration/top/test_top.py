@@ -22,6 +22,7 @@ _SCRIPT = """
 import os, sys, threading, time
 from dataclasses import asdict
 from pathlib import Path
+from lightning_sm.data.ipc.host_messages import Serve
 from lightning_sm.data.ipc.processes import start_module
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
 from lightning_sm.job import record
@@ -38,7 +39,7 @@ if topology.role is Role.DATA:
     address = f"{own_address(job)}:{topology.data_port}"
     credentials = Credentials.of(DataServiceSettings(), job.name)
     settings = HostSettings(address, 3, 1 << 20, None, None, job.current_host, credentials)
-    main.send("serve", settings=asdict(settings))
+    Serve(asdict(settings)).send(main)
     main.receive(30.0)
     process.beat(phase="serving data")
 else:

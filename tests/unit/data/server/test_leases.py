@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_sm.data.ipc.messages import Finished
+from lightning_sm.data.ipc.host_messages import Finished
 from lightning_sm.data.server.leases import Leases, is_success
 from lightning_sm.errors import DataHostMismatchError
 

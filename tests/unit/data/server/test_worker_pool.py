@@ -6,7 +6,8 @@ import socket
 
 import pytest
 
-from lightning_sm.data.ipc.messages import Message, MessageSocket
+from lightning_sm.data.ipc.host_messages import Built, NewWorker, NotBuilt, Ready
+from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.server.worker_pool import Failed, Produced, Task, WorkerPool, _Work
 
@@ -31,11 +32,10 @@ class FakeWorker:
         ours, theirs = socket.socketpair()
         self.ring = Ring.create(NUM_SLOTS, 4096)
         self.socket = MessageSocket(ours)
-        facts = {"worker": worker_id, "number": number, "opening": opening, "live_openings": [opening, *live]}
-        sizes = {"num_slots": NUM_SLOTS, "slot_bytes": self.ring.slot_bytes}
-        pool.add(Message("worker", {**facts, **sizes}, fds=(theirs.detach(), os.dup(self.ring.fd))))
+        fds = (theirs.detach(), os.dup(self.ring.fd))
+        pool.add(NewWorker(worker_id, number, opening, [opening, *live], NUM_SLOTS, self.ring.slot_bytes, fds))
         if is_ready:
-            self.socket.send("ready")
+            Ready().send(self.socket)
 
     def next_request(self):
         """Return the next request: payload and slot."""
@@ -45,7 +45,7 @@ class FakeWorker:
     def done(self, slot, value):
         """Answer a request with a batch of one byte."""
         self.ring.slot(slot)[0] = value
-        self.socket.send("done", b"header", slot=slot, num_bytes=1, pieces=[], produce_s=0.0)
+        Built(slot, num_bytes=1, pieces=[], produce_s=0.0, payload=b"header").send(self.socket)
 
     def is_idle(self):
         """Return whether it gets no request."""
@@ -133,12 +133,12 @@ def test_clients_take_turns(pool, workers):
     for name in (b"a1", b"a2", b"a3"):
         submit(pool, name, "a")
     submit(pool, b"b1", "b")
-    worker.socket.send("ready")
+    Ready().send(worker.socket)
     order = []
     for _ in range(4):
         payload, slot = worker.next_request()
         order.append(payload)
-        worker.socket.send("failed", slot=slot, error="RemoteTransformError", text="")
+        NotBuilt(slot, "RemoteTransformError", "").send(worker.socket)
     assert order == [b"a1", b"b1", b"a2", b"a3"]
 
 
@@ -147,7 +147,7 @@ def test_a_failure_is_passed_on(pool, worker):
     for _ in range(NUM_SLOTS + 1):
         _, answers = submit(pool, b"a")
         _, slot = worker.next_request()
-        worker.socket.send("failed", slot=slot, error="RemoteTransformError", text="Traceback", where="index 3")
+        NotBuilt(slot, "RemoteTransformError", "Traceback", "index 3").send(worker.socket)
         assert answers.get(timeout=TIMEOUT_S) == Failed("RemoteTransformError", "Traceback", "index 3, worker 0")
 
 

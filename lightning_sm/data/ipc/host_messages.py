@@ -1,0 +1,267 @@
+"""The messages between the processes of a data host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_sm.data.ipc.messages import TypedMessage
+
+
+@dataclass(frozen=True)
+class Serve(TypedMessage):
+    """To a process that has started: what it serves.
+
+    Attributes:
+        settings: ``HostSettings``, as JSON values.
+        payload: The DataModule, pickled, for a process that has none.
+    """
+
+    settings: dict[str, Any]
+    payload: bytes = b""
+
+
+@dataclass(frozen=True)
+class Listening(TypedMessage):
+    """Trainers can connect."""
+
+    address: str
+
+
+@dataclass(frozen=True)
+class StartFailed(TypedMessage):
+    """The data host cannot serve."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Finished(TypedMessage):
+    """Why a data host stops serving.
+
+    Attributes:
+        reason: A clause for the log, or the whole text of the error.
+        is_error: Whether the host has failed.
+    """
+
+    reason: str
+    is_error: bool = False
+
+
+# Between the main process and the server process
+
+
+@dataclass(frozen=True)
+class OpenLoaders(TypedMessage):
+    """To the main process: a trainer's request, as ``calls.OPEN`` has parsed it."""
+
+    request: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OpenedLoaders(TypedMessage):
+    """The reply to a request, see ``calls.open_reply``."""
+
+    opening: str
+    reply: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunSampler(TypedMessage):
+    """To the main process: a pass whose order it must find out."""
+
+    opening: str
+    loader: int
+    seed: int
+    epoch: int
+    pass_index: int
+
+
+@dataclass(frozen=True)
+class SamplerRun(RunSampler):
+    """What the sampler has yielded in a pass.
+
+    Attributes:
+        why: How the process that ran the sampler ended, if it crashed.
+        fds: Memory with a line of JSON, keys and offsets.
+    """
+
+    why: str
+    fds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class NewWorker(TypedMessage):
+    """A worker was forked.
+
+    Attributes:
+        worker: Its id.
+        number: Its number on the host.
+        opening: Name of the request that opened its loaders.
+        live_openings: Names of those whose loaders are open.
+        num_slots: Slots of its ring.
+        slot_bytes: Capacity of a slot.
+        fds: The connection to it, and its ring.
+    """
+
+    worker: int
+    number: int
+    opening: str
+    live_openings: list[str]
+    num_slots: int
+    slot_bytes: int
+    fds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WorkerLost(TypedMessage):
+    """A worker has exited; ``why`` says how."""
+
+    worker: int
+    why: str
+
+
+@dataclass(frozen=True)
+class KillWorker(TypedMessage):
+    """To the main process: a worker hangs."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class JobEnds(TypedMessage):
+    """No more trainers will connect."""
+
+
+@dataclass(frozen=True)
+class TrainerFinished(TypedMessage):
+    """To the main process: the training of a rank has ended."""
+
+    is_success: bool
+
+
+# Between the server process and a worker
+
+
+@dataclass(frozen=True)
+class Ready(TypedMessage):
+    """The worker has started."""
+
+
+@dataclass(frozen=True)
+class Build(TypedMessage):
+    """To a worker: what to build in which slot; the payload is an encoded ``RunSpec``."""
+
+    slot: int
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Built(TypedMessage):
+    """Batches lie in a slot.
+
+    Attributes:
+        slot: The slot.
+        num_bytes: How many of its bytes are batches.
+        pieces: Where its compressed pieces lie in the slot, as (start, size); empty: it is not compressed.
+        produce_s: Seconds that the worker took.
+        payload: Where each batch lies, and its structure, as ``frames.pack_batches`` packs them.
+    """
+
+    slot: int
+    num_bytes: int
+    pieces: list[tuple[int, int]]
+    produce_s: float
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class NotBuilt(TypedMessage):
+    """Why there are no batches, see ``worker_pool.Failed``."""
+
+    slot: int
+    error: str
+    text: str
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class ShardEnded(TypedMessage):
+    """The virtual shard has no such batch: it has ``end`` batches; None: it has the batch that was asked about."""
+
+    slot: int
+    end: int | None
+
+
+# Between the server process and a network process. A number stands for a request of a stream.
+
+
+@dataclass(frozen=True)
+class Fetch(TypedMessage):
+    """To the server process: a trainer's request; the payload is an encoded ``RunSpec``."""
+
+    number: int
+    stream: int
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class CancelFetch(TypedMessage):
+    """To the server process: nobody wants the answer."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Release(TypedMessage):
+    """To the server process: the batches of a ``Fetched`` have been sent."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Ping(TypedMessage):
+    """To a network process, which sends it back."""
+
+
+@dataclass(frozen=True)
+class NewRing(TypedMessage):
+    """A worker's ring, and the ids of all workers that there are."""
+
+    worker: int
+    live_workers: list[int]
+    num_slots: int
+    slot_bytes: int
+    fds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fetched(TypedMessage):
+    """Batches lie in a worker's slot, see ``worker_pool.Produced``."""
+
+    number: int
+    worker: int
+    slot: int
+    num_bytes: int
+    pieces: list[tuple[int, int]]
+    queue_s: float
+    produce_s: float
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class NotFetched(TypedMessage):
+    """Why there are no batches, see ``worker_pool.Failed``."""
+
+    number: int
+    error: str
+    text: str
+    where: str
+
+
+@dataclass(frozen=True)
+class FetchEnded(TypedMessage):
+    """The virtual shard has no such batch, see ``worker_pool.Ended``."""
+
+    number: int
+    num_batches: int | None

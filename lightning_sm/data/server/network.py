@@ -1,0 +1,246 @@
+"""The network processes of a data host, as the server process sees them: it starts them, and answers their requests.
+
+One interpreter sends about 2 GB/s, however many cores there are. The stream of a rank may go to a network process; all
+other calls, and the workers, stay with the server process. So all ranks share all workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+
+from lightning_sm.data.ipc.host_messages import (
+    CancelFetch,
+    Fetch,
+    Fetched,
+    FetchEnded,
+    Listening,
+    NewRing,
+    NotFetched,
+    Ping,
+    Release,
+    Serve,
+)
+from lightning_sm.data.ipc.messages import MessageSocket, TypedMessage
+from lightning_sm.data.ipc.processes import describe_exit, start_module
+from lightning_sm.data.server.stream import Start, nothing
+from lightning_sm.data.server.worker_pool import Answer, Failed, Produced
+from lightning_sm.data.settings import HostSettings
+from lightning_sm.errors import WireError
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "lightning_sm.data.server.network_process"
+
+# How often in a row a network process may end before it has listened.
+_MAX_STARTS = 5
+# A network process that has sent nothing for this time gets a ping, and is killed if it does not answer for as long. It
+# has slots of the workers, without which these cannot continue.
+_SILENT_S = 10.0
+_STOP_TIMEOUT_S = 2.0
+
+
+class Network:
+    """The network processes, and which rank's stream goes to which of them.
+
+    Args:
+        settings: Of the data host, with the address at which it listens.
+        start: Has a request answered.
+        worker_ids: Returns the ids of the workers that there are.
+    """
+
+    def __init__(self, settings: HostSettings, start: Start, worker_ids: Callable[[], list[int]]) -> None:
+        host = settings.address.rpartition(":")[0]
+        own = replace(settings, address=f"{host}:0")
+        # The server process is one of them. A Unix socket is that of local workers, which serve the ranks of one host.
+        number = 1 if settings.address.startswith("unix") else settings.network_processes
+        self._processes = [_Supervisor(own, start, worker_ids) for _ in range(number - 1)]
+        self._clients: dict[str, int] = {}
+
+    def port_for(self, client: str) -> int | None:
+        """Return the port for the stream of a rank; None: that of the server process.
+
+        Args:
+            client: The rank. Ranks take turns, in the order in which they are seen first; the server process, which has
+                other work, comes last.
+        """
+        place = self._clients.setdefault(client, len(self._clients)) % (len(self._processes) + 1)
+        return self._processes[place].port if place < len(self._processes) else None
+
+    def close(self) -> None:
+        """End all network processes."""
+        for process in self._processes:
+            process.close()
+        for process in self._processes:
+            process.join(_STOP_TIMEOUT_S)
+
+
+class _Supervisor(threading.Thread):
+    """Starts a network process, passes messages, and starts it again when it ends.
+
+    The thread lives as long as the data host: the kernel kills a process when the thread that started it ends.
+    """
+
+    def __init__(self, settings: HostSettings, start: Start, worker_ids: Callable[[], list[int]]) -> None:
+        super().__init__(name="network process", daemon=True)
+        self.port: int | None = None  # None while it does not listen
+        self._settings = settings
+        self._start_request = start
+        self._worker_ids = worker_ids
+        self._lock = threading.Lock()
+        self._socket: MessageSocket | None = None
+        self._closed = threading.Event()
+        self.start()
+
+    def close(self) -> None:
+        """End the network process; ``join`` waits for that."""
+        self._closed.set()
+        with self._lock:
+            if self._socket is not None:
+                self._socket.shutdown()
+
+    def run(self) -> None:
+        num_starts = 0
+        while num_starts < _MAX_STARTS and not self._closed.is_set():
+            num_starts += 1
+            process, sock = start_module(_MODULE)
+            with self._lock:
+                self._socket = sock
+            if self._closed.is_set():
+                sock.shutdown()
+            requests = _Requests(sock, self._start_request, self._worker_ids)
+            requests.send(Serve(asdict(self._settings)))
+            is_asked = False
+            while True:
+                try:
+                    message = sock.receive(_SILENT_S)
+                except TimeoutError:
+                    if is_asked:
+                        process.kill()
+                    elif self.port is not None:
+                        is_asked = True
+                        requests.send(Ping())
+                    continue
+                if message is None:
+                    break
+                is_asked = False
+                typed = TypedMessage.of(message)
+                if isinstance(typed, Listening):
+                    num_starts = 0
+                    self.port = int(typed.address.rpartition(":")[2])
+                else:
+                    requests.handle(typed)
+            self.port = None
+            requests.close()
+            how = describe_exit(process.wait())
+            with self._lock:
+                self._socket = None
+                sock.close()
+            if not self._closed.is_set():
+                logger.warning("A network process of the data host %s.", how)
+        if not self._closed.is_set():
+            logger.error(
+                "A network process of the data host has ended %d times in a row before it listened. The server process "
+                "sends its batches. See the log lines above.",
+                _MAX_STARTS,
+            )
+
+
+class _Requests:
+    """The requests of one network process, and the slots that it has."""
+
+    def __init__(self, sock: MessageSocket, start: Start, worker_ids: Callable[[], list[int]]) -> None:
+        self._socket = sock
+        self._start = start
+        self._worker_ids = worker_ids
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._cancels: dict[int, Callable[[], None]] = {}  # by number of the request
+        self._releases: dict[int, Callable[[], None]] = {}
+        self._rings: set[int] = set()  # by worker id
+        # Sent by a thread: whoever answers a request must not wait for a network process that is stopped.
+        self._outbox: queue.SimpleQueue[TypedMessage | tuple[int, Produced] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._send_all, name="to network process", daemon=True).start()
+
+    def send(self, message: TypedMessage) -> None:
+        """Send a message, soon."""
+        self._outbox.put(message)
+
+    def handle(self, message: TypedMessage) -> None:
+        """Do what the network process asks for."""
+        match message:
+            case Fetch(number, stream, payload):
+                self._cancels[number] = nothing  # the answer may come before the function that cancels it
+                try:
+                    cancel = self._start((id(self), stream), payload, partial(self._answer, number))
+                except WireError as error:
+                    self._answer(number, Failed("WireError", str(error)))
+                    return
+                with self._lock:
+                    if number in self._cancels:
+                        self._cancels[number] = cancel
+            case CancelFetch(number):
+                with self._lock:
+                    cancel = self._cancels.pop(number, nothing)
+                cancel()
+            case Release(number):
+                with self._lock:
+                    release = self._releases.pop(number)
+                release()
+
+    def close(self) -> None:
+        """Cancel all requests, and take back all slots: the process has ended."""
+        with self._lock:
+            self._is_closed = True
+            functions = [*self._cancels.values(), *self._releases.values()]
+            self._cancels.clear()
+            self._releases.clear()
+        for function in functions:
+            function()
+        self._outbox.put(None)
+
+    def _answer(self, number: int, answer: Answer) -> None:
+        with self._lock:
+            self._cancels.pop(number, None)
+            is_closed = self._is_closed
+            if isinstance(answer, Produced) and not is_closed:
+                self._releases[number] = answer.release
+        if isinstance(answer, Produced):
+            if is_closed:
+                answer.release()
+            else:
+                self._outbox.put((number, answer))
+        elif isinstance(answer, Failed):
+            self.send(NotFetched(number, answer.error, answer.text, answer.where))
+        else:
+            self.send(FetchEnded(number, answer.num_batches))
+
+    def _send_all(self) -> None:
+        try:
+            while (message := self._outbox.get()) is not None:
+                if isinstance(message, tuple):
+                    self._send_batches(*message)
+                else:
+                    message.send(self._socket)
+        except OSError:
+            logger.debug("A network process has ended; ``close`` follows.")
+
+    def _send_batches(self, number: int, run: Produced) -> None:
+        if run.worker not in self._rings:
+            live = self._worker_ids()
+            self._rings = {run.worker, *(self._rings & set(live))}
+            NewRing(run.worker, live, run.ring.num_slots, run.ring.slot_bytes, (run.ring.fd,)).send(self._socket)
+        Fetched(
+            number=number,
+            worker=run.worker,
+            slot=run.slot,
+            num_bytes=run.num_bytes,
+            pieces=run.pieces,
+            queue_s=run.queue_s,
+            produce_s=run.produce_s,
+            payload=run.batches,
+        ).send(self._socket)

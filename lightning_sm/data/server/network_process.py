@@ -1,0 +1,144 @@
+"""A network process of a data host: sends batches to some of the ranks, with an interpreter and a core of its own.
+
+Each request is passed on to the server process, which has the workers. The batches are read where they lie: in the
+memory of the workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+
+from lightning_sm._linux import kill_with_parent
+from lightning_sm._log import show_log_lines
+from lightning_sm.data.ipc.host_messages import (
+    CancelFetch,
+    Fetch,
+    Fetched,
+    FetchEnded,
+    Listening,
+    NewRing,
+    NotFetched,
+    Ping,
+    Release,
+    Serve,
+)
+from lightning_sm.data.ipc.messages import MessageSocket, TypedMessage
+from lightning_sm.data.ipc.processes import exit_when_a_thread_fails, run_and_exit
+from lightning_sm.data.ipc.ring import Ring
+from lightning_sm.data.protocol import grpc_transport
+from lightning_sm.data.protocol.spec import RunSpec
+from lightning_sm.data.server.stream import FetchMethod
+from lightning_sm.data.server.worker_pool import Answer, Ended, Failed, Produced
+from lightning_sm.data.settings import HostSettings
+
+_STOP_TIMEOUT_S = 1.0
+
+
+class NetworkProcess:
+    """The gRPC server of a network process.
+
+    Args:
+        server: Connection to the server process.
+        settings: Address, credentials.
+    """
+
+    def __init__(self, server: MessageSocket, settings: HostSettings) -> None:
+        self._server = server
+        self._settings = settings
+        self._rings: dict[int, Ring] = {}  # by worker id
+        self._lock = threading.Lock()
+        self._numbers = count()
+        self._answers: dict[int, Callable[[Answer], None]] = {}
+        self._fetch = FetchMethod(self._start)
+
+    def run(self) -> None:
+        """Serve until the server process closes the connection."""
+        server = grpc_transport.make_server(
+            {"Fetch": self._fetch.handler()}, self._settings.credentials, self._settings.name
+        )
+        address = grpc_transport.bind(server, self._settings.address, self._settings.credentials)
+        server.start()
+        Listening(address).send(self._server)
+        while (message := self._server.receive()) is not None:
+            self._handle(TypedMessage.of(message))
+        self._fetch.close()
+        server.stop(_STOP_TIMEOUT_S).wait()
+
+    def _handle(self, message: TypedMessage) -> None:
+        match message:
+            case NewRing():
+                live = set(message.live_workers)
+                self._rings = {worker: ring for worker, ring in self._rings.items() if worker in live}
+                self._rings[message.worker] = Ring(message.fds[0], message.num_slots, message.slot_bytes)
+            case Fetched():
+                produced = Produced(
+                    batches=message.payload,
+                    worker=message.worker,
+                    ring=self._rings[message.worker],
+                    slot=message.slot,
+                    num_bytes=message.num_bytes,
+                    pieces=message.pieces,
+                    queue_s=message.queue_s,
+                    produce_s=message.produce_s,
+                    release=partial(self._send, Release(message.number)),
+                )
+                self._answer(message.number, produced)
+            case NotFetched():
+                self._answer(message.number, Failed(message.error, message.text, message.where))
+            case FetchEnded():
+                self._answer(message.number, Ended(message.num_batches))
+            case Ping():
+                self._send(message)
+
+    def _start(self, client: object, payload: bytes, answer: Callable[[Answer], None]) -> Callable[[], None]:
+        """Pass a request on to the server process."""
+        RunSpec.decode(payload)  # raises WireError, which ends the stream of the trainer that sent it
+        with self._lock:
+            number = next(self._numbers)
+            self._answers[number] = answer
+        self._send(Fetch(number, id(client), payload))
+        return partial(self._cancel, number)
+
+    def _cancel(self, number: int) -> None:
+        with self._lock:
+            answer = self._answers.pop(number, None)
+        if answer is not None:
+            self._send(CancelFetch(number))
+
+    def _answer(self, number: int, answer: Answer) -> None:
+        with self._lock:
+            take = self._answers.pop(number, None)
+        if take is not None:
+            take(answer)
+        elif isinstance(answer, Produced):  # it was cancelled in the meantime
+            answer.release()
+
+    def _send(self, message: TypedMessage) -> None:
+        with contextlib.suppress(OSError):  # the server process is gone; this process exits, too
+            message.send(self._server)
+
+
+def main() -> None:
+    """Run the network process; the argument is the descriptor of the connection to the server process."""
+    # Ctrl-C and SIGTERM go to the whole process group; this process exits when the server process does.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    kill_with_parent()
+    exit_when_a_thread_fails()
+    show_log_lines()
+    server = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
+    message = server.receive()
+    serve = None if message is None else TypedMessage.of(message)
+    if isinstance(serve, Serve):
+        NetworkProcess(server, HostSettings.from_json(serve.settings)).run()
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

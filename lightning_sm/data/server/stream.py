@@ -1,0 +1,200 @@
+"""The ``Fetch`` method: requests of trainer ranks come in, finished batches go out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeAlias
+
+import grpc
+
+from lightning_sm.data.protocol.frames import MAX_STRUCTURE_BYTES, FrameKind, RunHeader, frame, frames
+from lightning_sm.data.protocol.spec import CHUNK_BYTES
+from lightning_sm.data.server.worker_pool import Answer, Ended, Failed, Produced
+from lightning_sm.errors import WireError
+
+logger = logging.getLogger(__name__)
+
+# A traceback may contain the repr of a dataset; its end has the error.
+_MAX_TEXT = 1 << 20
+
+# Answers that are ready at the same time share a message up to this size: a message costs more than a small batch.
+_MAX_SHARED_MESSAGE_BYTES = 256 << 10
+
+# Has an encoded ``RunSpec`` answered, and returns what cancels it. Clients, the first argument, take turns. It raises
+# WireError if the request is malformed.
+Start: TypeAlias = Callable[[object, bytes, Callable[[Answer], None]], Callable[[], None]]
+
+
+class FetchMethod:
+    """The streams of all connected ranks.
+
+    Args:
+        start: Has a request answered.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._streams: set[_Stream] = set()
+
+    def handler(self) -> Any:
+        """Return the handler for the gRPC server."""
+        return grpc.stream_stream_rpc_method_handler(self._serve)
+
+    def close(self) -> None:
+        """End all streams."""
+        for stream in list(self._streams):
+            stream.close()
+
+    def _serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        stream = _Stream(self._start)
+        self._streams.add(stream)
+        context.add_callback(stream.close)
+        reader = threading.Thread(target=_read, args=(requests, stream), name="requests", daemon=True)
+        reader.start()
+        try:
+            yield from stream.messages()
+        finally:
+            stream.close()
+            self._streams.discard(stream)
+
+
+def _read(requests: Iterator[bytes], stream: _Stream) -> None:
+    try:
+        for message in requests:
+            for request_id, kind, _, payload in frames(message):
+                stream.receive(request_id, kind, payload)
+    except WireError as error:
+        logger.warning("A trainer violated the protocol: %s", error)
+    except grpc.RpcError:
+        logger.debug("A trainer closed its stream.")
+    except Exception:  # grpc raises a bare Exception when the call was cancelled
+        logger.debug("Lost connection to a trainer.", exc_info=True)
+    stream.close()
+
+
+class _Stream:
+    """The requests of one trainer rank to this host, and the answers that are not sent yet."""
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._answers: queue.SimpleQueue[tuple[int, Answer] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._cancels: dict[int, Callable[[], None]] = {}
+        self._is_closed = False
+
+    def receive(self, request_id: int, kind: int, payload: memoryview) -> None:
+        if kind == FrameKind.FETCH:
+            self._submit(request_id, bytes(payload))
+        elif kind == FrameKind.CANCEL:
+            with self._lock:
+                cancel = self._cancels.pop(request_id, nothing)
+            cancel()
+        else:
+            raise WireError(f"a frame of kind {kind}")
+
+    def _submit(self, request_id: int, payload: bytes) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._cancels[request_id] = nothing  # the answer may come before the function that cancels it
+        cancel = self._start(self, payload, partial(self._put, request_id))
+        with self._lock:
+            is_pending = request_id in self._cancels
+            if is_pending:
+                self._cancels[request_id] = cancel
+        if not is_pending:  # it was answered in between, or the stream was closed
+            cancel()
+
+    def _put(self, request_id: int, answer: Answer) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._answers.put((request_id, answer))
+                return
+        if isinstance(answer, Produced):
+            answer.release()
+
+    def close(self) -> None:
+        """Cancel everything: the trainer is gone, or repeats its requests on another stream."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            cancels = list(self._cancels.values())
+            self._cancels.clear()
+        for cancel in cancels:
+            cancel()
+        self._answers.put(None)
+
+    def messages(self) -> Iterator[bytes]:
+        """Yield the answers in the order in which they finish: small ones together, large ones in pieces."""
+        parts: list[bytes] = []
+        try:
+            while True:
+                try:
+                    answer = self._answers.get(block=not parts)
+                except queue.Empty:
+                    yield b"".join(parts)
+                    parts.clear()
+                    continue
+                if answer is None:
+                    return
+                for part in self._encode(*answer):
+                    parts.append(part)
+                    if sum(map(len, parts)) >= _MAX_SHARED_MESSAGE_BYTES:
+                        yield b"".join(parts)
+                        parts.clear()
+        finally:
+            while not self._answers.empty():
+                answer = self._answers.get()
+                if answer is not None and isinstance(answer[1], Produced):
+                    answer[1].release()
+
+    def _encode(self, request_id: int, answer: Answer) -> Iterator[bytes]:
+        with self._lock:
+            is_wanted = self._cancels.pop(request_id, None) is not None
+        if isinstance(answer, Produced) and len(answer.batches) > MAX_STRUCTURE_BYTES:
+            answer.release()
+            answer = Failed(
+                "BatchTooLargeError",
+                f"The strings and lists of a batch have {len(answer.batches)} bytes; "
+                f"{MAX_STRUCTURE_BYTES} are allowed. Send long texts as bytes or uint8 tensors.",
+            )
+        if isinstance(answer, Ended):
+            num_batches = answer.num_batches
+            yield frame(request_id, FrameKind.ENDED, value=0 if num_batches is None else num_batches + 1)
+            return
+        if isinstance(answer, Failed):
+            facts = {"error": answer.error, "text": answer.text[-_MAX_TEXT:], "where": answer.where}
+            text = json.dumps(facts).encode()
+            yield frame(request_id, FrameKind.FAILURE, len(text)) + text
+            return
+        try:
+            if is_wanted:
+                yield from _batch_frames(request_id, answer)
+        finally:
+            answer.release()
+
+
+def nothing() -> None:
+    """Cancel nothing."""
+
+
+def _batch_frames(request_id: int, run: Produced) -> Iterator[bytes]:
+    data = run.data.data
+    header = RunHeader(run.num_bytes, run.queue_s, run.produce_s, run.batches).encode()
+    # The header travels with the first piece.
+    parts: list[Any] = [frame(request_id, FrameKind.HEADER, len(header)), header]
+    kind = FrameKind.COMPRESSED if run.pieces else FrameKind.DATA
+    offsets = range(0, run.num_bytes, CHUNK_BYTES)
+    places = run.pieces or [(offset, min(CHUNK_BYTES, run.num_bytes - offset)) for offset in offsets]
+    for offset, (start, size) in zip(offsets, places, strict=True):
+        parts += [frame(request_id, kind, size, offset), data[start : start + size]]
+        yield b"".join(parts)
+        parts.clear()
+    if parts:
+        yield b"".join(parts)
