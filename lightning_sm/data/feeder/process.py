@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from lightning_sm._log import show_log_lines
-from lightning_sm.data.feeder.agreement import LoaderAgreement
+from lightning_sm.data.feeder.agreement import LoaderAgreements
 from lightning_sm.data.feeder.host_link import HostLink, LinkState
 from lightning_sm.data.feeder.pass_buffer import PassBuffer
 from lightning_sm.data.feeder.sampler_orders import SamplerOrders, lengths, step_plan
@@ -64,7 +64,7 @@ class Feeder:
         self._closed_early: set[int] = set()
         # Nobody waits for the local workers of this host, which start later than the data hosts.
         num_hosts = sum(not address.startswith("unix-abstract:") for address in settings["addresses"])
-        self._agreement = LoaderAgreement(num_hosts, self._notify_opened)
+        self._agreements = LoaderAgreements(num_hosts, self._notify_opened)
         self._after_first: dict[str, dict[str, Any]] = {}
         # Sent with heartbeats; replaced as a whole, because the threads of the links read it.
         self.figures: dict[str, Any] = {}
@@ -93,7 +93,7 @@ class Feeder:
                     key.data()
                 try:
                     with self._lock:
-                        self._agreement.tick(time.monotonic())
+                        self._agreements.tick(time.monotonic())
                 except DataServiceError as error:
                     self._fail(None, error)
                 self._send_requests()
@@ -127,7 +127,7 @@ class Feeder:
 
     def _open(self, request: dict[str, Any]) -> None:
         with self._lock:
-            self._agreement.request(request["opening"])
+            self._agreements.request(request["opening"])
         links = list(self._links.values())
         if not request["prepares_everywhere"]:
             # Before the first is asked: its thread may have the reply at once.
@@ -282,7 +282,7 @@ class Feeder:
         """Compare the reply with those of the other hosts."""
         try:
             with self._lock:
-                self._agreement.add_reply(name, link.name, reply, time.monotonic())
+                self._agreements.add_reply(name, link.name, reply, time.monotonic())
         except DataServiceError as error:
             self._fail(None, error)
         else:

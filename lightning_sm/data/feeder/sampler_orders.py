@@ -6,15 +6,16 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
 
 from lightning_sm import errors
+from lightning_sm.data.feeder.agreement import PATIENCE_S, Agreement
 from lightning_sm.data.feeder.host_link import HostLink, LinkState, describe
 from lightning_sm.data.feeder.pass_buffer import StepPlan
 from lightning_sm.data.plan.order import IndexArray, Order, SequentialOrder, ShuffledOrder, sorted_order
@@ -25,8 +26,6 @@ from lightning_sm.errors import DataHostMismatchError, DataServiceError, DataSet
 
 logger = logging.getLogger(__name__)
 
-# Hosts that answer this much later than the first do not delay the pass; they are compared when they do.
-_PATIENCE_S = 5.0
 # How often hosts that have reconnected, or whose request failed, get a request.
 _PERIOD_S = 0.5
 # Crashes of the processes that run a sampler after which the sampler is to blame.
@@ -53,7 +52,8 @@ class SamplerOrder(NamedTuple):
     offsets: IndexArray
 
 
-_Reply: TypeAlias = "Future[SamplerOrder | None]"  # None: the process that ran the sampler crashed
+class _SamplerCrashedError(Exception):
+    """The process that ran a sampler ended, in the way that the text says."""
 
 
 def step_plan(facts: Mapping[str, Any], sampler_orders: SamplerOrders) -> StepPlan:
@@ -99,7 +99,7 @@ def lengths(facts: Mapping[str, Any], sampler_orders: SamplerOrders) -> dict[str
     if facts["order"] == "shards":
         steps, num_dropped = shard_steps(sampler_orders.shard_sizes(facts), world_size)
         return {"num_steps": steps, "num_dropped": num_dropped}
-    order = sampler_orders.agreed(_list_request(facts))
+    order = sampler_orders.agree(_list_request(facts)).reply
     if facts["order"] == "batch_sampler":
         steps = num_steps(order.num_batches, None, drop_last=False, world_size=world_size)
     else:
@@ -123,6 +123,7 @@ class SamplerOrders:
         self._on_mismatch = on_mismatch
         self._requests = ThreadPoolExecutor(4 * max(1, len(links)), thread_name_prefix="sampler order of host")
         self._closed = threading.Event()
+        self._adding = threading.Lock()
 
     def get(self, facts: Mapping[str, Any]) -> SamplerOrder:
         """Return this rank's part of the order of a pass, as soon as the hosts agree on it.
@@ -134,22 +135,22 @@ class SamplerOrders:
             DataServiceError: The sampler failed, or its orders differ between data hosts.
         """
         request = _list_request(facts)
-        agreed = self.agreed(request)
+        agreement = self.agree(request)
         while not self._closed.is_set():
             for link in self._up(facts["rank"]):
                 try:
                     order = _listed(link, {**request, "wants_keys": True})
-                except grpc.RpcError as error:
-                    logger.warning("Could not get a sampler's order from data host %s: %s", link.name, describe(error))
+                except (grpc.RpcError, _SamplerCrashedError) as error:
+                    _warn(link.name, error)
                     continue
-                if order is not None:
-                    _compare({"the others": agreed, link.name: order}, request)
-                    return order
+                with self._adding:
+                    agreement.add(link.name, order, time.monotonic())
+                return order
             self._closed.wait(_PERIOD_S)
         raise DataServiceError("The training has ended.")
 
-    def agreed(self, request: Mapping[str, Any]) -> SamplerOrder:
-        """Return size and digest of an order, as soon as the hosts agree on it.
+    def agree(self, request: Mapping[str, Any]) -> Agreement[SamplerOrder]:
+        """Have all hosts run a sampler, and return the agreement on its size and digest once it is reached.
 
         Args:
             request: What to ask for, without the keys.
@@ -157,41 +158,47 @@ class SamplerOrders:
         Raises:
             DataServiceError: The sampler failed, or its orders differ between data hosts.
         """
-        replies: dict[str, _Reply] = {}
-        orders: dict[str, SamplerOrder] = {}
-        patience_s = _PATIENCE_S
+        agreement = _order_agreement(request["opening"])
+        replies: dict[str, Future[SamplerOrder]] = {}
         num_crashes = 0
         while not self._closed.is_set():
             up = {link.name: link for link in self._up()}
-            for name, link in up.items():
-                if name not in replies:
-                    replies[name] = self._submit(_listed, link, request)
-            self._pause([reply for name, reply in replies.items() if name not in orders])
-            for name, reply in list(replies.items()):
-                if name in orders or not reply.done():
+            for name in up.keys() - replies.keys():
+                replies[name] = self._submit(_listed, up[name], request)
+            missing = {name: reply for name, reply in replies.items() if name not in agreement.replies}
+            if not missing:  # no host is up
+                self._closed.wait(_PERIOD_S)
+            wait(missing.values(), _PERIOD_S, FIRST_COMPLETED)
+            for name, reply in missing.items():
+                if not reply.done():
                     continue
-                error = reply.exception()
-                if isinstance(error, grpc.RpcError):
-                    logger.warning("Could not get a sampler's order from data host %s: %s", name, describe(error))
+                problem = reply.exception()
+                if isinstance(problem, (grpc.RpcError, _SamplerCrashedError)):
+                    _warn(name, problem)
                     del replies[name]
-                elif (order := reply.result()) is None:
-                    num_crashes += 1
-                    del replies[name]
+                    num_crashes += isinstance(problem, _SamplerCrashedError)
                 else:
-                    orders[name] = order
+                    agreement.add(name, reply.result(), time.monotonic())
             if num_crashes >= _MAX_CRASHES:
                 raise DataServiceError(
                     f"The sampler of {request['opening']} crashed the process that ran it {num_crashes} times. See the "
                     "logs of the data hosts for how it ended. An infinite sampler takes all memory."
                 )
-            _compare(orders, request)
-            patience_s -= _PERIOD_S if orders else 0.0
-            if orders and (patience_s <= 0.0 or not up.keys() - orders.keys()):
-                for name, reply in replies.items():
-                    if name not in orders:
-                        reply.add_done_callback(partial(self._compare_late, request, orders, name))
-                return next(iter(orders.values()))
+            if agreement.reach(len(up.keys() | agreement.replies.keys()), time.monotonic()):
+                for name in replies.keys() - agreement.replies.keys():
+                    replies[name].add_done_callback(partial(self._add_late, agreement, name))
+                return agreement
         raise DataServiceError("The training has ended.")
+
+    def _add_late(self, agreement: Agreement[SamplerOrder], name: str, reply: Future[SamplerOrder]) -> None:
+        try:
+            with self._adding:
+                agreement.add(name, reply.result(), time.monotonic())
+        except DataHostMismatchError as error:
+            self._on_mismatch(error)
+        except Exception as error:  # noqa: BLE001  # the training does not need this host's order
+            if not self._closed.is_set():
+                _warn(name, error)
 
     def shard_sizes(self, facts: Mapping[str, Any]) -> list[int]:
         """Have the hosts count the batches in every shard of an iterable dataset, each a part of them.
@@ -207,15 +214,16 @@ class SamplerOrders:
         request |= {"num_shards": facts["num_shards"], "num_parts": num_parts}
         counts = [self._submit(self._counted, {**request, "part": part}) for part in range(num_parts)]
         sizes = [0] * facts["num_shards"]
-        firsts = {}
+        agreement: Agreement[int] = Agreement(
+            f"Data hosts read different data from the iterable dataset of {request['opening']}",
+            "All hosts must see the same files. Random draws must come from the global generator of random, NumPy or "
+            "torch, which have the same seeds on all hosts.",
+            lambda first: {f"batches in shard 0 of {facts['num_shards']}": str(first)},
+        )
         for part, count in enumerate(counts):
-            name, sizes[part::num_parts], firsts[name] = count.result()
-        if len(set(firsts.values())) > 1:
-            raise DataHostMismatchError(
-                f"The iterable dataset of {request['opening']} yields different batches on each data host (batches in "
-                f"shard 0 of {facts['num_shards']}: {firsts}). All hosts must see the same files. Random draws must "
-                "come from the global generator of random, NumPy or torch, which have the same seeds on all hosts."
-            )
+            name, sizes[part::num_parts], first = count.result()
+            agreement.add(name, first, time.monotonic())
+        agreement.check()
         return sizes
 
     def close(self) -> None:
@@ -241,7 +249,7 @@ class SamplerOrders:
         The same host counts a part for all ranks. Another one does if that one does not come.
         """
         own = self._links[request["part"]]
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + PATIENCE_S
         while not self._closed.is_set():
             up = self._up(request["part"])
             if up and (up[0] is own or time.monotonic() >= deadline):
@@ -261,25 +269,20 @@ class SamplerOrders:
             self._closed.wait(_PERIOD_S)
         raise DataServiceError("The training has ended.")
 
-    def _pause(self, pending: Sequence[_Reply]) -> None:
-        """Wait for the first reply; while no host is up, there is none to wait for."""
-        if pending:
-            wait(pending, _PERIOD_S, FIRST_COMPLETED)
-        else:
-            self._closed.wait(_PERIOD_S)
 
-    def _compare_late(
-        self, request: Mapping[str, Any], orders: Mapping[str, SamplerOrder], name: str, reply: _Reply
-    ) -> None:
-        if self._closed.is_set():
-            return
-        if reply.exception() is not None:
-            logger.warning("Could not get a sampler's order from data host %s: %s", name, reply.exception())
-        elif (order := reply.result()) is not None:
-            try:
-                _compare({**orders, name: order}, request)
-            except DataHostMismatchError as error:
-                self._on_mismatch(error)
+def _order_agreement(opening: str) -> Agreement[SamplerOrder]:
+    return Agreement(
+        f"Data hosts get different orders from the user's sampler of {opening}",
+        "Random draws must come from the global generator of random, NumPy or torch, or from a random generator in the "
+        "sampler's attributes, which have the same seeds on all hosts. The order must not depend on time, host names "
+        "or unordered sets.",
+        lambda order: {"samples": str(order.num_samples), "digest": order.digest},
+    )
+
+
+def _warn(host: str, error: Any) -> None:
+    what = describe(error) if isinstance(error, grpc.RpcError) else error
+    logger.warning("Could not get a sampler's order from data host %s: %s", host, what)
 
 
 def _list_request(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,16 +291,19 @@ def _list_request(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {**request, **part, "batch_size": facts["batch_size"] or 0, "wants_keys": False}
 
 
-def _listed(link: HostLink, request: Mapping[str, Any]) -> SamplerOrder | None:
-    """Return a host's order; None if the process that ran the sampler crashed."""
+def _listed(link: HostLink, request: Mapping[str, Any]) -> SamplerOrder:
+    """Return a host's order.
+
+    Raises:
+        _SamplerCrashedError: The process that ran the sampler crashed.
+    """
     while True:
         head, _, rest = link.sampler_order(request).partition(b"\n")
         facts = _parsed(link, head, "sampler's order")
         if "state" in facts:  # the sampler still runs
             continue
         if "lost" in facts:
-            logger.warning("The process that ran a sampler on data host %s %s.", link.name, facts["lost"])
-            return None
+            raise _SamplerCrashedError(f"the process that ran it {facts['lost']}")
         _raise_problem(facts, link, f"the sampler of {request['opening']}")
         num_keys = facts.get("num_keys", 0)
         sizes: list[Any] = [facts.get("num_samples"), facts.get("num_batches"), num_keys]
@@ -327,14 +333,3 @@ def _raise_problem(facts: Mapping[str, Any], link: HostLink, source: str) -> Non
     if kind is DataSettingsError:
         raise DataSettingsError(text)
     raise kind(with_place(text, ", ".join(filter(None, (f"data host {link.name}", facts.get("where"), source)))))
-
-
-def _compare(orders: Mapping[str, SamplerOrder], request: Mapping[str, Any]) -> None:
-    digests = {name: order.digest for name, order in orders.items()}
-    if len(set(digests.values())) > 1:
-        raise DataHostMismatchError(
-            f"The user's sampler of {request['opening']} yields a different order on each data host: {digests}. Random "
-            "draws must come from the global generator of random, NumPy or torch, or from a random generator in the "
-            "sampler's attributes, which have the same seeds on all hosts. The order must not depend on time, host "
-            "names or unordered sets."
-        )

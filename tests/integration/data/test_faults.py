@@ -650,8 +650,8 @@ OPEN_ROWS = [
         "opening",
         says=(
             "Data hosts serve different data:",
-            r"{a}: train_dataloader\(\): Augmented of 40, fingerprint",
-            r"{b}: train_dataloader\(\): Augmented of 41, fingerprint",
+            r"{a}: .*train_dataloader\(\) dataset: Augmented of 40",
+            r"{b}: .*train_dataloader\(\) dataset: Augmented of 41",
         ),
         make=of_different_lengths,
         error=DataHostMismatchError,
@@ -707,7 +707,7 @@ def test_data_that_cannot_be_trained_with_is_an_error_that_names_it(pool, row):
     text = str(caught.value)
     assert not [says for says in row.says if not re.search(says.format(**addresses), text)], text
     if row.num_hosts == 3:
-        assert len(set(re.findall(r"fingerprint (\w+)", text))) == 2
+        assert len(set(re.findall(r"fingerprint: (\w+)", text))) == 2
 
 
 # The end of a training: nothing of it is left, neither on the trainer nor on the data hosts

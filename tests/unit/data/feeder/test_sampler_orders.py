@@ -174,10 +174,26 @@ def test_hosts_that_disagree_are_named():
     hosts.links["h1"]._hosts = Hosts(0, range(8, 0, -1))
     with (
         hosts.orders() as orders,
-        pytest.raises(DataHostMismatchError, match=r"different order .*'h[01]': .*'h[01]': "),
+        pytest.raises(
+            DataHostMismatchError, match=r"sampler of 1/fit/train/0:\n  h[01]: digest: \w+\n  h[01]: digest: "
+        ),
     ):
         orders.get(facts())
     os.close(hosts.links["h1"]._hosts.fd)
+
+
+def test_of_several_hosts_the_odd_one_is_named():
+    """It answers first; the others show that it is the odd one."""
+    hosts = Hosts(3, range(8))
+    odd = hosts.links["h0"]
+    odd._hosts = Hosts(0, range(8, 0, -1))
+    come = threading.Event()
+    for link in (hosts.links["h1"], hosts.links["h2"]):
+        link.sampler_order = lambda request, answer=link.sampler_order: come.wait(20.0) and answer(request)
+    threading.Timer(0.2, come.set).start()
+    with hosts.orders() as orders, pytest.raises(DataHostMismatchError, match=r"\(different from most: h0\):"):
+        orders.get(facts())
+    os.close(odd._hosts.fd)
 
 
 def test_a_late_host_that_disagrees_is_reported():
@@ -235,7 +251,7 @@ def test_hosts_share_the_counting():
 @pytest.mark.parametrize(
     ("answer", "error", "message"),
     [
-        ({"sizes": [1] * 4, "first": 9}, DataHostMismatchError, r"batches in shard 0 of 8: \{'h0': 10, 'h1': 9\}"),
+        ({"sizes": [1] * 4, "first": 9}, DataHostMismatchError, r":\n  h0: batches in shard 0 of 8: 10\n  h1: .* 9\n"),
         ({"sizes": [1] * 3, "first": 1}, WireError, "count from data host h1 is malformed"),
         ({"sizes": [1, 2, 3, True], "first": 1}, WireError, "malformed"),
         (
