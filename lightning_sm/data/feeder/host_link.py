@@ -144,23 +144,23 @@ class HostLink:
         self._is_stale = True
         self._nudge.set()
 
-    def sampler_order(self, request: Mapping[str, Any]) -> bytes:
-        """Fetch the order of the user's sampler: a line of JSON, and the rank's part as raw int64 if it is wanted.
+    def sampler_order(self, request: calls.ListRequest) -> bytes:
+        """Fetch the order of the user's sampler: its size, and the rank's part as raw int64 if it is wanted.
 
         Raises:
             grpc.RpcError: The call failed.
         """
         method = self._channel.stream_stream(grpc_transport.method("List"))
-        answer = method(iter([json.dumps(request).encode()]), metadata=self._metadata, timeout=_SAMPLER_TIMEOUT_S)
+        answer = method(iter([request.encode()]), metadata=self._metadata, timeout=_SAMPLER_TIMEOUT_S)
         return b"".join(answer)
 
-    def count(self, request: Mapping[str, Any]) -> bytes:
-        """Fetch the number of batches in shards of an iterable dataset, as JSON.
+    def count(self, request: calls.CountRequest) -> bytes:
+        """Fetch the number of batches in shards of an iterable dataset.
 
         Raises:
             grpc.RpcError: The call failed.
         """
-        return self._unary("Count", request, _CALL_TIMEOUT_S)
+        return self._unary("Count", vars(request), _CALL_TIMEOUT_S)
 
     def finish(self, outcome: str) -> None:
         """Close the connection, and notify the host, if it is still there, how the training ended."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.feeder.scheduler import Run
-from lightning_sm.data.ipc.delivery import Delivery
+from lightning_sm.data.ipc.feeder_messages import Delivery
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.samples import BatchPlan, SamplePlan
 from lightning_sm.data.plan.shards import ShardSteps

@@ -10,10 +10,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -22,7 +22,7 @@ from lightning_sm._log import show_log_lines
 from lightning_sm.data.ipc.messages import Finished, Message, MessageSocket
 from lightning_sm.data.ipc.processes import exit_when_a_thread_fails, run_and_exit
 from lightning_sm.data.protocol import calls, grpc_transport
-from lightning_sm.data.protocol.calls import Call
+from lightning_sm.data.protocol.calls import CountRequest, ListRequest
 from lightning_sm.data.protocol.frames import MAX_STRUCTURE_BYTES, FrameKind, RunHeader, frame, frames
 from lightning_sm.data.protocol.spec import CHUNK_BYTES, RunSpec
 from lightning_sm.data.server.leases import Leases, is_success
@@ -33,6 +33,9 @@ from lightning_sm.data.settings import MAX_SHARDS, HostSettings
 from lightning_sm.errors import DataHostMismatchError, DataSettingsError, WireError
 
 logger = logging.getLogger(__name__)
+
+_Parsed = TypeVar("_Parsed")
+_Request = TypeVar("_Request", ListRequest, CountRequest)
 
 # Each rank holds one thread for its stream, and one more during a short call. Threads are created on demand. More calls
 # would wait for a thread without end: they are refused, and the trainer tries again.
@@ -75,7 +78,7 @@ class ServerProcess:
         self._changed = threading.Condition()
         self._requested: set[str] = set()
         self._opened: dict[str, dict[str, Any]] = {}
-        self._sampler_orders = SamplerOrders(lambda facts: self._send("run_sampler", **facts))
+        self._sampler_orders = SamplerOrders(lambda which: self._send("run_sampler", **vars(which)))
         self._shard_counts = ShardCounts(self._pool)
         self._streams: set[_Stream] = set()
         self._figures: dict[str, Any] = {}  # by trainer rank
@@ -138,7 +141,7 @@ class ServerProcess:
                 self._opened[opening] = facts
                 self._changed.notify_all()
         elif message.kind == "sampler_order":
-            self._sampler_orders.take(message.facts, message.fds[0])
+            self._sampler_orders.take(message)
 
     def _forget_other_runs(self, opening: str) -> None:
         """Forget the loaders of a run that is over; if a trainer asks for them again, so does this process."""
@@ -155,7 +158,7 @@ class ServerProcess:
     # gRPC methods
 
     def _open(self, request: bytes, context: Any) -> bytes:
-        facts = _parse(calls.OPEN, request, context)
+        facts = _parse(calls.OPEN.parse, request, context)
         opening = facts["opening"]
         with self._changed:
             if opening not in self._requested:
@@ -171,30 +174,30 @@ class ServerProcess:
         return json.dumps(reply or {"state": "opening"}).encode()
 
     def _list(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        facts = self._parse_for_loader(calls.LIST, next(requests, b""), context, self._sampler_orders)
+        wanted = self._parse_for_loader(ListRequest, next(requests, b""), context, self._sampler_orders)
         try:
-            yield from self._sampler_orders.answer(facts, _CALL_TIMEOUT_S)
+            yield from self._sampler_orders.answer(wanted, _CALL_TIMEOUT_S)
         except ValueError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     def _count(self, request: bytes, context: Any) -> bytes:
-        facts = self._parse_for_loader(calls.COUNT, request, context, self._shard_counts)
-        return json.dumps(self._shard_counts.answer(facts, _CALL_TIMEOUT_S, context.is_active)).encode()
+        wanted = self._parse_for_loader(CountRequest, request, context, self._shard_counts)
+        return calls.encode_reply(self._shard_counts.answer(wanted, _CALL_TIMEOUT_S, context.is_active))
 
     def _parse_for_loader(
-        self, call: Call, request: bytes, context: Any, runs: SamplerOrders | ShardCounts
-    ) -> dict[str, Any]:
+        self, kind: type[_Request], request: bytes, context: Any, runs: SamplerOrders | ShardCounts
+    ) -> _Request:
         """Parse a request that runs code of a loader, and check that this is open and that not too many run."""
-        facts = _parse(call, request, context)
-        loaders = self._opened.get(facts["opening"], {}).get("loaders", [])
-        if facts["loader"] >= len(loaders):
-            context.abort(grpc.StatusCode.NOT_FOUND, self._not_open(facts["opening"], facts["loader"]))
-        if (loaders[facts["loader"]]["order"] == "shards") is not (call is calls.COUNT):
-            why = f"{call.name} request for {loaders[facts['loader']]['name']}, whose order is another"
+        wanted = _parse(kind.parse, request, context)
+        loaders = self._opened.get(wanted.opening, {}).get("loaders", [])
+        if wanted.loader >= len(loaders):
+            context.abort(grpc.StatusCode.NOT_FOUND, self._not_open(wanted.opening, wanted.loader))
+        if (loaders[wanted.loader]["order"] == "shards") is not (kind is CountRequest):
+            why = f"{kind.NAME} request for {loaders[wanted.loader]['name']}, whose order is another"
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
-        if not runs.is_known(facts):
-            self._check_number(call.name, runs.num_running, context)
-        return facts
+        if not runs.is_known(wanted):
+            self._check_number(kind.NAME, runs.num_running, context)
+        return wanted
 
     def _fetch(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         stream = _Stream(self._pool)
@@ -250,7 +253,7 @@ class ServerProcess:
             )
 
     def _heartbeat(self, request: bytes, context: Any) -> bytes:
-        facts = _parse(calls.HEARTBEAT, request, context)
+        facts = _parse(calls.HEARTBEAT.parse, request, context)
         try:
             with self._leasing:
                 self._leases.heartbeat(facts["client"], facts["world_size"], time.monotonic())
@@ -280,7 +283,7 @@ class ServerProcess:
         return json.dumps(state).encode()
 
     def _finish(self, request: bytes, context: Any) -> bytes:
-        facts = _parse(calls.FINISH, request, context)
+        facts = _parse(calls.FINISH.parse, request, context)
         client = facts["client"]
         outcome = facts["outcome"][:_MAX_OUTCOME_CHARS]
         with self._leasing:
@@ -413,9 +416,9 @@ def _shard_of(spec: RunSpec) -> int:
     raise WireError(f"a request for shards with the keys {[batch.keys[:8].tolist() for batch in spec.batches[:8]]}")
 
 
-def _parse(call: Call, request: bytes, context: Any) -> dict[str, Any]:
+def _parse(parse: Callable[[bytes], _Parsed], request: bytes, context: Any) -> _Parsed:
     try:
-        return call.parse(request)
+        return parse(request)
     except WireError as error:
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         raise  # never reached: abort raises

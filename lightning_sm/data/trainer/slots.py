@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lightning_sm.data.batch.decode import decode
-from lightning_sm.data.ipc.delivery import Delivery
+from lightning_sm.data.ipc.feeder_messages import Delivery
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.frames import unpack_batches
 from lightning_sm.data.trainer.feeder_client import FeederClient

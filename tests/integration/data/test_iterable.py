@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_sm.data.trainer.passes import Position
+from lightning_sm.data.ipc.feeder_messages import Position
 from lightning_sm.errors import DataHostMismatchError, DataSettingsError, DataTimeoutError, RemoteTransformError
 from tests.integration.data import cluster
 from tests.integration.data.datasets import HOST_VARIABLE, Sharded, stream_hash
