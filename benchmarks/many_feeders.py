@@ -24,15 +24,16 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 from data_service import machine
 from tabulate import tabulate
 
-from lightning_sm.data.feeder.host_link import _HEARTBEAT_PERIOD_S
+from lightning_sm.data.feeder.host_link import heartbeat_period_s
+from lightning_sm.data.ipc.feeder_messages import HostState, OpenLoaders
+from lightning_sm.data.ipc.host_messages import Listening, OpenedLoaders, Serve
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.protocol.figures import RankFigures
@@ -57,17 +58,17 @@ _THREADS_OF_PROCESS = 24
 _MAX_SHARE_OF_PIDS = 0.9
 
 _OPENING = "1/fit/train/0"
-_REQUEST = {
-    "opening": _OPENING,
-    "run": 1,
-    "stage": "fit",
-    "loaders": "train",
-    "epoch": 0,
-    "seed": 0,
-    "prepares_everywhere": True,
-    "state": "",
-    "trainer": {},
-}
+_REQUEST = OpenLoaders(
+    opening=_OPENING,
+    run=1,
+    stage="fit",
+    loaders="train",
+    epoch=0,
+    seed=0,
+    prepares_everywhere=True,
+    state="",
+    trainer={},
+)
 _LOADER = LoaderFacts(
     name="train_dataloader()",
     order="sequential",
@@ -135,9 +136,9 @@ class Servers:
                 self._processes.append((process, main))
                 name = f"host-{number}"
                 settings = HostSettings("127.0.0.1:0", 8, 1 << 20, lease_s, None, name, credentials)
-                main.send("serve", settings=asdict(settings))
+                main.send(Serve(settings))
                 # Like a main process whose server process was restarted: the reply is there before a trainer asks.
-                main.send("opened", opening=_OPENING, structure=0, loaders=[_LOADER.to_json()])
+                main.send(OpenedLoaders(_OPENING, {"structure": 0, "loaders": [_LOADER.to_json()]}))
             for number, (_, main) in enumerate(self._processes):
                 self.addresses.append(self._address(number, main, _TIMEOUT_S + num_hosts * _TIMEOUT_OF_PROCESS_S))
         except BaseException:
@@ -179,9 +180,9 @@ class Servers:
             raise TimeoutError(
                 f"The server process of host-{number} does not listen after {timeout_s:.0f} s."
             ) from None
-        if message is None or message.kind != "listening":
-            raise RuntimeError(f"The server process of host-{number} does not listen: {message}.")
-        return str(message.facts["address"])
+        if isinstance(message, Listening):
+            return message.address
+        raise RuntimeError(f"The server process of host-{number} does not listen: {message}.")
 
 
 class Feeders:
@@ -221,10 +222,10 @@ class Feeders:
         """Process ids."""
         return [client.pid for client in self._clients]
 
-    def links(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def links(self) -> Iterator[tuple[str, HostState]]:
         """Yield the name of a rank, and what its feeder says about a data host, for each link."""
         for client in self._clients:
-            for host in client.state()["hosts"]:
+            for host in client.state().hosts:
                 yield client.name, host
 
     def close(self) -> None:
@@ -259,9 +260,7 @@ class Feeders:
     def _wait_for_links(self) -> None:
         while True:
             links = list(self.links())
-            missing = [
-                f"{rank} to {host['name']}: {host['state']} {host['why']}" for rank, host in links if _is_down(host)
-            ]
+            missing = [f"{rank} to {host.name}: {host.state} {host.why}" for rank, host in links if _is_down(host)]
             if not missing:
                 return
             self._servers.check()
@@ -273,8 +272,8 @@ class Feeders:
             self._pause.wait(_POLL_S)
 
 
-def _is_down(host: dict[str, Any]) -> bool:
-    return bool(host["state"] != "up")
+def _is_down(host: HostState) -> bool:
+    return host.state != "up"
 
 
 def usages(pids: Sequence[int], seconds: float) -> list[Usage]:
@@ -343,8 +342,9 @@ def table(num_ranks: int, num_hosts: int, servers: Sequence[Usage], feeders: Seq
             total = f"{sum(values):.{digits}f}" if name != "rss_mb" else "-"
             row += [f"{statistics.median(values):.{digits}f}", f"{max(values):.{digits}f}", total]
         rows.append(row)
-    of_server, of_feeder = num_ranks / _HEARTBEAT_PERIOD_S, num_hosts / _HEARTBEAT_PERIOD_S
-    in_all = f"{num_ranks * num_hosts / _HEARTBEAT_PERIOD_S:.0f}"
+    period_s = heartbeat_period_s(num_ranks)
+    of_server, of_feeder = num_ranks / period_s, num_hosts / period_s
+    in_all = f"{num_ranks * num_hosts / period_s:.0f}"
     of_both = [[f"{one:.0f}", f"{one:.0f}", in_all] for one in (of_server, of_feeder)]
     rows.append(["heartbeats per s, by the code", *of_both[0], *of_both[1]])
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
@@ -369,15 +369,15 @@ def main() -> None:
         processes.callback(servers.close)
         feeders = Feeders(options.ranks, servers, credentials, timeout_s, with_figures=options.figures)
         processes.callback(feeders.close)
-        threading.Event().wait(2 * _HEARTBEAT_PERIOD_S)  # until what the start left over is done
-        lost_before = sum(host["lost"] for _, host in feeders.links())
+        threading.Event().wait(2 * heartbeat_period_s(options.ranks))  # until what the start left over is done
+        lost_before = sum(host.num_lost for _, host in feeders.links())
         psutil.cpu_percent()
         measured = usages([*servers.pids, *feeders.pids], options.seconds)
         busy = psutil.cpu_percent()
         links = [host for _, host in feeders.links()]
         servers.check()
         num_up = sum(not _is_down(host) for host in links)
-        num_lost = sum(host["lost"] for host in links)
+        num_lost = sum(host.num_lost for host in links)
         sys.stdout.write(
             f"{machine()}"
             f"Links: {num_links}. All were up {feeders.start_s:.1f} s after the start of the first feeder. Lost until "

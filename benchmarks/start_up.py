@@ -82,10 +82,10 @@ class IndicesData(LightningDataModule):
 
 def start(workers: int, host_cores: list[int], trainer_cores: list[int]) -> dict[str, float]:
     """Return the seconds of each part."""
+    from lightning_sm.data.ipc.feeder_messages import Position
     from lightning_sm.data.plan.order import ShuffledOrder
     from lightning_sm.data.trainer.datamodule import RemoteDataModule
     from lightning_sm.data.trainer.loader import RemoteLoader
-    from lightning_sm.data.trainer.passes import Position
 
     prepare(trainer_cores)
     began = time.perf_counter()

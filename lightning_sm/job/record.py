@@ -220,7 +220,7 @@ class DataService:
 
     Attributes:
         t: When.
-        hosts: The fields of ``HostFigures`` (lightning_sm.data.trainer.metrics) of each data host.
+        hosts: The fields of ``HostFigures`` (lightning_sm.data.protocol.figures) of each data host.
         ranks: The fields of ``RankFigures`` (lightning_sm.data.protocol.figures) by name of the rank.
     """
 

@@ -10,8 +10,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any, TypeVar
 
-from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.trainer.metrics import HostFigures
+from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 from lightning_sm.job.record import (
     LAUNCHER,
     PARTS,

@@ -14,11 +14,25 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from lightning_sm.data.ipc.messages import MessageSocket
+from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import fork, run_and_exit
 
 _FORK_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class _Fork(Message):
+    module: str
+    path: list[str]
+    cwd: str
+    fds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Child(Message):
+    pid: int
 
 
 class Forked:
@@ -61,11 +75,11 @@ class Zygote:
         """Run a module, like ``lightning_sm.data.ipc.processes.start_module``."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            self._socket.send("fork", fds=(theirs.fileno(), *fds), module=module, path=sys.path, cwd=os.getcwd())
+            self._socket.send(_Fork(module, sys.path, os.getcwd(), (theirs.fileno(), *fds)))
             message = self._socket.receive(_FORK_TIMEOUT_S)
-        if message is None:
-            raise RuntimeError(f"the zygote exited with code {self._process.wait()}")
-        return Forked(message.facts["pid"]), MessageSocket(ours)
+        if isinstance(message, _Child):
+            return Forked(message.pid), MessageSocket(ours)
+        raise RuntimeError(f"the zygote exited with code {self._process.wait()}")
 
     def close(self) -> None:
         """Stop forking."""
@@ -108,20 +122,20 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # else the first collection in each fork copies what they share
     requests = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
-    while (message := requests.receive()) is not None:
-        pid = fork(_task(requests, message.fds, message.facts["module"], message.facts["path"], message.facts["cwd"]))
+    while isinstance(message := requests.receive(), _Fork):
+        pid = fork(_task(requests, message))
         for descriptor in message.fds:
             os.close(descriptor)
-        requests.send("forked", pid=pid)
+        requests.send(_Child(pid))
 
 
-def _task(requests: MessageSocket, fds: tuple[int, ...], module: str, path: list[str], cwd: str) -> Callable[[], None]:
+def _task(requests: MessageSocket, wanted: _Fork) -> Callable[[], None]:
     def run() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         requests.close()
-        os.chdir(cwd)
-        sys.path[:] = path
-        _run_module(module, *fds)
+        os.chdir(wanted.cwd)
+        sys.path[:] = wanted.path
+        _run_module(wanted.module, *wanted.fds)
 
     return run
 

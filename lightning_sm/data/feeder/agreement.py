@@ -1,23 +1,98 @@
-"""Compares how data hosts describe the loaders that they opened. Pure rules over a given time."""
+"""What data hosts reply to the same request: how long late hosts are waited for, and which ones differ from the others.
+
+Pure rules over a given time.
+"""
 
 from __future__ import annotations
 
-import json
+import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from lightning_sm import errors
 from lightning_sm.data.protocol.failures import with_place
 from lightning_sm.errors import DataHostMismatchError, DataServiceError
 
-# Hosts that open their loaders this much later than the first do not delay the start; they join later. Two hosts that
-# differ are not reported before, either: the third may show which of them is the odd one.
-_PATIENCE_S = 5.0
+# Hosts that reply this much later than the first do not delay the training; they are compared when they reply. Hosts
+# that differ are not reported before, either: a late one may show which of them is the odd one.
+PATIENCE_S = 5.0
+
+_Reply = TypeVar("_Reply")
 
 
-class LoaderAgreement:
-    """Collects the replies of all hosts to each request for loaders, and passes on the one that they agree on.
+class Agreement(Generic[_Reply]):
+    """The replies of data hosts to one request, all of which must be equal.
+
+    Args:
+        problem: What differs, if they are not: the error begins with it.
+        fix: What to do about it: the error ends with it.
+        facts: Returns what must be equal of a reply, by name; the error has what is not.
+
+    Attributes:
+        replies: The replies by host; the first came first.
+        is_reached: Whether the hosts that replied in time have been compared.
+    """
+
+    def __init__(self, problem: str, fix: str, facts: Callable[[_Reply], dict[str, str]]) -> None:
+        self.replies: dict[str, _Reply] = {}
+        self.is_reached = False
+        self._problem = problem
+        self._fix = fix
+        self._facts = facts
+        self._end_of_patience = math.inf
+
+    @property
+    def reply(self) -> _Reply:
+        """The reply of the first host."""
+        return next(iter(self.replies.values()))
+
+    def add(self, host: str, reply: _Reply, now: float) -> None:
+        """Record a host's reply.
+
+        Raises:
+            DataHostMismatchError: It is late, and differs from the others.
+        """
+        self.replies[host] = reply
+        self._end_of_patience = min(self._end_of_patience, now + PATIENCE_S)
+        if self.is_reached:
+            self.check()
+
+    def reach(self, num_hosts: int, now: float) -> bool:
+        """Return whether so many hosts have replied, or the others are late.
+
+        Raises:
+            DataHostMismatchError: The replies differ.
+        """
+        if self.replies and (len(self.replies) >= num_hosts or now >= self._end_of_patience):
+            self.is_reached = True
+            self.check()
+        return self.is_reached
+
+    def check(self) -> None:
+        """Compare the replies.
+
+        Raises:
+            DataHostMismatchError: They differ.
+        """
+        facts = {host: self._facts(reply) for host, reply in self.replies.items()}
+        equal = set.intersection(*(set(own.items()) for own in facts.values()))
+        texts = {
+            host: ", ".join(f"{name}: {value}" for name, value in own.items() if (name, value) not in equal)
+            for host, own in facts.items()
+        }
+        counts = Counter(texts.values()).most_common()
+        if len(counts) <= 1:
+            return
+        odd = [host for host, text in texts.items() if text != counts[0][0]]
+        # Without a majority, any of them may be the odd one.
+        which = f" (different from most: {', '.join(odd)})" if 2 * len(odd) < len(texts) else ""
+        lines = [f"{self._problem}{which}:", *(f"  {host}: {text}" for host, text in texts.items()), self._fix]
+        raise DataHostMismatchError("\n".join(lines))
+
+
+class LoaderAgreements:
+    """The agreements of all hosts on each request for loaders.
 
     Args:
         num_hosts: Number of hosts.
@@ -27,15 +102,12 @@ class LoaderAgreement:
     def __init__(self, num_hosts: int, answer: Callable[[str, dict[str, Any]], None]) -> None:
         self._num_hosts = num_hosts
         self._answer = answer
-        self._replies: dict[str, dict[str, dict[str, Any]]] = {}
-        self._first: dict[str, float] = {}
-        self._answered: set[str] = set()
-        self._present: set[str] = set()
+        self._agreements: dict[str, Agreement[dict[str, Any]]] = {}
 
     def request(self, name: str) -> None:
         """Pass on the agreed reply to a request again, if there is one."""
-        if name in self._answered:
-            self._answer(name, next(iter(self._replies[name].values())))
+        if name in self._agreements and self._agreements[name].is_reached:
+            self._answer(name, self._agreements[name].reply)
 
     def add_reply(self, name: str, host: str, reply: dict[str, Any], now: float) -> None:
         """Record a host's reply to a request.
@@ -43,20 +115,14 @@ class LoaderAgreement:
         Raises:
             DataServiceError: The host failed to open the loaders, or the hosts disagree.
         """
-        is_host_problem = reply.get("error") == "RemoteTransformError"  # the user's code failed: a full disk, perhaps
-        if is_host_problem and name in self._answered:
-            return  # the training continues without this host
-        replies = self._replies.setdefault(name, {})
-        replies[host] = reply
-        if name not in self._answered:
-            self._first.setdefault(name, now)
-        if "error" in reply:
+        agreement = self._agreements.setdefault(name, _loader_agreement())
+        if "error" not in reply:
+            agreement.add(host, reply, now)
+            self.tick(now)
+        # Where the user's code failed (a full disk, perhaps), a training that has begun continues without the host.
+        elif not (agreement.is_reached and reply["error"] == "RemoteTransformError"):
             error: type[DataServiceError] = getattr(errors, reply["error"])
             raise error(with_place(reply["text"], f"data host {host}, {reply['where']}"))
-        if name in self._answered:
-            _check_agreement(replies)
-        else:
-            self.tick(now)
 
     def tick(self, now: float) -> None:
         """Pass on the replies that need not wait any longer.
@@ -64,40 +130,25 @@ class LoaderAgreement:
         Raises:
             DataHostMismatchError: The hosts disagree.
         """
-        for name, first in list(self._first.items()):
-            replies = self._replies[name]
-            if any("error" in reply for reply in replies.values()):
-                continue
-            # Hosts that were missing for an earlier request do not delay later ones.
-            if len(replies) >= (len(self._present) or self._num_hosts) or now - first >= _PATIENCE_S:
-                self._answered.add(name)
-                del self._first[name]
-                self._present = set(replies)
-                _check_agreement(replies)
-                self._answer(name, next(iter(replies.values())))
+        for name, agreement in self._agreements.items():
+            if not agreement.is_reached and agreement.reach(self._num_hosts, now):
+                # Hosts that were missing for an earlier request do not delay later ones.
+                self._num_hosts = len(agreement.replies)
+                self._answer(name, agreement.reply)
 
 
-def _check_agreement(replies: dict[str, dict[str, Any]]) -> None:
-    # What setup() left on the DataModule may be a folder or a time of the host's own; the first host's is used.
-    texts = {
-        host: json.dumps({**reply, "attributes": None}, sort_keys=True)
-        for host, reply in replies.items()
-        if "error" not in reply
-    }
-    counts = Counter(texts.values()).most_common()
-    if len(counts) <= 1:
-        return
-    odd = [host for host, text in texts.items() if text != counts[0][0]]
-    # Without a majority, any of them may be the odd one.
-    which = f" (different from most: {', '.join(odd)})" if 2 * len(odd) < len(texts) else ""
-    described = "\n".join(f"  {host}: {_describe(reply)}" for host, reply in replies.items())
-    raise DataHostMismatchError(
-        f"Data hosts serve different data{which}:\n{described}\n"
+def _loader_agreement() -> Agreement[dict[str, Any]]:
+    return Agreement(
+        "Data hosts serve different data",
         "All data hosts must see the same files and run the same versions. Check the channels of the data groups "
-        "(S3DataDistributionType must be FullyReplicated) and the seeds in setup()."
+        "(S3DataDistributionType must be FullyReplicated) and the seeds in setup().",
+        _loader_facts,
     )
 
 
-def _describe(reply: dict[str, Any]) -> str:
-    loaders = [f"{it['name']}: {it['dataset']}, fingerprint {it['fingerprint']}" for it in reply.get("loaders", [])]
-    return "; ".join(loaders) or json.dumps(reply)
+def _loader_facts(reply: dict[str, Any]) -> dict[str, str]:
+    # What setup() left on the DataModule may be a folder or a time of the host's own; the first host's is used.
+    facts = {name: str(value) for name, value in reply.items() if name not in ("attributes", "loaders")}
+    for loader in reply.get("loaders", []):
+        facts |= {f"{loader['name']} {name}": str(value) for name, value in loader.items()}
+    return facts

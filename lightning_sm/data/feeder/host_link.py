@@ -102,7 +102,7 @@ class HostLink:
         self._is_stale = False
         self._num_losses = 0
         self._num_silent = 0
-        self._usual_period_s = max(_HEARTBEAT_PERIOD_S, client["world_size"] / _MAX_HEARTBEATS_PER_S)
+        self._usual_period_s = heartbeat_period_s(client["world_size"])
         self._period_s = self._usual_period_s
         self._lock = threading.Lock()
         self._requests: queue.SimpleQueue[bytes | None] | None = None
@@ -151,23 +151,23 @@ class HostLink:
         self._is_stale = True
         self._nudge.set()
 
-    def sampler_order(self, request: Mapping[str, Any]) -> bytes:
-        """Fetch the order of the user's sampler: a line of JSON, and the rank's part as raw int64 if it is wanted.
+    def sampler_order(self, request: calls.ListRequest) -> bytes:
+        """Fetch the order of the user's sampler: its size, and the rank's part as raw int64 if it is wanted.
 
         Raises:
             grpc.RpcError: The call failed.
         """
         method = self._channel.stream_stream(grpc_transport.method("List"))
-        answer = method(iter([json.dumps(request).encode()]), metadata=self._metadata, timeout=_SAMPLER_TIMEOUT_S)
+        answer = method(iter([request.encode()]), metadata=self._metadata, timeout=_SAMPLER_TIMEOUT_S)
         return b"".join(answer)
 
-    def count(self, request: Mapping[str, Any]) -> bytes:
-        """Fetch the number of batches in shards of an iterable dataset, as JSON.
+    def count(self, request: calls.CountRequest) -> bytes:
+        """Fetch the number of batches in shards of an iterable dataset.
 
         Raises:
             grpc.RpcError: The call failed.
         """
-        return self._unary("Count", request, _CALL_TIMEOUT_S)
+        return self._unary("Count", vars(request), _CALL_TIMEOUT_S)
 
     def finish(self, outcome: str) -> None:
         """Close the connection, and notify the host, if it is still there, how the training ended."""
@@ -339,6 +339,11 @@ class HostLink:
     def _refuse(self, error: DataServiceError) -> None:
         self._set_state(LinkState.REFUSED, str(error))
         self._owner.link_refused(error)
+
+
+def heartbeat_period_s(num_ranks: int) -> float:
+    """Return the mean time between two heartbeats of a rank to a data host, in seconds."""
+    return max(_HEARTBEAT_PERIOD_S, num_ranks / _MAX_HEARTBEATS_PER_S)
 
 
 def describe(error: Any) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.feeder.scheduler import Run
-from lightning_sm.data.ipc.delivery import Delivery
+from lightning_sm.data.ipc.feeder_messages import Delivery
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.samples import BatchPlan, SamplePlan
 from lightning_sm.data.plan.shards import ShardSteps
@@ -280,7 +280,7 @@ class PassBuffer:
             transfer_s=answer.transfer_s,
             num_ready=sum(run.run.num_steps for run in self.ready.values()),
             keys=[self.plan.batch(step).tolist() for step in steps] if self.tells_keys else [],
-            batches=header.batches,
+            payload=header.batches,
         )
 
     def take(self, step: int) -> int:

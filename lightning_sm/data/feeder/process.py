@@ -14,19 +14,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from lightning_sm._log import show_log_lines
-from lightning_sm.data.feeder.agreement import LoaderAgreement
+from lightning_sm.data.feeder.agreement import LoaderAgreements
 from lightning_sm.data.feeder.host_link import HostLink, LinkState
 from lightning_sm.data.feeder.pass_buffer import PassBuffer
 from lightning_sm.data.feeder.sampler_orders import SamplerOrders, lengths, step_plan
 from lightning_sm.data.feeder.scheduler import Request, Retry, Scheduler
 from lightning_sm.data.feeder.status import RETRIES, explain, host_state, pass_state, rank_figures
+from lightning_sm.data.ipc import feeder_messages as kinds
 from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Released
 from lightning_sm.data.ipc.processes import exit_when_a_thread_fails, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
@@ -34,7 +35,6 @@ from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.data.protocol.failures import first_line, with_place
 from lightning_sm.data.protocol.frames import FrameKind, RunHeader, frame, parse_failure
 from lightning_sm.data.protocol.spec import BatchSpec, RunSpec
-from lightning_sm.data.settings import Credentials
 from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
 
 logger = logging.getLogger(__name__)
@@ -49,30 +49,29 @@ class Feeder:
     Args:
         trainer: Connection to the training process.
         releases: Pipe through which the training process releases slots.
-        settings: Addresses, credentials, client facts, hedging; whether another rank of this host logs for all.
+        settings: The first message.
     """
 
-    def __init__(self, trainer: MessageSocket, releases: int, settings: dict[str, Any]) -> None:
+    def __init__(self, trainer: MessageSocket, releases: int, settings: kinds.Configure) -> None:
         self._trainer = trainer
         self._releases = releases
-        self._num_ranks = int(settings["client"]["world_size"])
+        self._num_ranks = int(settings.client["world_size"])
         self._lock = threading.RLock()
-        self._scheduler = Scheduler(settings["hedge_factor"])
+        self._scheduler = Scheduler(settings.hedge_factor)
         self._rings: dict[int, tuple[Ring, list[int]]] = {}
         self._buffers: dict[int, PassBuffer] = {}
         self._requests: dict[int, Request] = {}
         self._closed_early: set[int] = set()
         # Nobody waits for the local workers of this host, which start later than the data hosts.
-        num_hosts = sum(not address.startswith("unix-abstract:") for address in settings["addresses"])
-        self._agreement = LoaderAgreement(num_hosts, self._notify_opened)
-        self._after_first: dict[str, dict[str, Any]] = {}
+        num_hosts = sum(not address.startswith("unix-abstract:") for address in settings.addresses)
+        self._agreements = LoaderAgreements(num_hosts, lambda name, reply: self._notify(kinds.Opened(name, reply)))
+        self._after_first: dict[str, kinds.OpenLoaders] = {}
         # Sent with heartbeats; replaced as a whole, because the threads of the links read it.
         self.figures: dict[str, Any] = {}
-        self._transfers: dict[str, float] = dict.fromkeys(settings["addresses"], 0.0)
+        self._transfers: dict[str, float] = dict.fromkeys(settings.addresses, 0.0)
         self._is_running = True
-        credentials = Credentials(**settings["credentials"])
         self._links = {
-            address: HostLink(address, credentials, settings["client"], self) for address in settings["addresses"]
+            address: HostLink(address, settings.credentials, settings.client, self) for address in settings.addresses
         }
         self._sampler_orders = SamplerOrders(self._links, lambda error: self._fail(None, error))
 
@@ -93,7 +92,7 @@ class Feeder:
                     key.data()
                 try:
                     with self._lock:
-                        self._agreement.tick(time.monotonic())
+                        self._agreements.tick(time.monotonic())
                 except DataServiceError as error:
                     self._fail(None, error)
                 self._send_requests()
@@ -108,69 +107,64 @@ class Feeder:
 
     def _handle(self, messages: list[Message]) -> None:
         for message in messages:
-            facts = message.facts
-            if message.kind == "open":
-                self._open(facts)
-            elif message.kind == "ring":
-                ring = Ring(message.fds[0], facts["num_slots"], facts["slot_bytes"])
-                self._rings[facts["ring"]] = (ring, list(range(ring.num_slots)))
-            elif message.kind in ("start", "measure"):
-                # In a thread, because the data hosts may have to run the user's sampler first.
-                plan = self._start if message.kind == "start" else self._measure
-                threading.Thread(target=plan, args=(facts,), name=message.kind, daemon=True).start()
-            elif message.kind == "state":
-                self._notify("state", **self._state())
-            elif message.kind == "figures":
-                self.figures = facts
-            elif message.kind == "finish":
-                self._finish(facts["outcome"])
+            match message:
+                case kinds.OpenLoaders():
+                    self._open(message)
+                case kinds.ShareRing():
+                    ring = Ring(message.fds[0], message.num_slots, message.slot_bytes)
+                    self._rings[message.number] = (ring, list(range(ring.num_slots)))
+                # In threads, because the data hosts may have to run the user's sampler first.
+                case kinds.StartPass():
+                    threading.Thread(target=self._start, args=(message,), name="start", daemon=True).start()
+                case kinds.MeasurePass():
+                    threading.Thread(target=self._measure, args=(message,), name="measure", daemon=True).start()
+                case kinds.AskState():
+                    self._notify(self._state())
+                case kinds.ShareFigures():
+                    self.figures = vars(message)
+                case kinds.Finish():
+                    self._finish(message.outcome)
 
-    def _open(self, request: dict[str, Any]) -> None:
+    def _open(self, request: kinds.OpenLoaders) -> None:
         with self._lock:
-            self._agreement.request(request["opening"])
+            self._agreements.request(request.opening)
         links = list(self._links.values())
-        if not request["prepares_everywhere"]:
+        if not request.prepares_everywhere:
             # Before the first is asked: its thread may have the reply at once.
-            self._after_first[request["opening"]] = request
+            self._after_first[request.opening] = request
             links = links[:1]
         for link in links:
-            link.want(request["opening"], {**request, "prepares": True})
+            link.want(request.opening, request.call(prepares=True))
 
     def _open_others(self, name: str) -> None:
         """Let the other hosts open loaders once the first has: their prepare_data() would write to the same files."""
         request = self._after_first.pop(name, None)
         if request is not None:
             for link in list(self._links.values())[1:]:
-                link.want(name, {**request, "prepares": False})
+                link.want(name, request.call(prepares=False))
 
-    def _notify_opened(self, name: str, reply: dict[str, Any]) -> None:
-        self._notify("opened", opening=name, **reply)
-
-    def _start(self, facts: Mapping[str, Any]) -> None:
-        pass_id = facts["pass_id"]
+    def _start(self, request: kinds.StartPass) -> None:
+        pass_id, place, which = request.pass_id, request.place, request.which
         try:
-            plan = step_plan(facts, self._sampler_orders)
+            plan = step_plan(request, self._sampler_orders)
         except (DataServiceError, ValueError) as error:
             self._fail(pass_id, error)
             return
-        ring, free = self._rings[facts["ring"]]
-        of_run = ("opening", "loader", "compression")
-        of_batch = ("seed", "epoch", "pass_index", "rank")
-        template = facts["template"]
+        ring, free = self._rings[request.ring]
         buffer = PassBuffer(
             pass_id=pass_id,
             ring=ring,
-            ring_number=facts["ring"],
+            ring_number=request.ring,
             free=free,
-            request=RunSpec(**{name: template[name] for name in of_run}, batches=()),
-            batch=BatchSpec(**{name: template[name] for name in of_batch}, step=0, keys=np.empty(0, np.int64)),
+            request=RunSpec(which.opening, which.loader, (), place.compression),
+            batch=BatchSpec(which.seed, which.epoch, which.pass_index, 0, place.rank, np.empty(0, np.int64)),
             plan=plan,
-            next_step=facts["first_step"],
-            stop_step=facts["stop_step"],
-            window_batches=facts["window_batches"],
-            window_bytes=facts["window_bytes"],
-            is_window_fixed=facts["is_window_fixed"],
-            tells_keys=facts["tells_keys"],
+            next_step=request.position.first_step,
+            stop_step=request.position.stop_step,
+            window_batches=place.window_batches,
+            window_bytes=place.window_bytes,
+            is_window_fixed=place.is_window_fixed,
+            tells_keys=request.tells_keys,
         )
         shard_of = plan.shard if isinstance(plan, ShardSteps) else None
         with self._lock:
@@ -184,16 +178,16 @@ class Feeder:
                 buffer.stop_step,
                 buffer.window,
                 shard_of=shard_of,
-                loader=(facts["stage"], buffer.request.loader),
+                loader=(place.stage, which.loader),
             )
             self._end_if_done(buffer)
         self._send_requests()
 
-    def _measure(self, facts: Mapping[str, Any]) -> None:
+    def _measure(self, request: kinds.MeasurePass) -> None:
         try:
-            self._notify("length", number=facts["number"], **lengths(facts, self._sampler_orders))
+            self._notify(kinds.Length(request.pass_id, *lengths(request, self._sampler_orders)))
         except (DataServiceError, ValueError) as error:
-            self._notify("length", number=facts["number"], error=type(error).__name__, text=str(error))
+            self._fail(request.pass_id, error)
 
     def _take_releases(self) -> None:
         data = os.read(self._releases, RELEASE.size << 10)
@@ -225,9 +219,9 @@ class Feeder:
 
     # Messages to the training process
 
-    def _notify(self, kind: str, **facts: Any) -> None:
+    def _notify(self, message: Message) -> None:
         with self._unless_gone():
-            self._trainer.send(kind, **facts)
+            self._trainer.send(message)
 
     @contextlib.contextmanager
     def _unless_gone(self) -> Iterator[None]:
@@ -237,30 +231,26 @@ class Feeder:
             logger.debug("The training process is gone; this process exits, too.")
 
     def _fail(self, pass_id: int | None, error: Exception) -> None:
-        self._notify("error", pass_id=pass_id, error=type(error).__name__, text=str(error))
+        self._notify(kinds.Failed(pass_id, type(error).__name__, str(error)))
 
     def _deliver(self, buffer: PassBuffer) -> None:
         for run in buffer.deliverable():
-            with self._unless_gone():
-                buffer.delivery(run).send(self._trainer)
+            self._notify(buffer.delivery(run))
         self._end_if_done(buffer)
 
     def _end_if_done(self, buffer: PassBuffer) -> None:
         if buffer.stop_step is not None and buffer.next_step >= buffer.stop_step:
             num_batches = buffer.plan.num_batches if isinstance(buffer.plan, ShardSteps) else None
-            self._notify("end", pass_id=buffer.pass_id, num_batches=num_batches)
+            self._notify(kinds.EndOfPass(buffer.pass_id, num_batches))
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> kinds.State:
         now = time.monotonic()
         with self._lock:
             known = {status.host: status for status in self._scheduler.hosts()}
             passes = [pass_state(status, now) for status in self._scheduler.passes()]
             transfers = dict(self._transfers)
-        hosts = [
-            {**host_state(link, known.get(address)), "transfer_s": transfers[address]}
-            for address, link in self._links.items()
-        ]
-        return {"hosts": hosts, "passes": passes, "ranks": rank_figures(self._links.values())}
+        hosts = [host_state(link, known.get(address), transfers[address]) for address, link in self._links.items()]
+        return kinds.State(hosts, passes, rank_figures(self._links.values()))
 
     # Events of links
 
@@ -282,7 +272,7 @@ class Feeder:
         """Compare the reply with those of the other hosts."""
         try:
             with self._lock:
-                self._agreement.add_reply(name, link.name, reply, time.monotonic())
+                self._agreements.add_reply(name, link.name, reply, time.monotonic())
         except DataServiceError as error:
             self._fail(None, error)
         else:
@@ -408,11 +398,12 @@ def main() -> None:
     exit_when_a_thread_fails()
     show_log_lines()
     trainer = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
-    message = trainer.receive()
-    if message is not None:
-        if message.facts["settings"]["is_quiet"]:
+    first = trainer.receive()
+    settings = None if first is None else first
+    if isinstance(settings, kinds.Configure):
+        if settings.is_quiet:
             logging.getLogger("lightning_sm").setLevel(logging.ERROR)
-        Feeder(trainer, int(sys.argv[2]), message.facts["settings"]).run()
+        Feeder(trainer, int(sys.argv[2]), settings).run()
 
 
 if __name__ == "__main__":

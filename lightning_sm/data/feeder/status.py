@@ -9,6 +9,7 @@ from typing import Any
 from lightning_sm import errors
 from lightning_sm.data.feeder.host_link import HostLink
 from lightning_sm.data.feeder.scheduler import FailureDecision, HostStatus, PassStatus, Retry
+from lightning_sm.data.ipc.feeder_messages import HostState, PassState
 from lightning_sm.errors import DataServiceError
 
 # Errors that a data host reports, and whether a retry can succeed; for all others it cannot.
@@ -47,26 +48,29 @@ def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -
     return kind(decision.failures[-1])
 
 
-def host_state(link: HostLink, status: HostStatus | None) -> dict[str, Any]:
+def host_state(link: HostLink, status: HostStatus | None, transfer_s: float) -> HostState:
     """Describe a data host.
 
     Args:
         link: The connection to it.
         status: What the scheduler knows about it; None: it was never reached.
+        transfer_s: Seconds that its answers were in transit.
     """
     status = status or HostStatus(link.name)
-    return {
-        "name": link.name,
-        "state": status.state.value,
-        "why": link.detail,
-        "in_flight": status.num_in_flight,
-        "batches": status.num_completed,
-        "retries": status.num_retries,
-        "hedges": status.num_hedges,
-        "lost": link.num_lost,
-        **{name: link.facts.get(name) for name in ("workers", "busy", "queued")},
-        **{name: link.facts.get(name, 0) for name in ("busy_s", "capacity_s", "built", "built_s")},
-    }
+    own = ("workers", "busy", "queued", "busy_s", "capacity_s", "built_s")
+    return HostState(
+        name=link.name,
+        state=status.state.value,
+        why=link.detail,
+        transfer_s=transfer_s,
+        num_received=status.num_completed,
+        num_retries=status.num_retries,
+        num_hedges=status.num_hedges,
+        num_lost=link.num_lost,
+        in_flight=status.num_in_flight,
+        num_built=link.facts.get("built", 0),
+        **{name: link.facts.get(name, 0) for name in own},
+    )
 
 
 def rank_figures(links: Iterable[HostLink]) -> dict[str, Any]:
@@ -79,11 +83,7 @@ def rank_figures(links: Iterable[HostLink]) -> dict[str, Any]:
     return latest
 
 
-def pass_state(status: PassStatus, now: float) -> dict[str, Any]:
+def pass_state(status: PassStatus, now: float) -> PassState:
     """Describe a pass."""
-    return {
-        "waiting_for": status.waiting_for,
-        "asked": [{"host": request.host, "for_s": now - request.sent_at} for request in status.requests],
-        "ready": status.num_ready,
-        "in_flight": status.num_in_flight,
-    }
+    requested = [(request.host, now - request.sent_at) for request in status.requests]
+    return PassState(status.waiting_for, requested, status.num_ready, status.num_in_flight)

@@ -14,9 +14,8 @@ import cloudpickle
 from lightning_sm._collector import freeze_imports
 from lightning_sm._log import show_log_lines
 from lightning_sm.data.ipc.host_messages import Listening, Serve, StartFailed
-from lightning_sm.data.ipc.messages import MessageSocket, TypedMessage
+from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import run_and_exit
-from lightning_sm.data.settings import HostSettings
 
 
 def main() -> None:
@@ -34,18 +33,18 @@ def main() -> None:
     freeze_imports()
     gc.enable()
     message = owner.receive()
-    serve = None if message is None else TypedMessage.of(message)
+    serve = message
     if not isinstance(serve, Serve):
         return
     try:
         host = HostProcess(
             cloudpickle.loads(serve.payload),
-            HostSettings.from_json(serve.settings),
-            lambda address: Listening(address).send(owner),
+            serve.settings,
+            lambda address: owner.send(Listening(address)),
         )
         host.serve(until=owner)
     except Exception as error:
-        StartFailed("".join(traceback.format_exception(error))).send(owner)
+        owner.send(StartFailed("".join(traceback.format_exception(error))))
         raise
 
 

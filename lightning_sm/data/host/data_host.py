@@ -6,14 +6,13 @@ import atexit
 import contextlib
 import copy
 import subprocess
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any, ClassVar
 
 import cloudpickle
 
 from lightning_sm.data.ipc.host_messages import Listening, Serve, StartFailed
-from lightning_sm.data.ipc.messages import MessageSocket, TypedMessage
+from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings, default_network_processes
@@ -125,7 +124,7 @@ class DataHost:
         except BaseException:
             self.close()
             raise
-        answer = None if message is None else TypedMessage.of(message)
+        answer = message
         if not isinstance(answer, Listening):
             self.close()
             text = answer.text if isinstance(answer, StartFailed) else describe_exit(process.wait())
@@ -148,7 +147,7 @@ class DataHost:
         read_tls(self._settings.credentials)
         self._process, self._socket = self._preloaded.pop(0) if self._preloaded else start_module(_MAIN_PROCESS)
         try:
-            Serve(asdict(self._settings), cloudpickle.dumps(_without_trainer(self._datamodule))).send(self._socket)
+            self._socket.send(Serve(self._settings, cloudpickle.dumps(_without_trainer(self._datamodule))))
         except BaseException:
             self.close()
             raise

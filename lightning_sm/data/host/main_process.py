@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,17 +32,18 @@ from lightning_sm.data.ipc.host_messages import (
     Listening,
     NewWorker,
     OpenedLoaders,
-    OpenLoaders,
+    RunHook,
     RunSampler,
     SamplerRun,
     Serve,
     TrainerFinished,
     WorkerLost,
 )
-from lightning_sm.data.ipc.messages import MessageSocket, TypedMessage
+from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, fork, start_module
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.samples import BatchPlan, digest
+from lightning_sm.data.protocol.calls import LoaderPass
 from lightning_sm.data.protocol.failures import describe_exception, first_line, with_place
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataServiceError, DataSettingsError
@@ -127,7 +128,7 @@ class HostProcess:
         finally:
             # Outcomes that came before or together with SIGTERM, which follows when the trainers have left.
             if _is_readable(self._server.fileno(), timeout_s=0.0):
-                self._note_outcomes([TypedMessage.of(message) for message in self._server.pending()])
+                self._note_outcomes(self._server.pending())
             self._close()
             # For the rest of the process: the interpreter takes a second to exit and restores the default handlers. A
             # signal of the ending job that arrives in this second must not replace the exit code.
@@ -179,16 +180,16 @@ class HostProcess:
         self._server_starts += 1
         process, self._server = start_module("lightning_sm.data.server.process")
         self._watch(process.pid, lambda status: self._on_server_exit(process, status))
-        Serve(asdict(self._settings)).send(self._server)
+        self._server.send(Serve(self._settings))
         for opening, reply in self._module.replies.items():
-            OpenedLoaders(opening, reply).send(self._server)
+            self._server.send(OpenedLoaders(opening, reply))
         if self._job_is_ending:
-            JobEnds().send(self._server)
+            self._server.send(JobEnds())
         self._selector.register(self._server, selectors.EVENT_READ, self._on_server_messages)
 
     def _on_server_messages(self) -> None:
         server = self._server
-        messages = [TypedMessage.of(message) for message in server.pending()]
+        messages = server.pending()
         self._note_outcomes(messages)  # first: SIGTERM may interrupt a hook that another message calls
         for message in messages:
             match message:
@@ -196,11 +197,11 @@ class HostProcess:
                     # A restarted server process must listen where trainers know it.
                     self._settings = replace(self._settings, address=address)
                     self._listening(address)
-                case OpenLoaders(request):
+                case RunHook(request):
                     self._server_starts = 0
                     self._open(request)
-                case RunSampler():
-                    self._run_sampler(message)
+                case RunSampler(which):
+                    self._run_sampler(which)
                 case KillWorker(worker):
                     pid = self._worker_pids.get(worker)
                     if pid is not None:
@@ -210,7 +211,7 @@ class HostProcess:
         if server.is_at_end:
             self._selector.unregister(server)
 
-    def _note_outcomes(self, messages: list[TypedMessage]) -> None:
+    def _note_outcomes(self, messages: list[Message]) -> None:
         """Remember whether any trainer succeeded; ``serve`` decides by it whether this host has failed."""
         if TrainerFinished(is_success=True) in messages:
             self._training_succeeded = True
@@ -248,9 +249,9 @@ class HostProcess:
             self._problem = None
         self._send(OpenedLoaders(request["opening"], reply))
 
-    def _send(self, message: TypedMessage) -> bool:
+    def _send(self, message: Message) -> bool:
         try:
-            message.send(self._server)
+            self._server.send(message)
         except OSError:
             logger.debug("The server process is gone; it will be restarted.")
             return False
@@ -311,7 +312,7 @@ class HostProcess:
             logger.warning("Worker %d %s. Starting a new one.", number, how)
             self._fork_worker(opening, number)
 
-    def _run_sampler(self, which: RunSampler) -> None:
+    def _run_sampler(self, which: LoaderPass) -> None:
         """Run a sampler in a fork: every host starts from the same state, and nothing waits for the sampler."""
         fd = os.memfd_create("lightning_sm_sampler_order", os.MFD_CLOEXEC)
 
@@ -340,7 +341,7 @@ class HostProcess:
                         file.write(np.ascontiguousarray(part, "<i8").data)
 
         def on_exit(status: int) -> None:
-            self._send(SamplerRun(**vars(which), why=describe_exit(status) if status else "", fds=(fd,)))
+            self._send(SamplerRun(which, describe_exit(status) if status else "", (fd,)))
             os.close(fd)
 
         self._watch(self._fork(run), on_exit)

@@ -24,7 +24,7 @@ from lightning_sm.data.host.loader import ServedLoader
 from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.seeding import watch_readers
 from lightning_sm.data.ipc.host_messages import Build, Built, NotBuilt, Ready, ShardEnded
-from lightning_sm.data.ipc.messages import MessageSocket, TypedMessage
+from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import keep_freed_memory
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import describe_exception
@@ -70,9 +70,9 @@ def run_worker(
     except Exception as error:  # noqa: BLE001  # the error of the user's code is the answer to every request
         problem = error
     with contextlib.suppress(BrokenPipeError):  # the server process died while this worker built a batch
-        Ready().send(requests)
+        requests.send(Ready())
         while (message := requests.receive()) is not None:
-            request = TypedMessage.of(message)
+            request = message
             if not isinstance(request, Build):
                 raise TypeError(f"the server process sent {request}")
             if problem is not None:
@@ -102,7 +102,7 @@ def _serve(
             arena = Arena(memory[start:])
             batch = loader.batch(one, arena, mark)
             if isinstance(batch, ShardAnswer):
-                ShardEnded(slot, batch.end).send(requests)
+                requests.send(ShardEnded(slot, batch.end))
                 return
             structure = encode(batch, arena)
             batches.append(Batch(start, arena.used, structure))
@@ -111,12 +111,12 @@ def _serve(
     except UserCodeError as error:
         _fail(requests, slot, error.__cause__ or error, error.where)
     except (BatchTypeError, BatchTooLargeError) as error:
-        NotBuilt(slot, type(error).__name__, str(error)).send(requests)
+        requests.send(NotBuilt(slot, type(error).__name__, str(error)))
     except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
         _fail(requests, slot, error, "")
     else:
         produce_s = time.perf_counter() - started
-        Built(slot, used, pieces, produce_s, pack_batches(batches)).send(requests)
+        requests.send(Built(slot, used, pieces, produce_s, pack_batches(batches)))
 
 
 def _compress(memory: np.ndarray, used: int, compression: str) -> list[tuple[int, int]]:
@@ -139,6 +139,6 @@ def _compress(memory: np.ndarray, used: int, compression: str) -> list[tuple[int
 
 def _fail(requests: MessageSocket, slot: int, error: BaseException, where: str) -> None:
     if isinstance(error, DataSettingsError):
-        NotBuilt(slot, "DataSettingsError", str(error)).send(requests)
+        requests.send(NotBuilt(slot, "DataSettingsError", str(error)))
         return
-    NotBuilt(slot, "RemoteTransformError", describe_exception(error), where).send(requests)
+    requests.send(NotBuilt(slot, "RemoteTransformError", describe_exception(error), where))

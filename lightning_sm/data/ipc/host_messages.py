@@ -5,38 +5,45 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_sm.data.ipc.messages import TypedMessage
+from lightning_sm.data.ipc.messages import Message
+from lightning_sm.data.protocol.calls import LoaderPass
+from lightning_sm.data.settings import HostSettings
 
 
 @dataclass(frozen=True)
-class Serve(TypedMessage):
+class Serve(Message):
     """To a process that has started: what it serves.
 
     Attributes:
-        settings: ``HostSettings``, as JSON values.
+        settings: How to serve.
         payload: The DataModule, pickled, for a process that has none.
     """
 
-    settings: dict[str, Any]
+    settings: HostSettings
     payload: bytes = b""
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Message:
+        """Rebuild a message of this kind from its fields."""
+        return cls(**{**facts, "settings": HostSettings.from_json(facts["settings"])})
 
 
 @dataclass(frozen=True)
-class Listening(TypedMessage):
+class Listening(Message):
     """Trainers can connect."""
 
     address: str
 
 
 @dataclass(frozen=True)
-class StartFailed(TypedMessage):
+class StartFailed(Message):
     """The data host cannot serve."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Finished(TypedMessage):
+class Finished(Message):
     """Why a data host stops serving.
 
     Attributes:
@@ -52,14 +59,14 @@ class Finished(TypedMessage):
 
 
 @dataclass(frozen=True)
-class OpenLoaders(TypedMessage):
+class RunHook(Message):
     """To the main process: a trainer's request, as ``calls.OPEN`` has parsed it."""
 
     request: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class OpenedLoaders(TypedMessage):
+class OpenedLoaders(Message):
     """The reply to a request, see ``calls.open_reply``."""
 
     opening: str
@@ -67,14 +74,15 @@ class OpenedLoaders(TypedMessage):
 
 
 @dataclass(frozen=True)
-class RunSampler(TypedMessage):
+class RunSampler(Message):
     """To the main process: a pass whose order it must find out."""
 
-    opening: str
-    loader: int
-    seed: int
-    epoch: int
-    pass_index: int
+    which: LoaderPass
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Message:
+        """Rebuild a message of this kind from its fields."""
+        return cls(**{**facts, "which": LoaderPass(**facts["which"])})
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,7 @@ class SamplerRun(RunSampler):
 
 
 @dataclass(frozen=True)
-class NewWorker(TypedMessage):
+class NewWorker(Message):
     """A worker was forked.
 
     Attributes:
@@ -114,7 +122,7 @@ class NewWorker(TypedMessage):
 
 
 @dataclass(frozen=True)
-class WorkerLost(TypedMessage):
+class WorkerLost(Message):
     """A worker has exited; ``why`` says how."""
 
     worker: int
@@ -122,19 +130,19 @@ class WorkerLost(TypedMessage):
 
 
 @dataclass(frozen=True)
-class KillWorker(TypedMessage):
+class KillWorker(Message):
     """To the main process: a worker hangs."""
 
     worker: int
 
 
 @dataclass(frozen=True)
-class JobEnds(TypedMessage):
+class JobEnds(Message):
     """No more trainers will connect."""
 
 
 @dataclass(frozen=True)
-class TrainerFinished(TypedMessage):
+class TrainerFinished(Message):
     """To the main process: the training of a rank has ended."""
 
     is_success: bool
@@ -144,12 +152,12 @@ class TrainerFinished(TypedMessage):
 
 
 @dataclass(frozen=True)
-class Ready(TypedMessage):
+class Ready(Message):
     """The worker has started."""
 
 
 @dataclass(frozen=True)
-class Build(TypedMessage):
+class Build(Message):
     """To a worker: what to build in which slot; the payload is an encoded ``RunSpec``."""
 
     slot: int
@@ -157,7 +165,7 @@ class Build(TypedMessage):
 
 
 @dataclass(frozen=True)
-class Built(TypedMessage):
+class Built(Message):
     """Batches lie in a slot.
 
     Attributes:
@@ -176,7 +184,7 @@ class Built(TypedMessage):
 
 
 @dataclass(frozen=True)
-class NotBuilt(TypedMessage):
+class NotBuilt(Message):
     """Why there are no batches, see ``worker_pool.Failed``."""
 
     slot: int
@@ -186,7 +194,7 @@ class NotBuilt(TypedMessage):
 
 
 @dataclass(frozen=True)
-class ShardEnded(TypedMessage):
+class ShardEnded(Message):
     """The virtual shard has no such batch: it has ``end`` batches; None: it has the batch that was asked about."""
 
     slot: int
@@ -197,7 +205,7 @@ class ShardEnded(TypedMessage):
 
 
 @dataclass(frozen=True)
-class Fetch(TypedMessage):
+class Fetch(Message):
     """To the server process: a trainer's request; the payload is an encoded ``RunSpec``."""
 
     number: int
@@ -206,26 +214,26 @@ class Fetch(TypedMessage):
 
 
 @dataclass(frozen=True)
-class CancelFetch(TypedMessage):
+class CancelFetch(Message):
     """To the server process: nobody wants the answer."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Release(TypedMessage):
+class Release(Message):
     """To the server process: the batches of a ``Fetched`` have been sent."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Ping(TypedMessage):
+class Ping(Message):
     """To a network process, which sends it back."""
 
 
 @dataclass(frozen=True)
-class NewRing(TypedMessage):
+class NewRing(Message):
     """A worker's ring, and the ids of all workers that there are."""
 
     worker: int
@@ -236,7 +244,7 @@ class NewRing(TypedMessage):
 
 
 @dataclass(frozen=True)
-class Fetched(TypedMessage):
+class Fetched(Message):
     """Batches lie in a worker's slot, see ``worker_pool.Produced``."""
 
     number: int
@@ -250,7 +258,7 @@ class Fetched(TypedMessage):
 
 
 @dataclass(frozen=True)
-class NotFetched(TypedMessage):
+class NotFetched(Message):
     """Why there are no batches, see ``worker_pool.Failed``."""
 
     number: int
@@ -260,7 +268,7 @@ class NotFetched(TypedMessage):
 
 
 @dataclass(frozen=True)
-class FetchEnded(TypedMessage):
+class FetchEnded(Message):
     """The virtual shard has no such batch, see ``worker_pool.Ended``."""
 
     number: int

@@ -9,8 +9,6 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -18,52 +16,25 @@ _LENGTHS = struct.Struct("<II")
 _MAX_FDS = 8
 
 
-@dataclass(frozen=True)
 class Message:
-    """A message from one process to another.
-
-    Attributes:
-        kind: What the message is about.
-        facts: JSON values.
-        payload: Raw bytes, for what is not JSON.
-        fds: Open file descriptors, owned by the receiver.
-    """
-
-    kind: str
-    facts: dict[str, Any]
-    payload: bytes = b""
-    fds: tuple[int, ...] = ()
-
-
-class TypedMessage:
     """Base of the messages: each kind is a frozen dataclass, which is its own encoding.
 
-    Its fields are JSON values, but for two names: ``payload`` is raw bytes, and ``fds`` are open file descriptors.
-    These stay open in the sender, and belong to the receiver.
+    Fields are JSON values, except for two names: ``payload`` is raw bytes, and ``fds`` are file descriptors. They stay
+    open in the sender, and belong to the receiver. A kind with dataclasses in it restores them in ``of``.
     """
 
-    _kinds: ClassVar[dict[str, type[TypedMessage]]] = {}
+    _kinds: ClassVar[dict[str, type[Message]]] = {}
 
     def __init_subclass__(cls) -> None:
         """Register a kind by its name."""
-        TypedMessage._kinds[cls.__name__] = cls
+        if cls.__name__ in Message._kinds:
+            raise TypeError(f"two kinds of message are called {cls.__name__}")
+        Message._kinds[cls.__name__] = cls
 
-    def send(self, receiver: MessageSocket) -> None:
-        """Send it.
-
-        Raises:
-            BrokenPipeError: The other end is closed.
-        """
-        facts = dict(vars(self))
-        receiver.send(type(self).__name__, facts.pop("payload", b""), facts.pop("fds", ()), **facts)
-
-    @staticmethod
-    def of(message: Message) -> TypedMessage:
-        """Convert back what was sent."""
-        kind = TypedMessage._kinds[message.kind]
-        names = kind.__dataclass_fields__  # type: ignore[attr-defined]  # of each kind
-        raw = {name: getattr(message, name) for name in ("payload", "fds") if name in names}
-        return kind(**message.facts, **raw)
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Message:
+        """Rebuild a message of this kind from its fields."""
+        return cls(**facts)
 
 
 class MessageSocket:
@@ -80,19 +51,16 @@ class MessageSocket:
         """Return the descriptor, for select and selectors."""
         return self._socket.fileno()
 
-    def send(self, kind: str, payload: bytes = b"", fds: Sequence[int] = (), **facts: Any) -> None:
+    def send(self, message: Message) -> None:
         """Send a message.
-
-        Args:
-            kind: What the message is about.
-            payload: Raw bytes.
-            fds: File descriptors to pass; they stay open in this process.
-            **facts: JSON values.
 
         Raises:
             BrokenPipeError: The other end is closed.
         """
-        head = json.dumps({"kind": kind, "num_fds": len(fds), **facts}, separators=(",", ":")).encode()
+        facts = dict(vars(message))  # dataclasses.asdict() would copy each value
+        payload = facts.pop("payload", b"")
+        fds = facts.pop("fds", ())
+        head = json.dumps([type(message).__name__, len(fds), facts], separators=(",", ":"), default=vars).encode()
         data = b"".join((_LENGTHS.pack(len(head), len(payload)), head, payload))
         with self._sending:
             sent = socket.send_fds(self._socket, [data], list(fds)) if fds else 0
@@ -162,13 +130,14 @@ class MessageSocket:
         stop = start + payload
         if len(self._received) < stop:
             return None
-        facts = json.loads(self._received[_LENGTHS.size : start])
-        message = Message(
-            facts.pop("kind"),
-            facts,
-            bytes(memoryview(self._received)[start:stop]),
-            tuple(self._fds.popleft() for _ in range(facts.pop("num_fds"))),
-        )
+        name, num_fds, facts = json.loads(self._received[_LENGTHS.size : start])
+        kind = Message._kinds[name]
+        fields = kind.__dataclass_fields__  # type: ignore[attr-defined]  # of each kind
+        if "payload" in fields:
+            facts["payload"] = bytes(memoryview(self._received)[start:stop])
+        if "fds" in fields:
+            facts["fds"] = tuple(self._fds.popleft() for _ in range(num_fds))
+        message = kind.of(facts)
         del self._received[:stop]
         return message
 

@@ -9,14 +9,15 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from lightning_sm import errors
+from lightning_sm.data.protocol.failures import with_place
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.data.settings import MAX_SHARDS
-from lightning_sm.errors import WireError
+from lightning_sm.errors import DataServiceError, WireError
 
 _INT64 = 2**63
 _MAX_DEPTH = 64
@@ -111,15 +112,184 @@ OPEN = Call(
         "trainer": dict,
     },
 )
-_PASS = {"opening": str, "loader": int, "seed": int, "epoch": int, "pass_index": int}
-# The order of a sampler: its size and digest, and if it is wanted, the part of a rank. Batch size 0: a key is a batch.
-_PART = {"rank": int, "world_size": int, "batch_size": int, "drop_last": bool, "wants_keys": bool}
-LIST = Call("List", {**_PASS, **_PART})
-# The batches in the shards of an iterable dataset that are one of several parts.
-COUNT = Call("Count", {**_PASS, "num_shards": int, "part": int, "num_parts": int})
 # A rank's figures, once it trains; rank 0 wants those of all ranks.
 HEARTBEAT = Call("Heartbeat", {"client": str, "world_size": int}, {"figures": dict, "wants_figures": bool})
 FINISH = Call("Finish", {"client": str, "outcome": str})
+
+
+@dataclass(frozen=True)
+class LoaderPass:
+    """A pass over a loader, as data hosts know it.
+
+    Attributes:
+        opening: Name of the request that opened the loader.
+        loader: Position of the loader among those that the request opened.
+        seed: Base of all random states.
+        epoch: Epoch of the training.
+        pass_index: Number of the pass over the loader within the epoch.
+    """
+
+    NAME: ClassVar[str]
+
+    opening: str
+    loader: int
+    seed: int
+    epoch: int
+    pass_index: int
+
+    @property
+    def which(self) -> LoaderPass:
+        """The pass, without what is requested of it."""
+        return LoaderPass(self.opening, self.loader, self.seed, self.epoch, self.pass_index)
+
+    def encode(self) -> bytes:
+        """Return the bytes of a request."""
+        return json.dumps(vars(self)).encode()
+
+    @classmethod
+    def parse(cls: type[_Request], data: bytes) -> _Request:
+        """Rebuild a request.
+
+        Raises:
+            WireError: It is malformed.
+        """
+        kinds = get_type_hints(cls)
+        return cls(**Call(cls.NAME, {one.name: kinds[one.name] for one in fields(cls)}).parse(data))
+
+
+_Request = TypeVar("_Request", bound=LoaderPass)
+
+
+@dataclass(frozen=True)
+class ListRequest(LoaderPass):
+    """Asks for the order of a sampler; answered by ``OrderSize`` and, if it is wanted, the part of a rank.
+
+    Attributes:
+        rank: Rank whose part it is.
+        world_size: Number of ranks that split the order.
+        batch_size: Samples per batch; 0: a key is a batch.
+        drop_last: Whether an incomplete last batch is dropped.
+        wants_keys: Whether the part of the rank is wanted.
+    """
+
+    NAME = "List"
+
+    rank: int
+    world_size: int
+    batch_size: int
+    drop_last: bool
+    wants_keys: bool
+
+
+@dataclass(frozen=True)
+class CountRequest(LoaderPass):
+    """Asks for the batches in every ``num_parts``-th shard of an iterable dataset; answered by ``ShardSizes``.
+
+    Attributes:
+        num_shards: Virtual shards of the dataset.
+        part: The first of these shards.
+        num_parts: Number of parts.
+    """
+
+    NAME = "Count"
+
+    num_shards: int
+    part: int
+    num_parts: int
+
+
+@dataclass(frozen=True)
+class Running:
+    """The user's code still runs: the trainer asks again."""
+
+
+@dataclass(frozen=True)
+class Crashed:
+    """The process that ran the user's code ended: ``how``, as a predicate."""
+
+    how: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The user's code failed: the name of an error of lightning_sm, its text, and where on the data host."""
+
+    error: str
+    text: str
+    where: str = ""
+
+    def exception(self, host: str, source: str) -> DataServiceError:
+        """Return the error of the trainer.
+
+        Args:
+            host: Name of the data host.
+            source: What the user's code is.
+        """
+        kind: type[DataServiceError] = getattr(errors, self.error)
+        return kind(with_place(self.text, ", ".join(filter(None, (f"data host {host}", self.where, source)))))
+
+
+@dataclass(frozen=True)
+class OrderSize:
+    """What a sampler yields in one pass.
+
+    Attributes:
+        num_samples: Samples of all ranks.
+        num_batches: Batches of all ranks; without a batch sampler, samples.
+        digest: Equal for equal orders.
+        num_keys: Keys of the rank's part, if it is wanted: they follow as raw int64, and after them where each batch
+            begins, and where the last one ends.
+    """
+
+    num_samples: int
+    num_batches: int
+    digest: str
+    num_keys: int = 0
+
+
+@dataclass(frozen=True)
+class ShardSizes:
+    """Batches in the shards of a part, and in shard 0, which all hosts count: are their data the same?"""
+
+    sizes: list[int]
+    first: int
+
+
+_Size = TypeVar("_Size", OrderSize, ShardSizes)
+
+
+def encode_reply(reply: OrderSize | ShardSizes | Running | Crashed | Problem) -> bytes:
+    """Return the bytes of an answer to List or Count."""
+    return json.dumps({type(reply).__name__: vars(reply)}).encode()
+
+
+def parse_reply(data: bytes, size: type[_Size], what: str) -> _Size | Running | Crashed | Problem:
+    """Parse an answer to List or Count.
+
+    Args:
+        data: The bytes.
+        size: What is wanted.
+        what: What it is and where it is from, for the error.
+
+    Raises:
+        WireError: The answer is malformed.
+    """
+    facts = _object(data, what)
+    for kind in (size, Running, Crashed, Problem):
+        hints, values = get_type_hints(kind), facts.get(kind.__name__)
+        if not isinstance(values, dict) or values.keys() != hints.keys():
+            continue
+        if all(_fits(values[name], hint) for name, hint in hints.items()) and _is_error(
+            values.get("error", "WireError")
+        ):
+            return kind(**values)
+    raise WireError(f"The {what} is malformed: {reprlib.repr(facts)}.")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind == list[int]:
+        return isinstance(value, list) and all(_fits(item, int) for item in value)
+    return _is_int(value) and value >= 0 if kind is int else isinstance(value, kind)
 
 
 def heartbeat_reply(data: bytes) -> dict[str, Any]:

@@ -16,6 +16,12 @@ from lightning_sm.errors import WireError
 _MAX_VALUE = 2.0**62
 # Digits after the point: a tenth of a millisecond.
 _DIGITS = 4
+# Sums that start again together: of the data host's process, of a rank's requests, and of its connection.
+_HOST_SUMS = (
+    ("busy_s", "capacity_s", "num_built", "built_s"),
+    ("num_received", "transfer_s", "num_retries"),
+    ("num_lost", "num_hedges"),
+)
 
 
 @dataclass
@@ -138,3 +144,47 @@ class RankFigures:
             if not is_number or (name.startswith("num_") and (type(value) is not int or value < 0)):
                 raise WireError(f"In the figures of a rank, {name} is {reprlib.repr(value)}.")
         return cls(**values)
+
+
+@dataclass(frozen=True)
+class HostFigures:
+    """What a data host did, summed up since the start of its process, or between two moments.
+
+    Attributes:
+        name: Its name, with its address.
+        state: "up", "suspect" or "down", at the end.
+        why: Why it is not up.
+        workers: Its number of workers; 0: it was never reached.
+        busy_s: Seconds that its workers worked while trainers had more to request, of all workers together.
+        capacity_s: Seconds that they could have worked in this time.
+        num_built: Number of batches that they built, for all ranks.
+        built_s: Seconds that these took.
+        num_received: Number of batches that this rank got from it.
+        transfer_s: Seconds that these were in transit.
+        num_retries: Number of this rank's requests that had to be sent again, to this host or to another.
+        num_lost: How often this rank lost the connection.
+        num_hedges: Number of this rank's requests that it sent to a second host, too, because this one was late.
+    """
+
+    name: str
+    state: str = "up"
+    why: str = ""
+    workers: int = 0
+    busy_s: float = 0.0
+    capacity_s: float = 0.0
+    num_built: int = 0
+    built_s: float = 0.0
+    num_received: int = 0
+    transfer_s: float = 0.0
+    num_retries: int = 0
+    num_lost: int = 0
+    num_hedges: int = 0
+
+    def since(self, before: HostFigures | None) -> HostFigures:
+        """Return what was added since an earlier moment; None: since the start. A restarted host counts from zero."""
+        values = {one.name: getattr(self, one.name) for one in fields(HostFigures)}
+        for names in _HOST_SUMS if before is not None else ():
+            added = {name: values[name] - getattr(before, name) for name in names}
+            if min(added.values()) >= 0:
+                values |= added
+        return HostFigures(**values)

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 from lightning_sm.data.ipc.host_messages import (
@@ -25,7 +25,7 @@ from lightning_sm.data.ipc.host_messages import (
     Release,
     Serve,
 )
-from lightning_sm.data.ipc.messages import MessageSocket, TypedMessage
+from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.server.stream import Start, nothing
 from lightning_sm.data.server.worker_pool import Answer, Failed, Produced
@@ -113,7 +113,7 @@ class _Supervisor(threading.Thread):
             if self._closed.is_set():
                 sock.shutdown()
             requests = _Requests(sock, self._start_request, self._worker_ids)
-            requests.send(Serve(asdict(self._settings)))
+            requests.send(Serve(self._settings))
             is_asked = False
             while True:
                 try:
@@ -128,7 +128,7 @@ class _Supervisor(threading.Thread):
                 if message is None:
                     break
                 is_asked = False
-                typed = TypedMessage.of(message)
+                typed = message
                 if isinstance(typed, Listening):
                     num_starts = 0
                     self.port = int(typed.address.rpartition(":")[2])
@@ -163,14 +163,14 @@ class _Requests:
         self._releases: dict[int, Callable[[], None]] = {}
         self._rings: set[int] = set()  # by worker id
         # Sent by a thread: whoever answers a request must not wait for a network process that is stopped.
-        self._outbox: queue.SimpleQueue[TypedMessage | tuple[int, Produced] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Message | tuple[int, Produced] | None] = queue.SimpleQueue()
         threading.Thread(target=self._send_all, name="to network process", daemon=True).start()
 
-    def send(self, message: TypedMessage) -> None:
+    def send(self, message: Message) -> None:
         """Send a message, soon."""
         self._outbox.put(message)
 
-    def handle(self, message: TypedMessage) -> None:
+    def handle(self, message: Message) -> None:
         """Do what the network process asks for."""
         match message:
             case Fetch(number, stream, payload):
@@ -225,7 +225,7 @@ class _Requests:
                 if isinstance(message, tuple):
                     self._send_batches(*message)
                 else:
-                    message.send(self._socket)
+                    self._socket.send(message)
         except OSError:
             logger.debug("A network process has ended; ``close`` follows.")
 
@@ -233,8 +233,8 @@ class _Requests:
         if run.worker not in self._rings:
             live = self._worker_ids()
             self._rings = {run.worker, *(self._rings & set(live))}
-            NewRing(run.worker, live, run.ring.num_slots, run.ring.slot_bytes, (run.ring.fd,)).send(self._socket)
-        Fetched(
+            self._socket.send(NewRing(run.worker, live, run.ring.num_slots, run.ring.slot_bytes, (run.ring.fd,)))
+        message = Fetched(
             number=number,
             worker=run.worker,
             slot=run.slot,
@@ -243,4 +243,5 @@ class _Requests:
             queue_s=run.queue_s,
             produce_s=run.produce_s,
             payload=run.batches,
-        ).send(self._socket)
+        )
+        self._socket.send(message)

@@ -29,7 +29,7 @@ from lightning_sm.data.ipc.host_messages import (
     Release,
     Serve,
 )
-from lightning_sm.data.ipc.messages import MessageSocket, TypedMessage
+from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import exit_when_a_thread_fails, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol import grpc_transport
@@ -65,13 +65,13 @@ class NetworkProcess:
         )
         address = grpc_transport.bind(server, self._settings.address, self._settings.credentials)
         server.start()
-        Listening(address).send(self._server)
+        self._server.send(Listening(address))
         while (message := self._server.receive()) is not None:
-            self._handle(TypedMessage.of(message))
+            self._handle(message)
         self._fetch.close()
         server.stop(_STOP_TIMEOUT_S).wait()
 
-    def _handle(self, message: TypedMessage) -> None:
+    def _handle(self, message: Message) -> None:
         match message:
             case NewRing():
                 live = set(message.live_workers)
@@ -120,9 +120,9 @@ class NetworkProcess:
         elif isinstance(answer, Produced):  # it was cancelled in the meantime
             answer.release()
 
-    def _send(self, message: TypedMessage) -> None:
+    def _send(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # the server process is gone; this process exits, too
-            message.send(self._server)
+            self._server.send(message)
 
 
 def main() -> None:
@@ -135,9 +135,9 @@ def main() -> None:
     show_log_lines()
     server = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
     message = server.receive()
-    serve = None if message is None else TypedMessage.of(message)
+    serve = message
     if isinstance(serve, Serve):
-        NetworkProcess(server, HostSettings.from_json(serve.settings)).run()
+        NetworkProcess(server, serve.settings).run()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -25,17 +25,17 @@ from lightning_sm.data.ipc.host_messages import (
     Listening,
     NewWorker,
     OpenedLoaders,
-    OpenLoaders,
+    RunHook,
     RunSampler,
     SamplerRun,
     Serve,
     TrainerFinished,
     WorkerLost,
 )
-from lightning_sm.data.ipc.messages import MessageSocket, TypedMessage
+from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import exit_when_a_thread_fails, run_and_exit
 from lightning_sm.data.protocol import calls, grpc_transport
-from lightning_sm.data.protocol.calls import Call
+from lightning_sm.data.protocol.calls import CountRequest, ListRequest
 from lightning_sm.data.protocol.spec import RunSpec
 from lightning_sm.data.server.leases import Leases, is_success
 from lightning_sm.data.server.network import Network
@@ -47,6 +47,9 @@ from lightning_sm.data.settings import MAX_SHARDS, HostSettings
 from lightning_sm.errors import DataHostMismatchError, DataSettingsError, WireError
 
 logger = logging.getLogger(__name__)
+
+_Parsed = TypeVar("_Parsed")
+_Request = TypeVar("_Request", ListRequest, CountRequest)
 
 # A call that waits for the user's setup() answers "not yet" after this time, so that the trainer can log it.
 _CALL_TIMEOUT_S = 5.0
@@ -80,7 +83,7 @@ class ServerProcess:
         self._changed = threading.Condition()
         self._requested: set[str] = set()
         self._opened: dict[str, dict[str, Any]] = {}
-        self._sampler_orders = SamplerOrders(lambda which: self._send(RunSampler(**which)))
+        self._sampler_orders = SamplerOrders(lambda which: self._send(RunSampler(which)))
         self._shard_counts = ShardCounts(self._pool)
         self._fetch = FetchMethod(self._start)
         self._network: Network | None = None
@@ -117,13 +120,13 @@ class ServerProcess:
                 continue
             if message is None:
                 break
-            self._handle(TypedMessage.of(message))
+            self._handle(message)
         self._fetch.close()
         self._network.close()
         self._server.stop(_STOP_TIMEOUT_S).wait()
         self._pool.close()
 
-    def _handle(self, message: TypedMessage) -> None:
+    def _handle(self, message: Message) -> None:
         match message:
             case NewWorker():
                 self._pool.add(message)
@@ -137,8 +140,8 @@ class ServerProcess:
                     self._forget_other_runs(opening)
                     self._opened[opening] = reply
                     self._changed.notify_all()
-            case SamplerRun(fds=(fd,)):
-                self._sampler_orders.take(vars(message), fd)
+            case SamplerRun():
+                self._sampler_orders.take(message)
 
     def _forget_other_runs(self, opening: str) -> None:
         """Forget the loaders of a run that is over; if a trainer asks for them again, so does this process."""
@@ -146,22 +149,22 @@ class ServerProcess:
         self._opened = {name: facts for name, facts in self._opened.items() if name.partition("/")[0] == run}
         self._requested = {name for name in self._requested if name in self._opened or name.partition("/")[0] == run}
 
-    def _send(self, message: TypedMessage) -> None:
+    def _send(self, message: Message) -> None:
         try:
-            message.send(self._main)
+            self._main.send(message)
         except OSError:
             logger.debug("The main process is gone; this process exits, too.")
 
     # gRPC methods
 
     def _open(self, request: bytes, context: Any) -> bytes:
-        facts = _parse(calls.OPEN, request, context)
+        facts = _parse(calls.OPEN.parse, request, context)
         opening = facts["opening"]
         with self._changed:
             if opening not in self._requested:
                 self._check_number("Open", len(self._requested - self._opened.keys()), context)
                 self._requested.add(opening)
-                self._send(OpenLoaders(facts))
+                self._send(RunHook(facts))
             self._changed.wait_for(lambda: opening in self._opened, _CALL_TIMEOUT_S)
             reply = self._opened.get(opening)
             if reply is not None and "error" in reply:
@@ -171,30 +174,30 @@ class ServerProcess:
         return json.dumps(reply or {"state": "opening"}).encode()
 
     def _list(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        facts = self._parse_for_loader(calls.LIST, next(requests, b""), context, self._sampler_orders)
+        wanted = self._parse_for_loader(ListRequest, next(requests, b""), context, self._sampler_orders)
         try:
-            yield from self._sampler_orders.answer(facts, _CALL_TIMEOUT_S)
+            yield from self._sampler_orders.answer(wanted, _CALL_TIMEOUT_S)
         except ValueError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     def _count(self, request: bytes, context: Any) -> bytes:
-        facts = self._parse_for_loader(calls.COUNT, request, context, self._shard_counts)
-        return json.dumps(self._shard_counts.answer(facts, _CALL_TIMEOUT_S, context.is_active)).encode()
+        wanted = self._parse_for_loader(CountRequest, request, context, self._shard_counts)
+        return calls.encode_reply(self._shard_counts.answer(wanted, _CALL_TIMEOUT_S, context.is_active))
 
     def _parse_for_loader(
-        self, call: Call, request: bytes, context: Any, runs: SamplerOrders | ShardCounts
-    ) -> dict[str, Any]:
+        self, kind: type[_Request], request: bytes, context: Any, runs: SamplerOrders | ShardCounts
+    ) -> _Request:
         """Parse a request that runs code of a loader, and check that this is open and that not too many run."""
-        facts = _parse(call, request, context)
-        loaders = self._opened.get(facts["opening"], {}).get("loaders", [])
-        if facts["loader"] >= len(loaders):
-            context.abort(grpc.StatusCode.NOT_FOUND, self._not_open(facts["opening"], facts["loader"]))
-        if (loaders[facts["loader"]]["order"] == "shards") is not (call is calls.COUNT):
-            why = f"{call.name} request for {loaders[facts['loader']]['name']}, whose order is another"
+        wanted = _parse(kind.parse, request, context)
+        loaders = self._opened.get(wanted.opening, {}).get("loaders", [])
+        if wanted.loader >= len(loaders):
+            context.abort(grpc.StatusCode.NOT_FOUND, self._not_open(wanted.opening, wanted.loader))
+        if (loaders[wanted.loader]["order"] == "shards") is not (kind is CountRequest):
+            why = f"{kind.NAME} request for {loaders[wanted.loader]['name']}, whose order is another"
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
-        if not runs.is_known(facts):
-            self._check_number(call.name, runs.num_running, context)
-        return facts
+        if not runs.is_known(wanted):
+            self._check_number(kind.NAME, runs.num_running, context)
+        return wanted
 
     def _start(self, client: object, payload: bytes, answer: Callable[[Answer], None]) -> Callable[[], None]:
         """Queue a request for the workers, and return what cancels it.
@@ -227,7 +230,7 @@ class ServerProcess:
             )
 
     def _heartbeat(self, request: bytes, context: Any) -> bytes:
-        facts = _parse(calls.HEARTBEAT, request, context)
+        facts = _parse(calls.HEARTBEAT.parse, request, context)
         try:
             with self._leasing:
                 self._leases.heartbeat(facts["client"], facts["world_size"], time.monotonic())
@@ -258,7 +261,7 @@ class ServerProcess:
         return json.dumps(state).encode()
 
     def _finish(self, request: bytes, context: Any) -> bytes:
-        facts = _parse(calls.FINISH, request, context)
+        facts = _parse(calls.FINISH.parse, request, context)
         client = facts["client"]
         outcome = facts["outcome"][:_MAX_OUTCOME_CHARS]
         with self._leasing:
@@ -281,9 +284,9 @@ def _shard_of(spec: RunSpec) -> int:
     raise WireError(f"a request for shards with the keys {[batch.keys[:8].tolist() for batch in spec.batches[:8]]}")
 
 
-def _parse(call: Call, request: bytes, context: Any) -> dict[str, Any]:
+def _parse(parse: Callable[[bytes], _Parsed], request: bytes, context: Any) -> _Parsed:
     try:
-        return call.parse(request)
+        return parse(request)
     except WireError as error:
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         raise  # never reached: abort raises
@@ -300,9 +303,9 @@ def main() -> None:
     show_log_lines()
     main_process = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
     message = main_process.receive()
-    serve = None if message is None else TypedMessage.of(message)
+    serve = message
     if isinstance(serve, Serve):
-        ServerProcess(main_process, HostSettings.from_json(serve.settings)).run()
+        ServerProcess(main_process, serve.settings).run()
 
 
 if __name__ == "__main__":

@@ -6,20 +6,19 @@ import json
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lightning_sm.data.ipc.host_messages import SamplerRun
 from lightning_sm.data.plan.order import IndexArray
 from lightning_sm.data.plan.samples import BatchPlan, SamplePlan
+from lightning_sm.data.protocol.calls import Crashed, ListRequest, LoaderPass, OrderSize, Problem, Running, encode_reply
 from lightning_sm.data.protocol.spec import CHUNK_BYTES
 
 # Ranks are at most an epoch apart. For a slower rank the sampler runs again.
 _NUM_KEPT = 2
-
-_Which: TypeAlias = tuple[str, int, int, int, int]
 
 
 @dataclass
@@ -27,12 +26,12 @@ class _Order:
     """What a sampler yields in one pass.
 
     Attributes:
-        head: Its size and digest, or why there is none; None while the sampler runs.
+        size: Its size and digest, or why there is none.
         keys: What the dataset is indexed with.
         offsets: For batch samplers, where each batch starts, and where the last one ends.
     """
 
-    head: dict[str, Any] | None = None
+    size: OrderSize | Running | Crashed | Problem
     keys: IndexArray | None = None
     offsets: IndexArray | None = None
 
@@ -44,101 +43,93 @@ class SamplerOrders:
         run: Asks the main process to run a sampler; ``take`` gets what it yields.
     """
 
-    def __init__(self, run: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, run: Callable[[LoaderPass], None]) -> None:
         self._run = run
         self._changed = threading.Condition()
-        self._orders: dict[_Which, _Order] = {}  # the newest is last
+        self._orders: dict[LoaderPass, _Order] = {}  # the newest is last
 
     @property
     def num_running(self) -> int:
         """Samplers that have not ended."""
         with self._changed:
-            return sum(order.head is None for order in self._orders.values())
+            return sum(order.size == Running() for order in self._orders.values())
 
-    def is_known(self, facts: Mapping[str, Any]) -> bool:
+    def is_known(self, request: LoaderPass) -> bool:
         """Return whether the sampler has run for a pass, or runs."""
         with self._changed:
-            return _which(facts) in self._orders
+            return request.which in self._orders
 
-    def answer(self, facts: dict[str, Any], timeout_s: float) -> Iterator[bytes]:
+    def answer(self, request: ListRequest, timeout_s: float) -> Iterator[bytes]:
         """Yield a line of JSON about the order, and the batches of a rank, if it wants them, as raw int64.
 
         Args:
-            facts: The request.
+            request: The request.
             timeout_s: How long to wait for the sampler, which goes on running.
 
         Raises:
             ValueError: The rank does not exist, or its batch size is negative.
         """
-        which = _which(facts)
+        which = request.which
         with self._changed:
             if which not in self._orders:
-                self._orders[which] = _Order()
-                self._run({name: facts[name] for name in ("opening", "loader", "seed", "epoch", "pass_index")})
-            self._changed.wait_for(lambda: self._order(which).head is not None, timeout_s)
+                self._orders[which] = _Order(Running())
+                self._run(which)
+            self._changed.wait_for(lambda: self._order(which).size != Running(), timeout_s)
             order = self._order(which)
-            if order.head is not None and "lost" in order.head:  # the sampler runs again for the next trainer that asks
+            if isinstance(order.size, Crashed):  # the sampler runs again for the next trainer that asks
                 self._orders.pop(which, None)
-        if order.head is None or order.keys is None or not facts["wants_keys"]:
-            yield json.dumps(order.head or {"state": "listing"}).encode() + b"\n"
+        if not isinstance(order.size, OrderSize) or order.keys is None or not request.wants_keys:
+            yield encode_reply(order.size) + b"\n"
             return
-        keys, offsets = _part(order.keys, order.offsets, facts)
-        yield json.dumps({**order.head, "num_keys": len(keys)}).encode() + b"\n"
+        keys, offsets = _part(order.keys, order.offsets, request)
+        yield encode_reply(replace(order.size, num_keys=len(keys))) + b"\n"
         for part in (keys, offsets):
             data = part.astype("<i8", copy=False).data.cast("B") if len(part) else b""
             for start in range(0, len(data), CHUNK_BYTES):
                 yield bytes(data[start : start + CHUNK_BYTES])
 
-    def take(self, facts: Mapping[str, Any], fd: int) -> None:
-        """Keep what a sampler has yielded.
-
-        Args:
-            facts: The pass, and why the process that ran the sampler ended, if it crashed ("why").
-            fd: Memory with the answer: a line of JSON, keys and offsets.
-        """
-        order = _Order({"lost": facts["why"]}) if facts["why"] else _read(fd)
+    def take(self, run: SamplerRun) -> None:
+        """Keep what a sampler has yielded."""
+        (fd,) = run.fds
+        which = run.which
+        order = _Order(Crashed(run.why)) if run.why else _read(fd)
         os.close(fd)
-        which = _which(facts)
         with self._changed:
             self._orders.pop(which, None)
             self._orders[which] = order
             # Those of other runs, and of older passes of this loader. A sampler that runs is awaited.
-            done = [key for key, other in self._orders.items() if other.head is not None]
+            done = [key for key, other in self._orders.items() if other.size != Running()]
             same = [key for key in done if _loader_of(key) == _loader_of(which)]
             for key in [*same[:-_NUM_KEPT], *(key for key in done if _run_of(key) != _run_of(which))]:
                 del self._orders[key]
             self._changed.notify_all()
 
-    def _order(self, which: _Which) -> _Order:
-        return self._orders.get(which, _Order())
+    def _order(self, which: LoaderPass) -> _Order:
+        return self._orders.get(which, _Order(Running()))
 
 
 def _read(fd: int) -> _Order:
     with mmap.mmap(fd, 0) as memory:
-        size = memory.find(b"\n") + 1
-        head = json.loads(memory[:size])
+        start = memory.find(b"\n") + 1
+        head = json.loads(memory[:start])
     if "error" in head:
-        return _Order(head)
-    num_keys, num_offsets = head["num_samples"], head.pop("num_offsets")
+        return _Order(Problem(**head))
+    num_offsets = head.pop("num_offsets")
+    size = OrderSize(**head)
     # Mapped, not copied: the arrays keep the memory alive.
-    values = np.frombuffer(mmap.mmap(fd, 0), "<i8", num_keys + num_offsets, offset=size)
-    return _Order(head, values[:num_keys], values[num_keys:] if num_offsets else None)
+    values = np.frombuffer(mmap.mmap(fd, 0), "<i8", size.num_samples + num_offsets, offset=start)
+    return _Order(size, values[: size.num_samples], values[size.num_samples :] if num_offsets else None)
 
 
-def _part(keys: IndexArray, offsets: IndexArray | None, facts: Mapping[str, Any]) -> tuple[IndexArray, IndexArray]:
-    rank, world_size = facts["rank"], facts["world_size"]
-    if offsets is not None or facts["batch_size"] == 0:
-        return BatchPlan(keys, offsets, rank, world_size).batches()
-    return SamplePlan(keys, facts["batch_size"], facts["drop_last"], rank, world_size).batches()
+def _part(keys: IndexArray, offsets: IndexArray | None, request: ListRequest) -> tuple[IndexArray, IndexArray]:
+    if offsets is not None or request.batch_size == 0:
+        return BatchPlan(keys, offsets, request.rank, request.world_size).batches()
+    return SamplePlan(keys, request.batch_size, request.drop_last, request.rank, request.world_size).batches()
 
 
-def _which(facts: Mapping[str, Any]) -> _Which:
-    return facts["opening"], facts["loader"], facts["seed"], facts["epoch"], facts["pass_index"]
+def _run_of(which: LoaderPass) -> str:
+    return which.opening.partition("/")[0]
 
 
-def _run_of(which: _Which) -> str:
-    return which[0].partition("/")[0]
-
-
-def _loader_of(which: _Which) -> tuple[str, int]:
-    return which[0].rpartition("/")[0], which[1]
+def _loader_of(which: LoaderPass) -> tuple[str, int]:
+    return which.opening.rpartition("/")[0], which.loader

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
+from lightning_sm.data.protocol.calls import CountRequest, LoaderPass, Problem, Running, ShardSizes
 from lightning_sm.data.protocol.spec import BatchSpec, RunSpec
 from lightning_sm.data.server.worker_pool import Answer, Ended, Produced, Task, WorkerPool
 
@@ -30,7 +29,7 @@ class _Count:
     num_shards: int
     missing: dict[int, Task] = field(default_factory=dict)  # by shard
     sizes: dict[int, int] = field(default_factory=dict)
-    problem: dict[str, str] | None = None
+    problem: Problem | None = None
     num_crashes: int = 0
     num_waiting: int = 0
 
@@ -49,12 +48,12 @@ class ShardCounts:
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
         self._changed = threading.Condition()
-        self._counts: dict[str, _Count] = {}  # the newest is last
+        self._counts: dict[LoaderPass, _Count] = {}  # the newest is last
 
-    def is_known(self, facts: Mapping[str, Any]) -> bool:
+    def is_known(self, request: LoaderPass) -> bool:
         """Return whether a part has been counted, or is being counted."""
         with self._changed:
-            return _key(facts) in self._counts
+            return request in self._counts
 
     @property
     def num_running(self) -> int:
@@ -62,43 +61,39 @@ class ShardCounts:
         with self._changed:
             return sum(not count.is_over for count in self._counts.values())
 
-    def answer(self, facts: Mapping[str, Any], timeout_s: float, is_wanted: Callable[[], bool]) -> dict[str, Any]:
-        """Return the batches in every ``num_parts``-th shard from ``part`` on ("sizes"), and in shard 0 ("first").
-
-        All hosts count shard 0, which shows whether they have the same data.
+    def answer(
+        self, request: CountRequest, timeout_s: float, is_wanted: Callable[[], bool]
+    ) -> ShardSizes | Running | Problem:
+        """Return the batches in the shards that a request names.
 
         Args:
-            facts: The request.
+            request: The request.
             timeout_s: How long to wait for the workers, which go on counting.
             is_wanted: Whether the trainer still waits. When the last one is gone the count is given up: the dataset may
                 have no end.
-
-        Returns:
-            Also ``{"state": "counting"}``, or an error ("error" and "text").
         """
-        part = range(facts["part"], facts["num_shards"], facts["num_parts"])
+        part = range(request.part, request.num_shards, request.num_parts)
         with self._changed:
-            count = self._counts.get(_key(facts)) or self._start(facts, part)
+            count = self._counts.get(request) or self._start(request, part)
             deadline = time.monotonic() + timeout_s
             count.num_waiting += 1
             while not count.is_over and is_wanted() and time.monotonic() < deadline:
                 self._changed.wait(_PERIOD_S)
             count.num_waiting -= 1
             if not (count.is_over or count.num_waiting or is_wanted()):
-                self._counts.pop(_key(facts), None)
+                self._counts.pop(request, None)
                 self._cancel(count)
-                return {"state": "counting"}
+                return Running()
             if count.problem is not None:
-                return dict(count.problem)
+                return count.problem
             if count.missing:
-                return {"state": "counting"}
-            return {"sizes": [count.sizes[shard] for shard in part], "first": count.sizes[0]}
+                return Running()
+            return ShardSizes([count.sizes[shard] for shard in part], count.sizes[0])
 
-    def _start(self, facts: Mapping[str, Any], part: range) -> _Count:
-        request = RunSpec(facts["opening"], facts["loader"], ())
-        names = ("seed", "epoch", "pass_index")
-        batch = BatchSpec(**{name: facts[name] for name in names}, step=0, rank=0, keys=np.empty(0, np.int64))
-        count = self._counts[_key(facts)] = _Count(request, batch, facts["num_shards"])
+    def _start(self, request: CountRequest, part: range) -> _Count:
+        spec = RunSpec(request.opening, request.loader, ())
+        batch = BatchSpec(request.seed, request.epoch, request.pass_index, 0, 0, np.empty(0, np.int64))
+        count = self._counts[request] = _Count(spec, batch, request.num_shards)
         over = [key for key, other in self._counts.items() if other.is_over]
         for key in over[:-_NUM_KEPT]:
             del self._counts[key]
@@ -128,7 +123,7 @@ class ShardCounts:
             else:
                 where = f"{answer.where}, while counting the batches of shard {shard} of {count.num_shards}"
                 error = "RemoteTransformError" if answer.error == "WorkerLost" else answer.error
-                count.problem = {"error": error, "text": answer.text, "where": where}
+                count.problem = Problem(error, answer.text, where)
                 self._cancel(count)
             self._changed.notify_all()
 
@@ -136,7 +131,3 @@ class ShardCounts:
         for task in count.missing.values():
             self._pool.cancel(task)
         count.missing.clear()
-
-
-def _key(facts: Mapping[str, Any]) -> str:
-    return json.dumps(facts, sort_keys=True)

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lightning_sm.data.ipc.host_messages import Build, Built, NewWorker, NotBuilt, Ready, ShardEnded
-from lightning_sm.data.ipc.messages import MessageSocket, TypedMessage
+from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.ring import Ring
 
 # A worker hangs on a cancelled task if it takes this many times longer than the longest one before.
@@ -328,7 +328,7 @@ class WorkerPool:
             worker.task = task
             worker.task_started = time.perf_counter()
             with contextlib.suppress(OSError):  # the worker died; ``lose`` will answer the task
-                Build(worker.free_slots.pop(), task.payload).send(worker.socket)
+                worker.socket.send(Build(worker.free_slots.pop(), task.payload))
 
     def _next_task(self, workers: list[_Worker]) -> Task | None:
         """Take the next task for one of some workers out of its queue: clients in turn, tasks in their order."""
@@ -401,13 +401,13 @@ class WorkerPool:
                 # It is exiting: the main process, its parent, will report how.
                 self._disconnect(worker)
                 return
-            answers = [self._process(worker, TypedMessage.of(message)) for message in messages]
+            answers = [self._process(worker, message) for message in messages]
             self._close_if_retired(worker)
             self._dispatch()
         for answer in answers:
             answer()
 
-    def _process(self, worker: _Worker, message: TypedMessage) -> Callable[[], None]:
+    def _process(self, worker: _Worker, message: Message) -> Callable[[], None]:
         """Update the state of a worker; return a function that answers its task, to be called without the lock."""
         if isinstance(message, Ready):
             worker.state = _State.READY

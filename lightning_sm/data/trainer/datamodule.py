@@ -24,6 +24,7 @@ from lightning_sm._lightning import (
 )
 from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.host.data_host import LOCAL_JOB, DataHost
+from lightning_sm.data.ipc.feeder_messages import LoaderPlace, OpenLoaders
 from lightning_sm.data.plan.order import ORDER_VERSION
 from lightning_sm.data.plan.shards import default_num_shards
 from lightning_sm.data.protocol.failures import first_line
@@ -33,7 +34,6 @@ from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings, default_window
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.loader import RemoteLoader
-from lightning_sm.data.trainer.passes import LoaderPlace
 from lightning_sm.data.trainer.position import Progress, position_of
 from lightning_sm.data.trainer.reporter import Reporter
 from lightning_sm.data.trainer.slots import SlotPool
@@ -363,18 +363,18 @@ class RemoteDataModule(LightningDataModule):
     def _request_loaders(self, loaders: str) -> dict[str, Any]:
         """Let the data hosts open their loaders of a stage, or only run ``setup`` if ``loaders`` is empty."""
         trainer = self.trainer
-        request: dict[str, Any] = {
-            "opening": self._request_name(loaders),
-            "run": self._run,
-            "stage": self._stage,
-            "loaders": loaders,
-            "epoch": self._reload_epoch(loaders),
+        request = OpenLoaders(
+            opening=self._request_name(loaders),
+            run=self._run,
+            stage=self._stage or "",
+            loaders=loaders,
+            epoch=self._reload_epoch(loaders),
             # Not that of a checkpoint, which is loaded after setup().
-            "seed": self._run_seed,
-            "prepares_everywhere": bool(self._datamodule.prepare_data_per_node),
-            "state": self._state_for_hosts,
-            "trainer": {name: getattr(trainer, name, None) for name in TRAINER_FACTS},
-        }
+            seed=self._run_seed,
+            prepares_everywhere=bool(self._datamodule.prepare_data_per_node),
+            state=self._state_for_hosts,
+            trainer={name: getattr(trainer, name, None) for name in TRAINER_FACTS},
+        )
         return self._feeder.open_loaders(request, self._settings.startup_timeout_s)
 
     def _request_name(self, loaders: str) -> str:
@@ -519,8 +519,8 @@ class RemoteDataModule(LightningDataModule):
 
     def _default_window(self) -> int:
         """Return the window for the workers that the data hosts have, as far as they are known."""
-        hosts = self._feeder.state()["hosts"][: len(self._addresses)]  # the local workers come last, and late
-        known: list[int] = [host["workers"] for host in hosts if host["workers"]]
+        hosts = self._feeder.state().hosts[: len(self._addresses)]  # the local workers come last, and late
+        known = [host.workers for host in hosts if host.workers]
         workers = sum(known) * len(self._addresses) // max(1, len(known))
         workers += self._settings.local_workers * (1 if self.trainer is None else self.trainer.num_nodes)
         return default_window(workers, self._ranks()[1])

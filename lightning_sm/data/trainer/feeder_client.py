@@ -9,15 +9,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import wraps
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeAlias, TypeVar, cast
 
 from lightning_sm import errors
-from lightning_sm.data.ipc import delivery
+from lightning_sm.data.ipc import feeder_messages as kinds
 from lightning_sm.data.ipc.messages import RELEASE, Message, Released
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
+from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.data.settings import Credentials
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,8 @@ _EXIT_TIMEOUT_S = 10.0
 # How soon a slot is released that a GPU has read, while the training waits for a batch.
 _SLOT_POLL_S = 0.002
 
+
+_OfPass: TypeAlias = kinds.Delivery | kinds.EndOfPass | kinds.Length | kinds.Failed
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -77,37 +79,28 @@ class FeederClient:
         self._pid = os.getpid()
         self._is_quiet = is_quiet
         self._turn = threading.RLock()
-        self._inboxes: dict[int, deque[Message]] = {}
+        self._inboxes: dict[int, deque[_OfPass]] = {}
         self._opened: dict[str, dict[str, Any]] = {}
-        self._error: Message | None = None
-        self._states: list[dict[str, Any]] = []
-        self._lengths: dict[int, Message] = {}
-        self._num_lengths = 0
+        self._error: kinds.Failed | None = None
+        self._states: list[kinds.State] = []
         self._num_rings = 0
         self._num_passes = 0
-        settings = {
-            "addresses": list(addresses),
-            "credentials": asdict(credentials),
-            "client": dict(client),
-            "hedge_factor": hedge_factor,
-            "is_quiet": is_quiet,
-        }
-        self._socket.send("feed", settings=settings)
+        self._socket.send(kinds.Configure(list(addresses), credentials, dict(client), hedge_factor, is_quiet))
 
     @_in_turn
-    def open_loaders(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    def open_loaders(self, request: kinds.OpenLoaders, timeout_s: float) -> dict[str, Any]:
         """Let all data hosts run ``setup`` and open their loaders; return the loaders that they agree on.
 
         Args:
-            request: The loaders to open; "opening" is the name of the request.
+            request: The loaders to open.
             timeout_s: Time until the first host must have opened them, in seconds.
 
         Raises:
             DataServiceError: A host failed, the hosts disagree, or none answered in time.
         """
-        self._send("open", **request)
-        name = request["opening"]
-        hook = f"{request['loaders']}_dataloader()" if request["loaders"] else f"setup({request['stage']!r})"
+        self._send(request)
+        name = request.opening
+        hook = f"{request.loaders}_dataloader()" if request.loaders else f"setup({request.stage!r})"
         if not self._wait(lambda: name in self._opened, timeout_s, f"the data hosts to run {hook}", logging.INFO):
             raise errors.DataHostUnreachableError(
                 f"No data host has run {hook} within {timeout_s:.0f} s (data_service.startup_timeout_s).\n"
@@ -120,48 +113,45 @@ class FeederClient:
     def add_ring(self, ring: Ring) -> int:
         """Share a ring with the feeder, and return its number."""
         self._num_rings += 1
-        self._socket.send(
-            "ring", fds=[ring.fd], ring=self._num_rings, num_slots=ring.num_slots, slot_bytes=ring.slot_bytes
-        )
+        self._socket.send(kinds.ShareRing(self._num_rings, ring.num_slots, ring.slot_bytes, (ring.fd,)))
         return self._num_rings
 
     @_in_turn
-    def start_pass(self, facts: Mapping[str, Any]) -> int:
+    def start_pass(
+        self, place: kinds.LoaderPlace, loader: LoaderFacts, position: kinds.Position, ring: int, *, tells_keys: bool
+    ) -> int:
         """Start a pass over a loader, and return its number."""
-        self._num_passes += 1
-        self._inboxes[self._num_passes] = deque()
-        self._send("start", pass_id=self._num_passes, **facts)
-        return self._num_passes
+        pass_id = self._new_pass()
+        self._send(kinds.StartPass(pass_id, place, loader, position, ring, tells_keys))
+        return pass_id
 
     @_in_turn
-    def length(self, facts: Mapping[str, Any], timeout_s: float) -> tuple[int, int]:
+    def length(self, place: kinds.LoaderPlace, loader: LoaderFacts, position: kinds.Position) -> kinds.Length:
         """Have a data host determine the length of a pass by running the user's sampler or reading the dataset.
 
-        Args:
-            facts: The pass, as for ``start_pass``.
-            timeout_s: Timeout in seconds.
-
-        Returns:
-            Steps of the pass, and batches of all ranks that it leaves out.
-
         Raises:
-            DataServiceError: The user's code failed, or did not end in time.
+            DataServiceError: The user's code failed, or did not end within the timeout of the loader.
         """
-        self._num_lengths += 1
-        number = self._num_lengths
-        self._send("measure", number=number, **facts)
-        source = "dataset" if facts["order"] == "shards" else "sampler"
-        if not self._wait(lambda: number in self._lengths, timeout_s, f"the length of a {source}", logging.INFO):
-            fix = "Set data_service.batches_per_epoch" if source == "dataset" else "Make it finite"
-            raise errors.DataTimeoutError(
-                f"No data host has reached the end of the {source} within {timeout_s:.0f} s "
-                f"(data_service.batch_timeout_s).\n{self.describe()}\n"
-                f"The {source} may be infinite. {fix}, or raise data_service.batch_timeout_s."
-            )
-        answer = self._lengths.pop(number)
-        if "error" in answer.facts:
-            raise _error(answer)
-        return int(answer.facts["num_steps"]), int(answer.facts["num_dropped"])
+        pass_id = self._new_pass()
+        self._send(kinds.MeasurePass(pass_id, place, loader, position))
+        source = "dataset" if loader.order == "shards" else "sampler"
+        if self._wait(self._has(pass_id), place.timeout_s, f"the length of a {source}", logging.INFO, pass_id=pass_id):
+            return cast("kinds.Length", self._inboxes.pop(pass_id)[0])
+        fix = "Set data_service.batches_per_epoch" if source == "dataset" else "Make it finite"
+        raise errors.DataTimeoutError(
+            f"No data host has reached the end of the {source} within {place.timeout_s:.0f} s "
+            f"(data_service.batch_timeout_s).\n{self.describe()}\n"
+            f"The {source} may be infinite. {fix}, or raise data_service.batch_timeout_s."
+        )
+
+    def _has(self, pass_id: int) -> Callable[[], bool]:
+        inbox = self._inboxes[pass_id]
+        return lambda: bool(inbox) and not isinstance(inbox[0], kinds.Failed)
+
+    def _new_pass(self) -> int:
+        self._num_passes += 1
+        self._inboxes[self._num_passes] = deque()
+        return self._num_passes
 
     def close_pass(self, pass_id: int) -> None:
         """End a pass; may be called from a finalizer."""
@@ -171,8 +161,8 @@ class FeederClient:
             self._discard(inbox.popleft())
 
     @_in_turn
-    def next(self, pass_id: int, timeout_s: float, poll: Callable[[], bool]) -> Message:
-        """Wait for the next batches of a pass, or its end: a message of kind "batches" or "end".
+    def next(self, pass_id: int, timeout_s: float, poll: Callable[[], bool]) -> _OfPass:
+        """Wait for the next batches of a pass, or its end.
 
         Args:
             pass_id: Number of the pass.
@@ -183,18 +173,13 @@ class FeederClient:
         Raises:
             DataServiceError: The batch failed, or did not arrive in time.
         """
-        inbox = self._inboxes[pass_id]
-
-        def is_ready() -> bool:
-            return bool(inbox) and inbox[0].kind != "error"
-
-        if self._wait(is_ready, timeout_s, "a batch", logging.WARNING, pass_id=pass_id, poll=poll):
-            return inbox.popleft()
+        if self._wait(self._has(pass_id), timeout_s, "a batch", logging.WARNING, pass_id=pass_id, poll=poll):
+            return self._inboxes[pass_id].popleft()
         end = (
             f"within {timeout_s:.0f} s (data_service.batch_timeout_s).\n{self.describe()}\n"
             "See the logs of the data hosts for the cause."
         )
-        if any(host["state"] == "up" for host in self.state()["hosts"]):
+        if any(host.state == "up" for host in self.state().hosts):
             raise errors.DataTimeoutError(f"No batch arrived {end}")
         raise errors.DataHostUnreachableError(f"All data hosts are unreachable, and no batch arrived {end}")
 
@@ -207,9 +192,9 @@ class FeederClient:
         self._release(Released.SLOT, ring, slot)
 
     @_in_turn
-    def state(self) -> dict[str, Any]:
+    def state(self) -> kinds.State:
         """Return the feeder's view of hosts and passes."""
-        self._send("state")
+        self._send(kinds.AskState())
         deadline = time.monotonic() + _EXIT_TIMEOUT_S
         self._states.clear()
         while not self._states:
@@ -218,9 +203,9 @@ class FeederClient:
         return self._states.pop()
 
     @_in_turn
-    def share(self, figures: Mapping[str, float]) -> None:
+    def share(self, figures: dict[str, float]) -> None:
         """Let the data hosts know what this rank has measured; rank 0 finds it in its ``state``."""
-        self._send("figures", figures=figures)
+        self._send(kinds.ShareFigures(figures))
 
     def describe(self) -> str:
         """Return lines about hosts and passes, for messages."""
@@ -229,14 +214,14 @@ class FeederClient:
         except errors.DataServiceError as error:  # a message must not end a training
             return f"  {error}"
         lines = []
-        for host in state["hosts"]:
-            why = f" ({host['why']})" if host["why"] else ""
-            busy = f", {host['busy']} of {host['workers']} workers busy" if host["workers"] is not None else ""
-            lines.append(f"  {host['name']}: {host['state']}{why}{busy}, requests in flight: {host['in_flight']}")
-        for one in state["passes"]:
-            requests = ", ".join(f"{request['host']} {request['for_s']:.1f} s ago" for request in one["asked"])
+        for host in state.hosts:
+            why = f" ({host.why})" if host.why else ""
+            busy = f", {host.busy} of {host.workers} workers busy" if host.workers else ""
+            lines.append(f"  {host.name}: {host.state}{why}{busy}, requests in flight: {host.in_flight}")
+        for one in state.passes:
+            requests = ", ".join(f"{host} {for_s:.1f} s ago" for host, for_s in one.requested)
             where = f"requested from {requests}" if requests else "not requested"
-            lines.append(f"  waiting for batch {one['waiting_for']}: {where}; {one['ready']} buffered")
+            lines.append(f"  waiting for batch {one.waiting_for}: {where}; {one.ready} buffered")
         return "\n".join(lines)
 
     def close(self, outcome: str) -> None:
@@ -248,7 +233,7 @@ class FeederClient:
         if self._releases < 0 or os.getpid() != self._pid:
             return
         try:
-            self._socket.send("finish", outcome=outcome)
+            self._socket.send(kinds.Finish(outcome))
         except OSError:
             logger.debug("The feeder process has already exited.")
         self._socket.close()
@@ -265,9 +250,9 @@ class FeederClient:
         """Process id of the feeder."""
         return self._process.pid
 
-    def _send(self, kind: str, **facts: Any) -> None:
+    def _send(self, message: Message) -> None:
         try:
-            self._socket.send(kind, **facts)
+            self._socket.send(message)
         except OSError:
             self._raise_ended()
 
@@ -298,7 +283,7 @@ class FeederClient:
         Raises:
             DataServiceError: The feeder reported an error, of this pass or of all.
         """
-        if self._is_quiet and pass_id is None:
+        if self._is_quiet and level == logging.INFO:
             level = logging.DEBUG
         deadline = time.monotonic() + timeout_s
         report_at = time.monotonic() + _REPORT_PERIOD_S
@@ -323,34 +308,33 @@ class FeederClient:
             return False
         if message is None:
             self._raise_ended()
-        elif message.kind == "opened":
-            self._opened[message.facts["opening"]] = message.facts
-        elif message.kind == "state":
-            self._states.append(message.facts)
-        elif message.kind == "length":
-            self._lengths[message.facts["number"]] = message
-        elif message.kind == "error" and message.facts["pass_id"] is None:
-            self._error = message
-        elif (inbox := self._inboxes.get(message.facts["pass_id"])) is not None:
-            inbox.append(message)
-            # A finalizer may have closed the pass after the lookup.
-            if message.facts["pass_id"] not in self._inboxes and inbox:
-                self._discard(inbox.popleft())
-        else:  # of a pass that has been closed since
-            self._discard(message)
+        match message:
+            case kinds.Opened() as opened:
+                self._opened[opened.opening] = opened.reply
+            case kinds.State() as state:
+                self._states.append(state)
+            case kinds.Failed(pass_id=None) as error:
+                self._error = error
+            case kinds.Delivery() | kinds.EndOfPass() | kinds.Length() | kinds.Failed() as of_pass:
+                inbox = self._inboxes.get(of_pass.pass_id or 0)
+                if inbox is None:  # of a pass that has been closed since
+                    self._discard(of_pass)
+                    return True
+                inbox.append(of_pass)
+                # A finalizer may have closed the pass after the lookup.
+                if of_pass.pass_id not in self._inboxes and inbox:
+                    self._discard(inbox.popleft())
         return True
 
-    def _discard(self, message: Message) -> None:
-        if message.kind == delivery.KIND:
-            self.release(message.facts["ring"], message.facts["slot"])
+    def _discard(self, message: _OfPass) -> None:
+        if isinstance(message, kinds.Delivery):
+            self.release(message.ring, message.slot)
 
     def _raise_error(self, pass_id: int | None) -> None:
         """Raise an error that ends all passes, or the one at which a pass has arrived."""
-        if self._error is not None:
-            raise _error(self._error)
-        inbox = self._inboxes[pass_id] if pass_id is not None else ()
-        if inbox and inbox[0].kind == "error":
-            raise _error(inbox[0])
+        error = self._error or next(iter(self._inboxes.get(pass_id or 0, ())), None)
+        if isinstance(error, kinds.Failed):
+            raise error.exception()
 
     def _raise_ended(self) -> NoReturn:
         status = self._process.wait()
@@ -358,8 +342,3 @@ class FeederClient:
             f"The feeder process of this rank (pid {self._process.pid}) {describe_exit(status)}. Without it, this rank "
             "receives no batches."
         )
-
-
-def _error(message: Message) -> Exception:
-    kind: type[Exception] = getattr(errors, message.facts["error"], errors.DataServiceError)
-    return kind(message.facts["text"])

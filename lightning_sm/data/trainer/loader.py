@@ -10,11 +10,11 @@ from typing import Any
 
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from lightning_sm.data.ipc.delivery import Delivery
+from lightning_sm.data.ipc.feeder_messages import Delivery, EndOfPass, LoaderPlace, Position
 from lightning_sm.data.plan.samples import num_steps
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.data.trainer.feeder_client import FeederClient
-from lightning_sm.data.trainer.passes import FIRST_BY_HAND, LoaderPlace, Position, ShardPasses
+from lightning_sm.data.trainer.passes import FIRST_BY_HAND, ShardPasses
 from lightning_sm.data.trainer.slots import SlotPool, SlotRing
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,8 @@ class RemoteLoader:
         )
 
     def _count_on_host(self) -> tuple[int, int]:
-        return self._client.length(self._pass_facts(Position(epoch=max(self.epoch, 0))), self.place.timeout_s)
+        length = self._client.length(self.place, self.facts, Position(epoch=max(self.epoch, 0)))
+        return length.num_steps, length.num_dropped
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass, from 0; Lightning calls it through ``sampler``."""
@@ -143,36 +144,6 @@ class RemoteLoader:
             return position if self._shards is None else self._shards.whole(position)
         self.num_passes += 1
         return position if self._shards is None else self._shards.begin(position)
-
-    def _pass_facts(self, position: Position) -> dict[str, Any]:
-        place = self.place
-        facts = self.facts
-        return {
-            "template": {
-                "opening": place.request_name,
-                "loader": place.index,
-                "seed": place.seed,
-                "epoch": position.epoch,
-                "pass_index": position.pass_index,
-                "rank": place.rank,
-                "compression": place.compression,
-            },
-            "stage": place.stage,
-            "order": facts.order,
-            "order_version": place.order_version,
-            "num_samples": facts.num_samples,
-            "batch_size": facts.batch_size,
-            "drop_last": facts.drop_last,
-            "rank": place.rank,
-            "world_size": place.world_size,
-            "num_shards": place.num_shards if facts.order == "shards" else 0,
-            "first_step": position.first_step,
-            "stop_step": position.stop_step,
-            "window_batches": place.window_batches,
-            "window_bytes": place.window_bytes,
-            "is_window_fixed": place.is_window_fixed,
-            "tells_keys": self.on_indices is not None,
-        }
 
 
 class RemoteDataset:
@@ -269,7 +240,10 @@ class _Pass(Iterator[Any]):
             position.stop_step,
         )
         self._position = position
-        self._pass_id = self._client.start_pass({"ring": ring.number, **self._loader._pass_facts(position)})
+        tells_keys = self._loader.on_indices is not None
+        self._pass_id = self._client.start_pass(
+            self._loader.place, self._loader.facts, position, ring.number, tells_keys=tells_keys
+        )
         self._finalizer = weakref.finalize(self, _close_pass, self._client, self._pass_id, slots, ring)
         self._finalizer.atexit = False
         return ring
@@ -282,10 +256,10 @@ class _Pass(Iterator[Any]):
         """
         while True:
             message = self._client.next(self._pass_id, self._loader.place.timeout_s, ring.poll)
-            if message.kind != "end":
-                return Delivery.of(message)
+            if isinstance(message, Delivery):
+                return message
             shards = self._loader._shards
-            num_batches = message.facts["num_batches"]
+            num_batches = message.num_batches if isinstance(message, EndOfPass) else None
             position = None if shards is None or num_batches is None else shards.after(self._position, num_batches)
             if position is None:
                 raise StopIteration

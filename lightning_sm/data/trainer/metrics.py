@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
 
-from lightning_sm.data.protocol.figures import RankFigures
+from lightning_sm.data.ipc.feeder_messages import State
+from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 
 
-def logger_metrics(figures: RankFigures, ready: int, state: Mapping[str, Any]) -> dict[str, float]:
+def logger_metrics(figures: RankFigures, ready: int, state: State) -> dict[str, float]:
     """Return the values for Lightning's loggers.
 
     Args:
@@ -28,76 +27,9 @@ def logger_metrics(figures: RankFigures, ready: int, state: Mapping[str, Any]) -
         "data/queue_ms": 1e3 * figures.queue_s / batches,
         "data/produce_ms": 1e3 * figures.produce_s / batches,
         "data/transfer_ms": 1e3 * figures.transfer_s / batches,
-        "data/retries": float(sum(host["retries"] for host in state["hosts"])),
-        "data/hedges": float(sum(host["hedges"] for host in state["hosts"])),
+        "data/retries": float(sum(host.num_retries for host in state.hosts)),
+        "data/hedges": float(sum(host.num_hedges for host in state.hosts)),
     }
-
-
-@dataclass(frozen=True)
-class HostFigures:
-    """What a data host did in an epoch.
-
-    Attributes:
-        name: Its name, with its address.
-        state: "up", "suspect" or "down", at the end.
-        why: Why it is not up.
-        workers: Its number of workers.
-        busy_s: Seconds that its workers worked while trainers had more to request, of all workers together.
-        capacity_s: Seconds that they could have worked in this time.
-        num_built: Number of batches that they built, for all ranks.
-        built_s: Seconds that these took.
-        num_received: Number of batches that this rank got from it.
-        transfer_s: Seconds that these were on their way.
-        num_retries: Number of this rank's requests that had to be sent again, to this host or to another.
-        num_lost: How often this rank lost the connection.
-        num_hedges: Number of this rank's requests that it sent to a second host, too, because this one was late.
-    """
-
-    name: str
-    state: str = "up"
-    why: str = ""
-    workers: int = 0
-    busy_s: float = 0.0
-    capacity_s: float = 0.0
-    num_built: int = 0
-    built_s: float = 0.0
-    num_received: int = 0
-    transfer_s: float = 0.0
-    num_retries: int = 0
-    num_lost: int = 0
-    num_hedges: int = 0
-
-    @classmethod
-    def between(cls, before: Mapping[str, Any], after: Mapping[str, Any]) -> HostFigures:
-        """Take the difference of two reports of the feeder; a restarted host counts from zero.
-
-        Args:
-            before: The host in the first; empty if it was not there.
-            after: The host in the second.
-        """
-
-        def added(*names: str) -> list[Any]:
-            changes = [after[name] - before.get(name, 0) for name in names]
-            return [after[name] for name in names] if any(change < 0 for change in changes) else changes
-
-        busy_s, capacity_s, num_built, built_s = added("busy_s", "capacity_s", "built", "built_s")
-        num_received, transfer_s, num_retries = added("batches", "transfer_s", "retries")
-        num_lost, num_hedges = added("lost", "hedges")
-        return cls(
-            name=after["name"],
-            state=after["state"],
-            why=after["why"],
-            workers=after["workers"] or 0,
-            busy_s=busy_s,
-            capacity_s=capacity_s,
-            num_built=num_built,
-            built_s=built_s,
-            num_received=num_received,
-            transfer_s=transfer_s,
-            num_retries=num_retries,
-            num_lost=num_lost,
-            num_hedges=num_hedges,
-        )
 
 
 def changes(before: Iterable[HostFigures], after: Iterable[HostFigures]) -> Iterator[tuple[str, str]]:

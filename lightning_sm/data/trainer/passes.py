@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from lightning_sm.data.ipc.feeder_messages import LoaderPlace, Position
 from lightning_sm.data.plan.shards import check_shards
 from lightning_sm.errors import DataServiceError
 
@@ -15,64 +16,6 @@ logger = logging.getLogger(__name__)
 # rounds over its shards within one pass.
 FIRST_BY_HAND = 1 << 31
 _ROUND = 1 << 32
-
-
-@dataclass(frozen=True)
-class LoaderPlace:
-    """Which loader of the data hosts a loader stands for, which part of it, and its limits.
-
-    Attributes:
-        request_name: The request with which the data hosts opened their loaders.
-        index: Index among the loaders of the request.
-        stage: "train", "val", "test" or "predict".
-        rank: This rank among those that split the data; 0 if every rank gets all of it.
-        world_size: Number of ranks that split the data.
-        seed: Base of all random states.
-        order_version: How epochs are shuffled, see ``SavedPosition``.
-        window_batches: Limit of requests in flight or buffered.
-        is_window_fixed: Whether it limits the batches, too, although one request may ask for several small ones.
-        window_bytes: Limit of their bytes.
-        max_batch_bytes: Capacity of a slot.
-        timeout_s: Timeout of a batch, in seconds.
-        compression: Codec of batches on the network; empty: none.
-        num_shards: Number of virtual shards of an iterable dataset.
-        batches_per_pass: Batches of an iterable dataset in a pass; None: the user did not set it.
-    """
-
-    request_name: str
-    index: int
-    stage: str
-    rank: int
-    world_size: int
-    seed: int
-    order_version: int
-    window_batches: int
-    window_bytes: int
-    max_batch_bytes: int
-    timeout_s: float
-    compression: str = ""
-    is_window_fixed: bool = False
-    num_shards: int = 1
-    batches_per_pass: int | None = None
-
-
-@dataclass
-class Position:
-    """Where a pass starts and ends.
-
-    Attributes:
-        epoch: Epoch of the training.
-        pass_index: Index of the pass within the epoch.
-        first_step: First batch of the pass.
-        stop_step: End of the pass, exclusive; None: the end of the data.
-        is_by_hand: Whether the user iterates over the loader, and not the Trainer.
-    """
-
-    epoch: int = 0
-    pass_index: int = 0
-    first_step: int = 0
-    stop_step: int | None = None
-    is_by_hand: bool = False
 
 
 class ShardPasses:

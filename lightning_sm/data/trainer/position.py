@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning_sm._lightning import Callback, rank_zero_only
+from lightning_sm.data.ipc.feeder_messages import Position
 from lightning_sm.data.trainer.loader import RemoteLoader
-from lightning_sm.data.trainer.passes import Position
 from lightning_sm.data.trainer.resume import LoaderPosition, SavedPosition
 
 _warn_once = rank_zero_only(logging.getLogger(__name__).warning)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_sm._lightning import Callback
-from lightning_sm.data.protocol.figures import RankFigures
+from lightning_sm.data.ipc.feeder_messages import State
+from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 from lightning_sm.data.trainer.feeder_client import FeederClient
-from lightning_sm.data.trainer.metrics import HostFigures, logger_metrics
+from lightning_sm.data.trainer.metrics import logger_metrics
 from lightning_sm.data.trainer.position import batches_taken
 from lightning_sm.data.trainer.verdict import slowest, trouble, verdict
 from lightning_sm.errors import DataServiceError
@@ -29,8 +30,8 @@ class _Epoch:
 
     number: int
     before: RankFigures
-    hosts_before: Sequence[Mapping[str, Any]] = ()
-    hosts: Sequence[Mapping[str, Any]] = ()
+    hosts_before: Sequence[HostFigures] = ()
+    hosts: Sequence[HostFigures] = ()
     is_reported: bool = False
 
 
@@ -38,7 +39,7 @@ class _Epoch:
 class _Sums:
     """What data hosts and ranks did since the start of their processes."""
 
-    hosts: Sequence[Mapping[str, Any]]
+    hosts: Sequence[HostFigures]
     ranks: dict[str, RankFigures]
 
     def since(self, before: Mapping[str, RankFigures]) -> dict[str, RankFigures]:
@@ -49,6 +50,11 @@ class _Sums:
 
 def _added(one: RankFigures, other: RankFigures) -> RankFigures:
     return RankFigures(**{name: value + getattr(other, name) for name, value in vars(one).items()})
+
+
+def _since(before: Iterable[HostFigures], after: Iterable[HostFigures]) -> list[HostFigures]:
+    known = {host.name: host for host in before}
+    return [host.since(known.get(host.name)) for host in after]
 
 
 class Reporter(Callback):
@@ -127,7 +133,7 @@ class Reporter(Callback):
         if state is None:
             return
         if is_last:
-            epoch.hosts = state["hosts"]
+            epoch.hosts = state.hosts
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         for log in trainer.loggers:
             log.log_metrics(logger_metrics(own, message["ready"], state), step=step)
@@ -165,8 +171,7 @@ class Reporter(Callback):
         self._reported = now.ranks
         if not ranks:
             return ""
-        before = {host["name"]: host for host in epoch.hosts_before}
-        hosts = [HostFigures.between(before.get(host["name"], {}), host) for host in epoch.hosts or now.hosts]
+        hosts = _since(epoch.hosts_before, epoch.hosts or now.hosts)
         for sentence in trouble(hosts):
             logger.warning("%s", sentence)
         _, rank = slowest(ranks)
@@ -183,8 +188,7 @@ class Reporter(Callback):
         now = self._sums()
         if now is None:
             return None
-        hosts = [HostFigures.between({}, host) for host in now.hosts]
-        return hosts, {name: figures.to_json() for name, figures in now.ranks.items()}
+        return _since((), now.hosts), {name: figures.to_json() for name, figures in now.ranks.items()}
 
     def run_verdict(self) -> str | None:
         """Return what held up training in the whole run, and what would help; None if nothing did."""
@@ -196,17 +200,15 @@ class Reporter(Callback):
             return None
         rest = now.since(self._reported)  # of an epoch that has no report, because it was interrupted
         waiting = _added(self._waiting, slowest(rest)[1]) if rest else self._waiting
-        before = {host["name"]: host for host in self._run.hosts}
-        hosts = [HostFigures.between(before.get(host["name"], {}), host) for host in now.hosts]
-        return verdict(ranks, hosts, waiting)
+        return verdict(ranks, _since(self._run.hosts, now.hosts), waiting)
 
     def _sums(self) -> _Sums | None:
         state = self._state_or_none()
         if state is None:
             return None
-        ranks = {name: RankFigures.from_json(values) for name, values in state["ranks"].items()}
+        ranks = {name: RankFigures.from_json(values) for name, values in state.ranks.items()}
         ranks[self._feeder().name] = copy.copy(self._figures)
-        return _Sums(state["hosts"], ranks)
+        return _Sums(state.hosts, ranks)
 
     def _begin(self, trainer: Any) -> _Epoch:
         """Take the figures at the first batch of an epoch."""
@@ -214,15 +216,15 @@ class Reporter(Callback):
         number = trainer.fit_loop.epoch_progress.current.processed
         epoch = _Epoch(number, copy.copy(self._figures))
         if state is not None:
-            epoch.hosts_before = state["hosts"]
-            for name, values in state["ranks"].items():
+            epoch.hosts_before = state.hosts
+            for name, values in state.ranks.items():
                 self._reported.setdefault(name, RankFigures.from_json(values))
         self._reported.setdefault(self._feeder().name, epoch.before)
         if self._run is None:
             self._run = _Sums(epoch.hosts_before, dict(self._reported))
         return epoch
 
-    def _state_or_none(self) -> dict[str, Any] | None:
+    def _state_or_none(self) -> State | None:
         """The state, or None if the feeder does not answer: a training must not end because of its statistics."""
         try:
             return self._feeder().state()

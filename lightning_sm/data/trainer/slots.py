@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lightning_sm.data.batch.decode import decode
-from lightning_sm.data.ipc.delivery import Delivery
+from lightning_sm.data.ipc.feeder_messages import Delivery
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.frames import unpack_batches
 from lightning_sm.data.trainer.feeder_client import FeederClient
@@ -102,7 +102,7 @@ class SlotRing:
         """
         if self._pinned is not None:
             self._pinned.wait()
-        places = unpack_batches(delivery.batches, delivery.num_steps, delivery.num_bytes)
+        places = unpack_batches(delivery.payload, delivery.num_steps, delivery.num_bytes)
         memory = self._memory(delivery.slot, delivery.num_bytes)
         return (decode(place.structure, memory[place.start : place.start + place.num_bytes]) for place in places)
 

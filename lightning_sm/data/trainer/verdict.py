@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.trainer.metrics import HostFigures
+from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 from lightning_sm.job.bottleneck import NOT_INPUT_BOUND, WORKERS_ARE_BUSY, StepModel, times_as_many
 
 # Less is not worth a word: both a fraction of the epoch, and seconds.

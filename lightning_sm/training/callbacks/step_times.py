@@ -14,7 +14,8 @@ import psutil
 import torch
 
 from lightning_sm._lightning import Callback, LightningModule, Trainer
-from lightning_sm.data.trainer.metrics import HostFigures, changes
+from lightning_sm.data.protocol.figures import HostFigures
+from lightning_sm.data.trainer.metrics import changes
 from lightning_sm.data.trainer.reporter import Reporter
 from lightning_sm.job import record
 from lightning_sm.job.bottleneck import local_verdict

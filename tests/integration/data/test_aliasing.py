@@ -121,10 +121,10 @@ def settled(module, loader, window):
         next(stream)
     deadline, pause = time.monotonic() + 10.0, threading.Event()
     while True:
-        (known,) = module._feeder.state()["passes"]
+        (known,) = module._feeder.state().passes
         # Right after a batch was taken, the next is not asked for yet.
-        if not known["in_flight"] and known["ready"] >= window:
-            return stream, known["ready"]
+        if not known.in_flight and known.ready >= window:
+            return stream, known.ready
         assert time.monotonic() < deadline, f"the window of {window} batches is not full: {known}"
         pause.wait(0.02)
 

@@ -5,7 +5,6 @@ The test stands in for the main process of the data host, which runs the user's 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import grpc
@@ -14,12 +13,11 @@ import pytest
 from lightning_sm.data.ipc.host_messages import (
     Finished,
     OpenedLoaders,
-    OpenLoaders,
+    RunHook,
     RunSampler,
     Serve,
     TrainerFinished,
 )
-from lightning_sm.data.ipc.messages import TypedMessage
 from lightning_sm.data.ipc.processes import start_module
 from lightning_sm.data.protocol import calls, grpc_transport
 from lightning_sm.data.protocol.figures import RankFigures
@@ -43,7 +41,7 @@ class Server:
     def __init__(self):
         self.process, self.main = start_module("lightning_sm.data.server.process")
         settings = HostSettings("127.0.0.1:0", 2, 1 << 20, 60.0, None, "algo-9", credentials())
-        Serve(dataclasses.asdict(settings)).send(self.main)
+        self.main.send(Serve(settings))
         self.address = self.main.receive(TIMEOUT_S).facts["address"]
         self._channel = grpc.insecure_channel(self.address)
 
@@ -61,7 +59,7 @@ class Server:
 
     def received(self, number, kind):
         """Return the next messages to the main process, all of one kind."""
-        messages = [TypedMessage.of(self.main.receive(TIMEOUT_S)) for _ in range(number)]
+        messages = [self.main.receive(TIMEOUT_S) for _ in range(number)]
         assert {type(message) for message in messages} == {kind}
         return messages
 
@@ -87,14 +85,14 @@ def test_openings_that_run_are_bounded(server):
     running = []
     for number in range(MAX_RUNNING):
         running.append(server.start("Open", **open_request(epoch=number)))
-        server.received(1, OpenLoaders)
+        server.received(1, RunHook)
     code, text = server.end("Open", **open_request(epoch=99))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert text == "data host algo-9 runs 32 different Open requests already, and at most 32 at a time"
-    OpenedLoaders("1/fit/train/0", {"structure": 0, "loaders": [LOADER.to_json()]}).send(server.main)
+    server.main.send(OpenedLoaders("1/fit/train/0", {"structure": 0, "loaders": [LOADER.to_json()]}))
     assert calls.open_reply(running[0].result())["structure"] == 0
     running.append(server.start("Open", **open_request(epoch=99)))
-    assert server.received(1, OpenLoaders)[0].request["opening"] == "1/fit/train/99"
+    assert server.received(1, RunHook)[0].request["opening"] == "1/fit/train/99"
 
 
 def test_samplers_that_run_are_bounded(server):
@@ -103,8 +101,8 @@ def test_samplers_that_run_are_bounded(server):
     assert code is grpc.StatusCode.NOT_FOUND
     assert text == "loader 0 of 1/fit/train/0 is not open on data host algo-9"
     opened = server.start("Open", **open_request())
-    server.received(1, OpenLoaders)
-    OpenedLoaders("1/fit/train/0", {"structure": 0, "loaders": [LOADER.to_json()]}).send(server.main)
+    server.received(1, RunHook)
+    server.main.send(OpenedLoaders("1/fit/train/0", {"structure": 0, "loaders": [LOADER.to_json()]}))
     opened.result()
     assert server.end("List", **list_request(loader=1))[0] is grpc.StatusCode.NOT_FOUND
     running = []  # a call that nobody holds is cancelled

@@ -183,7 +183,7 @@ def test_a_second_pass_costs_no_slot_of_the_first():
         state = module._feeder.state()
         assert indices([begun, *first]) == list(range(24))
         assert indices(kept) == sorted(2 * list(range(24)))
-        assert [(one["retries"], one["hedges"]) for one in state["hosts"]] == [(0, 0)]
+        assert [(one.num_retries, one.num_hedges) for one in state.hosts] == [(0, 0)]
         module.teardown("fit")
 
 

@@ -26,6 +26,7 @@ import pytest
 from pytorch_lightning.callbacks import Callback, EarlyStopping
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_sm.data.ipc.feeder_messages import HostState
 from lightning_sm.errors import (
     BatchTooLargeError,
     DataHostMismatchError,
@@ -139,23 +140,23 @@ class Scene:
         self.started.append(self.hosts[name])
         return self.hosts[name].start()
 
-    def report(self, name: str) -> dict[str, Any]:
+    def report(self, name: str) -> HostState:
         """What the feeder says of a host."""
         address = self.hosts[name].address
-        return next(host for host in self.module._feeder.state()["hosts"] if host["name"] in (name, address))
+        return next(host for host in self.module._feeder.state().hosts if host.name in (name, address))
 
     def until_up(self, name: str) -> None:
         """Wait until the feeder uses a host."""
-        until(lambda: self.report(name)["state"] == "up", f"the feeder reaches host {name}", TIMEOUT_S)
+        until(lambda: self.report(name).state == "up", f"the feeder reaches host {name}", TIMEOUT_S)
 
     def until_used(self, name: str) -> None:
         """Take epochs until a host has made batches in one."""
         self.until_up(name)
-        before = self.report(name)["batches"]
+        before = self.report(name).num_received
 
         def is_used() -> bool:
             list(self.module.train_dataloader()["shuffled"])
-            return self.report(name)["batches"] > before
+            return self.report(name).num_received > before
 
         until(is_used, f"host {name} makes batches", TIMEOUT_S)
 
@@ -241,7 +242,7 @@ def come_late(scene: Scene) -> None:
 
 def close_late(scene: Scene) -> None:
     """Host c has taken its share; it closes at once although a trainer is connected."""
-    assert scene.report("c")["batches"] > 0
+    assert scene.report("c").num_received > 0
     processes = scene.hosts["c"].processes()
     began = time.monotonic()
     scene.hosts["c"].close()
@@ -650,8 +651,8 @@ OPEN_ROWS = [
         "opening",
         says=(
             "Data hosts serve different data:",
-            r"{a}: train_dataloader\(\): Augmented of 40, fingerprint",
-            r"{b}: train_dataloader\(\): Augmented of 41, fingerprint",
+            r"{a}: .*train_dataloader\(\) dataset: Augmented of 40",
+            r"{b}: .*train_dataloader\(\) dataset: Augmented of 41",
         ),
         make=of_different_lengths,
         error=DataHostMismatchError,
@@ -707,7 +708,7 @@ def test_data_that_cannot_be_trained_with_is_an_error_that_names_it(pool, row):
     text = str(caught.value)
     assert not [says for says in row.says if not re.search(says.format(**addresses), text)], text
     if row.num_hosts == 3:
-        assert len(set(re.findall(r"fingerprint (\w+)", text))) == 2
+        assert len(set(re.findall(r"fingerprint: (\w+)", text))) == 2
 
 
 # The end of a training: nothing of it is left, neither on the trainer nor on the data hosts
@@ -736,8 +737,8 @@ class Idle(Callback):
     busy = ()
 
     def on_fit_start(self, trainer, model):
-        hosts = trainer.datamodule._feeder.state()["hosts"]
-        self.busy = [(host["busy"], host["queued"]) for host in hosts if host["workers"]]
+        hosts = trainer.datamodule._feeder.state().hosts
+        self.busy = [(host.busy, host.queued) for host in hosts if host.workers]
 
 
 def fail_in_a_step(cluster):

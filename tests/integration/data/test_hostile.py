@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
+from lightning_sm.data.protocol.calls import OrderSize, encode_reply
 from lightning_sm.data.protocol.frames import Batch, FrameKind, RunHeader, frame, frames, pack_batches
 from lightning_sm.data.protocol.spec import BatchSpec, RunSpec
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
@@ -193,27 +194,35 @@ def test_an_attribute_that_is_not_plain_is_an_error():
         pass
 
 
+def listing(num_samples, num_batches, num_keys):
+    """Return the head of an answer to List."""
+    return encode_reply(OrderSize(num_samples, num_batches, "d", num_keys)) + b"\n"
+
+
 LISTINGS = [
     b"",
     b"nonsense",
     b"[]\n",
     b"{}\n",
     b"[" * 100_000,
-    b'{"num_samples": "x", "num_batches": 1}\n',
-    b'{"num_samples": 9, "num_batches": 9, "num_keys": 9}\n12345678',
-    b'{"num_samples": 1, "num_batches": 1, "num_keys": 1}\n' + np.array([0, 0, 1000], "<i8").tobytes(),
-    b'{"num_samples": 1, "num_batches": 2, "num_keys": 1}\n' + np.array([0, 0, -7, 1], "<i8").tobytes(),
+    b'{"OrderSize": {"num_samples": 9, "num_batches": 9}}\n',
+    listing("x", 1, 0),
+    listing(9, 9, 9) + b"12345678",
+    listing(1, 1, 1) + np.array([0, 0, 1000], "<i8").tobytes(),
+    listing(1, 2, 1) + np.array([0, 0, -7, 1], "<i8").tobytes(),
 ]
 
 
-@pytest.mark.parametrize("number", params(range(len(LISTINGS)), 4, 7))
+@pytest.mark.parametrize("number", params(range(len(LISTINGS)), 4, 8))
 def test_a_nonsensical_listing_is_an_error_of_the_trainer(number):
     """A list of keys that is none ends the pass within seconds."""
     host = FakeHost(lambda _: [], dataclasses.replace(LOADER, order="sampler"))
     host.listed = LISTINGS[number]
     with host.serving() as address, remote([address], batch_timeout_s=60) as module:
         began = time.monotonic()
-        with pytest.raises(DataServiceError, match=r"malformed|came in|offsets"):
+        with pytest.raises(
+            DataServiceError, match=r"answer of data host fake|order from data host fake|came in|offsets"
+        ):
             next(iter(module.train_dataloader()))
         assert time.monotonic() - began < SOON_S
 

@@ -353,7 +353,7 @@ def test_nested_loaders_keep_their_structure(loaders):
 
 def test_a_sampler_that_differs_between_hosts_is_an_error(loaders):
     """Without agreement on the order, samples would be lost and repeated: the error says what to draw from."""
-    with pytest.raises(DataHostMismatchError, match="yields a different order on each data host"):
+    with pytest.raises(DataHostMismatchError, match="Data hosts get different orders from the user's sampler"):
         list(loaders["dishonest"])
 
 

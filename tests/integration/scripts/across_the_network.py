@@ -41,11 +41,11 @@ def train(addresses):
             mended = time.monotonic()
             wait_for(module, "up")
             adoption = time.monotonic() - mended
-            before = last_host(module)["batches"]
+            before = last_host(module).num_received
         began = time.monotonic()
     wanted = stream_hash(reference(Augmented(NUM_SAMPLES), NUM_SAMPLES, BATCH_SIZE))
     say(f"same {stream_hash(kept) == wanted} steps {len(kept)}")
-    say(f"longest {longest:.2f} adopted in {adoption:.2f} taken {last_host(module)['batches'] - before}")
+    say(f"longest {longest:.2f} adopted in {adoption:.2f} taken {last_host(module).num_received - before}")
     loader.set_epoch(1)
     batches = iter(loader)
     next(batches)
@@ -59,12 +59,12 @@ def train(addresses):
 
 
 def last_host(module):
-    return module._feeder.state()["hosts"][-1]
+    return module._feeder.state().hosts[-1]
 
 
 def wait_for(module, *states):
     """Until the last host is in one of the states; each question to the feeder is answered at its own pace."""
-    while last_host(module)["state"] not in states:
+    while last_host(module).state not in states:
         pass
 
 

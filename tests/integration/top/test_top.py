@@ -39,7 +39,7 @@ if topology.role is Role.DATA:
     address = f"{own_address(job)}:{topology.data_port}"
     credentials = Credentials.of(DataServiceSettings(), job.name)
     settings = HostSettings(address, 3, 1 << 20, None, None, job.current_host, credentials)
-    Serve(asdict(settings)).send(main)
+    main.send(Serve(settings))
     main.receive(30.0)
     process.beat(phase="serving data")
 else:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.trainer.metrics import HostFigures
+from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 from lightning_sm.data.trainer.verdict import verdict
 from lightning_sm.job import record
 from lightning_sm.job.prices import Prices

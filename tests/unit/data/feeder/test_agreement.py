@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_sm.data.feeder.agreement import LoaderAgreement
+from lightning_sm.data.feeder.agreement import LoaderAgreements
 from lightning_sm.errors import DataHostMismatchError
 
 
@@ -13,7 +13,7 @@ class Asked:
 
     def __init__(self, num_hosts):
         self.answers = []
-        self.agreement = LoaderAgreement(num_hosts, lambda _, reply: self.answers.append(reply["structure"]))
+        self.agreement = LoaderAgreements(num_hosts, lambda _, reply: self.answers.append(reply["structure"]))
         self.agreement.request("o")
 
     def says(self, host, number, now=0.0):
@@ -54,8 +54,24 @@ def test_the_odd_one_is_named_in_whatever_order_they_answer(numbers):
     odd = "abc"[numbers.index(1)]
     assert texts[:2] == [None, None]
     assert f"different data (different from most: {odd}):" in texts[2]
-    assert all(f"{host}: {{" in texts[2] for host in "abc")
+    assert all(f"{host}: structure: {number}" in texts[2] for host, number in zip("abc", numbers, strict=True))
     assert asked.answers == []
+
+
+def test_the_error_has_what_differs_and_nothing_else():
+    """A loader has a dozen facts, of which one is wrong; a host may have another loader, too."""
+    errors = []
+    agreement = LoaderAgreements(2, lambda *_: None)
+    for host, loaders in (("a", [("x", 8)]), ("b", [("x", 16), ("y", 8)])):
+        facts = [{"name": name, "batch_size": size, "order": "shuffled"} for name, size in loaders]
+        try:
+            agreement.add_reply("o", host, {"structure": 0, "loaders": facts}, 0.0)
+        except DataHostMismatchError as error:
+            errors = str(error).splitlines()
+    assert errors[1:3] == [
+        "  a: x batch_size: 8",
+        "  b: x batch_size: 16, y name: y, y batch_size: 8, y order: shuffled",
+    ]
 
 
 def test_of_two_that_differ_none_is_blamed():

@@ -11,7 +11,11 @@ import pytest
 
 from lightning_sm.data.feeder.host_link import LinkState
 from lightning_sm.data.feeder.sampler_orders import SamplerOrders, lengths, step_plan
+from lightning_sm.data.ipc.feeder_messages import LoaderPlace, PassRequest, Position
+from lightning_sm.data.ipc.host_messages import SamplerRun
 from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, digest
+from lightning_sm.data.protocol.calls import Crashed, OrderSize, Problem, Running, ShardSizes, encode_reply
+from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.data.server import sampler_orders as server
 from lightning_sm.errors import (
     DataHostMismatchError,
@@ -21,13 +25,15 @@ from lightning_sm.errors import (
     WireError,
 )
 
-_PASS = dict.fromkeys(("loader", "seed", "epoch", "pass_index"), 0)
 
-
-def facts(order="sampler", rank=0, world_size=1, **changed):
+def facts(order="sampler", rank=0, world_size=1, num_shards=1, batch_size=4, drop_last=False):
     """A pass, as the training process describes it."""
-    own = {"rank": rank, "world_size": world_size, "batch_size": 4, "drop_last": False, "num_shards": 0}
-    return {"order": order, "template": {"opening": "1/fit/train/0", **_PASS}, **own, **changed}
+    loader = LoaderFacts("train_dataloader()", order, None, batch_size, drop_last, "i", "f", "Fake")
+    limits = {"window_batches": 8, "window_bytes": 1 << 20, "max_batch_bytes": 1 << 20, "timeout_s": 60.0}
+    place = LoaderPlace(
+        "1/fit/train/0", 0, "train", rank, world_size, seed=0, order_version=2, num_shards=num_shards, **limits
+    )
+    return PassRequest(1, place, loader, Position())
 
 
 class Hosts:
@@ -76,17 +82,18 @@ class Link:
 
     def _run(self, which):
         self._hosts.num_runs += 1
-        threading.Thread(target=self.orders.take, args=({**which, "why": None}, os.dup(self._hosts.fd))).start()
+        message = SamplerRun(which, "", (os.dup(self._hosts.fd),))
+        threading.Thread(target=self.orders.take, args=(message,)).start()
 
     def sampler_order(self, request):
         answer = b"".join(self.orders.answer(request, 5.0))
-        self._hosts.num_bytes += len(json.dumps(request)) + len(answer)
+        self._hosts.num_bytes += len(request.encode()) + len(answer)
         return answer
 
     def count(self, request):
-        part = range(request["part"], request["num_shards"], request["num_parts"])
+        part = range(request.part, request.num_shards, request.num_parts)
         self.counted += part
-        return json.dumps({"sizes": [10 + shard for shard in part], "first": 10}).encode()
+        return encode_reply(ShardSizes([10 + shard for shard in part], first=10))
 
 
 def test_an_order_comes_once_a_host_is_up_and_waiting_for_it_costs_nothing():
@@ -130,7 +137,7 @@ def test_each_rank_gets_its_part_of_a_sampler(size, drop_last):
         for rank in range(3):
             asked = facts(rank=rank, world_size=3, drop_last=drop_last)
             own, whole = step_plan(asked, orders), SamplePlan(order, 4, drop_last, rank, 3)
-            assert own.num_steps == whole.num_steps == lengths(asked, orders)["num_steps"]
+            assert own.num_steps == whole.num_steps == lengths(asked, orders)[0]
             assert [own.batch(step).tolist() for step in range(own.num_steps)] == [
                 whole.batch(step).tolist() for step in range(whole.num_steps)
             ]
@@ -145,7 +152,7 @@ def test_each_rank_gets_its_batches_of_a_batch_sampler(offsets):
         for rank in range(2):
             asked = facts(kind, rank=rank, world_size=2, batch_size=None)
             own, whole = step_plan(asked, orders), BatchPlan(order, offsets, rank, 2)
-            assert own.num_steps == whole.num_steps == lengths(asked, orders)["num_steps"]
+            assert own.num_steps == whole.num_steps == lengths(asked, orders)[0]
             assert [own.batch(step).tolist() for step in range(own.num_steps)] == [
                 whole.batch(step).tolist() for step in range(whole.num_steps)
             ]
@@ -162,7 +169,7 @@ def test_ten_million_samples_cost_a_trainer_host_its_part():
     with hosts.orders() as orders:
         for rank in range(8):
             asked = facts(rank=rank, world_size=64, batch_size=64)
-            assert lengths(asked, orders)["num_steps"] == -(-size // (64 * 64))
+            assert lengths(asked, orders)[0] == -(-size // (64 * 64))
             assert step_plan(asked, orders).batch(1)[0] == size - 1 - 64 * (64 + rank)
     assert hosts.num_runs == 16
     assert size < hosts.num_bytes < 1.1 * size  # 8 bytes for each sample of 8 of 64 ranks
@@ -174,10 +181,26 @@ def test_hosts_that_disagree_are_named():
     hosts.links["h1"]._hosts = Hosts(0, range(8, 0, -1))
     with (
         hosts.orders() as orders,
-        pytest.raises(DataHostMismatchError, match=r"different order .*'h[01]': .*'h[01]': "),
+        pytest.raises(
+            DataHostMismatchError, match=r"sampler of 1/fit/train/0:\n  h[01]: digest: \w+\n  h[01]: digest: "
+        ),
     ):
         orders.get(facts())
     os.close(hosts.links["h1"]._hosts.fd)
+
+
+def test_of_several_hosts_the_odd_one_is_named():
+    """It answers first; the others show that it is the odd one."""
+    hosts = Hosts(3, range(8))
+    odd = hosts.links["h0"]
+    odd._hosts = Hosts(0, range(8, 0, -1))
+    come = threading.Event()
+    for link in (hosts.links["h1"], hosts.links["h2"]):
+        link.sampler_order = lambda request, answer=link.sampler_order: come.wait(20.0) and answer(request)
+    threading.Timer(0.2, come.set).start()
+    with hosts.orders() as orders, pytest.raises(DataHostMismatchError, match=r"\(different from most: h0\):"):
+        orders.get(facts())
+    os.close(odd._hosts.fd)
 
 
 def test_a_late_host_that_disagrees_is_reported():
@@ -202,21 +225,30 @@ def test_a_late_host_that_disagrees_is_reported():
     ("answer", "error", "message"),
     [
         (
-            {"error": "RemoteTransformError", "text": "ZeroDivisionError: x"},
+            Problem("RemoteTransformError", "ZeroDivisionError: x"),
             RemoteTransformError,
             "data host h0, the s",
         ),
-        ({"error": "DataSettingsError", "text": "Batch 1 is empty."}, DataSettingsError, "^Batch 1 is empty.$"),
-        ({"error": "KeyboardInterrupt", "text": ""}, WireError, "unknown error"),
-        ({"num_samples": -1, "num_batches": 1}, WireError, "malformed"),
-        ({"num_samples": 1, "num_batches": 1, "num_keys": 1}, WireError, "malformed"),
+        (Problem("DataSettingsError", "Batch 1 is empty."), DataSettingsError, r"^Batch 1 is empty.\non data host h0"),
+        (Problem("KeyboardInterrupt", ""), WireError, "host h0 for the sampler of 1/fit/train/0 is malformed"),
+        (OrderSize(-1, 1, "d"), WireError, "malformed"),
+        (OrderSize(1, 1, "d", num_keys=1), WireError, "malformed"),
     ],
 )
 def test_an_answer_without_an_order_is_an_error(answer, error, message):
     """The user's error names the host and the sampler; nonsense is the host's."""
     hosts = Hosts(1, range(8))
-    hosts.links["h0"].sampler_order = lambda _: json.dumps(answer).encode() + b"\n"
+    hosts.links["h0"].sampler_order = lambda _: encode_reply(answer) + b"\n"
     with hosts.orders() as orders, pytest.raises(error, match=message):
+        orders.get(facts())
+
+
+def test_a_sampler_that_crashes_its_process_is_tried_a_few_times():
+    """The error says how often it did; a host whose sampler still runs is asked again."""
+    hosts = Hosts(1, range(8))
+    answers = [Running(), *[Crashed("was killed by SIGKILL")] * 4]
+    hosts.links["h0"].sampler_order = lambda _: encode_reply(answers.pop(0)) + b"\n"
+    with hosts.orders() as orders, pytest.raises(DataServiceError, match="crashed the process that ran it 4 times"):
         orders.get(facts())
 
 
@@ -227,7 +259,7 @@ def test_hosts_share_the_counting():
     asked = facts("shards", rank=1, world_size=2, num_shards=8)
     with hosts.orders() as orders:
         steps = lengths(asked, orders)
-    assert steps == {"num_steps": sum(10 + shard for shard in range(0, 8, 2)), "num_dropped": 4}
+    assert steps == (sum(10 + shard for shard in range(0, 8, 2)), 4)
     counted = {name: sorted(link.counted) for name, link in hosts.links.items()}
     assert counted == {"h0": [0, 3, 6], "h1": [], "h2": [1, 2, 4, 5, 7]}
 
@@ -235,11 +267,11 @@ def test_hosts_share_the_counting():
 @pytest.mark.parametrize(
     ("answer", "error", "message"),
     [
-        ({"sizes": [1] * 4, "first": 9}, DataHostMismatchError, r"batches in shard 0 of 8: \{'h0': 10, 'h1': 9\}"),
-        ({"sizes": [1] * 3, "first": 1}, WireError, "count from data host h1 is malformed"),
-        ({"sizes": [1, 2, 3, True], "first": 1}, WireError, "malformed"),
+        (ShardSizes([1] * 4, first=9), DataHostMismatchError, r":\n  h0: batches in shard 0 of 8: 10\n  h1: .* 9\n"),
+        (ShardSizes([1] * 3, first=1), WireError, "count from data host h1 is malformed"),
+        (ShardSizes([1, 2, 3, True], first=1), WireError, "malformed"),
         (
-            {"error": "RemoteTransformError", "text": "KeyError", "where": "worker 3"},
+            Problem("RemoteTransformError", "KeyError", "worker 3"),
             RemoteTransformError,
             "h1, worker 3",
         ),
@@ -248,6 +280,6 @@ def test_hosts_share_the_counting():
 def test_a_count_that_cannot_be_is_an_error(answer, error, message):
     """Hosts whose first shard has another size see other files."""
     hosts = Hosts(2)
-    hosts.links["h1"].count = lambda _: json.dumps(answer).encode()
+    hosts.links["h1"].count = lambda _: encode_reply(answer)
     with hosts.orders() as orders, pytest.raises(error, match=message):
         lengths(facts("shards", world_size=2, num_shards=8), orders)

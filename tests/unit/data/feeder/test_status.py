@@ -34,6 +34,6 @@ def test_an_error_of_the_user_keeps_its_name():
 
 def test_a_host_that_was_never_reached_is_down():
     """It has the reason, and no numbers."""
-    state = host_state(Link(), None)
-    assert (state["name"], state["state"], state["why"], state["batches"]) == ("algo-2:1", "down", "unavailable", 0)
-    assert state["workers"] is None
+    state = host_state(Link(), None, 0.0)
+    assert (state.name, state.state, state.why, state.num_received) == ("algo-2:1", "down", "unavailable", 0)
+    assert state.workers == 0

@@ -27,12 +27,14 @@ LOADER = LoaderFacts(
 ).to_json()
 PARSERS = [
     calls.OPEN.parse,
-    calls.LIST.parse,
-    calls.COUNT.parse,
+    calls.ListRequest.parse,
+    calls.CountRequest.parse,
     calls.HEARTBEAT.parse,
     calls.FINISH.parse,
     calls.heartbeat_reply,
     calls.open_reply,
+    lambda data: calls.parse_reply(data, calls.OrderSize, "order"),
+    lambda data: calls.parse_reply(data, calls.ShardSizes, "count"),
 ]
 
 REPLIES = [
@@ -115,7 +117,8 @@ def test_any_bytes_are_taken_or_refused(parse, data):
 def test_a_request_loses_what_was_not_asked_for():
     """Names that mean something between the processes of a data host do not get there from outside."""
     request = list_request(seed=1, epoch=2, pass_index=3)
-    assert calls.LIST.parse(encoded({**request, "fds": [0], "listing": "x", "kind": "kill"})) == request
+    sent = encoded({**request, "fds": [0], "listing": "x", "kind": "kill"})
+    assert calls.ListRequest.parse(sent) == calls.ListRequest(**request)
 
 
 OPEN = open_request("", trainer={"a": 1.5})
@@ -134,12 +137,12 @@ TRAINING = {**HEARTBEAT, "figures": RankFigures().to_json(), "wants_figures": Tr
         (calls.OPEN, OPEN, {"trainer": dict.fromkeys(map(str, range(65)))}, "has 65 values of the Trainer"),
         (calls.OPEN, OPEN, {"surprise": "x" * (1 << 20)}, "has 1048[0-9]+ bytes .* 1048576 bytes"),
         (calls.OPEN, OPEN, {"surprise": [[]] * (1 << 18)}, "262146 lists and objects; .* 262144 are allowed|262147"),
-        (calls.COUNT, COUNT, {"num_shards": 2**20 + 1}, "num_shards is 1048577; 1 to 1048576 are allowed"),
-        (calls.COUNT, COUNT, {"num_parts": 0}, "num_parts is 0"),
-        (calls.COUNT, COUNT, {"part": -1}, "part is -1"),
-        (calls.LIST, LIST, {"batch_size": -1}, "batch_size is -1"),
-        (calls.LIST, LIST, {"wants_keys": 1}, "'wants_keys' must be of type bool"),
-        (calls.LIST, LIST, {"loader": -1}, "loader is -1; 0 to 65536 are allowed"),
+        (calls.CountRequest, COUNT, {"num_shards": 2**20 + 1}, "num_shards is 1048577; 1 to 1048576 are allowed"),
+        (calls.CountRequest, COUNT, {"num_parts": 0}, "num_parts is 0"),
+        (calls.CountRequest, COUNT, {"part": -1}, "part is -1"),
+        (calls.ListRequest, LIST, {"batch_size": -1}, "batch_size is -1"),
+        (calls.ListRequest, LIST, {"wants_keys": 1}, "'wants_keys' must be of type bool"),
+        (calls.ListRequest, LIST, {"loader": -1}, "loader is -1; 0 to 65536 are allowed"),
         (calls.HEARTBEAT, HEARTBEAT, {"world_size": 0}, "world_size is 0; 1 to 65536 are allowed"),
         (calls.HEARTBEAT, HEARTBEAT, {"world_size": 10**9}, "world_size is 1000000000; 1 to"),
         (calls.HEARTBEAT, HEARTBEAT, {"client": "x" * 513}, "client has 513 characters; 512 are allowed"),
@@ -150,9 +153,46 @@ TRAINING = {**HEARTBEAT, "figures": RankFigures().to_json(), "wants_figures": Tr
 )
 def test_a_request_is_bounded(call, request_, changed, why):
     """What is too much of anything is refused with what came and what is allowed; the rest is taken."""
-    assert call.parse(encoded(request_)) == request_
+    known = call.parse(encoded(request_))
+    assert (known if isinstance(known, dict) else vars(known)) == request_
     with pytest.raises(WireError, match=why):
         call.parse(encoded({**request_, **changed}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reply"),
+    [
+        (calls.OrderSize, calls.OrderSize(8, 2, "d", num_keys=4)),
+        (calls.ShardSizes, calls.ShardSizes([3, 0], first=3)),
+        (calls.OrderSize, calls.Running()),
+        (calls.OrderSize, calls.Crashed("was killed by SIGKILL")),
+        (calls.ShardSizes, calls.Problem("RemoteTransformError", "KeyError", "worker 3")),
+    ],
+)
+def test_an_answer_to_list_or_count_comes_through(kind, reply):
+    """What was encoded is parsed as what it was."""
+    assert calls.parse_reply(calls.encode_reply(reply), kind, "answer") == reply
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {},
+        {"Running": {"more": 1}},
+        {"ShardSizes": {"sizes": [], "first": 0}},
+        {"OrderSize": {"num_samples": -1, "num_batches": 1, "digest": "d", "num_keys": 0}},
+        {"OrderSize": {"num_samples": 1, "num_batches": True, "digest": "d", "num_keys": 0}},
+        {"OrderSize": {"num_samples": 1, "num_batches": 1, "digest": 7, "num_keys": 0}},
+        {"Problem": {"error": "SystemExit", "text": "", "where": ""}},
+        {"Problem": {"error": 7, "text": "", "where": ""}},
+        {"ListRequest": list_request()},
+    ],
+    ids=str,
+)
+def test_a_malformed_answer_to_list_is_a_wire_error(reply):
+    """It names the answer, and shows what came."""
+    with pytest.raises(WireError, match=r"The order is malformed: \{"):
+        calls.parse_reply(encoded(reply), calls.OrderSize, "order")
 
 
 def test_an_answer_is_bounded_in_lists():

@@ -2,10 +2,13 @@
 
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from lightning_sm.data.ipc.host_messages import SamplerRun
+from lightning_sm.data.protocol.calls import Crashed, ListRequest, OrderSize, Running, parse_reply
 from lightning_sm.data.server.sampler_orders import SamplerOrders
 from tests.fakes.requests import list_request
 
@@ -14,20 +17,20 @@ class Main:
     """Runs samplers at once, whose orders are 0 to 9."""
 
     def __init__(self):
-        self.asked, self.why = [], None
+        self.asked, self.why = [], ""
         self.orders = SamplerOrders(self._run)
 
     def _run(self, which):
-        self.asked.append((which["opening"], which["loader"], which["epoch"]))
+        self.asked.append((which.opening, which.loader, which.epoch))
         fd = os.memfd_create("order")
         head = {"num_samples": 10, "num_batches": 10, "num_offsets": 0, "digest": "d"}
         os.write(fd, json.dumps(head).encode() + b"\n" + np.arange(10, dtype="<i8").tobytes())
-        self.orders.take({**which, "why": self.why}, fd)
+        self.orders.take(SamplerRun(which, self.why, (fd,)))
 
     def ask(self, timeout_s=5.0, **changed):
         """Make a request, and return the head of the answer and the numbers behind it."""
-        head, _, rest = b"".join(self.orders.answer(list_request(**changed), timeout_s)).partition(b"\n")
-        return json.loads(head), np.frombuffer(rest, "<i8").tolist()
+        head, _, rest = b"".join(self.orders.answer(ListRequest(**list_request(**changed)), timeout_s)).partition(b"\n")
+        return parse_reply(head, OrderSize, "answer"), np.frombuffer(rest, "<i8").tolist()
 
 
 @pytest.fixture
@@ -38,11 +41,11 @@ def main():
 
 def test_a_rank_gets_its_batches_and_where_they_begin(main):
     """Two ranks of batches of four: the tail of two is shared; without keys there is only what the order is."""
-    head = {"num_samples": 10, "num_batches": 10, "digest": "d"}
-    assert main.ask() == (head, [])
+    size = OrderSize(num_samples=10, num_batches=10, digest="d", num_keys=5)
+    assert main.ask() == (replace(size, num_keys=0), [])
     wanted = {"world_size": 2, "wants_keys": True}
-    assert main.ask(rank=0, **wanted) == ({**head, "num_keys": 5}, [0, 1, 2, 3, 8, 0, 4, 5])
-    assert main.ask(rank=1, **wanted) == ({**head, "num_keys": 5}, [4, 5, 6, 7, 9, 0, 4, 5])
+    assert main.ask(rank=0, **wanted) == (size, [0, 1, 2, 3, 8, 0, 4, 5])
+    assert main.ask(rank=1, **wanted) == (size, [4, 5, 6, 7, 9, 0, 4, 5])
     assert len(main.asked) == 1
     with pytest.raises(ValueError, match="rank=2 does not exist in world_size=2"):
         main.ask(rank=2, **wanted)
@@ -68,15 +71,16 @@ def test_two_passes_of_each_loader_are_kept(main):
 def test_a_sampler_that_crashed_runs_again(main):
     """The trainer that asked is told how it ended; the next one may have more luck."""
     main.why = "was killed by SIGKILL"
-    assert main.ask() == ({"lost": "was killed by SIGKILL"}, [])
+    assert main.ask() == (Crashed("was killed by SIGKILL"), [])
     main.why = None
-    assert main.ask()[0]["digest"] == "d"
+    assert main.ask()[0].digest == "d"
 
 
 def test_a_sampler_that_runs_is_waited_for_in_turns():
     """A call ends after a while, and the sampler goes on."""
     orders = SamplerOrders(lambda _: None)
     for _ in range(2):
-        assert list(orders.answer(list_request(), 0.01)) == [b'{"state": "listing"}\n']
+        (answer,) = orders.answer(ListRequest(**list_request()), 0.01)
+        assert parse_reply(answer, OrderSize, "answer") == Running()
     assert orders.num_running == 1
-    assert orders.is_known(list_request(rank=0, wants_keys=True))
+    assert orders.is_known(ListRequest(**list_request(rank=0, wants_keys=True)))

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning_sm.data.protocol.calls import CountRequest, Problem, Running, ShardSizes
 from lightning_sm.data.protocol.spec import RunSpec
 from lightning_sm.data.server.shard_counts import ShardCounts
 from lightning_sm.data.server.worker_pool import Ended, Failed
@@ -32,19 +33,19 @@ def shard_of(task):
 
 def ask(counts, is_wanted=True, **changed):
     """What is known now."""
-    request = count_request(num_shards=8, part=1, num_parts=3, **changed)
+    request = CountRequest(**count_request(num_shards=8, part=1, num_parts=3, **changed))
     return counts.answer(request, 0.0, lambda: is_wanted)
 
 
 def test_a_part_and_the_first_shard_are_counted_once(counts, pool):
     """All ranks ask for the same; the workers read each shard once, in any order."""
-    assert ask(counts) == ask(counts) == {"state": "counting"}
+    assert ask(counts) == ask(counts) == Running()
     assert sorted(map(shard_of, pool.asked)) == [0, 1, 4, 7]
     assert {task.affinity for task in pool.asked} == {None}  # any worker takes the next
     assert counts.num_running == 1
     for task in reversed(pool.asked):
         task.answer(Ended(10 + shard_of(task)))
-    assert ask(counts) == {"sizes": [11, 14, 17], "first": 10}
+    assert ask(counts) == ShardSizes([11, 14, 17], first=10)
     assert (len(pool.asked), counts.num_running) == (4, 0)
 
 
@@ -53,21 +54,21 @@ def test_a_shard_of_a_dead_worker_is_read_again_a_few_times(counts, pool):
     ask(counts)
     for _ in range(4):
         pool.asked[-1].answer(Failed("WorkerLost", "was killed by SIGKILL", "worker 3"))
-        assert ask(counts) == {"state": "counting"}
+        assert ask(counts) == Running()
     assert [shard_of(task) for task in pool.asked[3:]] == [7] * 5
     pool.asked[-1].answer(Failed("WorkerLost", "was killed by SIGKILL", "worker 3"))
     where = "worker 3, while counting the batches of shard 7 of 8"
-    assert ask(counts) == {"error": "RemoteTransformError", "text": "was killed by SIGKILL", "where": where}
+    assert ask(counts) == Problem("RemoteTransformError", "was killed by SIGKILL", where)
     assert sorted(map(shard_of, pool.cancelled)) == [0, 1, 4]
     pool.asked[0].answer(Ended(5))  # it was late
-    assert "error" in ask(counts)
+    assert isinstance(ask(counts), Problem)
 
 
 def test_an_exception_ends_the_count(counts, pool):
     """It comes as the user's code raised it."""
     ask(counts)
     pool.asked[2].answer(Failed("RemoteTransformError", "KeyError", "worker 0"))
-    assert ask(counts)["text"] == "KeyError"
+    assert ask(counts).text == "KeyError"
 
 
 def test_a_count_that_nobody_waits_for_is_given_up(counts, pool):
@@ -76,5 +77,5 @@ def test_a_count_that_nobody_waits_for_is_given_up(counts, pool):
     ask(counts, is_wanted=False)
     assert len(pool.cancelled) == 4
     assert counts.num_running == 0
-    assert ask(counts) == {"state": "counting"}
+    assert ask(counts) == Running()
     assert len(pool.asked) == 8

@@ -35,17 +35,17 @@ class FakeWorker:
         fds = (theirs.detach(), os.dup(self.ring.fd))
         pool.add(NewWorker(worker_id, number, opening, [opening, *live], NUM_SLOTS, self.ring.slot_bytes, fds))
         if is_ready:
-            Ready().send(self.socket)
+            self.socket.send(Ready())
 
     def next_request(self):
         """Return the next request: payload and slot."""
         message = self.socket.receive(TIMEOUT_S)
-        return message.payload, message.facts["slot"]
+        return message.payload, message.slot
 
     def done(self, slot, value):
         """Answer a request with a batch of one byte."""
         self.ring.slot(slot)[0] = value
-        Built(slot, num_bytes=1, pieces=[], produce_s=0.0, payload=b"header").send(self.socket)
+        self.socket.send(Built(slot, num_bytes=1, pieces=[], produce_s=0.0, payload=b"header"))
 
     def is_idle(self):
         """Return whether it gets no request."""
@@ -133,12 +133,12 @@ def test_clients_take_turns(pool, workers):
     for name in (b"a1", b"a2", b"a3"):
         submit(pool, name, "a")
     submit(pool, b"b1", "b")
-    Ready().send(worker.socket)
+    worker.socket.send(Ready())
     order = []
     for _ in range(4):
         payload, slot = worker.next_request()
         order.append(payload)
-        NotBuilt(slot, "RemoteTransformError", "").send(worker.socket)
+        worker.socket.send(NotBuilt(slot, "RemoteTransformError", ""))
     assert order == [b"a1", b"b1", b"a2", b"a3"]
 
 
@@ -147,7 +147,7 @@ def test_a_failure_is_passed_on(pool, worker):
     for _ in range(NUM_SLOTS + 1):
         _, answers = submit(pool, b"a")
         _, slot = worker.next_request()
-        NotBuilt(slot, "RemoteTransformError", "Traceback", "index 3").send(worker.socket)
+        worker.socket.send(NotBuilt(slot, "RemoteTransformError", "Traceback", "index 3"))
         assert answers.get(timeout=TIMEOUT_S) == Failed("RemoteTransformError", "Traceback", "index 3, worker 0")
 
 

@@ -2,60 +2,55 @@
 
 import pytest
 
-from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.trainer.metrics import HostFigures, changes, logger_metrics
+from lightning_sm.data.ipc.feeder_messages import HostState, State
+from lightning_sm.data.protocol.figures import HostFigures, RankFigures
+from lightning_sm.data.trainer.metrics import changes, logger_metrics
 
 
 def host(name="algo-2", **facts):
     """The feeder's state of a data host."""
     known = {
-        "state": "up",
-        "why": "",
         "workers": 4,
-        "batches": 10,
-        "retries": 1,
-        "hedges": 2,
-        "lost": 1,
+        "num_received": 10,
+        "num_retries": 1,
+        "num_hedges": 2,
+        "num_lost": 1,
         "busy_s": 8.0,
         "capacity_s": 10.0,
-        "built": 20,
+        "num_built": 20,
         "built_s": 9.0,
         "transfer_s": 2.0,
     }
-    return {"name": name, **known, **facts}
+    return HostState(name, **{**known, **facts})
 
 
 def test_metrics_are_per_batch_and_per_second():
     """Waits in ms per batch, rates per second, counts of all hosts."""
     figures = RankFigures(num_batches=4, num_steps=4, num_bytes=8_000_000, wait_s=0.2, busy_s=0.6, transfer_s=0.1)
-    metrics = logger_metrics(figures, 3, {"hosts": [host(), host("algo-3", retries=4)]})
+    metrics = logger_metrics(figures, 3, State([host(), host("algo-3", num_retries=4)], [], {}))
     assert metrics["data/wait_ms"] == pytest.approx(50)
     assert metrics["data/transfer_ms"] == pytest.approx(25)
     assert metrics["data/input_bound"] == pytest.approx(0.25)
     assert metrics["data/bytes_per_s"] == pytest.approx(1e7)
     assert (metrics["data/ready"], metrics["data/retries"], metrics["data/hedges"]) == (3.0, 5.0, 4.0)
-    assert logger_metrics(RankFigures(), 0, {"hosts": []})["data/batches_per_s"] == 0.0
+    assert logger_metrics(RankFigures(), 0, State([], [], {}))["data/batches_per_s"] == 0.0
 
 
 def test_a_host_counts_from_the_report_before():
     """What it did in the epoch; a host that was not there before did all of it."""
-    before = host(busy_s=5.0, capacity_s=6.0, built=18, built_s=8.0, batches=7, transfer_s=1.5, retries=0, lost=1)
-    assert HostFigures.between(before, host()) == HostFigures(
+    before = host(
+        busy_s=5.0, capacity_s=6.0, num_built=18, built_s=8.0, num_received=7, transfer_s=1.5, num_retries=0, num_lost=1
+    )
+    assert host().since(before) == HostFigures(
         "algo-2", "up", "", 4, 3.0, 4.0, 2, 1.0, num_received=3, transfer_s=0.5, num_retries=1, num_lost=0
     )
-    assert HostFigures.between({}, host()).num_built == 20
+    assert host().since(None).num_built == 20
 
 
 def test_a_restarted_host_counts_from_zero():
     """Its own figures are new, those of the connection to it go on."""
-    figures = HostFigures.between(host(busy_s=100.0, capacity_s=110.0, built=300, built_s=120.0, batches=4), host())
+    figures = host().since(host(busy_s=100.0, capacity_s=110.0, num_built=300, built_s=120.0, num_received=4))
     assert (figures.busy_s, figures.capacity_s, figures.num_built, figures.num_received) == (8.0, 10.0, 20, 6)
-
-
-def test_a_host_that_was_never_reached_has_done_nothing():
-    """It has a reason instead."""
-    figures = HostFigures.between({}, host(state="down", why="unavailable", workers=None))
-    assert (figures.state, figures.why, figures.workers) == ("down", "unavailable", 0)
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,18 @@
 """Reports of the data service: of all ranks, by rank 0, once per epoch."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from lightning_sm.data.ipc.feeder_messages import HostState, State
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.trainer.reporter import Reporter, data_report
 from lightning_sm.errors import DataServiceError
 
 MESSAGE = {"num_bytes": 1000, "queue_s": 0.0, "produce_s": 0.5, "transfer_s": 0.0, "ready": 1}
-HOST = {
-    "name": "algo-3",
-    "state": "up",
-    "why": "",
-    "workers": 1,
-    "batches": 0,
-    "retries": 0,
-    "hedges": 0,
-    "lost": 0,
-    "busy_s": 0.0,
-    "capacity_s": 0.0,
-    "built": 0,
-    "built_s": 0.0,
-    "transfer_s": 0.0,
-}
+HOST = HostState("algo-3", workers=1)
 
 
 class Feeder:
@@ -35,13 +23,13 @@ class Feeder:
     def __init__(self):
         self.shared = []
         self.ranks = {}
-        self.host = dict(HOST)
+        self.host = HOST
 
     def share(self, figures):
         self.shared.append(figures)
 
     def state(self):
-        return {"hosts": [dict(self.host)], "ranks": dict(self.ranks), "passes": []}
+        return State([self.host], [], dict(self.ranks))
 
 
 def make_trainer(epoch=0, **facts):
@@ -147,7 +135,7 @@ def test_trouble_of_data_hosts_has_lines_of_its_own(feeder, reporter, caplog):
     """Only in the epoch in which it happened."""
     for epoch, lost in enumerate((1, 0)):
         train(reporter, make_trainer(epoch, num_training_batches=float("inf")))
-        feeder.host["lost"] += lost
+        feeder.host = replace(feeder.host, num_lost=feeder.host.num_lost + lost)
         reporter.report()
         reporter.end_epoch(make_trainer())
     assert caplog.messages == ["Data host algo-3 in this epoch: connection lost once."]
@@ -183,16 +171,16 @@ def test_a_feeder_that_does_not_answer_costs_the_statistics_only(feeder, reporte
 
 def test_the_verdict_of_a_run_adds_up_the_slowest_rank_of_each_epoch(feeder, reporter):
     """Rank 0 waits for data in one epoch, and for rank 1 in the next one: training waits in both."""
-    feeder.host.update(workers=1, busy_s=40.0, capacity_s=40.0)
+    feeder.host = replace(feeder.host, workers=1, busy_s=40.0, capacity_s=40.0)
     other = RankFigures(num_batches=3, num_steps=3, num_timed=2, busy_s=10.0, produce_s=9.0)
     feeder.ranks["rank 1 on algo-2"] = RankFigures().to_json()
     train(reporter, make_trainer(0), wait_s=4.0)
-    feeder.host.update(busy_s=50.0, capacity_s=50.0)
+    feeder.host = replace(feeder.host, busy_s=50.0, capacity_s=50.0)
     feeder.ranks["rank 1 on algo-2"] = other.to_json()
     assert reporter.report().startswith("data_wait=80.0%")
     reporter.end_epoch(make_trainer())
     train(reporter, make_trainer(1), busy_s=5.0)
-    feeder.host.update(busy_s=60.0, capacity_s=60.0)
+    feeder.host = replace(feeder.host, busy_s=60.0, capacity_s=60.0)
     feeder.ranks["rank 1 on algo-2"] = RankFigures(6, 6, 4, wait_s=8.0, busy_s=12.0, produce_s=18.0).to_json()
     assert "Training waits 80% of the time" in reporter.run_verdict()  # also of an epoch that was interrupted
     assert reporter.report().startswith("data_wait=80.0%")
@@ -206,7 +194,7 @@ def test_without_batches_a_run_has_no_verdict(reporter):
 
 def test_the_record_gets_sums_since_the_start(feeder, reporter):
     """Of this rank, too, whose last figures may not have arrived anywhere yet."""
-    feeder.host.update(busy_s=3.0, hedges=2)
+    feeder.host = replace(feeder.host, busy_s=3.0, num_hedges=2)
     train(reporter, make_trainer())
     (host,), ranks = reporter.sums()
     assert (host.name, host.busy_s, host.num_hedges) == ("algo-3", 3.0, 2)

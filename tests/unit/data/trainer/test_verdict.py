@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.trainer.metrics import HostFigures
+from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 from lightning_sm.data.trainer.verdict import slowest, trouble, verdict
 
 # An epoch of 100 steps, 10 s long, that never waits.

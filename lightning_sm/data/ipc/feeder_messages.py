@@ -1,0 +1,335 @@
+"""What a training process and its feeder send each other: one class for each kind of message, which is its encoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_sm import errors
+from lightning_sm.data.ipc.messages import Message
+from lightning_sm.data.protocol.calls import LoaderPass
+from lightning_sm.data.protocol.figures import HostFigures
+from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.settings import Credentials
+
+# From the training process
+
+
+@dataclass(frozen=True)
+class Configure(Message):
+    """The first message.
+
+    Attributes:
+        addresses: Addresses of the data hosts.
+        credentials: Credentials for them.
+        client: This rank, see ``FeederClient``.
+        hedge_factor: See ``DataServiceSettings``.
+        is_quiet: Whether another rank of this host logs what all of them would.
+    """
+
+    addresses: list[str]
+    credentials: Credentials
+    client: dict[str, Any]
+    hedge_factor: float
+    is_quiet: bool
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Message:
+        """Rebuild a message of this kind from its fields."""
+        return cls(**{**facts, "credentials": Credentials(**facts["credentials"])})
+
+
+@dataclass(frozen=True)
+class OpenLoaders(Message):
+    """Asks for the loaders of a stage, or only for ``setup`` if ``loaders`` is empty; answered by ``Opened``.
+
+    Attributes:
+        opening: Name of the request.
+        prepares_everywhere: Whether ``prepare_data`` runs on every data host, and not only on the first.
+        state: The DataModule's state, as JSON; empty: it has none.
+        trainer: Values of the Trainer.
+    """
+
+    opening: str
+    run: int
+    stage: str
+    loaders: str
+    epoch: int
+    seed: int
+    prepares_everywhere: bool
+    state: str
+    trainer: dict[str, Any]
+
+    def call(self, *, prepares: bool) -> dict[str, Any]:
+        """Return the request to one data host, which runs ``prepare_data`` first or not."""
+        return {**vars(self), "prepares": prepares}
+
+
+@dataclass(frozen=True)
+class ShareRing(Message):
+    """Shares the memory for the batches of a loader: ring ``number``, of which ``fds`` has the descriptor."""
+
+    number: int
+    num_slots: int
+    slot_bytes: int
+    fds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LoaderPlace:
+    """Which loader of the data hosts a loader stands for, which part of it, and its limits.
+
+    Attributes:
+        request_name: The request with which the data hosts opened their loaders.
+        index: Index among the loaders of the request.
+        stage: "train", "val", "test" or "predict".
+        rank: This rank among those that split the data; 0 if every rank gets all of it.
+        world_size: Number of ranks that split the data.
+        seed: Base of all random states.
+        order_version: How epochs are shuffled, see ``SavedPosition``.
+        window_batches: Limit of requests in flight or buffered.
+        is_window_fixed: Whether it limits the batches, too, although one request may ask for several small ones.
+        window_bytes: Limit of their bytes.
+        max_batch_bytes: Capacity of a slot.
+        timeout_s: Timeout of a batch, in seconds.
+        compression: Codec of batches on the network; empty: none.
+        num_shards: Number of virtual shards of an iterable dataset.
+        batches_per_pass: Batches of an iterable dataset in a pass; None: the user did not set it.
+    """
+
+    request_name: str
+    index: int
+    stage: str
+    rank: int
+    world_size: int
+    seed: int
+    order_version: int
+    window_batches: int
+    window_bytes: int
+    max_batch_bytes: int
+    timeout_s: float
+    compression: str = ""
+    is_window_fixed: bool = False
+    num_shards: int = 1
+    batches_per_pass: int | None = None
+
+
+@dataclass
+class Position:
+    """Where a pass starts and ends.
+
+    Attributes:
+        epoch: Epoch of the training.
+        pass_index: Index of the pass within the epoch.
+        first_step: First batch of the pass.
+        stop_step: End of the pass, exclusive; None: the end of the data.
+        is_by_hand: Whether the user iterates over the loader, and not the Trainer.
+    """
+
+    epoch: int = 0
+    pass_index: int = 0
+    first_step: int = 0
+    stop_step: int | None = None
+    is_by_hand: bool = False
+
+
+@dataclass(frozen=True)
+class PassRequest(Message):
+    """A pass over a loader.
+
+    Attributes:
+        pass_id: Number of the pass; each request has its own.
+        place: Which loader.
+        loader: The data hosts' description of it.
+        position: Where the pass starts and ends.
+    """
+
+    pass_id: int
+    place: LoaderPlace
+    loader: LoaderFacts
+    position: Position
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Message:
+        """Rebuild a message of this kind from its fields."""
+        kinds = {"place": LoaderPlace, "loader": LoaderFacts, "position": Position}
+        return cls(**{**facts, **{name: kind(**facts[name]) for name, kind in kinds.items()}})
+
+    @property
+    def which(self) -> LoaderPass:
+        """The pass, as data hosts are told of it."""
+        place, position = self.place, self.position
+        return LoaderPass(place.request_name, place.index, place.seed, position.epoch, position.pass_index)
+
+
+@dataclass(frozen=True)
+class MeasurePass(PassRequest):
+    """Asks for the length of a pass; answered by ``Length`` or ``Failed``."""
+
+
+@dataclass(frozen=True)
+class StartPass(PassRequest):
+    """Asks for the batches of a pass; answered by ``Delivery``, ``EndOfPass`` and ``Failed``.
+
+    Attributes:
+        ring: Number of the ring for them.
+        tells_keys: Whether the training process wants the keys of each batch.
+    """
+
+    ring: int
+    tells_keys: bool
+
+
+@dataclass(frozen=True)
+class AskState(Message):
+    """Asks for a ``State``."""
+
+
+@dataclass(frozen=True)
+class ShareFigures(Message):
+    """What this rank has measured, for the data hosts and, through them, for rank 0: the JSON of ``RankFigures``."""
+
+    figures: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Finish(Message):
+    """The last message: how the training ended, for the logs of the data hosts."""
+
+    outcome: str
+
+
+# From the feeder
+
+
+@dataclass(frozen=True)
+class Opened(Message):
+    """The reply on which the data hosts agree, see ``calls.open_reply``."""
+
+    opening: str
+    reply: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Length(Message):
+    """Steps of a pass, and batches of all ranks that it leaves out."""
+
+    pass_id: int
+    num_steps: int
+    num_dropped: int
+
+
+@dataclass(frozen=True)
+class Delivery(Message):
+    """A run of consecutive batches of a pass, in one slot.
+
+    Attributes:
+        pass_id: Number of the pass.
+        ring: Number of the ring.
+        slot: Slot of the ring.
+        first_step: Step of the first batch.
+        num_steps: Number of batches.
+        num_bytes: Bytes of all batches.
+        queue_s: Seconds that the request waited for a worker.
+        produce_s: Seconds that the worker took for all batches.
+        transfer_s: Seconds from request to delivery, without these two.
+        num_ready: Batches that are buffered behind these.
+        keys: Indices of the samples of each batch; empty if they are not wanted.
+        payload: Where each batch lies, and its structure, as ``frames.pack_batches`` packs them.
+    """
+
+    pass_id: int
+    ring: int
+    slot: int
+    first_step: int
+    num_steps: int
+    num_bytes: int
+    queue_s: float
+    produce_s: float
+    transfer_s: float
+    num_ready: int
+    keys: list[list[int]]
+    payload: bytes
+
+    def figures(self) -> dict[str, Any]:
+        """Return what one batch of it took, on average: bytes, and seconds."""
+        return {
+            "num_bytes": self.num_bytes // self.num_steps,
+            "queue_s": self.queue_s / self.num_steps,
+            "produce_s": self.produce_s / self.num_steps,
+            "transfer_s": self.transfer_s / self.num_steps,
+            "ready": self.num_ready,
+        }
+
+
+@dataclass(frozen=True)
+class EndOfPass(Message):
+    """Everything up to the end of the pass was delivered; ``num_batches`` are those in the rank's shards, if known."""
+
+    pass_id: int
+    num_batches: int | None
+
+
+@dataclass(frozen=True)
+class Failed(Message):
+    """A pass cannot continue, or none can if ``pass_id`` is None; ``error`` is a name in ``lightning_sm.errors``."""
+
+    pass_id: int | None
+    error: str
+    text: str
+
+    def exception(self) -> Exception:
+        """Return what the training process raises."""
+        kind: type[Exception] = getattr(errors, self.error, errors.DataServiceError)
+        return kind(self.text)
+
+
+@dataclass(frozen=True)
+class HostState(HostFigures):
+    """A data host: what it did since the start, and what it does now.
+
+    Attributes:
+        in_flight: Requests of this rank that it has not answered.
+        busy: Workers that build batches.
+        queued: Requests of all ranks that wait for a worker.
+    """
+
+    in_flight: int = 0
+    busy: int = 0
+    queued: int = 0
+
+
+@dataclass(frozen=True)
+class PassState:
+    """A pass.
+
+    Attributes:
+        waiting_for: The step that is next.
+        requested: The data hosts that it was requested from, and how many seconds ago.
+        ready: Number of buffered batches.
+        in_flight: Number of batches that are requested.
+    """
+
+    waiting_for: int
+    requested: list[tuple[str, float]]
+    ready: int
+    in_flight: int
+
+
+@dataclass(frozen=True)
+class State(Message):
+    """The feeder's view of hosts and passes.
+
+    Attributes:
+        ranks: The figures of each rank that a data host has, by the name of the rank: the JSON of ``RankFigures``.
+    """
+
+    hosts: list[HostState]
+    passes: list[PassState]
+    ranks: dict[str, dict[str, float]]
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Message:
+        """Rebuild a message of this kind from its fields."""
+        hosts = [HostState(**host) for host in facts["hosts"]]
+        return cls(hosts, [PassState(**one) for one in facts["passes"]], facts["ranks"])
