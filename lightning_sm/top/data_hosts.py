@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 
-from lightning_sm.data.protocol import calls, grpc_transport
+from lightning_sm.data.protocol import grpc_transport
+from lightning_sm.data.protocol.calls import HostReport
 from lightning_sm.data.settings import Credentials, DataServiceSettings
 from lightning_sm.errors import WireError
 from lightning_sm.job.facts import SageMakerJob
@@ -24,7 +25,7 @@ class Answer:
     """What a data host said.
 
     Attributes:
-        state: Its state, see ``WorkerPool.state``; None if it did not answer.
+        state: Its state, see ``HostReport``; None if it did not answer.
         problem: Why not.
     """
 
@@ -72,7 +73,7 @@ class DataHosts:
 
 def _answer(call: Any) -> Answer:
     try:
-        return Answer(calls.heartbeat_reply(call.result()))
+        return Answer(vars(HostReport.parse(call.result())))
     except WireError as error:
         return Answer(problem=str(error))
     except grpc.RpcError as error:

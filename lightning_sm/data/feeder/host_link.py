@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
 import random
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 import grpc
 
 from lightning_sm.data.protocol import calls, grpc_transport
+from lightning_sm.data.protocol.calls import FinishRequest, HeartbeatRequest, HostReport, OpenRequest, Request
 from lightning_sm.data.protocol.frames import frames
 from lightning_sm.data.protocol.tls import closed_hint, fatal_hint
 from lightning_sm.data.settings import Credentials
@@ -81,7 +81,7 @@ class HostLink:
         owner: Receives the events.
 
     Attributes:
-        facts: The last answer to a heartbeat; empty if there was none.
+        report: The last answer to a heartbeat.
         state: State of the connection.
         detail: Why it is not UP, for people.
         num_lost: How often the connection was lost.
@@ -89,7 +89,7 @@ class HostLink:
 
     def __init__(self, address: str, credentials: Credentials, client: Mapping[str, Any], owner: Owner) -> None:
         self.address = address
-        self.facts: dict[str, Any] = {}
+        self.report: HostReport | None = None
         self.num_lost = 0
         self._set_state(LinkState.CONNECTING, "not connected yet")
         self._client = dict(client)
@@ -97,7 +97,7 @@ class HostLink:
         self._credentials = credentials
         self._metadata = grpc_transport.metadata(credentials)
         self._channel = grpc_transport.open_channel(address, credentials)
-        self._wanted: dict[str, dict[str, Any]] = {}
+        self._wanted: dict[str, OpenRequest] = {}
         self._opened: set[str] = set()
         self._is_stale = False
         self._num_losses = 0
@@ -109,7 +109,7 @@ class HostLink:
         self._call: Any = None
         # Of the stream, if it goes to another process of the data host; and where none could be reached.
         self._stream_channel: Any = None
-        self._failed_port: int | None = None
+        self._failed_port = 0
         # Held while the owner is notified that the host is up or lost, so that it gets both in the right order.
         self._turning = threading.RLock()
         self._nudge = threading.Event()
@@ -119,10 +119,10 @@ class HostLink:
     @property
     def name(self) -> str:
         """Name of the host, with its address."""
-        name = self.facts.get("name")
+        name = self.report.name if self.report is not None else ""
         return f"{name} ({self.address})" if name and name != self.address else self.address
 
-    def want(self, name: str, request: dict[str, Any]) -> None:
+    def want(self, name: str, request: OpenRequest) -> None:
         """Open loaders on the host, now and after every reconnect.
 
         Args:
@@ -132,8 +132,8 @@ class HostLink:
         with self._lock:
             # A new run of the Trainer has no use for the loaders of the one before, and hosts forget those of a hook
             # but the last two. A host that is restarted in epoch 300 must not run train_dataloader() 300 times.
-            self._wanted = {name: old for name, old in self._wanted.items() if old["run"] == request["run"]}
-            earlier = [old for old, facts in self._wanted.items() if facts["loaders"] == request["loaders"]]
+            self._wanted = {name: old for name, old in self._wanted.items() if old.run == request.run}
+            earlier = [old for old, wanted in self._wanted.items() if wanted.loaders == request.loaders]
             for old in earlier[:-1]:
                 del self._wanted[old]
             self._opened &= set(self._wanted)
@@ -167,14 +167,14 @@ class HostLink:
         Raises:
             grpc.RpcError: The call failed.
         """
-        return self._unary("Count", vars(request), _CALL_TIMEOUT_S)
+        return self._unary(request, _CALL_TIMEOUT_S)
 
     def finish(self, outcome: str) -> None:
         """Close the connection, and notify the host, if it is still there, how the training ended."""
         self._closed.set()
         self._nudge.set()
         try:
-            self._unary("Finish", {**self._client, "outcome": outcome}, _FINISH_TIMEOUT_S)
+            self._unary(FinishRequest(self._client["client"], outcome), _FINISH_TIMEOUT_S)
         except grpc.RpcError as error:
             logger.debug("Could not notify data host %s that the training ended: %s", self.name, describe(error))
         self._break_stream()
@@ -184,9 +184,9 @@ class HostLink:
         self.state = state
         self.detail = detail
 
-    def _unary(self, name: str, facts: Mapping[str, Any], timeout_s: float) -> bytes:
-        method = self._channel.unary_unary(grpc_transport.method(name))
-        answer: bytes = method(json.dumps(facts).encode(), metadata=self._metadata, timeout=timeout_s)
+    def _unary(self, request: Request, timeout_s: float) -> bytes:
+        method = self._channel.unary_unary(grpc_transport.method(request.NAME))
+        answer: bytes = method(request.encode(), metadata=self._metadata, timeout=timeout_s)
         return answer
 
     # The connection
@@ -194,8 +194,8 @@ class HostLink:
     def _stay_connected(self) -> None:
         while not self._closed.is_set():
             try:
-                request = {**self._client, **self._owner.figures}
-                self.facts = calls.heartbeat_reply(self._unary("Heartbeat", request, _HEARTBEAT_TIMEOUT_S))
+                request = HeartbeatRequest(**self._client, figures=dict(self._owner.figures))
+                self.report = HostReport.parse(self._unary(request, _HEARTBEAT_TIMEOUT_S))
                 self._num_silent = 0
                 self._open_wanted()
             except grpc.RpcError as error:
@@ -211,7 +211,7 @@ class HostLink:
     def _call_failed(self, error: Any) -> None:
         code = error.code()
         details = str(error.details())
-        was_reached = bool(self.facts)
+        was_reached = self.report is not None
         hint = "" if was_reached else fatal_hint(details)
         if code in _FATAL or hint:
             self._closed.set()
@@ -233,10 +233,9 @@ class HostLink:
         for name, request in list(self._wanted.items()):
             if name in self._opened:
                 continue
-            reply = calls.open_reply(self._unary("Open", request, _CALL_TIMEOUT_S))
+            reply = calls.open_reply(self._unary(request, _CALL_TIMEOUT_S))
             if reply.get("state") == "opening":
-                hook = f"{request['loaders']}_dataloader()" if request["loaders"] else "setup()"
-                self._set_state(LinkState.OPENING, f"{hook} is still running")
+                self._set_state(LinkState.OPENING, f"{request.hook} is still running")
                 self._nudge.set()
                 return
             problem = self._owner.link_opened(self, name, reply)
@@ -279,10 +278,10 @@ class HostLink:
     def _start_stream(self) -> None:
         requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         channel = self._channel
-        port = self.facts.get("stream_port")
+        port = self.report.stream_port if self.report is not None else 0
         if port == self._failed_port:
-            port = None
-        if port is not None:
+            port = 0
+        if port:
             address = f"{self.address.rpartition(':')[0]}:{port}"
             channel = self._stream_channel = grpc_transport.open_channel(address, self._credentials)
         method = channel.stream_stream(grpc_transport.method("Fetch"))
@@ -293,7 +292,7 @@ class HostLink:
         arguments = (call, port)
         threading.Thread(target=self._receive, args=arguments, name=f"stream {self.address}", daemon=True).start()
 
-    def _receive(self, call: Iterator[bytes], port: int | None) -> None:
+    def _receive(self, call: Iterator[bytes], port: int) -> None:
         detail = "the data host closed the stream"
         has_received = False
         try:

@@ -121,7 +121,7 @@ class Feeder:
                 case kinds.AskState():
                     self._notify(self._state())
                 case kinds.ShareFigures():
-                    self.figures = vars(message)
+                    self.figures = message.figures
                 case kinds.Finish():
                     self._finish(message.outcome)
 
@@ -256,7 +256,7 @@ class Feeder:
 
     def link_up(self, link: HostLink) -> None:
         """Request batches from the host from now on."""
-        workers = max(1, int(link.facts["workers"]))
+        workers = max(1, link.report.workers if link.report is not None else 0)
         num_credits = -(-workers // self._num_ranks) + _EXTRA_CREDITS
         with self._lock:
             self._scheduler.host_up(link.address, num_credits)

@@ -10,6 +10,7 @@ from lightning_sm import errors
 from lightning_sm.data.feeder.host_link import HostLink
 from lightning_sm.data.feeder.scheduler import FailureDecision, HostStatus, PassStatus, Retry
 from lightning_sm.data.ipc.feeder_messages import HostState, PassState
+from lightning_sm.data.protocol.calls import HostReport
 from lightning_sm.errors import DataServiceError
 
 # Errors that a data host reports, and whether a retry can succeed; for all others it cannot.
@@ -57,7 +58,7 @@ def host_state(link: HostLink, status: HostStatus | None, transfer_s: float) -> 
         transfer_s: Seconds that its answers were in transit.
     """
     status = status or HostStatus(link.name)
-    own = ("workers", "busy", "queued", "busy_s", "capacity_s", "built_s")
+    report = link.report or HostReport(link.name, workers=0, busy=0, queued=0)
     return HostState(
         name=link.name,
         state=status.state.value,
@@ -68,8 +69,13 @@ def host_state(link: HostLink, status: HostStatus | None, transfer_s: float) -> 
         num_hedges=status.num_hedges,
         num_lost=link.num_lost,
         in_flight=status.num_in_flight,
-        num_built=link.facts.get("built", 0),
-        **{name: link.facts.get(name, 0) for name in own},
+        workers=report.workers,
+        busy=report.busy,
+        queued=report.queued,
+        busy_s=report.busy_s,
+        capacity_s=report.capacity_s,
+        num_built=report.built,
+        built_s=report.built_s,
     )
 
 
@@ -77,7 +83,8 @@ def rank_figures(links: Iterable[HostLink]) -> dict[str, Any]:
     """Return the latest figures of each rank that a data host has, by the name of the rank."""
     latest: dict[str, Any] = {}
     for link in links:
-        for rank, figures in link.facts.get("figures", {}).items():
+        reported = {} if link.report is None else link.report.figures
+        for rank, figures in reported.items():
             if rank not in latest or figures["num_batches"] > latest[rank]["num_batches"]:
                 latest[rank] = figures
     return latest

@@ -13,6 +13,7 @@ from lightning_sm.data.host.loader import ServedLoader, describe_structure
 from lightning_sm.data.host.random_state import seed_all
 from lightning_sm.data.host.trainer_facts import TrainerFacts
 from lightning_sm.data.plan.seeds import hook_seed
+from lightning_sm.data.protocol.calls import OpenRequest
 from lightning_sm.data.protocol.failures import describe_exception
 from lightning_sm.data.protocol.plain_values import plain_json
 from lightning_sm.errors import DataSettingsError
@@ -46,7 +47,7 @@ class ServedModule:
         self._left_runs: set[int] = set()
         self._state = ""  # that the DataModule has loaded in this run
 
-    def open(self, request: dict[str, Any]) -> dict[str, Any]:
+    def open(self, request: OpenRequest) -> dict[str, Any]:
         """Run ``prepare_data``, ``setup`` and a ``*_dataloader`` hook, each unless it has run already.
 
         Args:
@@ -57,13 +58,13 @@ class ServedModule:
         Returns:
             The structure and the facts of the loaders; or the attributes that ``setup`` set; or the error.
         """
-        opening = request["opening"]
+        opening = request.opening
         try:
             if opening not in self.replies:
                 self.replies[opening] = self._run_hooks(request)
             return self.replies[opening]
         except Exception as error:  # noqa: BLE001  # the error of the user's hook is sent to the trainers
-            where = f"{request['loaders']}_dataloader()" if request["loaders"] else f"setup({request['stage']!r})"
+            where = request.hook
             if isinstance(error, DataSettingsError):
                 return {"error": "DataSettingsError", "text": str(error), "where": where}
             return {"error": "RemoteTransformError", "text": describe_exception(error), "where": where}
@@ -78,23 +79,23 @@ class ServedModule:
         self._run = None
         self._datamodule.teardown(stage=self._stage)
 
-    def _run_hooks(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _run_hooks(self, request: OpenRequest) -> dict[str, Any]:
         self._enter(request)
-        if not request["loaders"]:
+        if not request.loaders:
             return self._attributes()
-        if request["state"] not in ("", self._state):
-            self._state = request["state"]
+        if request.state not in ("", self._state):
+            self._state = request.state
             self._datamodule.load_state_dict(json.loads(self._state))
-        hook = f"{request['loaders']}_dataloader"
-        seed, epoch = request["seed"], request["epoch"]
+        hook = f"{request.loaders}_dataloader"
+        seed, epoch = request.seed, request.epoch
         seed_all(hook_seed(seed, hook, epoch))
         with _timed(f"{hook}()"), self._trainer.noting_reads() as reads:
             returned = getattr(self._datamodule, hook)()
-            structure, loaders = describe_structure(returned, hook, request["loaders"], seed=seed, epoch=epoch)
+            structure, loaders = describe_structure(returned, hook, request.loaders, seed=seed, epoch=epoch)
         if not all(loader.facts.is_split for loader in loaders):
             reads.check()
-        self._forget_older_loaders(request["opening"])
-        self.loaders[request["opening"]] = loaders
+        self._forget_older_loaders(request.opening)
+        self.loaders[request.opening] = loaders
         return {"structure": structure, "loaders": [loader.facts.to_json() for loader in loaders]}
 
     def _forget_older_loaders(self, opening: str) -> None:
@@ -104,18 +105,18 @@ class ServedModule:
         for name in older[:-1]:
             del self.loaders[name], self.replies[name]
 
-    def _enter(self, request: dict[str, Any]) -> None:
+    def _enter(self, request: OpenRequest) -> None:
         """Run the hooks of a new ``fit``, ``validate``, ``test`` or ``predict``."""
-        if request["run"] in self._left_runs:
+        if request.run in self._left_runs:
             raise DataSettingsError(
                 "Another training has taken over this data host, which serves one training at a time. Start separate "
                 "data hosts for each training."
             )
-        self._trainer = self._datamodule.trainer = TrainerFacts(request["trainer"])
-        if request["run"] == self._run:
+        self._trainer = self._datamodule.trainer = TrainerFacts(request.trainer)
+        if request.run == self._run:
             return
-        if request["prepares"] and not self._is_prepared:
-            seed_all(hook_seed(request["seed"], "prepare_data", 0))
+        if request.prepares and not self._is_prepared:
+            seed_all(hook_seed(request.seed, "prepare_data", 0))
             with _timed("prepare_data()"), self._trainer.noting_reads() as reads:
                 self._datamodule.prepare_data()
             reads.check()
@@ -123,9 +124,9 @@ class ServedModule:
         self.leave()
         before = {name: (value, plain_json(value)) for name, value in vars(self._datamodule).items()}
         # Every host, also one that is restarted and one of a resumed job, must split the data alike.
-        seed_all(hook_seed(request["seed"], "setup", 0))
-        with _timed(f"setup({request['stage']!r})"), self._trainer.noting_reads() as reads:
-            self._datamodule.setup(stage=request["stage"])  # by its name, as Lightning calls it
+        seed_all(hook_seed(request.seed, "setup", 0))
+        with _timed(f"setup({request.stage!r})"), self._trainer.noting_reads() as reads:
+            self._datamodule.setup(stage=request.stage)  # by its name, as Lightning calls it
         reads.check()
         # Accumulated over all runs: a later setup() may set the same objects again.
         self._changed |= {
@@ -133,8 +134,8 @@ class ServedModule:
             for name, value in vars(self._datamodule).items()
             if name not in before or before[name][0] is not value or before[name][1] != plain_json(value)
         }
-        self._run = request["run"]
-        self._stage = request["stage"]
+        self._run = request.run
+        self._stage = request.stage
         self._state = ""
 
     def _attributes(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, fork, start_module
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.samples import BatchPlan, digest
-from lightning_sm.data.protocol.calls import LoaderPass
+from lightning_sm.data.protocol.calls import LoaderPass, OpenRequest
 from lightning_sm.data.protocol.failures import describe_exception, first_line, with_place
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataServiceError, DataSettingsError
@@ -234,7 +234,7 @@ class HostProcess:
         self._start_server()
         self._fork_workers(self._module.loaders)
 
-    def _open(self, request: dict[str, Any]) -> None:
+    def _open(self, request: OpenRequest) -> None:
         before = set(self._module.loaders)
         self._in_hook = True
         try:
@@ -247,7 +247,7 @@ class HostProcess:
             logger.warning("%s failed; trainers get the error: %s", reply["where"], first_line(reply["text"]))
         else:
             self._problem = None
-        self._send(OpenedLoaders(request["opening"], reply))
+        self._send(OpenedLoaders(request.opening, reply))
 
     def _send(self, message: Message) -> bool:
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_sm import errors
 from lightning_sm.data.ipc.messages import Message
-from lightning_sm.data.protocol.calls import LoaderPass
+from lightning_sm.data.protocol.calls import LoaderPass, OpenRequest
 from lightning_sm.data.protocol.figures import HostFigures
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.data.settings import Credentials
@@ -60,9 +60,10 @@ class OpenLoaders(Message):
     state: str
     trainer: dict[str, Any]
 
-    def call(self, *, prepares: bool) -> dict[str, Any]:
+    def call(self, *, prepares: bool) -> OpenRequest:
         """Return the request to one data host, which runs ``prepare_data`` first or not."""
-        return {**vars(self), "prepares": prepares}
+        facts = {name: value for name, value in vars(self).items() if name != "prepares_everywhere"}
+        return OpenRequest(**facts, prepares=prepares)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_sm.data.ipc.messages import Message
-from lightning_sm.data.protocol.calls import LoaderPass
+from lightning_sm.data.protocol.calls import LoaderPass, OpenRequest
 from lightning_sm.data.settings import HostSettings
 
 
@@ -60,9 +60,14 @@ class Finished(Message):
 
 @dataclass(frozen=True)
 class RunHook(Message):
-    """To the main process: a trainer's request, as ``calls.OPEN`` has parsed it."""
+    """To the main process: a trainer's request."""
 
-    request: dict[str, Any]
+    request: OpenRequest
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Message:
+        """Rebuild a message of this kind from its fields."""
+        return cls(OpenRequest(**facts["request"]))
 
 
 @dataclass(frozen=True)

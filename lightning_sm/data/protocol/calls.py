@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar, TypeVar, get_origin, get_type_hints
 
 from lightning_sm import errors
 from lightning_sm.data.protocol.failures import with_place
@@ -39,108 +38,17 @@ _RANGES = {
     "batch_size": (0, 1 << 32),
 }
 
-# What a data host tells about the work of its workers, see ``WorkerPool.state``.
-_WORK = ("busy_s", "capacity_s", "built", "built_s")
-
 _HOOKS = ("", "train", "val", "test", "predict")
 _MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
 
-@dataclass(frozen=True)
-class Call:
-    """What a trainer sends to a data host with one kind of call.
+class Request:
+    """Base of what a trainer sends to a data host: each kind of call has a frozen dataclass, which is its encoding.
 
-    Attributes:
-        name: The gRPC method.
-        fields: Names of the values, and their types.
-        optional: The same of values that may be left out.
+    Fields with a default may be left out. What else is sent is ignored.
     """
 
-    name: str
-    fields: Mapping[str, type]
-    optional: Mapping[str, type] = field(default_factory=dict)
-
-    def parse(self, data: bytes) -> dict[str, Any]:
-        """Return the values of a request, without any others that it has.
-
-        Raises:
-            WireError: The request is malformed.
-        """
-        what = f"{self.name} request"
-        facts = _object(data, what, _MAX_REQUEST_BYTES)
-        sent = {**self.fields, **{name: kind for name, kind in self.optional.items() if name in facts}}
-        values = {name: _value(facts, name, kind, what) for name, kind in sent.items()}
-        for name, value in values.items():
-            least, most = _RANGES.get(name, (-_INT64, _INT64))
-            if isinstance(value, int) and not least <= value <= most:
-                raise WireError(f"In the {what}, {name} is {value}; {least} to {most} are allowed.")
-            if isinstance(value, str) and name not in _LONG_TEXTS and len(value) > _MAX_NAME_CHARS:
-                raise WireError(f"In the {what}, {name} has {len(value)} characters; {_MAX_NAME_CHARS} are allowed.")
-        if values.get("loaders", "") not in _HOOKS:
-            raise WireError(f"The {what} names unknown loaders: {reprlib.repr(values['loaders'])}.")
-        if "run" in values:
-            _check_opening(values, what)
-        if "figures" in values:
-            RankFigures.from_json(values["figures"])
-        return values
-
-
-def _check_opening(values: Mapping[str, Any], what: str) -> None:
-    """Check that loaders are named after their run, and that the values of the Trainer are few and plain."""
-    opening, run, trainer = values["opening"], values["run"], values["trainer"]
-    if not opening.startswith(f"{run}/"):
-        raise WireError(f"The {what} is for run {run}, but its name is {reprlib.repr(opening)}.")
-    plain = all(value is None or isinstance(value, (bool, int, float, str)) for value in trainer.values())
-    if not plain or len(trainer) > _MAX_TRAINER_FACTS:
-        raise WireError(
-            f"The {what} has {len(trainer)} values of the Trainer: {reprlib.repr(trainer)}. At most "
-            f"{_MAX_TRAINER_FACTS} numbers and texts are allowed."
-        )
-
-
-OPEN = Call(
-    "Open",
-    {
-        "opening": str,
-        "run": int,
-        "stage": str,
-        "loaders": str,
-        "epoch": int,
-        "seed": int,
-        "prepares": bool,
-        "state": str,
-        "trainer": dict,
-    },
-)
-# A rank's figures, once it trains; rank 0 wants those of all ranks.
-HEARTBEAT = Call("Heartbeat", {"client": str, "world_size": int}, {"figures": dict, "wants_figures": bool})
-FINISH = Call("Finish", {"client": str, "outcome": str})
-
-
-@dataclass(frozen=True)
-class LoaderPass:
-    """A pass over a loader, as data hosts know it.
-
-    Attributes:
-        opening: Name of the request that opened the loader.
-        loader: Position of the loader among those that the request opened.
-        seed: Base of all random states.
-        epoch: Epoch of the training.
-        pass_index: Number of the pass over the loader within the epoch.
-    """
-
-    NAME: ClassVar[str]
-
-    opening: str
-    loader: int
-    seed: int
-    epoch: int
-    pass_index: int
-
-    @property
-    def which(self) -> LoaderPass:
-        """The pass, without what is requested of it."""
-        return LoaderPass(self.opening, self.loader, self.seed, self.epoch, self.pass_index)
+    NAME: ClassVar[str]  # of the gRPC method
 
     def encode(self) -> bytes:
         """Return the bytes of a request."""
@@ -153,11 +61,138 @@ class LoaderPass:
         Raises:
             WireError: It is malformed.
         """
+        what = f"{cls.NAME} request"
+        facts = _object(data, what, _MAX_REQUEST_BYTES)
         kinds = get_type_hints(cls)
-        return cls(**Call(cls.NAME, {one.name: kinds[one.name] for one in fields(cls)}).parse(data))
+        values: dict[str, Any] = {}
+        for one in fields(cls):  # type: ignore[arg-type]  # each kind is a dataclass
+            if one.name in facts or (one.default is MISSING and one.default_factory is MISSING):
+                values[one.name] = _value(facts, one.name, get_origin(kinds[one.name]) or kinds[one.name], what)
+        for name, value in values.items():
+            least, most = _RANGES.get(name, (-_INT64, _INT64))
+            if isinstance(value, int) and not least <= value <= most:
+                raise WireError(f"In the {what}, {name} is {value}; {least} to {most} are allowed.")
+            if isinstance(value, str) and name not in _LONG_TEXTS and len(value) > _MAX_NAME_CHARS:
+                raise WireError(f"In the {what}, {name} has {len(value)} characters; {_MAX_NAME_CHARS} are allowed.")
+        request = cls(**values)
+        request.check()
+        return request
+
+    def check(self) -> None:
+        """Check what is special to this kind.
+
+        Raises:
+            WireError: It makes no sense.
+        """
 
 
-_Request = TypeVar("_Request", bound=LoaderPass)
+_Request = TypeVar("_Request", bound=Request)
+
+
+@dataclass(frozen=True)
+class OpenRequest(Request):
+    """Asks a data host to run ``setup``, if ``loaders`` is empty, or to open the loaders of a hook.
+
+    Attributes:
+        opening: Name of the request; it begins with the run.
+        run: Number of the run of the Trainer.
+        stage: "fit", "validate", "test" or "predict".
+        loaders: "train", "val", "test" or "predict".
+        epoch: Epoch for which the hook runs.
+        seed: Base of all random states.
+        prepares: Whether the host runs ``prepare_data`` first.
+        state: The DataModule's state, as JSON; empty: it has none.
+        trainer: Values of the Trainer.
+    """
+
+    NAME = "Open"
+
+    opening: str
+    run: int
+    stage: str
+    loaders: str
+    epoch: int
+    seed: int
+    prepares: bool
+    state: str
+    trainer: dict[str, Any]
+
+    @property
+    def hook(self) -> str:
+        """What runs, for messages."""
+        return f"{self.loaders}_dataloader()" if self.loaders else f"setup({self.stage!r})"
+
+    def check(self) -> None:
+        """Check that loaders are named after their run, and that the values of the Trainer are few and plain."""
+        what = f"{self.NAME} request"
+        if self.loaders not in _HOOKS:
+            raise WireError(f"The {what} names unknown loaders: {reprlib.repr(self.loaders)}.")
+        if not self.opening.startswith(f"{self.run}/"):
+            raise WireError(f"The {what} is for run {self.run}, but its name is {reprlib.repr(self.opening)}.")
+        plain = all(value is None or isinstance(value, (bool, int, float, str)) for value in self.trainer.values())
+        if not plain or len(self.trainer) > _MAX_TRAINER_FACTS:
+            raise WireError(
+                f"The {what} has {len(self.trainer)} values of the Trainer: {reprlib.repr(self.trainer)}. At most "
+                f"{_MAX_TRAINER_FACTS} numbers and texts are allowed."
+            )
+
+
+@dataclass(frozen=True)
+class HeartbeatRequest(Request):
+    """Says that a rank lives; answered by ``HostReport``.
+
+    Attributes:
+        client: The rank.
+        world_size: Number of ranks of its training.
+        figures: What the rank has measured, once it trains: the JSON of ``RankFigures``.
+        wants_figures: Whether the answer is to have the figures of all ranks.
+    """
+
+    NAME = "Heartbeat"
+
+    client: str
+    world_size: int
+    figures: dict[str, Any] = field(default_factory=dict)
+    wants_figures: bool = False
+
+    def check(self) -> None:
+        """Check the figures."""
+        if self.figures:
+            RankFigures.from_json(self.figures)
+
+
+@dataclass(frozen=True)
+class FinishRequest(Request):
+    """Says that the training of a rank has ended, and how."""
+
+    NAME = "Finish"
+
+    client: str
+    outcome: str
+
+
+@dataclass(frozen=True)
+class LoaderPass(Request):
+    """A pass over a loader, as data hosts know it.
+
+    Attributes:
+        opening: Name of the request that opened the loader.
+        loader: Position of the loader among those that the request opened.
+        seed: Base of all random states.
+        epoch: Epoch of the training.
+        pass_index: Number of the pass over the loader within the epoch.
+    """
+
+    opening: str
+    loader: int
+    seed: int
+    epoch: int
+    pass_index: int
+
+    @property
+    def which(self) -> LoaderPass:
+        """The pass, without what is requested of it."""
+        return LoaderPass(self.opening, self.loader, self.seed, self.epoch, self.pass_index)
 
 
 @dataclass(frozen=True)
@@ -292,27 +327,60 @@ def _fits(value: Any, kind: Any) -> bool:
     return _is_int(value) and value >= 0 if kind is int else isinstance(value, kind)
 
 
-def heartbeat_reply(data: bytes) -> dict[str, Any]:
-    """Parse how a data host describes itself.
+@dataclass(frozen=True)
+class HostReport:
+    """The answer to Heartbeat and Status: how a data host is.
 
-    Raises:
-        WireError: The answer is malformed.
+    Attributes:
+        name: Its name.
+        workers: Its workers.
+        busy: Workers that build batches.
+        queued: Requests that wait for a worker.
+        busy_s: Seconds that workers worked while trainers had more to request, of all workers together.
+        capacity_s: Seconds that they could have worked in this time.
+        built: Requests that they have done.
+        built_s: Seconds that these took.
+        figures: The figures of each rank, by its name, if they are wanted: the JSON of ``RankFigures``.
+        stream_port: Port for the stream of this rank, if it is another than that of the data host; 0: it is not.
     """
-    what = "answer to Heartbeat"
-    facts = _object(data, what)
-    _value(facts, "name", str, what)
-    for name in ("workers", "busy", "queued"):
-        _value(facts, name, int, what)
-    for name in _WORK:
-        value = facts.get(name, 0)
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise WireError(f"In the {what}, {name!r} must be a number, not {reprlib.repr(value)}.")
-    if "stream_port" in facts and not 0 < _value(facts, "stream_port", int, what) < 1 << 16:
-        raise WireError(f"In the {what}, 'stream_port' is {facts['stream_port']}; 1 to 65535 are allowed.")
-    if "figures" in facts:
-        for figures in _value(facts, "figures", dict, what).values():
+
+    name: str
+    workers: int
+    busy: int
+    queued: int
+    busy_s: float = 0.0
+    capacity_s: float = 0.0
+    built: int = 0
+    built_s: float = 0.0
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stream_port: int = 0
+
+    def encode(self) -> bytes:
+        """Return the bytes of an answer."""
+        return json.dumps(vars(self)).encode()
+
+    @classmethod
+    def parse(cls, data: bytes) -> HostReport:
+        """Rebuild an answer.
+
+        Raises:
+            WireError: It is malformed.
+        """
+        what = "answer to Heartbeat"
+        facts = _object(data, what)
+        kinds = get_type_hints(cls)
+        values = {one.name: facts[one.name] for one in fields(cls) if one.name in facts}
+        for name in {"name", "workers", "busy", "queued", *values}:
+            if kinds[name] is not float:
+                _value(facts, name, get_origin(kinds[name]) or kinds[name], what)
+            elif type(facts[name]) not in (int, float) or not math.isfinite(facts[name]):
+                raise WireError(f"In the {what}, {name!r} must be a number, not {reprlib.repr(facts[name])}.")
+        report = cls(**values)
+        if not 0 <= report.stream_port < 1 << 16:
+            raise WireError(f"In the {what}, 'stream_port' is {report.stream_port}; 0 to 65535 are allowed.")
+        for figures in report.figures.values():
             RankFigures.from_json(figures)
-    return facts
+        return report
 
 
 def open_reply(data: bytes) -> dict[str, Any]:

@@ -61,15 +61,15 @@ class Network:
         self._processes = [_Supervisor(own, start, worker_ids) for _ in range(number - 1)]
         self._clients: dict[str, int] = {}
 
-    def port_for(self, client: str) -> int | None:
-        """Return the port for the stream of a rank; None: that of the server process.
+    def port_for(self, client: str) -> int:
+        """Return the port for the stream of a rank; 0: that of the server process.
 
         Args:
             client: The rank. Ranks take turns, in the order in which they are seen first; the server process, which has
                 other work, comes last.
         """
         place = self._clients.setdefault(client, len(self._clients)) % (len(self._processes) + 1)
-        return self._processes[place].port if place < len(self._processes) else None
+        return self._processes[place].port if place < len(self._processes) else 0
 
     def close(self) -> None:
         """End all network processes."""
@@ -87,7 +87,7 @@ class _Supervisor(threading.Thread):
 
     def __init__(self, settings: HostSettings, start: Start, worker_ids: Callable[[], list[int]]) -> None:
         super().__init__(name="network process", daemon=True)
-        self.port: int | None = None  # None while it does not listen
+        self.port = 0  # while it does not listen
         self._settings = settings
         self._start_request = start
         self._worker_ids = worker_ids
@@ -121,7 +121,7 @@ class _Supervisor(threading.Thread):
                 except TimeoutError:
                     if is_asked:
                         process.kill()
-                    elif self.port is not None:
+                    elif self.port:
                         is_asked = True
                         requests.send(Ping())
                     continue
@@ -134,7 +134,7 @@ class _Supervisor(threading.Thread):
                     self.port = int(typed.address.rpartition(":")[2])
                 else:
                     requests.handle(typed)
-            self.port = None
+            self.port = 0
             requests.close()
             how = describe_exit(process.wait())
             with self._lock:

@@ -35,7 +35,14 @@ from lightning_sm.data.ipc.host_messages import (
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import exit_when_a_thread_fails, run_and_exit
 from lightning_sm.data.protocol import calls, grpc_transport
-from lightning_sm.data.protocol.calls import CountRequest, ListRequest
+from lightning_sm.data.protocol.calls import (
+    CountRequest,
+    FinishRequest,
+    HeartbeatRequest,
+    HostReport,
+    ListRequest,
+    OpenRequest,
+)
 from lightning_sm.data.protocol.spec import RunSpec
 from lightning_sm.data.server.leases import Leases, is_success
 from lightning_sm.data.server.network import Network
@@ -158,13 +165,13 @@ class ServerProcess:
     # gRPC methods
 
     def _open(self, request: bytes, context: Any) -> bytes:
-        facts = _parse(calls.OPEN.parse, request, context)
-        opening = facts["opening"]
+        wanted = _parse(OpenRequest.parse, request, context)
+        opening = wanted.opening
         with self._changed:
             if opening not in self._requested:
                 self._check_number("Open", len(self._requested - self._opened.keys()), context)
                 self._requested.add(opening)
-                self._send(RunHook(facts))
+                self._send(RunHook(wanted))
             self._changed.wait_for(lambda: opening in self._opened, _CALL_TIMEOUT_S)
             reply = self._opened.get(opening)
             if reply is not None and "error" in reply:
@@ -230,40 +237,35 @@ class ServerProcess:
             )
 
     def _heartbeat(self, request: bytes, context: Any) -> bytes:
-        facts = _parse(calls.HEARTBEAT.parse, request, context)
+        beat = _parse(HeartbeatRequest.parse, request, context)
         try:
             with self._leasing:
-                self._leases.heartbeat(facts["client"], facts["world_size"], time.monotonic())
-                if "figures" in facts:
-                    self._figures[facts["client"]] = facts["figures"]
-                figures = {"figures": dict(self._figures)} if facts.get("wants_figures") else {}
+                self._leases.heartbeat(beat.client, beat.world_size, time.monotonic())
+                if beat.figures:
+                    self._figures[beat.client] = beat.figures
+                figures = dict(self._figures) if beat.wants_figures else {}
         except DataHostMismatchError as error:
             # Not final: the trainer tries again, and the others may have ended by then.
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        port = self._network.port_for(facts["client"]) if self._network is not None else None
-        return self._state(figures if port is None else {**figures, "stream_port": port})
+        port = self._network.port_for(beat.client) if self._network is not None else 0
+        return self._report(figures, port).encode()
 
     def _status(self, _request: bytes, _context: Any) -> bytes:
         """Answer a call that only looks: it needs no lease, and grants none."""
         with self._leasing:
-            figures = {"figures": dict(self._figures)}
-        return self._state(figures)
+            figures = dict(self._figures)
+        return self._report(figures).encode()
 
-    def _state(self, figures: dict[str, Any]) -> bytes:
-        state = {
-            "name": self._settings.name,
-            **figures,
-            **self._pool.state(),
-            # As many as configured: the first heartbeat comes before any worker is forked, and trainers decide by it
-            # how many batches to request.
-            "workers": self._settings.workers,
-        }
-        return json.dumps(state).encode()
+    def _report(self, figures: dict[str, dict[str, Any]], stream_port: int = 0) -> HostReport:
+        # As many workers as configured: the first heartbeat comes before any is forked, and trainers decide by it how
+        # many batches to request.
+        state = {**self._pool.state(), "workers": self._settings.workers}
+        return HostReport(self._settings.name, figures=figures, stream_port=stream_port, **state)
 
     def _finish(self, request: bytes, context: Any) -> bytes:
-        facts = _parse(calls.FINISH.parse, request, context)
-        client = facts["client"]
-        outcome = facts["outcome"][:_MAX_OUTCOME_CHARS]
+        last = _parse(FinishRequest.parse, request, context)
+        client = last.client
+        outcome = last.outcome[:_MAX_OUTCOME_CHARS]
         with self._leasing:
             if not self._leases.has(client):
                 context.abort(

@@ -20,6 +20,7 @@ from lightning_sm.data.ipc.host_messages import (
 )
 from lightning_sm.data.ipc.processes import start_module
 from lightning_sm.data.protocol import calls, grpc_transport
+from lightning_sm.data.protocol.calls import HostReport
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.settings import DataServiceSettings, HostSettings
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
@@ -42,7 +43,7 @@ class Server:
         self.process, self.main = start_module("lightning_sm.data.server.process")
         settings = HostSettings("127.0.0.1:0", 2, 1 << 20, 60.0, None, "algo-9", credentials())
         self.main.send(Serve(settings))
-        self.address = self.main.receive(TIMEOUT_S).facts["address"]
+        self.address = self.main.receive(TIMEOUT_S).address
         self._channel = grpc.insecure_channel(self.address)
 
     def start(self, name, **facts):
@@ -92,7 +93,7 @@ def test_openings_that_run_are_bounded(server):
     server.main.send(OpenedLoaders("1/fit/train/0", {"structure": 0, "loaders": [LOADER.to_json()]}))
     assert calls.open_reply(running[0].result())["structure"] == 0
     running.append(server.start("Open", **open_request(epoch=99)))
-    assert server.received(1, RunHook)[0].request["opening"] == "1/fit/train/99"
+    assert server.received(1, RunHook)[0].request.opening == "1/fit/train/99"
 
 
 def test_samplers_that_run_are_bounded(server):
@@ -150,11 +151,11 @@ def test_trainers_of_another_training_get_no_lease(server):
 
 def test_a_call_that_only_looks_takes_no_lease(server):
     """Status says what a heartbeat is told, figures of ranks included, and keeps no training away."""
-    before = calls.heartbeat_reply(server.start("Status").result())
-    assert (before["name"], before["workers"], before["queued"], before["figures"]) == ("algo-9", 2, 0, {})
+    before = HostReport.parse(server.start("Status").result())
+    assert (before.name, before.workers, before.queued, before.figures) == ("algo-9", 2, 0, {})
     figures = RankFigures(num_batches=3).to_json()
     server.start("Heartbeat", client="rank 0 on algo-1", world_size=1, figures=figures).result()
-    assert calls.heartbeat_reply(server.start("Status").result())["figures"] == {"rank 0 on algo-1": figures}
+    assert HostReport.parse(server.start("Status").result()).figures == {"rank 0 on algo-1": figures}
     server.start("Finish", client="rank 0 on algo-1", outcome="finished").result()
     assert server.received(1, TrainerFinished) == [TrainerFinished(is_success=True)]
     server.received(1, Finished)

@@ -10,7 +10,7 @@ FAILURES = tuple(f"was killed by SIGSEGV on data host {host}" for host in ("algo
 class Link:
     """A connection to a host that was never reached."""
 
-    facts, detail, name, num_lost = {}, "unavailable", "algo-2:1", 0
+    report, detail, name, num_lost = None, "unavailable", "algo-2:1", 0
 
 
 def test_a_batch_that_kills_workers_names_its_indices():

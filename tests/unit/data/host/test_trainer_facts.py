@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_sm.data.host.datamodule import ServedModule
 from lightning_sm.data.host.trainer_facts import TrainerFacts
 from lightning_sm.data.host.world import world_of_one
+from lightning_sm.data.protocol.calls import OpenRequest
 from lightning_sm.data.protocol.spec import TRAINER_FACTS
 from lightning_sm.errors import DataSettingsError
 from tests.fakes.hook_module import HookModule
@@ -44,7 +45,7 @@ def test_a_copy_is_one():
 
 def opened(facts=FACTS, **hooks):
     """Open the loaders for training, and return the reply."""
-    return ServedModule(HookModule(**hooks)).open(open_request(trainer=facts))
+    return ServedModule(HookModule(**hooks)).open(OpenRequest(**open_request(trainer=facts)))
 
 
 def rank_and_size(trainer):
