@@ -26,6 +26,7 @@ from lightning_sm.data import service
 from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.reserved_job import reserve_job
 from tests.fakes.small_app import SmallData
+from tests.fewer_imports import python_path
 from tests.integration.data.cluster import Host, remote, running
 from tests.integration.emulators import until
 from tests.integration.hosts import REPOSITORY, Hosts
@@ -182,7 +183,7 @@ def _serve(env: dict[str, str], log: Path, does: str, settings: dict[str, Any]) 
 def _serve_in_script(env: dict[str, str], log: Path, does: str, settings: dict[str, Any]) -> None:
     arguments = f"{env!r}, Path({str(log)!r}), {does!r}, {settings!r}"
     code = f"from pathlib import Path; from {__name__} import _serve; _serve({arguments})"
-    os.execve(sys.executable, [sys.executable, "-c", code], {**env, "PYTHONPATH": str(REPOSITORY)})  # noqa: S606
+    os.execve(sys.executable, [sys.executable, "-c", code], {**env, "PYTHONPATH": python_path(REPOSITORY)})  # noqa: S606
 
 
 def _redirect(log: Path) -> None:

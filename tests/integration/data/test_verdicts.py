@@ -14,6 +14,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_sm import RemoteDataModule
+from tests.fewer_imports import python_path
 from tests.integration.data.cluster import Host, running
 from tests.integration.data.datasets import Augmented, Data
 from tests.integration.data.numbers import Recorder, quiet_trainer
@@ -119,7 +120,7 @@ def log(tmp_path_factory):
         addresses = [relay.address for relay in relays]
         ended = subprocess.run(
             [sys.executable, str(SCRIPTS / "train_at_pace.py"), str(folder), *addresses],
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             check=False,

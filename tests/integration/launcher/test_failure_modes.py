@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
+from tests.fewer_imports import python_path
 from tests.integration.hosts import REPOSITORY, SCRIPTS
 
 TIMEOUT_S = 120
@@ -340,7 +341,7 @@ MATRIX = [
 def run_job(folder, cell):
     """Run the cell; returns exit code and output."""
     fails = dict(zip(("FAILS", "FAILS_ON"), cell.fails, strict=False))
-    env = {"NOTES": str(folder / "notes"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **fails}
+    env = {"NOTES": str(folder / "notes"), "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(REPOSITORY), **fails}
     command = [
         *(
             sys.executable,

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fewer_imports import python_path
 from tests.integration.emulators import job_dir, local
 from tests.integration.hosts import REPOSITORY
 from tests.integration.public import datasets
@@ -172,7 +173,7 @@ def run_job(jobs, work, script, folder, groups, *options):
     """Emulate a job; the script finds its data in the job's only channel."""
     channel = [] if folder is None else ["--channel", f"training={folder}"]
     args = [] if folder is None or script.is_channel else [f"{script.folder}={folder}"]
-    options = [*groups, *channel, *options, "--env", f"PYTHONPATH={REPOSITORY}"]
+    options = [*groups, *channel, *options, "--env", f"PYTHONPATH={python_path(REPOSITORY)}"]
     return local(jobs, work, *options, "--", f"{script.name}.py", *script.args, *args, timeout_s=TIMEOUT_S)
 
 

@@ -21,6 +21,7 @@ from lightning_sm.training.callbacks.line_progress import LineProgress
 from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.cli import SageMakerCLI
 from tests.fakes.small_app import TWO_HOSTS, SmallModel
+from tests.fewer_imports import python_path
 from tests.integration.hosts import REPOSITORY
 
 MODULE = SmallModel.__module__
@@ -235,7 +236,7 @@ def test_a_missing_option_in_a_job_of_several_hosts_is_all_that_is_said(host):
         "from tests.fakes.small_app import RootData, SmallModel; from lightning_sm import SageMakerCLI; "
         "SageMakerCLI(SmallModel, RootData)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "PYTHONPATH": python_path(REPOSITORY)}
     command = [sys.executable, "-c", script, "fit"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90, env=environment)
     assert ended.returncode == 2

@@ -12,6 +12,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from app.transformer import TransformerLanguageModel
 from lightning_sm.errors import StrategyError
+from tests.fewer_imports import python_path
 from tests.integration.hosts import REPOSITORY, Hosts
 from tests.integration.rank_launchers import NEEDS_MPIRUN, mpirun, torchrun
 
@@ -54,7 +55,7 @@ def run_job(folder, devices, batch_size, *strategy):
         *(sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2", "--devices", str(devices)),
         *("--fault", "interrupt@step=20,skew=0.2"),
         *("--base-dir", str(folder / "jobs"), "--checkpoints", str(folder / "checkpoints")),
-        *("--env", "OMP_NUM_THREADS=1", "--env", f"PYTHONPATH={REPOSITORY}"),
+        *("--env", "OMP_NUM_THREADS=1", "--env", f"PYTHONPATH={python_path(REPOSITORY)}"),
         *("--", "app/train_text.py", *script_arguments(batch_size), *strategy),
     ]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)

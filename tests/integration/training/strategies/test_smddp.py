@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fewer_imports import python_path
 from tests.integration.emulators import job_dir, local
 from tests.integration.hosts import REPOSITORY, SCRIPTS, TIMEOUT_S, Hosts, script
 from tests.integration.rank_launchers import NEEDS_MPIRUN, mpirun, torchrun
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 NUM_SAMPLES = 1000
 STAND_IN = REPOSITORY / "tests/fakes/smdistributed_stand_in"
-LIBRARY = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(STAND_IN)])}
+LIBRARY = {"PYTHONPATH": python_path(REPOSITORY, STAND_IN)}
 
 
 def train(folder, strategy, *options):
