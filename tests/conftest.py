@@ -14,7 +14,7 @@ import psutil
 import pytest
 from xdist.workermanage import NodeManager
 
-from tests import fewer_imports
+from tests import quick_processes
 from tests.tiers import mark_tiers
 
 # Workers of pytest-xdist and hosts of emulated jobs share the cores. Threads that find none keep the others of their
@@ -23,11 +23,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A report takes seconds at the end of each job; the tests of reports ask for them.
 os.environ.setdefault("LIGHTNING_SM_REPORT_S", "0")
 # Before anything imports Lightning, and for the processes that tests start; workers of pytest-xdist inherit it.
-if str(fewer_imports.FOLDER) not in sys.path:
-    from tests.fewer_imports import sitecustomize  # noqa: F401
+if str(quick_processes.FOLDER) not in sys.path:
+    from tests.quick_processes import sitecustomize  # noqa: F401
 
-    sys.path.append(str(fewer_imports.FOLDER))
-    os.environ["PYTHONPATH"] = fewer_imports.python_path(*filter(None, [os.environ.get("PYTHONPATH")]))
+    sys.path.append(str(quick_processes.FOLDER))
+    os.environ["PYTHONPATH"] = quick_processes.python_path(*filter(None, [os.environ.get("PYTHONPATH")]))
 
 _TESTS = Path(__file__).parent
 # Their jobs have fixed names, and hence the same ports; all others choose free ones.

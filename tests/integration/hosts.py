@@ -21,7 +21,7 @@ import psutil
 
 from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.reserved_job import reserve_job
-from tests.fewer_imports import python_path
+from tests.quick_processes import python_path
 
 SCRIPTS = Path(__file__).parent / "scripts"
 REPOSITORY = Path(__file__).parents[2]

@@ -26,10 +26,10 @@ from lightning_sm.data import service
 from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.reserved_job import reserve_job
 from tests.fakes.small_app import SmallData
-from tests.fewer_imports import python_path
 from tests.integration.data.cluster import Host, remote, running
 from tests.integration.emulators import until
 from tests.integration.hosts import REPOSITORY, Hosts
+from tests.quick_processes import python_path
 
 TIMEOUT_S = 90
 TRAINER, DATA = "algo-1", "algo-2"

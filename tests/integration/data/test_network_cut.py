@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from tests.fewer_imports import python_path
 from tests.integration.hosts import REPOSITORY, SCRIPTS
+from tests.quick_processes import python_path
 
 _IP = shutil.which("ip")
 

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from lightning_sm import DataHost, RemoteDataModule
-from tests.fewer_imports import python_path
 from tests.integration.data.numbers import quiet_trainer
 from tests.integration.hosts import REPOSITORY, SCRIPTS
 from tests.integration.scripts.train_ranks import NUM_TEST, NUM_TRAIN, Data, Model
+from tests.quick_processes import python_path
 
 # tests/integration/data/test_stream.py shows that ranks share an epoch, tests/integration/launcher that ranks train.
 pytestmark = [pytest.mark.processes, pytest.mark.proof]

@@ -14,12 +14,12 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_sm import RemoteDataModule
-from tests.fewer_imports import python_path
 from tests.integration.data.cluster import Host, running
 from tests.integration.data.datasets import Augmented, Data
 from tests.integration.data.numbers import Recorder, quiet_trainer
 from tests.integration.hosts import REPOSITORY, SCRIPTS
 from tests.integration.scripts import train_at_pace
+from tests.quick_processes import python_path
 
 pytestmark = pytest.mark.processes
 

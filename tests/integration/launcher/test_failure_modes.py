@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
-from tests.fewer_imports import python_path
 from tests.integration.hosts import REPOSITORY, SCRIPTS
+from tests.quick_processes import python_path
 
 TIMEOUT_S = 120
 # From the first host that ends to the last one; the emulator itself allows 25 s, and the machine is shared.

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fewer_imports import python_path
 from tests.integration.emulators import job_dir, local
 from tests.integration.hosts import REPOSITORY
 from tests.integration.public import datasets
 from tests.integration.public.plain_runs import PlainRuns, started
+from tests.quick_processes import python_path
 
 pytestmark = [pytest.mark.processes, pytest.mark.proof]
 

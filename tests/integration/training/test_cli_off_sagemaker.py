@@ -11,8 +11,8 @@ from pytorch_lightning.cli import LightningCLI
 
 from lightning_sm import SageMakerCLI
 from tests.fakes.small_app import SmallData, SmallModel
-from tests.fewer_imports import python_path
 from tests.integration.hosts import REPOSITORY
+from tests.quick_processes import python_path
 
 DATA = f"{SmallData.__module__}.SmallData"
 ANY = {"model_class": None, "datamodule_class": None}

@@ -21,8 +21,8 @@ from lightning_sm.training.callbacks.line_progress import LineProgress
 from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.cli import SageMakerCLI
 from tests.fakes.small_app import TWO_HOSTS, SmallModel
-from tests.fewer_imports import python_path
 from tests.integration.hosts import REPOSITORY
+from tests.quick_processes import python_path
 
 MODULE = SmallModel.__module__
 CSV = {"class_path": "pytorch_lightning.loggers.CSVLogger", "init_args": {"save_dir": "logs"}}

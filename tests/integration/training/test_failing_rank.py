@@ -8,9 +8,9 @@ import pytest
 
 from lightning_sm._lightning import ModelCheckpoint
 from lightning_sm.training.callbacks.failing_rank import FailingRank
-from tests.fewer_imports import python_path
 from tests.integration.hosts import REPOSITORY, Hosts, run_together
 from tests.integration.interrupted_fits import Interrupt, Model, is_interrupted
+from tests.quick_processes import python_path
 
 _SCRIPT = """
 import os, sys

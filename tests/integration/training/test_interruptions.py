@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.fewer_imports import python_path
 from tests.integration.hosts import REPOSITORY, SCRIPTS
+from tests.quick_processes import python_path
 
 pytestmark = pytest.mark.processes
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.fewer_imports import python_path
 from tests.integration.hosts import REPOSITORY, run_together, script
+from tests.quick_processes import python_path
 
 pytestmark = pytest.mark.processes
 

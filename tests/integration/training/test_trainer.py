@@ -21,8 +21,8 @@ from lightning_sm.training.callbacks.local_position import LocalPosition
 from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
 from tests.fakes.small_app import TWO_HOSTS, SmallData, SmallModel
-from tests.fewer_imports import python_path
 from tests.integration.hosts import REPOSITORY, SCRIPTS
+from tests.quick_processes import python_path
 
 WITH_DATA = {"gpu": ["algo-1"], "data": ["algo-2"]}
 QUIET = {"accelerator": "cpu", "enable_model_summary": False}

@@ -12,9 +12,9 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from app.transformer import TransformerLanguageModel
 from lightning_sm.errors import StrategyError
-from tests.fewer_imports import python_path
 from tests.integration.hosts import REPOSITORY, Hosts
 from tests.integration.rank_launchers import NEEDS_MPIRUN, mpirun, torchrun
+from tests.quick_processes import python_path
 
 pytestmark = pytest.mark.processes
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fewer_imports import python_path
 from tests.integration.emulators import job_dir, local
 from tests.integration.hosts import REPOSITORY, SCRIPTS, TIMEOUT_S, Hosts, script
 from tests.integration.rank_launchers import NEEDS_MPIRUN, mpirun, torchrun
 from tests.integration.scripts.train_and_reduce import Model, Points
+from tests.quick_processes import python_path
 
 pytestmark = pytest.mark.processes
 
