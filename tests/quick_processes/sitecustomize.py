@@ -1,7 +1,7 @@
 """Lets Python processes start and end sooner. Loaded by PYTHONPATH.
 
-Start: Lightning finds no torchvision, SciPy and Matplotlib. Torchmetrics imports them wherever they are installed, for
-metrics of images and sound and for plots, which no test uses. Scripts that import one of them get it.
+Start: torchmetrics finds no torchvision, SciPy and Matplotlib, which it imports wherever they are installed: for
+metrics of images and sound and for plots, which no test uses. Scripts and other packages find them.
 
 End: the interpreter's last garbage collections have nothing to look at. All objects of torch and Lightning take them a
 second. What must happen at the end does not depend on a collection, as Python promises none (``object.__del__``).
@@ -16,49 +16,47 @@ import atexit
 import gc
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import PackageNotFoundError
 from types import ModuleType
 from typing import Any
 
-_ASKS = "lightning_utilities.core.imports"
-_HIDDEN = frozenset({"torchvision", "scipy", "matplotlib"})
+_HIDDEN = ("torchvision", "scipy", "matplotlib")
 
 
 class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _ASKS:
+        if fullname not in _EXECUTE:
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                _hide(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = partial(_EXECUTE[fullname], spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
 
 
-def _hide(module: Any) -> None:
-    is_available: Callable[[str], bool] = module.package_available
-    version_of: Callable[[str], str] = module._version
+def _execute_package(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    # It asks for SciPy by name, and only here.
+    asked: Any = import_module("lightning_utilities.core.imports")
+    is_available = asked.package_available
+    asked.package_available = lambda name: name not in _HIDDEN and is_available(name)
+    try:
+        execute(module)
+    finally:
+        asked.package_available = is_available
 
-    def package_available(package_name: str) -> bool:
-        return package_name not in _HIDDEN and is_available(package_name)
 
-    def version(name: str) -> str:
-        if name in _HIDDEN:
-            raise PackageNotFoundError(name)
-        return version_of(name)
+def _execute_flags(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    execute(module)
+    for name, flag in vars(module).items():
+        if str(getattr(flag, "requirement", "")).startswith(_HIDDEN):
+            setattr(module, name, False)
 
-    module.package_available, module._version = package_available, version
 
+_EXECUTE = {"torchmetrics": _execute_package, "torchmetrics.utilities.imports": _execute_flags}
 
 sys.meta_path.insert(0, _Finder())
 atexit.register(gc.freeze)  # the first one registered is the last one called
