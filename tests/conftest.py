@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import suppress
@@ -13,6 +14,7 @@ import psutil
 import pytest
 from xdist.workermanage import NodeManager
 
+from tests import quick_processes
 from tests.tiers import mark_tiers
 
 # Workers of pytest-xdist and hosts of emulated jobs share the cores. Threads that find none keep the others of their
@@ -20,6 +22,12 @@ from tests.tiers import mark_tiers
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A report takes seconds at the end of each job; the tests of reports ask for them.
 os.environ.setdefault("LIGHTNING_SM_REPORT_S", "0")
+# Before anything imports Lightning, and for the processes that tests start; workers of pytest-xdist inherit it.
+if str(quick_processes.FOLDER) not in sys.path:
+    from tests.quick_processes import sitecustomize  # noqa: F401
+
+    sys.path.append(str(quick_processes.FOLDER))
+    os.environ["PYTHONPATH"] = quick_processes.python_path(*filter(None, [os.environ.get("PYTHONPATH")]))
 
 _TESTS = Path(__file__).parent
 # Their jobs have fixed names, and hence the same ports; all others choose free ones.

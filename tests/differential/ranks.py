@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.differential.fits import RANKS_TIMEOUT_S, Seen, Twice
 from tests.integration.hosts import REPOSITORY
+from tests.quick_processes import python_path
 
 # Each run of the Trainer may wait for a rank that failed.
 _TIMEOUT_S = 4 * RANKS_TIMEOUT_S
@@ -74,7 +75,7 @@ class Ranks:
         for rank in range(self._world_size):
             ours, theirs = socket.socketpair()
             env = {**os.environ, "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            env |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+            env |= {"PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
             with theirs:
                 command = [sys.executable, "-m", "tests.differential.ranks", str(theirs.fileno()), *self._arguments]
                 process = subprocess.Popen(

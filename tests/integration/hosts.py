@@ -21,6 +21,7 @@ import psutil
 
 from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.reserved_job import reserve_job
+from tests.quick_processes import python_path
 
 SCRIPTS = Path(__file__).parent / "scripts"
 REPOSITORY = Path(__file__).parents[2]
@@ -90,7 +91,7 @@ class Hosts:
         return {
             "HOME": os.environ.get("HOME", "/"),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": python_path(REPOSITORY),
             "OMP_NUM_THREADS": "1",
             # Killed launchers leave their folders there, and Open MPI's daemons of two hosts must not share one.
             "TMPDIR": str(self.folder / host / "tmp"),

@@ -29,6 +29,7 @@ from tests.fakes.small_app import SmallData
 from tests.integration.data.cluster import Host, remote, running
 from tests.integration.emulators import until
 from tests.integration.hosts import REPOSITORY, Hosts
+from tests.quick_processes import python_path
 
 TIMEOUT_S = 90
 TRAINER, DATA = "algo-1", "algo-2"
@@ -182,7 +183,7 @@ def _serve(env: dict[str, str], log: Path, does: str, settings: dict[str, Any]) 
 def _serve_in_script(env: dict[str, str], log: Path, does: str, settings: dict[str, Any]) -> None:
     arguments = f"{env!r}, Path({str(log)!r}), {does!r}, {settings!r}"
     code = f"from pathlib import Path; from {__name__} import _serve; _serve({arguments})"
-    os.execve(sys.executable, [sys.executable, "-c", code], {**env, "PYTHONPATH": str(REPOSITORY)})  # noqa: S606
+    os.execve(sys.executable, [sys.executable, "-c", code], {**env, "PYTHONPATH": python_path(REPOSITORY)})  # noqa: S606
 
 
 def _redirect(log: Path) -> None:

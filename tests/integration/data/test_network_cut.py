@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.integration.hosts import REPOSITORY, SCRIPTS
+from tests.quick_processes import python_path
 
 _IP = shutil.which("ip")
 
@@ -77,7 +78,7 @@ class Network:
     def process(self, number, *arguments):
         """Run one end of the data service in a namespace."""
         command = [_IP, "netns", "exec", self._space(number), sys.executable, str(SCRIPTS / "across_the_network.py")]
-        env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen([*command, *arguments], env=env, **pipes) as process:
             try:

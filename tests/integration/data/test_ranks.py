@@ -11,6 +11,7 @@ from lightning_sm import DataHost, RemoteDataModule
 from tests.integration.data.numbers import quiet_trainer
 from tests.integration.hosts import REPOSITORY, SCRIPTS
 from tests.integration.scripts.train_ranks import NUM_TEST, NUM_TRAIN, Data, Model
+from tests.quick_processes import python_path
 
 # tests/integration/data/test_stream.py shows that ranks share an epoch, tests/integration/launcher that ranks train.
 pytestmark = [pytest.mark.processes, pytest.mark.proof]
@@ -22,7 +23,8 @@ TIMEOUT_S = 90
 def run(command, folder, **variables):
     """Run a command to its end; what each rank saw."""
     folder.mkdir()
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "SEEN": str(folder), **variables}
+    env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1", "SEEN": str(folder)}
+    env |= variables
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, env=env)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
@@ -55,7 +57,7 @@ def assert_shared(ranks, alone):
 def test_two_trainers_on_two_data_hosts(alone, tmp_path):
     """In an emulated job: training, validation, and a test after it; exact tails, no padding, nothing dropped."""
     command = [sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2", "--group", "data=2"]
-    variables = {"PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": 1, "SEEN": tmp_path / "seen"}
+    variables = {"PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": 1, "SEEN": tmp_path / "seen"}
     for name, value in variables.items():
         command += ["--env", f"{name}={value}"]
     command += ["--base-dir", str(tmp_path / "jobs"), "--", str(SCRIPTS / "train_ranks.py")]

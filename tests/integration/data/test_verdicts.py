@@ -19,6 +19,7 @@ from tests.integration.data.datasets import Augmented, Data
 from tests.integration.data.numbers import Recorder, quiet_trainer
 from tests.integration.hosts import REPOSITORY, SCRIPTS
 from tests.integration.scripts import train_at_pace
+from tests.quick_processes import python_path
 
 pytestmark = pytest.mark.processes
 
@@ -119,7 +120,7 @@ def log(tmp_path_factory):
         addresses = [relay.address for relay in relays]
         ended = subprocess.run(
             [sys.executable, str(SCRIPTS / "train_at_pace.py"), str(folder), *addresses],
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             check=False,

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.integration.hosts import REPOSITORY, SCRIPTS
+from tests.quick_processes import python_path
 
 TIMEOUT_S = 120
 # From the first host that ends to the last one; the emulator itself allows 25 s, and the machine is shared.
@@ -340,7 +341,7 @@ MATRIX = [
 def run_job(folder, cell):
     """Run the cell; returns exit code and output."""
     fails = dict(zip(("FAILS", "FAILS_ON"), cell.fails, strict=False))
-    env = {"NOTES": str(folder / "notes"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **fails}
+    env = {"NOTES": str(folder / "notes"), "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(REPOSITORY), **fails}
     command = [
         *(
             sys.executable,
@@ -385,13 +386,27 @@ def left_of(folder):
     ]
 
 
+@pytest.fixture(scope="module")
+def job_of(tmp_path_factory):
+    """The folder of a cell's job, its exit code and its output; each cell is run once."""
+    made = {}
+
+    def ended(cell):
+        if cell not in made:
+            folder = tmp_path_factory.mktemp("job")
+            made[cell] = (folder, *run_job(folder, cell))
+        return made[cell]
+
+    return ended
+
+
 @pytest.mark.processes
 @pytest.mark.matrix(rows=["exception, main trainer, first step", "SIGKILL of the whole host, only data host"])
 @pytest.mark.parametrize("cell", MATRIX, ids=str)
-def test_a_job_ends_well_however_it_ends(tmp_path, cell):
+def test_a_job_ends_well_however_it_ends(job_of, cell):
     """Every host has its exit code and its reason, all end together, and no process is left behind."""
-    code, output = run_job(tmp_path, cell)
-    hosts = hosts_of(tmp_path, output)
+    folder, code, output = job_of(cell)
+    hosts = hosts_of(folder, output)
     assert code == cell.job, output
     assert "did not happen" not in output
     data = [host for part, host in hosts.items() if part not in {"main", "other"}]
@@ -401,7 +416,7 @@ def test_a_job_ends_well_however_it_ends(tmp_path, cell):
     assert all(host[0] in cell.data for host in data), output
     ends = [host[1] for host in hosts.values()]
     assert max(ends) - min(ends) < TOGETHER_S, output
-    assert not left_of(tmp_path)
+    assert not left_of(folder)
     reasons = [host[2] for host in hosts.values() if host[2] is not None]
     assert all(0 < len(reason) <= MAX_REASON_CHARS for reason in reasons)
     assert [host for host in hosts.values() if host[0] == 0 and host[2] is not None] == []
@@ -441,21 +456,19 @@ def numbers_of(folder):
 
 @pytest.mark.proof
 @pytest.mark.processes
-def test_a_restart_changes_no_number(tmp_path):
+def test_a_restart_changes_no_number(job_of):
     """Killed in mid-epoch, a job restarts from its checkpoint and ends with the losses of one that was not killed."""
+    undisturbed, code, output = job_of(MATRIX[0])
+    assert code == 0, output
     (restarted,) = [cell for cell in MATRIX if cell.arguments == PERIODIC]
-    (tmp_path / "killed").mkdir()
-    (tmp_path / "undisturbed").mkdir()
-    code, output = run_job(tmp_path / "killed", restarted)
+    killed, code, output = job_of(restarted)
     assert code == 0, output
     assert "Restart 1 of 1: all trainer hosts start again from the latest valid checkpoint." in output
     assert re.search(r"Resuming from .*/epoch=1-step=\d+\.ckpt, the latest valid checkpoint of the job", output), output
     assert len(re.findall(r"Data host algo-\d serves at", output)) == 1, output  # which was not restarted
-    code, output = run_job(tmp_path / "undisturbed", Cell("success", "all", "end", arguments=PERIODIC))
-    assert code == 0, output
-    numbers = numbers_of(tmp_path / "undisturbed")
+    numbers = numbers_of(undisturbed)
     assert len({key for key in numbers if key[1] == "train"}) == 2 * 60
-    assert numbers_of(tmp_path / "killed") == numbers
+    assert numbers_of(killed) == numbers
 
 
 def table():

@@ -18,12 +18,13 @@ from tests.integration.emulators import job_dir, local
 from tests.integration.hosts import REPOSITORY
 from tests.integration.public import datasets
 from tests.integration.public.plain_runs import PlainRuns, started
+from tests.quick_processes import python_path
 
 pytestmark = [pytest.mark.processes, pytest.mark.proof]
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAINERS = ("--group", "trainer=2")
-DATA_HOST = (*TRAINERS, "--group", "data=1")
+DATA_HOST = ("--group", "data=1")
 # A job of three hosts with torch takes 15 s on two cores.
 TIMEOUT_S = 180
 ONCE = ("fit", "--trainer.max_epochs=1", "--trainer.accelerator=cpu")
@@ -144,7 +145,9 @@ def test_on_two_trainers(tmp_path, work, data, case):
 def test_on_two_trainers_and_a_data_host(tmp_path, work, data, case):
     """A data host builds the batches of the same script, or the job ends with what the script lacks for that."""
     script = WITH_DATA_HOST[case]
-    ended = run_job(tmp_path / "jobs", work, script, data(script), DATA_HOST)
+    # One trainer is told as much as two.
+    trainers = TRAINERS if script.refused is None else ("--group", "trainer=1")
+    ended = run_job(tmp_path / "jobs", work, script, data(script), (*trainers, *DATA_HOST))
     if script.refused is None:
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert steps_in(job_dir(tmp_path / "jobs")) == script.steps // 2
@@ -172,7 +175,7 @@ def run_job(jobs, work, script, folder, groups, *options):
     """Emulate a job; the script finds its data in the job's only channel."""
     channel = [] if folder is None else ["--channel", f"training={folder}"]
     args = [] if folder is None or script.is_channel else [f"{script.folder}={folder}"]
-    options = [*groups, *channel, *options, "--env", f"PYTHONPATH={REPOSITORY}"]
+    options = [*groups, *channel, *options, "--env", f"PYTHONPATH={python_path(REPOSITORY)}"]
     return local(jobs, work, *options, "--", f"{script.name}.py", *script.args, *args, timeout_s=TIMEOUT_S)
 
 

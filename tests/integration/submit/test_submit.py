@@ -275,6 +275,7 @@ def test_a_queue_of_aws_batch_gets_the_same_request(submit, service):
     assert f"Job {payload['TrainingJobName']} is Completed" in ended.stderr
 
 
+@pytest.mark.proof  # in make test, test_dry_run.py stands for tuning jobs
 def test_a_tuning_job_is_made_of_the_same_request(submit, service, tmp_path):
     """The code is uploaded, and what a tuning job cannot have is left out with a warning."""
     (tmp_path / "src").mkdir()
@@ -373,6 +374,7 @@ def test_own_code_is_uploaded_and_started_by_the_image(submit, service, tmp_path
     assert request["HyperParameters"]["subcommand"] == '"test"'
 
 
+@pytest.mark.matrix(first=1)  # each has unit tests
 @pytest.mark.parametrize(
     ("variables", "mode", "words"),
     [
@@ -390,6 +392,7 @@ def test_what_is_missing_on_this_machine_is_said(submit, service, variables, mod
     assert service.seen == []
 
 
+@pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("options", [[], ["--local", "--cloud"], ["--dry-run", "--nonsense=1"]])
 def test_a_wrong_command_line_says_how_it_goes(submit, service, options):
     """Exactly one thing to do, and no unknown option."""

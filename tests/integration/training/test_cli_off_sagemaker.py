@@ -12,6 +12,7 @@ from pytorch_lightning.cli import LightningCLI
 from lightning_sm import SageMakerCLI
 from tests.fakes.small_app import SmallData, SmallModel
 from tests.integration.hosts import REPOSITORY
+from tests.quick_processes import python_path
 
 DATA = f"{SmallData.__module__}.SmallData"
 ANY = {"model_class": None, "datamodule_class": None}
@@ -138,7 +139,7 @@ def test_two_processes_leave_their_group_before_the_interpreter_ends(tmp_path):
     ended = subprocess.run(
         [*command, "--trainer.devices=2", "--trainer.strategy=ddp"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,

@@ -22,6 +22,7 @@ from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.cli import SageMakerCLI
 from tests.fakes.small_app import TWO_HOSTS, SmallModel
 from tests.integration.hosts import REPOSITORY
+from tests.quick_processes import python_path
 
 MODULE = SmallModel.__module__
 CSV = {"class_path": "pytorch_lightning.loggers.CSVLogger", "init_args": {"save_dir": "logs"}}
@@ -235,7 +236,7 @@ def test_a_missing_option_in_a_job_of_several_hosts_is_all_that_is_said(host):
         "from tests.fakes.small_app import RootData, SmallModel; from lightning_sm import SageMakerCLI; "
         "SageMakerCLI(SmallModel, RootData)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "PYTHONPATH": python_path(REPOSITORY)}
     command = [sys.executable, "-c", script, "fit"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90, env=environment)
     assert ended.returncode == 2

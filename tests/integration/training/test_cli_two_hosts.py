@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.integration.hosts import REPOSITORY, SCRIPTS
+from tests.quick_processes import python_path
 
 pytestmark = pytest.mark.processes
 
@@ -30,7 +31,7 @@ def job(tmp_path_factory):
         [
             *(sys.executable, "-m", "lightning_sm", "local", *groups, *places),
             *("--channel", f"training={folder / 'points'}", "--channel", f"extra={folder / 'points'}"),
-            *("--env", f"PYTHONPATH={REPOSITORY}", "--env", "OMP_NUM_THREADS=1", "--seed", "1"),
+            *("--env", f"PYTHONPATH={python_path(REPOSITORY)}", "--env", "OMP_NUM_THREADS=1", "--seed", "1"),
             *("--", str(SCRIPTS / "train_points.py")),
         ],
         capture_output=True,

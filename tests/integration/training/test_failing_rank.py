@@ -10,6 +10,7 @@ from lightning_sm._lightning import ModelCheckpoint
 from lightning_sm.training.callbacks.failing_rank import FailingRank
 from tests.integration.hosts import REPOSITORY, Hosts, run_together
 from tests.integration.interrupted_fits import Interrupt, Model, is_interrupted
+from tests.quick_processes import python_path
 
 _SCRIPT = """
 import os, sys
@@ -60,7 +61,7 @@ def test_one_rank_fails_and_saves_alone(tmp_path, failing, optimizer):
         "MASTER_PORT": str(Hosts(tmp_path / "hosts").main_port),
         "LOCAL_RANK": "0",
     }
-    env |= {"WORLD_SIZE": "2", "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    env |= {"WORLD_SIZE": "2", "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), str(tmp_path / "saved"), str(failing), optimizer]
     ended = run_together({str(rank): (command, {**env, "NODE_RANK": str(rank)}) for rank in range(2)})[str(failing)]
     assert ended.code == 1

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.integration.hosts import REPOSITORY, SCRIPTS
+from tests.quick_processes import python_path
 
 pytestmark = pytest.mark.processes
 
@@ -19,7 +20,8 @@ def run_job(folder, *options, arguments=(), env=()):
     command = [
         *(sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2", "--seed", "3"),
         *("--base-dir", str(folder / "jobs"), "--checkpoints", str(folder / "checkpoints")),
-        *("--env", f"NOTES={folder / 'notes'}", "--env", "OMP_NUM_THREADS=1", "--env", f"PYTHONPATH={REPOSITORY}"),
+        *("--env", f"NOTES={folder / 'notes'}", "--env", "OMP_NUM_THREADS=1"),
+        *("--env", f"PYTHONPATH={python_path(REPOSITORY)}"),
         *(word for pair in env for word in ("--env", pair)),
         *options,
         *("--", str(SCRIPTS / "train_and_note.py"), "fit", "--trainer.max_epochs", "2", *arguments),

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.integration.hosts import REPOSITORY, run_together, script
+from tests.quick_processes import python_path
 
 pytestmark = pytest.mark.processes
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.processes
 def exported(tmp_path_factory):
     """The folder with the folders "0" and "1" of both hosts, and what they printed."""
     folder = tmp_path_factory.mktemp("export")
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
     ended = run_together({str(rank): (script("export_shards.py", str(rank), str(folder)), env) for rank in range(2)})
     assert [one.code for one in ended.values()] == [0, 0]
     return folder, ended["0"].output + ended["1"].output

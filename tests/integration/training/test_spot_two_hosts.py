@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.integration.hosts import REPOSITORY, SCRIPTS
+from tests.quick_processes import python_path
 
 pytestmark = pytest.mark.processes
 
@@ -18,7 +19,8 @@ def run_job(folder, *options, arguments=()):
     command = [
         *(sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2"),
         *("--base-dir", str(folder / "jobs"), "--checkpoints", str(folder / "checkpoints")),
-        *("--env", f"NOTES={folder / 'notes'}", "--env", "OMP_NUM_THREADS=1", "--env", f"PYTHONPATH={REPOSITORY}"),
+        *("--env", f"NOTES={folder / 'notes'}", "--env", "OMP_NUM_THREADS=1"),
+        *("--env", f"PYTHONPATH={python_path(REPOSITORY)}"),
         *options,
         *("--", str(SCRIPTS / "train_and_leave.py"), "fit", "--trainer.max_epochs", "2", *arguments),
     ]

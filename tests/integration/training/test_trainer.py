@@ -22,6 +22,7 @@ from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
 from tests.fakes.small_app import TWO_HOSTS, SmallData, SmallModel
 from tests.integration.hosts import REPOSITORY, SCRIPTS
+from tests.quick_processes import python_path
 
 WITH_DATA = {"gpu": ["algo-1"], "data": ["algo-2"]}
 QUIET = {"accelerator": "cpu", "enable_model_summary": False}
@@ -196,7 +197,7 @@ def test_fabric_on_two_hosts(tmp_path):
     ended = subprocess.run(
         [
             *(sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2", "--base-dir", str(tmp_path)),
-            *("--env", f"PYTHONPATH={REPOSITORY}", "--", str(SCRIPTS / "reduce_with_fabric.py")),
+            *("--env", f"PYTHONPATH={python_path(REPOSITORY)}", "--", str(SCRIPTS / "reduce_with_fabric.py")),
         ],
         capture_output=True,
         text=True,

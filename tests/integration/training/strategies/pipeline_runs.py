@@ -43,7 +43,7 @@ class Fit:
     model: str = "tokens"
     trainer: Mapping[str, Any] = field(default_factory=dict)
     resume: str | None = None
-    rows: int = 10 * ROWS
+    rows: int = 6 * ROWS
 
 
 class TokenClassifier(pl.LightningModule):

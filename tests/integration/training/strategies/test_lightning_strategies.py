@@ -14,6 +14,7 @@ from app.transformer import TransformerLanguageModel
 from lightning_sm.errors import StrategyError
 from tests.integration.hosts import REPOSITORY, Hosts
 from tests.integration.rank_launchers import NEEDS_MPIRUN, mpirun, torchrun
+from tests.quick_processes import python_path
 
 pytestmark = pytest.mark.processes
 
@@ -23,11 +24,11 @@ SHAPE = {"width": 32, "num_blocks": 2, "num_heads": 2}
 ROWS_PER_STEP = 8
 
 
-def script_arguments(batch_size, num_batches=200):
+def script_arguments(batch_size):
     """The arguments of app/train_text.py: a small model and plain SGD, whose sums differ by rounding only."""
     return [
         *("fit", "--config", str(REPOSITORY / "app/configs/transformer.yaml")),
-        *("--trainer.max_epochs=1", f"--trainer.limit_train_batches={num_batches}", "--trainer.limit_val_batches=2"),
+        *("--trainer.max_epochs=1", "--trainer.limit_train_batches=200", "--trainer.limit_val_batches=2"),
         *("--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_model_summary=false"),
         *("--data.context=32", f"--data.batch_size={batch_size}"),
         *(f"--model.{name}={value}" for name, value in SHAPE.items()),
@@ -54,7 +55,7 @@ def run_job(folder, devices, batch_size, *strategy):
         *(sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2", "--devices", str(devices)),
         *("--fault", "interrupt@step=20,skew=0.2"),
         *("--base-dir", str(folder / "jobs"), "--checkpoints", str(folder / "checkpoints")),
-        *("--env", "OMP_NUM_THREADS=1", "--env", f"PYTHONPATH={REPOSITORY}"),
+        *("--env", "OMP_NUM_THREADS=1", "--env", f"PYTHONPATH={python_path(REPOSITORY)}"),
         *("--", "app/train_text.py", *script_arguments(batch_size), *strategy),
     ]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
@@ -87,6 +88,8 @@ def check_interruption(folder, output):
     return checkpoint
 
 
+# In make test, training/test_interruptions.py stands for interruptions, and test_cli_two_hosts.py for exports.
+@pytest.mark.proof
 def test_ddp(ddp):
     """One file at one step, with which the job goes on; the exported weights are those of the model."""
     folder, output = ddp
@@ -98,11 +101,8 @@ def test_ddp(ddp):
 @pytest.mark.parametrize(
     ("devices", "batch_size", "strategy"),
     [
-        pytest.param(1, 4, model_parallel(2, 1), id="FSDP2"),
-        pytest.param(1, 8, model_parallel(1, 2), id="tensor parallel"),
-        pytest.param(2, 4, model_parallel(2, 2), id="2-D"),
+        pytest.param(2, 4, model_parallel(2, 2), id="FSDP2 and tensor parallel"),
         pytest.param(1, 4, fsdp(state_dict_type="sharded"), id="FSDP"),
-        pytest.param(1, 4, fsdp(state_dict_type="full"), id="FSDP, one file"),
         pytest.param(
             2,
             2,
@@ -112,7 +112,7 @@ def test_ddp(ddp):
                 device_mesh=[2, 2],
                 auto_wrap_policy=["app.transformer.Block"],
             ),
-            id="FSDP, hybrid",
+            id="FSDP, hybrid, one file",
         ),
     ],
 )
@@ -137,13 +137,13 @@ def test_a_sharded_model(tmp_path, ddp, devices, batch_size, strategy):
 @pytest.mark.proof
 @pytest.mark.mpi
 @NEEDS_MPIRUN
-def test_the_ranks_may_come_from_another_launcher():
-    """FSDP2 under torchrun and tensor parallelism under mpirun come to the same weights on two hosts."""
-    found = []
+def test_the_ranks_may_come_from_another_launcher(ddp):
+    """FSDP2 under torchrun and tensor parallelism under mpirun, each on two hosts, come to the weights of DDP."""
+    expected = plain_weights(ddp[0])
     for batch_size, sizes in ((4, (2, 1)), (8, (1, 2))):
         with tempfile.TemporaryDirectory(prefix="ranks") as folder:
             hosts = Hosts(Path(folder))
-            arguments = [*script_arguments(batch_size, num_batches=50), *model_parallel(*sizes)]
+            arguments = [*script_arguments(batch_size), *model_parallel(*sizes)]
             command = [sys.executable, str(REPOSITORY / "app" / "train_text.py"), *arguments]
             if sizes == (2, 1):
                 ended = hosts.run(torchrun(hosts, hosts.names, command, processes=1))
@@ -151,9 +151,7 @@ def test_the_ranks_may_come_from_another_launcher():
                 ended = {"mpirun": mpirun(hosts, hosts.names, command)}
             assert {name: end.code for name, end in ended.items()} == dict.fromkeys(ended, 0)
             (path,) = hosts.folder.glob("algo-*/model/state_dict.pt")
-            found.append(torch.load(path, weights_only=True))
-    sharded, tensor_parallel = found
-    torch.testing.assert_close(sharded, tensor_parallel, rtol=0, atol=1e-5)
+            torch.testing.assert_close(torch.load(path, weights_only=True), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -14,21 +14,22 @@ from tests.integration.emulators import job_dir, local
 from tests.integration.hosts import REPOSITORY, SCRIPTS, TIMEOUT_S, Hosts, script
 from tests.integration.rank_launchers import NEEDS_MPIRUN, mpirun, torchrun
 from tests.integration.scripts.train_and_reduce import Model, Points
+from tests.quick_processes import python_path
 
 pytestmark = pytest.mark.processes
 
-NUM_SAMPLES = 1000
+# Samples: some seconds of steps, since an interruption is noticed within one, and enough to train.
+MANY, FEW = 1000, 100
 STAND_IN = REPOSITORY / "tests/fakes/smdistributed_stand_in"
-LIBRARY = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(STAND_IN)])}
+LIBRARY = {"PYTHONPATH": python_path(REPOSITORY, STAND_IN)}
 
 
-def train(folder, strategy, *options):
+def train(folder, strategy, num_samples, *options):
     """Train on two hosts, from which SMDDP may be used, and a data host; returns what each rank saw, and the log."""
     groups = ["--group", "trainer=2:ml.p4d.24xlarge", "--group", "data=1:ml.c5.xlarge"]
-    # Some seconds of steps: an interruption is noticed within one.
     arguments = [
         "--data.num_samples",
-        str(NUM_SAMPLES),
+        str(num_samples),
         "--trainer.limit_val_batches",
         "2",
         "--trainer.strategy",
@@ -51,23 +52,21 @@ def train(folder, strategy, *options):
 
 
 @pytest.fixture(scope="module")
-def interrupted(tmp_path_factory):
-    """A job with strategy=smddp that was interrupted, and resumed."""
-    return train(tmp_path_factory.mktemp("smddp"), "smddp", "--fault", "interrupt@step=5")
+def seen(tmp_path_factory):
+    """What the ranks of a job with strategy=smddp saw."""
+    ranks, _ = train(tmp_path_factory.mktemp("smddp"), "smddp", FEW)
+    return ranks
 
 
-def test_an_interrupted_run_on_smddp_ends_with_the_weights_of_one_process(interrupted):
-    """With prepare_data, a data host, metrics of every kind, and a checkpoint that all ranks agree on."""
-    seen, output = interrupted
-    assert "Interrupted: step" in output
-    assert "Attempt 2 of 2" in output
+def test_a_run_on_smddp_ends_with_the_weights_of_one_process(seen):
+    """With prepare_data, a data host, and metrics of every kind."""
     assert [(rank["strategy"], rank["backend"], rank["step"]) for rank in seen] == [
-        ("SMDDPStrategy", "smddp", NUM_SAMPLES // 2)
+        ("SMDDPStrategy", "smddp", FEW // 2)
     ] * 2
     model = Model()
     optimizer = model.configure_optimizers()
     # Data hosts deal a loader that does not shuffle in its order: a step of both ranks is four samples in a row.
-    points, sums = Points(NUM_SAMPLES).train_dataloader().dataset.tensors
+    points, sums = Points(FEW).train_dataloader().dataset.tensors
     for batch in [*zip(points.split(4), sums.split(4), strict=True)] * 2:
         optimizer.zero_grad()
         model.loss(batch).backward()
@@ -77,22 +76,28 @@ def test_an_interrupted_run_on_smddp_ends_with_the_weights_of_one_process(interr
             torch.testing.assert_close(torch.tensor(rank["weights"][name]), weight, rtol=0, atol=1e-6)
 
 
-@pytest.mark.proof
-def test_the_weights_are_those_of_ddp_bit_by_bit(interrupted, tmp_path):
-    """And the metrics, and the decisions: Gloo adds up two numbers for both strategies."""
-    uninterrupted, _ = train(tmp_path, "ddp")
-    assert [(rank["strategy"], rank["backend"]) for rank in uninterrupted] == [("DDPStrategy", "gloo")] * 2
-    strategy = {"strategy": "SMDDPStrategy", "backend": "smddp"}
-    assert [{**rank, **strategy} for rank in uninterrupted] == interrupted[0]
-
-
-def test_ranks_reduce_as_with_any_backend(interrupted):
+def test_ranks_reduce_as_with_any_backend(seen):
     """Means, maxima and decisions are right, though SMDDP itself only adds up."""
-    seen, _ = interrupted
     for rank in seen:
         reduced = {name: rank["metrics"][name] for name in ("mean", "max", "min")}
         assert reduced == {"mean": 1.5, "max": 2.0, "min": 1.0}
         assert (rank["all"], rank["any"]) == (False, True)
+
+
+@pytest.mark.proof
+def test_an_interrupted_run_ends_with_the_weights_of_ddp_bit_by_bit(tmp_path):
+    """All ranks agree on a checkpoint; metrics and decisions are the same, too: Gloo adds up for both strategies."""
+    (tmp_path / "smddp").mkdir()
+    (tmp_path / "ddp").mkdir()
+    interrupted, output = train(tmp_path / "smddp", "smddp", MANY, "--fault", "interrupt@step=5")
+    assert "Interrupted: step" in output
+    assert "Attempt 2 of 2" in output
+    uninterrupted, _ = train(tmp_path / "ddp", "ddp", MANY)
+    assert [(rank["strategy"], rank["backend"], rank["step"]) for rank in uninterrupted] == [
+        ("DDPStrategy", "gloo", MANY // 2)
+    ] * 2
+    strategy = {"strategy": "SMDDPStrategy", "backend": "smddp"}
+    assert [{**rank, **strategy} for rank in uninterrupted] == interrupted
 
 
 @pytest.mark.proof
