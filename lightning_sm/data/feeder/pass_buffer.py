@@ -134,7 +134,7 @@ class PassBuffer:
             return None
         self.in_flight[request_id] = InFlightRun(run, self.free.pop())
         steps = range(run.first, run.stop)
-        batches = tuple(replace(self.batch, step=step, keys=self.plan.batch(step)) for step in steps)
+        batches = tuple(self.batch._replace(step=step, keys=self.plan.batch(step)) for step in steps)
         return replace(self.request, batches=batches).encode()
 
     def drop(self, request_id: int) -> None:

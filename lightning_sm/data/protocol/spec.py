@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -88,8 +88,7 @@ class LoaderFacts:
         return loader
 
 
-@dataclass(frozen=True)
-class BatchSpec:
+class BatchSpec(NamedTuple):
     """One batch: everything that its content depends on.
 
     Attributes:

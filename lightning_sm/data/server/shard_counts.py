@@ -103,7 +103,7 @@ class ShardCounts:
 
     def _submit(self, count: _Count, shard: int) -> None:
         keys = np.array([count.num_shards, shard, _BEHIND_THE_END, 0], np.int64)
-        spec = replace(count.request, batches=(replace(count.batch, keys=keys),))
+        spec = replace(count.request, batches=(count.batch._replace(keys=keys),))
         task = Task(count, spec.opening, spec.encode(), lambda answer: self._take(count, shard, answer))
         count.missing[shard] = task
         self._pool.submit(task)
