@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_sm._linux import usable_cpus
 from lightning_sm.errors import DataSettingsError
@@ -194,11 +194,6 @@ class HostSettings:
     credentials: Credentials
     may_restart: bool = False
     network_processes: int = 1
-
-    @classmethod
-    def from_json(cls, facts: Mapping[str, Any]) -> HostSettings:
-        """Convert back from the JSON values of ``dataclasses.asdict``."""
-        return cls(**{**facts, "credentials": Credentials(**facts["credentials"])})
 
 
 def default_network_processes() -> int:

@@ -33,11 +33,6 @@ class Configure(Message):
     hedge_factor: float
     is_quiet: bool
 
-    @classmethod
-    def of(cls, facts: dict[str, Any]) -> Message:
-        """Rebuild a message of this kind from its fields."""
-        return cls(**{**facts, "credentials": Credentials(**facts["credentials"])})
-
 
 @dataclass(frozen=True)
 class OpenLoaders(Message):
@@ -149,12 +144,6 @@ class PassRequest(Message):
     place: LoaderPlace
     loader: LoaderFacts
     position: Position
-
-    @classmethod
-    def of(cls, facts: dict[str, Any]) -> Message:
-        """Rebuild a message of this kind from its fields."""
-        kinds = {"place": LoaderPlace, "loader": LoaderFacts, "position": Position}
-        return cls(**{**facts, **{name: kind(**facts[name]) for name, kind in kinds.items()}})
 
     @property
     def which(self) -> LoaderPass:
@@ -328,9 +317,3 @@ class State(Message):
     hosts: list[HostState]
     passes: list[PassState]
     ranks: dict[str, dict[str, float]]
-
-    @classmethod
-    def of(cls, facts: dict[str, Any]) -> Message:
-        """Rebuild a message of this kind from its fields."""
-        hosts = [HostState(**host) for host in facts["hosts"]]
-        return cls(hosts, [PassState(**one) for one in facts["passes"]], facts["ranks"])

@@ -22,11 +22,6 @@ class Serve(Message):
     settings: HostSettings
     payload: bytes = b""
 
-    @classmethod
-    def of(cls, facts: dict[str, Any]) -> Message:
-        """Rebuild a message of this kind from its fields."""
-        return cls(**{**facts, "settings": HostSettings.from_json(facts["settings"])})
-
 
 @dataclass(frozen=True)
 class Listening(Message):
@@ -64,11 +59,6 @@ class RunHook(Message):
 
     request: OpenRequest
 
-    @classmethod
-    def of(cls, facts: dict[str, Any]) -> Message:
-        """Rebuild a message of this kind from its fields."""
-        return cls(OpenRequest(**facts["request"]))
-
 
 @dataclass(frozen=True)
 class OpenedLoaders(Message):
@@ -83,11 +73,6 @@ class RunSampler(Message):
     """To the main process: a pass whose order it must find out."""
 
     which: LoaderPass
-
-    @classmethod
-    def of(cls, facts: dict[str, Any]) -> Message:
-        """Rebuild a message of this kind from its fields."""
-        return cls(**{**facts, "which": LoaderPass(**facts["which"])})
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import json
 import select
 import socket
@@ -10,7 +12,7 @@ import struct
 import threading
 from collections import deque
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 _LENGTHS = struct.Struct("<II")
 _MAX_FDS = 8
@@ -19,8 +21,8 @@ _MAX_FDS = 8
 class Message:
     """Base of the messages: each kind is a frozen dataclass, which is its own encoding.
 
-    Fields are JSON values, except for two names: ``payload`` is raw bytes, and ``fds`` are file descriptors. They stay
-    open in the sender, and belong to the receiver. A kind with dataclasses in it restores them in ``of``.
+    Fields are JSON values, dataclasses of these, or lists of such dataclasses, except for two names: ``payload`` is raw
+    bytes, and ``fds`` are file descriptors. They stay open in the sender, and belong to the receiver.
     """
 
     _kinds: ClassVar[dict[str, type[Message]]] = {}
@@ -30,11 +32,6 @@ class Message:
         if cls.__name__ in Message._kinds:
             raise TypeError(f"two kinds of message are called {cls.__name__}")
         Message._kinds[cls.__name__] = cls
-
-    @classmethod
-    def of(cls, facts: dict[str, Any]) -> Message:
-        """Rebuild a message of this kind from its fields."""
-        return cls(**facts)
 
 
 class MessageSocket:
@@ -137,9 +134,28 @@ class MessageSocket:
             facts["payload"] = bytes(memoryview(self._received)[start:stop])
         if "fds" in fields:
             facts["fds"] = tuple(self._fds.popleft() for _ in range(num_fds))
-        message = kind.of(facts)
+        message: Message = _rebuilt(kind, facts)
         del self._received[:stop]
         return message
+
+
+def _rebuilt(kind: Any, facts: dict[str, Any]) -> Any:
+    """Return a dataclass from its fields, with those in it."""
+    for name, (inner, is_list) in _dataclasses_in(kind).items():
+        value = facts[name]
+        facts[name] = [_rebuilt(inner, item) for item in value] if is_list else _rebuilt(inner, value)
+    return kind(**facts)
+
+
+@functools.cache
+def _dataclasses_in(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """Return the fields that are dataclasses, or lists of them: the class, and whether it is a list."""
+    found = {}
+    for name, hint in get_type_hints(kind).items():
+        inner = next(iter(get_args(hint)), hint) if get_origin(hint) is list else hint
+        if dataclasses.is_dataclass(inner):
+            found[name] = inner, inner is not hint
+    return found
 
 
 # A ``Released``, the number of the ring or of the pass, and the slot or step. Writes up to PIPE_BUF bytes are atomic.
