@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -47,6 +47,8 @@ class InFlightRun:
         header: What precedes the bytes.
         received: Bytes so far.
         transfer_s: Seconds from request to the last byte, without those in queue and worker.
+        is_written: Whether a piece is being written to the slot.
+        is_dropped: Whether nobody wants the answer any more, and the slot is free once that piece is written.
     """
 
     run: Run
@@ -54,11 +56,37 @@ class InFlightRun:
     header: RunHeader = _NOT_ARRIVED
     received: int = 0
     transfer_s: float = 0.0
+    is_written: bool = False
+    is_dropped: bool = False
 
     @property
     def is_complete(self) -> bool:
         """Whether the header and all bytes have arrived."""
         return self.received == self.header.num_bytes
+
+
+class Piece(NamedTuple):
+    """A piece of an answer, and its place in the slot.
+
+    Attributes:
+        answer: The answer.
+        place: Where it goes, uint8.
+        compression: Name of the codec that it was compressed with; empty: none.
+    """
+
+    answer: InFlightRun
+    place: np.ndarray
+    compression: str
+
+    def write(self, payload: memoryview) -> None:
+        """Copy or decompress the piece to its place. This takes long, and needs nothing that other threads use.
+
+        Raises:
+            WireError: The piece is malformed, or of another size.
+        """
+        if self.compression:
+            payload = memoryview(codec_of(self.compression).decompress(payload, len(self.place)))
+        self.place[:] = np.frombuffer(payload, np.uint8)
 
 
 @dataclass(eq=False)
@@ -139,9 +167,13 @@ class PassBuffer:
 
     def drop(self, request_id: int) -> None:
         """Forget a request, if it is in flight; bytes of it that still arrive are not written anywhere."""
-        batch = self.in_flight.pop(request_id, None)
-        if batch is not None:
-            self.free.append(batch.slot)
+        answer = self.in_flight.pop(request_id, None)
+        if answer is None:
+            return
+        if answer.is_written:
+            answer.is_dropped = True
+        else:
+            self.free.append(answer.slot)
 
     # Answers
 
@@ -163,30 +195,38 @@ class PassBuffer:
             )
         answer.header = header
 
-    def take_data(self, request_id: int, offset: int, payload: memoryview) -> None:
-        """Copy a piece of an answer to its place.
+    def begin_piece(self, request_id: int, offset: int, size: int, *, is_compressed: bool) -> Piece:
+        """Reserve the place of a piece of an answer; ``end_piece`` follows once it is written.
+
+        Args:
+            request_id: Number of the request.
+            offset: Where the piece begins among the bytes of the answer.
+            size: Bytes that arrived.
+            is_compressed: Whether they are compressed.
 
         Raises:
-            WireError: The piece is out of order, or exceeds the announced size.
+            WireError: The piece is out of order, exceeds the announced size, or is not meant to be compressed.
         """
         answer = self.in_flight[request_id]
-        stop = offset + len(payload)
-        if offset != answer.received or stop > answer.header.num_bytes:
-            raise WireError(f"bytes {offset} to {stop} arrived after {answer.received} of {answer.header.num_bytes}")
-        self.ring.slot(answer.slot)[offset:stop] = np.frombuffer(payload, np.uint8)
-        answer.received = stop
+        num_bytes = answer.header.num_bytes
+        if is_compressed:
+            if not self.request.compression:
+                raise WireError("a compressed piece arrived, but compression is off")
+            size = max(0, min(CHUNK_BYTES, num_bytes - offset))
+        stop = offset + size
+        if offset != answer.received or stop > num_bytes:
+            raise WireError(f"bytes {offset} to {stop} arrived after {answer.received} of {num_bytes}")
+        answer.is_written = True
+        place = self.ring.slot(answer.slot)[offset:stop]
+        return Piece(answer, place, self.request.compression if is_compressed else "")
 
-    def take_compressed(self, request_id: int, offset: int, payload: memoryview) -> None:
-        """Decompress a piece of an answer to its place.
-
-        Raises:
-            WireError: The piece is malformed, out of order, too long, or not meant to be compressed.
-        """
-        if not self.request.compression:
-            raise WireError("a compressed piece arrived, but compression is off")
-        size = min(CHUNK_BYTES, self.in_flight[request_id].header.num_bytes - offset)
-        piece = codec_of(self.request.compression).decompress(payload, max(0, size))
-        self.take_data(request_id, offset, memoryview(piece))
+    def end_piece(self, piece: Piece) -> None:
+        """Count a piece that was written; free the slot if the answer was dropped in the meantime."""
+        answer = piece.answer
+        answer.is_written = False
+        answer.received += len(piece.place)
+        if answer.is_dropped:
+            self.free.append(answer.slot)
 
     def accept(self, request_id: int, latency_s: float) -> InFlightRun:
         """Keep a complete answer until its first step is next, and return it.

@@ -297,29 +297,39 @@ class Feeder:
                 return
             buffer = self._buffers[request.pass_id]
             try:
-                self._receive_frame(buffer, request, kind, value, payload)
+                if kind not in (FrameKind.DATA, FrameKind.COMPRESSED):
+                    self._receive_frame(buffer, request, kind, value, payload)
+                    return
+                is_compressed = kind == FrameKind.COMPRESSED
+                piece = buffer.begin_piece(request_id, value, len(payload), is_compressed=is_compressed)
             except BatchTooLargeError as error:
                 self._fail(buffer.pass_id, error)
+                return
             except WireError as error:
-                raise WireError(f"the answer for step {request.step}: {error}") from error
+                raise _about(request, error) from error
+        # Without the lock: meanwhile other hosts' answers arrive, and released slots are used.
+        try:
+            piece.write(payload)
+        except WireError as error:
+            raise _about(request, error) from error
+        with self._lock:
+            buffer.end_piece(piece)
+            if piece.answer.is_dropped:
+                self._send_requests()
+            elif piece.answer.is_complete:
+                self._complete(buffer, request)
 
     def _receive_frame(self, buffer: PassBuffer, request: Request, kind: int, value: int, payload: memoryview) -> None:
         if kind == FrameKind.FAILURE:
             self._request_failed(buffer, request, **parse_failure(payload))
-            return
-        if kind == FrameKind.ENDED:
+        elif kind == FrameKind.ENDED:
             self._skip(buffer, request, value - 1 if value else None)
-            return
-        if kind == FrameKind.HEADER:
+        elif kind == FrameKind.HEADER:
             buffer.take_header(request.request_id, RunHeader.decode(payload))
-        elif kind == FrameKind.DATA:
-            buffer.take_data(request.request_id, value, payload)
-        elif kind == FrameKind.COMPRESSED:
-            buffer.take_compressed(request.request_id, value, payload)
+            if buffer.in_flight[request.request_id].is_complete:  # it has no bytes
+                self._complete(buffer, request)
         else:
             raise WireError(f"a frame of kind {kind}")
-        if buffer.in_flight[request.request_id].is_complete:
-            self._complete(buffer, request)
 
     def _complete(self, buffer: PassBuffer, request: Request) -> None:
         now = time.monotonic()
@@ -387,6 +397,10 @@ class Feeder:
             self._requests.pop(request.request_id, None)
             self._buffers[request.pass_id].drop(request.request_id)
             self._links[request.host].send(frame(request.request_id, FrameKind.CANCEL))
+
+
+def _about(request: Request, error: WireError) -> WireError:
+    return WireError(f"the answer for step {request.step}: {error}")
 
 
 def main() -> None:

@@ -31,10 +31,17 @@ def announce(buffer, request_id, num_bytes, produce_s=1.0):
     buffer.take_header(request_id, RunHeader(num_bytes, 0.0, produce_s, b"header"))
 
 
+def receive(buffer, request_id, offset, data):
+    """Let a piece of an answer come in."""
+    piece = buffer.begin_piece(request_id, offset, len(data), is_compressed=False)
+    piece.write(memoryview(data))
+    buffer.end_piece(piece)
+
+
 def answer(buffer, request_id, data, produce_s=1.0):
     """Let a whole answer come in."""
     announce(buffer, request_id, len(data), produce_s)
-    buffer.take_data(request_id, 0, memoryview(data))
+    receive(buffer, request_id, 0, data)
     assert buffer.in_flight[request_id].is_complete
     buffer.accept(request_id, latency_s=1.0)
 
@@ -72,6 +79,19 @@ def test_slots_are_bounded_and_dropped_answers_give_theirs_back(buffer):
     assert buffer.free == []
 
 
+def test_a_slot_is_not_given_away_while_a_piece_is_written_to_it(buffer):
+    """An answer may be dropped at this moment: its slot is free once the piece is written."""
+    buffer.reserve(0, Run(4, 1))
+    announce(buffer, 0, 3)
+    slot = buffer.in_flight[0].slot
+    piece = buffer.begin_piece(0, 0, 3, is_compressed=False)
+    buffer.drop(0)
+    assert slot not in buffer.free
+    piece.write(memoryview(b"abc"))
+    buffer.end_piece(piece)
+    assert slot in buffer.free
+
+
 def test_a_batch_without_bytes_is_complete_at_once(buffer):
     """Batches of plain numbers have a header only."""
     buffer.reserve(0, Run(4, 1))
@@ -95,7 +115,7 @@ def test_bytes_outside_of_what_was_announced_are_refused(buffer, offset, size):
     buffer.reserve(0, Run(4, 1))
     announce(buffer, 0, 10)
     with pytest.raises(WireError, match="arrived after 0 of 10"):
-        buffer.take_data(0, offset, memoryview(bytes(size)))
+        receive(buffer, 0, offset, bytes(size))
     assert not buffer.ring.slot(buffer.in_flight[0].slot).any()
 
 
@@ -103,7 +123,7 @@ def test_bytes_before_a_header_and_a_second_header_are_refused(buffer):
     """An answer is one header, then its bytes."""
     buffer.reserve(0, Run(4, 1))
     with pytest.raises(WireError, match="arrived after 0 of -1"):
-        buffer.take_data(0, 0, memoryview(b"x"))
+        receive(buffer, 0, 0, b"x")
     announce(buffer, 0, 10)
     with pytest.raises(WireError, match="a second header arrived"):
         announce(buffer, 0, 10)
