@@ -31,7 +31,7 @@ NUM_BATCHES = 1_000_000  # of an epoch; more than any run takes
 
 
 class Keys(Dataset[int]):
-    """Its samples are their own indices."""
+    """Its samples are their own indices, each in a call of its own."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -39,6 +39,14 @@ class Keys(Dataset[int]):
     def __len__(self) -> int:
         """Return the number of samples."""
         return self.length
+
+    def __getitem__(self, key: int) -> int:
+        """Return the index."""
+        return key
+
+
+class ListedKeys(Keys):
+    """The same, those of a batch in one call."""
 
     def __getitems__(self, keys: list[int]) -> list[int]:
         """Return the indices."""
@@ -48,9 +56,10 @@ class Keys(Dataset[int]):
 class Ready(LightningDataModule):
     """Batches that exist in memory, equal to those of the baselines."""
 
-    def __init__(self, payload: Payload) -> None:
+    def __init__(self, payload: Payload, dataset: type[Keys] = ListedKeys) -> None:
         super().__init__()
         self.payload = payload
+        self.dataset = dataset
         self.batches: list[torch.Tensor] = []
 
     def setup(self, stage: str) -> None:
@@ -66,13 +75,15 @@ class Ready(LightningDataModule):
     def train_dataloader(self) -> DataLoader[int]:
         """Return the loader."""
         batch_size = self.payload.shape[0]
-        return DataLoader(Keys(batch_size * NUM_BATCHES), batch_size=batch_size, collate_fn=self.collate)
+        return DataLoader(self.dataset(batch_size * NUM_BATCHES), batch_size=batch_size, collate_fn=self.collate)
 
 
-def ours(payload: str, workers: int, host_cores: list[int], trainer_cores: list[int], seconds: float) -> dict[str, Any]:
+def ours(
+    payload: str, workers: int, host_cores: list[int], trainer_cores: list[int], seconds: float, *, singly: bool = False
+) -> dict[str, Any]:
     """Receive batches for some seconds, after checking the first ones against the expected batches."""
     kind = PAYLOADS[payload]
-    with service([Ready(kind)], workers, host_cores, trainer_cores) as running:
+    with service([Ready(kind, Keys if singly else ListedKeys)], workers, host_cores, trainer_cores) as running:
         batches = iter(running.loader)
         for index, batch in enumerate(itertools.islice(batches, NUM_SOURCES)):
             if not np.array_equal(batch.numpy().reshape(-1).view(np.uint8), kind.batch(index)):
@@ -113,12 +124,15 @@ def main() -> None:
     options = parser("GB/s of payload delivered, and CPU seconds per GB of both ends", rounds=5, seconds=2.0)
     options.add_argument("--payload", nargs="+", choices=PAYLOADS, default=["a", "c", "d", "e"])
     options.add_argument("--workers", type=int, default=2, help="workers of the data host")
+    options.add_argument("--singly", action="store_true", help="also samples by __getitem__, not only __getitems__")
     args = options.parse_args()
     limits = {"host_cores": args.host_cores, "trainer_cores": args.trainer_cores, "seconds": args.seconds}
     table = []
     for payload in args.payload:
         variants = {name: partial(baseline, name, payload, **limits) for name in BASELINES}
         variants[OURS] = partial(in_child, ours, payload=payload, workers=args.workers, **limits)
+        if args.singly:
+            variants[f"{OURS}, singly"] = partial(variants[OURS], singly=True)
         table += rows(payload, in_turn(variants, args.rounds))
     headers = ["payload", "transport", "GB/s", "x raw TCP", "x seed-npsave", "x seed"]
     headers += ["CPU s/GB", "x seed-npsave", "x seed"]
