@@ -6,6 +6,7 @@ import logging
 import os
 
 from lightning_sm._lightning import LightningDataModule
+from lightning_sm._linux import usable_cpus
 from lightning_sm.data.host.main_process import HostProcess
 from lightning_sm.data.settings import (
     Credentials,
@@ -36,8 +37,8 @@ def serve(
     address = f"{own_address(job)}:{_port(topology, settings)}"
     host_settings = HostSettings(
         address=address,
-        workers=settings.workers or default_workers(),
-        network_processes=settings.network_processes or default_network_processes(),
+        workers=settings.workers or default_workers(usable_cpus()),
+        network_processes=settings.network_processes or default_network_processes(usable_cpus()),
         max_batch_bytes=settings.max_batch_bytes,
         lease_s=settings.lease_s,
         startup_timeout_s=settings.startup_timeout_s,

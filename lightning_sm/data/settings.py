@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_sm._linux import usable_cpus
 from lightning_sm.errors import DataSettingsError
 from lightning_sm.job.secret import job_key
 from lightning_sm.job.variables import JOB_SECRET
@@ -196,11 +195,11 @@ class HostSettings:
     network_processes: int = 1
 
 
-def default_network_processes() -> int:
-    """Return the default number of network processes: one for every 16 CPUs that this process may use, at least 1."""
-    return max(1, usable_cpus() // _CPUS_PER_NETWORK_PROCESS)
+def default_network_processes(cpus: int) -> int:
+    """Return the default number of network processes of a data host: one for every 16 CPUs, at least 1."""
+    return max(1, cpus // _CPUS_PER_NETWORK_PROCESS)
 
 
-def default_workers() -> int:
-    """Return the default number of workers: the CPUs that network processes leave, at least 1."""
-    return max(1, usable_cpus() - default_network_processes())
+def default_workers(cpus: int) -> int:
+    """Return the default number of workers of a data host: the CPUs that network processes leave, at least 1."""
+    return max(1, cpus - default_network_processes(cpus))

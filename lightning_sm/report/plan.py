@@ -14,6 +14,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from lightning_sm.data.settings import default_workers
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.bottleneck import NOT_INPUT_BOUND, WORKERS_ARE_BUSY, StepModel
 from lightning_sm.job.prices import Prices, cost
@@ -368,7 +369,7 @@ def _speeds(wanted: Hosts) -> tuple[float, float]:
 
 def _workers_per_host(run: Figures, measured: Measured, wanted: Hosts) -> int:
     if wanted.vcpus is not None:
-        return max(1, wanted.vcpus - 1)  # as data_service.workers does by default
+        return default_workers(wanted.vcpus)
     return max(1, round(measured.model.workers / max(1, measured.num_hosts)))
 
 

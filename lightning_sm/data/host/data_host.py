@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import cloudpickle
 
+from lightning_sm._linux import usable_cpus
 from lightning_sm.data.ipc.host_messages import Listening, Serve, StartFailed
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, start_module
@@ -65,7 +66,7 @@ class DataHost:
         self._settings = HostSettings(
             address=address,
             workers=workers,
-            network_processes=settings.network_processes or default_network_processes(),
+            network_processes=settings.network_processes or default_network_processes(usable_cpus()),
             max_batch_bytes=settings.max_batch_bytes,
             lease_s=None,
             startup_timeout_s=None,

@@ -23,6 +23,7 @@ import psutil
 from lightning_sm import DataServiceSettings, RemoteDataModule, SageMakerJob, Topology
 from lightning_sm._log import show_log_lines
 from lightning_sm.data import service
+from lightning_sm.data.ipc.feeder_messages import OpenLoaders
 from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.reserved_job import reserve_job
 from tests.fakes.small_app import SmallData
@@ -140,17 +141,18 @@ class Job:
         module = self.module()
         module._client = module._start_feeder()
         module._stage = "validate"
-        facts = {
-            "run": 1,
-            "stage": "validate",
-            "loaders": "",
-            "epoch": 0,
-            "seed": 0,
-            "prepares_everywhere": True,
-            "state": "",
-            "trainer": dict.fromkeys(("world_size",)),
-        }
-        module._client._send("open", opening="1/validate//0", **facts)
+        request = OpenLoaders(
+            opening="1/validate//0",
+            run=1,
+            stage="validate",
+            loaders="",
+            epoch=0,
+            seed=0,
+            prepares_everywhere=True,
+            state="",
+            trainer={"world_size": None},
+        )
+        module._client._send(request)
         self.until_log("downloading")
         return module
 

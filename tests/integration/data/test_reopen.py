@@ -7,6 +7,8 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_sm.data.feeder.host_link import HostLink
+from lightning_sm.data.protocol.calls import OpenRequest
+from tests.fakes.requests import open_request
 from tests.integration.data.cluster import remote
 from tests.integration.data.fakes import FakeHost, credentials
 
@@ -48,11 +50,12 @@ def test_a_host_that_comes_back_opens_the_loaders_in_use_and_not_those_of_earlie
     host.opened = Counted({**host.opened, "val": host.opened["train"]})
     with host.serving() as address:
         link = HostLink(address, credentials(), {"client": "rank 0", "world_size": 1}, owner)
-        link.want("1/fit//0", {"opening": "1/fit//0", "run": 1, "stage": "fit", "loaders": ""})
-        for epoch in range(5):
-            for loaders in ("train", "val"):
-                name = f"1/fit/{loaders}/{epoch}"
-                link.want(name, {"opening": name, "run": 1, "stage": "fit", "loaders": loaders})
+        requests = [
+            open_request(""),
+            *(open_request(loaders, epoch=n) for n in range(5) for loaders in ("train", "val")),
+        ]
+        for request in requests:
+            link.want(request["opening"], OpenRequest(**request))
         assert owner.ups.acquire(timeout=30)
         host.opened.asked = ()
         link.reopen()
