@@ -277,9 +277,10 @@ def _remote(run: Figures, own_s: float) -> Measured:
     workers = sum(host.workers for host in up)
     if not workers:
         raise JobConfigError(f"{run.run.source}: no data host is recorded that was up, with workers.")
-    steps = max(rank.num_steps for rank in ranks.values())
-    cost_s = math.fsum(rank.produce_s for rank in ranks.values()) / steps
-    num_bytes = sum(rank.num_bytes for rank in ranks.values()) / steps
+    # Each by its own steps: the last figures of some ranks may have come too late.
+    known = [rank for rank in ranks.values() if rank.num_steps]
+    cost_s = math.fsum(rank.produce_s / rank.num_steps for rank in known)
+    num_bytes = math.fsum(rank.num_bytes / rank.num_steps for rank in known)
     capacity_s = math.fsum(host.capacity_s for host in up)
     busy = min(1.0, math.fsum(host.busy_s for host in up) / capacity_s) if capacity_s else 1.0
     variations = [rank.produce_variation for rank in ranks.values() if rank.produce_variation is not None]

@@ -20,7 +20,7 @@ from lightning_sm.errors import DataServiceError
 
 logger = logging.getLogger(__name__)
 
-# How often the other ranks' figures are renewed, at most; heartbeats carry them every 0.5 s.
+# How often the other ranks' figures are renewed, at most; the next heartbeat carries them.
 _SHARE_PERIOD_S = 0.25
 
 
