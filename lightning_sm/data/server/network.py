@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -104,36 +105,16 @@ class _Supervisor(threading.Thread):
                 self._socket.shutdown()
 
     def run(self) -> None:
-        num_starts = 0
-        while num_starts < _MAX_STARTS and not self._closed.is_set():
-            num_starts += 1
+        num_failures = 0
+        while num_failures < _MAX_STARTS and not self._closed.is_set():
             process, sock = start_module(_MODULE)
             with self._lock:
                 self._socket = sock
             if self._closed.is_set():
                 sock.shutdown()
             requests = _Requests(sock, self._start_request, self._worker_ids)
-            requests.send(Serve(self._settings))
-            is_asked = False
-            while True:
-                try:
-                    message = sock.receive(_SILENT_S)
-                except TimeoutError:
-                    if is_asked:
-                        process.kill()
-                    elif self.port:
-                        is_asked = True
-                        requests.send(Ping())
-                    continue
-                if message is None:
-                    break
-                is_asked = False
-                typed = message
-                if isinstance(typed, Listening):
-                    num_starts = 0
-                    self.port = int(typed.address.rpartition(":")[2])
-                else:
-                    requests.handle(typed)
+            self._answer_until_it_ends(process, sock, requests)
+            num_failures = 0 if self.port else num_failures + 1
             self.port = 0
             requests.close()
             how = describe_exit(process.wait())
@@ -148,6 +129,27 @@ class _Supervisor(threading.Thread):
                 "sends its batches. See the log lines above.",
                 _MAX_STARTS,
             )
+
+    def _answer_until_it_ends(self, process: subprocess.Popen[bytes], sock: MessageSocket, requests: _Requests) -> None:
+        requests.send(Serve(self._settings))
+        is_asked = False
+        while True:
+            try:
+                message = sock.receive(_SILENT_S)
+            except TimeoutError:
+                if is_asked:
+                    process.kill()
+                elif self.port:
+                    is_asked = True
+                    requests.send(Ping())
+                continue
+            is_asked = False
+            if message is None:
+                return
+            if isinstance(message, Listening):
+                self.port = int(message.address.rpartition(":")[2])
+            else:
+                requests.handle(message)
 
 
 class _Requests:
