@@ -6,6 +6,7 @@ import logging
 import queue
 import random
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, Protocol
@@ -193,6 +194,7 @@ class HostLink:
 
     def _stay_connected(self) -> None:
         while not self._closed.is_set():
+            began = time.monotonic()
             try:
                 request = HeartbeatRequest(**self._client, figures=dict(self._owner.figures))
                 self.report = HostReport.parse(self._unary(request, _HEARTBEAT_TIMEOUT_S))
@@ -204,8 +206,8 @@ class HostLink:
                 if not self._closed.is_set():  # gRPC refuses calls on a channel that was closed in the meantime
                     self._refuse_for(error)
                 return
-            # From the end of a call, and not all at once: hosts too busy to answer would get more and more calls.
-            self._nudge.wait(self._period_s * random.uniform(0.8, 1.2))  # noqa: S311  # not for secrets
+            period_s = self._period_s * random.uniform(0.8, 1.2)  # noqa: S311  # so that not all ranks call at once
+            self._nudge.wait(max(0.0, began + period_s - time.monotonic()))
             self._nudge.clear()
 
     def _call_failed(self, error: Any) -> None:
