@@ -15,7 +15,21 @@ from tests.integration.emulators import SCRIPT_START, in_background, job_dir, lo
 
 def test_every_host_runs_the_script_and_lines_carry_its_name(jobs, work):
     """All hosts of all groups run the same script with the same arguments, each line shows which host wrote it."""
-    (work / "train.py").write_text(SCRIPT_START + "import sys\nprint('argv', sys.argv[1:])")
+    # Trainers wait for the data host, which is ended once they have left.
+    (work / "train.py").write_text(
+        SCRIPT_START
+        + """
+import pathlib, sys, threading, time
+print('argv', sys.argv[1:], flush=True)
+seen = pathlib.Path(__file__).with_name("seen")
+if host == "algo-3":
+    seen.touch()
+deadline = time.monotonic() + 60
+while not seen.exists():
+    assert time.monotonic() < deadline, "the data host has not run the script"
+    threading.Event().wait(0.02)
+"""
+    )
     ended = local(jobs, work, "--group", "trainer=2", "--group", "data=1", "--", "train.py", "fit", "--x=1")
     assert ended.returncode == 0
     for host in ("algo-1", "algo-2", "algo-3"):
