@@ -100,6 +100,7 @@ def test_the_package_lies_where_the_service_hides_nothing(image):
     assert app == "/opt/ml/code/app/train.py"
 
 
+@pytest.mark.proof
 def test_torch_can_compile(image):
     """There are compilers for C and C++, and Python's headers, which torch.compile needs when a job runs."""
     script = "import torch; print(torch.compile(lambda x: (x.sin() + 1).sum())(torch.zeros(8)).item())"
