@@ -48,7 +48,7 @@ class InFlightRun:
         received: Bytes so far.
         transfer_s: Seconds from request to the last byte, without those in queue and worker.
         is_written: Whether a piece is being written to the slot.
-        is_dropped: Whether nobody wants the answer any more, and the slot is free once that piece is written.
+        is_dropped: Whether the request was cancelled: the slot is free once that piece is written.
     """
 
     run: Run

@@ -9,8 +9,6 @@ import contextlib
 import logging
 import os
 import selectors
-import signal
-import socket
 import sys
 import threading
 import time
@@ -20,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from lightning_sm._log import show_log_lines
 from lightning_sm.data.feeder.agreement import LoaderAgreements
 from lightning_sm.data.feeder.host_link import HostLink, LinkState
 from lightning_sm.data.feeder.pass_buffer import PassBuffer
@@ -29,7 +26,7 @@ from lightning_sm.data.feeder.scheduler import Request, Retry, Scheduler
 from lightning_sm.data.feeder.status import RETRIES, explain, host_state, pass_state, rank_figures
 from lightning_sm.data.ipc import feeder_messages as kinds
 from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Released
-from lightning_sm.data.ipc.processes import exit_when_a_thread_fails, run_and_exit
+from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.data.protocol.failures import first_line, with_place
@@ -405,15 +402,8 @@ def _about(request: Request, error: WireError) -> WireError:
 
 def main() -> None:
     """Run the feeder; the arguments are the descriptors of the connection and of the pipe of released slots."""
-    # Ctrl-C and SIGTERM go to the whole process group. The training process decides what they mean, and needs batches
-    # until then. This process exits with it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    exit_when_a_thread_fails()
-    show_log_lines()
-    trainer = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
-    first = trainer.receive()
-    settings = None if first is None else first
+    trainer = connection_to_parent()
+    settings = trainer.receive()
     if isinstance(settings, kinds.Configure):
         if settings.is_quiet:
             logging.getLogger("lightning_sm").setLevel(logging.ERROR)

@@ -32,8 +32,7 @@ def main() -> None:
     importlib.import_module("torchmetrics")
     freeze_imports()
     gc.enable()
-    message = owner.receive()
-    serve = message
+    serve = owner.receive()
     if not isinstance(serve, Serve):
         return
     try:

@@ -115,7 +115,7 @@ class DataHost:
         """
         process, sock = self._start()
         try:
-            message = sock.receive(_START_TIMEOUT_S)
+            answer = sock.receive(_START_TIMEOUT_S)
         except TimeoutError as error:
             self.close()
             raise DataServiceError(
@@ -125,7 +125,6 @@ class DataHost:
         except BaseException:
             self.close()
             raise
-        answer = message
         if not isinstance(answer, Listening):
             self.close()
             text = answer.text if isinstance(answer, StartFailed) else describe_exit(process.wait())

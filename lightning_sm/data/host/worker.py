@@ -71,8 +71,7 @@ def run_worker(
         problem = error
     with contextlib.suppress(BrokenPipeError):  # the server process died while this worker built a batch
         requests.send(Ready())
-        while (message := requests.receive()) is not None:
-            request = message
+        while (request := requests.receive()) is not None:
             if not isinstance(request, Build):
                 raise TypeError(f"the server process sent {request}")
             if problem is not None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from lightning_sm._linux import kill_with_parent, require_linux
+from lightning_sm._log import show_log_lines
 from lightning_sm.data.ipc.messages import MessageSocket
 
 # malloc.h: M_MMAP_THRESHOLD, of which glibc takes no more than 32 MiB; M_TRIM_THRESHOLD; M_TOP_PAD.
@@ -39,6 +40,19 @@ def start_module(module: str, *fds: int) -> tuple[subprocess.Popen[bytes], Messa
         inherited = (theirs.fileno(), *fds)
         process = subprocess.Popen([sys.executable, "-m", module, *map(str, inherited)], pass_fds=inherited, env=env)
     return process, MessageSocket(ours)
+
+
+def connection_to_parent() -> MessageSocket:
+    """Prepare a process that ``start_module`` has started, and return its end of the connection.
+
+    Ctrl-C and SIGTERM go to the whole process group. The parent decides what they mean; this process exits when the
+    parent closes the connection.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    exit_when_a_thread_fails()
+    show_log_lines()
+    return MessageSocket(socket.socket(fileno=int(sys.argv[1])))
 
 
 def keep_freed_memory() -> None:

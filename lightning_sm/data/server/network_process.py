@@ -7,16 +7,12 @@ memory of the workers.
 from __future__ import annotations
 
 import contextlib
-import signal
-import socket
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import count
 
 from lightning_sm._linux import kill_with_parent
-from lightning_sm._log import show_log_lines
 from lightning_sm.data.ipc.host_messages import (
     CancelFetch,
     Fetch,
@@ -30,7 +26,7 @@ from lightning_sm.data.ipc.host_messages import (
     Serve,
 )
 from lightning_sm.data.ipc.messages import Message, MessageSocket
-from lightning_sm.data.ipc.processes import exit_when_a_thread_fails, run_and_exit
+from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol import grpc_transport
 from lightning_sm.data.protocol.spec import RunSpec
@@ -127,15 +123,9 @@ class NetworkProcess:
 
 def main() -> None:
     """Run the network process; the argument is the descriptor of the connection to the server process."""
-    # Ctrl-C and SIGTERM go to the whole process group; this process exits when the server process does.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     kill_with_parent()
-    exit_when_a_thread_fails()
-    show_log_lines()
-    server = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
-    message = server.receive()
-    serve = message
+    server = connection_to_parent()
+    serve = server.receive()
     if isinstance(serve, Serve):
         NetworkProcess(server, serve.settings).run()
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +14,6 @@ from typing import Any, TypeVar
 import grpc
 
 from lightning_sm._linux import kill_with_parent
-from lightning_sm._log import show_log_lines
 from lightning_sm.data.ipc.host_messages import (
     Finished,
     JobEnds,
@@ -33,7 +29,7 @@ from lightning_sm.data.ipc.host_messages import (
     WorkerLost,
 )
 from lightning_sm.data.ipc.messages import Message, MessageSocket
-from lightning_sm.data.ipc.processes import exit_when_a_thread_fails, run_and_exit
+from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.protocol import calls, grpc_transport
 from lightning_sm.data.protocol.calls import (
     CountRequest,
@@ -296,16 +292,10 @@ def _parse(parse: Callable[[bytes], _Parsed], request: bytes, context: Any) -> _
 
 def main() -> None:
     """Run the server process; the argument is the descriptor of the connection to the main process."""
-    # Ctrl-C and SIGTERM go to the whole process group; this process exits when the main process closes the connection.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # A stopped process does not notice that the connection was closed.
     kill_with_parent()
-    exit_when_a_thread_fails()
-    show_log_lines()
-    main_process = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
-    message = main_process.receive()
-    serve = message
+    main_process = connection_to_parent()
+    serve = main_process.receive()
     if isinstance(serve, Serve):
         ServerProcess(main_process, serve.settings).run()
 

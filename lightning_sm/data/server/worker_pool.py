@@ -227,7 +227,7 @@ class WorkerPool:
                     self._wake()
 
     def add(self, new: NewWorker) -> None:
-        """Add a worker, and retire those whose loaders are not open any more."""
+        """Add a worker, and retire those whose loaders are no longer open."""
         worker = _Worker(new)
         live = set(new.live_openings)
         with self._lock:
