@@ -36,6 +36,7 @@ from lightning_sm.data.ipc.feeder_messages import HostState, OpenLoaders
 from lightning_sm.data.ipc.host_messages import Listening, OpenedLoaders, Serve
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, start_module
+from lightning_sm.data.protocol.calls import OpenRequest
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
@@ -58,16 +59,19 @@ _THREADS_OF_PROCESS = 24
 _MAX_SHARE_OF_PIDS = 0.9
 
 _OPENING = "1/fit/train/0"
-_REQUEST = OpenLoaders(
-    opening=_OPENING,
-    run=1,
-    stage="fit",
-    loaders="train",
-    epoch=0,
-    seed=0,
+_LOADERS = OpenLoaders(
+    OpenRequest(
+        opening=_OPENING,
+        run=1,
+        stage="fit",
+        loaders="train",
+        epoch=0,
+        seed=0,
+        prepares=True,
+        state="",
+        trainer={},
+    ),
     prepares_everywhere=True,
-    state="",
-    trainer={},
 )
 _LOADER = LoaderFacts(
     name="train_dataloader()",
@@ -250,7 +254,7 @@ class Feeders:
 
     def _open(self, client: FeederClient) -> None:
         try:
-            client.open_loaders(_REQUEST, max(0.0, self._deadline - time.monotonic()))
+            client.open_loaders(_LOADERS, max(0.0, self._deadline - time.monotonic()))
         except DataHostUnreachableError as error:
             raise TimeoutError(
                 f"{client.name} has not opened the loader {self._timeout_s:.0f} s after the first feeder started:\n"

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Rele
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.shards import ShardSteps
+from lightning_sm.data.protocol.calls import OpenRequest
 from lightning_sm.data.protocol.failures import first_line, with_place
 from lightning_sm.data.protocol.frames import FrameKind, RunHeader, frame, parse_failure
 from lightning_sm.data.protocol.spec import BatchSpec, RunSpec
@@ -62,7 +64,7 @@ class Feeder:
         # Nobody waits for the local workers of this host, which start later than the data hosts.
         num_hosts = sum(not address.startswith("unix-abstract:") for address in settings.addresses)
         self._agreements = LoaderAgreements(num_hosts, lambda name, reply: self._notify(kinds.Opened(name, reply)))
-        self._after_first: dict[str, kinds.OpenLoaders] = {}
+        self._after_first: dict[str, OpenRequest] = {}
         # Sent with heartbeats; replaced as a whole, because the threads of the links read it.
         self.figures: dict[str, Any] = {}
         self._transfers: dict[str, float] = dict.fromkeys(settings.addresses, 0.0)
@@ -122,23 +124,24 @@ class Feeder:
                 case kinds.Finish():
                     self._finish(message.outcome)
 
-    def _open(self, request: kinds.OpenLoaders) -> None:
+    def _open(self, loaders: kinds.OpenLoaders) -> None:
+        request = loaders.request
         with self._lock:
             self._agreements.request(request.opening)
         links = list(self._links.values())
-        if not request.prepares_everywhere:
+        if not loaders.prepares_everywhere:
             # Before the first is asked: its thread may have the reply at once.
             self._after_first[request.opening] = request
             links = links[:1]
         for link in links:
-            link.want(request.opening, request.call(prepares=True))
+            link.want(request.opening, request)
 
     def _open_others(self, name: str) -> None:
         """Let the other hosts open loaders once the first has: their prepare_data() would write to the same files."""
         request = self._after_first.pop(name, None)
         if request is not None:
             for link in list(self._links.values())[1:]:
-                link.want(name, request.call(prepares=False))
+                link.want(name, replace(request, prepares=False))
 
     def _start(self, request: kinds.StartPass) -> None:
         pass_id, place, which = request.pass_id, request.place, request.which

@@ -36,29 +36,15 @@ class Configure(Message):
 
 @dataclass(frozen=True)
 class OpenLoaders(Message):
-    """Asks for the loaders of a stage, or only for ``setup`` if ``loaders`` is empty; answered by ``Opened``.
+    """Asks all data hosts for the same; answered by ``Opened``.
 
     Attributes:
-        opening: Name of the request.
-        prepares_everywhere: Whether ``prepare_data`` runs on every data host, and not only on the first.
-        state: The DataModule's state, as JSON; empty: it has none.
-        trainer: Values of the Trainer.
+        request: What goes to the first data host, which runs ``prepare_data`` first.
+        prepares_everywhere: Whether the others do so, too.
     """
 
-    opening: str
-    run: int
-    stage: str
-    loaders: str
-    epoch: int
-    seed: int
+    request: OpenRequest
     prepares_everywhere: bool
-    state: str
-    trainer: dict[str, Any]
-
-    def call(self, *, prepares: bool) -> OpenRequest:
-        """Return the request to one data host, which runs ``prepare_data`` first or not."""
-        facts = {name: value for name, value in vars(self).items() if name != "prepares_everywhere"}
-        return OpenRequest(**facts, prepares=prepares)
 
 
 @dataclass(frozen=True)

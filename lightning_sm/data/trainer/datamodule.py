@@ -27,6 +27,7 @@ from lightning_sm.data.host.data_host import LOCAL_JOB, DataHost
 from lightning_sm.data.ipc.feeder_messages import LoaderPlace, OpenLoaders
 from lightning_sm.data.plan.order import ORDER_VERSION
 from lightning_sm.data.plan.shards import default_num_shards
+from lightning_sm.data.protocol.calls import OpenRequest
 from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.protocol.plain_values import plain_value
 from lightning_sm.data.protocol.spec import TRAINER_FACTS, LoaderFacts
@@ -363,7 +364,7 @@ class RemoteDataModule(LightningDataModule):
     def _request_loaders(self, loaders: str) -> dict[str, Any]:
         """Let the data hosts open their loaders of a stage, or only run ``setup`` if ``loaders`` is empty."""
         trainer = self.trainer
-        request = OpenLoaders(
+        request = OpenRequest(
             opening=self._request_name(loaders),
             run=self._run,
             stage=self._stage or "",
@@ -371,11 +372,12 @@ class RemoteDataModule(LightningDataModule):
             epoch=self._reload_epoch(loaders),
             # Not that of a checkpoint, which is loaded after setup().
             seed=self._run_seed,
-            prepares_everywhere=bool(self._datamodule.prepare_data_per_node),
+            prepares=True,
             state=self._state_for_hosts,
             trainer={name: getattr(trainer, name, None) for name in TRAINER_FACTS},
         )
-        return self._feeder.open_loaders(request, self._settings.startup_timeout_s)
+        message = OpenLoaders(request, bool(self._datamodule.prepare_data_per_node))
+        return self._feeder.open_loaders(message, self._settings.startup_timeout_s)
 
     def _request_name(self, loaders: str) -> str:
         """Name of a request for loaders: the same on all ranks, and different for every run and every reload."""

@@ -88,19 +88,18 @@ class FeederClient:
         self._socket.send(kinds.Configure(list(addresses), credentials, dict(client), hedge_factor, is_quiet))
 
     @_in_turn
-    def open_loaders(self, request: kinds.OpenLoaders, timeout_s: float) -> dict[str, Any]:
+    def open_loaders(self, loaders: kinds.OpenLoaders, timeout_s: float) -> dict[str, Any]:
         """Let all data hosts run ``setup`` and open their loaders; return the loaders that they agree on.
 
         Args:
-            request: The loaders to open.
+            loaders: The loaders to open.
             timeout_s: Time until the first host must have opened them, in seconds.
 
         Raises:
             DataServiceError: A host failed, the hosts disagree, or none answered in time.
         """
-        self._send(request)
-        name = request.opening
-        hook = f"{request.loaders}_dataloader()" if request.loaders else f"setup({request.stage!r})"
+        self._send(loaders)
+        name, hook = loaders.request.opening, loaders.request.hook
         if not self._wait(lambda: name in self._opened, timeout_s, f"the data hosts to run {hook}", logging.INFO):
             raise errors.DataHostUnreachableError(
                 f"No data host has run {hook} within {timeout_s:.0f} s (data_service.startup_timeout_s).\n"

@@ -24,6 +24,7 @@ from lightning_sm import DataServiceSettings, RemoteDataModule, SageMakerJob, To
 from lightning_sm._log import show_log_lines
 from lightning_sm.data import service
 from lightning_sm.data.ipc.feeder_messages import OpenLoaders
+from lightning_sm.data.protocol.calls import OpenRequest
 from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.reserved_job import reserve_job
 from tests.fakes.small_app import SmallData
@@ -141,18 +142,18 @@ class Job:
         module = self.module()
         module._client = module._start_feeder()
         module._stage = "validate"
-        request = OpenLoaders(
+        request = OpenRequest(
             opening="1/validate//0",
             run=1,
             stage="validate",
             loaders="",
             epoch=0,
             seed=0,
-            prepares_everywhere=True,
+            prepares=True,
             state="",
             trainer={"world_size": None},
         )
-        module._client._send(request)
+        module._client._send(OpenLoaders(request, prepares_everywhere=True))
         self.until_log("downloading")
         return module
 
