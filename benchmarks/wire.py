@@ -23,7 +23,7 @@ import torch
 from data_service import in_child, in_turn, machine, parser, ratio, service, spread
 from pytorch_lightning import LightningDataModule
 from tabulate import tabulate
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from wire_baselines import BASELINES, NUM_SOURCES, PAYLOADS, Payload, consume, measure
 
 OURS = "lightning_sm"
@@ -33,8 +33,9 @@ NUM_BATCHES = 1_000_000  # of an epoch; more than any run takes
 class Keys(Dataset[int]):
     """Its samples are their own indices, each in a call of its own."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    def __init__(self, payload: Payload) -> None:
+        self.batch_size = payload.shape[0]
+        self.length = self.batch_size * NUM_BATCHES
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -53,13 +54,32 @@ class ListedKeys(Keys):
         return keys
 
 
+class StreamedKeys(IterableDataset[int]):
+    """The same as a stream, in which each shard has the batches that come when it is its turn."""
+
+    def __init__(self, payload: Payload) -> None:
+        self.batch_size = payload.shape[0]
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the indices of the shard's batches."""
+        shard = get_worker_info()
+        if shard is None:
+            raise RuntimeError("a data host says which shard it reads")
+        for number in range(shard.id, NUM_BATCHES, shard.num_workers):
+            yield from range(number * self.batch_size, (number + 1) * self.batch_size)
+
+
+# By what a dataset is asked for its samples.
+DATASETS: dict[str, type[Dataset[int]]] = {"getitems": ListedKeys, "getitem": Keys, "iter": StreamedKeys}
+
+
 class Ready(LightningDataModule):
     """Batches that exist in memory, equal to those of the baselines."""
 
-    def __init__(self, payload: Payload, dataset: type[Keys] = ListedKeys) -> None:
+    def __init__(self, payload: Payload, samples: str = "getitems") -> None:
         super().__init__()
         self.payload = payload
-        self.dataset = dataset
+        self.samples = samples
         self.batches: list[torch.Tensor] = []
 
     def setup(self, stage: str) -> None:
@@ -74,16 +94,16 @@ class Ready(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[int]:
         """Return the loader."""
-        batch_size = self.payload.shape[0]
-        return DataLoader(self.dataset(batch_size * NUM_BATCHES), batch_size=batch_size, collate_fn=self.collate)
+        dataset: Any = DATASETS[self.samples]
+        return DataLoader(dataset(self.payload), batch_size=self.payload.shape[0], collate_fn=self.collate)
 
 
 def ours(
-    payload: str, workers: int, host_cores: list[int], trainer_cores: list[int], seconds: float, *, singly: bool = False
+    payload: str, workers: int, host_cores: list[int], trainer_cores: list[int], seconds: float, samples: str
 ) -> dict[str, Any]:
     """Receive batches for some seconds, after checking the first ones against the expected batches."""
     kind = PAYLOADS[payload]
-    with service([Ready(kind, Keys if singly else ListedKeys)], workers, host_cores, trainer_cores) as running:
+    with service([Ready(kind, samples)], workers, host_cores, trainer_cores) as running:
         batches = iter(running.loader)
         for index, batch in enumerate(itertools.islice(batches, NUM_SOURCES)):
             if not np.array_equal(batch.numpy().reshape(-1).view(np.uint8), kind.batch(index)):
@@ -124,15 +144,16 @@ def main() -> None:
     options = parser("GB/s of payload delivered, and CPU seconds per GB of both ends", rounds=5, seconds=2.0)
     options.add_argument("--payload", nargs="+", choices=PAYLOADS, default=["a", "c", "d", "e"])
     options.add_argument("--workers", type=int, default=2, help="workers of the data host")
-    options.add_argument("--singly", action="store_true", help="also samples by __getitem__, not only __getitems__")
+    options.add_argument("--samples", nargs="+", choices=DATASETS, default=["getitems"], help="by __getitem__, ...")
     args = options.parse_args()
     limits = {"host_cores": args.host_cores, "trainer_cores": args.trainer_cores, "seconds": args.seconds}
     table = []
     for payload in args.payload:
         variants = {name: partial(baseline, name, payload, **limits) for name in BASELINES}
-        variants[OURS] = partial(in_child, ours, payload=payload, workers=args.workers, **limits)
-        if args.singly:
-            variants[f"{OURS}, singly"] = partial(variants[OURS], singly=True)
+        for samples in args.samples:
+            variants[f"{OURS}, {samples}"] = partial(
+                in_child, ours, payload=payload, workers=args.workers, samples=samples, **limits
+            )
         table += rows(payload, in_turn(variants, args.rounds))
     headers = ["payload", "transport", "GB/s", "x raw TCP", "x seed-npsave", "x seed"]
     headers += ["CPU s/GB", "x seed-npsave", "x seed"]

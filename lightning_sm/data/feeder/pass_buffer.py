@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.feeder.scheduler import Run
-from lightning_sm.data.ipc.feeder_messages import Delivery
+from lightning_sm.data.ipc.feeder_messages import Delivery, EndOfBlock
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.samples import BatchPlan, SamplePlan
 from lightning_sm.data.plan.shards import ShardSteps
@@ -29,6 +30,9 @@ _RUN_S = 0.01
 _MAX_RUN = 256
 # Where the user limits the batches, a request asks for so few that all workers have something to do.
 _MIN_RUNS = 8
+
+# The block that the training process holds is so small a part of the bytes that may be ahead.
+_BLOCK_PART = 1 / 4
 
 # Bytes of a batch that are compared: enough to distinguish it from another.
 _NUM_COMPARED = 1 << 16
@@ -182,11 +186,14 @@ class PassBuffer:
 
         Raises:
             BatchTooLargeError: The batches do not fit into a slot.
-            WireError: It is a second header.
+            WireError: It is a second header, or of another number of batches.
         """
         answer = self.in_flight[request_id]
         if answer.header is not _NOT_ARRIVED:
             raise WireError("a second header arrived")
+        least = 1 if isinstance(self.plan, ShardSteps) else answer.run.num_steps
+        if not least <= header.num_batches <= answer.run.num_steps:
+            raise WireError(f"{header.num_batches} batches arrived for a request for {answer.run.num_steps}")
         if header.num_bytes > self.ring.slot_bytes:
             raise BatchTooLargeError(
                 f"The batch of step {answer.run.first} has {header.num_bytes} bytes, but a slot only "
@@ -239,20 +246,27 @@ class PassBuffer:
         header = answer.header
         answer.transfer_s = max(0.0, latency_s - header.queue_s - header.produce_s)
         self.ready[answer.run.first] = answer
-        num_bytes = -(-header.num_bytes // answer.run.num_steps)
+        num_bytes = -(-header.num_bytes // header.num_batches)
         self.largest = max(self.largest, num_bytes)
+        self._choose_run_length(header)
         if isinstance(self.plan, ShardSteps):
             self._compare_with_other_shards(self.plan, answer)
-        else:
-            self._choose_run_length(header, answer.run.num_steps)
+            self.plan.run_length = self.run_length
+            if header.num_batches < answer.run.num_steps:  # the shard ends with them
+                end = int(self.plan.batch(answer.run.first)[2]) + header.num_batches
+                self._skip(self.plan, range(answer.run.first + header.num_batches, answer.run.stop), end)
+                answer.run = Run(answer.run.first, header.num_batches)
         return answer
 
-    def _choose_run_length(self, header: RunHeader, num_steps: int) -> None:
+    def _choose_run_length(self, header: RunHeader) -> None:
         """Let a request ask for as many batches as make ``_RUN_BYTES`` or ``_RUN_S``, but for few of the window."""
+        num_steps = header.num_batches
         produce_s = header.produce_s / num_steps
         self.produce_s += (produce_s - self.produce_s) * (1 / 8 if self.produce_s else 1)
         num_bytes = (header.num_bytes + len(header.batches)) / num_steps
         most = min(_MAX_RUN, _RUN_BYTES / max(1.0, num_bytes), _RUN_S / max(1e-9, self.produce_s))
+        if isinstance(self.plan, ShardSteps):
+            most = min(most, _BLOCK_PART * self.window_bytes / max(1.0, num_bytes) / self.plan.num_shards)
         length = max(1, min(2 * self.run_length, int(most)))
         if self.is_window_fixed:
             length = max(1, min(length, self.window // _MIN_RUNS))
@@ -274,7 +288,7 @@ class PassBuffer:
             )
 
     def skip(self, request_id: int, end: int | None) -> None:
-        """Record the answer that a step of a shard has no batch.
+        """Record the answer that a shard has none of the batches of a request.
 
         Args:
             request_id: Number of the request.
@@ -283,29 +297,33 @@ class PassBuffer:
         Raises:
             WireError: The answer does not fit the request.
         """
-        step = self.in_flight[request_id].run.first
+        run = self.in_flight[request_id].run
         if not isinstance(self.plan, ShardSteps):
             raise WireError("only shards have an end")
-        self.plan.skip(step, end)
+        self._skip(self.plan, range(run.first, run.stop), end)
         self.drop(request_id)
-        self.empty.add(step)
-        self.stop_step = self.plan.stop_step
+
+    def _skip(self, plan: ShardSteps, steps: range, end: int | None) -> None:
+        for step in steps:
+            plan.skip(step, end)
+        self.empty.update(steps)
+        self.stop_step = plan.stop_step
 
     # Delivery
 
-    def deliverable(self) -> list[InFlightRun]:
-        """Remove and return the runs that are next, in order."""
-        runs = []
+    def deliveries(self) -> Iterator[Delivery | EndOfBlock]:
+        """Remove the runs that are next, in order, and yield the messages to the training process about them."""
         while self.next_step in self.ready or self.next_step in self.empty:
             if self.next_step in self.ready:
-                runs.append(self.ready.pop(self.next_step))
-                self.next_step = runs[-1].run.stop
+                answer = self.ready.pop(self.next_step)
+                self.next_step = answer.run.stop
+                yield self._delivery(answer)
             else:
                 self.next_step += 1
-        return runs
+            if isinstance(self.plan, ShardSteps) and self.plan.ends_block(self.next_step):
+                yield EndOfBlock(self.pass_id)
 
-    def delivery(self, answer: InFlightRun) -> Delivery:
-        """Return the message to the training process about a run."""
+    def _delivery(self, answer: InFlightRun) -> Delivery:
         header = answer.header
         steps = range(answer.run.first, answer.run.stop)
         return Delivery(
@@ -319,6 +337,7 @@ class PassBuffer:
             produce_s=header.produce_s,
             transfer_s=answer.transfer_s,
             num_ready=sum(run.run.num_steps for run in self.ready.values()),
+            row=self.plan.row(answer.run.first) if isinstance(self.plan, ShardSteps) else None,
             keys=[self.plan.batch(step).tolist() for step in steps] if self.tells_keys else [],
             payload=header.batches,
         )

@@ -234,8 +234,8 @@ class Feeder:
         self._notify(kinds.Failed(pass_id, type(error).__name__, str(error)))
 
     def _deliver(self, buffer: PassBuffer) -> None:
-        for run in buffer.deliverable():
-            self._notify(buffer.delivery(run))
+        for message in buffer.deliveries():
+            self._notify(message)
         self._end_if_done(buffer)
 
     def _end_if_done(self, buffer: PassBuffer) -> None:
@@ -338,21 +338,27 @@ class Feeder:
         del self._requests[request.request_id]
         self._transfers[request.host] += answer.transfer_s
         self._cancel(completion.cancel)
+        if answer.run != request.run:
+            self._move_stop(buffer)
         self._scheduler.set_window(buffer.pass_id, buffer.window, buffer.run_length)
         self._deliver(buffer)
         self._send_requests()
 
     def _skip(self, buffer: PassBuffer, request: Request, end: int | None) -> None:
-        """Continue without a step whose shard has ended, or that only probed the length of its shard."""
+        """Continue without steps whose shard has ended, or one that only probed the length of its shard."""
         completion = self._scheduler.completed(request.request_id, time.monotonic())
         del self._requests[request.request_id]
         self._cancel(completion.cancel)
         buffer.skip(request.request_id, end)
-        if buffer.stop_step is not None:
-            self._cancel(self._scheduler.set_stop(buffer.pass_id, buffer.stop_step))
+        self._move_stop(buffer)
         self._deliver(buffer)
         self._scheduler.advance(buffer.pass_id, buffer.take(0))
         self._send_requests()
+
+    def _move_stop(self, buffer: PassBuffer) -> None:
+        """End the pass where it ends now that the end of a shard is known."""
+        if buffer.stop_step is not None:
+            self._cancel(self._scheduler.set_stop(buffer.pass_id, buffer.stop_step))
 
     def _request_failed(self, buffer: PassBuffer, request: Request, error: str, text: str, where: str) -> None:
         link = self._links[request.host]

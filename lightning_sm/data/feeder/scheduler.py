@@ -289,12 +289,21 @@ class _Pass:
         """
         limit = self.limit
         while self.cursor < limit:
-            length = self.run_length if self.stop_step is None else min(self.run_length, self.stop_step - self.cursor)
+            length = self._next_length()
             if self.cursor + length > limit and self.cursor > self.position:
                 return
             run = Run(self.cursor, min(length, limit - self.cursor))
             self.todo.append(run)
             self.cursor = run.stop
+
+    def _next_length(self) -> int:
+        """Return how many steps the next run has: at most ``run_length``, and only one shard's."""
+        length = self.run_length if self.stop_step is None else min(self.run_length, self.stop_step - self.cursor)
+        if self.shard_of is None:
+            return length
+        steps = range(self.cursor, self.cursor + length)
+        shard = self.shard_of(self.cursor)
+        return next((step for step in steps if self.shard_of(step) != shard), steps.stop) - self.cursor
 
     def todo_from(self, step: int) -> Iterator[Run]:
         """Yield the TODO runs from a step on: those in the window (one that has shrunk may leave others beyond it).
@@ -434,7 +443,7 @@ class Scheduler:
         current = self._passes.get(pass_id)
         if current is not None:
             current.window = max(window, 1)
-            current.run_length = 1 if current.shard_of is not None else run_length
+            current.run_length = run_length
             current.refill()
 
     def set_stop(self, pass_id: int, stop_step: int) -> tuple[Request, ...]:

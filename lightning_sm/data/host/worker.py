@@ -101,6 +101,8 @@ def _serve(
             arena = Arena(memory[start:])
             batch = loader.batch(one, arena, mark)
             if isinstance(batch, ShardAnswer):
+                if batches:  # that there are fewer than were requested says so
+                    break
                 requests.send(ShardEnded(slot, batch.end))
                 return
             structure = encode(batch, arena)

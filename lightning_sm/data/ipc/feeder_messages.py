@@ -210,6 +210,8 @@ class Delivery(Message):
         produce_s: Seconds that the worker took for all batches.
         transfer_s: Seconds from request to delivery, without these two.
         num_ready: Batches that are buffered behind these.
+        row: Row of the block that the first batch is in, the second is in the next one, and so on; None: all batches
+            come at once.
         keys: Indices of the samples of each batch; empty if they are not wanted.
         payload: Where each batch lies, and its structure, as ``frames.pack_batches`` packs them.
     """
@@ -224,6 +226,7 @@ class Delivery(Message):
     produce_s: float
     transfer_s: float
     num_ready: int
+    row: int | None
     keys: list[list[int]]
     payload: bytes
 
@@ -236,6 +239,13 @@ class Delivery(Message):
             "transfer_s": self.transfer_s / self.num_steps,
             "ready": self.num_ready,
         }
+
+
+@dataclass(frozen=True)
+class EndOfBlock(Message):
+    """All batches of the block were delivered."""
+
+    pass_id: int
 
 
 @dataclass(frozen=True)

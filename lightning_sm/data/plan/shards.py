@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,10 +27,19 @@ _SHARDS_OF_MANY_RANKS = 8
 # More steps than any pass has.
 _NO_END = 1 << 62
 
+# A rank that has more shards requests their batches one by one: for blocks, the training process holds a slot of each.
+_MAX_SHARDS_IN_BLOCK = 32
+
 
 def default_num_shards(world_size: int) -> int:
     """Return the number of virtual shards to use when the user sets none."""
     return math.lcm(_COMMON, world_size) * (_SHARDS_OF_MANY_RANKS if world_size > _COMMON else 1)
+
+
+def max_slots_in_block(num_shards: int, world_size: int) -> int:
+    """Return how many slots the training process holds at most for the shards of which it takes batches in turn."""
+    own = num_shards // world_size
+    return own if own <= _MAX_SHARDS_IN_BLOCK else 1
 
 
 def shard_steps(counts: Sequence[int], world_size: int) -> tuple[int, int]:
@@ -40,18 +50,25 @@ def shard_steps(counts: Sequence[int], world_size: int) -> tuple[int, int]:
 
 
 class _Step(NamedTuple):
-    """A step; a probe only asks whether its shard has a batch at the offset, and wants no batch."""
+    """A step; a probe only asks whether its shard has a batch at the offset, and wants no batch.
+
+    In a block, ``row`` says how many batches of the shard are before it.
+    """
 
     shard: int
     offset: int
     is_wanted: bool
+    row: int | None = None
 
 
 class ShardSteps:
-    """One rank's steps over its shards, in the order in which they are requested and delivered.
+    """One rank's steps over its shards, in the order in which they are requested.
 
-    A rank owns every ``world_size``-th shard, and takes one batch of each in turn. Batches that are known not to exist
-    are no steps; other steps turn out to be empty. Internally, tickets number all batches as if no shard ended.
+    A rank owns every ``world_size``-th shard, and trains on one batch of each in turn. Batches that are known not to
+    exist are no steps; other steps turn out to be empty. Internally, tickets number all batches as if no shard ended.
+
+    Small batches are requested in blocks: several of the first shard, as many of the second, and so on. Within a block
+    the training process puts them in order again, row by row: the first of each shard, the second of each.
 
     A pass that resumes in the middle first probes the lengths of the shards: batch k is ticket k only if no shard
     ended before it. The probes cost nothing, as the shards have to be opened and skipped to that offset anyway.
@@ -68,6 +85,7 @@ class ShardSteps:
     """
 
     num_steps: int | None = None  # unknown until all shards have ended
+    run_length = 1  # batches of each shard in the blocks from here on
 
     def __init__(self, num_shards: int, rank: int, world_size: int, first: int = 0, stop: int | None = None) -> None:
         check_rank(rank, world_size)
@@ -78,6 +96,7 @@ class ShardSteps:
         self._first = first
         self._stop = stop
         self._steps: dict[int, _Step] = {}
+        self._block_stops: deque[int] = deque()
         self._next_step = 0
         self._num_empty = 0
         self._min_sizes: dict[int, int] = {}  # batches that a shard has at least
@@ -89,11 +108,27 @@ class ShardSteps:
 
     def batch(self, step: int) -> IndexArray:
         """Return what a data host has to know, int64: number of shards, shard, offset, whether the batch is wanted."""
-        return np.array([self._num_shards, *self._get(step)], np.int64)
+        return np.array([self._num_shards, *self._get(step)[:3]], np.int64)
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of this rank."""
+        return len(self._shards)
 
     def shard(self, step: int) -> int:
         """Return the shard of a step; all steps of a shard should be requested from the same data host."""
         return self._get(step).shard
+
+    def row(self, step: int) -> int | None:
+        """Return which row of its block a step is in; None: it is delivered when those before it are."""
+        return self._get(step).row
+
+    def ends_block(self, step: int) -> bool:
+        """Return, once for each block, whether its steps are all below a step."""
+        is_end = bool(self._block_stops) and self._block_stops[0] <= step
+        if is_end:
+            self._block_stops.popleft()
+        return is_end
 
     def skip(self, step: int, end: int | None) -> None:
         """Record that a step delivers no batch.
@@ -105,7 +140,7 @@ class ShardSteps:
         Raises:
             WireError: The answer does not fit the request.
         """
-        shard, offset, is_wanted = self._get(step)
+        shard, offset, is_wanted, _ = self._get(step)
         if (end is None and is_wanted) or not 0 <= (end or 0) <= offset:
             raise WireError(f"shard {shard} reports {end} batches, for a request for batch {offset}")
         self._num_empty += 1
@@ -127,7 +162,7 @@ class ShardSteps:
             step: Number of a step whose batch arrived.
             content: A hash of the batch.
         """
-        shard, offset, _ = self._get(step)
+        shard, offset, *_ = self._get(step)
         if offset or self._has_duplicates:
             return None
         other = self._first_batches.setdefault(content, shard)
@@ -139,7 +174,7 @@ class ShardSteps:
         """The step after the last, as far as it is known."""
         if self._open_probes:
             return self._next_step
-        stop = _NO_END if self._stop is None else self._num_empty + max(0, self._stop - self._first)
+        stop = self._wanted_stop
         if self._ticket is not None:
             return stop
         last = self._next_step
@@ -157,13 +192,43 @@ class ShardSteps:
         for old in range(min(self._steps, default=step), step):
             self._steps.pop(old, None)
 
+    @property
+    def _wanted_stop(self) -> int:
+        """The step after the last that is wanted, if no other step turns out to be empty."""
+        return _NO_END if self._stop is None else self._num_empty + max(0, self._stop - self._first)
+
     def _get(self, step: int) -> _Step:
         while self._next_step <= step:
             if self._ticket is None:
                 raise AssertionError("steps behind the end are never requested")
-            self._add(self._step_of(self._ticket))
-            self._move_to(self._ticket + 1)
+            num_rows = self._num_rows(self._ticket)
+            if num_rows > 1:
+                self._add_block(self._ticket, num_rows)
+            else:
+                self._add(self._step_of(self._ticket))
+                self._move_to(self._ticket + 1)
         return self._steps[step]
+
+    def _num_rows(self, ticket: int) -> int:
+        """Return how many rows a block from a ticket on has; 1: none is worth while there."""
+        if self.run_length == 1 or len(self._shards) > _MAX_SHARDS_IN_BLOCK:
+            return 1
+        tickets = range(ticket, ticket + len(self._shards))
+        num_open = sum(not self._is_empty(self._step_of(each)) for each in tickets)
+        if num_open == 1:  # its steps follow each other
+            return 1
+        # Where the end of the pass cuts a block, batches are requested one by one.
+        return min(self.run_length, (self._wanted_stop - self._next_step) // num_open)
+
+    def _add_block(self, first: int, num_rows: int) -> None:
+        stop = first + num_rows * len(self._shards)
+        for ticket in range(first, first + len(self._shards)):
+            for row, each in enumerate(range(ticket, stop, len(self._shards))):
+                step = self._step_of(each)
+                if not self._is_empty(step):
+                    self._add(step._replace(row=row))
+        self._block_stops.append(self._next_step)
+        self._move_to(stop)
 
     def _add(self, step: _Step) -> None:
         self._steps[self._next_step] = step

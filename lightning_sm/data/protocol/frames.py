@@ -16,6 +16,7 @@ MAX_HEADER_BYTES = 64 << 20
 
 _FRAME = struct.Struct("<IBxxxQII")
 _RUN = struct.Struct("<Qdd")
+_COUNT = struct.Struct("<I")
 _BATCH = struct.Struct("<QQI")
 FRAME_BYTES = _FRAME.size
 MAX_STRUCTURE_BYTES = MAX_HEADER_BYTES - _RUN.size
@@ -72,27 +73,27 @@ class Batch(NamedTuple):
 
 
 def pack_batches(batches: Sequence[Batch]) -> bytes:
-    """Return what ``unpack_batches`` restores; only training processes read it, and all others pass it on."""
+    """Return what ``unpack_batches`` restores; only training processes do so, and all others pass it on."""
     table = [_BATCH.pack(batch.start, batch.num_bytes, len(batch.structure)) for batch in batches]
-    return b"".join([*table, *(batch.structure for batch in batches)])
+    return b"".join([_COUNT.pack(len(batches)), *table, *(batch.structure for batch in batches)])
 
 
-def unpack_batches(data: bytes, num_batches: int, num_bytes: int) -> list[Batch]:
+def unpack_batches(data: bytes, num_bytes: int) -> list[Batch]:
     """Restore what ``pack_batches`` packed.
 
     Args:
         data: The packed batches.
-        num_batches: How many were requested.
         num_bytes: How many bytes they have in all.
 
     Raises:
-        WireError: They are not so many, or do not fit into the bytes.
+        WireError: They do not fit into the bytes.
     """
-    position = num_batches * _BATCH.size
+    (num_batches,) = _COUNT.unpack_from(data)
+    position = _COUNT.size + num_batches * _BATCH.size
     if len(data) < position:
         raise WireError(f"{num_batches} batches are described in {len(data)} bytes.")
     batches = []
-    for start, size, length in _BATCH.iter_unpack(memoryview(data)[:position]):
+    for start, size, length in _BATCH.iter_unpack(memoryview(data)[_COUNT.size : position]):
         if start + size > num_bytes:
             raise WireError(f"A batch lies at bytes {start} to {start + size} of {num_bytes}.")
         batches.append(Batch(start, size, data[position : position + length]))
@@ -118,6 +119,12 @@ class RunHeader:
     produce_s: float
     batches: bytes
 
+    @property
+    def num_batches(self) -> int:
+        """How many batches there are: fewer than were requested if a virtual shard ends with them."""
+        num_batches: int = _COUNT.unpack_from(self.batches)[0]
+        return num_batches
+
     def encode(self) -> bytes:
         """Return the payload of a HEADER frame."""
         return _RUN.pack(self.num_bytes, self.queue_s, self.produce_s) + self.batches
@@ -129,9 +136,10 @@ class RunHeader:
         Raises:
             WireError: It is too short or too long.
         """
-        if not _RUN.size <= len(payload) <= MAX_HEADER_BYTES:
+        least = _RUN.size + _COUNT.size
+        if not least <= len(payload) <= MAX_HEADER_BYTES:
             raise WireError(
-                f"The header of batches has {len(payload)} bytes, not between {_RUN.size} and {MAX_HEADER_BYTES}."
+                f"The header of batches has {len(payload)} bytes, not between {least} and {MAX_HEADER_BYTES}."
             )
         num_bytes, queue_s, produce_s = _RUN.unpack_from(payload)
         return cls(num_bytes, queue_s, produce_s, bytes(payload[_RUN.size :]))

@@ -276,9 +276,12 @@ class ServerProcess:
 
 
 def _shard_of(spec: RunSpec) -> int:
-    match [batch.keys.tolist() for batch in spec.batches]:
-        case [[num_shards, shard, offset, _]] if 0 <= shard < num_shards <= MAX_SHARDS and offset >= 0:
-            return int(shard)
+    """Return the shard of which all batches of a request are, one after the other."""
+    keys = [batch.keys.tolist() for batch in spec.batches]
+    match keys[0]:
+        case [num_shards, shard, offset, is_wanted] if 0 <= shard < num_shards <= MAX_SHARDS and offset >= 0:
+            if keys == [[num_shards, shard, offset + number, is_wanted] for number in range(len(keys))]:
+                return int(shard)
     raise WireError(f"a request for shards with the keys {[batch.keys[:8].tolist() for batch in spec.batches[:8]]}")
 
 

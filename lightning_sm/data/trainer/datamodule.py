@@ -26,7 +26,7 @@ from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.host.data_host import LOCAL_JOB, DataHost
 from lightning_sm.data.ipc.feeder_messages import LoaderPlace, OpenLoaders
 from lightning_sm.data.plan.order import ORDER_VERSION
-from lightning_sm.data.plan.shards import default_num_shards
+from lightning_sm.data.plan.shards import default_num_shards, max_slots_in_block
 from lightning_sm.data.protocol.calls import OpenRequest
 from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.protocol.plain_values import plain_value
@@ -410,7 +410,7 @@ class RemoteDataModule(LightningDataModule):
                 # As Lightning does it with a DataLoader: the order of the dataset, in all epochs.
                 facts = replace(facts, order="sequential", num_samples=facts.dataset_length)
             place = self._place(stage, index, facts)
-            slots = self._slots(stage, index, facts.name, place)
+            slots = self._slots(stage, index, facts, place)
             _warn_of_unused_length(facts, place)
             if facts.order == "shards" and place.rank == 0 and stage == "train":
                 logger.info(
@@ -450,10 +450,15 @@ class RemoteDataModule(LightningDataModule):
     def _is_overfitting(self) -> bool:
         return self.trainer is not None and self._stage == "fit" and self.trainer.overfit_batches > 0
 
-    def _slots(self, stage: str, index: int, name: str, place: LoaderPlace) -> SlotPool:
+    def _slots(self, stage: str, index: int, facts: LoaderFacts, place: LoaderPlace) -> SlotPool:
         """Return the memory of the loader that had this place before, if it fits, else new memory."""
         slots = SlotPool(
-            self._feeder, name, place.window_batches, place.max_batch_bytes, is_pinned=not self._copies_batches()
+            self._feeder,
+            facts.name,
+            place.window_batches,
+            place.max_batch_bytes,
+            is_pinned=not self._copies_batches(),
+            num_in_turn=max_slots_in_block(place.num_shards, place.world_size) if facts.order == "shards" else 1,
         )
         old = self._pools.get((stage, index))
         if old is not None:

@@ -29,7 +29,7 @@ _EXIT_TIMEOUT_S = 10.0
 _SLOT_POLL_S = 0.002
 
 
-_OfPass: TypeAlias = kinds.Delivery | kinds.EndOfPass | kinds.Length | kinds.Failed
+_OfPass: TypeAlias = kinds.Delivery | kinds.EndOfBlock | kinds.EndOfPass | kinds.Length | kinds.Failed
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -314,7 +314,9 @@ class FeederClient:
                 self._states.append(state)
             case kinds.Failed(pass_id=None) as error:
                 self._error = error
-            case kinds.Delivery() | kinds.EndOfPass() | kinds.Length() | kinds.Failed() as of_pass:
+            case (
+                kinds.Delivery() | kinds.EndOfBlock() | kinds.EndOfPass() | kinds.Length() | kinds.Failed()
+            ) as of_pass:
                 inbox = self._inboxes.get(of_pass.pass_id or 0)
                 if inbox is None:  # of a pass that has been closed since
                     self._discard(of_pass)

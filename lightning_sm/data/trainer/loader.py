@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.utils.data import RandomSampler, SequentialSampler
 
@@ -177,7 +178,8 @@ class RemoteDataset:
         )
 
 
-_NONE = object()  # a batch may be None
+# What a batch took, and the iterator over the batches of its slot that returns it.
+_Turn: TypeAlias = tuple[Mapping[str, Any], Iterator[Any]]
 
 
 class _Pass(Iterator[Any]):
@@ -191,7 +193,9 @@ class _Pass(Iterator[Any]):
         self._pass_id = 0
         self._is_over = False
         self._finalizer: Any = None
-        self._batches: Iterator[Any] = iter(())
+        self._turns: deque[_Turn] = deque()
+        self._rows: defaultdict[int, list[_Turn]] = defaultdict(list)  # of a block of shards that is not complete
+        self._end: EndOfPass | None = None
         self._keys: Iterator[list[int]] = iter(())
         self._figures: Mapping[str, Any] = {}
         self._returned_at: float | None = None
@@ -219,15 +223,36 @@ class _Pass(Iterator[Any]):
     def _next_batch(self) -> Any:
         if self._ring is None:
             self._ring = self._start(self._loader._start_position(self))
-        batch = next(self._batches, _NONE)
-        if batch is not _NONE:
-            return batch
-        delivery = self._next_delivery(self._ring)
-        self._figures = delivery.figures()
-        self._keys = iter(delivery.keys)
-        self._batches = self._ring.batches(delivery)
-        self._client.take(delivery.pass_id, delivery.first_step + delivery.num_steps)
-        return next(self._batches)
+        while not self._turns:
+            self._receive(self._ring)
+        self._figures, batches = self._turns.popleft()
+        return next(batches)
+
+    def _receive(self, ring: SlotRing) -> None:
+        """Wait for the next batches.
+
+        Raises:
+            StopIteration: The pass is over.
+        """
+        message = self._end or self._client.next(self._pass_id, self._loader.place.timeout_s, ring.poll)
+        if isinstance(message, Delivery):
+            turn = message.figures(), ring.batches(message)
+            self._client.take(message.pass_id, message.first_step + message.num_steps)
+            if message.row is None:
+                self._turns.extend([turn] * message.num_steps)
+                self._keys = iter(message.keys)
+                return
+            for row in range(message.row, message.row + message.num_steps):
+                self._rows[row].append(turn)
+            self._turns.extend(self._rows.pop(0, ()))
+            return
+        for row in sorted(self._rows):
+            self._turns.extend(self._rows[row])
+        self._rows.clear()
+        if isinstance(message, EndOfPass):
+            self._end = message
+            if not self._turns:
+                self._start_again(message)
 
     def _start(self, position: Position) -> SlotRing:
         slots = self._loader.slots
@@ -248,28 +273,25 @@ class _Pass(Iterator[Any]):
         self._finalizer.atexit = False
         return ring
 
-    def _next_delivery(self, ring: SlotRing) -> Delivery:
-        """Wait for the next batches.
+    def _start_again(self, end: EndOfPass) -> None:
+        """Start over where the shards end within the pass.
 
         Raises:
             StopIteration: The pass is over.
         """
-        while True:
-            message = self._client.next(self._pass_id, self._loader.place.timeout_s, ring.poll)
-            if isinstance(message, Delivery):
-                return message
-            shards = self._loader._shards
-            num_batches = message.num_batches if isinstance(message, EndOfPass) else None
-            position = None if shards is None or num_batches is None else shards.after(self._position, num_batches)
-            if position is None:
-                raise StopIteration
-            self._finalizer()
-            ring = self._ring = self._start(position)
+        shards = self._loader._shards
+        position = None if shards is None or end.num_batches is None else shards.after(self._position, end.num_batches)
+        if position is None:
+            raise StopIteration
+        self._end = None
+        self._finalizer()
+        self._ring = self._start(position)
 
     def close(self) -> None:
         """End the pass, and cancel its requests in flight."""
         self._is_over = True
-        self._batches = iter(())
+        self._turns.clear()
+        self._rows.clear()
         if self._finalizer is not None:
             self._finalizer()
 

@@ -40,13 +40,22 @@ class SlotPool:
         window_batches: Limit of requests in flight or buffered per pass.
         max_batch_bytes: Capacity of a slot.
         is_pinned: Whether GPUs copy from the slots asynchronously.
+        num_in_turn: Slots whose batches come in turn, as those of shards in a block.
     """
 
     def __init__(
-        self, client: FeederClient, name: str, window_batches: int, max_batch_bytes: int, *, is_pinned: bool
+        self,
+        client: FeederClient,
+        name: str,
+        window_batches: int,
+        max_batch_bytes: int,
+        *,
+        is_pinned: bool,
+        num_in_turn: int = 1,
     ) -> None:
         self.is_pinned = is_pinned and torch.cuda.is_available()
-        self.num_slots = window_batches + _HEDGE_SLOTS + _HELD_SLOTS + (MAX_COPYING if self.is_pinned else 0)
+        self.num_held = _HELD_SLOTS + num_in_turn - 1
+        self.num_slots = window_batches + _HEDGE_SLOTS + self.num_held + (MAX_COPYING if self.is_pinned else 0)
         self.max_batch_bytes = max_batch_bytes
         self._client = client
         self._name = name
@@ -58,7 +67,9 @@ class SlotPool:
         try:
             return self._unused.pop()
         except IndexError:
-            ring = SlotRing(self._client, self._name, self.num_slots, self.max_batch_bytes, is_pinned=self.is_pinned)
+            ring = SlotRing(
+                self._client, self._name, self.num_slots, self.num_held, self.max_batch_bytes, is_pinned=self.is_pinned
+            )
             self._rings.append(ring)
             return ring
 
@@ -75,13 +86,14 @@ class SlotPool:
 class SlotRing:
     """One ring, and the batches in it that the training process holds.
 
-    Arguments are those of ``SlotPool``, and the number of slots.
+    Arguments are those of ``SlotPool``, the number of slots, and how many of them batches may alias at a time.
     """
 
     def __init__(
-        self, client: FeederClient, name: str, num_slots: int, max_batch_bytes: int, *, is_pinned: bool
+        self, client: FeederClient, name: str, num_slots: int, num_held: int, max_batch_bytes: int, *, is_pinned: bool
     ) -> None:
         self._name = name
+        self._num_held = num_held
         self._ring = Ring.create(num_slots, max_batch_bytes)
         self.number = client.add_ring(self._ring)
         self._ring.close()
@@ -102,13 +114,13 @@ class SlotRing:
         """
         if self._pinned is not None:
             self._pinned.wait()
-        places = unpack_batches(delivery.payload, delivery.num_steps, delivery.num_bytes)
+        places = unpack_batches(delivery.payload, delivery.num_bytes)
         memory = self._memory(delivery.slot, delivery.num_bytes)
         return (decode(place.structure, memory[place.start : place.start + place.num_bytes]) for place in places)
 
     def _memory(self, slot: int, num_bytes: int) -> np.ndarray:
         array = self._ring.slot(slot)[:num_bytes]
-        if len(self._held) >= _HELD_SLOTS:
+        if len(self._held) >= self._num_held:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(

@@ -5,9 +5,11 @@ import pytest
 
 from lightning_sm.data.feeder.pass_buffer import PassBuffer
 from lightning_sm.data.feeder.scheduler import Run
+from lightning_sm.data.ipc.feeder_messages import EndOfBlock
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.samples import SamplePlan
-from lightning_sm.data.protocol.frames import RunHeader
+from lightning_sm.data.plan.shards import ShardSteps
+from lightning_sm.data.protocol.frames import Batch, RunHeader, pack_batches
 from lightning_sm.data.protocol.spec import BatchSpec, RunSpec
 from lightning_sm.errors import BatchTooLargeError, WireError
 
@@ -26,9 +28,11 @@ def buffer():
     ring.close()
 
 
-def announce(buffer, request_id, num_bytes, produce_s=1.0):
-    """Let the header of an answer come in."""
-    buffer.take_header(request_id, RunHeader(num_bytes, 0.0, produce_s, b"header"))
+def announce(buffer, request_id, num_bytes, produce_s=1.0, num_batches=None):
+    """Let the header of an answer come in, by default of as many batches as were requested."""
+    num_batches = buffer.in_flight[request_id].run.num_steps if num_batches is None else num_batches
+    packed = pack_batches([Batch(0, num_bytes, b"")] * num_batches)
+    buffer.take_header(request_id, RunHeader(num_bytes, 0.0, produce_s, packed))
 
 
 def receive(buffer, request_id, offset, data):
@@ -60,11 +64,11 @@ def test_answers_come_out_in_order(buffer):
         assert buffer.reserve(request_id, Run(step, 1))
     answer(buffer, 9, b"six")
     answer(buffer, 8, b"five!")
-    assert buffer.deliverable() == []
+    assert list(buffer.deliveries()) == []
     answer(buffer, 7, b"four")
-    runs = buffer.deliverable()
-    assert [run.run.first for run in runs] == [4, 5, 6]
-    received = [bytes(buffer.ring.slot(run.slot)[: run.header.num_bytes]) for run in runs]
+    runs = list(buffer.deliveries())
+    assert [run.first_step for run in runs] == [4, 5, 6]
+    received = [bytes(buffer.ring.slot(run.slot)[: run.num_bytes]) for run in runs]
     assert received == [b"four", b"five!", b"six"]
     assert buffer.next_step == 7
 
@@ -147,7 +151,7 @@ def test_quick_small_batches_are_requested_together(buffer):
     for number, step in enumerate((4, 5, 6, 7)):
         buffer.reserve(number, Run(step, 1))
         answer(buffer, number, b"tiny", produce_s=0.002)
-        buffer.free += [run.slot for run in buffer.deliverable()]
+        buffer.free += [run.slot for run in buffer.deliveries()]
         lengths.append(buffer.run_length)
     assert lengths == [2, 4, 5, 5]
     assert buffer.window == 8 * 5
@@ -174,8 +178,32 @@ def test_a_delivery_describes_its_run(buffer):
     buffer.reserve(1, Run(6, 1))
     answer(buffer, 1, b"six")
     answer(buffer, 0, b"fourfive", produce_s=0.5)
-    delivery = buffer.delivery(buffer.deliverable()[0])
+    delivery = next(buffer.deliveries())
     assert (delivery.first_step, delivery.num_steps, delivery.num_bytes) == (4, 2, 8)
     assert delivery.keys == [[8, 9], [10, 11]]
-    assert delivery.figures() == {"num_bytes": 4, "queue_s": 0.0, "produce_s": 0.25, "transfer_s": 0.25, "ready": 0}
+    assert delivery.figures() == {"num_bytes": 4, "queue_s": 0.0, "produce_s": 0.25, "transfer_s": 0.25, "ready": 1}
     assert buffer.next_step == 7
+
+
+@pytest.mark.parametrize("num_batches", [0, 1, 3])
+def test_another_number_of_batches_than_requested_is_refused(buffer, num_batches):
+    """Only a shard may end before."""
+    buffer.reserve(0, Run(4, 2))
+    with pytest.raises(WireError, match=f"{num_batches} batches arrived for a request for 2"):
+        announce(buffer, 0, 10, num_batches=num_batches)
+
+
+def test_a_shard_may_end_within_a_run(buffer):
+    """What it has is delivered, its other steps are skipped, and the batches of the block come in rows."""
+    buffer.plan, buffer.next_step, buffer.taken = ShardSteps(2, 0, 1), 0, 0
+    buffer.plan.run_length = 3
+    for number, first in enumerate((0, 3)):
+        buffer.reserve(number, Run(first, 3))
+    for number, num_batches in enumerate((2, 3)):
+        announce(buffer, number, 0, num_batches=num_batches)
+        buffer.accept(number, latency_s=1.0)
+    first, second, end = buffer.deliveries()
+    assert [(run.first_step, run.num_steps, run.row) for run in (first, second)] == [(0, 2, 0), (3, 3, 0)]
+    assert end == EndOfBlock(1)
+    assert buffer.take(6) == 6
+    assert [buffer.plan.batch(step).tolist() for step in (6, 7)] == [[2, 1, 3, 1], [2, 1, 4, 1]]

@@ -16,8 +16,9 @@ def batches(sizes, rank, world_size):
 
 
 def walk(steps, sizes, window, rng):
-    """Ask for a window of steps, and answer it in any order; what is delivered."""
+    """Ask for a window of steps, and answer it in any order; what is trained on."""
     came, answered, position, num_probes = {}, set(), 0, 0
+    trained, rows = [], {}
     while position < steps.stop_step:
         asked = [s for s in range(position, min(position + window, steps.stop_step)) if s not in answered]
         step = rng.choice(asked)
@@ -30,31 +31,47 @@ def walk(steps, sizes, window, rng):
         else:
             num_probes += not is_wanted
             steps.skip(step, None if offset < sizes[shard] else sizes[shard])
+        steps.run_length = rng.choice([1, steps.run_length, 2 * steps.run_length])
         while position in answered:
+            if position in came:
+                row = steps.row(position)
+                (trained if row is None else rows.setdefault(row, [])).append(came[position])
             position += 1
+            if steps.ends_block(position):
+                trained += [batch for row in sorted(rows) for batch in rows.pop(row)]
         steps.forget(position)
-    return [came[step] for step in sorted(came)], num_probes
+    return trained + [batch for row in sorted(rows) for batch in rows[row]], num_probes
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(
     own=st.integers(1, 5),
     world_size=st.integers(1, 3),
     first=st.integers(0, 40),
     stop=st.none() | st.integers(0, 40),
-    window=st.integers(1, 8),
+    window=st.integers(1, 20),
     data=st.data(),
     rng=st.randoms(use_true_random=False),
 )
 def test_the_rest_comes_once_and_in_order(own, world_size, first, stop, window, data, rng):
-    """From the first batch to the last, for shards of any sizes, and answers in any order."""
+    """From the first batch to the last, for shards of any sizes, blocks of any length, and answers in any order."""
     count = own * world_size
-    sizes = data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
+    sizes = data.draw(st.lists(st.integers(0, 15), min_size=count, max_size=count))
     rank = data.draw(st.integers(0, world_size - 1))
     steps = ShardSteps(count, rank, world_size, first, stop)
     came, _ = walk(steps, sizes, window, rng)
     assert came == batches(sizes, rank, world_size)[first:stop]
     assert steps.num_batches in (None, len(batches(sizes, rank, world_size)))
+
+
+def test_small_batches_are_requested_in_blocks():
+    """Several of a shard, then as many of the next; where they would go beyond the end of the pass, one by one."""
+    steps = ShardSteps(3, 0, 1, stop=14)
+    steps.run_length = 2
+    shards = [steps.shard(step) for step in range(14)]
+    assert shards == [0, 0, 1, 1, 2, 2] * 2 + [0, 1]
+    assert [steps.row(step) for step in range(14)] == [0, 1] * 6 + [None, None]
+    assert [step for step in range(15) if steps.ends_block(step)] == [6, 12]
 
 
 def test_a_pass_from_the_beginning_asks_no_shard_how_far_it_goes():
