@@ -99,7 +99,7 @@ class Ready(LightningDataModule):
 
 
 def ours(
-    payload: str, workers: int, host_cores: list[int], trainer_cores: list[int], seconds: float, samples: str
+    payload: str, workers: int, host_cores: list[int], trainer_cores: list[int], seconds: float, *, samples: str
 ) -> dict[str, Any]:
     """Receive batches for some seconds, after checking the first ones against the expected batches."""
     kind = PAYLOADS[payload]

@@ -96,7 +96,7 @@ class Sharded(IterableDataset):
         if index >= self.length:
             raise StopIteration
         if index == self.breaks_at:
-            raise ValueError("cannot read 37")
+            raise ValueError(f"cannot read {index}")
         if self.delay_s:
             threading.Event().wait(self.delay_s)
         return {

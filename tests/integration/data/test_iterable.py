@@ -216,13 +216,14 @@ def test_shards_must_divide(hosts):
         module.train_dataloader()
 
 
-def test_errors_name_shard_and_batch(pool):
+@pytest.mark.parametrize(("breaks_at", "batch"), [(37, 0), (277, 4)], ids=["the first batch", "several requested"])
+def test_errors_name_shard_and_batch(pool, breaks_at, batch):
     """An exception in the iterator is raised in the trainer, with the shard and its batch."""
 
     def broken():
-        return DataLoader(Sharded(LENGTH, breaks_at=37), batch_size=BATCH_SIZE)
+        return DataLoader(Sharded(LENGTH, breaks_at=breaks_at), batch_size=BATCH_SIZE)
 
-    match = r"(?s)batch 0 of shard 5 of 16.*ValueError: cannot read 37"
+    match = rf"(?s)batch {batch} of shard 5 of 16.*ValueError: cannot read {breaks_at}"
     with (
         remote(pool.serve(broken)[:2]) as module,
         pytest.raises(RemoteTransformError, match=match),

@@ -178,7 +178,7 @@ def test_a_delivery_describes_its_run(buffer):
     buffer.reserve(1, Run(6, 1))
     answer(buffer, 1, b"six")
     answer(buffer, 0, b"fourfive", produce_s=0.5)
-    delivery = next(buffer.deliveries())
+    delivery, _ = buffer.deliveries()
     assert (delivery.first_step, delivery.num_steps, delivery.num_bytes) == (4, 2, 8)
     assert delivery.keys == [[8, 9], [10, 11]]
     assert delivery.figures() == {"num_bytes": 4, "queue_s": 0.0, "produce_s": 0.25, "transfer_s": 0.25, "ready": 1}
