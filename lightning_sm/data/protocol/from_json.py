@@ -62,7 +62,7 @@ def from_json(kind: Callable[..., _T], facts: Any, what: str) -> _T:
     """Rebuild a dataclass, with those in it. Fields with a default may be left out.
 
     Args:
-        kind: The dataclass. The types of its fields are plain ones, literals, dataclasses, and lists and dicts of them.
+        kind: The dataclass. Its fields are plain, literals, dataclasses, lists or dicts of these, or perhaps None.
         facts: Its fields, as JSON values.
         what: What it is, for the error.
 
@@ -87,13 +87,19 @@ def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
     return {one.name: hints[one.name] for one in own}, frozenset(required)
 
 
+@cache
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...], bool]:
+    """Return a type without its arguments, the arguments, and whether it is a dataclass."""
+    return get_origin(hint) or hint, get_args(hint), is_dataclass(hint)
+
+
 def _value(value: Any, hint: Any, name: str, what: str) -> Any:
-    kind, inner = get_origin(hint) or hint, get_args(hint)
+    kind, inner, is_nested = _parts(hint)
     if hint is Any or (kind is UnionType and value is None):
         return value
     if kind is UnionType:  # of a type and None
         return _value(value, inner[0], name, what)
-    if isinstance(kind, type) and is_dataclass(kind):
+    if is_nested:
         return from_json(kind, value, f"{name} of the {what}")
     if not _is(value, kind, inner):
         expected = " or ".join(map(repr, inner)) if kind is Literal else f"of type {kind.__name__}"
