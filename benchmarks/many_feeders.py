@@ -36,7 +36,7 @@ from lightning_sm.data.ipc.feeder_messages import HostState, OpenLoaders
 from lightning_sm.data.ipc.host_messages import Listening, OpenedLoaders, Serve
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, start_module
-from lightning_sm.data.protocol.calls import OpenRequest
+from lightning_sm.data.protocol.calls import HeartbeatRequest, Loaders, OpenRequest
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
@@ -142,7 +142,7 @@ class Servers:
                 settings = HostSettings("127.0.0.1:0", 8, 1 << 20, lease_s, None, name, credentials)
                 main.send(Serve(settings))
                 # Like a main process whose server process was restarted: the reply is there before a trainer asks.
-                main.send(OpenedLoaders(_OPENING, {"structure": 0, "loaders": [_LOADER.to_json()]}))
+                main.send(OpenedLoaders(_OPENING, Loaders(0, [_LOADER])))
             for number, (_, main) in enumerate(self._processes):
                 self.addresses.append(self._address(number, main, _TIMEOUT_S + num_hosts * _TIMEOUT_OF_PROCESS_S))
         except BaseException:
@@ -216,7 +216,7 @@ class Feeders:
             self.start_s = time.monotonic() - started
             if with_figures:
                 for client in self._clients:
-                    client.share(_FIGURES.to_json())
+                    client.share(_FIGURES)
         except BaseException:
             self.close()
             raise
@@ -244,8 +244,8 @@ class Feeders:
         """Start some, and wait until they have opened the loader, so that not all imports compete for the cores."""
         clients = []
         for rank in ranks:
-            facts = {"client": f"rank {rank}", "world_size": num_ranks, "wants_figures": rank == 0}
-            clients.append(FeederClient(self._servers.addresses, credentials, facts, 3.0, is_quiet=True))
+            client = HeartbeatRequest(f"rank {rank}", num_ranks, wants_figures=rank == 0)
+            clients.append(FeederClient(self._servers.addresses, credentials, client, 3.0, is_quiet=True))
             self._clients.append(clients[-1])
         for client in clients:
             self._open(client)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import grpc
@@ -73,7 +73,7 @@ class DataHosts:
 
 def _answer(call: Any) -> Answer:
     try:
-        return Answer(vars(HostReport.parse(call.result())))
+        return Answer(asdict(HostReport.parse(call.result())))
     except WireError as error:
         return Answer(problem=str(error))
     except grpc.RpcError as error:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from lightning_sm import errors
-from lightning_sm.data.protocol.failures import with_place
-from lightning_sm.errors import DataHostMismatchError, DataServiceError
+from lightning_sm.data.protocol.calls import Loaders, Problem, SetUp
+from lightning_sm.errors import DataHostMismatchError
 
 # Hosts that reply this much later than the first do not delay the training; they are compared when they reply. Hosts
 # that differ are not reported before, either: a late one may show which of them is the odd one.
@@ -99,30 +98,29 @@ class LoaderAgreements:
         answer: Called once per request, with its name and the reply.
     """
 
-    def __init__(self, num_hosts: int, answer: Callable[[str, dict[str, Any]], None]) -> None:
+    def __init__(self, num_hosts: int, answer: Callable[[str, SetUp | Loaders], None]) -> None:
         self._num_hosts = num_hosts
         self._answer = answer
-        self._agreements: dict[str, Agreement[dict[str, Any]]] = {}
+        self._agreements: dict[str, Agreement[SetUp | Loaders]] = {}
 
     def request(self, name: str) -> None:
         """Pass on the agreed reply to a request again, if there is one."""
         if name in self._agreements and self._agreements[name].is_reached:
             self._answer(name, self._agreements[name].reply)
 
-    def add_reply(self, name: str, host: str, reply: dict[str, Any], now: float) -> None:
+    def add_reply(self, name: str, host: str, reply: SetUp | Loaders | Problem, now: float) -> None:
         """Record a host's reply to a request.
 
         Raises:
             DataServiceError: The host failed to open the loaders, or the hosts disagree.
         """
         agreement = self._agreements.setdefault(name, _loader_agreement())
-        if "error" not in reply:
+        if not isinstance(reply, Problem):
             agreement.add(host, reply, now)
             self.tick(now)
         # Where the user's code failed (a full disk, perhaps), a training that has begun continues without the host.
-        elif not (agreement.is_reached and reply["error"] == "RemoteTransformError"):
-            error: type[DataServiceError] = getattr(errors, reply["error"])
-            raise error(with_place(reply["text"], f"data host {host}, {reply['where']}"))
+        elif not (agreement.is_reached and reply.error == "RemoteTransformError"):
+            raise reply.exception(host)
 
     def tick(self, now: float) -> None:
         """Pass on the replies that need not wait any longer.
@@ -137,7 +135,7 @@ class LoaderAgreements:
                 self._answer(name, agreement.reply)
 
 
-def _loader_agreement() -> Agreement[dict[str, Any]]:
+def _loader_agreement() -> Agreement[SetUp | Loaders]:
     return Agreement(
         "Data hosts serve different data",
         "All data hosts must see the same files and run the same versions. Check the channels of the data groups "
@@ -146,9 +144,11 @@ def _loader_agreement() -> Agreement[dict[str, Any]]:
     )
 
 
-def _loader_facts(reply: dict[str, Any]) -> dict[str, str]:
-    # What setup() left on the DataModule may be a folder or a time of the host's own; the first host's is used.
-    facts = {name: str(value) for name, value in reply.items() if name not in ("attributes", "loaders")}
-    for loader in reply.get("loaders", []):
-        facts |= {f"{loader['name']} {name}": str(value) for name, value in loader.items()}
+def _loader_facts(reply: SetUp | Loaders) -> dict[str, str]:
+    if isinstance(reply, SetUp):
+        # What setup() left on the DataModule may be a folder or a time of the host's own; the first host's is used.
+        return {"missing": str(reply.missing)}
+    facts = {"structure": str(reply.structure)}
+    for loader in reply.loaders:
+        facts |= {f"{loader.name} {name}": str(value) for name, value in vars(loader).items()}
     return facts

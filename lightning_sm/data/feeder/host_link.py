@@ -7,7 +7,8 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from enum import Enum
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import grpc
 
 from lightning_sm.data.protocol import calls, grpc_transport
 from lightning_sm.data.protocol.calls import FinishRequest, HeartbeatRequest, HostReport, OpenRequest, Request
+from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.frames import frames
 from lightning_sm.data.protocol.tls import closed_hint, fatal_hint
 from lightning_sm.data.settings import Credentials
@@ -53,7 +55,7 @@ class Owner(Protocol):
     """Receives the events of a link, in the link's threads."""
 
     @property
-    def figures(self) -> Mapping[str, Any]:
+    def figures(self) -> RankFigures | None:
         """What goes with every heartbeat about the training on this rank."""
 
     def link_up(self, link: HostLink) -> None:
@@ -62,7 +64,7 @@ class Owner(Protocol):
     def link_lost(self, link: HostLink) -> None:
         """The host does not answer (``LinkState.SILENT``), or cannot be reached."""
 
-    def link_opened(self, link: HostLink, name: str, reply: dict[str, Any]) -> str:
+    def link_opened(self, link: HostLink, name: str, reply: calls.SetUp | calls.Loaders | calls.Problem) -> str:
         """The host has opened loaders, or failed to; return why it cannot be used, or ""."""
 
     def link_refused(self, error: DataServiceError) -> None:
@@ -78,7 +80,7 @@ class HostLink:
     Args:
         address: Where it listens.
         credentials: Job, token, TLS.
-        client: Facts about this rank that go with every heartbeat.
+        client: What this rank says with every heartbeat, without figures.
         owner: Receives the events.
 
     Attributes:
@@ -88,12 +90,12 @@ class HostLink:
         num_lost: How often the connection was lost.
     """
 
-    def __init__(self, address: str, credentials: Credentials, client: Mapping[str, Any], owner: Owner) -> None:
+    def __init__(self, address: str, credentials: Credentials, client: HeartbeatRequest, owner: Owner) -> None:
         self.address = address
         self.report: HostReport | None = None
         self.num_lost = 0
         self._set_state(LinkState.CONNECTING, "not connected yet")
-        self._client = dict(client)
+        self._client = client
         self._owner = owner
         self._credentials = credentials
         self._metadata = grpc_transport.metadata(credentials)
@@ -103,7 +105,7 @@ class HostLink:
         self._is_stale = False
         self._num_losses = 0
         self._num_silent = 0
-        self._usual_period_s = heartbeat_period_s(client["world_size"])
+        self._usual_period_s = heartbeat_period_s(client.world_size)
         self._period_s = self._usual_period_s
         self._lock = threading.Lock()
         self._requests: queue.SimpleQueue[bytes | None] | None = None
@@ -175,7 +177,7 @@ class HostLink:
         self._closed.set()
         self._nudge.set()
         try:
-            self._unary(FinishRequest(self._client["client"], outcome), _FINISH_TIMEOUT_S)
+            self._unary(FinishRequest(self._client.client, outcome), _FINISH_TIMEOUT_S)
         except grpc.RpcError as error:
             logger.debug("Could not notify data host %s that the training ended: %s", self.name, describe(error))
         self._break_stream()
@@ -196,7 +198,7 @@ class HostLink:
         while not self._closed.is_set():
             began = time.monotonic()
             try:
-                request = HeartbeatRequest(**self._client, figures=dict(self._owner.figures))
+                request = replace(self._client, figures=self._owner.figures)
                 self.report = HostReport.parse(self._unary(request, _HEARTBEAT_TIMEOUT_S))
                 self._num_silent = 0
                 self._open_wanted()
@@ -235,8 +237,10 @@ class HostLink:
         for name, request in list(self._wanted.items()):
             if name in self._opened:
                 continue
-            reply = calls.open_reply(self._unary(request, _CALL_TIMEOUT_S))
-            if reply.get("state") == "opening":
+            answer = self._unary(request, _CALL_TIMEOUT_S)
+            wanted = calls.Loaders if request.loaders else calls.SetUp
+            reply = calls.parse_reply(answer, "answer to Open", wanted, calls.Problem, calls.Running)
+            if isinstance(reply, calls.Running):
                 self._set_state(LinkState.OPENING, f"{request.hook} is still running")
                 self._nudge.set()
                 return

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -30,8 +29,9 @@ from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Rele
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.shards import ShardSteps
-from lightning_sm.data.protocol.calls import OpenRequest
-from lightning_sm.data.protocol.failures import first_line, with_place
+from lightning_sm.data.protocol.calls import Loaders, OpenRequest, Problem, SetUp
+from lightning_sm.data.protocol.failures import Failure, first_line, with_place
+from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.frames import FrameKind, RunHeader, frame, parse_failure
 from lightning_sm.data.protocol.spec import BatchSpec, RunSpec
 from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
@@ -54,7 +54,7 @@ class Feeder:
     def __init__(self, trainer: MessageSocket, releases: int, settings: kinds.Configure) -> None:
         self._trainer = trainer
         self._releases = releases
-        self._num_ranks = int(settings.client["world_size"])
+        self._num_ranks = settings.client.world_size
         self._lock = threading.RLock()
         self._scheduler = Scheduler(settings.hedge_factor)
         self._rings: dict[int, tuple[Ring, list[int]]] = {}
@@ -66,7 +66,7 @@ class Feeder:
         self._agreements = LoaderAgreements(num_hosts, lambda name, reply: self._notify(kinds.Opened(name, reply)))
         self._after_first: dict[str, OpenRequest] = {}
         # Sent with heartbeats; replaced as a whole, because the threads of the links read it.
-        self.figures: dict[str, Any] = {}
+        self.figures: RankFigures | None = None
         self._transfers: dict[str, float] = dict.fromkeys(settings.addresses, 0.0)
         self._is_running = True
         self._links = {
@@ -268,7 +268,7 @@ class Feeder:
             self._cancel(self._scheduler.host_lost(link.address, is_silent=link.state is LinkState.SILENT))
         self._send_requests()
 
-    def link_opened(self, link: HostLink, name: str, reply: dict[str, Any]) -> str:
+    def link_opened(self, link: HostLink, name: str, reply: SetUp | Loaders | Problem) -> str:
         """Compare the reply with those of the other hosts."""
         try:
             with self._lock:
@@ -276,14 +276,14 @@ class Feeder:
         except DataServiceError as error:
             self._fail(None, error)
         else:
-            if "error" in reply:
-                what = first_line(reply["text"])
-                logger.warning("Continuing without data host %s: %s: %s", link.name, reply["where"], what)
-        if "error" not in reply:
-            if link is next(iter(self._links.values())):
-                self._open_others(name)
-            return ""
-        return f"failed in {reply['where']}"
+            if isinstance(reply, Problem):
+                what = first_line(reply.text)
+                logger.warning("Continuing without data host %s: %s: %s", link.name, reply.where, what)
+        if isinstance(reply, Problem):
+            return f"failed in {reply.where}"
+        if link is next(iter(self._links.values())):
+            self._open_others(name)
+        return ""
 
     def link_refused(self, error: DataServiceError) -> None:
         """Fail: the host does not belong to this job, or violates the protocol."""
@@ -321,7 +321,7 @@ class Feeder:
 
     def _receive_frame(self, buffer: PassBuffer, request: Request, kind: int, value: int, payload: memoryview) -> None:
         if kind == FrameKind.FAILURE:
-            self._request_failed(buffer, request, **parse_failure(payload))
+            self._request_failed(buffer, request, parse_failure(payload))
         elif kind == FrameKind.ENDED:
             self._skip(buffer, request, value - 1 if value else None)
         elif kind == FrameKind.HEADER:
@@ -360,25 +360,26 @@ class Feeder:
         if buffer.stop_step is not None:
             self._cancel(self._scheduler.set_stop(buffer.pass_id, buffer.stop_step))
 
-    def _request_failed(self, buffer: PassBuffer, request: Request, error: str, text: str, where: str) -> None:
+    def _request_failed(self, buffer: PassBuffer, request: Request, failure: Failure) -> None:
         link = self._links[request.host]
         steps = f"batches of steps {request.step} to {request.run.stop - 1}"
         step = f"batch of step {request.step}" if request.run.num_steps == 1 else steps
-        place = ", ".join(filter(None, (f"data host {link.name}", where, step)))
-        reason = f"{text} on data host {link.name}" if error == "WorkerLost" else with_place(text, place)
-        retry = RETRIES.get(error, Retry.NEVER)
+        place = ", ".join(filter(None, (f"data host {link.name}", failure.where, step)))
+        is_lost = failure.error == "WorkerLost"
+        reason = f"{failure.text} on data host {link.name}" if is_lost else with_place(failure.text, place)
+        retry = RETRIES.get(failure.error, Retry.NEVER)
         decision = self._scheduler.failed(request.request_id, time.monotonic(), retry=retry, reason=reason)
         self._requests.pop(request.request_id, None)
         buffer.drop(request.request_id)
         if decision.is_fatal:
             self._cancel(decision.cancel)
             keys = buffer.plan.batch(request.step).tolist()
-            self._fail(buffer.pass_id, explain(error, request.step, decision, keys))
+            self._fail(buffer.pass_id, explain(failure.error, request.step, decision, keys))
             return
-        if error == "NotOpen":
+        if failure.error == "NotOpen":
             link.reopen()
         if request.run.num_steps == 1:  # a single step of a run that fails will say so itself
-            logger.warning("A batch failed on %s, and is requested again: %s", place, first_line(text))
+            logger.warning("A batch failed on %s, and is requested again: %s", place, first_line(failure.text))
         self._send_requests()
 
     # Requests to data hosts

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import grpc
 import numpy as np
@@ -317,11 +317,12 @@ def _taken(data: bytes, kind: type[_Size], link: HostLink, source: str) -> _Size
         DataServiceError: The user's code failed.
         WireError: The answer is malformed.
     """
-    match reply := calls.parse_reply(data, kind, f"answer of data host {link.name} for the {source}"):
+    what = f"answer of data host {link.name} for the {source}"
+    match reply := calls.parse_reply(data, what, kind, calls.Running, calls.Crashed, calls.Problem):
         case calls.Running():
             return None
-        case calls.Crashed():
-            raise _SamplerCrashedError(f"the process that ran it {reply.how}")
+        case calls.Crashed(how):
+            raise _SamplerCrashedError(f"the process that ran it {how}")
         case calls.Problem():
             raise reply.exception(link.name, f"the {source}")
-    return reply
+    return cast("_Size", reply)

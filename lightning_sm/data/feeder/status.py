@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 from lightning_sm import errors
 from lightning_sm.data.feeder.host_link import HostLink
 from lightning_sm.data.feeder.scheduler import FailureDecision, HostStatus, PassStatus, Retry
 from lightning_sm.data.ipc.feeder_messages import HostState, PassState
 from lightning_sm.data.protocol.calls import HostReport
+from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.errors import DataServiceError
 
 # Errors that a data host reports, and whether a retry can succeed; for all others it cannot.
@@ -79,13 +79,13 @@ def host_state(link: HostLink, status: HostStatus | None, transfer_s: float) -> 
     )
 
 
-def rank_figures(links: Iterable[HostLink]) -> dict[str, Any]:
+def rank_figures(links: Iterable[HostLink]) -> dict[str, RankFigures]:
     """Return the latest figures of each rank that a data host has, by the name of the rank."""
-    latest: dict[str, Any] = {}
+    latest: dict[str, RankFigures] = {}
     for link in links:
         reported = {} if link.report is None else link.report.figures
         for rank, figures in reported.items():
-            if rank not in latest or figures["num_batches"] > latest[rank]["num_batches"]:
+            if rank not in latest or figures.num_batches > latest[rank].num_batches:
                 latest[rank] = figures
     return latest
 

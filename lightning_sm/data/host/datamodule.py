@@ -13,8 +13,7 @@ from lightning_sm.data.host.loader import ServedLoader, describe_structure
 from lightning_sm.data.host.random_state import seed_all
 from lightning_sm.data.host.trainer_facts import TrainerFacts
 from lightning_sm.data.plan.seeds import hook_seed
-from lightning_sm.data.protocol.calls import OpenRequest
-from lightning_sm.data.protocol.failures import describe_exception
+from lightning_sm.data.protocol.calls import Loaders, OpenRequest, Problem, SetUp
 from lightning_sm.data.protocol.plain_values import plain_json
 from lightning_sm.errors import DataSettingsError
 
@@ -37,7 +36,7 @@ class ServedModule:
 
     def __init__(self, datamodule: Any) -> None:
         self.loaders: dict[str, list[ServedLoader]] = {}
-        self.replies: dict[str, dict[str, Any]] = {}
+        self.replies: dict[str, SetUp | Loaders] = {}
         self._datamodule = datamodule
         self._trainer: TrainerFacts
         self._is_prepared = False
@@ -47,16 +46,11 @@ class ServedModule:
         self._left_runs: set[int] = set()
         self._state = ""  # that the DataModule has loaded in this run
 
-    def open(self, request: OpenRequest) -> dict[str, Any]:
+    def open(self, request: OpenRequest) -> SetUp | Loaders | Problem:
         """Run ``prepare_data``, ``setup`` and a ``*_dataloader`` hook, each unless it has run already.
 
         Args:
-            request: Its name ("opening"), run of the Trainer, stage, hook, epoch, seed, whether this host runs
-                ``prepare_data``, the DataModule's state in the checkpoint as JSON (empty: none), and attributes of the
-                Trainer.
-
-        Returns:
-            The structure and the facts of the loaders; or the attributes that ``setup`` set; or the error.
+            request: The request of a trainer.
         """
         opening = request.opening
         try:
@@ -64,10 +58,7 @@ class ServedModule:
                 self.replies[opening] = self._run_hooks(request)
             return self.replies[opening]
         except Exception as error:  # noqa: BLE001  # the error of the user's hook is sent to the trainers
-            where = request.hook
-            if isinstance(error, DataSettingsError):
-                return {"error": "DataSettingsError", "text": str(error), "where": where}
-            return {"error": "RemoteTransformError", "text": describe_exception(error), "where": where}
+            return Problem.of(error, request.hook)
 
     def leave(self) -> None:
         """Run ``teardown``, if ``setup`` has run."""
@@ -79,10 +70,10 @@ class ServedModule:
         self._run = None
         self._datamodule.teardown(stage=self._stage)
 
-    def _run_hooks(self, request: OpenRequest) -> dict[str, Any]:
+    def _run_hooks(self, request: OpenRequest) -> SetUp | Loaders:
         self._enter(request)
         if not request.loaders:
-            return self._attributes()
+            return self._set_up()
         if request.state not in ("", self._state):
             self._state = request.state
             self._datamodule.load_state_dict(json.loads(self._state))
@@ -96,7 +87,7 @@ class ServedModule:
             reads.check()
         self._forget_older_loaders(request.opening)
         self.loaders[request.opening] = loaders
-        return {"structure": structure, "loaders": [loader.facts.to_json() for loader in loaders]}
+        return Loaders(structure, [loader.facts for loader in loaders])
 
     def _forget_older_loaders(self, opening: str) -> None:
         """Forget all loaders that a hook has returned but the last, which a slower rank may still read."""
@@ -138,8 +129,8 @@ class ServedModule:
         self._stage = request.stage
         self._state = ""
 
-    def _attributes(self) -> dict[str, Any]:
-        """Return the plain values that ``setup`` has set or changed, and the names of all others ("missing")."""
+    def _set_up(self) -> SetUp:
+        """Return the plain values that ``setup`` has set or changed, and the names of all others."""
         attributes = {}
         missing = []
         for name in sorted(self._changed & vars(self._datamodule).keys()):
@@ -148,7 +139,7 @@ class ServedModule:
                 missing.append(name)
             else:
                 attributes[name] = json.loads(text)
-        return {"attributes": attributes, "missing": missing}
+        return SetUp(attributes, missing)
 
 
 @contextmanager

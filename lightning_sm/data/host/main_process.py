@@ -6,7 +6,6 @@ itself, its children die with it.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import select
@@ -20,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from lightning_sm import errors
 from lightning_sm.data.host.datamodule import ServedModule
 from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.worker import run_worker
@@ -43,10 +41,10 @@ from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, fork, start_module
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.samples import BatchPlan, digest
-from lightning_sm.data.protocol.calls import LoaderPass, OpenRequest
-from lightning_sm.data.protocol.failures import describe_exception, first_line, with_place
+from lightning_sm.data.protocol.calls import LoaderPass, OpenRequest, OrderSize, Problem
+from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.settings import HostSettings
-from lightning_sm.errors import DataServiceError, DataSettingsError
+from lightning_sm.errors import DataServiceError
 from lightning_sm.job.control_folder import announce
 from lightning_sm.job.stopping import GENTLE_SIGNAL
 
@@ -94,7 +92,7 @@ class HostProcess:
         self._in_hook = False
         self._job_is_ending = False
         # The reply to the last request for loaders, if it failed; the trainers cannot continue without them.
-        self._problem: dict[str, str] | None = None
+        self._problem: Problem | None = None
         self._training_succeeded = False
 
     @world_of_one()
@@ -142,8 +140,7 @@ class HostProcess:
         # With an owner, the trainers' error is in the owner's own process already.
         problem = self._problem
         if until is None and problem is not None and not self._training_succeeded:
-            kind: type[errors.DataServiceError] = getattr(errors, problem["error"])
-            raise kind(with_place(problem["text"], f"data host {self._settings.name}, {problem['where']}"))
+            raise problem.exception(self._settings.name)
         logger.info("The data host exits: %s.", outcome.reason)
 
     def _wait_for_outcome(self) -> Finished:
@@ -242,11 +239,9 @@ class HostProcess:
         finally:
             self._in_hook = False
         self._fork_workers(set(self._module.loaders) - before)
-        if "error" in reply:
-            self._problem = reply
-            logger.warning("%s failed; trainers get the error: %s", reply["where"], first_line(reply["text"]))
-        else:
-            self._problem = None
+        self._problem = reply if isinstance(reply, Problem) else None
+        if self._problem is not None:
+            logger.warning("%s failed; trainers get the error: %s", self._problem.where, first_line(self._problem.text))
         self._send(OpenedLoaders(request.opening, reply))
 
     def _send(self, message: Message) -> bool:
@@ -317,28 +312,17 @@ class HostProcess:
         fd = os.memfd_create("lightning_sm_sampler_order", os.MFD_CLOEXEC)
 
         def run() -> None:
-            head: dict[str, Any]
             with os.fdopen(os.dup(fd), "wb") as file:
                 try:
                     loader = self._module.loaders[which.opening][which.loader]
                     keys, offsets = loader.sampler_order(which.seed, which.epoch, which.pass_index)
                     num_batches = BatchPlan(keys, offsets, 0, 1).num_steps  # raises if a batch is empty
-                except DataSettingsError as error:
-                    head = {"error": "DataSettingsError", "text": str(error)}
                 except Exception as error:  # noqa: BLE001  # the error of the user's sampler is sent to the trainers
-                    head = {"error": "RemoteTransformError", "text": describe_exception(error)}
-                else:
-                    parts = [keys] if offsets is None else [keys, offsets]
-                    head = {
-                        "num_samples": len(keys),
-                        "num_batches": num_batches,
-                        "num_offsets": 0 if offsets is None else len(offsets),
-                        "digest": digest(np.concatenate(parts)),
-                    }
-                file.write(json.dumps(head).encode() + b"\n")
-                if "digest" in head:
-                    for part in parts:
-                        file.write(np.ascontiguousarray(part, "<i8").data)
+                    file.write(Problem.of(error).encode() + b"\n")
+                    return
+                order = keys if offsets is None else np.concatenate([keys, offsets])
+                file.write(OrderSize(len(keys), num_batches, digest(order)).encode() + b"\n")
+                file.write(np.ascontiguousarray(order, "<i8").data)
 
         def on_exit(status: int) -> None:
             self._send(SamplerRun(which, describe_exit(status) if status else "", (fd,)))

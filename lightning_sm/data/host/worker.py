@@ -27,10 +27,10 @@ from lightning_sm.data.ipc.host_messages import Build, Built, NotBuilt, Ready, S
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import keep_freed_memory
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.protocol.failures import describe_exception
+from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.frames import Batch, pack_batches
 from lightning_sm.data.protocol.spec import CHUNK_BYTES, RunSpec
-from lightning_sm.errors import BatchTooLargeError, BatchTypeError, DataSettingsError
+from lightning_sm.errors import BatchTooLargeError, BatchTypeError
 
 
 def run_worker(
@@ -75,7 +75,7 @@ def run_worker(
             if not isinstance(request, Build):
                 raise TypeError(f"the server process sent {request}")
             if problem is not None:
-                _fail(requests, request.slot, problem, "worker_init_fn")
+                requests.send(NotBuilt(request.slot, Failure.of(problem, "worker_init_fn")))
             else:
                 _serve(requests, request, ring, openings, mark)
                 mark.clear()
@@ -110,11 +110,11 @@ def _serve(
             used = start + arena.used
         pieces = _compress(memory, used, spec.compression) if spec.compression else []
     except UserCodeError as error:
-        _fail(requests, slot, error.__cause__ or error, error.where)
+        requests.send(NotBuilt(slot, Failure.of(error.__cause__ or error, error.where)))
     except (BatchTypeError, BatchTooLargeError) as error:
-        requests.send(NotBuilt(slot, type(error).__name__, str(error)))
+        requests.send(NotBuilt(slot, Failure(type(error).__name__, str(error))))
     except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
-        _fail(requests, slot, error, "")
+        requests.send(NotBuilt(slot, Failure.of(error)))
     else:
         produce_s = time.perf_counter() - started
         requests.send(Built(slot, used, pieces, produce_s, pack_batches(batches)))
@@ -136,10 +136,3 @@ def _compress(memory: np.ndarray, used: int, compression: str) -> list[tuple[int
             return []
         memory[end - len(packed) : end] = np.frombuffer(packed, np.uint8)
     return pieces
-
-
-def _fail(requests: MessageSocket, slot: int, error: BaseException, where: str) -> None:
-    if isinstance(error, DataSettingsError):
-        requests.send(NotBuilt(slot, "DataSettingsError", str(error)))
-        return
-    requests.send(NotBuilt(slot, "RemoteTransformError", describe_exception(error), where))

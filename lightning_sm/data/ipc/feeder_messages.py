@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning_sm import errors
 from lightning_sm.data.ipc.messages import Message
-from lightning_sm.data.protocol.calls import LoaderPass, OpenRequest
-from lightning_sm.data.protocol.figures import HostFigures
+from lightning_sm.data.protocol.calls import HeartbeatRequest, LoaderPass, Loaders, OpenRequest, SetUp
+from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.data.settings import Credentials
 
@@ -22,14 +22,14 @@ class Configure(Message):
     Attributes:
         addresses: Addresses of the data hosts.
         credentials: Credentials for them.
-        client: This rank, see ``FeederClient``.
+        client: What this rank says with every heartbeat, without figures.
         hedge_factor: See ``DataServiceSettings``.
         is_quiet: Whether another rank of this host logs what all of them would.
     """
 
     addresses: list[str]
     credentials: Credentials
-    client: dict[str, Any]
+    client: HeartbeatRequest
     hedge_factor: float
     is_quiet: bool
 
@@ -163,9 +163,9 @@ class AskState(Message):
 
 @dataclass(frozen=True)
 class ShareFigures(Message):
-    """What this rank has measured, for the data hosts and, through them, for rank 0: the JSON of ``RankFigures``."""
+    """What this rank has measured, for the data hosts and, through them, for rank 0."""
 
-    figures: dict[str, float]
+    figures: RankFigures
 
 
 @dataclass(frozen=True)
@@ -180,10 +180,10 @@ class Finish(Message):
 
 @dataclass(frozen=True)
 class Opened(Message):
-    """The reply on which the data hosts agree, see ``calls.open_reply``."""
+    """The reply on which the data hosts agree."""
 
     opening: str
-    reply: dict[str, Any]
+    reply: SetUp | Loaders
 
 
 @dataclass(frozen=True)
@@ -307,9 +307,9 @@ class State(Message):
     """The feeder's view of hosts and passes.
 
     Attributes:
-        ranks: The figures of each rank that a data host has, by the name of the rank: the JSON of ``RankFigures``.
+        ranks: The figures of each rank that a data host has, by the name of the rank.
     """
 
     hosts: list[HostState]
     passes: list[PassState]
-    ranks: dict[str, dict[str, float]]
+    ranks: dict[str, RankFigures]

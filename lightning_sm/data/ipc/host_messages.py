@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_sm.data.ipc.messages import Message
-from lightning_sm.data.protocol.calls import LoaderPass, OpenRequest
+from lightning_sm.data.protocol.calls import LoaderPass, Loaders, OpenRequest, Problem, SetUp
+from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.settings import HostSettings
 
 
@@ -62,10 +62,10 @@ class RunHook(Message):
 
 @dataclass(frozen=True)
 class OpenedLoaders(Message):
-    """The reply to a request, see ``calls.open_reply``."""
+    """The reply to a request."""
 
     opening: str
-    reply: dict[str, Any]
+    reply: SetUp | Loaders | Problem
 
 
 @dataclass(frozen=True)
@@ -175,12 +175,10 @@ class Built(Message):
 
 @dataclass(frozen=True)
 class NotBuilt(Message):
-    """Why there are no batches, see ``worker_pool.Failed``."""
+    """There are no batches."""
 
     slot: int
-    error: str
-    text: str
-    where: str = ""
+    failure: Failure
 
 
 @dataclass(frozen=True)
@@ -249,12 +247,10 @@ class Fetched(Message):
 
 @dataclass(frozen=True)
 class NotFetched(Message):
-    """Why there are no batches, see ``worker_pool.Failed``."""
+    """There are no batches."""
 
     number: int
-    error: str
-    text: str
-    where: str
+    failure: Failure
 
 
 @dataclass(frozen=True)

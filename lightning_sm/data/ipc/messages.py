@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import select
 import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Callable
 from enum import IntEnum
+from functools import cache, partial
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 _LENGTHS = struct.Struct("<II")
@@ -21,8 +22,9 @@ _MAX_FDS = 8
 class Message:
     """Base of the messages: each kind is a frozen dataclass, which is its own encoding.
 
-    Fields are JSON values, dataclasses of these, or lists of such dataclasses, except for two names: ``payload`` is raw
-    bytes, and ``fds`` are file descriptors. They stay open in the sender, and belong to the receiver.
+    Fields are JSON values, dataclasses of these, and lists and dicts of such dataclasses, except for two names:
+    ``payload`` is raw bytes, and ``fds`` are file descriptors. These stay open in the sender, and belong to the
+    receiver.
     """
 
     _kinds: ClassVar[dict[str, type[Message]]] = {}
@@ -57,7 +59,7 @@ class MessageSocket:
         facts = dict(vars(message))  # dataclasses.asdict() would copy each value
         payload = facts.pop("payload", b"")
         fds = facts.pop("fds", ())
-        head = json.dumps([type(message).__name__, len(fds), facts], separators=(",", ":"), default=vars).encode()
+        head = json.dumps([type(message).__name__, len(fds), facts], separators=(",", ":"), default=_named).encode()
         data = b"".join((_LENGTHS.pack(len(head), len(payload)), head, payload))
         with self._sending:
             sent = socket.send_fds(self._socket, [data], list(fds)) if fds else 0
@@ -139,23 +141,42 @@ class MessageSocket:
         return message
 
 
+def _named(value: Any) -> dict[str, Any]:
+    return {type(value).__name__: vars(value)}
+
+
 def _rebuilt(kind: Any, facts: dict[str, Any]) -> Any:
     """Return a dataclass from its fields, with those in it."""
-    for name, (inner, is_list) in _dataclasses_in(kind).items():
-        value = facts[name]
-        facts[name] = [_rebuilt(inner, item) for item in value] if is_list else _rebuilt(inner, value)
+    for name, rebuild in _rebuilds(kind).items():
+        facts[name] = rebuild(facts[name])
     return kind(**facts)
 
 
-@functools.cache
-def _dataclasses_in(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """Return the fields that are dataclasses, or lists of them: the class, and whether it is a list."""
-    found = {}
-    for name, hint in get_type_hints(kind).items():
-        inner = next(iter(get_args(hint)), hint) if get_origin(hint) is list else hint
-        if dataclasses.is_dataclass(inner):
-            found[name] = inner, inner is not hint
-    return found
+@cache
+def _rebuilds(kind: Any) -> dict[str, Callable[[Any], Any]]:
+    """Return how to rebuild the fields of a dataclass that JSON does not have as they are."""
+    found = ((name, _rebuild_of(hint)) for name, hint in get_type_hints(kind).items())
+    return {name: rebuild for name, rebuild in found if rebuild is not None}
+
+
+def _rebuild_of(hint: Any) -> Callable[[Any], Any] | None:
+    container, inner = get_origin(hint), get_args(hint) or (hint,)
+    if container in (list, dict):
+        rebuild = _rebuild_of(inner[-1])
+        if rebuild is None:
+            return None
+        if container is list:
+            return lambda values: [rebuild(value) for value in values]
+        return lambda values: {name: rebuild(value) for name, value in values.items()}
+    kinds = {one.__name__: one for one in inner if isinstance(one, type) and dataclasses.is_dataclass(one)}
+    return partial(_rebuilt_by_name, kinds) if kinds else None
+
+
+def _rebuilt_by_name(kinds: dict[str, Any], value: dict[str, Any] | None) -> Any:
+    if value is None:
+        return None
+    ((name, facts),) = value.items()
+    return _rebuilt(kinds[name], facts)
 
 
 # A ``Released``, the number of the ring or of the pass, and the slot or step. Writes up to PIPE_BUF bytes are atomic.

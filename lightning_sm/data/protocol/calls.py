@@ -1,42 +1,26 @@
-"""The short calls between trainers and data hosts: what they carry is checked before anything uses it. Pure rules.
-
-Both ends have the same version, so unknown fields and values are errors.
-"""
+"""The short calls between trainers and data hosts: what they carry is checked before anything uses it. Pure rules."""
 
 from __future__ import annotations
 
 import json
-import math
 import reprlib
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar, TypeVar, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 from lightning_sm import errors
-from lightning_sm.data.protocol.failures import with_place
+from lightning_sm.data.protocol.failures import Failure, with_place
 from lightning_sm.data.protocol.figures import RankFigures
+from lightning_sm.data.protocol.from_json import from_json, parse_json
 from lightning_sm.data.protocol.spec import LoaderFacts
-from lightning_sm.data.settings import MAX_SHARDS
 from lightning_sm.errors import DataServiceError, WireError
 
-_INT64 = 2**63
 _MAX_DEPTH = 64
 
 # Names of ranks and hosts, numbers, the values of a Trainer, and how a training ended: an exception's text may be long.
 _MAX_REQUEST_BYTES = 1 << 20
-# Attributes of a DataModule have up to 64 KB each. A list takes 20 times its bytes once it is parsed.
-_MAX_REPLY_BYTES = 32 << 20
-_MAX_CONTAINERS = 1 << 18
 _MAX_NAME_CHARS = 512
 _LONG_TEXTS = ("outcome", "state")
 _MAX_TRAINER_FACTS = 64
-_RANGES = {
-    "world_size": (1, 1 << 16),
-    "num_shards": (1, MAX_SHARDS),
-    "part": (0, 1 << 16),
-    "num_parts": (1, 1 << 16),
-    "loader": (0, 1 << 16),
-    "batch_size": (0, 1 << 32),
-}
 
 _HOOKS = ("", "train", "val", "test", "predict")
 _MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
@@ -45,14 +29,14 @@ _MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 class Request:
     """Base of what a trainer sends to a data host: each kind of call has a frozen dataclass, which is its encoding.
 
-    Fields with a default may be left out. What else is sent is ignored.
+    Fields with a default may be left out.
     """
 
     NAME: ClassVar[str]  # of the gRPC method
 
     def encode(self) -> bytes:
         """Return the bytes of a request."""
-        return json.dumps(vars(self)).encode()
+        return json.dumps(vars(self), default=vars).encode()
 
     @classmethod
     def parse(cls: type[_Request], data: bytes) -> _Request:
@@ -62,24 +46,15 @@ class Request:
             WireError: It is malformed.
         """
         what = f"{cls.NAME} request"
-        facts = _object(data, what, _MAX_REQUEST_BYTES)
-        kinds = get_type_hints(cls)
-        values: dict[str, Any] = {}
-        for one in fields(cls):  # type: ignore[arg-type]  # each kind is a dataclass
-            if one.name in facts or (one.default is MISSING and one.default_factory is MISSING):
-                values[one.name] = _value(facts, one.name, get_origin(kinds[one.name]) or kinds[one.name], what)
-        for name, value in values.items():
-            least, most = _RANGES.get(name, (-_INT64, _INT64))
-            if isinstance(value, int) and not least <= value <= most:
-                raise WireError(f"In the {what}, {name} is {value}; {least} to {most} are allowed.")
+        request = from_json(cls, parse_json(data, what, _MAX_REQUEST_BYTES), what)
+        for name, value in vars(request).items():
             if isinstance(value, str) and name not in _LONG_TEXTS and len(value) > _MAX_NAME_CHARS:
                 raise WireError(f"In the {what}, {name} has {len(value)} characters; {_MAX_NAME_CHARS} are allowed.")
-        request = cls(**values)
-        request.check()
+        request.check(what)
         return request
 
-    def check(self) -> None:
-        """Check what is special to this kind.
+    def check(self, what: str) -> None:
+        """Check what is special to this kind; ``what`` is its name in errors.
 
         Raises:
             WireError: It makes no sense.
@@ -122,9 +97,8 @@ class OpenRequest(Request):
         """What runs, for messages."""
         return f"{self.loaders}_dataloader()" if self.loaders else f"setup({self.stage!r})"
 
-    def check(self) -> None:
+    def check(self, what: str) -> None:
         """Check that loaders are named after their run, and that the values of the Trainer are few and plain."""
-        what = f"{self.NAME} request"
         if self.loaders not in _HOOKS:
             raise WireError(f"The {what} names unknown loaders: {reprlib.repr(self.loaders)}.")
         if not self.opening.startswith(f"{self.run}/"):
@@ -144,7 +118,7 @@ class HeartbeatRequest(Request):
     Attributes:
         client: The rank.
         world_size: Number of ranks of its training.
-        figures: What the rank has measured, once it trains: the JSON of ``RankFigures``.
+        figures: What the rank has measured, once it trains.
         wants_figures: Whether the answer is to have the figures of all ranks.
     """
 
@@ -152,13 +126,8 @@ class HeartbeatRequest(Request):
 
     client: str
     world_size: int
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: RankFigures | None = None
     wants_figures: bool = False
-
-    def check(self) -> None:
-        """Check the figures."""
-        if self.figures:
-            RankFigures.from_json(self.figures)
 
 
 @dataclass(frozen=True)
@@ -233,39 +202,92 @@ class CountRequest(LoaderPass):
     num_parts: int
 
 
+class Reply:
+    """Base of the answers to Open, List and Count: each kind is a frozen dataclass, which is its encoding."""
+
+    def encode(self) -> bytes:
+        """Return the bytes of an answer, in which the kind has its name."""
+        return json.dumps({type(self).__name__: vars(self)}, default=vars).encode()
+
+    def check(self, what: str) -> None:
+        """Check what is special to this kind; ``what`` is its name in errors.
+
+        Raises:
+            WireError: It makes no sense.
+        """
+
+
 @dataclass(frozen=True)
-class Running:
+class Running(Reply):
     """The user's code still runs: the trainer asks again."""
 
 
 @dataclass(frozen=True)
-class Crashed:
+class Crashed(Reply):
     """The process that ran the user's code ended: ``how``, as a predicate."""
 
     how: str
 
 
 @dataclass(frozen=True)
-class Problem:
-    """The user's code failed: the name of an error of lightning_sm, its text, and where on the data host."""
+class Problem(Failure, Reply):
+    """The user's code failed, with an error of lightning_sm."""
 
-    error: str
-    text: str
-    where: str = ""
-
-    def exception(self, host: str, source: str) -> DataServiceError:
+    def exception(self, host: str, source: str = "") -> DataServiceError:
         """Return the error of the trainer.
 
         Args:
             host: Name of the data host.
-            source: What the user's code is.
+            source: What the user's code is, if ``where`` does not say it.
         """
         kind: type[DataServiceError] = getattr(errors, self.error)
         return kind(with_place(self.text, ", ".join(filter(None, (f"data host {host}", self.where, source)))))
 
+    def check(self, what: str) -> None:
+        """Check that there is such an error."""
+        error = getattr(errors, self.error, None)
+        if not isinstance(error, type) or not issubclass(error, DataServiceError):
+            raise WireError(f"The {what} has an unknown error: {reprlib.repr(self.error)}.")
+
 
 @dataclass(frozen=True)
-class OrderSize:
+class SetUp(Reply):
+    """What ``setup`` has left on the DataModule.
+
+    Attributes:
+        attributes: Its plain values, as ``plain_json`` encodes them, by name.
+        missing: Names of the other values, which are not copied to trainers.
+    """
+
+    attributes: dict[str, Any]
+    missing: list[str]
+
+    def check(self, what: str) -> None:
+        """Check the names."""
+        for name in [*self.attributes, *self.missing]:
+            if not name.isidentifier() or name.startswith("__"):
+                raise WireError(f"The {what} has an invalid attribute name: {reprlib.repr(name)}.")
+
+
+@dataclass(frozen=True)
+class Loaders(Reply):
+    """The loaders that a hook has returned.
+
+    Attributes:
+        structure: Their containers, with positions in place of loaders, see ``describe_structure``.
+        loaders: The loaders.
+    """
+
+    structure: Any
+    loaders: list[LoaderFacts]
+
+    def check(self, what: str) -> None:
+        """Check the structure."""
+        _check_structure(self.structure, len(self.loaders), what)
+
+
+@dataclass(frozen=True)
+class OrderSize(Reply):
     """What a sampler yields in one pass.
 
     Attributes:
@@ -283,48 +305,35 @@ class OrderSize:
 
 
 @dataclass(frozen=True)
-class ShardSizes:
+class ShardSizes(Reply):
     """Batches in the shards of a part, and in shard 0, which all hosts count: are their data the same?"""
 
     sizes: list[int]
     first: int
 
 
-_Size = TypeVar("_Size", OrderSize, ShardSizes)
-
-
-def encode_reply(reply: OrderSize | ShardSizes | Running | Crashed | Problem) -> bytes:
-    """Return the bytes of an answer to List or Count."""
-    return json.dumps({type(reply).__name__: vars(reply)}).encode()
-
-
-def parse_reply(data: bytes, size: type[_Size], what: str) -> _Size | Running | Crashed | Problem:
-    """Parse an answer to List or Count.
+def parse_reply(data: bytes, what: str, *kinds: type[Reply]) -> Any:
+    """Parse an answer to Open, List or Count.
 
     Args:
         data: The bytes.
-        size: What is wanted.
         what: What it is and where it is from, for the error.
+        *kinds: What it may be.
 
     Raises:
-        WireError: The answer is malformed.
+        WireError: The answer is malformed, or of another kind.
+
+    Returns:
+        The answer, of one of these kinds.
     """
-    facts = _object(data, what)
-    for kind in (size, Running, Crashed, Problem):
-        hints, values = get_type_hints(kind), facts.get(kind.__name__)
-        if not isinstance(values, dict) or values.keys() != hints.keys():
-            continue
-        if all(_fits(values[name], hint) for name, hint in hints.items()) and _is_error(
-            values.get("error", "WireError")
-        ):
-            return kind(**values)
-    raise WireError(f"The {what} is malformed: {reprlib.repr(facts)}.")
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if kind == list[int]:
-        return isinstance(value, list) and all(_fits(item, int) for item in value)
-    return _is_int(value) and value >= 0 if kind is int else isinstance(value, kind)
+    facts = parse_json(data, what)
+    for kind in kinds:
+        if isinstance(facts, dict) and facts.keys() == {kind.__name__}:
+            reply = from_json(kind, facts[kind.__name__], what)
+            reply.check(what)
+            return reply
+    expected = " or ".join(kind.__name__ for kind in kinds)
+    raise WireError(f"The {what} must be {expected}, not {reprlib.repr(facts)}.")
 
 
 @dataclass(frozen=True)
@@ -340,7 +349,7 @@ class HostReport:
         capacity_s: Seconds that they could have worked in this time.
         built: Requests that they have done.
         built_s: Seconds that these took.
-        figures: The figures of each rank, by its name, if they are wanted: the JSON of ``RankFigures``.
+        figures: The figures of each rank, by its name, if they are wanted.
         stream_port: Port for the stream of this rank, if it is another than that of the data host; 0: it is not.
     """
 
@@ -352,12 +361,12 @@ class HostReport:
     capacity_s: float = 0.0
     built: int = 0
     built_s: float = 0.0
-    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    figures: dict[str, RankFigures] = field(default_factory=dict)
     stream_port: int = 0
 
     def encode(self) -> bytes:
         """Return the bytes of an answer."""
-        return json.dumps(vars(self)).encode()
+        return json.dumps(vars(self), default=vars).encode()
 
     @classmethod
     def parse(cls, data: bytes) -> HostReport:
@@ -367,60 +376,15 @@ class HostReport:
             WireError: It is malformed.
         """
         what = "answer to Heartbeat"
-        facts = _object(data, what)
-        kinds = get_type_hints(cls)
-        values = {one.name: facts[one.name] for one in fields(cls) if one.name in facts}
-        for name in {"name", "workers", "busy", "queued", *values}:
-            if kinds[name] is not float:
-                _value(facts, name, get_origin(kinds[name]) or kinds[name], what)
-            elif type(facts[name]) not in (int, float) or not math.isfinite(facts[name]):
-                raise WireError(f"In the {what}, {name!r} must be a number, not {reprlib.repr(facts[name])}.")
-        report = cls(**values)
-        if not 0 <= report.stream_port < 1 << 16:
-            raise WireError(f"In the {what}, 'stream_port' is {report.stream_port}; 0 to 65535 are allowed.")
-        for figures in report.figures.values():
-            RankFigures.from_json(figures)
-        return report
+        return from_json(cls, parse_json(data, what), what)
 
 
-def open_reply(data: bytes) -> dict[str, Any]:
-    """Parse how a data host describes the loaders that it opened.
-
-    Raises:
-        WireError: The answer is malformed.
-
-    Returns:
-        "state"; or "error", "text" and "where"; or "attributes" and "missing"; or "structure" and "loaders".
-    """
-    what = "answer to Open"
-    facts = _object(data, what)
-    if facts == {"state": "opening"}:
-        return facts
-    if set(facts) == {"error", "text", "where"}:
-        for name in facts:
-            _value(facts, name, str, what)
-        if not _is_error(facts["error"]):
-            raise WireError(f"The {what} has an unknown error: {reprlib.repr(facts['error'])}.")
-    elif set(facts) == {"attributes", "missing"}:
-        for name in [*_value(facts, "attributes", dict, what), *_value(facts, "missing", list, what)]:
-            if not isinstance(name, str) or not name.isidentifier() or name.startswith("__"):
-                raise WireError(f"The {what} has an invalid attribute name: {reprlib.repr(name)}.")
-    elif set(facts) == {"structure", "loaders"}:
-        loaders = _value(facts, "loaders", list, what)
-        for loader in loaders:
-            LoaderFacts.from_json(loader)
-        _check_structure(facts["structure"], len(loaders), 0)
-    else:
-        raise WireError(f"The {what} has an unknown combination of fields: {reprlib.repr(facts)}.")
-    return facts
-
-
-def _check_structure(part: Any, num_loaders: int, depth: int) -> None:
+def _check_structure(part: Any, num_loaders: int, what: str, depth: int = 0) -> None:
     """Check that a structure consists of positions of loaders, and containers around them."""
-    if _is_int(part) and 0 <= part < num_loaders:
+    if type(part) is int and 0 <= part < num_loaders:
         return
     if depth == _MAX_DEPTH:
-        raise WireError(f"A data host nested its loaders more than {_MAX_DEPTH} levels deep.")
+        raise WireError(f"In the {what}, loaders are nested more than {_MAX_DEPTH} levels deep.")
     match part:
         case {"dict": [*items], **others} if not others and all(_is_item(item) for item in items):
             parts = [value for _, value in items]
@@ -429,9 +393,9 @@ def _check_structure(part: Any, num_loaders: int, depth: int) -> None:
         case {"list": [*parts], **others} | {"tuple": [*parts], **others} if not others:
             pass
         case _:
-            raise WireError(f"A data host sent an invalid structure of loaders: {reprlib.repr(part)}.")
+            raise WireError(f"The {what} has an invalid structure of loaders: {reprlib.repr(part)}.")
     for inner in parts:
-        _check_structure(inner, num_loaders, depth + 1)
+        _check_structure(inner, num_loaders, what, depth + 1)
 
 
 def _is_item(item: Any) -> bool:
@@ -440,35 +404,3 @@ def _is_item(item: Any) -> bool:
         case [str() | int() | float() | None, _]:
             return True
     return False
-
-
-def _is_error(name: str) -> bool:
-    error = getattr(errors, name, None)
-    return isinstance(error, type) and issubclass(error, errors.DataServiceError)
-
-
-def _is_int(value: Any) -> bool:
-    return type(value) is int and -_INT64 <= value < _INT64
-
-
-def _object(data: bytes, what: str, max_bytes: int = _MAX_REPLY_BYTES) -> dict[str, Any]:
-    num_containers = data.count(b"[") + data.count(b"{")
-    if len(data) > max_bytes or num_containers > _MAX_CONTAINERS:
-        raise WireError(
-            f"The {what} has {len(data)} bytes with {num_containers} lists and objects; {max_bytes} bytes with "
-            f"{_MAX_CONTAINERS} are allowed."
-        )
-    try:
-        facts = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"The {what} is not valid JSON: {reprlib.repr(str(error))}.") from error
-    if not isinstance(facts, dict):
-        raise WireError(f"The {what} is not a JSON object: {reprlib.repr(facts)}.")
-    return facts
-
-
-def _value(facts: dict[str, Any], name: str, kind: type, what: str) -> Any:
-    value = facts.get(name)
-    if not (_is_int(value) if kind is int else isinstance(value, kind)):
-        raise WireError(f"In the {what}, {name!r} must be of type {kind.__name__}, not {reprlib.repr(value)}.")
-    return value

@@ -3,8 +3,36 @@
 from __future__ import annotations
 
 import traceback
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lightning_sm.errors import DataSettingsError
 
 _TRACEBACK = "Traceback (most recent call last):"
+
+_Failure = TypeVar("_Failure", bound="Failure")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there are no batches, or no loaders.
+
+    Attributes:
+        error: Name of the error: a class of ``lightning_sm.errors``, or "WorkerLost", "ShardMoved", "NotOpen".
+        text: What happened: a sentence, or what ``describe_exception`` returned.
+        where: The hook, index or step at which the user's code failed, and the worker; empty: unknown.
+    """
+
+    error: str
+    text: str
+    where: str = ""
+
+    @classmethod
+    def of(cls: type[_Failure], error: BaseException, where: str = "") -> _Failure:
+        """Describe an exception that the user's code raised, or that is about the user's settings."""
+        if isinstance(error, DataSettingsError):
+            return cls("DataSettingsError", str(error), where)
+        return cls("RemoteTransformError", describe_exception(error), where)
 
 
 def describe_exception(error: BaseException) -> str:

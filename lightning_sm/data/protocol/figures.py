@@ -6,14 +6,10 @@ A collective call would have to come at the same moment on all ranks, between th
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from lightning_sm.errors import WireError
-
-_MAX_VALUE = 2.0**62
 # Digits after the point: a tenth of a millisecond.
 _DIGITS = 4
 # Sums that start again together: of the data host's process, of a rank's requests, and of its connection.
@@ -126,24 +122,9 @@ class RankFigures:
         """Seconds that the rank worked by itself: no other rank can have made it wait."""
         return self.busy_s - self.sync_s
 
-    def to_json(self) -> dict[str, float]:
-        """Return the values for a heartbeat."""
-        return {name: round(value, _DIGITS) for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_json(cls, values: Any) -> RankFigures:
-        """Convert back what another process sent.
-
-        Raises:
-            WireError: A value is missing, unknown, or not a finite number.
-        """
-        if not isinstance(values, dict) or set(values) != {field.name for field in fields(cls)}:
-            raise WireError(f"The figures of a rank have unknown names: {reprlib.repr(values)}.")
-        for name, value in values.items():
-            is_number = type(value) in (int, float) and math.isfinite(value) and abs(value) <= _MAX_VALUE
-            if not is_number or (name.startswith("num_") and (type(value) is not int or value < 0)):
-                raise WireError(f"In the figures of a rank, {name} is {reprlib.repr(value)}.")
-        return cls(**values)
+    def rounded(self) -> RankFigures:
+        """Return the figures as they travel."""
+        return RankFigures(**{name: round(value, _DIGITS) for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
+from lightning_sm.data.protocol.failures import Failure
+from lightning_sm.data.protocol.from_json import from_json, parse_json
 from lightning_sm.errors import WireError
 
 # A header contains the structure of batches, and their strings.
@@ -145,19 +146,11 @@ class RunHeader:
         return cls(num_bytes, queue_s, produce_s, bytes(payload[_RUN.size :]))
 
 
-def parse_failure(payload: memoryview) -> dict[str, str]:
+def parse_failure(payload: memoryview) -> Failure:
     """Parse the payload of a FAILURE frame.
 
     Raises:
         WireError: It is malformed, or too long.
-
-    Returns:
-        "error", the name of the error; "text"; and "where", the user's function that failed, or "".
     """
-    if len(payload) > _MAX_FAILURE_BYTES:
-        raise WireError(f"A data host reported a failure in {len(payload)} bytes; {_MAX_FAILURE_BYTES} are allowed.")
-    try:
-        facts = json.loads(bytes(payload))
-        return {name: str(facts[name]) for name in ("error", "text", "where")}
-    except (ValueError, TypeError, KeyError) as error:
-        raise WireError(f"A data host reported a failure in a malformed frame: {error!r}.") from error
+    what = "failure that a data host reported"
+    return from_json(Failure, parse_json(bytes(payload), what, _MAX_FAILURE_BYTES), what)

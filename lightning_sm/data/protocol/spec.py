@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,6 @@ CHUNK_BYTES = 2 << 20
 
 # The head of a request is two names and a few numbers; the keys follow as raw int64.
 _MAX_HEAD_BYTES = 1 << 20
-
-_MAX_SIZE = 1 << 63
 
 # The values of the Trainer that DataModules use to build their loaders; trainers send them to the data hosts.
 TRAINER_FACTS = ("current_epoch", "global_step", "max_epochs", "max_steps", "num_nodes", "num_devices", "world_size")
@@ -58,34 +56,6 @@ class LoaderFacts:
     dataset_length: int | None = None
     num_workers: int = 0
     has_indices: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, facts: Any) -> LoaderFacts:
-        """Rebuild from JSON values.
-
-        Raises:
-            WireError: A field is missing, unknown or has the wrong type.
-        """
-        try:
-            loader = cls(**facts)
-        except TypeError as error:
-            raise WireError(f"A data host described a loader with missing or unknown fields: {error}.") from error
-        texts = (loader.name, loader.identity, loader.fingerprint, loader.dataset)
-        flags = (loader.drop_last, loader.is_split, loader.has_indices)
-        sizes = (loader.num_samples, loader.batch_size, loader.dataset_length)
-        if (
-            loader.order not in get_args(Order)
-            or not all(isinstance(text, str) for text in texts)
-            or not all(isinstance(flag, bool) for flag in flags)
-            or not all(size is None or (type(size) is int and 0 <= size < _MAX_SIZE) for size in sizes)
-            or type(loader.num_workers) is not int
-        ):
-            raise WireError(f"A data host described a loader with invalid values: {str(facts)[:500]}.")
-        return loader
 
 
 class BatchSpec(NamedTuple):

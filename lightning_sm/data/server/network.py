@@ -28,8 +28,9 @@ from lightning_sm.data.ipc.host_messages import (
 )
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, start_module
+from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.server.stream import Start, nothing
-from lightning_sm.data.server.worker_pool import Answer, Failed, Produced
+from lightning_sm.data.server.worker_pool import Answer, Produced
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import WireError
 
@@ -180,7 +181,7 @@ class _Requests:
                 try:
                     cancel = self._start((id(self), stream), payload, partial(self._answer, number))
                 except WireError as error:
-                    self._answer(number, Failed("WireError", str(error)))
+                    self._answer(number, Failure("WireError", str(error)))
                     return
                 with self._lock:
                     if number in self._cancels:
@@ -216,8 +217,8 @@ class _Requests:
                 answer.release()
             else:
                 self._outbox.put((number, answer))
-        elif isinstance(answer, Failed):
-            self.send(NotFetched(number, answer.error, answer.text, answer.where))
+        elif isinstance(answer, Failure):
+            self.send(NotFetched(number, answer))
         else:
             self.send(FetchEnded(number, answer.num_batches))
 

@@ -31,7 +31,7 @@ from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol import grpc_transport
 from lightning_sm.data.protocol.spec import RunSpec
 from lightning_sm.data.server.stream import FetchMethod
-from lightning_sm.data.server.worker_pool import Answer, Ended, Failed, Produced
+from lightning_sm.data.server.worker_pool import Answer, Ended, Produced
 from lightning_sm.data.settings import HostSettings
 
 _STOP_TIMEOUT_S = 1.0
@@ -87,7 +87,7 @@ class NetworkProcess:
                 )
                 self._answer(message.number, produced)
             case NotFetched():
-                self._answer(message.number, Failed(message.error, message.text, message.where))
+                self._answer(message.number, message.failure)
             case FetchEnded():
                 self._answer(message.number, Ended(message.num_batches))
             case Ping():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -30,22 +29,28 @@ from lightning_sm.data.ipc.host_messages import (
 )
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
-from lightning_sm.data.protocol import calls, grpc_transport
+from lightning_sm.data.protocol import grpc_transport
 from lightning_sm.data.protocol.calls import (
     CountRequest,
     FinishRequest,
     HeartbeatRequest,
     HostReport,
     ListRequest,
+    Loaders,
     OpenRequest,
+    Problem,
+    Running,
+    SetUp,
 )
-from lightning_sm.data.protocol.spec import RunSpec
+from lightning_sm.data.protocol.failures import Failure
+from lightning_sm.data.protocol.figures import RankFigures
+from lightning_sm.data.protocol.spec import LoaderFacts, RunSpec
 from lightning_sm.data.server.leases import Leases, is_success
 from lightning_sm.data.server.network import Network
 from lightning_sm.data.server.sampler_orders import SamplerOrders
 from lightning_sm.data.server.shard_counts import ShardCounts
 from lightning_sm.data.server.stream import FetchMethod, nothing
-from lightning_sm.data.server.worker_pool import Answer, Failed, Task, WorkerPool
+from lightning_sm.data.server.worker_pool import Answer, Task, WorkerPool
 from lightning_sm.data.settings import MAX_SHARDS, HostSettings
 from lightning_sm.errors import DataHostMismatchError, DataSettingsError, WireError
 
@@ -85,12 +90,12 @@ class ServerProcess:
         self._leasing = threading.Lock()
         self._changed = threading.Condition()
         self._requested: set[str] = set()
-        self._opened: dict[str, dict[str, Any]] = {}
+        self._opened: dict[str, SetUp | Loaders | Problem] = {}
         self._sampler_orders = SamplerOrders(lambda which: self._send(RunSampler(which)))
         self._shard_counts = ShardCounts(self._pool)
         self._fetch = FetchMethod(self._start)
         self._network: Network | None = None
-        self._figures: dict[str, Any] = {}  # by trainer rank
+        self._figures: dict[str, RankFigures] = {}  # by trainer rank
         handlers = {
             "Open": grpc.unary_unary_rpc_method_handler(self._open),
             "List": grpc.stream_stream_rpc_method_handler(self._list),
@@ -169,12 +174,12 @@ class ServerProcess:
                 self._requested.add(opening)
                 self._send(RunHook(wanted))
             self._changed.wait_for(lambda: opening in self._opened, _CALL_TIMEOUT_S)
-            reply = self._opened.get(opening)
-            if reply is not None and "error" in reply:
+            reply = self._opened.get(opening, Running())
+            if isinstance(reply, Problem):
                 # The hooks run again for the next trainer that asks: the cause may be gone, such as a full disk.
                 self._requested.discard(opening)
                 del self._opened[opening]
-        return json.dumps(reply or {"state": "opening"}).encode()
+        return reply.encode()
 
     def _list(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         wanted = self._parse_for_loader(ListRequest, next(requests, b""), context, self._sampler_orders)
@@ -185,18 +190,18 @@ class ServerProcess:
 
     def _count(self, request: bytes, context: Any) -> bytes:
         wanted = self._parse_for_loader(CountRequest, request, context, self._shard_counts)
-        return calls.encode_reply(self._shard_counts.answer(wanted, _CALL_TIMEOUT_S, context.is_active))
+        return self._shard_counts.answer(wanted, _CALL_TIMEOUT_S, context.is_active).encode()
 
     def _parse_for_loader(
         self, kind: type[_Request], request: bytes, context: Any, runs: SamplerOrders | ShardCounts
     ) -> _Request:
         """Parse a request that runs code of a loader, and check that this is open and that not too many run."""
         wanted = _parse(kind.parse, request, context)
-        loaders = self._opened.get(wanted.opening, {}).get("loaders", [])
+        loaders = self._loaders(wanted.opening)
         if wanted.loader >= len(loaders):
             context.abort(grpc.StatusCode.NOT_FOUND, self._not_open(wanted.opening, wanted.loader))
-        if (loaders[wanted.loader]["order"] == "shards") is not (kind is CountRequest):
-            why = f"{kind.NAME} request for {loaders[wanted.loader]['name']}, whose order is another"
+        if (loaders[wanted.loader].order == "shards") is not (kind is CountRequest):
+            why = f"{kind.NAME} request for {loaders[wanted.loader].name}, whose order is another"
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
         if not runs.is_known(wanted):
             self._check_number(kind.NAME, runs.num_running, context)
@@ -209,16 +214,20 @@ class ServerProcess:
             WireError: It is malformed.
         """
         spec = RunSpec.decode(payload)
-        loaders = self._opened.get(spec.opening, {}).get("loaders", [])
+        loaders = self._loaders(spec.opening)
         if not 0 <= spec.loader < len(loaders):
-            answer(Failed("NotOpen", self._not_open(spec.opening, spec.loader)))
+            answer(Failure("NotOpen", self._not_open(spec.opening, spec.loader)))
             return nothing
         # Only the worker that has the iterator of a virtual shard can continue it.
-        is_shard = loaders[spec.loader]["order"] == "shards"
+        is_shard = loaders[spec.loader].order == "shards"
         affinity = (spec.opening, spec.loader, _shard_of(spec)) if is_shard else None
         task = Task(client, spec.opening, payload, answer, affinity)
         self._pool.submit(task)
         return partial(self._pool.cancel, task)
+
+    def _loaders(self, opening: str) -> list[LoaderFacts]:
+        reply = self._opened.get(opening)
+        return reply.loaders if isinstance(reply, Loaders) else []
 
     def _not_open(self, opening: str, loader: int) -> str:
         return f"loader {loader} of {opening} is not open on data host {self._settings.name}"
@@ -237,7 +246,7 @@ class ServerProcess:
         try:
             with self._leasing:
                 self._leases.heartbeat(beat.client, beat.world_size, time.monotonic())
-                if beat.figures:
+                if beat.figures is not None:
                     self._figures[beat.client] = beat.figures
                 figures = dict(self._figures) if beat.wants_figures else {}
         except DataHostMismatchError as error:
@@ -252,11 +261,11 @@ class ServerProcess:
             figures = dict(self._figures)
         return self._report(figures).encode()
 
-    def _report(self, figures: dict[str, dict[str, Any]], stream_port: int = 0) -> HostReport:
+    def _report(self, figures: dict[str, RankFigures], stream_port: int = 0) -> HostReport:
         # As many workers as configured: the first heartbeat comes before any is forked, and trainers decide by it how
         # many batches to request.
-        state = {**self._pool.state(), "workers": self._settings.workers}
-        return HostReport(self._settings.name, figures=figures, stream_port=stream_port, **state)
+        report = self._pool.report(self._settings.name)
+        return replace(report, workers=self._settings.workers, figures=figures, stream_port=stream_port)
 
     def _finish(self, request: bytes, context: Any) -> bytes:
         last = _parse(FinishRequest.parse, request, context)

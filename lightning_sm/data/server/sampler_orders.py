@@ -14,7 +14,7 @@ import numpy as np
 from lightning_sm.data.ipc.host_messages import SamplerRun
 from lightning_sm.data.plan.order import IndexArray
 from lightning_sm.data.plan.samples import BatchPlan, SamplePlan
-from lightning_sm.data.protocol.calls import Crashed, ListRequest, LoaderPass, OrderSize, Problem, Running, encode_reply
+from lightning_sm.data.protocol.calls import Crashed, ListRequest, LoaderPass, OrderSize, Problem, Running
 from lightning_sm.data.protocol.spec import CHUNK_BYTES
 
 # Ranks are at most an epoch apart. For a slower rank the sampler runs again.
@@ -79,10 +79,10 @@ class SamplerOrders:
             if isinstance(order.size, Crashed):  # the sampler runs again for the next trainer that asks
                 self._orders.pop(which, None)
         if not isinstance(order.size, OrderSize) or order.keys is None or not request.wants_keys:
-            yield encode_reply(order.size) + b"\n"
+            yield order.size.encode() + b"\n"
             return
         keys, offsets = _part(order.keys, order.offsets, request)
-        yield encode_reply(replace(order.size, num_keys=len(keys))) + b"\n"
+        yield replace(order.size, num_keys=len(keys)).encode() + b"\n"
         for part in (keys, offsets):
             data = part.astype("<i8", copy=False).data.cast("B") if len(part) else b""
             for start in range(0, len(data), CHUNK_BYTES):
@@ -111,14 +111,14 @@ class SamplerOrders:
 def _read(fd: int) -> _Order:
     with mmap.mmap(fd, 0) as memory:
         start = memory.find(b"\n") + 1
-        head = json.loads(memory[:start])
-    if "error" in head:
+        kind, head = json.loads(memory[:start]).popitem()
+    if kind == Problem.__name__:
         return _Order(Problem(**head))
-    num_offsets = head.pop("num_offsets")
     size = OrderSize(**head)
     # Mapped, not copied: the arrays keep the memory alive.
-    values = np.frombuffer(mmap.mmap(fd, 0), "<i8", size.num_samples + num_offsets, offset=start)
-    return _Order(size, values[: size.num_samples], values[size.num_samples :] if num_offsets else None)
+    values = np.frombuffer(mmap.mmap(fd, 0), "<i8", offset=start)
+    keys, offsets = values[: size.num_samples], values[size.num_samples :]
+    return _Order(size, keys, offsets if len(offsets) else None)
 
 
 def _part(keys: IndexArray, offsets: IndexArray | None, request: ListRequest) -> tuple[IndexArray, IndexArray]:

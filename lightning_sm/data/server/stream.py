@@ -7,14 +7,16 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
 
+from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.frames import MAX_STRUCTURE_BYTES, FrameKind, RunHeader, frame, frames
 from lightning_sm.data.protocol.spec import CHUNK_BYTES
-from lightning_sm.data.server.worker_pool import Answer, Ended, Failed, Produced
+from lightning_sm.data.server.worker_pool import Answer, Ended, Produced
 from lightning_sm.errors import WireError
 
 logger = logging.getLogger(__name__)
@@ -159,7 +161,7 @@ class _Stream:
             is_wanted = self._cancels.pop(request_id, None) is not None
         if isinstance(answer, Produced) and len(answer.batches) > MAX_STRUCTURE_BYTES:
             answer.release()
-            answer = Failed(
+            answer = Failure(
                 "BatchTooLargeError",
                 f"The strings and lists of a batch have {len(answer.batches)} bytes; "
                 f"{MAX_STRUCTURE_BYTES} are allowed. Send long texts as bytes or uint8 tensors.",
@@ -168,9 +170,8 @@ class _Stream:
             num_batches = answer.num_batches
             yield frame(request_id, FrameKind.ENDED, value=0 if num_batches is None else num_batches + 1)
             return
-        if isinstance(answer, Failed):
-            facts = {"error": answer.error, "text": answer.text[-_MAX_TEXT:], "where": answer.where}
-            text = json.dumps(facts).encode()
+        if isinstance(answer, Failure):
+            text = json.dumps(vars(replace(answer, text=answer.text[-_MAX_TEXT:]))).encode()
             yield frame(request_id, FrameKind.FAILURE, len(text)) + text
             return
         try:

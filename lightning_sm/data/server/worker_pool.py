@@ -9,16 +9,18 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from lightning_sm.data.ipc.host_messages import Build, Built, NewWorker, NotBuilt, Ready, ShardEnded
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.ring import Ring
+from lightning_sm.data.protocol.calls import HostReport
+from lightning_sm.data.protocol.failures import Failure
 
 # A worker hangs on a cancelled task if it takes this many times longer than the longest one before.
 _GRACE_FACTOR = 5.0
@@ -60,21 +62,6 @@ class Produced:
 
 
 @dataclass(frozen=True)
-class Failed:
-    """Why there are no batches.
-
-    Attributes:
-        error: Name of the error: a class of ``lightning_sm.errors``, or "WorkerLost", "ShardMoved", "NotOpen".
-        text: What happened: a traceback, or a sentence.
-        where: Index or step at which the user's code failed, and the worker.
-    """
-
-    error: str
-    text: str
-    where: str = ""
-
-
-@dataclass(frozen=True)
 class Ended:
     """The virtual shard has no such batch.
 
@@ -85,7 +72,7 @@ class Ended:
     num_batches: int | None
 
 
-Answer: TypeAlias = Produced | Failed | Ended
+Answer: TypeAlias = Produced | Failure | Ended
 
 
 @dataclass(eq=False)
@@ -262,32 +249,29 @@ class WorkerPool:
             self._kill_at.pop(worker_id, None)
             worker.close()
         if task is not None and not task.is_cancelled:
-            task.answer(Failed("WorkerLost", why, f"worker {worker.number}"))
+            task.answer(Failure("WorkerLost", why, f"worker {worker.number}"))
         for other in moved:
-            other.answer(Failed("ShardMoved", f"worker {worker.number}, which had the shard open, {why}"))
+            other.answer(Failure("ShardMoved", f"worker {worker.number}, which had the shard open, {why}"))
 
     def worker_ids(self) -> list[int]:
         """Return the ids of all workers."""
         with self._lock:
             return list(self._workers)
 
-    def state(self) -> dict[str, Any]:
-        """Return what a data host reports about its workers.
-
-        "built" and "built_s" are the tasks that they have done, and the seconds that these took. Of the seconds of all
-        workers in times of demand ("capacity_s"), "busy_s" is the part in which they worked, see ``_Work``.
-        """
+    def report(self, name: str) -> HostReport:
+        """Return what the data host of this name reports about its workers."""
         with self._lock:
             num_busy, num_workers = self._load()
-            return {
-                "workers": num_workers,
-                "busy": num_busy,
-                "queued": sum(map(len, self._queues.values())),
-                "busy_s": self._work.busy_s,
-                "capacity_s": self._work.capacity_s,
-                "built": self._num_built,
-                "built_s": self._built_s,
-            }
+            return HostReport(
+                name,
+                workers=num_workers,
+                busy=num_busy,
+                queued=sum(map(len, self._queues.values())),
+                busy_s=self._work.busy_s,
+                capacity_s=self._work.capacity_s,
+                built=self._num_built,
+                built_s=self._built_s,
+            )
 
     def close(self) -> None:
         """Close the connections to all workers, which makes them exit."""
@@ -433,8 +417,8 @@ class WorkerPool:
         if isinstance(message, ShardEnded):
             return Ended(message.end)
         if isinstance(message, NotBuilt):
-            where = ", ".join(filter(None, (message.where, f"worker {worker.number}")))
-            return Failed(message.error, message.text, where)
+            where = ", ".join(filter(None, (message.failure.where, f"worker {worker.number}")))
+            return replace(message.failure, where=where)
 
         def release() -> None:
             with self._lock:

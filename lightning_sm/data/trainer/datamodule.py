@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from lightning_sm._lightning import (
     BatchSizeFinder,
@@ -27,7 +27,7 @@ from lightning_sm.data.host.data_host import LOCAL_JOB, DataHost
 from lightning_sm.data.ipc.feeder_messages import LoaderPlace, OpenLoaders
 from lightning_sm.data.plan.order import ORDER_VERSION
 from lightning_sm.data.plan.shards import default_num_shards, max_slots_in_block
-from lightning_sm.data.protocol.calls import OpenRequest
+from lightning_sm.data.protocol.calls import HeartbeatRequest, Loaders, OpenRequest, SetUp
 from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.protocol.plain_values import plain_value
 from lightning_sm.data.protocol.spec import TRAINER_FACTS, LoaderFacts
@@ -222,9 +222,9 @@ class RemoteDataModule(LightningDataModule):
         self._opened.clear()
         if self._client is None:
             self._client = self._start_feeder()
-        reply = self._request_loaders("")
-        self._take_attributes(reply["attributes"])
-        self._leave_out(reply["missing"])
+        left = cast("SetUp", self._request_loaders(""))
+        self._take_attributes(left.attributes)
+        self._leave_out(left.missing)
 
     def _leave_out(self, names: Sequence[str]) -> None:
         """Note what ``setup`` has set on the data hosts and is not copied: it must not look as if it had not run."""
@@ -332,7 +332,7 @@ class RemoteDataModule(LightningDataModule):
         if self._settings.local_workers:
             addresses.append(self._start_local_workers(world_size))
         name = f"rank {rank} on {socket.gethostname()}"
-        client = {"client": name, "world_size": world_size, "wants_figures": rank == 0}
+        client = HeartbeatRequest(name, world_size, wants_figures=rank == 0)
         credentials = Credentials.of(self._settings, self._job)
         read_tls(credentials)  # report an unreadable file here instead of in the feeder process
         is_quiet = self.trainer is not None and self.trainer.local_rank != 0
@@ -361,7 +361,7 @@ class RemoteDataModule(LightningDataModule):
             weakref.finalize(self, host.close)
         return address
 
-    def _request_loaders(self, loaders: str) -> dict[str, Any]:
+    def _request_loaders(self, loaders: str) -> SetUp | Loaders:
         """Let the data hosts open their loaders of a stage, or only run ``setup`` if ``loaders`` is empty."""
         trainer = self.trainer
         request = OpenRequest(
@@ -402,10 +402,10 @@ class RemoteDataModule(LightningDataModule):
 
     def _open_loaders(self, stage: str) -> tuple[Any, list[RemoteLoader]]:
         """Open the loaders of a stage; return the structure in which the user's hook returned them, and the loaders."""
-        reply = self._request_loaders(stage)
+        opened = cast("Loaders", self._request_loaders(stage))
         loaders: list[RemoteLoader] = []
-        for index, values in enumerate(reply["loaders"]):
-            facts = LoaderFacts.from_json(values)
+        for index, described in enumerate(opened.loaders):
+            facts = described
             if self._is_overfitting and facts.order in ("shuffled", "sampler") and facts.dataset_length is not None:
                 # As Lightning does it with a DataLoader: the order of the dataset, in all epochs.
                 facts = replace(facts, order="sequential", num_samples=facts.dataset_length)
@@ -444,7 +444,7 @@ class RemoteDataModule(LightningDataModule):
                 loaders[0].place.window_bytes / 1e6,
                 loaders[0].slots.num_slots,
             )
-        return reply["structure"], loaders
+        return opened.structure, loaders
 
     @property
     def _is_overfitting(self) -> bool:

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeAlias, TypeVar, cast
 
@@ -17,6 +17,8 @@ from lightning_sm.data.ipc import feeder_messages as kinds
 from lightning_sm.data.ipc.messages import RELEASE, Message, Released
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
+from lightning_sm.data.protocol.calls import HeartbeatRequest, Loaders, SetUp
+from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.data.settings import Credentials
 
@@ -54,8 +56,7 @@ class FeederClient:
     Args:
         addresses: Addresses of the data hosts.
         credentials: Credentials for the data hosts.
-        client: This rank: "client" is its name, "world_size" the number of ranks; "wants_figures": whether ``state``
-            has what other ranks share.
+        client: What this rank says with every heartbeat, without figures.
         hedge_factor: See ``DataServiceSettings``.
         is_quiet: Whether another rank of this host logs what all of them would.
 
@@ -67,12 +68,12 @@ class FeederClient:
         self,
         addresses: Sequence[str],
         credentials: Credentials,
-        client: Mapping[str, Any],
+        client: HeartbeatRequest,
         hedge_factor: float,
         *,
         is_quiet: bool = False,
     ) -> None:
-        self.name = str(client["client"])
+        self.name = client.client
         releases, self._releases = os.pipe()
         self._process, self._socket = start_module("lightning_sm.data.feeder.process", releases)
         os.close(releases)
@@ -80,16 +81,16 @@ class FeederClient:
         self._is_quiet = is_quiet
         self._turn = threading.RLock()
         self._inboxes: dict[int, deque[_OfPass]] = {}
-        self._opened: dict[str, dict[str, Any]] = {}
+        self._opened: dict[str, SetUp | Loaders] = {}
         self._error: kinds.Failed | None = None
         self._states: list[kinds.State] = []
         self._num_rings = 0
         self._num_passes = 0
-        self._socket.send(kinds.Configure(list(addresses), credentials, dict(client), hedge_factor, is_quiet))
+        self._socket.send(kinds.Configure(list(addresses), credentials, client, hedge_factor, is_quiet))
 
     @_in_turn
-    def open_loaders(self, loaders: kinds.OpenLoaders, timeout_s: float) -> dict[str, Any]:
-        """Let all data hosts run ``setup`` and open their loaders; return the loaders that they agree on.
+    def open_loaders(self, loaders: kinds.OpenLoaders, timeout_s: float) -> SetUp | Loaders:
+        """Let all data hosts run ``setup``, or open their loaders; return the reply on which they agree.
 
         Args:
             loaders: The loaders to open.
@@ -202,7 +203,7 @@ class FeederClient:
         return self._states.pop()
 
     @_in_turn
-    def share(self, figures: dict[str, float]) -> None:
+    def share(self, figures: RankFigures) -> None:
         """Let the data hosts know what this rank has measured; rank 0 finds it in its ``state``."""
         self._send(kinds.ShareFigures(figures))
 

@@ -124,7 +124,7 @@ class Reporter(Callback):
         now = time.monotonic()
         if is_last or now >= self._shared_at + _SHARE_PERIOD_S:
             self._shared_at = now
-            self._feeder().share(self._figures.to_json())
+            self._feeder().share(self._figures.rounded())
         own = self._figures.since(epoch.before)
         is_due = trainer.loggers and (is_last or own.num_steps % trainer.log_every_n_steps == 0)
         if not is_due and not (is_last and trainer.is_global_zero):
@@ -188,7 +188,7 @@ class Reporter(Callback):
         now = self._sums()
         if now is None:
             return None
-        return _since((), now.hosts), {name: figures.to_json() for name, figures in now.ranks.items()}
+        return _since((), now.hosts), {name: vars(figures.rounded()) for name, figures in now.ranks.items()}
 
     def run_verdict(self) -> str | None:
         """Return what held up training in the whole run, and what would help; None if nothing did."""
@@ -206,9 +206,7 @@ class Reporter(Callback):
         state = self._state_or_none()
         if state is None:
             return None
-        ranks = {name: RankFigures.from_json(values) for name, values in state.ranks.items()}
-        ranks[self._feeder().name] = copy.copy(self._figures)
-        return _Sums(state.hosts, ranks)
+        return _Sums(state.hosts, {**state.ranks, self._feeder().name: copy.copy(self._figures)})
 
     def _begin(self, trainer: Any) -> _Epoch:
         """Take the figures at the first batch of an epoch."""
@@ -217,8 +215,7 @@ class Reporter(Callback):
         epoch = _Epoch(number, copy.copy(self._figures))
         if state is not None:
             epoch.hosts_before = state.hosts
-            for name, values in state.ranks.items():
-                self._reported.setdefault(name, RankFigures.from_json(values))
+            self._reported = {**state.ranks, **self._reported}
         self._reported.setdefault(self._feeder().name, epoch.before)
         if self._run is None:
             self._run = _Sums(epoch.hosts_before, dict(self._reported))

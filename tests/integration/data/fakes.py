@@ -12,6 +12,7 @@ import grpc
 
 from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.protocol import grpc_transport
+from lightning_sm.data.protocol.calls import Loaders, SetUp
 from lightning_sm.data.protocol.frames import FrameKind, frames
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.data.settings import Credentials, DataServiceSettings
@@ -45,8 +46,7 @@ class FakeHost:
 
     def __init__(self, answer: Callable[[int], list[bytes]] | None = None, loader: LoaderFacts = LOADER) -> None:
         self.heartbeat = json.dumps({"name": "fake", "workers": 2, "busy": 0, "queued": 0}).encode()
-        opened = {"structure": 0, "loaders": [loader.to_json()]}
-        self.opened = {"": b'{"attributes": {}, "missing": []}', "train": json.dumps(opened).encode()}
+        self.opened = {"": SetUp({}, []).encode(), "train": Loaders(0, [loader]).encode()}
         self.listed = b""
         self.answer = answer
 

@@ -90,8 +90,8 @@ def test_openings_that_run_are_bounded(server):
     code, text = server.end("Open", **open_request(epoch=99))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert text == "data host algo-9 runs 32 different Open requests already, and at most 32 at a time"
-    server.main.send(OpenedLoaders("1/fit/train/0", {"structure": 0, "loaders": [LOADER.to_json()]}))
-    assert calls.open_reply(running[0].result())["structure"] == 0
+    server.main.send(OpenedLoaders("1/fit/train/0", calls.Loaders(0, [LOADER])))
+    assert calls.parse_reply(running[0].result(), "answer", calls.Loaders) == calls.Loaders(0, [LOADER])
     running.append(server.start("Open", **open_request(epoch=99)))
     assert server.received(1, RunHook)[0].request.opening == "1/fit/train/99"
 
@@ -103,7 +103,7 @@ def test_samplers_that_run_are_bounded(server):
     assert text == "loader 0 of 1/fit/train/0 is not open on data host algo-9"
     opened = server.start("Open", **open_request())
     server.received(1, RunHook)
-    server.main.send(OpenedLoaders("1/fit/train/0", {"structure": 0, "loaders": [LOADER.to_json()]}))
+    server.main.send(OpenedLoaders("1/fit/train/0", calls.Loaders(0, [LOADER])))
     opened.result()
     assert server.end("List", **list_request(loader=1))[0] is grpc.StatusCode.NOT_FOUND
     running = []  # a call that nobody holds is cancelled
@@ -153,8 +153,8 @@ def test_a_call_that_only_looks_takes_no_lease(server):
     """Status says what a heartbeat is told, figures of ranks included, and keeps no training away."""
     before = HostReport.parse(server.start("Status").result())
     assert (before.name, before.workers, before.queued, before.figures) == ("algo-9", 2, 0, {})
-    figures = RankFigures(num_batches=3).to_json()
-    server.start("Heartbeat", client="rank 0 on algo-1", world_size=1, figures=figures).result()
+    figures = RankFigures(num_batches=3)
+    server.start("Heartbeat", client="rank 0 on algo-1", world_size=1, figures=vars(figures)).result()
     assert HostReport.parse(server.start("Status").result()).figures == {"rank 0 on algo-1": figures}
     server.start("Finish", client="rank 0 on algo-1", outcome="finished").result()
     assert server.received(1, TrainerFinished) == [TrainerFinished(is_success=True)]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_sm.data.protocol.calls import OrderSize, encode_reply
+from lightning_sm.data.protocol.calls import Loaders, OrderSize, SetUp
 from lightning_sm.data.protocol.frames import Batch, FrameKind, RunHeader, frame, frames, pack_batches
 from lightning_sm.data.protocol.spec import BatchSpec, RunSpec
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
@@ -96,9 +96,10 @@ REPLIES = {
     "a number": b"1",
     "nothing": b"{}",
     "too deep": b"[" * 100_000,
-    "an unknown error": b'{"error": "SystemExit", "text": "", "where": ""}',
-    "a field of the feeder": b'{"attributes": {}, "missing": [], "opening": "x"}',
-    "a magic attribute": b'{"attributes": {"__class__": 1}, "missing": []}',
+    "an unknown error": b'{"Problem": {"error": "SystemExit", "text": "", "where": ""}}',
+    "a field of the feeder": b'{"SetUp": {"attributes": {}, "missing": [], "opening": "x"}}',
+    "a magic attribute": b'{"SetUp": {"attributes": {"__class__": 1}, "missing": []}}',
+    "loaders that nobody asked for": Loaders({"list": []}, []).encode(),
 }
 
 
@@ -133,7 +134,7 @@ def test_a_nonsensical_answer_to_a_call_is_an_error_of_the_trainer(method, what)
 def test_a_data_host_cannot_replace_hooks_of_the_datamodule(name):
     """A value for a name that the DataModule's class has as a function or property is an error that names both."""
     host = FakeHost()
-    host.opened[""] = json.dumps({"attributes": {name: 7}, "missing": []}).encode()
+    host.opened[""] = SetUp({name: 7}, []).encode()
     expected = rf"setup\(\) set {name}=7, but in the class Data on this trainer {name} is a (function|property)"
     with host.serving() as address, pytest.raises(WireError, match=expected), remote([address]):
         pass
@@ -148,7 +149,7 @@ class Digits(Data):
 def test_a_data_host_may_replace_defaults_of_the_class():
     """A number that setup() sets in place of a default of the class reaches the trainer."""
     host = FakeHost()
-    host.opened[""] = json.dumps({"attributes": {"num_classes": 10}, "missing": []}).encode()
+    host.opened[""] = SetUp({"num_classes": 10}, []).encode()
     with host.serving() as address:
         module = RemoteDataModule(Digits(list), [address])
         module.setup("fit")
@@ -172,7 +173,7 @@ def test_what_is_not_copied_does_not_look_as_if_setup_had_not_run(caplog):
     host = FakeHost()
     missing = ["train_set", "transform", "vocabulary"]
     labels = {"dict": [[0, "neg"], [1, "pos"]]}
-    host.opened[""] = json.dumps({"attributes": {"id2label": labels}, "missing": missing}).encode()
+    host.opened[""] = SetUp({"id2label": labels}, missing).encode()
     with host.serving() as address:
         module = RemoteDataModule(Text(list), [address])
         module.setup("fit")
@@ -189,14 +190,14 @@ def test_what_is_not_copied_does_not_look_as_if_setup_had_not_run(caplog):
 def test_an_attribute_that_is_not_plain_is_an_error():
     """A data host of another version, or none of ours, cannot make anything else of it."""
     host = FakeHost()
-    host.opened[""] = json.dumps({"attributes": {"labels": {"object": "os.system"}}, "missing": []}).encode()
+    host.opened[""] = SetUp({"labels": {"object": "os.system"}}, []).encode()
     with host.serving() as address, pytest.raises(WireError, match="is not a plain value"), remote([address]):
         pass
 
 
 def listing(num_samples, num_batches, num_keys):
     """Return the head of an answer to List."""
-    return encode_reply(OrderSize(num_samples, num_batches, "d", num_keys)) + b"\n"
+    return OrderSize(num_samples, num_batches, "d", num_keys).encode() + b"\n"
 
 
 LISTINGS = [

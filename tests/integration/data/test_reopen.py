@@ -7,7 +7,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_sm.data.feeder.host_link import HostLink
-from lightning_sm.data.protocol.calls import OpenRequest
+from lightning_sm.data.protocol.calls import HeartbeatRequest, OpenRequest
 from tests.fakes.requests import open_request
 from tests.integration.data.cluster import remote
 from tests.integration.data.fakes import FakeHost, credentials
@@ -17,7 +17,7 @@ class Owner:
     """Counts how often the host has come up."""
 
     def __init__(self):
-        self.figures = {}
+        self.figures = None
         self.ups = threading.Semaphore(0)
 
     def link_up(self, link):
@@ -49,7 +49,7 @@ def test_a_host_that_comes_back_opens_the_loaders_in_use_and_not_those_of_earlie
     host, owner = FakeHost(), Owner()
     host.opened = Counted({**host.opened, "val": host.opened["train"]})
     with host.serving() as address:
-        link = HostLink(address, credentials(), {"client": "rank 0", "world_size": 1}, owner)
+        link = HostLink(address, credentials(), HeartbeatRequest("rank 0", 1), owner)
         requests = [
             open_request(""),
             *(open_request(loaders, epoch=n) for n in range(5) for loaders in ("train", "val")),

@@ -123,7 +123,7 @@ def test_a_report_gives_the_verdict_that_the_log_gave(run):
     said, files = run
     assert not of_kind(files["trainer", "rank-1"], record.DataService)
     last = of_kind(files["trainer", "rank-0"], record.DataService)[-1]
-    ranks = {name: RankFigures.from_json(values) for name, values in last.ranks.items()}
+    ranks = {name: RankFigures(**values) for name, values in last.ranks.items()}
     text = verdict(ranks, [HostFigures(**host) for host in last.hosts])
     assert "for the transforms" in text
     (words,) = re.findall(r"Rank 0: 29 steps in .*", said)

@@ -63,7 +63,7 @@ def running(tmp_path, **env):
 
 def state(built, built_s, wait_s=0.0, busy_s=0.0, **facts):
     """What a data host answers, with the figures of a rank on each trainer host."""
-    figures = RankFigures(num_batches=1, wait_s=wait_s, busy_s=busy_s).to_json()
+    figures = vars(RankFigures(num_batches=1, wait_s=wait_s, busy_s=busy_s))
     ranks = {"rank 0 on algo-1": figures, "rank 1 on algo-2": figures}
     known = {"workers": 4, "busy": 2, "queued": 5, "built": built, "built_s": built_s, "figures": ranks}
     return {"algo-3": Answer({**known, **facts})}

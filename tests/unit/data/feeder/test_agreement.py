@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from lightning_sm.data.feeder.agreement import LoaderAgreements
+from lightning_sm.data.protocol.calls import Loaders, SetUp
+from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.errors import DataHostMismatchError
+
+
+def missing(number):
+    """Return names of what ``setup`` leaves out."""
+    return [f"x{number}"]
 
 
 class Asked:
@@ -13,13 +20,13 @@ class Asked:
 
     def __init__(self, num_hosts):
         self.answers = []
-        self.agreement = LoaderAgreements(num_hosts, lambda _, reply: self.answers.append(reply["structure"]))
+        self.agreement = LoaderAgreements(num_hosts, lambda _, reply: self.answers.append(reply.missing))
         self.agreement.request("o")
 
     def says(self, host, number, now=0.0):
         """Add a host's reply, and return the error, as text."""
         try:
-            self.agreement.add_reply("o", host, {"structure": number, "attributes": {"folder": host}}, now)
+            self.agreement.add_reply("o", host, SetUp({"folder": host}, missing(number)), now)
         except DataHostMismatchError as error:
             return str(error)
 
@@ -31,7 +38,7 @@ def test_an_answer_on_which_all_agree_is_passed_on_once():
     assert asked.answers == []
     assert asked.says("b", 7) is None
     assert asked.says("b", 7) is None
-    assert asked.answers == [7]
+    assert asked.answers == [missing(7)]
 
 
 def test_a_slow_host_does_not_hold_up_the_others():
@@ -42,7 +49,7 @@ def test_a_slow_host_does_not_hold_up_the_others():
     asked.agreement.tick(4.9)
     assert asked.answers == []
     asked.agreement.tick(5.0)
-    assert asked.answers == [7]
+    assert asked.answers == [missing(7)]
     assert asked.says("c", 8, now=60.0).startswith("Data hosts serve different data (different from most: c):")
 
 
@@ -54,7 +61,7 @@ def test_the_odd_one_is_named_in_whatever_order_they_answer(numbers):
     odd = "abc"[numbers.index(1)]
     assert texts[:2] == [None, None]
     assert f"different data (different from most: {odd}):" in texts[2]
-    assert all(f"{host}: structure: {number}" in texts[2] for host, number in zip("abc", numbers, strict=True))
+    assert all(f"{host}: missing: {missing(number)}" in texts[2] for host, number in zip("abc", numbers, strict=True))
     assert asked.answers == []
 
 
@@ -63,14 +70,16 @@ def test_the_error_has_what_differs_and_nothing_else():
     errors = []
     agreement = LoaderAgreements(2, lambda *_: None)
     for host, loaders in (("a", [("x", 8)]), ("b", [("x", 16), ("y", 8)])):
-        facts = [{"name": name, "batch_size": size, "order": "shuffled"} for name, size in loaders]
+        facts = [LoaderFacts(name, "shuffled", 8, size, False, "i", "f", "Fake of 8") for name, size in loaders]
         try:
-            agreement.add_reply("o", host, {"structure": 0, "loaders": facts}, 0.0)
+            agreement.add_reply("o", host, Loaders(0, facts), 0.0)
         except DataHostMismatchError as error:
             errors = str(error).splitlines()
     assert errors[1:3] == [
         "  a: x batch_size: 8",
-        "  b: x batch_size: 16, y name: y, y batch_size: 8, y order: shuffled",
+        "  b: x batch_size: 16, y name: y, y order: shuffled, y num_samples: 8, y batch_size: 8, y drop_last: False, "
+        "y identity: i, y fingerprint: f, y dataset: Fake of 8, y is_split: False, y dataset_length: None, "
+        "y num_workers: 0, y has_indices: False",
     ]
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_sm.data.host.datamodule import ServedModule
 from lightning_sm.data.host.trainer_facts import TrainerFacts
 from lightning_sm.data.host.world import world_of_one
-from lightning_sm.data.protocol.calls import OpenRequest
+from lightning_sm.data.protocol.calls import Loaders, OpenRequest
 from lightning_sm.data.protocol.spec import TRAINER_FACTS
 from lightning_sm.errors import DataSettingsError
 from tests.fakes.hook_module import HookModule
@@ -80,10 +80,10 @@ def _world_of_one():
 def test_a_hook_that_splits_by_rank_is_an_error(hook, split):
     """All but one part would be lost: the error names what was read, where, and what to write instead."""
     reply = opened(**{hook: split})
-    assert reply["error"] == "DataSettingsError"
-    assert re.search(r"_rank(\(\))?=0 \(", reply["text"])
-    assert reply["text"].count("test_trainer_facts.py:") == 2
-    assert "self.trainer.is_global_zero" in reply["text"]
+    assert reply.error == "DataSettingsError"
+    assert re.search(r"_rank(\(\))?=0 \(", reply.text)
+    assert reply.text.count("test_trainer_facts.py:") == 2
+    assert "self.trainer.is_global_zero" in reply.text
 
 
 @pytest.mark.parametrize(
@@ -100,12 +100,12 @@ def test_a_hook_that_splits_by_rank_is_an_error(hook, split):
 )
 def test_a_hook_that_does_not_split_is_none(hooks):
     """Ranks are read for logs, and sizes for the batch size."""
-    assert "error" not in opened(**hooks)
+    assert isinstance(opened(**hooks), Loaders)
 
 
 def test_with_one_rank_nothing_is_split():
     """The only rank gets all."""
-    assert "error" not in opened({**FACTS, "world_size": 1}, train_dataloader=rank_and_size)
+    assert isinstance(opened({**FACTS, "world_size": 1}, train_dataloader=rank_and_size), Loaders)
 
 
 def test_a_distributed_sampler_may_have_rank_and_size():
@@ -115,9 +115,9 @@ def test_a_distributed_sampler_may_have_rank_and_size():
         sampler = DistributedSampler(range(8), num_replicas=trainer.world_size, rank=trainer.global_rank)
         return DataLoader(range(8), sampler=sampler)
 
-    assert "error" not in opened(train_dataloader=distributed)
+    assert isinstance(opened(train_dataloader=distributed), Loaders)
     mixed = opened(train_dataloader=lambda trainer: [distributed(trainer), rank_and_size(trainer)])
-    assert mixed["error"] == "DataSettingsError"
+    assert mixed.error == "DataSettingsError"
 
 
 def test_code_that_splits_by_rank_later_is_an_error():

@@ -19,6 +19,14 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
+class Region:
+    """Another part, with the same fields."""
+
+    slot: int
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Full(Message):
     """A message with everything that a message may have."""
 
@@ -26,6 +34,8 @@ class Full(Message):
     payload: bytes
     fds: tuple[int, ...] = ()
     places: list[Place] = dataclasses.field(default_factory=list)
+    by_name: dict[str, Place] = dataclasses.field(default_factory=dict)
+    either: Place | Region | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +60,14 @@ def test_messages_arrive_as_they_were_sent(ends):
     for message in messages:
         ends[0].send(message)
     assert [ends[1].receive(1.0) for _ in messages] == messages
+
+
+@pytest.mark.parametrize("either", [Place(1, "a"), Region(1, "a"), None])
+def test_a_part_of_a_message_keeps_its_class(ends, either):
+    """Also where it may be of several, and in dicts."""
+    message = Full(Place(0, ""), b"", by_name={"x": Place(2, "b")}, either=either)
+    ends[0].send(message)
+    assert ends[1].receive(1.0) == message
 
 
 def test_two_kinds_of_one_name_are_refused():

@@ -1,6 +1,5 @@
 """The orders of samplers that a data host keeps; the test stands in for the main process, which runs them."""
 
-import json
 import os
 from dataclasses import replace
 
@@ -23,14 +22,13 @@ class Main:
     def _run(self, which):
         self.asked.append((which.opening, which.loader, which.epoch))
         fd = os.memfd_create("order")
-        head = {"num_samples": 10, "num_batches": 10, "num_offsets": 0, "digest": "d"}
-        os.write(fd, json.dumps(head).encode() + b"\n" + np.arange(10, dtype="<i8").tobytes())
+        os.write(fd, OrderSize(10, 10, "d").encode() + b"\n" + np.arange(10, dtype="<i8").tobytes())
         self.orders.take(SamplerRun(which, self.why, (fd,)))
 
     def ask(self, timeout_s=5.0, **changed):
         """Make a request, and return the head of the answer and the numbers behind it."""
         head, _, rest = b"".join(self.orders.answer(ListRequest(**list_request(**changed)), timeout_s)).partition(b"\n")
-        return parse_reply(head, OrderSize, "answer"), np.frombuffer(rest, "<i8").tolist()
+        return parse_reply(head, "answer", OrderSize, Running, Crashed), np.frombuffer(rest, "<i8").tolist()
 
 
 @pytest.fixture
@@ -81,6 +79,6 @@ def test_a_sampler_that_runs_is_waited_for_in_turns():
     orders = SamplerOrders(lambda _: None)
     for _ in range(2):
         (answer,) = orders.answer(ListRequest(**list_request()), 0.01)
-        assert parse_reply(answer, OrderSize, "answer") == Running()
+        assert parse_reply(answer, "answer", OrderSize, Running, Crashed) == Running()
     assert orders.num_running == 1
     assert orders.is_known(ListRequest(**list_request(rank=0, wants_keys=True)))

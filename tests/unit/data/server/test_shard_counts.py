@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_sm.data.protocol.calls import CountRequest, Problem, Running, ShardSizes
+from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.spec import RunSpec
 from lightning_sm.data.server.shard_counts import ShardCounts
-from lightning_sm.data.server.worker_pool import Ended, Failed
+from lightning_sm.data.server.worker_pool import Ended
 from tests.fakes.requests import count_request
 
 
@@ -53,10 +54,10 @@ def test_a_shard_of_a_dead_worker_is_read_again_a_few_times(counts, pool):
     """A dataset that kills its worker ends the count, with the shard; the others are not read any more."""
     ask(counts)
     for _ in range(4):
-        pool.asked[-1].answer(Failed("WorkerLost", "was killed by SIGKILL", "worker 3"))
+        pool.asked[-1].answer(Failure("WorkerLost", "was killed by SIGKILL", "worker 3"))
         assert ask(counts) == Running()
     assert [shard_of(task) for task in pool.asked[3:]] == [7] * 5
-    pool.asked[-1].answer(Failed("WorkerLost", "was killed by SIGKILL", "worker 3"))
+    pool.asked[-1].answer(Failure("WorkerLost", "was killed by SIGKILL", "worker 3"))
     where = "worker 3, while counting the batches of shard 7 of 8"
     assert ask(counts) == Problem("RemoteTransformError", "was killed by SIGKILL", where)
     assert sorted(map(shard_of, pool.cancelled)) == [0, 1, 4]
@@ -67,7 +68,7 @@ def test_a_shard_of_a_dead_worker_is_read_again_a_few_times(counts, pool):
 def test_an_exception_ends_the_count(counts, pool):
     """It comes as the user's code raised it."""
     ask(counts)
-    pool.asked[2].answer(Failed("RemoteTransformError", "KeyError", "worker 0"))
+    pool.asked[2].answer(Failure("RemoteTransformError", "KeyError", "worker 0"))
     assert ask(counts).text == "KeyError"
 
 

@@ -9,7 +9,8 @@ import pytest
 from lightning_sm.data.ipc.host_messages import Built, NewWorker, NotBuilt, Ready
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.server.worker_pool import Failed, Produced, Task, WorkerPool, _Work
+from lightning_sm.data.protocol.failures import Failure
+from lightning_sm.data.server.worker_pool import Produced, Task, WorkerPool, _Work
 
 TIMEOUT_S = 60.0
 OPENING = "1/fit/train/0"
@@ -138,7 +139,7 @@ def test_clients_take_turns(pool, workers):
     for _ in range(4):
         payload, slot = worker.next_request()
         order.append(payload)
-        worker.socket.send(NotBuilt(slot, "RemoteTransformError", ""))
+        worker.socket.send(NotBuilt(slot, Failure("RemoteTransformError", "")))
     assert order == [b"a1", b"b1", b"a2", b"a3"]
 
 
@@ -147,8 +148,8 @@ def test_a_failure_is_passed_on(pool, worker):
     for _ in range(NUM_SLOTS + 1):
         _, answers = submit(pool, b"a")
         _, slot = worker.next_request()
-        worker.socket.send(NotBuilt(slot, "RemoteTransformError", "Traceback", "index 3"))
-        assert answers.get(timeout=TIMEOUT_S) == Failed("RemoteTransformError", "Traceback", "index 3, worker 0")
+        worker.socket.send(NotBuilt(slot, Failure("RemoteTransformError", "Traceback", "index 3")))
+        assert answers.get(timeout=TIMEOUT_S) == Failure("RemoteTransformError", "Traceback", "index 3, worker 0")
 
 
 def test_a_dead_worker_loses_its_batch_and_nothing_else(pool, worker, workers):
@@ -157,7 +158,7 @@ def test_a_dead_worker_loses_its_batch_and_nothing_else(pool, worker, workers):
     _, kept = submit(pool, b"b")
     worker.next_request()
     pool.lose(1, "was killed by SIGKILL")
-    assert lost.get(timeout=TIMEOUT_S) == Failed("WorkerLost", "was killed by SIGKILL", "worker 0")
+    assert lost.get(timeout=TIMEOUT_S) == Failure("WorkerLost", "was killed by SIGKILL", "worker 0")
     workers.append(FakeWorker(pool, 2))
     payload, slot = workers[-1].next_request()
     assert payload == b"b"
@@ -246,8 +247,8 @@ def test_workers_of_other_loaders_stay_and_take_turns(pool, worker, workers):
     _, slot = worker.next_request()
     submit(pool, b"v", opening=validation)
     assert workers[1].is_idle()
-    state = pool.state()
-    assert (state["workers"], state["busy"], state["queued"]) == (1, 1, 1)
+    report = pool.report("algo-3")
+    assert (report.workers, report.busy, report.queued) == (1, 1, 1)
     submit(pool, b"b")
     worker.done(slot, 1)
     payload, slot = workers[1].next_request()
@@ -261,15 +262,15 @@ def test_a_task_waits_for_a_worker_with_its_loaders(pool, worker, workers):
     """Workers that were forked before the loaders were opened get no request."""
     submit(pool, b"a", opening="2/test/test/0")
     assert worker.is_idle()
-    assert pool.state()["queued"] == 1
+    assert pool.report("algo-3").queued == 1
 
 
 def test_state_counts_workers_and_tasks(pool, worker):
     """What a data host reports about its workers."""
     submit(pool, b"a")
     worker.next_request()
-    state = pool.state()
-    assert (state["workers"], state["busy"], state["queued"]) == (1, 1, 0)
+    report = pool.report("algo-3")
+    assert (report.workers, report.busy, report.queued) == (1, 1, 0)
 
 
 def test_closing_a_pool_whose_thread_has_ended_already(monkeypatch):
@@ -321,14 +322,14 @@ def test_the_time_in_which_requests_wait_counts_without_further_ones():
 def test_a_busy_worker_counts_while_others_wait_for_it(pool, worker):
     """The worker is busy as long as there are requests; one that comes alone says nothing."""
     answers = [submit(pool, b"a")[1]]
-    assert (pool.state()["busy_s"], pool.state()["built"]) == (0.0, 0)
+    assert (pool.report("algo-3").busy_s, pool.report("algo-3").built) == (0.0, 0)
     _, slot = worker.next_request()
     answers.append(submit(pool, b"b")[1])
     worker.done(slot, 0)
     worker.done(worker.next_request()[1], 0)
     for each in answers:
         each.get(timeout=TIMEOUT_S)
-    state = pool.state()
-    assert state["built"] == 2
-    assert 0.0 < state["busy_s"] <= state["capacity_s"]
-    assert state["built_s"] > state["busy_s"]
+    report = pool.report("algo-3")
+    assert report.built == 2
+    assert 0.0 < report.busy_s <= report.capacity_s
+    assert report.built_s > report.busy_s

@@ -70,10 +70,10 @@ def reporter(feeder):
 
 def test_the_report_is_about_the_slowest_rank(feeder, reporter):
     """Rank 0 waits for nothing, and says how long rank 1 waited, since the last report."""
-    feeder.ranks["rank 1 on algo-2"] = RankFigures(num_batches=9, num_steps=9, wait_s=100.0).to_json()
+    feeder.ranks["rank 1 on algo-2"] = RankFigures(num_batches=9, num_steps=9, wait_s=100.0)
     train(reporter, make_trainer())
     added = RankFigures(num_batches=12, num_steps=12, wait_s=106.0, busy_s=2.0, produce_s=5.0)
-    feeder.ranks["rank 1 on algo-2"] = added.to_json()
+    feeder.ranks["rank 1 on algo-2"] = added
     text = reporter.report()
     assert text.startswith("data_wait=75.0% | Rank 1 on algo-2 waits 75% of the time")
     assert reporter.report() == ""
@@ -84,7 +84,7 @@ def test_a_run_does_not_report_what_came_late_from_the_one_before(feeder, report
     trainer = make_trainer()
     train(reporter, trainer, wait_s=10.0)
     reporter.end_epoch(trainer)
-    feeder.ranks["rank 1 on algo-2"] = RankFigures(num_batches=9, num_steps=9, wait_s=100.0).to_json()
+    feeder.ranks["rank 1 on algo-2"] = RankFigures(num_batches=9, num_steps=9, wait_s=100.0)
     reporter.begin_run()
     train(reporter, trainer)
     assert reporter.report() == "data_wait=0.0%"
@@ -92,7 +92,7 @@ def test_a_run_does_not_report_what_came_late_from_the_one_before(feeder, report
 
 def test_a_healthy_epoch_has_only_a_number(feeder, reporter):
     """No word more."""
-    feeder.ranks["rank 1 on algo-2"] = RankFigures().to_json()
+    feeder.ranks["rank 1 on algo-2"] = RankFigures()
     train(reporter, make_trainer(), wait_s=0.25, busy_s=0.75)
     assert reporter.report() == "data_wait=25.0%"
 
@@ -103,7 +103,7 @@ def test_every_rank_shares_its_figures_at_the_end_of_an_epoch(feeder, reporter):
     trainer = make_trainer(is_global_zero=False)
     train(reporter, trainer)
     reporter.end_epoch(trainer)
-    assert feeder.shared[-1] == {**RankFigures().to_json(), **feeder.shared[-1], "num_steps": 3, "busy_s": 2.0}
+    assert feeder.shared[-1] == replace(feeder.shared[-1], num_steps=3, busy_s=2.0)
 
 
 def test_without_a_progress_line_the_report_is_a_line(feeder, reporter, caplog):
@@ -152,7 +152,7 @@ def test_time_with_other_ranks_is_no_own_time(feeder, reporter, monkeypatch):
     reporter.on_train_batch_end(trainer, None, None, None, 0)
     trainer.fit_loop.epoch_loop.batch_progress.current.processed = 2
     reporter.batch(trainer, MESSAGE, 0.0, 5.0, is_step=True)
-    assert (feeder.shared[-1]["busy_s"], feeder.shared[-1]["sync_s"]) == (5.0, 3.0)
+    assert (feeder.shared[-1].busy_s, feeder.shared[-1].sync_s) == (5.0, 3.0)
 
 
 def test_a_feeder_that_does_not_answer_costs_the_statistics_only(feeder, reporter, caplog):
@@ -173,15 +173,15 @@ def test_the_verdict_of_a_run_adds_up_the_slowest_rank_of_each_epoch(feeder, rep
     """Rank 0 waits for data in one epoch, and for rank 1 in the next one: training waits in both."""
     feeder.host = replace(feeder.host, workers=1, busy_s=40.0, capacity_s=40.0)
     other = RankFigures(num_batches=3, num_steps=3, num_timed=2, busy_s=10.0, produce_s=9.0)
-    feeder.ranks["rank 1 on algo-2"] = RankFigures().to_json()
+    feeder.ranks["rank 1 on algo-2"] = RankFigures()
     train(reporter, make_trainer(0), wait_s=4.0)
     feeder.host = replace(feeder.host, busy_s=50.0, capacity_s=50.0)
-    feeder.ranks["rank 1 on algo-2"] = other.to_json()
+    feeder.ranks["rank 1 on algo-2"] = other
     assert reporter.report().startswith("data_wait=80.0%")
     reporter.end_epoch(make_trainer())
     train(reporter, make_trainer(1), busy_s=5.0)
     feeder.host = replace(feeder.host, busy_s=60.0, capacity_s=60.0)
-    feeder.ranks["rank 1 on algo-2"] = RankFigures(6, 6, 4, wait_s=8.0, busy_s=12.0, produce_s=18.0).to_json()
+    feeder.ranks["rank 1 on algo-2"] = RankFigures(6, 6, 4, wait_s=8.0, busy_s=12.0, produce_s=18.0)
     assert "Training waits 80% of the time" in reporter.run_verdict()  # also of an epoch that was interrupted
     assert reporter.report().startswith("data_wait=80.0%")
     assert "Training waits 80% of the time" in reporter.run_verdict()
