@@ -1,0 +1,1 @@
+"""Tests of ``lightning_sm.submit.sdk``, with the SDK itself."""
