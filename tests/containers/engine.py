@@ -57,7 +57,7 @@ def own_engine(folder: Path) -> Iterator[None]:
     """Run an engine that keeps everything in a folder, and restore the machine's network afterwards.
 
     Args:
-        folder: A folder for the engine alone. It grows to 15 GB; whoever made it removes it.
+        folder: A folder for the engine alone. It grows to 10 GB; whoever made it removes it.
 
     Raises:
         AssertionError: It did not start, or did not stop; the message has its log.

@@ -29,19 +29,22 @@ ARGUMENTS = {
     "code": "007",
 }
 _IN_THE_MIDDLE = "is in the middle"
-# Containers share the machine's cores: more threads would wait for each other.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+# Containers share the machine's cores: more threads would wait for each other. A report takes seconds at the end of a
+# job; the app that trains in the image alone leaves one (test_image.py).
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "LIGHTNING_SM_REPORT_S": "0"}
 
 
-def source_dir(folder: Path) -> str:
-    """A copy of the code, as local mode mounts it writable, with a requirements.txt.
+def source_dir(folder: Path, *, has_requirements: bool = False) -> str:
+    """A copy of the code, as local mode mounts it writable.
 
     Args:
         folder: Where to make it.
+        has_requirements: Whether it has a requirements.txt, which every host installs.
     """
     copy = folder / "code"
     shutil.copytree(_CODE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "requirements.txt").write_text(f"./{write_wheel(copy, 'wanted', '1.0')}\n")
+    if has_requirements:
+        (copy / "requirements.txt").write_text(f"./{write_wheel(copy, 'wanted', '1.0')}\n")
     return str(copy)
 
 

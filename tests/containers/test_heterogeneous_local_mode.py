@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.containers import own_code
 from tests.containers.local_mode import HETEROGENEOUS, fit
 
 pytestmark = [pytest.mark.docker, pytest.mark.sdk2]
@@ -23,11 +24,17 @@ def _sdk():
 def run(image, tmp_path):
     """Run a script in the image on a data host, which alone has the channel "training", and two trainer hosts."""
 
-    def fit_script(script, **arguments):
+    def fit_script(script, environment=None, **arguments):
         data = tmp_path / "data"
         data.mkdir()
         (data / "points.txt").write_text(" ".join(str(number / 16) for number in range(16)))
-        settings = {"image_uri": image, "entry_point": script, "source_dir": str(SCRIPTS), "instance_groups": GROUPS}
+        settings = {
+            "image_uri": image,
+            "entry_point": script,
+            "source_dir": str(SCRIPTS),
+            "instance_groups": GROUPS,
+            "environment": {**own_code.ENVIRONMENT, **(environment or {})},
+        }
         inputs = {"training": {"s3_data": data.as_uri(), "instance_groups": ["data"]}}
         session = {"session": HETEROGENEOUS, "session_arguments": {"seed": SEED}}
         return fit(tmp_path / "job", {**settings, **arguments}, inputs, **session)

@@ -183,7 +183,7 @@ def test_stopping_reaches_the_script(image, container_name, tmp_path):
 
 @pytest.mark.proof
 def test_the_baked_app_trains(image, container_name, tmp_path):
-    """Without anything but the service's files, the app in the image trains and leaves its model."""
+    """Without anything but the service's files, the app in the image trains, and leaves its model and a report."""
     hyperparameters = {"config": "app/configs/smoke.yaml"}
     resources = resource_config({"homogeneousCluster": ["algo-1"]}, "algo-1")
     ml = write_job(tmp_path / "ml", resources, hyperparameters=hyperparameters)
@@ -194,4 +194,5 @@ def test_the_baked_app_trains(image, container_name, tmp_path):
     options = [f"--name={container_name}", "--hostname=algo-1", "--env=OMP_NUM_THREADS=1", *mounts]
     docker("run", *options, image, "train", timeout_s=DEADLINE_S)
     assert {path.name for path in (ml / "model").iterdir()} >= {"model.ckpt", "state_dict.pt", "config.yaml"}
+    assert (ml / "output" / "data" / "report.html").exists()
     assert not (ml / "output" / "failure").exists()

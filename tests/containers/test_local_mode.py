@@ -46,13 +46,13 @@ def _estimator(image, num_hosts, **arguments):
     }
 
 
-def _own_code(folder, image, num_hosts, **hyperparameters):
+def _own_code(folder, image, num_hosts, *, has_requirements=False, **hyperparameters):
     """Arguments of ``fit`` for a job of the user's own script."""
     estimator = _estimator(
         image,
         num_hosts,
         entry_point=own_code.ENTRY_POINT,
-        source_dir=own_code.source_dir(folder),
+        source_dir=own_code.source_dir(folder, has_requirements=has_requirements),
         hyperparameters={"trainer.max_epochs": 1, **hyperparameters},
     )
     return folder / "job", estimator, {"training": own_code.points(folder).as_uri()}
@@ -85,12 +85,13 @@ def test_the_app_of_the_image_trains(image, tmp_path):
 def test_own_code_runs_instead_of_the_app(image, tmp_path):
     """An entry point's script runs with its modules beside it, and every rank sees the same typed hyperparameters."""
     hyperparameters = {f"model.{name}": value for name, value in own_code.ARGUMENTS.items()}
+    folders = {num_hosts: tmp_path / str(num_hosts) for num_hosts in (1, 2)}
     with ThreadPoolExecutor(2) as pool:
         jobs = [
             pool.submit(
-                fit, *_own_code(tmp_path / str(num_hosts), image, num_hosts, **hyperparameters), is_offline=True
+                fit, *_own_code(folder, image, num_hosts, has_requirements=True, **hyperparameters), is_offline=True
             )
-            for num_hosts in (1, 2)
+            for num_hosts, folder in folders.items()
         ]
     for num_hosts, job in enumerate((future.result() for future in jobs), start=1):
         assert job.has_succeeded, job
