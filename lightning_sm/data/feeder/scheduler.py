@@ -226,6 +226,10 @@ class _Pace:
     def is_known(self) -> bool:
         return len(self.in_order) >= _NUM_SAMPLES_TO_HEDGE
 
+    def forget(self) -> None:
+        self.recent.clear()
+        self.in_order.clear()
+
     def add(self, latency_s: float, work_s: float) -> None:
         if len(self.recent) == _NUM_RECENT:
             del self.in_order[bisect_left(self.in_order, self.recent[0])]
@@ -648,6 +652,13 @@ class Scheduler:
         latency_s = now - request.sent_at
         pace.add(latency_s, work_s)
         host.measure(latency_s, pace.median_s, now)
+        if self._typical_slowness(now) > _SLOW_FACTOR:
+            # The loader's batches have become heavier: were it left to the median to notice, all hosts would count as
+            # slow until then, and stand idle.
+            pace.forget()
+            pace.add(latency_s, work_s)
+            for each in self._up:
+                each.slowness = 1.0
         host.num_completed += request.run.num_steps
         host.num_pauses = 0
         self._work_s += work_s
@@ -658,6 +669,11 @@ class Scheduler:
         self._interval_s += max(_INTERVAL_WEIGHT, 1 / self._num_completed) * (interval_s - self._interval_s)
 
     # Which host takes which run
+
+    def _typical_slowness(self, now: float) -> float:
+        """Return the median of all hosts that are up; of two, that of the quicker one."""
+        slownesses = sorted(host.expected_slowness(now) for host in self._up)
+        return slownesses[(len(slownesses) - 1) // 2] if slownesses else 1.0
 
     def _load(self, host: _Host, now: float) -> tuple[bool, float]:
         """Slow hosts come last, so that the others take the steps that are needed first."""

@@ -126,6 +126,19 @@ def test_host_that_turns_slow_is_noticed():
     assert cluster.run() <= 20.0 + (600 - 8 * 20) / 4.5 * 1.3
 
 
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 8])
+@pytest.mark.parametrize("factor", [10, 300])
+def test_hosts_that_all_turn_slow_are_not_slow_hosts(num_hosts, factor):
+    """Batches that become heavier for all hosts, as in another epoch, are built as fast as the hosts can."""
+    cluster = Cluster([Machine(f"h{i}") for i in range(num_hosts)])
+    consumer = cluster.open(1, 120 * num_hosts, 16 * num_hosts)
+    for i in range(num_hosts):
+        cluster.at(20.0, cluster.set_rate, f"h{i}", 1 / factor)
+    cluster.run()
+    ideal_s = 20.0 + (120 - 4 * 20) / 4 * factor
+    assert consumer.taken_at[-1] <= 1.15 * ideal_s + 2 * factor
+
+
 @pytest.mark.parametrize("num_hosts", [1, 3])
 def test_slow_consumer_bounds_the_work_ahead(num_hosts):
     """A consumer slower than the hosts never waits after the first step, and the window bounds what is ready."""
