@@ -467,6 +467,8 @@ class _HostLauncher:
             if self._max_restarts and own.may_restart:  # worth waiting for a connection that was just lost
                 timeout_s = max(timeout_s, self._timings.reconnect_s)
             peers.wait_for_decision(timeout_s)
+            # Containers start seconds apart. A host that came too late would be stopped without knowing why.
+            peers.wait_for_absent_hosts(self._timings.peers_timeout_s)
         return peers.job_outcome
 
     def _final_outcome(self, peers: Peers, own: Outcome, job: JobOutcome | None) -> Outcome:

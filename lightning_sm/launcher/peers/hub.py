@@ -42,6 +42,7 @@ class Hub:
 
     Attributes:
         awaited: Hosts that must end, or acknowledge the job's end, before this host may end.
+        absent: Hosts that have never connected.
 
     Raises:
         OSError: The hub cannot listen on the address.
@@ -74,6 +75,7 @@ class Hub:
             max_restarts=max_restarts,
         )
         self._tracker.joined(own, now)
+        self.absent = self._tracker.absent
         self._on_news = on_news
         self._backlog = len(trainers) + len(data_hosts) + _MAX_STRANGERS
         self._tasks: set[asyncio.Task[None]] = set()
@@ -131,6 +133,7 @@ class Hub:
             self._tell_all("restart", asdict(self.restart), now)
         if self.job_outcome is not None:
             self._tell_all("job_outcome", {**asdict(self.job_outcome), "is_over": self._tracker.is_over}, now)
+        self.absent = self._tracker.absent
         self.awaited = sorted(self._unacknowledged) if self._tracker.is_over else self._tracker.awaited
 
     async def close(self) -> None:

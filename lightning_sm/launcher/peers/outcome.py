@@ -133,6 +133,12 @@ class JobOutcomeTracker:
         """Trainer hosts that have neither ended nor are lost."""
         return [name for name, host in self._trainers.items() if host.state not in (_State.ENDED, _State.LOST)]
 
+    @property
+    def absent(self) -> list[str]:
+        """Hosts that have never connected."""
+        hosts = {**self._trainers, **self._data_hosts}
+        return [name for name, host in hosts.items() if host.state is _State.ABSENT]
+
     def has(self, name: str) -> bool:
         """Whether a host belongs to the job."""
         return name in self._trainers or name in self._data_hosts
@@ -148,8 +154,7 @@ class JobOutcomeTracker:
 
     def name_missing(self) -> list[str]:
         """Return the hosts that have never connected, after a time for that. A failure of the job names them, too."""
-        hosts = {**self._trainers, **self._data_hosts}
-        self._missing = [name for name, host in hosts.items() if host.state is _State.ABSENT]
+        self._missing = self.absent
         return self._missing
 
     def joined(self, name: str, now: float) -> None:

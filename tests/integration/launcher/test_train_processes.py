@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import sys
 import psutil
 import pytest
 
+from tests.integration.hosts import Hosts
 from tests.integration.launching import TIMEOUT_S, failure, started, train, variables_of
 
 # Says when it is ready for signals, and waits for one without ever ending by itself in a passing test.
@@ -174,3 +176,20 @@ def test_orphans_are_reaped_while_the_script_runs(base, work):
     ended = train(base, work, "train.py")
     assert ended.returncode == 0, ended.stderr
     assert "zombies: 0" in ended.stdout
+
+
+def test_a_host_that_starts_after_the_failure_of_the_first_one_ends_with_its_reason(work, tmp_path):
+    """Containers start seconds apart: the main host that fails at its first line stays until the other one knows."""
+    hosts = Hosts(tmp_path / "hosts")
+    (work / "fail.py").write_text("raise ValueError('meant to fail')")
+    (work / "wait.py").write_text(_WAIT)
+
+    def launcher(host, script):
+        return started(hosts.folder / host, work, script, **{**hosts.env(host), "LIGHTNING_SM_PEERS_TIMEOUT_S": "60"})
+
+    with launcher("algo-1", "fail.py") as first:
+        first.wait_for("ValueError: meant to fail")
+        with launcher("algo-2", "wait.py") as second:
+            assert first.exit_code() == 1
+            assert second.exit_code() != 0
+    assert re.match(r"ValueError: meant to fail\s+on trainer host algo-1\b", failure(hosts.folder / "algo-2"))
