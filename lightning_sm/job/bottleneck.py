@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 # A training that waits for a smaller share of its time is not input-bound (as in the TensorFlow profiler).
 NOT_INPUT_BOUND = 0.05
-HIGHLY_INPUT_BOUND = 0.2
 # Workers are the limit if they are busy for this share of the time in which there is something to do.
 WORKERS_ARE_BUSY = 0.8
 # For how much of the time workers are to be busy at most: batches are not all alike.
@@ -74,13 +73,6 @@ def more_workers(share: float, busy: float = 1.0) -> float:
 def times_as_many(factor: float) -> str:
     """Say a factor in words: "about 1.8 times as many", and "at most" where it was not measured nearby."""
     return f"{'about' if factor <= _ESTIMATE_UP_TO else 'at most'} {factor:.2g} times as many"
-
-
-def degree(share: float) -> str:
-    """Say how much a training waits for its data: ``not``, ``moderately`` or ``highly`` input-bound."""
-    if share < NOT_INPUT_BOUND:
-        return "not input-bound"
-    return "highly input-bound" if share > HIGHLY_INPUT_BOUND else "moderately input-bound"
 
 
 def local_verdict(share: float, workers: int, cpu: float | None = None, cpus: int = 0) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_sm.job.bottleneck import StepModel, degree, local_verdict, more_workers, times_as_many
+from lightning_sm.job.bottleneck import StepModel, local_verdict, more_workers, times_as_many
 
 
 @pytest.mark.parametrize(
@@ -39,14 +39,6 @@ def test_a_factor_far_from_what_was_measured_is_a_bound():
     """Up to twice the workers it is an estimate."""
     assert times_as_many(1.8) == "about 1.8 times as many"
     assert times_as_many(6.67) == "at most 6.7 times as many"
-
-
-@pytest.mark.parametrize(
-    ("share", "word"), [(0.04, "not"), (0.05, "moderately"), (0.2, "moderately"), (0.21, "highly")]
-)
-def test_how_input_bound_a_training_is(share, word):
-    """The thresholds of the TensorFlow profiler."""
-    assert degree(share) == f"{word} input-bound"
 
 
 @pytest.mark.parametrize(
