@@ -27,6 +27,8 @@ SHORT_TIMEOUTS = ("--data_service.lease_s", "5", "--data_service.batch_timeout_s
 EITHER = (1, 143)  # whatever reaches the other rank first: a lost peer, or SIGTERM
 STOPPED = r"The job was stopped or interrupted \(SIGTERM\)\. "
 PEER_LEFT = r"RuntimeError: .*by peer"  # the other rank met the failure first, and left
+# The other rank failed first, and SIGTERM of this host's launcher came while this rank was still ending for that.
+ENDED = r"killed by SIGTERM \(exit code 143\) .*\s.*RuntimeError: .*by peer"
 KILLED = r"killed by SIGKILL \(exit code 137\)"
 
 
@@ -262,7 +264,7 @@ MATRIX = [
         other=EITHER,
         data=(137,),
         job=137,
-        other_reasons=STOPPED + rf"(lightning_sm\.errors\.Data|{PEER_LEFT})",
+        other_reasons=STOPPED + rf"(lightning_sm\.errors\.Data|{PEER_LEFT}|{ENDED})",
         options=fault("kill:data-1", "step=10"),
         arguments=(*SHORT_TIMEOUTS, *FEW_AHEAD),
     ),
