@@ -135,6 +135,16 @@ class SageMakerJob:
         return self.hyperparameters.get(_SMDDP, "").lower() == "true"
 
     @property
+    def has_upload_agent(self) -> bool:
+        """Whether the checkpoint folder is a copy, which SageMaker's agent uploads while the job runs.
+
+        Not in an emulated job whose hosts share the folder: there the address is that of the folder itself.
+        """
+        if self.checkpoint_dir is None or self.checkpoint_uri is None:
+            return False
+        return self.checkpoint_uri != self.checkpoint_dir.absolute().as_uri()
+
+    @property
     def model_dir(self) -> Path:
         """Folder that becomes ``model.tar.gz`` when the job ends; one archive holds the files of all hosts."""
         return self.base_dir / "model"

@@ -329,7 +329,7 @@ class _HostLauncher:
         self._interrupted_at = time.monotonic()
         wait_until_uploaded(
             self._control.saved() or [],
-            is_synchronised=(self._job.checkpoint_uri or "").startswith("s3://"),
+            has_agent=self._job.has_upload_agent,
             deadline=self._leave_at,
         )
 

@@ -21,13 +21,13 @@ _FIRST_MARKER_S = 10.0
 _POLL_S = 0.1
 
 
-def wait_until_uploaded(files: Sequence[Path], *, is_synchronised: bool, deadline: Callable[[], float]) -> bool:
+def wait_until_uploaded(files: Sequence[Path], *, has_agent: bool, deadline: Callable[[], float]) -> bool:
     """Wait for the agent's markers beside some files.
 
     Args:
         files: The files, which exist.
-        is_synchronised: Whether SageMaker is known to copy their folder to S3. Elsewhere nothing is waited for unless
-            the folder has markers.
+        has_agent: Whether SageMaker is known to copy their folder to S3. Elsewhere nothing is waited for unless the
+            folder has markers.
         deadline: Returns when to stop waiting, in seconds of ``time.monotonic``. Asked again and again: a stop signal
             may come meanwhile.
 
@@ -36,7 +36,7 @@ def wait_until_uploaded(files: Sequence[Path], *, is_synchronised: bool, deadlin
     """
     pending = [file for file in files if not is_uploaded(file)]
     began_at = time.monotonic()
-    first_marker_s = _FIRST_MARKER_S if is_synchronised else 0.0
+    first_marker_s = _FIRST_MARKER_S if has_agent else 0.0
     while pending and not _has_markers(pending):
         if time.monotonic() >= min(began_at + first_marker_s, deadline()):
             return True

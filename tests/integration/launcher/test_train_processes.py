@@ -8,10 +8,12 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import psutil
 import pytest
 
+from tests.fakes.job_folder import resource_config, write_job
 from tests.integration.hosts import Hosts
 from tests.integration.launching import TIMEOUT_S, failure, started, train, variables_of
 
@@ -193,3 +195,27 @@ def test_a_host_that_starts_after_the_failure_of_the_first_one_ends_with_its_rea
             assert first.exit_code() == 1
             assert second.exit_code() != 0
     assert re.match(r"ValueError: meant to fail\s+on trainer host algo-1\b", failure(hosts.folder / "algo-2"))
+
+
+@pytest.mark.parametrize("scheme", ["s3", "file"])
+def test_the_first_checkpoint_is_waited_for_before_its_upload_has_begun(work, tmp_path, scheme):
+    """The agent has shown nothing yet when the script ends; its address does not matter, only that it is elsewhere."""
+    base = tmp_path / "ml"
+    checkpoint = {"LocalPath": str(tmp_path / "checkpoints"), "S3Uri": f"{scheme}:///bucket/checkpoints"}
+    write_job(base, resource_config({"trainer": ["algo-1"]}, "algo-1"), checkpoint=checkpoint)
+    saved = tmp_path / "checkpoints" / "interrupted.ckpt"
+    saved.parent.mkdir()
+    (work / "train.py").write_text(
+        "import os, pathlib, sys\nfrom lightning_sm.job.control_folder import announce\n"
+        f"saved = pathlib.Path({str(saved)!r})\nsaved.touch()\nannounce().note_saved([saved])\n"
+        "print('script', os.getpid(), flush=True)\nsys.exit(143)"
+    )
+    with started(base, work, "train.py") as running:
+        script = int(running.wait_for("script ").split()[1])
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(script).wait(TIMEOUT_S)
+        saved.with_name("interrupted.ckpt.sagemaker-uploading").touch()
+        running.wait_for("waiting until SageMaker has uploaded the checkpoint")
+        saved.with_name("interrupted.ckpt.sagemaker-uploaded").touch()
+        running.wait_for("uploaded after")
+        assert running.exit_code() == 143

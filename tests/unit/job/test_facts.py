@@ -167,6 +167,21 @@ def test_checkpoint_configuration_gives_folder_and_address(tmp_path, checkpoint,
     assert job.checkpoint_uri == uri
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "has_agent"),
+    [
+        ({"S3Uri": "s3://bucket/ckpt"}, True),
+        ({"LocalPath": "/jobs/j/algo-1/checkpoints", "S3Uri": "file:///jobs/j/checkpoints"}, True),
+        ({"LocalPath": "/jobs/my ckpt", "S3Uri": "file:///jobs/my%20ckpt"}, False),
+        ({"LocalPath": "/opt/ml/checkpoints"}, False),
+        (None, False),
+    ],
+)
+def test_checkpoints_are_uploaded_unless_the_hosts_share_their_folder(tmp_path, checkpoint, has_agent):
+    """Also by the emulator's agent, whose address is not one of S3."""
+    assert read(write_job(tmp_path, SERVICE, checkpoint=checkpoint)).has_upload_agent is has_agent
+
+
 @pytest.mark.parametrize(("stated", "directory"), [({"LocalPath": "/tb"}, "/tb"), ({"S3OutputPath": "s3://b"}, None)])
 def test_tensorboard_configuration_gives_folder(tmp_path, stated, directory):
     """The stated folder is used, else SageMaker's default below the base folder."""

@@ -29,8 +29,8 @@ def _never():
 def test_nothing_is_waited_for_without_an_agent(file):
     """On a laptop nobody uploads anything."""
     began = time.monotonic()
-    assert wait_until_uploaded([file], is_synchronised=False, deadline=_never)
-    assert wait_until_uploaded([], is_synchronised=True, deadline=_never)
+    assert wait_until_uploaded([file], has_agent=False, deadline=_never)
+    assert wait_until_uploaded([], has_agent=True, deadline=_never)
     assert time.monotonic() - began < 10
 
 
@@ -42,7 +42,7 @@ def test_all_files_are_waited_for(file, caplog):
     _mark(file, "uploading")
     waited = []
     thread = threading.Thread(
-        target=lambda: waited.append(wait_until_uploaded([file, other], is_synchronised=False, deadline=_never))
+        target=lambda: waited.append(wait_until_uploaded([file, other], has_agent=False, deadline=_never))
     )
     thread.start()
     deadline = time.monotonic() + 20
@@ -62,16 +62,16 @@ def test_a_marker_of_an_earlier_file_does_not_count(file, caplog):
     marker = file.with_name(f"{file.name}.sagemaker-uploaded")
     os.utime(marker, (0, 0))
     deadline = time.monotonic() + 0.3
-    assert not wait_until_uploaded([file], is_synchronised=True, deadline=lambda: deadline)
+    assert not wait_until_uploaded([file], has_agent=True, deadline=lambda: deadline)
     assert f"SageMaker has not uploaded {file}." in caplog.text
 
 
 def test_the_first_marker_is_waited_for_in_a_job(file, monkeypatch):
     """The agent needs a moment to notice a job's first checkpoint; without one, the host leaves soon."""
     monkeypatch.setattr(upload, "_FIRST_MARKER_S", 0.2)
-    assert wait_until_uploaded([file], is_synchronised=True, deadline=_never)
+    assert wait_until_uploaded([file], has_agent=True, deadline=_never)
     thread = threading.Timer(0.05, lambda: (_mark(file, "uploading"), _mark(file, "uploaded")))
     monkeypatch.setattr(upload, "_FIRST_MARKER_S", 60.0)
     thread.start()
-    assert wait_until_uploaded([file], is_synchronised=True, deadline=_never)
+    assert wait_until_uploaded([file], has_agent=True, deadline=_never)
     thread.join()
