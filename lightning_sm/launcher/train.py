@@ -211,9 +211,13 @@ class _HostLauncher:
     def _outcome_without_start(self, peers: Peers, own: Outcome, restart: Restart) -> Outcome:
         """How this host ends after it has waited for a restart that never came."""
         stopped_by, job_outcome = self._child.stopped_by, peers.job_outcome
-        # All hosts are mostly stopped at the same moment: that another one has told so first changes nothing.
-        if stopped_by is None or (job_outcome is not None and not job_outcome.is_interruption):
+        is_interrupted = job_outcome is not None and job_outcome.is_interruption
+        if job_outcome is not None and not is_interrupted:
             return own
+        # All hosts are mostly stopped at the same moment. Whichever is told first, the failure of this one's script was
+        # to be overcome: the service must see an interruption, after which it restarts the job.
+        if stopped_by is None:
+            return own if job_outcome is None else Outcome(INTERRUPTED_EXIT_CODE, job_outcome.reason)
         doing = f"waiting for restart {restart.number} of {restart.most}. Its cause: {restart.cause}"
         stopped = Outcome(128 + stopped_by, not_started_reason(stopped_by, doing))
         peers.report(stopped)

@@ -6,6 +6,7 @@ import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 
@@ -209,7 +210,7 @@ def test_a_lost_launcher_is_not_restarted(tmp_path, jobs, work):
     assert "Restart 1" not in ended.output
 
 
-def _stopped_in_restart(tmp_path, jobs, work, fails, number):
+def _stopped_in_restart(tmp_path, jobs, work, fails, number, stop=Popen.terminate):
     """Run a job that fails in every attempt, and stop it when this restart was ordered on all hosts."""
     arguments = _options(tmp_path, work, fails, 9, 3)
     with in_background(jobs, work, *arguments) as emulator:
@@ -217,7 +218,7 @@ def _stopped_in_restart(tmp_path, jobs, work, fails, number):
         while sum(f"Restart {number} of 3: " in line for line in seen) < 3:
             seen.append(emulator.stdout.readline())
             assert seen[-1], "".join(seen)
-        emulator.send_signal(signal.SIGTERM)
+        stop(emulator)
         rest = emulator.communicate(timeout=60)[0]
     return _Ended(emulator.returncode, "".join(seen) + rest, jobs, tmp_path / "notes")
 
@@ -244,6 +245,22 @@ def test_a_stop_in_the_pause_before_a_restart(tmp_path, jobs, work):
         assert ended.reason(host).startswith("The job was stopped or interrupted (SIGTERM). ")
     assert "This host was waiting for restart 3 of 3. Its cause: Arithmetic" in ended.reason(ended.trainers[1])
     assert ended.num_starts() == {**dict.fromkeys(ended.trainers, 3), ended.data: 1}
+
+
+@pytest.mark.proof
+def test_a_host_that_waits_for_a_restart_is_interrupted_with_the_first_that_is(tmp_path, jobs, work):
+    """One that is not stopped yet when another one is, leaves with 143, too: not with the failure to be overcome."""
+
+    def stop_main_host(_):
+        launchers = {Path(process.environ()["SAGEMAKER_BASE_DIR"]).name: process for process in processes_of(jobs)}
+        launchers["algo-2"].send_signal(signal.SIGTERM)
+
+    ended = _stopped_in_restart(tmp_path, jobs, work, "exception", 3, stop_main_host)
+    assert ended.trainers[0] == "algo-2"
+    assert ended.exit_codes() == [143, 143, 0], ended.output
+    main, other = map(ended.reason, ended.trainers)
+    assert main.startswith("The job was stopped or interrupted (SIGTERM). ")
+    assert other.startswith(main)
 
 
 @pytest.fixture
