@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
 
+import psutil
 import pytest
 
 from tests.fakes.job_folder import resource_config, write_job
@@ -251,9 +251,10 @@ def test_a_stop_in_the_pause_before_a_restart(tmp_path, jobs, work):
 def test_a_host_that_waits_for_a_restart_is_interrupted_with_the_first_that_is(tmp_path, jobs, work):
     """One that is not stopped yet when another one is, leaves with 143, too: not with the failure to be overcome."""
 
-    def stop_main_host(_):
-        launchers = {Path(process.environ()["SAGEMAKER_BASE_DIR"]).name: process for process in processes_of(jobs)}
-        launchers["algo-2"].send_signal(signal.SIGTERM)
+    def stop_main_host(emulator):
+        launchers = psutil.Process(emulator.pid).children()  # not the scripts, which may still be ending
+        (main,) = (each for each in launchers if each.environ()["SAGEMAKER_BASE_DIR"].endswith("algo-2"))
+        main.terminate()
 
     ended = _stopped_in_restart(tmp_path, jobs, work, "exception", 3, stop_main_host)
     assert ended.trainers[0] == "algo-2"
