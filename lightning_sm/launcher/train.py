@@ -211,8 +211,7 @@ class _HostLauncher:
     def _outcome_without_start(self, peers: Peers, own: Outcome, restart: Restart) -> Outcome:
         """How this host ends after it has waited for a restart that never came."""
         stopped_by, job_outcome = self._child.stopped_by, peers.job_outcome
-        is_interrupted = job_outcome is not None and job_outcome.is_interruption
-        if job_outcome is not None and not is_interrupted:
+        if job_outcome is not None and not job_outcome.is_interruption:
             return own
         # All hosts are mostly stopped at the same moment. Whichever is told first, the failure of this one's script was
         # to be overcome: the service must see an interruption, after which it restarts the job.
