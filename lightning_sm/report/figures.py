@@ -294,10 +294,16 @@ class Figures:
     def samples_per_step(self) -> float | None:
         """Samples of a step of all ranks; None if one does not know."""
         means = [rank.samples / rank.n for rank in self.ranks.values()]
-        world = max((record.head.world_size or 0 for record in self.run.records), default=0)
-        if not means or not all(means):
-            return None
-        return math.fsum(means) if len(means) >= world else fmean(means) * world
+        return self.of_all_ranks(means) if means and all(means) else None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, of those without a record, too; 0 if no rank has one."""
+        return max((record.head.world_size or 0 for record in self.run.records), default=0)
+
+    def of_all_ranks(self, values: Sequence[float]) -> float:
+        """Return the sum over all ranks, of which those that are not known are like the others."""
+        return math.fsum(values) * max(1.0, self.world_size / len(values)) if values else 0.0
 
     @cached_property
     def shares(self) -> dict[str, float]:

@@ -158,12 +158,10 @@ def measure(run: Figures) -> Measured:
             f"{run.run.source}: it is not recorded how many workers built the batches. Measure with this version of "
             "lightning_sm."
         )
-    # Ranks of hosts that have no record here do as these.
-    world = max((record.head.world_size or 0 for record in run.run.records), default=0)
-    workers = round(sum(loader.workers for loader in loaders) * max(1.0, world / len(loaders)))
+    workers = round(run.of_all_ranks([loader.workers for loader in loaders]))
     num_hosts = sum(host.role == "trainer" for host in run.hosts)
     if workers == 0:  # the training process builds its batches between two steps
-        model = StepModel(own_s, waiting * step_s * max(1, world), workers=0)
+        model = StepModel(own_s, waiting * step_s * max(1, run.world_size), workers=0)
         return Measured(model, step_s, waiting, is_remote=False, num_hosts=num_hosts)
     at_work = min(workers, max(1, sum(host.cpus for host in run.hosts if host.role == "trainer") or workers))
     is_bound = waiting < NOT_INPUT_BOUND
@@ -279,8 +277,8 @@ def _remote(run: Figures, own_s: float) -> Measured:
         raise JobConfigError(f"{run.run.source}: no data host is recorded that was up, with workers.")
     # Each by its own steps: the last figures of some ranks may have come too late.
     known = [rank for rank in ranks.values() if rank.num_steps]
-    cost_s = math.fsum(rank.produce_s / rank.num_steps for rank in known)
-    num_bytes = math.fsum(rank.num_bytes / rank.num_steps for rank in known)
+    cost_s = run.of_all_ranks([rank.produce_s / rank.num_steps for rank in known])
+    num_bytes = run.of_all_ranks([rank.num_bytes / rank.num_steps for rank in known])
     capacity_s = math.fsum(host.capacity_s for host in up)
     busy = min(1.0, math.fsum(host.busy_s for host in up) / capacity_s) if capacity_s else 1.0
     variations = [rank.produce_variation for rank in ranks.values() if rank.produce_variation is not None]

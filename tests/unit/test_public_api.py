@@ -24,6 +24,7 @@ def test_the_namespace_is_the_public_api():
 @pytest.mark.filterwarnings("ignore")  # the SDK's own warnings, at its import
 def test_local_session_comes_with_the_sdk():
     """The session is loaded from the package, too."""
+    pytest.importorskip("sagemaker", reason="needs version 2 of the SageMaker SDK (extra launch)")
     assert lightning_sm.HeterogeneousLocalSession.__module__ == "lightning_sm.submit.sdk.v2_local_session"
 
 

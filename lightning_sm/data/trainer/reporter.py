@@ -77,6 +77,8 @@ class Reporter(Callback):
         self._epoch: _Epoch | None = None
         self._reported: dict[str, RankFigures] = {}  # by rank, at the last report, or when the run began
         self._run: _Sums | None = None  # when the run began
+        # The newest figures of the other ranks. Data hosts drop those of a rank that has finished.
+        self._others: dict[str, RankFigures] = {}
         self._waiting = RankFigures()  # what the slowest rank of each reported epoch of the run measured
 
     def __getstate__(self) -> dict[str, Any]:
@@ -206,7 +208,7 @@ class Reporter(Callback):
         state = self._state_or_none()
         if state is None:
             return None
-        return _Sums(state.hosts, {**state.ranks, self._feeder().name: copy.copy(self._figures)})
+        return _Sums(state.hosts, {**self._others, self._feeder().name: copy.copy(self._figures)})
 
     def _begin(self, trainer: Any) -> _Epoch:
         """Take the figures at the first batch of an epoch."""
@@ -215,7 +217,7 @@ class Reporter(Callback):
         epoch = _Epoch(number, copy.copy(self._figures))
         if state is not None:
             epoch.hosts_before = state.hosts
-            self._reported = {**state.ranks, **self._reported}
+            self._reported = {**self._others, **self._reported}
         self._reported.setdefault(self._feeder().name, epoch.before)
         if self._run is None:
             self._run = _Sums(epoch.hosts_before, dict(self._reported))
@@ -224,10 +226,12 @@ class Reporter(Callback):
     def _state_or_none(self) -> State | None:
         """The state, or None if the feeder does not answer: a training must not end because of its statistics."""
         try:
-            return self._feeder().state()
+            state = self._feeder().state()
         except DataServiceError as error:
             logger.warning("There are no statistics of the data service: %s", error)
             return None
+        self._others |= state.ranks
+        return state
 
 
 def data_report(trainer: Any) -> str:

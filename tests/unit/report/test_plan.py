@@ -40,6 +40,13 @@ def test_the_work_of_a_step_decides(tmp_path):
     assert [line.limit for line in planned.lines] == ["workers", "workers", "training"]
 
 
+def test_ranks_whose_figures_did_not_arrive_are_like_the_others(tmp_path):
+    """Of a training of two ranks, data hosts know only one: a step needs twice its work."""
+    input_bound(tmp_path)
+    write(tmp_path, head(1, who="rank-1", world_size=2), steps(11), who="rank-1")
+    assert measure(of(tmp_path)).model.cost_s == pytest.approx(2 * 0.096)
+
+
 def test_the_whole_job_has_more_than_steps(tmp_path):
     """Start-up stays, validations grow with the steps; hosts cost by the hour."""
     planned = plan(of(input_bound(tmp_path)), PRICES, steps=12_000)

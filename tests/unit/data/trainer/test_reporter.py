@@ -199,3 +199,12 @@ def test_the_record_gets_sums_since_the_start(feeder, reporter):
     (host,), ranks = reporter.sums()
     assert (host.name, host.busy_s, host.num_hedges) == ("algo-3", 3.0, 2)
     assert ranks["rank 0 on algo-1"]["num_steps"] == 3
+
+
+def test_a_rank_that_has_finished_is_in_the_record(feeder, reporter):
+    """Data hosts know it no longer when rank 0 ends its training."""
+    feeder.ranks["rank 1 on algo-2"] = RankFigures(num_batches=3, num_steps=3)
+    train(reporter, make_trainer())
+    reporter.report()
+    feeder.ranks.clear()
+    assert reporter.sums()[1]["rank 1 on algo-2"]["num_steps"] == 3
