@@ -68,7 +68,7 @@ class DataServiceSettings:
             ranks. A resumed run keeps its number.
         port: Port of the data hosts. Default: derived from the job.
         token: Secret that trainers must present. Default: derived from LIGHTNING_SM_JOB_SECRET; without that from the
-            job's name, which is no secret.
+            job's name, which is not secret.
         tls_certificate: PEM file with the certificate of the data hosts; turns TLS on. Its SubjectAlternativeName must
             have the names by which trainers reach them, for example algo-1 and algo-2.
         tls_key: PEM file with the private key of the certificate.

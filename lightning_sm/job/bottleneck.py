@@ -1,6 +1,6 @@
 """What limits the time of a training step, and what more workers would change. Pure functions on plain numbers.
 
-The model of a step, as in tf.data service's autoscaler: whoever is slowest sets the pace,
+The model of a step, as in tf.data service's autoscaler: the slowest part sets the pace,
 
     T(W) = max(t0, c / (W * e), wire)
 

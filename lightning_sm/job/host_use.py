@@ -32,7 +32,7 @@ def usable_cpus(cgroup: Path = _CGROUP) -> int:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
         quota, period = (cgroup / "cpu.max").read_text(encoding="ascii").split()
-        cpus = min(cpus, math.ceil(int(quota) / int(period)))  # "max" is no number: no limit
+        cpus = min(cpus, math.ceil(int(quota) / int(period)))  # "max" is not a number: no limit
     return max(1, cpus)
 
 

@@ -18,7 +18,7 @@ SDK v3, ``ModelTrainer``                 null      {"a": null}          a b     
 2. ``None`` becomes ``null``; ``nan``, ``inf``, ``NaN``, ``Infinity`` and their negatives become YAML's ``.nan`` and
    ``.inf``, the only spellings that jsonargparse reads as numbers.
 3. Lists, tuples and dicts in Python's notation become JSON. JSON lists and dicts keep their text, unless YAML would
-   misread it (``NaN``, surrogate pairs such as an emoji's, unprintable characters, tabs): those are written anew.
+   misread it (``NaN``, surrogate pairs such as an emoji's, unprintable characters, tabs): those are encoded again.
 4. All other text stays as it is, so that a ``str`` parameter receives "007", "1e-3" or "" unchanged.
 
 What the text does not say, no rule can restore:

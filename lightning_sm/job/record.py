@@ -4,7 +4,7 @@ Each process appends lines of JSON to a file of its own, ``<record folder>/<atte
 (``launcher``), and training processes (``rank-3``). The folder lies with the checkpoints where the job has any, because
 only they survive an attempt that is killed; else with the output data, which one archive collects from all hosts.
 
-A file begins with a ``FileHead``; another one follows where a restarted process goes on with the file. Of each line
+A file begins with a ``FileHead``; another one follows where a restarted process continues the file. Of each line
 there is a class below, whose ``kind`` names it in JSON. ``t`` is the time in seconds since the Unix epoch; all other
 times are in seconds, too.
 """
@@ -44,7 +44,7 @@ _NAME = re.compile(rf"(?P<host>.+)-(?P<who>{LAUNCHER}|rank-\d+)\{_ENDING}")
 
 @dataclass(frozen=True)
 class FileHead:
-    """Who writes a file; its first line, and again when a restarted process goes on with it.
+    """Who writes a file; its first line, and again when a restarted process continues it.
 
     Attributes:
         t: When the process began to write.
@@ -253,7 +253,7 @@ class End:
 
     Attributes:
         t: When.
-        outcome: ``succeeded``, ``failed``, ``interrupted`` (it can go on from a checkpoint) or ``stopped``.
+        outcome: ``succeeded``, ``failed``, ``interrupted`` (it can resume from a checkpoint) or ``stopped``.
         exit_code: Of the host, from its launcher.
         reason: Why it has not succeeded.
     """
@@ -310,7 +310,7 @@ def find_files(folder: Path) -> list[Path]:
 
 
 def read_file(path: Path) -> list[Line]:
-    """Read the lines of a file. What is no line of this format is left out, such as one that a kill has torn.
+    """Read the lines of a file. Anything else is left out, such as a line that a kill has cut short.
 
     Raises:
         OSError: The file cannot be read.

@@ -26,7 +26,7 @@ _OTHER_TOKENS = frozenset(
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _MENTION = re.compile(_NAMED, re.IGNORECASE)
-# A secret's name before its value, in text that is no JSON, YAML or Python.
+# A secret's name before its value, in text that is not JSON, YAML or Python.
 _GIVEN = re.compile(
     rf"""{_NAMED}(?:\.[\w.-]+)?[\\"'\s]*[:=]|--[\w.-]*{_NAMED}[\\"',\s]""",
     re.IGNORECASE,

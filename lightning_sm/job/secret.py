@@ -18,7 +18,8 @@ def new_secret() -> dict[str, str]:
 def job_key(purpose: str, job: str, env: Mapping[str, str]) -> bytes:
     """Return a key of a job, which does not reveal the job's secret or its keys for other purposes.
 
-    Without a secret, whoever knows the job's name can make the key: it then keeps jobs apart that meet by accident.
+    Without a secret, anyone who knows the job's name can derive the key, which then only separates jobs that meet by
+    accident.
 
     Args:
         purpose: What the key is for, and the version of the messages that it belongs to.

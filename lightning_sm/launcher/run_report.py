@@ -17,7 +17,7 @@ from lightning_sm.job.record import record_folder
 _LOG = command_logger(__name__)
 
 NAME = "report.html"
-# Whoever stops a host waits for it.
+# A host that is stopped waits for it.
 REPORT_OF_STOPPED_S = 10.0
 
 

@@ -302,7 +302,7 @@ class Figures:
         return max((record.head.world_size or 0 for record in self.run.records), default=0)
 
     def of_all_ranks(self, values: Sequence[float]) -> float:
-        """Return the sum over all ranks, of which those that are not known are like the others."""
+        """Return the sum over all ranks; ranks without a value are taken to be like the others."""
         return math.fsum(values) * max(1.0, self.world_size / len(values)) if values else 0.0
 
     @cached_property
@@ -412,7 +412,7 @@ class Figures:
 
 def _attempt(number: int, records: Sequence[Record]) -> Attempt:
     ends = [(record.head, line) for record in records for line in record.lines if isinstance(line, End)]
-    # A data host may fail, or may not be needed any more: how the job ends, trainers say.
+    # A data host may fail, or may no longer be needed: trainers say how the job ends.
     ends = [(head, end) for head, end in ends if head.role == "trainer"]
     launchers = [end for head, end in ends if head.who == LAUNCHER] or [end for _, end in ends]
     # As on the service, the first failure is that of the job.

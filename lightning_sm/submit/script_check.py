@@ -83,7 +83,7 @@ def _run(job: Job, script: Path, arguments: list[str], folder: Path, findings: F
         **job.environment,
         "SAGEMAKER_BASE_DIR": str(folder),
         "SM_NUM_GPUS": str(num_gpus(trainer.instance_type) or 0),
-        "CUDA_VISIBLE_DEVICES": "",  # imports that touch a GPU would take it from whoever uses it
+        "CUDA_VISIBLE_DEVICES": "",  # imports that touch a GPU would take it from its user
         "TRAINING_JOB_NAME": job.name,
     }
     directory = job.source_dir if job.source_dir is not None and job.local_script is None else script.parent

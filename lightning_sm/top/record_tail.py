@@ -48,7 +48,7 @@ class Writer:
     def take(self, line: record.Line) -> None:
         """Add a line."""
         match line:
-            case record.FileHead():  # a process that was started again goes on with the file
+            case record.FileHead():  # a restarted process continues the file
                 self.head, self.end = line, None
                 self.steps.clear()
             case record.Steps():

@@ -37,7 +37,7 @@ class SamplerPass(NamedTuple):
 class UserSampler:
     """A sampler or batch sampler of the user, with the samplers in its attributes.
 
-    A local sampler goes on where its last pass ended. On a data host, each pass starts from the state that the user's
+    A local sampler continues where its last pass ended. On a data host, each pass starts from the state that the user's
     hook left, in a fork, so that all hosts yield the same order, whatever they were asked before. Therefore:
 
     - Before each pass, the global generators, and those in the attributes, get seeds of the pass.

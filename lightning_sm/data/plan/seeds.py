@@ -21,7 +21,7 @@ def _to_integer(value: object) -> int:
 _ENCODER = json.JSONEncoder(separators=(",", ":"), default=_to_integer)
 
 
-# A batch comes with the fields of its pass: making the prefixes anew would take 6 us for each.
+# A batch comes with the fields of its pass: building the prefixes for each batch would take 6 us.
 @lru_cache(maxsize=16)
 def _prefixes(*fields: int | str) -> tuple[hashlib.blake2b, ...]:
     """Return one per kind of key, so that an integer sample, any other sample and a batch never collide."""

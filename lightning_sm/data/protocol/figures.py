@@ -31,7 +31,7 @@ class RankFigures:
         num_bytes: Bytes of the batches.
         first_wait_s: Seconds that the training loop waited for the first batches of passes.
         wait_s: Seconds that it waited for the other batches.
-        transfer_wait_s: The part of ``wait_s`` in which batches were on their way from a data host.
+        transfer_wait_s: The part of ``wait_s`` in which batches were in transit from a data host.
         busy_s: Seconds that it worked between batches.
         sync_s: The part of ``busy_s`` in the backward pass and the optimizer, where ranks wait for each other.
         queue_s: Total seconds that requests waited for a worker.

@@ -106,7 +106,7 @@ class Leases:
         done = {*lost, *self._finished}
         if len(done) < len(self._last_seen):
             return None
-        # Whoever knows that the job is over ends this host before.
+        # The launcher, which knows whether the job is over, ends this host earlier.
         if not self._job_is_ending and now - self._last_event < self._restart_s:
             return None
         # A rank that has not connected yet may still be starting, but not for longer than a lease.

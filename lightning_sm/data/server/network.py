@@ -165,7 +165,7 @@ class _Requests:
         self._cancels: dict[int, Callable[[], None]] = {}  # by number of the request
         self._releases: dict[int, Callable[[], None]] = {}
         self._rings: set[int] = set()  # by worker id
-        # Sent by a thread: whoever answers a request must not wait for a network process that is stopped.
+        # Sent by a thread: the thread that answers a request must not wait for a network process that is stopped.
         self._outbox: queue.SimpleQueue[Message | tuple[int, Produced] | None] = queue.SimpleQueue()
         threading.Thread(target=self._send_all, name="to network process", daemon=True).start()
 

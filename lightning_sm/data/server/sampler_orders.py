@@ -64,7 +64,7 @@ class SamplerOrders:
 
         Args:
             request: The request.
-            timeout_s: How long to wait for the sampler, which goes on running.
+            timeout_s: How long to wait for the sampler, which keeps running.
 
         Raises:
             ValueError: The rank does not exist, or its batch size is negative.

@@ -99,7 +99,7 @@ class Task:
 class _State(Enum):
     STARTING = auto()
     READY = auto()
-    RETIRED = auto()  # its loaders are not needed any more: it finishes its task, and gets no other
+    RETIRED = auto()  # its loaders are no longer needed: it finishes its task, and gets no other
 
 
 class _Worker:

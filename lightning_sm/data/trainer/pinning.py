@@ -84,7 +84,7 @@ class PinnedSlots:
                 event.synchronize()
 
     def close(self) -> None:
-        """Unlock all slots, once no GPU reads them any more."""
+        """Unlock all slots, once no GPU reads them."""
         self._is_refused = True
         try:
             self.advance()

@@ -18,7 +18,7 @@ _MIN_FIRST_SECONDS = 5.0
 _SLOWER = 2.0
 # Of so few batches a mean says nothing.
 _MIN_BATCHES = 3
-# The network is the cause if batches were on their way for this part of the waiting.
+# The network is the cause if batches were in transit for this part of the waiting.
 _TRANSFER_PART = 0.5
 # More workers than these many times the present ones are no advice.
 _MOST_WORKERS = 10
@@ -146,7 +146,7 @@ def _slow_link(who: str, hosts: Sequence[HostFigures]) -> str | None:
         return None
     name, own_s, others_s = found
     return (
-        f"{who} because of the network of data host {name}: its batches take {_seconds(own_s)} on their way, those of "
+        f"{who} because of the network of data host {name}: its batches are {_seconds(own_s)} in transit, those of "
         f"the others {_seconds(others_s)}."
     )
 

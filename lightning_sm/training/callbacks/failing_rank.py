@@ -1,4 +1,4 @@
-"""FailingRank: a rank that raises an exception says so at once, and makes no collective call any more."""
+"""FailingRank: a rank that raises an exception says so at once, and makes no further collective calls."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Heartbeat(Callback):
             self._beat(trainer, SAVING, may_pause=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The model is exported, and the script goes on."""
+        """The model is exported, and the script continues."""
         self._beat(trainer, FINISHING, may_pause=True)
 
     def _beat(self, trainer: Trainer, phase: str, *, may_pause: bool) -> None:

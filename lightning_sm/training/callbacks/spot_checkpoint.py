@@ -149,7 +149,7 @@ class SpotCheckpoint(Checkpoint):
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
             return
-        # A rank of a job that has failed elsewhere cannot save any more: its next collective call would hang.
+        # A rank of a job that has failed elsewhere can no longer save: its next collective call would hang.
         if not self._is_fit or (self._process is not None and self._process.are_peers_gone()):
             raise TrainingInterrupted(self._exit_code)
         if self._signalled_at is None:

@@ -55,10 +55,10 @@ class _InertUnpickler(pickle.Unpickler):
 
 
 def inert_pickle(data: bytes) -> Any:
-    """Return the value of a pickle, with an ``Inert`` in place of each object that is no plain value.
+    """Return the value of a pickle, with an ``Inert`` in place of each object that is not a plain value.
 
     Raises:
-        Exception: The data is no pickle; of any type.
+        Exception: The data is not a pickle; of any type.
     """
     return _InertUnpickler(io.BytesIO(data)).load()
 
@@ -67,7 +67,7 @@ def pickle_of(file: Path | IO[bytes]) -> bytes:
     """Return the pickle that ``torch.save`` wrote into a file; the tensors are not read.
 
     Raises:
-        zipfile.BadZipFile: The file is no zip archive, or is truncated.
+        zipfile.BadZipFile: The file is not a zip archive, or is truncated.
         ValueError: It is one that ``torch.save`` has not written.
         Exception: It cannot be read; of any type that the file raises.
     """

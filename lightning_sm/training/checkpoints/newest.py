@@ -248,7 +248,7 @@ def _load(path: Path, job: SageMakerJob | None) -> tuple[Any, bool]:
 def _check_trust(path: Path, job: SageMakerJob | None, error: Exception) -> None:
     """Refuse a file with objects unless it says that it is of this job, or of an earlier one with its S3 address.
 
-    Whoever writes into the folder can say so, too: what it protects from are files that got there by accident.
+    Anyone who can write into the folder can forge it: it protects from files that got there by accident.
     """
     if job is None:
         return

@@ -160,7 +160,7 @@ def _bytes(piece: Tensor) -> bytes:
 
 def _refuse_object_stores(trainer: Trainer) -> None:
     # Lightning makes a pathlib.Path of the address, also for a checkpoint of a single file: nothing reaches the store,
-    # and a job that is restarted begins anew, without an error.
+    # and a restarted job starts from scratch, without an error.
     for address in object_stores(trainer):
         raise StrategyError(
             f"{type(trainer.strategy).__name__} cannot write checkpoints to {address}, which is the dirpath of a "

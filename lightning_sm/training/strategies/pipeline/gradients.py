@@ -1,4 +1,4 @@
-"""Gradients that a schedule has computed, on their way through Lightning's own order of a step."""
+"""Gradients that a schedule has computed, passed through Lightning's own order of a step."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ class FollowingLoader:
     """Stands in for a loader, and gives the Trainer's loops as many placeholders, None, as it would give batches.
 
     ``PipelineParallelStrategy.batch_to_device`` replaces them by the batches of the first rank, which costs nothing to
-    fetch here. Whoever else iterates gets the loader's own batches.
+    fetch here. Other callers get the loader's own batches.
 
     Args:
         loader: The loader, which has a length.

@@ -238,7 +238,7 @@ class PipelineParallelStrategy(DDPStrategy):
         # Not DDP's setup, which wraps the model, or copies rank 0's weights to ranks with other stages.
         super(DDPStrategy, self).setup(trainer)
         if self._replica.position > 0:
-            # The first rank has called the user's hook; what comes here is no batch.
+            # The first rank has called the user's hook; what arrives here is not a batch.
             module._on_before_batch_transfer = lambda batch, dataloader_idx=0: batch  # type: ignore[method-assign]
         synchronize(module, self._data_group, dist.get_process_group_ranks(self._data_group)[0])
         # Of the norm of all stages' gradients: clip_gradients of module and plugin then work as they are.

@@ -105,7 +105,7 @@ def test_as_many_workers_as_there_are_never_do():
 
 
 def test_a_slow_network_is_named_with_its_rate():
-    """Batches are on their way for most of the waiting, while workers are idle."""
+    """Batches are in transit for most of the waiting, while workers are idle."""
     text = verdict(ranks(waiting(90.0, 80.0, transfer_s=150.0), waiting(88.0, 78.0)), hosts(HOST, HOST))
     assert text.startswith("Training waits 90% of the time for the network: of the 1.7 s from request to batch, 1.5 s")
     assert "(10 MB a batch, 10.1 MB/s)" in text
@@ -152,7 +152,7 @@ def test_a_data_host_with_a_slow_network_is_named():
     slow = replace(HOST, num_received=10, transfer_s=9.0)
     text = verdict(ranks(waiting(5.0, 4.5)), hosts(HOST, slow))
     assert (
-        "because of the network of data host algo-4: its batches take 0.9 s on their way, those of the others 0.01"
+        "because of the network of data host algo-4: its batches are 0.9 s in transit, those of the others 0.01"
         in text
     )
 
