@@ -152,8 +152,7 @@ def test_a_data_host_with_a_slow_network_is_named():
     slow = replace(HOST, num_received=10, transfer_s=9.0)
     text = verdict(ranks(waiting(5.0, 4.5)), hosts(HOST, slow))
     assert (
-        "because of the network of data host algo-4: its batches are 0.9 s in transit, those of the others 0.01"
-        in text
+        "because of the network of data host algo-4: its batches are 0.9 s in transit, those of the others 0.01" in text
     )
 
 
