@@ -1,4 +1,4 @@
-"""The transport of the data service compared to one raw TCP stream and to the AWS sample ("seed"), on loopback.
+"""The transport of the data service compared to raw TCP, to gRPC alone and to the AWS sample ("seed"), on loopback.
 
 It measures the transport of a batch from a data host's memory to a tensor in the training process. The baselines are
 in ``wire_baselines.py``. The batches of the data service cost nothing to build: a collate function returns an existing
@@ -130,12 +130,10 @@ def rows(payload: str, results: dict[str, list[dict[str, float]]]) -> Iterator[l
         for name, runs in results.items()
     }
     for name in results:
-        line = [payload, name, spread(speeds[name]), ratio(speeds[name], speeds["raw-tcp"])]
-        for seed in ("seed-npsave", "seed"):
-            line += [ratio(speeds[name], speeds[seed], 1)]
+        line = [payload, name, spread(speeds[name])]
+        line += [ratio(speeds[name], speeds[other]) for other in ("raw-tcp", "grpcio", "seed-npsave", "seed")]
         line += [spread(costs[name])]
-        for seed in ("seed-npsave", "seed"):
-            line += [ratio(costs[name], costs[seed])]
+        line += [ratio(costs[name], costs[other]) for other in ("grpcio", "seed-npsave", "seed")]
         yield line
 
 
@@ -155,8 +153,8 @@ def main() -> None:
                 in_child, ours, payload=payload, workers=args.workers, samples=samples, **limits
             )
         table += rows(payload, in_turn(variants, args.rounds))
-    headers = ["payload", "transport", "GB/s", "x raw TCP", "x seed-npsave", "x seed"]
-    headers += ["CPU s/GB", "x seed-npsave", "x seed"]
+    headers = ["payload", "transport", "GB/s", "x raw TCP", "x grpcio", "x seed-npsave", "x seed"]
+    headers += ["CPU s/GB", "x grpcio", "x seed-npsave", "x seed"]
     sys.stdout.write(machine() + tabulate(table, headers=headers, disable_numparse=True) + "\n")
 
 

@@ -1,8 +1,10 @@
-"""Baselines for the transport of the data service: raw TCP, and the code of the AWS sample.
+"""Baselines for the transport of the data service: raw TCP, gRPC alone, and the code of the AWS sample.
 
 Each baseline has one server and one client process, each on its own cores, on loopback, and sends the same batches:
 
     raw-tcp      requests over one TCP connection, four outstanding; the client receives into a preallocated ring.
+    grpcio       what gRPC for Python itself allows: one stream of raw bytes with the options and pieces of the service,
+                 copied into a ring. Nobody requests, builds or delivers a batch.
     seed-npsave  one gRPC stream of whole batches; a protobuf message holds `np.save` output; the client decodes it
                  with protobuf, `np.load` and `torch.tensor`.
     seed         the same with the bytes of the AWS sample (amazon-sagemaker-examples, pt.grpc.sagemaker): `tobytes` at
@@ -24,6 +26,7 @@ import json
 import math
 import mmap
 import os
+import queue
 import socket
 import statistics
 import subprocess
@@ -161,6 +164,54 @@ def receive_raw_tcp(payload: Payload, port: int) -> Iterator[memoryview]:
             yield slot
 
 
+def serve_grpcio(payload: Payload) -> None:
+    """Stream the bytes of batches for as long as the client reads."""
+    import grpc
+
+    from lightning_sm.data.ipc.processes import keep_freed_memory
+    from lightning_sm.data.protocol.frames import FRAME_BYTES
+    from lightning_sm.data.protocol.grpc_transport import server_options
+    from lightning_sm.data.protocol.spec import CHUNK_BYTES
+
+    keep_freed_memory()
+    slots = sources(payload)
+    head = bytes(FRAME_BYTES)
+
+    def stream(_requests: Iterator[bytes], _context: Any) -> Iterator[bytes]:
+        for slot in itertools.cycle(slots):
+            for start in range(0, len(slot), CHUNK_BYTES):
+                yield b"".join([head, slot[start : start + CHUNK_BYTES]])
+
+    handler = grpc.stream_stream_rpc_method_handler(stream)
+    server = grpc.server(ThreadPoolExecutor(max_workers=1), options=server_options())
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
+    os.write(1, b"%d\n" % server.add_insecure_port(f"{LOOPBACK}:0"))
+    server.start()
+    server.wait_for_termination()
+
+
+def receive_grpcio(payload: Payload, port: int) -> Iterator[memoryview]:
+    """Copy the pieces into a ring."""
+    import grpc
+
+    from lightning_sm.data.ipc.processes import keep_freed_memory
+    from lightning_sm.data.protocol.frames import FRAME_BYTES
+    from lightning_sm.data.protocol.grpc_transport import channel_options
+
+    keep_freed_memory()
+    slots = allocate(payload.size_bytes, NUM_SLOTS)
+    with grpc.insecure_channel(f"{LOOPBACK}:{port}", options=channel_options()) as channel:
+        # Requests without an end: none is ever sent.
+        messages = channel.stream_stream(f"/{SERVICE}/{METHOD}")(iter(queue.SimpleQueue().get, 0), wait_for_ready=True)
+        for slot in itertools.cycle(slots):
+            filled = 0
+            while filled < len(slot):
+                piece = np.frombuffer(next(messages), np.uint8, offset=FRAME_BYTES)
+                np.frombuffer(slot, np.uint8)[filled : filled + len(piece)] = piece
+                filled += len(piece)
+            yield slot
+
+
 def example_class() -> Any:
     """The AWS sample's message, ``Example{bytes image = 1; bytes label = 2;}``, without generated code."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -221,6 +272,7 @@ def receive_seed(payload: Payload, port: int, decode: Callable[[bytes, str], np.
 
 BASELINES: dict[str, tuple[Callable[..., None], Callable[..., Iterator[memoryview]]]] = {  # server, client
     "raw-tcp": (serve_raw_tcp, receive_raw_tcp),
+    "grpcio": (serve_grpcio, receive_grpcio),
     "seed-npsave": (partial(serve_seed, encode=np_save), partial(receive_seed, decode=np_load)),
     "seed": (partial(serve_seed, encode=np.ndarray.tobytes), partial(receive_seed, decode=np.frombuffer)),
 }
