@@ -24,12 +24,15 @@ logger = logging.getLogger(__name__)
 
 StepPlan: TypeAlias = SamplePlan | BatchPlan | ShardSteps
 
-# A request for more batches costs hardly less per batch, and others wait longer behind it.
-_RUN_BYTES = 1 << 20
+# Longer runs make small batches faster (benchmarks/README.md), but a window of 32 requests then takes more memory, and
+# others wait longer behind a request.
+_RUN_BYTES = 8 << 20
 _RUN_S = 0.01
 _MAX_RUN = 256
-# Where the user limits the batches, a request asks for so few that all workers have something to do.
+# Where the user limits the window, a request asks for so few batches that all workers have something to do.
 _MIN_RUNS = 8
+# Batches differ in size, and a run that does not fit into a slot is requested again step by step.
+_SLOT_PART = 1 / 2
 
 # The block that the training process holds is so small a part of the bytes that may be ahead.
 _BLOCK_PART = 1 / 4
@@ -264,7 +267,8 @@ class PassBuffer:
         produce_s = header.produce_s / num_steps
         self.produce_s += (produce_s - self.produce_s) * (1 / 8 if self.produce_s else 1)
         num_bytes = (header.num_bytes + len(header.batches)) / num_steps
-        most = min(_MAX_RUN, _RUN_BYTES / max(1.0, num_bytes), _RUN_S / max(1e-9, self.produce_s))
+        run_bytes = min(_RUN_BYTES, self.window_bytes / _MIN_RUNS, _SLOT_PART * self.ring.slot_bytes)
+        most = min(_MAX_RUN, run_bytes / max(1.0, num_bytes), _RUN_S / max(1e-9, self.produce_s))
         if isinstance(self.plan, ShardSteps):
             most = min(most, _BLOCK_PART * self.window_bytes / max(1.0, num_bytes) / self.plan.num_shards)
         length = max(1, min(2 * self.run_length, int(most)))

@@ -145,7 +145,7 @@ def test_the_window_is_bounded_in_bytes(buffer):
 
 
 def test_quick_small_batches_are_requested_together(buffer):
-    """Runs double, up to what makes 10 ms of work or 1 MiB; the window then counts requests, not batches."""
+    """Runs double, up to what makes 10 ms of work or 8 MiB; the window then counts requests, not batches."""
     buffer.window_bytes = 1 << 30
     lengths = []
     for number, step in enumerate((4, 5, 6, 7)):
@@ -158,6 +158,17 @@ def test_quick_small_batches_are_requested_together(buffer):
     buffer.reserve(9, Run(8, 1))
     answer(buffer, 9, b"slow", produce_s=1.0)
     assert buffer.run_length == 1
+
+
+@pytest.mark.parametrize(("window_bytes", "num_bytes", "most"), [(1 << 30, 400, 4), (800, 20, 2)])
+def test_runs_fit_into_slots_and_window(buffer, window_bytes, num_bytes, most):
+    """A run has at most half of a slot of 4096 bytes, and an eighth of the window."""
+    buffer.window_bytes = window_bytes
+    for number, step in enumerate((4, 5, 6, 7)):
+        buffer.reserve(number, Run(step, 1))
+        answer(buffer, number, bytes(num_bytes), produce_s=0.0001)
+        buffer.free += [run.slot for run in buffer.deliveries()]
+    assert buffer.run_length == most
 
 
 def test_a_limit_of_the_users_counts_batches(buffer):
