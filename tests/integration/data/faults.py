@@ -481,11 +481,14 @@ def connections(host: psutil.Process) -> list[Any]:
 
 
 def shared_memory() -> set[tuple[str, int]]:
-    """Name and inode of every file and semaphore in /dev/shm."""
+    """Name and inode of every file and semaphore in /dev/shm, but for torch's own.
+
+    These have a name for a moment only; a worker of a DataLoader that another test kills in it leaves one.
+    """
     found = set()
     for path in Path("/dev/shm").iterdir():
         with contextlib.suppress(FileNotFoundError):  # Removed meanwhile.
-            if not path.is_dir():
+            if not path.is_dir() and not path.name.startswith("torch_"):
                 found.add((path.name, path.stat().st_ino))
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.metadata
 import json
+import os
 import signal
 import site
 import subprocess
@@ -60,7 +61,8 @@ def _source(base, requirements=None, script=_IMPORT):
 
 
 def _variables(index, **variables):
-    return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PIP_NO_CACHE_DIR": "1", **variables}
+    own = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PIP_NO_CACHE_DIR": "1"}
+    return {**own, "PIP_CONFIG_FILE": os.devnull, **variables}  # a machine's own constraints would be in the messages
 
 
 def _run(base, python, index, *args, **variables):
