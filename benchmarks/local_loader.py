@@ -78,17 +78,15 @@ class Work(LightningModule):
     Args:
         step_units: Work of a step.
         num_steps: Steps that count; training ends with the last of them.
-        num_serving: Returns how many data hosts serve batches.
-        num_hosts: Of how many, local workers included.
+        is_ready: Returns whether all data hosts serve, local workers included.
     """
 
-    def __init__(self, step_units: int, num_steps: int, num_serving: Callable[[], int], num_hosts: int) -> None:
+    def __init__(self, step_units: int, num_steps: int, is_ready: Callable[[], bool]) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.step_units = step_units
         self.num_steps = num_steps
-        self.num_serving = num_serving
-        self.num_hosts = num_hosts
+        self.is_ready = is_ready
         self.layer = torch.nn.Linear(1, 1)
         self.first: int | None = None
         self.began = 0.0
@@ -96,7 +94,7 @@ class Work(LightningModule):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         """Read the batch, and work."""
-        if self.first is None and batch_idx >= NUM_WARM_UP and self.num_serving() == self.num_hosts:
+        if self.first is None and batch_idx >= NUM_WARM_UP and self.is_ready():
             self.first = batch_idx
             self.began = time.perf_counter()
         batch[:, 0, 0, 0].sum()
@@ -128,15 +126,15 @@ def fit(
     prepare(trainer_cores)
     data: Any = ImagesData(num_blurs, 0 if hosts else workers)
 
-    def num_serving() -> int:
-        return sum(host.state == "up" for host in data._feeder.state().hosts) if hosts else 0
+    def is_ready() -> bool:
+        return not hosts or all(host.state == "up" for host in data._feeder.state().hosts)
 
     with contextlib.ExitStack() as stack:
         if hosts:
             running = stack.enter_context(data_hosts([data] * hosts, host_cores, workers))
             settings = DataServiceSettings(local_workers=local_workers)
             data = RemoteDataModule(data, [host.address for host in running], settings=settings, seed=0)
-        model = Work(step_units, num_batches, num_serving, hosts + (local_workers > 0))
+        model = Work(step_units, num_batches, is_ready)
         trainer = Trainer(
             accelerator="cpu",
             max_epochs=1,
@@ -153,7 +151,7 @@ def main() -> None:
     """Run one experiment, and print its table."""
     options = parser("the data service against a local DataLoader", rounds=3)
     options.add_argument("--experiment", choices=["idle", "bound"], default="idle")
-    options.add_argument("--batches", type=int, default=200)
+    options.add_argument("--batches", type=int, default=200, help="that count, after the warm-up")
     options.add_argument("--step-units", type=int, help="of about 0.2 ms each; default: 200 for idle, 25 for bound")
     options.add_argument("--blur", type=int, help="how often an image is blurred; default: 0 for idle, 4 for bound")
     options.add_argument("--workers", type=int, default=2, help="for idle; for bound, as many as each has cores")

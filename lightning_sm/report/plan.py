@@ -276,9 +276,8 @@ def _remote(run: Figures, own_s: float) -> Measured:
     if not workers:
         raise JobConfigError(f"{run.run.source}: no data host is recorded that was up, with workers.")
     # Each by its own steps: the last figures of some ranks may have come too late.
-    known = [rank for rank in ranks.values() if rank.num_steps]
-    cost_s = run.of_all_ranks([rank.produce_s / rank.num_steps for rank in known])
-    num_bytes = run.of_all_ranks([rank.num_bytes / rank.num_steps for rank in known])
+    cost_s = run.of_all_ranks([rank.produce_s / rank.num_steps for rank in ranks.values()])
+    num_bytes = run.of_all_ranks([rank.num_bytes / rank.num_steps for rank in ranks.values()])
     capacity_s = math.fsum(host.capacity_s for host in up)
     busy = min(1.0, math.fsum(host.busy_s for host in up) / capacity_s) if capacity_s else 1.0
     variations = [rank.produce_variation for rank in ranks.values() if rank.produce_variation is not None]

@@ -77,8 +77,8 @@ class Reporter(Callback):
         self._epoch: _Epoch | None = None
         self._reported: dict[str, RankFigures] = {}  # by rank, at the last report, or when the run began
         self._run: _Sums | None = None  # when the run began
-        # The newest figures of the other ranks. Data hosts drop those of a rank that has finished.
-        self._others: dict[str, RankFigures] = {}
+        # The newest that data hosts had of each rank. They drop those of a rank that has finished.
+        self._by_rank: dict[str, RankFigures] = {}
         self._waiting = RankFigures()  # what the slowest rank of each reported epoch of the run measured
 
     def __getstate__(self) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class Reporter(Callback):
         state = self._state_or_none()
         if state is None:
             return None
-        return _Sums(state.hosts, {**self._others, self._feeder().name: copy.copy(self._figures)})
+        return _Sums(state.hosts, {**self._by_rank, self._feeder().name: copy.copy(self._figures)})
 
     def _begin(self, trainer: Any) -> _Epoch:
         """Take the figures at the first batch of an epoch."""
@@ -217,7 +217,7 @@ class Reporter(Callback):
         epoch = _Epoch(number, copy.copy(self._figures))
         if state is not None:
             epoch.hosts_before = state.hosts
-            self._reported = {**self._others, **self._reported}
+            self._reported = {**self._by_rank, **self._reported}
         self._reported.setdefault(self._feeder().name, epoch.before)
         if self._run is None:
             self._run = _Sums(epoch.hosts_before, dict(self._reported))
@@ -230,7 +230,7 @@ class Reporter(Callback):
         except DataServiceError as error:
             logger.warning("There are no statistics of the data service: %s", error)
             return None
-        self._others |= state.ranks
+        self._by_rank |= state.ranks
         return state
 
 
