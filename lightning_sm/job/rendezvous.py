@@ -52,6 +52,7 @@ def wait_for_host(
     is_reporter: bool = True,
     is_known: Callable[[str], bool] = resolves,
     pause: Callable[[float], object] | None = None,
+    answer_s: float = _ANSWER_S,
 ) -> None:
     """Wait until the name of a host resolves.
 
@@ -64,6 +65,7 @@ def wait_for_host(
             ``host`` is missing, and logs a line for each attempt. One process of each host is enough.
         is_known: Whether an address resolves; called in threads.
         pause: Waits for a number of seconds. Default: on an event.
+        answer_s: After so many seconds a name without an answer counts as missing, while its lookup continues.
 
     Raises:
         HostResolutionError: The name did not resolve in time.
@@ -71,7 +73,7 @@ def wait_for_host(
     pause = pause or threading.Event().wait
     deadline = time.monotonic() + timeout_s
     delay_s = _FIRST_DELAY_S
-    lookups = _Lookups(addresses, is_known)
+    lookups = _Lookups(addresses, is_known, answer_s)
     while lookups.missing([host], deadline):
         missing = lookups.missing(topology.trainer_hosts, deadline) if is_reporter else [host]
         remaining_s = deadline - time.monotonic()
@@ -100,9 +102,10 @@ class _Lookups:
     again.
     """
 
-    def __init__(self, addresses: Mapping[str, str], is_known: Callable[[str], bool]) -> None:
+    def __init__(self, addresses: Mapping[str, str], is_known: Callable[[str], bool], answer_s: float) -> None:
         self._addresses = addresses
         self._is_known = is_known
+        self._answer_s = answer_s
         self._running: dict[str, threading.Thread] = {}
         self._answers: dict[str, bool | Exception] = {}
 
@@ -115,7 +118,7 @@ class _Lookups:
                 self._running[name] = threading.Thread(target=self._look_up, args=(name,), daemon=True)
                 self._running[name].start()
         now = time.monotonic()
-        ends_at = now + min(max(deadline - now, _LEAST_ANSWER_S), _ANSWER_S)
+        ends_at = now + min(max(deadline - now, _LEAST_ANSWER_S), self._answer_s)
         for name in names:
             thread = self._running.get(name)
             if thread is not None:

@@ -27,18 +27,22 @@ class Agreement(Generic[_Reply]):
         problem: What differs, if they are not: the error begins with it.
         fix: What to do about it: the error ends with it.
         facts: Returns what must be equal of a reply, by name; the error has what is not.
+        patience_s: How many seconds after the first reply the others are late.
 
     Attributes:
         replies: The replies by host; the first came first.
         is_reached: Whether the hosts that replied in time have been compared.
     """
 
-    def __init__(self, problem: str, fix: str, facts: Callable[[_Reply], dict[str, str]]) -> None:
+    def __init__(
+        self, problem: str, fix: str, facts: Callable[[_Reply], dict[str, str]], patience_s: float = PATIENCE_S
+    ) -> None:
         self.replies: dict[str, _Reply] = {}
         self.is_reached = False
         self._problem = problem
         self._fix = fix
         self._facts = facts
+        self._patience_s = patience_s
         self._end_of_patience = math.inf
 
     @property
@@ -53,7 +57,7 @@ class Agreement(Generic[_Reply]):
             DataHostMismatchError: It is late, and differs from the others.
         """
         self.replies[host] = reply
-        self._end_of_patience = min(self._end_of_patience, now + PATIENCE_S)
+        self._end_of_patience = min(self._end_of_patience, now + self._patience_s)
         if self.is_reached:
             self.check()
 

@@ -109,11 +109,19 @@ class SamplerOrders:
     Args:
         links: The data hosts.
         on_mismatch: Called with the error when a host answers late, and differently.
+        patience_s: How many seconds a host may be later than the first one before the pass begins without its answer,
+            and how long a host that counts may be missing before another one counts for it.
     """
 
-    def __init__(self, links: Mapping[str, HostLink], on_mismatch: Callable[[DataHostMismatchError], None]) -> None:
+    def __init__(
+        self,
+        links: Mapping[str, HostLink],
+        on_mismatch: Callable[[DataHostMismatchError], None],
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         self._links = list(links.values())
         self._on_mismatch = on_mismatch
+        self._patience_s = patience_s
         self._requests = ThreadPoolExecutor(4 * max(1, len(links)), thread_name_prefix="sampler order of host")
         self._closed = threading.Event()
         self._adding = threading.Lock()
@@ -148,7 +156,7 @@ class SamplerOrders:
         Raises:
             DataServiceError: The sampler failed, or its orders differ between data hosts.
         """
-        agreement = _order_agreement(request.opening)
+        agreement = _order_agreement(request.opening, self._patience_s)
         replies: dict[str, Future[SamplerOrder]] = {}
         num_crashes = 0
         while not self._closed.is_set():
@@ -240,7 +248,7 @@ class SamplerOrders:
         The same host counts a part for all ranks. Another one does if that one does not come.
         """
         own = self._links[request.part]
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + self._patience_s
         while not self._closed.is_set():
             up = self._up(request.part)
             if up and (up[0] is own or time.monotonic() >= deadline):
@@ -259,13 +267,14 @@ class SamplerOrders:
         raise DataServiceError("The training has ended.")
 
 
-def _order_agreement(opening: str) -> Agreement[SamplerOrder]:
+def _order_agreement(opening: str, patience_s: float) -> Agreement[SamplerOrder]:
     return Agreement(
         f"Data hosts get different orders from the user's sampler of {opening}",
         "Random draws must come from the global generator of random, NumPy or torch, or from a random generator in the "
         "sampler's attributes, which have the same seeds on all hosts. The order must not depend on time, host names "
         "or unordered sets.",
         lambda order: {"samples": str(order.size.num_samples), "digest": order.size.digest},
+        patience_s,
     )
 
 

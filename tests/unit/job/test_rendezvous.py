@@ -101,7 +101,16 @@ def test_an_answer_that_comes_late_counts():
         calls.append(name)
         return has_answered.wait(60)
 
-    wait_for_host("algo-1", TOPOLOGY, {}, 60, is_reporter=False, is_known=slow, pause=lambda _s: has_answered.set())
+    wait_for_host(
+        "algo-1",
+        TOPOLOGY,
+        {},
+        60,
+        is_reporter=False,
+        is_known=slow,
+        pause=lambda _s: has_answered.set(),
+        answer_s=0.1,
+    )
     assert calls == ["algo-1"]
 
 

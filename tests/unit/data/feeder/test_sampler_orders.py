@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from lightning_sm.data.feeder.agreement import PATIENCE_S
 from lightning_sm.data.feeder.host_link import LinkState
 from lightning_sm.data.feeder.sampler_orders import SamplerOrders, lengths, step_plan
 from lightning_sm.data.ipc.feeder_messages import LoaderPlace, PassRequest, Position
@@ -58,9 +59,9 @@ class Hosts:
         self.links = {f"h{name}": Link(self, f"h{name}") for name in range(number)}
 
     @contextlib.contextmanager
-    def orders(self, on_mismatch=print):
+    def orders(self, on_mismatch=print, patience_s=PATIENCE_S):
         """What a feeder has of them."""
-        made = SamplerOrders(self.links, on_mismatch)
+        made = SamplerOrders(self.links, on_mismatch, patience_s)
         try:
             yield made
         finally:
@@ -209,7 +210,7 @@ def test_a_late_host_that_disagrees_is_reported():
     answer = late.sampler_order
     late.sampler_order = lambda request: may_answer.wait(30.0) and answer(request)
     came = threading.Event()
-    with hosts.orders(lambda error: (reported.append(str(error)), came.set())) as orders:
+    with hosts.orders(lambda error: (reported.append(str(error)), came.set()), patience_s=0.1) as orders:
         assert orders.get(facts()).keys.tolist() == list(range(8))
         may_answer.set()
         assert came.wait(20.0)
@@ -254,7 +255,7 @@ def test_hosts_share_the_counting():
     hosts = Hosts(3)
     hosts.links["h1"].state = LinkState.CONNECTING
     asked = facts("shards", rank=1, world_size=2, num_shards=8)
-    with hosts.orders() as orders:
+    with hosts.orders(patience_s=0.1) as orders:
         steps = lengths(asked, orders)
     assert steps == (sum(10 + shard for shard in range(0, 8, 2)), 4)
     counted = {name: sorted(link.counted) for name, link in hosts.links.items()}
