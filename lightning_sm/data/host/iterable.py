@@ -11,6 +11,8 @@ import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
+from types import GeneratorType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,24 +20,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import worker as torch_worker
 
-from lightning_sm.data.host.random_state import RandomStates, seed_all
+from lightning_sm.data.host.random_state import RandomStates
+from lightning_sm.data.host.seeding import Seed, Seeding
 from lightning_sm.data.plan.seeds import SampleSeeds
-from lightning_sm.data.protocol.spec import BatchSpec
+from lightning_sm.data.protocol.spec import BatchSpec, ShardEnd
 
 # Open iterators per shard: ranks that all read the whole dataset need one each, but its buffers may be large.
 _MAX_COPIES = 8
 
 _END = object()
-
-
-class ShardAnswer(NamedTuple):
-    """The answer for a shard when there is no batch to send.
-
-    Attributes:
-        end: Number of batches in the shard; None: more than the requested offset.
-    """
-
-    end: int | None
 
 
 class UserCodeError(Exception):
@@ -71,9 +64,10 @@ class OpenShards:
         self._stage = stage
         self._index = index
         self._open: dict[int, list[_Shard]] = {}  # least recently used first
+        self._seeding = Seeding()
 
     def batch(self, spec: BatchSpec) -> Any:
-        """Return the collated batch, or a ``ShardAnswer``.
+        """Return the collated batch, or a ``ShardEnd``.
 
         Args:
             spec: The batch; its keys are number of shards, shard, offset, and whether to return the batch itself.
@@ -82,25 +76,35 @@ class OpenShards:
             UserCodeError: The user's dataset, transform or collate function failed.
         """
         num_shards, number, offset, is_wanted = spec.keys.tolist()
-        shard = self._shard(_Pass(spec.seed, spec.epoch, spec.pass_index, num_shards), number, offset)
-        try:
-            samples = shard.samples(offset)
-            if samples is None:
-                return ShardAnswer(shard.next_offset)
-            if not is_wanted:
-                return ShardAnswer(None)
-            with shard.showing_worker_info():
-                # The state of the samples must not be used: it depends on whether the batches before were collated.
-                seed_all(shard.seeds.of_batch(offset, number))
-                return self._loader.collate_fn(samples[0] if self._loader.batch_size is None else samples)
-        except Exception as error:
-            # A generator that has raised would seem to be at its end.
-            self._open[number].remove(shard)
-            raise UserCodeError(f"batch {offset} of shard {number} of {num_shards}") from error
+        which = _Pass(spec.seed, spec.epoch, spec.pass_index, num_shards)
+
+        def make(seed: Seed) -> Any:
+            # For a second time the shard opens again: the collate function may have changed the samples.
+            shard = self._shard(which, number, offset)
+            try:
+                with shard.showing_worker_info():
+                    samples = shard.samples(offset)
+                    if samples is None:
+                        return ShardEnd(shard.next_offset)
+                    if not is_wanted:
+                        return ShardEnd(None)
+                    if seed:
+                        # Not the state of the samples: it depends on whether the batches before were collated.
+                        seed(shard.seeds.of_batch(offset, number))
+                    return self._loader.collate_fn(samples[0] if self._loader.batch_size is None else samples)
+            except Exception as error:
+                # A generator that has raised would seem to be at its end.
+                self._open[number].remove(shard)
+                raise UserCodeError(f"batch {offset} of shard {number} of {num_shards}") from error
+
+        return self._seeding.run(make, (self._loader.collate_fn,))
 
     def _shard(self, which: _Pass, number: int, offset: int) -> _Shard:
         """Return the open iterator over a shard that is closest before an offset, or a new one."""
-        shards = [shard for shard in self._open.get(number, ()) if shard.which == which][-_MAX_COPIES:]
+        shards = self._open.get(number, [])
+        if shards and shards[-1].next_offset == offset and shards[-1].which == which:
+            return shards[-1]
+        shards = [shard for shard in shards if shard.which == which][-_MAX_COPIES:]
         before = [shard for shard in shards if shard.next_offset <= offset]
         if before:
             shard = max(before, key=lambda shard: shard.next_offset)
@@ -115,8 +119,8 @@ class OpenShards:
         return _Shard(self._loader, which, number, seeds)
 
 
-def show_worker_info(worker_id: int, num_workers: int, seed: int, dataset: Any) -> None:
-    """Make ``torch.utils.data.get_worker_info()`` return what it returns in a ``DataLoader`` worker.
+def worker_info(worker_id: int, num_workers: int, seed: int, dataset: Any) -> Any:
+    """Return what ``torch.utils.data.get_worker_info()`` returns in a ``DataLoader`` worker.
 
     Args:
         worker_id: Number of the worker, or of the virtual shard.
@@ -124,7 +128,12 @@ def show_worker_info(worker_id: int, num_workers: int, seed: int, dataset: Any) 
         seed: Seed of the worker.
         dataset: The worker's copy of the dataset.
     """
-    info: Any = torch_worker.WorkerInfo(id=worker_id, num_workers=num_workers, seed=seed, dataset=dataset)
+    create: Any = torch_worker.WorkerInfo
+    return create(id=worker_id, num_workers=num_workers, seed=seed, dataset=dataset)
+
+
+def show_worker_info(info: Any) -> None:
+    """Make ``torch.utils.data.get_worker_info()`` return what ``worker_info`` has returned, or None."""
     torch_worker._worker_info = info
 
 
@@ -166,13 +175,13 @@ class _Shard:
         self._number = number
         self._loader = loader
         self._random = RandomStates(seeds.of(number))
-        self._dataset: Any = None
+        self._info: Any = None
         self._samples: Iterator[Any] | None = None
         self._is_over = False
 
     def samples(self, offset: int) -> list[Any] | None:
         """Return the samples of the batch at an offset, at least ``next_offset``; None: the shard has fewer batches."""
-        with self.showing_worker_info(), self._random:
+        with self._random:
             while (samples := self._take()) is not None:
                 self.next_offset += 1
                 if self.next_offset > offset:
@@ -183,15 +192,16 @@ class _Shard:
     def showing_worker_info(self) -> Iterator[None]:
         """Make ``get_worker_info()`` return this shard, only for the code of this loader."""
         before = torch_worker._worker_info
-        if self._dataset is None and not self._is_over:
+        if self._info is None and not self._is_over:
             # A worker_init_fn may change any part of its dataset.
             has_init = self._loader.worker_init_fn is not None
-            self._dataset = copy.deepcopy(self._loader.dataset) if has_init else _copied(self._loader.dataset, {})
-        show_worker_info(self._number, self.which.num_shards, self.seeds.of(self._number), self._dataset)
+            dataset = copy.deepcopy(self._loader.dataset) if has_init else _copied(self._loader.dataset, {})
+            self._info = worker_info(self._number, self.which.num_shards, self.seeds.of(self._number), dataset)
+        show_worker_info(self._info)
         try:
             yield
         finally:
-            torch_worker._worker_info = before
+            show_worker_info(before)
 
     def _take(self) -> list[Any] | None:
         if self._is_over:
@@ -199,16 +209,23 @@ class _Shard:
         if self._samples is None:
             if self._loader.worker_init_fn is not None:
                 self._loader.worker_init_fn(self._number)
-            self._samples = iter(self._dataset)
-        size = self._loader.batch_size or 1
-        taken: list[Any] = []
-        # Not with a for loop, which calls iter(): a dataset that is its own iterator would start again.
-        while len(taken) < size and (sample := next(self._samples, _END)) is not _END:
-            taken.append(sample)
-        if taken and not (self._loader.drop_last and len(taken) < size):
+            self._samples = iter(self._info.dataset)
+        taken = _taken(self._samples, self._loader.batch_size or 1)
+        if taken and not (self._loader.drop_last and len(taken) < (self._loader.batch_size or 1)):
             return taken
         self._is_over = True
         # They may hold buffers and files.
         self._samples = None
-        self._dataset = None
+        self._info = None
         return None
+
+
+def _taken(samples: Iterator[Any], number: int) -> list[Any]:
+    """Return the next samples, fewer at the end."""
+    if isinstance(samples, GeneratorType):
+        return list(islice(samples, number))
+    # islice() calls iter(): a dataset that is its own iterator would start again.
+    taken: list[Any] = []
+    while len(taken) < number and (sample := next(samples, _END)) is not _END:
+        taken.append(sample)
+    return taken

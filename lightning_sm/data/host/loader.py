@@ -23,7 +23,7 @@ from torch.utils.data import (
 from lightning_sm.data.batch.arena import Arena
 from lightning_sm.data.batch.collate import collate_into
 from lightning_sm.data.host.identity import describe_data
-from lightning_sm.data.host.iterable import OpenShards, UserCodeError, show_worker_info
+from lightning_sm.data.host.iterable import OpenShards, UserCodeError, show_worker_info, worker_info
 from lightning_sm.data.host.random_state import seed_all
 from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.sampler import SamplerPass, UserSampler
@@ -60,7 +60,7 @@ class ServedLoader:
         self._loader = loader
         self._seed = seed
         self._first_epoch = epoch
-        self._worker: tuple[int, int, int] | None = None
+        self._worker_info: Any = None
         self._dataset = loader.dataset
         self._collate: Callable[[Any], Any] = loader.collate_fn
         self._stage = stage
@@ -128,13 +128,13 @@ class ServedLoader:
             UserCodeError: The user's dataset, transform or collate function failed.
 
         Returns:
-            The collated batch, or a ``ShardAnswer`` for a shard without a batch at the requested offset.
+            The collated batch, or a ``ShardEnd`` for a shard without a batch at the requested offset.
         """
         if self.facts.order == "shards":
             shards, shard, offset, _ = spec.keys.tolist()
             mark.set_text(f"batch {offset} of shard {shard} of {shards}")
             return self._shards.batch(spec)
-        self._show_worker_info()
+        show_worker_info(self._worker_info)
         seeds = SampleSeeds(spec.seed, self._stage, self._index, spec.epoch, spec.pass_index)
         start = arena.used
 
@@ -173,16 +173,12 @@ class ServedLoader:
         if self.facts.order == "shards":
             return
         seed = worker_seed(self._seed, host, self._stage, self._index, worker_id)
-        self._worker = worker_id, num_workers, seed
-        self._show_worker_info()
+        self._worker_info = worker_info(worker_id, num_workers, seed, self._dataset)
+        show_worker_info(self._worker_info)
         if self._loader.worker_init_fn is not None:
             # A generator that it makes from torch.initial_seed() differs between workers, as in a DataLoader.
             seed_all(seed)
             self._loader.worker_init_fn(worker_id)
-
-    def _show_worker_info(self) -> None:
-        if self._worker is not None:
-            show_worker_info(*self._worker, self._dataset)
 
     def _samples(self, keys: list[Any], seeds: SampleSeeds, spec: BatchSpec, seed: Seed, mark: SampleMark) -> list[Any]:
         if self._fetches_lists:

@@ -67,13 +67,31 @@ class Generator:
         set_: Callable[[Any], object],
         trace: Callable[[], object],
     ) -> None:
-        self.seed = seed
+        self._seed = seed
         self.get = get
-        self.set = set_
+        self._set = set_
         # A new object differs from all others: where traces are unknown, every generator counts as used.
         self._trace = trace if _TRACES_ARE_KNOWN else object
         self._mark: object = None
+        self._started: int | None = None
         self.was_read = False
+
+    def seed(self, seed: int) -> None:
+        """Seed it with 64 bits."""
+        self._started = None
+        self._seed(seed)
+
+    def set(self, state: Any) -> None:
+        """Restore a state."""
+        self._started = None
+        self._set(state)
+
+    def start(self, seed: int) -> None:
+        """Seed it, unless it was seeded alike and not used since, and begin to watch whether it is used."""
+        if self._started != seed or self.was_used:
+            self.seed(seed)
+            self.mark()
+            self._started = seed
 
     def mark(self) -> None:
         """Begin to watch whether it is used. Seed it before: see ``clear``."""
@@ -84,8 +102,7 @@ class Generator:
         """Begin to watch whether it is used, in any state of which draws leave a trace."""
         if self.was_used:
             # Normal numbers are drawn in pairs: the second one, if it is left over, would be taken without a trace.
-            self.seed(0)
-            self.mark()
+            self.start(0)
 
     @property
     def was_used(self) -> bool:
@@ -139,13 +156,13 @@ class RandomStates:
             if generator in self._states:
                 generator.set(self._states[generator])
             else:
-                generator.seed(self._seed)
-                generator.mark()
+                generator.start(self._seed)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Remember the states at which this stream stopped."""
+        """Remember the states at which this stream stopped; what is drawn from now on is seen as use by others."""
         for generator in GENERATORS:
             if generator in self._states or generator.was_used:
                 self._states[generator] = generator.get()
+                generator.start(0)

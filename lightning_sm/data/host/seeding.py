@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import torch
 
-from lightning_sm.data.host.random_state import GENERATORS, NUMPY, PYTHON, TORCH, Generator, seed_all
+from lightning_sm.data.host.random_state import GENERATORS, NUMPY, PYTHON, TORCH, Generator
 
 # Seeds all generators that are used, with 64 bits; None: no generator is used.
 Seed = Callable[[int], object] | None
@@ -116,9 +116,8 @@ class Seeding:
 
     def _seed_on_trial(self, seed: int) -> None:
         self._note_use()
-        seed_all(seed)
         for generator in GENERATORS:
-            generator.mark()
+            generator.start(seed)
         self._seeds_left -= 1
 
     def _note_use(self) -> None:

@@ -19,17 +19,17 @@ from lightning_sm._linux import kill_with_parent
 from lightning_sm.data.batch.arena import ALIGNMENT, Arena
 from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.batch.encode import encode
-from lightning_sm.data.host.iterable import ShardAnswer, UserCodeError
+from lightning_sm.data.host.iterable import UserCodeError
 from lightning_sm.data.host.loader import ServedLoader
 from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.seeding import watch_readers
-from lightning_sm.data.ipc.host_messages import Build, Built, NotBuilt, Ready, ShardEnded
+from lightning_sm.data.ipc.host_messages import Answered, Build, Built, Ready
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import keep_freed_memory
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.frames import Batch, pack_batches
-from lightning_sm.data.protocol.spec import CHUNK_BYTES, RunSpec
+from lightning_sm.data.protocol.spec import CHUNK_BYTES, RunSpec, ShardEnd
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError
 
 
@@ -75,23 +75,19 @@ def run_worker(
             if not isinstance(request, Build):
                 raise TypeError(f"the server process sent {request}")
             if problem is not None:
-                requests.send(NotBuilt(request.slot, Failure.of(problem, "worker_init_fn")))
+                requests.send(Answered(request.slot, Failure.of(problem, "worker_init_fn")))
             else:
-                _serve(requests, request, ring, openings, mark)
+                outcome, batches = _build(request, ring, openings, mark)
+                requests.send(Answered(request.slot, outcome, pack_batches(batches)))
                 mark.clear()
 
 
-def _serve(
-    requests: MessageSocket,
-    request: Build,
-    ring: Ring,
-    openings: Mapping[str, Sequence[ServedLoader]],
-    mark: SampleMark,
-) -> None:
+def _build(
+    request: Build, ring: Ring, openings: Mapping[str, Sequence[ServedLoader]], mark: SampleMark
+) -> tuple[Built | Failure | ShardEnd, list[Batch]]:
     started = time.perf_counter()
-    slot = request.slot
     spec = RunSpec.decode(request.payload)
-    memory = ring.slot(slot)
+    memory = ring.slot(request.slot)
     batches: list[Batch] = []
     used = 0
     try:
@@ -100,24 +96,21 @@ def _serve(
             start = -(-used // ALIGNMENT) * ALIGNMENT
             arena = Arena(memory[start:])
             batch = loader.batch(one, arena, mark)
-            if isinstance(batch, ShardAnswer):
+            if isinstance(batch, ShardEnd):
                 if batches:  # that there are fewer than were requested says so
                     break
-                requests.send(ShardEnded(slot, batch.end))
-                return
+                return batch, []
             structure = encode(batch, arena)
             batches.append(Batch(start, arena.used, structure))
             used = start + arena.used
         pieces = _compress(memory, used, spec.compression) if spec.compression else []
     except UserCodeError as error:
-        requests.send(NotBuilt(slot, Failure.of(error.__cause__ or error, error.where)))
+        return Failure.of(error.__cause__ or error, error.where), []
     except (BatchTypeError, BatchTooLargeError) as error:
-        requests.send(NotBuilt(slot, Failure(type(error).__name__, str(error))))
+        return Failure(type(error).__name__, str(error)), []
     except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
-        requests.send(NotBuilt(slot, Failure.of(error)))
-    else:
-        produce_s = time.perf_counter() - started
-        requests.send(Built(slot, used, pieces, produce_s, pack_batches(batches)))
+        return Failure.of(error), []
+    return Built(used, pieces, time.perf_counter() - started), batches
 
 
 def _compress(memory: np.ndarray, used: int, compression: str) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.calls import LoaderPass, Loaders, OpenRequest, Problem, SetUp
 from lightning_sm.data.protocol.failures import Failure
+from lightning_sm.data.protocol.spec import ShardEnd
 from lightning_sm.data.settings import HostSettings
 
 
@@ -155,38 +156,33 @@ class Build(Message):
 
 
 @dataclass(frozen=True)
-class Built(Message):
-    """Batches lie in a slot.
+class Built:
+    """A run of batches in a worker's slot.
 
     Attributes:
-        slot: The slot.
-        num_bytes: How many of its bytes are batches.
+        num_bytes: How many bytes of the slot are batches.
         pieces: Where its compressed pieces lie in the slot, as (start, size); empty: it is not compressed.
         produce_s: Seconds that the worker took.
+    """
+
+    num_bytes: int
+    pieces: list[tuple[int, int]]
+    produce_s: float
+
+
+@dataclass(frozen=True)
+class Answered(Message):
+    """What has become of a ``Build``.
+
+    Attributes:
+        slot: Its slot.
+        outcome: The batches, or why there are none.
         payload: Where each batch lies, and its structure, as ``frames.pack_batches`` packs them.
     """
 
     slot: int
-    num_bytes: int
-    pieces: list[tuple[int, int]]
-    produce_s: float
-    payload: bytes
-
-
-@dataclass(frozen=True)
-class NotBuilt(Message):
-    """There are no batches."""
-
-    slot: int
-    failure: Failure
-
-
-@dataclass(frozen=True)
-class ShardEnded(Message):
-    """The virtual shard has no such batch: it has ``end`` batches; None: it has the batch that was asked about."""
-
-    slot: int
-    end: int | None
+    outcome: Built | Failure | ShardEnd
+    payload: bytes = b""
 
 
 # Between the server process and a network process. A number stands for a request of a stream.
@@ -233,29 +229,20 @@ class NewRing(Message):
 
 @dataclass(frozen=True)
 class Fetched(Message):
-    """Batches lie in a worker's slot, see ``worker_pool.Produced``."""
+    """What has become of a ``Fetch``.
+
+    Attributes:
+        number: Its number.
+        outcome: The batches, or why there are none.
+        worker: Id of the worker in whose slot the batches lie.
+        slot: The slot.
+        queue_s: Seconds from the request until the worker started on it.
+        payload: As of ``Answered``.
+    """
 
     number: int
-    worker: int
-    slot: int
-    num_bytes: int
-    pieces: list[tuple[int, int]]
-    queue_s: float
-    produce_s: float
-    payload: bytes
-
-
-@dataclass(frozen=True)
-class NotFetched(Message):
-    """There are no batches."""
-
-    number: int
-    failure: Failure
-
-
-@dataclass(frozen=True)
-class FetchEnded(Message):
-    """The virtual shard has no such batch, see ``worker_pool.Ended``."""
-
-    number: int
-    num_batches: int | None
+    outcome: Built | Failure | ShardEnd
+    worker: int = 0
+    slot: int = 0
+    queue_s: float = 0.0
+    payload: bytes = b""

@@ -58,6 +58,17 @@ class LoaderFacts:
     has_indices: bool = False
 
 
+@dataclass(frozen=True)
+class ShardEnd:
+    """The answer for a virtual shard that has none of the batches that were requested.
+
+    Attributes:
+        num_batches: How many it has; None: it has the batch whose existence was asked for.
+    """
+
+    num_batches: int | None
+
+
 class BatchSpec(NamedTuple):
     """One batch: everything that its content depends on.
 

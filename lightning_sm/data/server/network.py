@@ -18,10 +18,8 @@ from lightning_sm.data.ipc.host_messages import (
     CancelFetch,
     Fetch,
     Fetched,
-    FetchEnded,
     Listening,
     NewRing,
-    NotFetched,
     Ping,
     Release,
     Serve,
@@ -217,10 +215,8 @@ class _Requests:
                 answer.release()
             else:
                 self._outbox.put((number, answer))
-        elif isinstance(answer, Failure):
-            self.send(NotFetched(number, answer))
         else:
-            self.send(FetchEnded(number, answer.num_batches))
+            self.send(Fetched(number, answer))
 
     def _send_all(self) -> None:
         try:
@@ -237,14 +233,4 @@ class _Requests:
             live = self._worker_ids()
             self._rings = {run.worker, *(self._rings & set(live))}
             self._socket.send(NewRing(run.worker, live, run.ring.num_slots, run.ring.slot_bytes, (run.ring.fd,)))
-        message = Fetched(
-            number=number,
-            worker=run.worker,
-            slot=run.slot,
-            num_bytes=run.num_bytes,
-            pieces=run.pieces,
-            queue_s=run.queue_s,
-            produce_s=run.produce_s,
-            payload=run.batches,
-        )
-        self._socket.send(message)
+        self._socket.send(Fetched(number, run.built, run.worker, run.slot, run.queue_s, run.batches))

@@ -14,13 +14,12 @@ from itertools import count
 
 from lightning_sm._linux import kill_with_parent
 from lightning_sm.data.ipc.host_messages import (
+    Built,
     CancelFetch,
     Fetch,
     Fetched,
-    FetchEnded,
     Listening,
     NewRing,
-    NotFetched,
     Ping,
     Release,
     Serve,
@@ -29,9 +28,10 @@ from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol import grpc_transport
-from lightning_sm.data.protocol.spec import RunSpec
+from lightning_sm.data.protocol.failures import Failure
+from lightning_sm.data.protocol.spec import RunSpec, ShardEnd
 from lightning_sm.data.server.stream import FetchMethod
-from lightning_sm.data.server.worker_pool import Answer, Ended, Produced
+from lightning_sm.data.server.worker_pool import Answer, Produced
 from lightning_sm.data.settings import HostSettings
 
 _STOP_TIMEOUT_S = 1.0
@@ -73,23 +73,11 @@ class NetworkProcess:
                 live = set(message.live_workers)
                 self._rings = {worker: ring for worker, ring in self._rings.items() if worker in live}
                 self._rings[message.worker] = Ring(message.fds[0], message.num_slots, message.slot_bytes)
-            case Fetched():
-                produced = Produced(
-                    batches=message.payload,
-                    worker=message.worker,
-                    ring=self._rings[message.worker],
-                    slot=message.slot,
-                    num_bytes=message.num_bytes,
-                    pieces=message.pieces,
-                    queue_s=message.queue_s,
-                    produce_s=message.produce_s,
-                    release=partial(self._send, Release(message.number)),
-                )
-                self._answer(message.number, produced)
-            case NotFetched():
-                self._answer(message.number, message.failure)
-            case FetchEnded():
-                self._answer(message.number, Ended(message.num_batches))
+            case Fetched(number, Built() as built, worker, slot, queue_s, batches):
+                release = partial(self._send, Release(number))
+                self._answer(number, Produced(built, batches, worker, self._rings[worker], slot, queue_s, release))
+            case Fetched(number, Failure() | ShardEnd() as answer):
+                self._answer(number, answer)
             case Ping():
                 self._send(message)
 

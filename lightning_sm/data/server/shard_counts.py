@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from lightning_sm.data.protocol.calls import CountRequest, LoaderPass, Problem, Running, ShardSizes
-from lightning_sm.data.protocol.spec import BatchSpec, RunSpec
-from lightning_sm.data.server.worker_pool import Answer, Ended, Produced, Task, WorkerPool
+from lightning_sm.data.protocol.spec import BatchSpec, RunSpec, ShardEnd
+from lightning_sm.data.server.worker_pool import Answer, Produced, Task, WorkerPool
 
 # A batch that no shard has: a worker that is asked for it reads to the end, and answers with the number of batches.
 _BEHIND_THE_END = 1 << 62
@@ -115,7 +115,7 @@ class ShardCounts:
         with self._changed:
             if count.missing.pop(shard, None) is None:  # given up
                 return
-            if isinstance(answer, Ended):
+            if isinstance(answer, ShardEnd):
                 count.sizes[shard] = answer.num_batches or 0
             elif answer.error == "WorkerLost" and count.num_crashes < _MAX_CRASHES:
                 count.num_crashes += 1

@@ -15,8 +15,8 @@ import grpc
 
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.frames import MAX_STRUCTURE_BYTES, FrameKind, RunHeader, frame, frames
-from lightning_sm.data.protocol.spec import CHUNK_BYTES
-from lightning_sm.data.server.worker_pool import Answer, Ended, Produced
+from lightning_sm.data.protocol.spec import CHUNK_BYTES, ShardEnd
+from lightning_sm.data.server.worker_pool import Answer, Produced
 from lightning_sm.errors import WireError
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class _Stream:
                 f"The strings and lists of a batch have {len(answer.batches)} bytes; "
                 f"{MAX_STRUCTURE_BYTES} are allowed. Send long texts as bytes or uint8 tensors.",
             )
-        if isinstance(answer, Ended):
+        if isinstance(answer, ShardEnd):
             num_batches = answer.num_batches
             yield frame(request_id, FrameKind.ENDED, value=0 if num_batches is None else num_batches + 1)
             return
@@ -186,13 +186,13 @@ def nothing() -> None:
 
 
 def _batch_frames(request_id: int, run: Produced) -> Iterator[bytes]:
-    data = run.data.data
-    header = RunHeader(run.num_bytes, run.queue_s, run.produce_s, run.batches).encode()
+    data, built = run.data.data, run.built
+    header = RunHeader(built.num_bytes, run.queue_s, built.produce_s, run.batches).encode()
     # The header travels with the first piece.
     parts: list[Any] = [frame(request_id, FrameKind.HEADER, len(header)), header]
-    kind = FrameKind.COMPRESSED if run.pieces else FrameKind.DATA
-    offsets = range(0, run.num_bytes, CHUNK_BYTES)
-    places = run.pieces or [(offset, min(CHUNK_BYTES, run.num_bytes - offset)) for offset in offsets]
+    kind = FrameKind.COMPRESSED if built.pieces else FrameKind.DATA
+    offsets = range(0, built.num_bytes, CHUNK_BYTES)
+    places = built.pieces or [(offset, min(CHUNK_BYTES, built.num_bytes - offset)) for offset in offsets]
     for offset, (start, size) in zip(offsets, places, strict=True):
         parts += [frame(request_id, kind, size, offset), data[start : start + size]]
         yield b"".join(parts)

@@ -16,11 +16,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_sm.data.ipc.host_messages import Build, Built, NewWorker, NotBuilt, Ready, ShardEnded
+from lightning_sm.data.ipc.host_messages import Answered, Build, Built, NewWorker, Ready
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.calls import HostReport
 from lightning_sm.data.protocol.failures import Failure
+from lightning_sm.data.protocol.spec import ShardEnd
 
 # A worker hangs on a cancelled task if it takes this many times longer than the longest one before.
 _GRACE_FACTOR = 5.0
@@ -34,25 +35,21 @@ class Produced:
     """A run of batches that lies in a worker's slot until ``release``.
 
     Attributes:
-        batches: Where each lies, and its structure, as ``frames.pack_batches`` packs them.
+        built: Its size, and how it lies there.
+        batches: Where each batch lies, and its structure, as ``frames.pack_batches`` packs them.
         worker: Id of the worker.
         ring: Its slots.
         slot: Which of them.
-        num_bytes: How many bytes of the slot are batches.
-        pieces: Where its compressed pieces lie in the slot, as (start, size); empty: it is not compressed.
-        queue_s: Seconds from the request until a worker started on it.
-        produce_s: Seconds that the worker took.
+        queue_s: Seconds from the request until the worker started on it.
         release: Frees the slot; to be called once.
     """
 
+    built: Built
     batches: bytes
     worker: int
     ring: Ring
     slot: int
-    num_bytes: int
-    pieces: list[tuple[int, int]]
     queue_s: float
-    produce_s: float
     release: Callable[[], None]
 
     @property
@@ -61,18 +58,7 @@ class Produced:
         return self.ring.slot(self.slot)
 
 
-@dataclass(frozen=True)
-class Ended:
-    """The virtual shard has no such batch.
-
-    Attributes:
-        num_batches: How many it has; None: it has the batch whose existence was asked for.
-    """
-
-    num_batches: int | None
-
-
-Answer: TypeAlias = Produced | Failure | Ended
+Answer: TypeAlias = Produced | Failure | ShardEnd
 
 
 @dataclass(eq=False)
@@ -396,7 +382,7 @@ class WorkerPool:
         if isinstance(message, Ready):
             worker.state = _State.READY
             return lambda: None
-        if not isinstance(message, (Built, NotBuilt, ShardEnded)):
+        if not isinstance(message, Answered):
             raise TypeError(f"a worker sent {message}")
         self._measure()
         task = worker.task
@@ -406,37 +392,28 @@ class WorkerPool:
         self._num_built += 1
         self._built_s += task_s
         self._longest_s = max(self._longest_s, task_s)
-        slot = message.slot
-        if task is None or task.is_cancelled or not isinstance(message, Built):
-            worker.free_slots.append(slot)
         if task is None or task.is_cancelled:
+            worker.free_slots.append(message.slot)
             return lambda: None
         return partial(task.answer, self._answer(worker, task, message))
 
-    def _answer(self, worker: _Worker, task: Task, message: Built | NotBuilt | ShardEnded) -> Answer:
-        if isinstance(message, ShardEnded):
-            return Ended(message.end)
-        if isinstance(message, NotBuilt):
-            where = ", ".join(filter(None, (message.failure.where, f"worker {worker.number}")))
-            return replace(message.failure, where=where)
+    def _answer(self, worker: _Worker, task: Task, message: Answered) -> Answer:
+        outcome, slot = message.outcome, message.slot
+        if isinstance(outcome, Built):
 
-        def release() -> None:
-            with self._lock:
-                worker.free_slots.append(message.slot)
-                self._close_if_retired(worker)
-                self._dispatch()
+            def release() -> None:
+                with self._lock:
+                    worker.free_slots.append(slot)
+                    self._close_if_retired(worker)
+                    self._dispatch()
 
-        return Produced(
-            batches=message.payload,
-            worker=worker.id,
-            ring=worker.ring,
-            slot=message.slot,
-            num_bytes=message.num_bytes,
-            pieces=message.pieces,
-            queue_s=worker.task_started - task.received,
-            produce_s=message.produce_s,
-            release=release,
-        )
+            queue_s = worker.task_started - task.received
+            return Produced(outcome, message.payload, worker.id, worker.ring, slot, queue_s, release)
+        worker.free_slots.append(slot)
+        if isinstance(outcome, Failure):
+            where = ", ".join(filter(None, (outcome.where, f"worker {worker.number}")))
+            return replace(outcome, where=where)
+        return outcome
 
     def _close_if_retired(self, worker: _Worker) -> None:
         """Close a retired worker once it is idle and none of its batches is being sent."""

@@ -1,6 +1,7 @@
 """Seeding only what is used gives the same numbers as seeding everything."""
 
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,14 +9,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_sm.data.batch.arena import Arena
 from lightning_sm.data.host import seeding
+from lightning_sm.data.host.iterable import OpenShards, UserCodeError
 from lightning_sm.data.host.loader import ServedLoader
 from lightning_sm.data.host.random_state import GENERATORS, seed_all
 from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.seeding import Seeding, watch_readers
+from lightning_sm.data.plan.seeds import SampleSeeds
 from lightning_sm.data.protocol.spec import BatchSpec
 
 
@@ -114,6 +117,63 @@ def test_loaders_of_one_worker_do_not_disturb_each_other(first, second, trial_se
         for lazily, batch in zip(loaders, pair, strict=True):
             expected = outcome(lambda batch=batch: result(batch, seed_all))
             assert outcome(lambda batch=batch, lazily=lazily: lazily.run(lambda s: result(batch, s), ())) == expected
+
+
+class Stream(IterableDataset):
+    """Yields what the actions of a batch draw, and the actions that collating it takes; counts how often it opens."""
+
+    def __init__(self, batches):
+        self.batches = batches
+        self.opened = []
+
+    def __iter__(self):
+        self.opened.append(get_worker_info().id)
+        yield from ([result([drawn], None), collated] for drawn, collated in self.batches)
+
+
+def collated(sample):
+    """Take a sample apart, which can be done once."""
+    return sample.pop(0), result([sample.pop()], None)
+
+
+def in_turn(num_batches, batch):
+    """Return the batches of two shards that take turns, or their errors."""
+    return [outcome(lambda o=offset, s=shard: batch(s, o)) for offset in range(num_batches) for shard in range(2)]
+
+
+def batch_of(shards, shard, offset):
+    """Return a batch of one of two shards, or raise the error of the user's code."""
+    try:
+        return shards.batch(BatchSpec(7, 0, 0, 0, 0, np.array([2, shard, offset, 1])))
+    except UserCodeError as error:
+        raise error.__cause__ from None
+
+
+@given(st.lists(st.tuples(SAMPLES, SAMPLES), min_size=1, max_size=6), st.integers(0, 4))
+def test_streams_of_one_worker_draw_as_if_they_were_alone(batches, trial_seeds):
+    """Whatever a stream and its collate function draw: the one from the shard's seed on, the other from the batch's."""
+    seeds = SampleSeeds(7, "train", 0, 0, 0)
+
+    def alone(shard, offset):
+        seed_all(seeds.of(shard))
+        samples = [[result([drawn], None), collated] for drawn, collated in batches[: offset + 1]]
+        seed_all(seeds.of_batch(offset, shard))
+        return collated(samples[-1])
+
+    shards = OpenShards(DataLoader(Stream(batches), batch_size=None, collate_fn=collated), "train", 0)
+    shards._seeding = Seeding(trial_seeds)
+    assert in_turn(len(batches), partial(batch_of, shards)) == in_turn(len(batches), alone)
+
+
+@pytest.mark.parametrize("action", ["random", "randn", "torch.randn"])
+def test_a_stream_that_draws_is_read_once(action):
+    """What streams draw is not taken for what their collate function draws, for which a shard opens again."""
+    batches = [([drawn], ["nothing"]) for drawn in ("nothing", "nothing", action, action)]
+    dataset = Stream(batches)
+    shards = OpenShards(DataLoader(dataset, batch_size=None, collate_fn=collated), "train", 0)
+    shards._seeding = Seeding(1)
+    in_turn(len(batches), partial(batch_of, shards))
+    assert dataset.opened == [0, 1]
 
 
 def counted(lazily, action, owners=()):

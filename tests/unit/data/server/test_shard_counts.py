@@ -6,9 +6,8 @@ import pytest
 
 from lightning_sm.data.protocol.calls import CountRequest, Problem, Running, ShardSizes
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.spec import RunSpec
+from lightning_sm.data.protocol.spec import RunSpec, ShardEnd
 from lightning_sm.data.server.shard_counts import ShardCounts
-from lightning_sm.data.server.worker_pool import Ended
 from tests.fakes.requests import count_request
 
 
@@ -45,7 +44,7 @@ def test_a_part_and_the_first_shard_are_counted_once(counts, pool):
     assert {task.affinity for task in pool.asked} == {None}  # any worker takes the next
     assert counts.num_running == 1
     for task in reversed(pool.asked):
-        task.answer(Ended(10 + shard_of(task)))
+        task.answer(ShardEnd(10 + shard_of(task)))
     assert ask(counts) == ShardSizes([11, 14, 17], first=10)
     assert (len(pool.asked), counts.num_running) == (4, 0)
 
@@ -61,7 +60,7 @@ def test_a_shard_of_a_dead_worker_is_read_again_a_few_times(counts, pool):
     where = "worker 3, while counting the batches of shard 7 of 8"
     assert ask(counts) == Problem("RemoteTransformError", "was killed by SIGKILL", where)
     assert sorted(map(shard_of, pool.cancelled)) == [0, 1, 4]
-    pool.asked[0].answer(Ended(5))  # it was late
+    pool.asked[0].answer(ShardEnd(5))  # it was late
     assert isinstance(ask(counts), Problem)
 
 
