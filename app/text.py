@@ -24,7 +24,7 @@ class TextDataModule(LightningDataModule):
     """Windows of a text, byte by byte; each target is the byte that follows.
 
     The default text is the Python Language Reference as help() shows it: the module pydoc_data.topics of Python's
-    standard library, under the licence of Python (PSF-2.0). Other versions of Python have slightly other texts.
+    standard library, under the licence of Python (PSF-2.0). The text differs slightly between versions of Python.
 
     Args:
         data_dir: Folder whose *.txt files are read instead, one after the other in the order of their names.

@@ -1,4 +1,4 @@
-r"""Train a small transformer to predict the next byte of a text: English prose that every Python brings along.
+r"""Train a small transformer to predict the next byte of a text: English prose that comes with Python.
 
 The text is that of Python's help() on the language itself, so the first command below works without a download. It
 takes about half a minute on one CPU core.

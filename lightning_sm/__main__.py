@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     watched = add_parser(
         "top",
         help="watch a running job: hosts, states, rates, queues, events",
-        description="Watch a job that runs on this machine, in this terminal. It only reads. Ctrl-C leaves it.",
+        description="Watch a job that runs on this machine, in this terminal. Read-only. Ctrl-C ends top, not the job.",
         epilog=top.EXAMPLES,
     )
     top.add_arguments(watched)

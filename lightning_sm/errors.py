@@ -17,7 +17,7 @@ The tree::
     |- AWSError(RuntimeError)            AWS rejects a request, cannot be reached, or does not know a job
     |- MixedLightningError(ImportError)  pytorch_lightning and lightning.pytorch classes were mixed
     |- SDKError(ImportError)             the SageMaker SDK is missing, or its version is not supported
-    |- NeedsLinuxError(RuntimeError)     only Linux can do it, and this system is another
+    |- NeedsLinuxError(RuntimeError)     the feature needs Linux, and this system is not Linux
     `- DataServiceError                  the data service cannot continue
        |- DataSettingsError(ValueError)       a setting, or a DataModule that cannot be served
        |- DataHostUnreachableError(ConnectionError)  no data host can be reached
@@ -96,7 +96,7 @@ class SDKError(LightningSMError, ImportError):
 
 
 class NeedsLinuxError(LightningSMError, RuntimeError):
-    """Only Linux can do it, and this system is another."""
+    """The feature needs Linux, and this system is not Linux."""
 
 
 class DataServiceError(LightningSMError):

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-_ENDS = "needs at least 2 processes, but there is 1"
+_ENDS = "This script needs at least 2 processes, but there is 1"
 
 
 def with_mpi4py() -> None:

@@ -48,8 +48,8 @@ class DataServiceSettings:
         local_workers: Number of worker processes on each trainer host that help the data hosts. With more than 0, the
             trainer hosts must have access to the data.
         window_batches: Maximum number of batches in flight or buffered, per rank and loader. Default: 32, or eight
-            times a rank's share of the workers if that is more; of small batches, of which a request is for several, so
-            many requests.
+            times a rank's share of the workers if that is more. Small batches share requests; the default then limits
+            requests, not batches.
         window_bytes: Maximum size of batches in flight or buffered, per rank and loader, in bytes.
         max_batch_bytes: Maximum size of a batch in bytes.
         hedge_factor: Request a batch from a second data host once it takes this many times the median; 0 turns this

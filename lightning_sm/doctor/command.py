@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=_DEFAULT_TIMEOUT_S,
         metavar="SECONDS",
-        help=f"end after this time, whatever hangs (default: {_DEFAULT_TIMEOUT_S:.0f})",
+        help=f"time limit of all checks together, also if one hangs (default: {_DEFAULT_TIMEOUT_S:.0f})",
     )
 
 

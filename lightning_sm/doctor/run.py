@@ -50,7 +50,7 @@ def examine(context: Context, checks: Sequence[Check] = CHECKS) -> list[Result]:
         name = check.__name__.replace("_", " ")
         if outcome.error is not None:
             text = f"The check itself failed: {type(outcome.error).__name__}: {outcome.error}"
-            results.append(problem(name, text, "Check what the error names. If that is in order, report a bug."))
+            results.append(problem(name, text, "Check what the error names. If nothing is wrong there, report a bug."))
         elif outcome.seconds is None:
             text = f"The check did not end within {context.ends_at - started:.0f} s."
             results.append(problem(name, text, "A file system, device or resolver hangs. --timeout allows more time."))

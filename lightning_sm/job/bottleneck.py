@@ -96,8 +96,8 @@ def local_verdict(share: float, workers: int, cpu: float | None = None, cpus: in
     if cpu is not None and cpu >= _TARGET:
         owners = f"the host's {cpus} CPUs are" if cpus > 1 else "the host's CPU is"
         return (
-            f"{text} by {own}, and {owners} busy {cpu:.0%}: {times_as_many(more_workers(share))} workers would remove "
-            "the wait, but only on more CPUs, such as those of data hosts."
+            f"{text}, limited by {own}, and {owners} {cpu:.0%} busy: {times_as_many(more_workers(share))} workers "
+            "would remove the wait, but only on more CPUs, such as those of data hosts."
         )
-    unused = "" if cpu is None else f"; the host's CPUs are busy {cpu:.0%}"
-    return f"{text} by {own}: {times_as_many(more_workers(share))} would remove the wait{unused}."
+    unused = "" if cpu is None else f"; the host's CPUs are {cpu:.0%} busy"
+    return f"{text}, limited by {own}: {times_as_many(more_workers(share))} workers would remove the wait{unused}."

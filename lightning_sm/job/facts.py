@@ -289,7 +289,7 @@ def _groups(resources: Source, hosts: tuple[str, ...]) -> tuple[InstanceGroup, .
         groups.append(group)
     orphans = [host for host in hosts if host not in group_of]
     if orphans:
-        raise resources.error("instance_groups", entries, f"a group for each host; none has {orphans}")
+        raise resources.error("instance_groups", entries, f"a group for each host; no group has {orphans}")
     return tuple(groups)
 
 

@@ -104,7 +104,7 @@ def _parsed(file: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise JobConfigError(f"The file of prices {file} is not valid YAML: {yaml_problem(error)}.") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("per_hour"), dict):
-        raise JobConfigError(f"The file of prices {file} has no table per_hour. It looks like this:\n{FILE_FORMAT}")
+        raise JobConfigError(f"{file} has no table per_hour. A price file looks like this:\n{FILE_FORMAT}")
     unknown = sorted(map(str, set(fields) - {"currency", "per_hour"}))
     if unknown:
         raise JobConfigError(

@@ -172,8 +172,8 @@ def own_address(job: SageMakerJob) -> str:
         return socket.gethostbyname(job.current_host)
     except OSError:
         logger.warning(
-            "Host %s has no interface %s, and its own name does not resolve. Listening on all interfaces.",
+            "The address of host %s is unknown: %s, and its own name does not resolve. Listening on all interfaces.",
             job.current_host,
-            job.network_interface,
+            f"it has no interface {job.network_interface}" if job.network_interface else "the job names no interface",
         )
         return "0.0.0.0"  # noqa: S104 - the warning says so

@@ -25,7 +25,8 @@ INTERRUPTED_EXIT_CODE = 128 + signal.SIGTERM
 class StopSchedule:
     """What the launcher sends when SageMaker stops the job, and when, in seconds since SageMaker's SIGTERM.
 
-    At 0 s, the gentle signal goes to the processes that handle it. If no process does, all get SIGTERM at 0 s.
+    At 0 s, the gentle signal goes to the processes that handle it. If no process does, all get SIGTERM at 0 s. The
+    launcher's ``ChildProcess`` sends them.
 
     Attributes:
         term_s: When processes that still run get SIGTERM. SageMaker itself sends SIGKILL after 120 s.

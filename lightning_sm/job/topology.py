@@ -134,10 +134,10 @@ class Topology:
         """
         if self.role is not Role.TRAINER:
             raise TopologyError(
-                f"Host {self.current_host!r} serves data and has no rank. Its script has to serve batches, and not to "
-                "train: with lightning_sm.SageMakerCLI in place of LightningCLI, or lightning_sm.SageMakerTrainer in "
-                f"place of Trainer, it does. Or let all groups train, with {DATA_GROUPS.name}= (empty) in the "
-                "environment of the job.\n"
+                f"Host {self.current_host!r} serves data and has no rank. Its script must serve batches, not train. "
+                "Use lightning_sm.SageMakerCLI instead of LightningCLI, or lightning_sm.SageMakerTrainer instead of "
+                f"Trainer. Or let all groups train: set {DATA_GROUPS.name}= (empty) in the "
+                "job's environment.\n"
                 f"{self.table()}"
             )
         return self.trainer_hosts.index(self.current_host)

@@ -139,7 +139,7 @@ def _install(text: str) -> Install:
         return Install(text)
     except ValueError as error:
         raise ValueError(
-            "expected 0 (install nothing), 1 (install requirements.txt even if the image brought it), or unprotected "
+            "expected 0 (install nothing), 1 (install requirements.txt even if it came with the image), or unprotected "
             "(also replace torch and other packages of the image)"
         ) from error
 
@@ -237,7 +237,7 @@ PREPARE_S = Setting[float](
     # A job that waits for a network is billed while it waits.
     default=1800.0,
     default_text="1800",
-    meaning="Seconds that fetching the code, and installing its requirements, may each take.",
+    meaning="Time limit in seconds, the same for fetching the code and for installing its requirements.",
 )
 PEERS_TIMEOUT_S = Setting[float](
     name="LIGHTNING_SM_PEERS_TIMEOUT_S",
@@ -251,7 +251,7 @@ HANG_S = Setting[float](
     parse=_seconds,
     default=1200.0,
     default_text="1200",
-    meaning="Seconds without a training step after which the job hangs, if that is also 20 times as long as any step "
+    meaning="Seconds without a training step after which a job counts as hung, if that is 20 times as long as any step "
     "before. The stacks of all ranks are saved, and the script is ended. 0 turns this off.",
 )
 MAX_RESTARTS = Setting[int](
@@ -259,7 +259,7 @@ MAX_RESTARTS = Setting[int](
     parse=whole_number(0, 1000),
     default=0,
     default_text="0",
-    meaning="How often the scripts of all trainer hosts are started again together, from the latest valid checkpoint, "
+    meaning="How many times the scripts of all trainer hosts are restarted together, from the latest valid checkpoint, "
     "when one of them has failed.",
 )
 REPORT_S = Setting[float](
@@ -275,7 +275,7 @@ PRICES = Setting[Mapping[str, float]](
     parse=_prices,
     default={},
     default_text="none",
-    meaning="Prices of an hour for the costs in that report, by instance type or group: a JSON object such as "
+    meaning="Hourly prices for the costs in the report, by instance type or group: a JSON object such as "
     '{"ml.g5.xlarge": 1.41}.',
 )
 HOST_ADDRESSES = Setting[Mapping[str, str]](

@@ -52,7 +52,7 @@ class Clients:
         client = self._session.client("batch", config=_CONFIG)
         if not hasattr(client, "submit_service_job"):
             raise AWSError(
-                "The installed boto3 knows no AWS Batch queues for training jobs: pip install --upgrade boto3"
+                "The installed boto3 does not support AWS Batch queues for training jobs: pip install --upgrade boto3"
             )
         return client
 

@@ -116,7 +116,7 @@ def _log_of(clients: Clients, job: Mapping[str, Any], options: argparse.Namespac
     log = Log(clients.logs, job)
     if job["TrainingJobStatus"] == "Failed" and options.host is None and not options.all:
         yield from failure_first(log, reason_of(job), options.tail)
-        yield "(--all shows everything in the order of time)"
+        yield "(--all shows everything in chronological order)"
         return
     log.learn_groups()
     lines: Iterable[Line] = log.new_lines()
@@ -174,7 +174,7 @@ def _files(clients: Clients, options: argparse.Namespace) -> int:
         return 0
     if found.kind == "tuning":
         best = found.description.get("BestTrainingJob", {}).get("TrainingJobName", "one of its training jobs")
-        raise AWSError(f"{found.name} is a tuning job; name {best}.")
+        raise AWSError(f"{found.name} is a tuning job; pass the name of a training job: {best}.")
     target = Path(options.to or Path(options.file).name)
     source = files.fetch(clients.s3, jobs[-1], options.file, target)
     _write([f"{source} -> {target}"])
@@ -204,9 +204,9 @@ def _parser() -> argparse.ArgumentParser:
     logs = add_parser("logs", help="the log of a job, merged over its hosts; failures first")
     logs.add_argument("name")
     logs.add_argument("-f", "--follow", action="store_true", help="follow the log until the job ends")
-    logs.add_argument("--host", help="only of this host, such as algo-2")
+    logs.add_argument("--host", help="only this host's log, such as algo-2")
     logs.add_argument("--tail", type=_count, metavar="N", help="only the last N lines (of a failed job: of each host)")
-    logs.add_argument("--all", action="store_true", help="of a failed job, too: everything in the order of time")
+    logs.add_argument("--all", action="store_true", help="everything in chronological order, also for a failed job")
     logs.set_defaults(run=_logs)
 
     end = add_parser("stop", help="stop a job; its hosts have 120 s to save a checkpoint")

@@ -111,8 +111,8 @@ def shown_bills(bills: Sequence[Bill], prices: Prices) -> str:
     if running:
         noun = "job has" if len(running) == 1 else "jobs have"
         lines.append(
-            f"Estimate: {len(running)} {noun} no billable time yet; counted is the time since the training started"
-            + (", without what spot capacity saves." if any(one.is_spot for one in bills if one.is_estimate) else ".")
+            f"Estimate: {len(running)} {noun} no billable time yet; the time since training started is counted"
+            + (", without spot savings." if any(one.is_spot for one in bills if one.is_estimate) else ".")
         )
     if any(one.is_prepaid for one in bills):
         lines.append("The hosts of a training plan are prepaid: this is what they would cost at these prices.")

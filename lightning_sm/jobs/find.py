@@ -64,7 +64,7 @@ def find(clients: Clients, name: str) -> Found:
     if _SERVICE_JOB.fullmatch(name):
         description = _described(lambda: clients.batch.describe_service_job(jobId=name), _UNKNOWN_TO_BATCH)
         if description is None:
-            raise AWSError(f"AWS Batch knows no job {name} in {clients.batch.meta.region_name}.")
+            raise AWSError(f"AWS Batch has no job {name} in {clients.batch.meta.region_name}.")
         return Found("queued", description["jobId"], description)
     name = name.rpartition("/")[2]
     sagemaker = clients.sagemaker

@@ -189,12 +189,12 @@ def failure_first(log: Log, reason: str, tail: int | None = None) -> Iterator[st
     named = [host for host in dict.fromkeys(_HOST.findall(reason)) if host in streams]
     for host in named:
         if tail is not None:
-            yield from _section(log, host, f"last {tail} lines", log.last_lines(streams[host], tail))
+            yield from _section(log, host, f"last lines (up to {tail})", log.last_lines(streams[host], tail))
         else:
             yield from _section(log, host, "whole log", log.all_lines(streams[host]))
     count = OTHERS_TAIL if tail is None else tail
     for host in [host for host in streams if host not in named]:
-        yield from _section(log, host, f"last {count} lines", log.last_lines(streams[host], count))
+        yield from _section(log, host, f"last lines (up to {count})", log.last_lines(streams[host], count))
 
 
 def _section(log: Log, host: str, extent: str, lines: Iterable[Line]) -> Iterator[str]:

@@ -29,7 +29,7 @@ def stop(clients: Clients, found: Found) -> str:
         return f"{found.name} is {found.status} already."
     if found.kind == "queued":
         clients.batch.terminate_service_job(jobId=found.name, reason="lightning-sm jobs stop")
-        return f"AWS Batch removes {found.name} from the queue, or stops its training job if one runs."
+        return f"AWS Batch is removing {found.name} from the queue, or stopping its training job if one is running."
     try:
         if found.kind == "tuning":
             clients.sagemaker.stop_hyper_parameter_tuning_job(HyperParameterTuningJobName=found.name)

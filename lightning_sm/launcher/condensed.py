@@ -123,7 +123,7 @@ class Condensed:
             number = writers.total()
             times = "once" if number == 1 else f"{number} times"
             by = ", ".join(filter(None, writers))
-            lines.append(f"{key[-1]} (left out: the same {times} more{f', by {by}' if by else ''})")
+            lines.append(f"{key[-1]} (repeated {times}{f', by {by}' if by else ''}; not shown again)")
         self._repeats.clear()
         return lines
 

@@ -49,9 +49,7 @@ def write_report(job: SageMakerJob, prices: Mapping[str, float], limit_s: float)
             check=False,
         )
     except subprocess.TimeoutExpired:
-        _LOG.warning(
-            "the report of the run was not written within %.0f s. lightning-sm report writes it later.", limit_s
-        )
+        _LOG.warning("the report of the run was not written within %.0f s. Write it with lightning-sm report.", limit_s)
     except OSError as error:
         _LOG.warning("the report of the run cannot be written: %s.", error.strerror)
     else:

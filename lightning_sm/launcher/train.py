@@ -345,7 +345,7 @@ class _HostLauncher:
         peers.wait_for_peers(max(0.0, self._leave_at() - time.monotonic()))
         if self._is_stopped or peers.is_alone:
             return
-        _LOG.info("this host has saved its checkpoint, but was not stopped itself. Waiting until it is.")
+        _LOG.info("this host has saved its checkpoint, but has not been told to stop yet. Waiting for the stop signal.")
         while not self._is_stopped and time.monotonic() < self._leave_at():
             threading.Event().wait(_POLL_S)
 

@@ -21,7 +21,7 @@ from lightning_sm.report.records import read_run, read_runs
 _LOG = command_logger(__name__)
 
 _PRICES = """
-Prices are yours: a YAML file (--prices) with "per_hour: {ml.g5.xlarge: 1.41}", or --price ml.g5.xlarge=1.41, by
+You give the prices: a YAML file (--prices) with "per_hour: {ml.g5.xlarge: 1.41}", or --price ml.g5.xlarge=1.41, by
 instance type or by the name of a group.
 """
 REPORT_EXAMPLES = f"""\
@@ -70,6 +70,9 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             name, type=Path, metavar=name.upper(), help="folder or output.tar.gz of a run, or a file of figures"
         )
+    parser.add_argument(
+        "--jobs", nargs=2, metavar="NAME", default=(None, None), help="the jobs A and B, where a folder has several"
+    )
     parser.add_argument("--steps", type=_whole, help="steps of the whole training (default: as many as A had)")
     parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
     _add_prices(parser)
@@ -83,9 +86,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speed", type=_positive, metavar="FACTOR", help="how fast one of their vCPUs is, compared to a measured one"
     )
-    parser.add_argument(
-        "--network", type=_positive, metavar="GBIT", help="what the network of a host can do, in Gbit/s"
-    )
+    parser.add_argument("--network", type=_positive, metavar="GBIT", help="network bandwidth of a host, in Gbit/s")
     parser.add_argument("--steps", type=_whole, help="steps of the whole job (default: as many as the run had)")
     parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
     _add_job(parser)
@@ -116,7 +117,8 @@ def compare_runs(options: argparse.Namespace) -> int:
         JobConfigError: A run or a file cannot be read, or a price is missing or wrong.
     """
     prices = read_prices(options.prices, options.price)
-    comparison = compare.compare(_measured(options.a), _measured(options.b), prices)
+    sources = zip((options.a, options.b), options.jobs, strict=True)
+    comparison = compare.compare(*(_measured(source, job) for source, job in sources), prices)
     if options.json:
         _print(json.dumps(compare.as_json(comparison, prices, options.steps), indent=2))
     else:
@@ -137,10 +139,10 @@ def plan_run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(source: Path) -> compare.Measured:
+def _measured(source: Path, job: str | None) -> compare.Measured:
     if source.suffix in (".yaml", ".yml", ".json"):
         return compare.read_figures(source)
-    return compare.of_run(Figures(read_run(source)))
+    return compare.of_run(Figures(read_run(source, job)))
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:

@@ -201,7 +201,7 @@ def sentence(comparison: Comparison, prices: Prices) -> str:
     speed = f"B {'is' if words.endswith('fast') else 'takes'} {words} as A"
     ratio, price_ratio = comparison.cost_ratio, comparison.price_ratio
     if ratio is None or price_ratio is None:
-        return f"{speed}. What that costs needs prices of all hosts: --prices FILE or --price TYPE=PER_HOUR."
+        return f"{speed}. To compare costs, give the prices of all hosts: --prices FILE or --price TYPE=PER_HOUR."
     joint = "and" if (faster >= 1) == (ratio <= 1) else "but"
     text = f"{speed}, {joint} costs {_change(ratio)} for the same work"
     text += f" ({1 / ratio:.3g} times cheaper)." if 0 < ratio < 0.5 else "."  # noqa: PLR2004 - where "times" reads better
@@ -263,11 +263,11 @@ def _notes(comparison: Comparison, prices: Prices) -> Any:
         yield f"Prices: {prices.source} (as given; storage, transfer and logs cost extra)."
     if comparison.work != 1:
         yield (
-            f"A step of A has {a.samples_per_step:,.0f} samples, one of B {b.samples_per_step:,.0f}: compared is the "
-            "time for the same number of samples. Whether they train the model as well is another question."
+            f"A step of A has {a.samples_per_step:,.0f} samples, one of B {b.samples_per_step:,.0f}: times are for "
+            "the same number of samples. Whether both train the model equally well is another question."
         )
     elif not (a.samples_per_step and b.samples_per_step):
-        yield "Compared is the time of a step: that is the same work only if the steps of both have as many samples."
+        yield "The comparison is by step: that is the same work only if a step of A and one of B have as many samples."
 
 
 def _run_json(run: Measured, price: float | None, steps: int | None) -> dict[str, Any]:

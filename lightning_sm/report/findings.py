@@ -21,7 +21,7 @@ def ending(run: Figures) -> str:
     attempts = "" if len(run.attempts) == 1 else f" in {count(len(run.attempts), 'attempt')}"
     time = f"{duration(run.seconds)}{attempts}"
     if run.outcome == RUNNING:
-        return f"The end is not recorded: the job is still running, or its hosts were killed. Recorded are {time}."
+        return f"The end is not recorded: the job is still running, or its hosts were killed. Recorded so far: {time}."
     # That of an interruption says that there was one.
     has_reason = run.outcome == "failed" and run.reason.strip()
     reason = f": {run.reason.splitlines()[0].rstrip('.')}" if has_reason else ""
@@ -52,7 +52,7 @@ def bottleneck(run: Figures) -> str:
         return text
     if waiting >= NOT_INPUT_BOUND:
         return f"Input-bound: training waits {percent(waiting)} of the time for data."
-    return f"Not input-bound: of {step_time(run.slowest.step_s)} a step, training waits {percent(waiting)} for data."
+    return f"Not input-bound: a step takes {step_time(run.slowest.step_s)}, {percent(waiting)} of it waiting for data."
 
 
 def advice(run: Figures, prices: Prices) -> list[str]:

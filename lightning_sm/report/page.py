@@ -241,7 +241,7 @@ def _host_tables(run: Figures) -> tuple[Table, ...]:
             optional(host.sent_bytes_s, lambda rate: f"{size(rate)}/s"),
         )
 
-    headers = ("host", "role", "group", "type", "CPUs", "GPUs", "CPU", "GPU", "memory, most", "received", "sent")
+    headers = ("host", "role", "group", "type", "CPUs", "GPUs", "CPU", "GPU", "peak memory", "received", "sent")
     tables = [Table("What each host did", headers, tuple(row(host) for host in run.hosts))]
     _, data_hosts = run.data
     if data_hosts:
@@ -281,7 +281,7 @@ def _metrics_table(run: Figures, names: Sequence[str]) -> Table:
         values = [value for _, value in points]
         numbers = (f"{values[0]:.6g}", f"{values[-1]:.6g}", f"{min(values):.6g}", f"{max(values):.6g}")
         rows.append((name, f"{len(points):,}", *numbers, f"{points[-1][0]:,}"))
-    return Table("Metrics", ("metric", "points", "first", "last", "least", "most", "last step"), tuple(rows))
+    return Table("Metrics", ("metric", "points", "first", "last", "min", "max", "last step"), tuple(rows))
 
 
 def _event_tables(run: Figures) -> tuple[Table, ...]:
@@ -310,14 +310,14 @@ def _method(run: Figures, prices: Prices) -> Any:
     heads = [record.head for record in run.run.records]
     hosts = {head.host for head in heads}
     yield (
-        f"From {len(heads)} files of {len(hosts)} of {len(run.hosts)} hosts in {run.run.source}; begun "
+        f"Records: {len(heads)}; hosts with one: {len(hosts)} of {len(run.hosts)}; source: {run.run.source}; begun "
         f"{time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(run.begin))}."
     )
     yield (
         "A step is one training batch. Its times are those of the training process: on a GPU, forward, backward and "
-        "optimizer are measured on the GPU every few steps where the record says so, else they only start the work. "
-        "Validations, checkpoints and the first batch of each start are not part of steps; nor are the first seconds "
-        "part of means. The exchange of gradients overlaps with the backward pass and cannot be told apart from it."
+        "optimizer are measured on the GPU every few steps where the record says so; else only their start is timed. "
+        "Steps do not include validations, checkpoints or the first batch after each start; means leave out the first "
+        "seconds. The exchange of gradients overlaps with the backward pass and cannot be told apart from it."
     )
     if prices:
         yield f"Cost: time of the attempts x prices ({prices.source}). Storage, transfer and logs cost extra."

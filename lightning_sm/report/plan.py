@@ -155,8 +155,8 @@ def measure(run: Figures) -> Measured:
     loaders = list(run.loaders.values())
     if not loaders:
         raise JobConfigError(
-            f"{run.run.source}: it is not recorded how many workers built the batches. Measure with this version of "
-            "lightning_sm."
+            f"{run.run.source}: the record does not say how many workers built the batches. Record a run with "
+            "this version of lightning_sm."
         )
     workers = round(run.of_all_ranks([loader.workers for loader in loaders]))
     num_hosts = sum(host.role == "trainer" for host in run.hosts)
@@ -274,7 +274,7 @@ def _remote(run: Figures, own_s: float) -> Measured:
     up = [host for host in hosts if host.state == "up" and host.workers]
     workers = sum(host.workers for host in up)
     if not workers:
-        raise JobConfigError(f"{run.run.source}: no data host is recorded that was up, with workers.")
+        raise JobConfigError(f"{run.run.source}: the record has no data host that was up and had workers.")
     # Each by its own steps: the last figures of some ranks may have come too late.
     cost_s = run.of_all_ranks([rank.produce_s / rank.num_steps for rank in ranks.values()])
     num_bytes = run.of_all_ranks([rank.num_bytes / rank.num_steps for rank in ranks.values()])
@@ -433,8 +433,8 @@ def _caveats(run: Figures, measured: Measured, wanted: Hosts) -> Any:
         rate = measured.bytes_per_step / measured.step_s
         then = measured.bytes_per_step / measured.model.own_s
         yield (
-            f"The network carried {size(rate)}/s and would carry {size(then)}/s without waiting. Whether it can, the "
-            "run does not show: give --network GBIT."
+            f"The network carried {size(rate)}/s and would carry {size(then)}/s without waiting. The run does not show "
+            "whether it can: give --network GBIT."
         )
 
 

@@ -104,10 +104,10 @@ class Batch:
 
     Attributes:
         queue: Name or ARN of the queue, which is of the type SAGEMAKER_TRAINING.
-        priority: Jobs of the same share with a higher one start first (0 to 9999).
+        priority: Within a share, jobs with a higher priority start first (0 to 9999).
         share: The share of a fair-share queue that the job counts for.
         quota_share: The quota share of the queue that the job counts for.
-        attempts: How often the job is started at most, if it fails (1 to 10).
+        attempts: Maximum number of times that the job is started, if it fails (1 to 10).
         timeout_s: Seconds after which an attempt is stopped (at least 60).
     """
 
@@ -149,8 +149,8 @@ class Tune:
         parallel_jobs: How many of them run at the same time.
         max_run_s: Seconds after which the tuning job ends.
         early_stopping: Stop training jobs that are unlikely to become the best one.
-        min_epochs: With hyperband: a training job is not stopped before it has logged the metric so often.
-        max_epochs: With hyperband: how often a training job logs the metric at most.
+        min_epochs: With hyperband: a training job is not stopped before it has logged the metric this many times.
+        max_epochs: With hyperband: maximum number of times that a training job logs the metric.
         warm_start: Names of earlier tuning jobs whose results are used.
         warm_start_kind: Whether data and script are those of the earlier jobs (identical), or not (transfer).
         seed: Seed of the choice of values.
@@ -189,7 +189,7 @@ class Job:
         subcommand: Subcommand of the script (default: fit).
         script: Training script, relative to source_dir (default: the image's script).
         source_dir: Folder with your own code, which is sent with the job; its requirements.txt is installed.
-        local_script: A copy of the image's script on this machine, by whose options the hyperparameters are checked
+        local_script: A copy of the image's script on this machine, against which the hyperparameters are checked
             before anything is sent (default: script in source_dir).
         environment: Environment variables of all hosts.
         output: S3 prefix for the model and the logs (default: the bucket that the SDK creates for the account).
@@ -204,9 +204,9 @@ class Job:
         max_run_s: Maximum training time in seconds.
         spot: Use spot capacity.
         retries: Resubmission when there is no capacity.
-        max_restarts: How often the scripts of all trainer hosts are started again together, from the latest checkpoint,
+        max_restarts: How many times the scripts of all trainer hosts restart together, from the latest checkpoint,
             when one has failed (LIGHTNING_SM_MAX_RESTARTS).
-        max_retry_attempts: How often SageMaker itself restarts a job after an internal error (1 to 30).
+        max_retry_attempts: How many times SageMaker itself restarts a job after an internal error (1 to 30).
         keep_alive_s: Seconds that the hosts are kept, and billed, for the next job (warm pool).
         volume_gb: Disk size of each host in GB; channels in File mode must fit.
         volume_kms_key: KMS key (id, alias or ARN) with which the disks of the hosts are encrypted.

@@ -137,7 +137,7 @@ def _environment(job: Job) -> Iterator[str]:
     if job.model not in (MODEL.default.value, stated):
         yield f"model is {job.model}, but environment sets {MODEL.name}={stated}. Remove one of them."
     for name, near in misspelled(job.environment).items():
-        yield f"environment: nothing reads {name}; {near} is a setting of lightning_sm."
+        yield f"environment: nothing reads {name}. Did you mean {near}?"
 
 
 def _restarts(job: Job) -> Iterator[str]:

@@ -163,12 +163,14 @@ def _strategy_problems(tune: Tune) -> Iterator[str]:
         numbers = [name for name, one in tune.ranges.items() if one.values is None]
         combinations = math.prod(len(values) for values in lists)
         if numbers:
-            yield f"tune.strategy is grid, which needs values: {', '.join(numbers)} has min and max."
+            yield f"tune.strategy is grid, which needs values, but min and max are given for: {', '.join(numbers)}."
         elif tune.max_jobs not in {None, combinations}:
-            yield (f"tune.max_jobs is {tune.max_jobs}, but the grid has {combinations} combinations. Remove max_jobs.")
+            yield (
+                f"tune.max_jobs is {tune.max_jobs}, but the number of combinations is {combinations}. Remove max_jobs."
+            )
     jobs = _max_jobs(tune)
     if jobs is not None and tune.parallel_jobs > jobs:
-        yield f"tune.parallel_jobs is {tune.parallel_jobs}, but there are {jobs} training jobs in all (tune.max_jobs)."
+        yield f"tune.parallel_jobs is {tune.parallel_jobs}, more than training jobs in all: {jobs} (tune.max_jobs)."
     if tune.strategy == "hyperband" and tune.early_stopping:
         yield "tune.early_stopping is set, but hyperband stops training jobs by itself. Remove it."
     if tune.strategy != "hyperband" and (tune.min_epochs, tune.max_epochs) != (None, None):

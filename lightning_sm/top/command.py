@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 EXAMPLES = """\
 examples:
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--every",
         type=_seconds,
         metavar="SECONDS",
-        help="time between two looks (default: 1 in a terminal, 10 elsewhere)",
+        help="time between two updates (default: 1 in a terminal, 10 elsewhere)",
     )
 
 
@@ -38,7 +39,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
     if not 0.2 <= seconds <= 3600:  # noqa: PLR2004 - stated in the message
         raise argparse.ArgumentTypeError(f"{text}: expected 0.2 to 3600 seconds")
     return seconds

@@ -179,7 +179,7 @@ class _Decoder:
         cls = _imported_class(name)
         if not issubclass(cls, Enum) or type(member) is not str or member not in cls.__members__:
             raise BatchTypeError(
-                f"{name} has no member {reprlib.repr(member)} in this process, but on the data host. Use the same code "
+                f"{name} has a member {reprlib.repr(member)} on the data host, but not here. Use the same code "
                 "on all hosts."
             )
         return cls.__members__[member]

@@ -51,8 +51,8 @@ def encode(batch: Any, arena: Arena) -> bytes:
     header = _TO_JSON.encode([batch_format.FORMAT, batch_format.VERSION, arena.used, tree]).encode("ascii")
     if (num_lists := header.count(b"[")) > batch_format.MAX_LISTS:
         raise BatchTooLargeError(
-            f"A batch has {num_lists} lists and opening brackets in texts; {batch_format.MAX_LISTS} are allowed. "
-            "Convert numbers to tensors, and long texts to bytes."
+            f"A batch has {num_lists} lists and opening brackets in strings; {batch_format.MAX_LISTS} are allowed. "
+            "Convert numbers to tensors, and long strings to bytes."
         )
     return header
 

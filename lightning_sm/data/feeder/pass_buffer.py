@@ -102,6 +102,7 @@ class PassBuffer:
 
     Attributes:
         pass_id: Number of the pass.
+        name: Name of the loader, for messages.
         ring: Where batches go.
         ring_number: Number of the ring in the training process.
         free: Unused slots of the ring; shared by all passes over the loader.
@@ -124,6 +125,7 @@ class PassBuffer:
     """
 
     pass_id: int
+    name: str
     ring: Ring
     ring_number: int
     free: list[int]
@@ -283,12 +285,11 @@ class PassBuffer:
         duplicate_shards = plan.duplicate_shards(answer.run.first, content)
         if duplicate_shards is not None:
             logger.warning(
-                "Shards %d and %d of loader %d of %s begin with the same batch. The iterable dataset may yield all "
+                "Shards %d and %d of %s begin with the same batch. The iterable dataset may yield all "
                 "samples in every shard. It must yield only the part that torch.utils.data.get_worker_info() "
                 "describes, as with several workers of a DataLoader.",
                 *duplicate_shards,
-                self.request.loader,
-                self.request.opening,
+                self.name,
             )
 
     def skip(self, request_id: int, end: int | None) -> None:

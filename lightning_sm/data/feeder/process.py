@@ -153,6 +153,7 @@ class Feeder:
         ring, free = self._rings[request.ring]
         buffer = PassBuffer(
             pass_id=pass_id,
+            name=request.loader.name,
             ring=ring,
             ring_number=request.ring,
             free=free,

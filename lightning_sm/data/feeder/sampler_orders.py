@@ -94,7 +94,7 @@ def lengths(request: PassRequest, sampler_orders: SamplerOrders) -> tuple[int, i
     loader, world_size = request.loader, request.place.world_size
     if loader.order == "shards":
         return shard_steps(sampler_orders.shard_sizes(request), world_size)
-    size = sampler_orders.agree(_list_request(request)).reply.size
+    size = sampler_orders.agree(request).reply.size
     if loader.order == "batch_sampler":
         return num_steps(size.num_batches, None, drop_last=False, world_size=world_size), 0
     return num_steps(size.num_samples, loader.batch_size, drop_last=loader.drop_last, world_size=world_size), 0
@@ -132,12 +132,12 @@ class SamplerOrders:
         Raises:
             DataServiceError: The sampler failed, or its orders differ between data hosts.
         """
-        listed = _list_request(request)
-        agreement = self.agree(listed)
+        listed, name = _list_request(request), request.loader.name
+        agreement = self.agree(request)
         while not self._closed.is_set():
             for link in self._up(listed.rank):
                 try:
-                    order = _listed(link, replace(listed, wants_keys=True))
+                    order = _listed(link, replace(listed, wants_keys=True), name)
                 except (grpc.RpcError, _SamplerCrashedError) as error:
                     _warn(link.name, error)
                     continue
@@ -145,58 +145,59 @@ class SamplerOrders:
                     agreement.add(link.name, order, time.monotonic())
                 return order
             self._closed.wait(_PERIOD_S)
-        raise DataServiceError("The training has ended.")
+        raise DataServiceError("Training has ended.")
 
-    def agree(self, request: ListRequest) -> Agreement[SamplerOrder]:
+    def agree(self, request: PassRequest) -> Agreement[SamplerOrder]:
         """Have all hosts run a sampler, and return the agreement on its size and digest once it is reached.
 
         Args:
-            request: What to ask for, without the keys.
+            request: The pass.
 
         Raises:
             DataServiceError: The sampler failed, or its orders differ between data hosts.
         """
-        agreement = _order_agreement(request.opening, self._patience_s)
+        listed, name = _list_request(request), request.loader.name
+        agreement = _order_agreement(name, self._patience_s)
         replies: dict[str, Future[SamplerOrder]] = {}
         num_crashes = 0
         while not self._closed.is_set():
             up = {link.name: link for link in self._up()}
-            for name in up.keys() - replies.keys():
-                replies[name] = self._submit(_listed, up[name], request)
-            missing = {name: reply for name, reply in replies.items() if name not in agreement.replies}
+            for host in up.keys() - replies.keys():
+                replies[host] = self._submit(_listed, up[host], listed, name)
+            missing = {host: reply for host, reply in replies.items() if host not in agreement.replies}
             if not missing:  # no host is up
                 self._closed.wait(_PERIOD_S)
             wait(missing.values(), _PERIOD_S, FIRST_COMPLETED)
-            for name, reply in missing.items():
+            for host, reply in missing.items():
                 if not reply.done():
                     continue
                 problem = reply.exception()
                 if isinstance(problem, (grpc.RpcError, _SamplerCrashedError)):
-                    _warn(name, problem)
-                    del replies[name]
+                    _warn(host, problem)
+                    del replies[host]
                     num_crashes += isinstance(problem, _SamplerCrashedError)
                 else:
-                    agreement.add(name, reply.result(), time.monotonic())
+                    agreement.add(host, reply.result(), time.monotonic())
             if num_crashes >= _MAX_CRASHES:
                 raise DataServiceError(
-                    f"The sampler of {request.opening} crashed the process that ran it {num_crashes} times. See the "
+                    f"The sampler of {name} crashed its process {num_crashes} times. See the "
                     "logs of the data hosts for how it ended. An infinite sampler takes all memory."
                 )
             if agreement.reach(len(up.keys() | agreement.replies.keys()), time.monotonic()):
-                for name in replies.keys() - agreement.replies.keys():
-                    replies[name].add_done_callback(partial(self._add_late, agreement, name))
+                for host in replies.keys() - agreement.replies.keys():
+                    replies[host].add_done_callback(partial(self._add_late, agreement, host))
                 return agreement
-        raise DataServiceError("The training has ended.")
+        raise DataServiceError("Training has ended.")
 
-    def _add_late(self, agreement: Agreement[SamplerOrder], name: str, reply: Future[SamplerOrder]) -> None:
+    def _add_late(self, agreement: Agreement[SamplerOrder], host: str, reply: Future[SamplerOrder]) -> None:
         try:
             with self._adding:
-                agreement.add(name, reply.result(), time.monotonic())
+                agreement.add(host, reply.result(), time.monotonic())
         except DataHostMismatchError as error:
             self._on_mismatch(error)
         except Exception as error:  # noqa: BLE001  # the training does not need this host's order
             if not self._closed.is_set():
-                _warn(name, error)
+                _warn(host, error)
 
     def shard_sizes(self, request: PassRequest) -> list[int]:
         """Have the hosts count the batches in every shard of an iterable dataset, each a part of them.
@@ -204,24 +205,24 @@ class SamplerOrders:
         Raises:
             DataServiceError: The user's code failed, or the hosts see different data.
         """
-        which, num_shards = request.which, request.place.num_shards
+        which, num_shards, name = request.which, request.place.num_shards, request.loader.name
         num_parts = min(len(self._links), num_shards)
         parts = [
             CountRequest(**vars(which), num_shards=num_shards, part=part, num_parts=num_parts)
             for part in range(num_parts)
         ]
-        counts = [self._submit(self._counted, part) for part in parts]
+        counts = [self._submit(self._counted, part, name) for part in parts]
         sizes = [0] * num_shards
         agreement: Agreement[int] = Agreement(
-            f"Data hosts read different data from the iterable dataset of {which.opening}",
+            f"Data hosts read different data from the iterable dataset of {name}",
             "All hosts must see the same files. Random draws must come from the global generator of random, NumPy or "
             "torch, which have the same seeds on all hosts.",
             lambda first: {f"batches in shard 0 of {num_shards}": str(first)},
         )
         for part, count in enumerate(counts):
-            name, counted = count.result()
+            host, counted = count.result()
             sizes[part::num_parts] = counted.sizes
-            agreement.add(name, counted.first, time.monotonic())
+            agreement.add(host, counted.first, time.monotonic())
         agreement.check()
         return sizes
 
@@ -234,7 +235,7 @@ class SamplerOrders:
         try:
             return self._requests.submit(function, *arguments)
         except RuntimeError as error:  # it is shut down
-            raise DataServiceError("The training has ended.") from error
+            raise DataServiceError("Training has ended.") from error
 
     def _up(self, first: int = 0) -> list[HostLink]:
         """Return the hosts that are up; ranks that name another first one get them in another order."""
@@ -242,8 +243,8 @@ class SamplerOrders:
         links = [*self._links[first:], *self._links[:first]]
         return [link for link in links if link.state is LinkState.UP]
 
-    def _counted(self, request: CountRequest) -> tuple[str, ShardSizes]:
-        """Return the name of a host, and the batches that it has counted.
+    def _counted(self, request: CountRequest, name: str) -> tuple[str, ShardSizes]:
+        """Return the name of a host, and the batches that it has counted in the dataset of a loader.
 
         The same host counts a part for all ranks. Another one does if that one does not come.
         """
@@ -257,19 +258,19 @@ class SamplerOrders:
                 except grpc.RpcError as error:
                     logger.warning("Data host %s could not count the batches: %s", up[0].name, describe(error))
                 else:
-                    counted = _taken(data, ShardSizes, up[0], f"iterable dataset of {request.opening}")
+                    counted = _taken(data, ShardSizes, up[0], f"iterable dataset of {name}")
                     if counted is None:
                         continue
                     if len(counted.sizes) != len(range(request.part, request.num_shards, request.num_parts)):
                         raise WireError(f"The count from data host {up[0].name} is malformed: {str(counted)[:200]}.")
                     return up[0].name, counted
             self._closed.wait(_PERIOD_S)
-        raise DataServiceError("The training has ended.")
+        raise DataServiceError("Training has ended.")
 
 
-def _order_agreement(opening: str, patience_s: float) -> Agreement[SamplerOrder]:
+def _order_agreement(name: str, patience_s: float) -> Agreement[SamplerOrder]:
     return Agreement(
-        f"Data hosts get different orders from the user's sampler of {opening}",
+        f"Data hosts got different orders from the sampler of {name}",
         "Random draws must come from the global generator of random, NumPy or torch, or from a random generator in the "
         "sampler's attributes, which have the same seeds on all hosts. The order must not depend on time, host names "
         "or unordered sets.",
@@ -295,15 +296,15 @@ def _list_request(request: PassRequest) -> ListRequest:
     )
 
 
-def _listed(link: HostLink, request: ListRequest) -> SamplerOrder:
-    """Return a host's order.
+def _listed(link: HostLink, request: ListRequest, name: str) -> SamplerOrder:
+    """Return a host's order of the sampler of a loader.
 
     Raises:
         _SamplerCrashedError: The process that ran the sampler crashed.
     """
     while True:
         head, _, rest = link.sampler_order(request).partition(b"\n")
-        size = _taken(head, OrderSize, link, f"sampler of {request.opening}")
+        size = _taken(head, OrderSize, link, f"sampler of {name}")
         if size is not None:
             break
     if len(rest) % 8 or len(rest) < 8 * size.num_keys:

@@ -119,7 +119,7 @@ class DataHost:
         except TimeoutError as error:
             self.close()
             raise DataServiceError(
-                f"The data host at {self.address} does not listen after {_START_TIMEOUT_S:g} s. Its process was "
+                f"The data host at {self.address} is not listening after {_START_TIMEOUT_S:g} s. Its process was "
                 "importing the modules of the DataModule, or copying it."
             ) from error
         except BaseException:

@@ -100,8 +100,8 @@ class ServedModule:
         """Run the hooks of a new ``fit``, ``validate``, ``test`` or ``predict``."""
         if request.run in self._left_runs:
             raise DataSettingsError(
-                "Another training has taken over this data host, which serves one training at a time. Start separate "
-                "data hosts for each training."
+                "Another training run has taken over this data host, which serves one run at a time. Start separate "
+                "data hosts for each run."
             )
         self._trainer = self._datamodule.trainer = TrainerFacts(request.trainer)
         if request.run == self._run:

@@ -141,7 +141,7 @@ class HostProcess:
         problem = self._problem
         if until is None and problem is not None and not self._training_succeeded:
             raise problem.exception(self._settings.name)
-        logger.info("The data host exits: %s.", outcome.reason)
+        logger.info("Data host exiting: %s.", outcome.reason)
 
     def _wait_for_outcome(self) -> Finished:
         while True:

@@ -56,11 +56,11 @@ class RankReads:
             return
         (rank, rank_where), (size, size_where) = next(iter(self._ranks.items())), next(iter(self._sizes.items()))
         raise DataSettingsError(
-            f"{rank} ({rank_where}) and {size} ({size_where}) were both read, as by code that splits the data by rank. "
+            f"{rank} ({rank_where}) and {size} ({size_where}) were both read, as if to split the data by rank. "
             "But a data host serves all ranks: its own rank is always 0, and the parts of the other ranks would be "
             "lost. Return loaders over all of the data: the data service splits it over the ranks, and a "
-            "DistributedSampler may stay. What only one rank shall do: self.trainer.is_global_zero. For the batch size "
-            f"of a rank, {size.partition('=')[0]} alone."
+            "DistributedSampler may stay. For what only one rank should do, use self.trainer.is_global_zero. For the "
+            f"batch size per rank, read {size.partition('=')[0]} alone."
         )
 
 

@@ -107,7 +107,7 @@ class OpenRequest(Request):
         if not plain or len(self.trainer) > _MAX_TRAINER_FACTS:
             raise WireError(
                 f"The {what} has {len(self.trainer)} values of the Trainer: {reprlib.repr(self.trainer)}. At most "
-                f"{_MAX_TRAINER_FACTS} numbers and texts are allowed."
+                f"{_MAX_TRAINER_FACTS} numbers and strings are allowed."
             )
 
 

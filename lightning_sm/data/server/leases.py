@@ -135,15 +135,15 @@ class Leases:
 def _check_newcomer(client: str, world_size: int, others: dict[str, int]) -> None:
     """Check that a trainer can belong to the training of those that hold leases, given with their world sizes."""
     if others and world_size not in others.values():
-        why = f"{client} belongs to a training of {world_size} ranks, but {_listed(others)} to one of "
-        why += " and ".join(str(size) for size in sorted(set(others.values())))
+        why = f"{client} belongs to a run with world size {world_size}, but {_listed(others)} to one with "
+        why += "world size " + " and ".join(str(size) for size in sorted(set(others.values())))
     elif len(others) >= world_size:
-        why = f"{client} is one too many for a training of {world_size} ranks, of which {_listed(others)} are connected"
+        why = f"{client} is one too many for a run with world size {world_size}; already connected: {_listed(others)}"
     else:
         return
     raise DataHostMismatchError(
-        f"{why}. A data host serves one training at a time: wait until the others have ended, or start data hosts for "
-        "each training, with a data_service.token of its own."
+        f"{why}. A data host serves one run at a time: wait until the others have ended, or start data hosts for "
+        "each run, with a data_service.token of its own."
     )
 
 

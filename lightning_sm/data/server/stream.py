@@ -164,7 +164,7 @@ class _Stream:
             answer = Failure(
                 "BatchTooLargeError",
                 f"The strings and lists of a batch have {len(answer.batches)} bytes; "
-                f"{MAX_STRUCTURE_BYTES} are allowed. Send long texts as bytes or uint8 tensors.",
+                f"{MAX_STRUCTURE_BYTES} are allowed. Send long strings as bytes or uint8 tensors.",
             )
         if isinstance(answer, ShardEnd):
             num_batches = answer.num_batches

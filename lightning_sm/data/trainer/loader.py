@@ -173,8 +173,8 @@ class RemoteDataset:
             raise AttributeError(name)
         raise AttributeError(
             f"{self.__class__.__name__} has no attribute {name!r}: {self._facts.dataset} ({self._facts.name}) is on "
-            "the data hosts, and a trainer has only its length. Numbers and texts that setup() sets on the DataModule "
-            "are copied to the trainers."
+            "the data hosts, and a trainer has only its length. Numbers and strings that setup() sets on the "
+            "DataModule are copied to the trainers."
         )
 
 

@@ -44,7 +44,8 @@ class Progress(Callback):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the position to a checkpoint."""
         # The Trainer may have a different DataModule by now.
-        if not self._loaders or getattr(trainer.datamodule, "_progress", None) is not self:
+        hosts = getattr(trainer.datamodule, "_hosts", None)
+        if not self._loaders or getattr(hosts, "progress", None) is not self:
             return
         fit_loop = trainer.fit_loop
         position = SavedPosition(
@@ -85,7 +86,7 @@ class Progress(Callback):
         if batches == saved.batches:
             return
         _warn_once(
-            "The checkpoint was saved after batch %d of epoch %d, which is batch %d with the present ranks (%d) and "
+            "The checkpoint was saved after batch %d of epoch %d, which is batch %d with the current ranks (%d) and "
             "batch sizes. Samples that repeat: %d.",
             saved.batches,
             saved.epoch + 1,

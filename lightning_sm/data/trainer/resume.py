@@ -138,7 +138,7 @@ class SavedPosition:
                 raise ResumeError(
                     f"The checkpoint was saved within an epoch over {old.dataset} ({old.name}) with "
                     f"{old.shards or 'no shards'}, but now it has {new.shards or 'no shards'}. Resume with the same "
-                    "(data_service.virtual_shards), or from a checkpoint at the end of an epoch."
+                    "settings (data_service.virtual_shards), or from a checkpoint at the end of an epoch."
                 )
             return self.batches, 0
         # Rounded down, so that no sample is lost; the rest of the division are samples that repeat.

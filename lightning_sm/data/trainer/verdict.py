@@ -157,7 +157,7 @@ def _network(who: str, rank: RankFigures) -> str:
     megabytes = rank.num_bytes / 1e6
     return (
         f"{who} for the network: of the {_seconds(latency_s)} from request to batch, "
-        f"{_seconds(rank.transfer_s / batches)} are the way from the data host ({megabytes / batches:.3g} MB a batch, "
+        f"{_seconds(rank.transfer_s / batches)} is transfer from the data host ({megabytes / batches:.3g} MB a batch, "
         f"{megabytes / rank.seconds:.3g} MB/s). Make batches smaller (uint8 instead of float32, "
         "data_service.compression), or choose hosts with a faster network."
     )

@@ -17,7 +17,7 @@ _MB = 10**6
 _WARNING_BYTES = 5000 * _MB
 # Below this, not even logs fit.
 _PROBLEM_BYTES = 500 * _MB
-_AS_ROOT = "Run as root in the container, as the service expects, or give this user the folder."
+_AS_ROOT = "Run as root in the container, as the service expects, or let this user write to the folder."
 
 
 def disk(context: Context) -> Iterator[Result]:

@@ -43,8 +43,8 @@ def gpus(context: Context) -> Iterator[Result]:
         if num_files:
             yield warning(
                 "GPUs",
-                f"{num_files} device files, but nvidia-smi is not installed.",
-                "ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility in the image.",
+                f"There are GPU device files ({num_files}), but nvidia-smi is not installed.",
+                "Set NVIDIA_DRIVER_CAPABILITIES=compute,utility in the image (ENV in its Dockerfile).",
             )
         elif expected:
             yield problem(

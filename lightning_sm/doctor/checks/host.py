@@ -22,7 +22,7 @@ def machine(_context: Context) -> Iterator[Result]:
     """Show CPUs, memory and kernel, and what the kernel lacks."""
     memory = psutil.virtual_memory().total / _GIB
     kernel = os.uname()
-    yield ok("machine", f"{os.cpu_count()} CPUs, {memory:.1f} GiB memory, {kernel.sysname} {kernel.release}")
+    yield ok("machine", f"CPUs: {os.cpu_count()}, memory: {memory:.1f} GiB, {kernel.sysname} {kernel.release}")
     missing = missing_on_this_system()
     if missing:
         yield warning("system", missing, "Run them in a Linux container, or leave the data groups out.")

@@ -40,7 +40,7 @@ def facts(context: Context) -> Iterator[Result]:
     if topology is not None:
         yield ok("this host", _own_place(job, topology))
         yield ok("hosts", _hosts(topology))
-        yield ok("meeting point", _meeting_point(job, topology))
+        yield ok("rendezvous", _meeting_point(job, topology))
     where = f"{job.checkpoint_dir}, copied to {job.checkpoint_uri or 'S3'}" if job.checkpoint_dir else "none"
     yield ok("checkpoints", where)
 

@@ -59,8 +59,8 @@ def hosts(context: Context) -> Iterator[Result]:
     if lost:
         yield problem(
             "names",
-            f"{len(lost)} of {len(outcomes)} hosts do not resolve: {listed(lost)}",
-            "This may take minutes after the start of a job. Later: check DNS of the VPC and /etc/resolv.conf; off "
+            f"{len(lost)} of {len(outcomes)} host names did not resolve: {listed(lost)}",
+            "In a new job, names may take minutes to resolve. Later, check the VPC's DNS and /etc/resolv.conf; off "
             f"SageMaker, set {HOST_ADDRESSES.name}.",
         )
     if addresses:
@@ -171,7 +171,7 @@ def _bind(
     return taken(
         "own port",
         f"Port {port}{use} cannot be used here: {os.strerror(reason.errno or 0)}{by}.",
-        f"Unless this is the running training: set {setting} to a free port, the same on every host.",
+        f"Unless that process is the training itself, set {setting} to a free port, the same on every host.",
     )
 
 

@@ -187,8 +187,8 @@ class Client:
             return
         self._unreached_at = math.inf
         _LOG.warning(
-            "No launcher of this job has answered on %s (%s) for %g s: %s. Until one does, this host does not learn of "
-            "failures on other hosts, nor they of its own: when one fails, the others may hang until their collectives "
+            "No launcher of this job has answered on %s (%s) for %g s: %s. Until one does, this host and the "
+            "others do not learn of each other's failures: when one fails, the others may hang until their collectives "
             "time out. The main host must run lightning-sm train, and let the hosts of the job connect to this port.",
             *self._place,
             self._timings.unreached_s,

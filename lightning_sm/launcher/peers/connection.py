@@ -36,7 +36,7 @@ _NONCE_BYTES = 16
 MAX_LINE_BYTES = 8 * 1024
 # For the other end to read what was sent, and to close the connection.
 _LAST_WORDS_S = 0.5
-_ANOTHER_KEY = f"its {JOB_SECRET.name}, or without one its job's name, is not that of this host"
+_ANOTHER_KEY = f"its {JOB_SECRET.name} (or, without one, its job's name) differs from that of this host"
 
 
 @dataclass(frozen=True)

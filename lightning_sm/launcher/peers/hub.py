@@ -200,7 +200,7 @@ class Hub:
     def _say_who_is_missing(self) -> None:
         if missing := self._tracker.name_missing():
             _LOG.warning(
-                "No launcher has connected for %g s from: %s. The job continues, but learns of no failure there: "
+                "For %g s, no launcher has connected from: %s. The job continues, but does not notice failures there: "
                 "scripts that need these hosts wait until their own timeouts (30 minutes with torch). The logs of "
                 "these hosts may say why. They must run lightning-sm train, and be able to connect to %s.",
                 self._timings.unreached_s,

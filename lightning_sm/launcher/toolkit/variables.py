@@ -205,8 +205,8 @@ def _is_possible(name: str, text: str) -> bool:
     if size <= _MAX_BYTES and not {"=", "\0"} & set(name) and "\0" not in text:
         return True
     _LOG.info(
-        "not setting %.80s for the script: with %d bytes, or because of its characters, it does not fit into an "
-        "environment. The job's files contain it.",
+        "not setting %.80s for the script: it is too long (%d bytes), or has characters that an environment "
+        "variable cannot hold. The job's files contain it.",
         name,
         size,
     )

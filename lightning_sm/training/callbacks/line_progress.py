@@ -31,8 +31,8 @@ class LineProgress(ProgressBar):
       repeat its metrics.
     - ``steps_per_s`` (training batches) and ``data_wait`` are of the time since the last line, without validations,
       checkpoints and first batches; ``samples_per_s`` is of all ranks. They take ``StepTimes``, which each job has.
-    - ``eta`` is when the training ends at this rate, validations included.
-    - ``memory_gb`` is what the GPU of rank 0 had in use at most, or what its process has, in 10^9 bytes.
+    - ``eta`` is the time left at this rate, validations included.
+    - ``memory_gb`` is the peak GPU memory of rank 0 or, without a GPU, what its process uses, in 10^9 bytes.
 
     In a job with data hosts, the line of an epoch ends with how long the slowest rank waited for data, and with the
     cause if that is worth a word.

@@ -17,7 +17,7 @@ _TEN_MS = 10.0
 _PARTS = {
     ("forward", "backward"): "forward and backward",
     ("data_wait",): "data wait",
-    ("to_device",): "way to the device",
+    ("to_device",): "transfer to the device",
     ("optimizer",): "optimizer",
     ("other",): "other",
 }
@@ -25,7 +25,7 @@ _SPANS = {
     "first_batch": "first batches",
     "validation": "validation",
     "checkpoint": "checkpoints",
-    "export": "export of the model",
+    "export": "model export",
 }
 
 
@@ -55,7 +55,7 @@ def summary(totals: Totals, *, is_alone: bool = True, on_gpu: bool = False, verd
     if on_gpu:
         text += " (of the GPU's time)"
     if spans:
-        text += f"; besides, {', '.join(spans)}"
+        text += f"; in addition, {', '.join(spans)}"
     return f"{text}. {verdict}".rstrip()
 
 

@@ -24,7 +24,7 @@ def register_strategies() -> None:
 
 def _data_parallel() -> NoReturn:
     raise StrategyError(
-        "strategy=dp (torch.nn.DataParallel: one process for all GPUs of a host) is gone since Lightning 2.0. Use "
-        "strategy=ddp with the same devices: one process for each of them, also on several hosts. A batch is then that "
-        "of one process: divide the DataModule's batch size by the number of devices to keep the size of a step."
+        "strategy=dp (torch.nn.DataParallel: one process for all GPUs of a host) was removed in Lightning 2.0. Use "
+        "strategy=ddp with the same devices: one process for each of them, also on several hosts. The batch size is "
+        "then per process: divide the DataModule's by the number of devices to keep the global batch size."
     )

@@ -123,7 +123,7 @@ def obstacle_to_smddp(job: SageMakerJob | None, num_nodes: int) -> str | None:
             f"{', '.join(unsupported)} ({job.source})."
         )
     if num_nodes == 1:
-        return "SMDDP needs at least two trainer hosts, but the job has one: what it speeds up is between hosts."
+        return "SMDDP needs at least two trainer hosts, but the job has one: it speeds up traffic between hosts."
     try:
         importlib.import_module(_LIBRARY)
     except ImportError as error:
@@ -149,7 +149,7 @@ def distribution_arguments(job: SageMakerJob, num_nodes: int, chosen: Any) -> di
     asked = "distribution={...} asks for smdistributed.dataparallel (or pytorchddp, for which the SDK sends the same)"
     if chosen not in (None, "auto"):
         if _name_of(chosen) not in {"smddp", SMDDPStrategy.__name__}:
-            _warn_once("%s, but the strategy is %s, which is used. SMDDP is strategy=smddp.", asked, _name_of(chosen))
+            _warn_once("%s, but strategy=%s is set. To use SMDDP, set strategy=smddp.", asked, _name_of(chosen))
         return {}
     obstacle = obstacle_to_smddp(job, num_nodes)
     if obstacle is not None:

@@ -140,8 +140,8 @@ class Job:
     def opening(self) -> RemoteDataModule:
         """The DataModule of a trainer for which the data host is in setup()."""
         module = self.module()
-        module._client = module._start_feeder()
-        module._stage = "validate"
+        module._hosts._client = module._hosts._start_feeder()
+        module._hosts._stage = "validate"
         request = OpenRequest(
             opening="1/validate//0",
             run=1,
@@ -153,7 +153,7 @@ class Job:
             state="",
             trainer={"world_size": None},
         )
-        module._client._send(OpenLoaders(request, prepares_everywhere=True))
+        module._hosts._client._send(OpenLoaders(request, prepares_everywhere=True))
         self.until_log("downloading")
         return module
 
@@ -226,7 +226,7 @@ def _train(make: Callable[[], Any] | None, address: str | None, pids: Path) -> N
         other = os.fork() if own is None else own.main.pid
         if other:
             written = pids.with_suffix(".part")
-            written.write_text(f"{module._client.pid} {other}")
+            written.write_text(f"{module._hosts._client.pid} {other}")
             written.rename(pids)
         threading.Event().wait(TIMEOUT_S)
         os._exit(0)

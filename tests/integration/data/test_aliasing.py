@@ -121,7 +121,7 @@ def settled(module, loader, window):
         next(stream)
     deadline, pause = time.monotonic() + 10.0, threading.Event()
     while True:
-        (known,) = module._feeder.state().passes
+        (known,) = module._hosts.feeder.state().passes
         # Right after a batch was taken, the next is not asked for yet.
         if not known.in_flight and known.ready >= window:
             return stream, known.ready
@@ -131,7 +131,7 @@ def settled(module, loader, window):
 
 def ring_bytes(module):
     """Return the memory that the slots of all loaders take."""
-    folder = Path(f"/proc/{module._client.pid}/fd")
+    folder = Path(f"/proc/{module._hosts._client.pid}/fd")
     rings = {
         file.stat().st_ino: file.stat() for file in folder.iterdir() if "memfd:lightning_sm" in str(file.readlink())
     }

@@ -143,7 +143,7 @@ class Scene:
     def report(self, name: str) -> HostState:
         """What the feeder says of a host."""
         address = self.hosts[name].address
-        return next(host for host in self.module._feeder.state().hosts if host.name in (name, address))
+        return next(host for host in self.module._hosts.feeder.state().hosts if host.name in (name, address))
 
     def until_up(self, name: str) -> None:
         """Wait until the feeder uses a host."""
@@ -261,7 +261,7 @@ def hang_and_close(scene: Scene) -> None:
 
 def kill_feeder(scene: Scene) -> None:
     """Kill the process of this rank that asks for batches."""
-    os.kill(scene.module._client.pid, signal.SIGKILL)
+    os.kill(scene.module._hosts._client.pid, signal.SIGKILL)
 
 
 def train_elsewhere(scene: Scene) -> None:
@@ -692,7 +692,7 @@ OPEN_ROWS = [
         "65 MiB of text in a batch",
         "only data host",
         "first batch",
-        says=("Send long texts as bytes or uint8 tensors",),
+        says=("Send long strings as bytes or uint8 tensors",),
         make=lambda: DataLoader(["x" * (65 << 20)], batch_size=1),
         error=BatchTooLargeError,
     ),
@@ -738,7 +738,7 @@ class Idle(Callback):
     busy = ()
 
     def on_fit_start(self, trainer, model):
-        hosts = trainer.datamodule._feeder.state().hosts
+        hosts = trainer.datamodule._hosts.feeder.state().hosts
         self.busy = [(host.busy, host.queued) for host in hosts if host.workers]
 
 
@@ -874,7 +874,7 @@ def fail_to_train(job):
 def vanish(job):
     """Let the trainer host vanish: nobody says goodbye."""
     module = job.connected()
-    os.kill(module._feeder.pid, signal.SIGKILL)
+    os.kill(module._hosts.feeder.pid, signal.SIGKILL)
     module.close()
 
 
@@ -917,7 +917,7 @@ def stop_gently_and_kill_the_server(job):
     module = job.connected()
     (server,) = [child for child in job.main.children() if "lightning_sm.data.server.process" in child.cmdline()]
     job.main.send_signal(GENTLE_SIGNAL)
-    os.kill(module._feeder.pid, signal.SIGKILL)
+    os.kill(module._hosts.feeder.pid, signal.SIGKILL)
     server.kill()
     job.end()
     module.close()
@@ -947,7 +947,7 @@ def train_without(outcome, *, then_terminate=False):
         for says in (r"^ValueError: no such column\non data host algo-2 .+, setup\('fit'\)\nTraceback", "in setup"):
             assert re.search(says, str(caught.value))
         if outcome is None:
-            os.kill(module._feeder.pid, signal.SIGKILL)  # the trainer host vanishes
+            os.kill(module._hosts.feeder.pid, signal.SIGKILL)  # the trainer host vanishes
         module.close(outcome or "")
         if then_terminate:
             job.main.terminate()
@@ -981,7 +981,7 @@ JOB_ROWS = [
         "end",
         SAME,
         0,
-        (r"The data host exits: the trainer rank has finished \(finished\)",),
+        (r"Data host exiting: the trainer rank has finished \(finished\)",),
         act=train,
     ),
     JobRow(
@@ -1019,7 +1019,7 @@ JOB_ROWS = [
         "mid-epoch",
         "",
         0,
-        (r"The data host exits: it was terminated \(SIGTERM\)",),
+        (r"Data host exiting: it was terminated \(SIGTERM\)",),
         act=terminate,
         is_proof=True,
     ),
@@ -1029,7 +1029,7 @@ JOB_ROWS = [
         "a hook",
         "",
         0,
-        (r"The data host exits: it was terminated \(SIGTERM\)",),
+        (r"Data host exiting: it was terminated \(SIGTERM\)",),
         act=terminate_in_setup,
         does="waits",
     ),
@@ -1039,7 +1039,7 @@ JOB_ROWS = [
         "mid-epoch",
         SAME,
         0,
-        (r"The data host exits: the trainer rank has finished \(stopped\)",),
+        (r"Data host exiting: the trainer rank has finished \(stopped\)",),
         act=stop_gently,
     ),
     JobRow(

@@ -60,6 +60,6 @@ def test_a_data_host_that_does_not_listen_is_an_error(monkeypatch):
     """Its copy of the DataModule hangs: an error says after which time, and its process does not outlive it."""
     monkeypatch.setattr(data_host, "_START_TIMEOUT_S", 0.1)
     host = DataHost(Stuck(make))
-    with pytest.raises(DataServiceError, match=r"does not listen after 0\.1 s"):
+    with pytest.raises(DataServiceError, match=r"is not listening after 0\.1 s"):
         host.__enter__()
     assert host._process.returncode == -signal.SIGKILL

@@ -48,7 +48,7 @@ def test_ranks_share_each_epoch_exactly(hosts):
     ranks = []
     for rank in (0, 1):
         with remote(hosts[:2]) as module:
-            module._data_ranks = lambda _, rank=rank: (rank, 2)
+            module._hosts._data_ranks = lambda _, rank=rank: (rank, 2)
             loader = module.train_dataloader()
             ranks.append([batch["index"].tolist() for batch in loader])
             assert len(loader) == len(ranks[-1])

@@ -148,7 +148,7 @@ def test_names_that_do_not_resolve_are_found_by_the_deadline(base):
     ended = _doctor("--timeout", "5", SAGEMAKER_BASE_DIR=str(base))
     assert time.monotonic() - started < 15
     assert ended.returncode == 1
-    assert "2 of 2 hosts do not resolve: algo-1 (" in ended.stdout
+    assert "2 of 2 host names did not resolve: algo-1 (" in ended.stdout
 
 
 @pytest.mark.matrix(first=1)

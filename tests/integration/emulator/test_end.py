@@ -95,8 +95,8 @@ def test_what_all_hosts_print_is_shown_once(jobs, work, script, code, headline, 
     lines = ended.stdout.splitlines()
     assert len([line for line in lines if headline in line]) == 1, ended.stdout
     assert len([line for line in lines if line.endswith(f"| {error}")]) == 1, ended.stdout
-    (repeats,) = [line for line in lines if line.startswith(f"{error} (left out: the same ")]
-    assert re.fullmatch(r".* 2 times more, by algo-\d, algo-\d\)", repeats)
+    (repeats,) = [line for line in lines if line.startswith(f"{error} (repeated ")]
+    assert re.fullmatch(r".* \(repeated 2 times, by algo-\d, algo-\d; not shown again\)", repeats)
     logs = [log.read_text() for log in jobs.glob("*/algo-*/output/log.txt")]
     assert [error in log for log in logs] == [True] * 3
     assert ended.stdout.rpartition("The job failed:\n")[2].startswith(f"{error}\non ")

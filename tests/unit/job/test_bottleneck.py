@@ -46,9 +46,12 @@ def test_a_factor_far_from_what_was_measured_is_a_bound():
     [
         ((0.04, 4, 0.5, 8), ""),
         ((0.6, 0), "Input-bound 60% of the time: the training process builds its batches itself. Set num_workers"),
-        ((0.4, 4, 0.5, 8), "by the loader's 4 workers: about 1.7 times as many would remove the wait; the host's CPUs"),
-        ((0.4, 1), "by the loader's only worker: about 1.7 times as many would remove the wait."),
-        ((0.75, 4, 0.97, 4), "the host's 4 CPUs are busy 97%: at most 4 times as many workers"),
+        (
+            (0.4, 4, 0.5, 8),
+            "by the loader's 4 workers: about 1.7 times as many workers would remove the wait; the host's CPUs",
+        ),
+        ((0.4, 1), "by the loader's only worker: about 1.7 times as many workers would remove the wait."),
+        ((0.75, 4, 0.97, 4), "the host's 4 CPUs are 97% busy: at most 4 times as many workers"),
     ],
 )
 def test_a_local_loader_is_told_what_helps(arguments, words):

@@ -76,7 +76,7 @@ def group(name: object, hosts: object, **others: object) -> dict[str, object]:
         ),
         (
             broken(instance_groups=[group("a", ["algo-1", "algo-2"])]),
-            r"field 'instance_groups' .*expected a group for each host; none has \['algo-3'\]",
+            r"field 'instance_groups' .*expected a group for each host; no group has \['algo-3'\]",
         ),
         (
             broken(instance_groups=[group("a", ["algo-1"], instance_type=5)]),

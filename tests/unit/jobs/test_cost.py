@@ -64,7 +64,7 @@ def test_a_running_job_is_estimated(is_spot):
     text = shown(job)
     assert "total: about $2.00\n" in text
     assert "Estimate: 1 job has no billable time yet" in text
-    assert ("without what spot capacity saves" in text) == is_spot
+    assert ("without spot savings" in text) == is_spot
 
 
 def test_a_job_that_waits_costs_nothing():

@@ -116,5 +116,5 @@ def test_an_unknown_name_is_answered_with_similar_ones(clients, name, hint):
 def test_an_unknown_id_is_an_error(clients):
     """AWS Batch has no names to compare it with."""
     clients.refuses("batch", "describe_service_job", "ClientException")
-    with pytest.raises(AWSError, match=f"knows no job {JOB_ID} in us-east-1"):
+    with pytest.raises(AWSError, match=f"has no job {JOB_ID} in us-east-1"):
         find(clients, JOB_ID)

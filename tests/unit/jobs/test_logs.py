@@ -86,7 +86,7 @@ def test_the_group_of_a_host_comes_from_what_its_launcher_logs(clients):
 
 
 def test_a_failure_begins_with_its_reason_and_the_host_that_it_names(clients):
-    """Then come the last 50 lines of each other host, the oldest first."""
+    """Then come the last lines (up to 50) of each other host, the oldest first."""
     log = Log(clients.logs, HOMOGENEOUS)
     clients.answers("logs", "describe_log_streams", streams("algo-10-5", "algo-2-5", "algo-1-5"))
     clients.answers(
@@ -113,9 +113,9 @@ def test_a_failure_begins_with_its_reason_and_the_host_that_it_names(clients):
         "--- algo-2: whole log",
         "algo-2 | start",
         "algo-2 | ValueError: nan",
-        "--- algo-1: last 50 lines",
+        "--- algo-1: last lines (up to 50)",
         "algo-1 | last of algo-1",
-        "--- algo-10: last 50 lines",
+        "--- algo-10: last lines (up to 50)",
         "algo-10 | last of algo-10",
     ]
 

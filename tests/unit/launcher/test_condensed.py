@@ -70,7 +70,7 @@ def test_the_same_traceback_of_other_ranks_is_counted():
     text, _ = _shown(_by_rank(_CAUSE, 0), turns)
     assert (
         text
-        == _by_rank(_CAUSE, 0) + "ValueError: bad shape (left out: the same 3 times more, by rank1, rank2, rank3)\n"
+        == _by_rank(_CAUSE, 0) + "ValueError: bad shape (repeated 3 times, by rank1, rank2, rank3; not shown again)\n"
     )
 
 
@@ -90,7 +90,7 @@ def test_lines_behind_a_repeated_block_are_left_out_as_far_as_they_are_the_same(
     """The rest of a message, such as a table; what is new is shown."""
     table = "host    role\n------  ----\n\nalgo-1  data\n"
     text, _ = _shown(_CAUSE + table, _CAUSE + table + "new\n")
-    assert text == _CAUSE + table + "new\nValueError: bad shape (left out: the same once more)\n"
+    assert text == _CAUSE + table + "new\nValueError: bad shape (repeated once; not shown again)\n"
 
 
 def test_a_lost_connection_is_one_line_and_can_be_had_in_full():
@@ -112,7 +112,7 @@ def test_usage_texts_of_several_hosts_are_shown_once():
     lines = [f"{line}\n".encode() for line in _USAGE.splitlines()]
     shown = {host: [out for line in lines for out in condensed.feed(line, host)] for host in ("a", "b", "c")}
     assert shown == {"a": lines, "b": [], "c": []}
-    assert condensed.take_repeats() == ['error: Parser key "config": (left out: the same 2 times more, by b, c)']
+    assert condensed.take_repeats() == ['error: Parser key "config": (repeated 2 times, by b, c; not shown again)']
     assert condensed.take_repeats() == []
 
 
@@ -152,7 +152,7 @@ def test_the_same_warning_of_several_ranks_is_shown_once(warning):
     """With its line of code, and then the ranks that gave it, too; what they print besides is shown."""
     pieces = (_by_rank(warning, 0), "step 1\n", _by_rank(warning, 1), "step 1\n", _by_rank(warning, 3))
     text, _ = _shown(*pieces)
-    note = f"{warning.splitlines()[0]} (left out: the same 2 times more, by rank1, rank3)\n"
+    note = f"{warning.splitlines()[0]} (repeated 2 times, by rank1, rank3; not shown again)\n"
     assert text == _by_rank(warning, 0) + "step 1\nstep 1\n" + note
 
 
@@ -177,7 +177,7 @@ def test_a_warning_that_never_ends_takes_no_memory():
             condensed.feed(line.encode())
     assert len(pickle.dumps(vars(condensed))) < 10_000
     assert condensed.take_repeats() == [
-        "/code/train.py:7: UserWarning: small batch (left out: the same 19999 times more)"
+        "/code/train.py:7: UserWarning: small batch (repeated 19999 times; not shown again)"
     ]
 
 
@@ -188,5 +188,5 @@ def test_the_same_warning_of_several_hosts_is_shown_once():
     shown = {host: [out for line in lines for out in condensed.feed(line, host)] for host in ("a", "b")}
     assert shown == {"a": lines, "b": []}
     assert condensed.take_repeats() == [
-        "/code/train.py:7: UserWarning: small batch (left out: the same once more, by b)"
+        "/code/train.py:7: UserWarning: small batch (repeated once, by b; not shown again)"
     ]

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from lightning_sm.__main__ import main
-from tests.unit.report.recorded import input_bound
+from tests.unit.report.recorded import head, input_bound, steps, write
 
 PRICES = ("--price", "ml.g5.xlarge=1.41", "--price", "ml.c5.xlarge=0.2")
 
@@ -50,6 +50,17 @@ def test_compare_takes_runs_and_figures(run, tmp_path, capsys):
     compared = json.loads(capsys.readouterr().out)
     assert compared["speed_up"] == pytest.approx(2.0)
     assert compared["a"]["time_to_train_s"] == pytest.approx(12 + 2400 * 0.05)
+
+
+def test_jobs_of_one_folder_can_be_compared(tmp_path, capsys, caplog):
+    """Without their names, an error says how to give them."""
+    for name, samples in (("first", 10), ("second", 20)):
+        write(tmp_path, head(1, job=name), *(steps(11 + second, step=samples * second) for second in range(5)))
+    assert main(["compare", str(tmp_path), str(tmp_path), "--json"]) == 2
+    assert "2 jobs: first, second. Name one with --job (compare: --jobs)." in caplog.text
+    assert main(["compare", str(tmp_path), str(tmp_path), "--jobs", "first", "second", "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)
+    assert [compared[run]["name"] for run in ("a", "b")] == ["first", "second"]
 
 
 def test_plan_says_how_many_workers(run, capsys):

@@ -102,7 +102,7 @@ def test_without_prices_times_are_compared(measured):
     """No price is invented."""
     comparison = compare(measured("x", {"a": 1}, 1.0), measured("y", {"b": 1}, 0.5), Prices())
     assert comparison.cost_ratio is None
-    assert "needs prices" in as_text(comparison, Prices())
+    assert "To compare costs, give the prices" in as_text(comparison, Prices())
     assert "$" not in as_text(comparison, Prices())
 
 

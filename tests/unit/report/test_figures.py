@@ -149,11 +149,11 @@ def test_the_verdict_is_that_of_the_log(tmp_path):
     own = [head(1, hosts={"algo-1": "trainer"}), Loader(BEGIN + 2, is_remote=False, workers=2, cpus=4)]
     write(tmp_path / "local", *own, *(steps(10 + t) for t in range(5)))
     assert findings.bottleneck(of(tmp_path / "local")).startswith(
-        "Input-bound 58% of the time by the loader's 2 workers"
+        "Input-bound 58% of the time, limited by the loader's 2 workers"
     )
     write(tmp_path / "fast", *own, *(steps(10 + t, waiting=0.01) for t in range(5)))
     text = findings.bottleneck(of(tmp_path / "fast"))
-    assert text == "Not input-bound: of 50 ms a step, training waits 1% for data."
+    assert text == "Not input-bound: a step takes 50 ms, 1% of it waiting for data."
     write(tmp_path / "none", head(1))
     write(tmp_path / "none", use(3), who="rank-0")
     assert findings.bottleneck(of(tmp_path / "none")) == "No training step is recorded."

@@ -71,11 +71,13 @@ def stated(begins: Sequence[int | str], names: Sequence[str], num_stages: int) -
         elif isinstance(begin, int) and 0 < begin < len(names):
             indices.append(begin)
         else:
-            raise StrategyError(f"{what}: {begin!r} is none of the layers {', '.join(names)} (0 to {len(names) - 1}).")
+            raise StrategyError(
+                f"{what}: {begin!r} is not one of the layers {', '.join(names)} (0 to {len(names) - 1})."
+            )
     bounds = [0, *indices, len(names)]
     stages = [range(begin, end) for begin, end in pairwise(bounds)]
     if not all(stages):
         raise StrategyError(
-            f"{what}: the layers {', '.join(names)} have another order, or a stage would have no layer."
+            f"{what}: name layers in the model's order, each once, and not the first: {', '.join(names)}."
         )
     return stages

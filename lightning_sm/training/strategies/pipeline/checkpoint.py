@@ -60,7 +60,7 @@ class LogicalCheckpoint:
         if strict and (missing or unknown):
             raise CheckpointError(
                 f"The checkpoint does not fit {type(self._module).__name__}: it lacks {_few(missing)}, and has "
-                f"{_few(unknown)} besides. Load the checkpoint of this model, or set strict_loading=False in it."
+                f"{_few(unknown)} that the model lacks. Load this model's checkpoint, or set its strict_loading=False."
             )
         own = {name: weights[name] for name in self._module.state_dict() if name in weights}
         self._module.load_state_dict(own, strict=strict)

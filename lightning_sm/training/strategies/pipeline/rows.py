@@ -27,7 +27,7 @@ def num_rows(batch: Any) -> int:
         found = "no tensor with rows" if not lengths else f"tensors of {_listed(lengths)} rows (dimension 0)"
         raise StrategyError(
             f"A pipeline cuts batches into microbatches along dimension 0, but the batch ({type(batch).__name__}) has "
-            f"{found}. Return tensors with one row for each sample; what does not depend on the sample belongs into "
+            f"{found}. Return tensors with one row for each sample; what does not depend on the sample belongs in "
             "the LightningModule."
         )
     return lengths.pop()

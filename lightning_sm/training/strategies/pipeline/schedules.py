@@ -65,7 +65,7 @@ def chunks_of(name: ScheduleName, stated: int | None) -> int:
         StrategyError: The schedule does not exist, or it needs a different number of stages per rank.
     """
     if name not in SCHEDULES:
-        raise StrategyError(f"schedule={name!r} is none of {', '.join(SCHEDULES)}.")
+        raise StrategyError(f"schedule={name!r} is not one of {', '.join(SCHEDULES)}.")
     needed = SCHEDULES[name].chunks
     if stated is not None and (stated < 1 or needed not in (None, stated)):
         needs = "at least 1 stage" if needed is None else f"{needed} stage{'' if needed == 1 else 's'}"

@@ -173,7 +173,7 @@ class UserSteps:
             raise StrategyError(
                 f"The loss of {self._where} uses the parameters {', '.join(used)} outside of the call of "
                 f"self.{self._name}(...). Each rank has only its own stage's parameters: for decay, use the optimizer's"
-                f" weight_decay; layers belong into self.{self._name}."
+                f" weight_decay; layers belong in self.{self._name}."
             )
         if loss.grad_fn is None:
             raise StrategyError(f"The loss of {self._where} does not depend on the output of self.{self._name}(...).")

@@ -59,8 +59,8 @@ class PipelineParallelStrategy(DDPStrategy):
         pipeline_parallel_size: Processes for one replica of the model; "auto": those of a host, or of all hosts if each
             has one.
         data_parallel_size: Replicas; "auto": as many as the processes make up.
-        num_microbatches: Microbatches of a step. The smaller their number, the longer ranks wait for each other: at
-            least as many as there are stages. A batch is cut into the largest number of equal parts up to it.
+        num_microbatches: Number of microbatches per step. With fewer, ranks wait longer for each other; choose at
+            least as many as there are stages. Batches are cut into equal parts, as many as possible up to this number.
         schedule: Order of forward and backward passes; all but "gpipe" and "1f1b" have several stages on a rank.
         chunks: Stages on each rank; None: what the schedule needs, else 2.
         placement: "cluster": the ranks of a replica are neighbours, mostly on one host; "spread": they are as far apart
@@ -92,7 +92,7 @@ class PipelineParallelStrategy(DDPStrategy):
         if TorchVersion(torch.__version__) < _OLDEST_TORCH:
             raise StrategyError(
                 f"strategy=pipeline needs torch {_OLDEST_TORCH} or newer, and this is {torch.__version__}. With torch "
-                "2.6 the first step hangs, and the versions between were not tried. Update torch, or use strategy=fsdp."
+                "2.6 the first step hangs, and versions in between are untested. Update torch, or use strategy=fsdp."
             )
         if num_microbatches < 1:
             raise StrategyError(f"num_microbatches={num_microbatches} is not at least 1.")
@@ -144,7 +144,7 @@ class PipelineParallelStrategy(DDPStrategy):
             StrategyError: The ranks are not connected yet.
         """
         if self._placement is None:
-            raise StrategyError("The placement of the stages is known from the hook setup on.")
+            raise StrategyError("The placement of the stages is not known before the setup hook.")
         return self._placement
 
     @property
@@ -298,7 +298,7 @@ class PipelineParallelStrategy(DDPStrategy):
         num_layers, num_stages = len(network.layers), placement.num_stages
         if num_layers < num_stages:
             raise StrategyError(
-                f"{network.name} has {num_layers} layers, too few for {num_stages} stages ({placement.pipeline_size} "
+                f"Too few layers in {network.name} ({num_layers}) for {num_stages} stages ({placement.pipeline_size} "
                 f"ranks x {placement.chunks} stages on each). Choose a smaller pipeline_parallel_size"
                 + (", or a schedule with one stage on each rank, such as 1f1b." if placement.chunks > 1 else ".")
             )

@@ -24,7 +24,9 @@ def buffer():
     request = RunSpec("o", 1, ())
     batch = BatchSpec(2, 3, 0, 0, 0, np.empty(0, np.int64))
     free = list(range(NUM_SLOTS))
-    yield PassBuffer(1, ring, 1, free, request, batch, plan, 4, 10, window_batches=8, window_bytes=5000)
+    yield PassBuffer(
+        1, "train_dataloader()", ring, 1, free, request, batch, plan, 4, 10, window_batches=8, window_bytes=5000
+    )
     ring.close()
 
 

@@ -122,7 +122,7 @@ def test_the_end_of_the_training_ends_the_wait(ask):
         link.state = LinkState.CONNECTING
     with hosts.orders() as orders:
         threading.Timer(0.1, orders.close).start()
-        with pytest.raises(DataServiceError, match="training has ended"):
+        with pytest.raises(DataServiceError, match="Training has ended"):
             ask(orders)
 
 
@@ -180,7 +180,7 @@ def test_hosts_that_disagree_are_named():
     with (
         hosts.orders() as orders,
         pytest.raises(
-            DataHostMismatchError, match=r"sampler of 1/fit/train/0:\n  h[01]: digest: \w+\n  h[01]: digest: "
+            DataHostMismatchError, match=r"sampler of train_dataloader\(\):\n  h[01]: digest: \w+\n  h[01]: digest: "
         ),
     ):
         orders.get(facts())
@@ -228,7 +228,11 @@ def test_a_late_host_that_disagrees_is_reported():
             "data host h0, the s",
         ),
         (Problem("DataSettingsError", "Batch 1 is empty."), DataSettingsError, r"^Batch 1 is empty.\non data host h0"),
-        (Problem("KeyboardInterrupt", ""), WireError, "host h0 for the sampler of 1/fit/train/0 has an unknown error"),
+        (
+            Problem("KeyboardInterrupt", ""),
+            WireError,
+            r"host h0 for the sampler of train_dataloader\(\) has an unknown error",
+        ),
         (OrderSize(-1, 1, "d"), WireError, "num_samples is -1; 0 to .* allowed"),
         (OrderSize(1, 1, "d", num_keys=1), WireError, "malformed"),
     ],
@@ -246,7 +250,7 @@ def test_a_sampler_that_crashes_its_process_is_tried_a_few_times():
     hosts = Hosts(1, range(8))
     answers = [Running(), *[Crashed("was killed by SIGKILL")] * 4]
     hosts.links["h0"].sampler_order = lambda _: answers.pop(0).encode() + b"\n"
-    with hosts.orders() as orders, pytest.raises(DataServiceError, match="crashed the process that ran it 4 times"):
+    with hosts.orders() as orders, pytest.raises(DataServiceError, match="crashed its process 4 times"):
         orders.get(facts())
 
 

@@ -73,7 +73,7 @@ def test_devices_without_nvidia_smi_are_a_warning(make):
     _devices(context, 2)
     (result,) = gpus.gpus(context)
     assert result.status is Status.WARNING
-    assert result.found.startswith("2 device files")
+    assert result.found.startswith("There are GPU device files (2)")
 
 
 @pytest.mark.parametrize(

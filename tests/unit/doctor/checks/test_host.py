@@ -29,7 +29,7 @@ def test_machine_is_shown(context):
     """CPUs, memory and kernel are shown."""
     (result,) = host.machine(context)
     assert result.status is Status.OK
-    assert result.found.startswith(f"{os.cpu_count()} CPUs, ")
+    assert result.found.startswith(f"CPUs: {os.cpu_count()}, ")
 
 
 @pytest.mark.parametrize(

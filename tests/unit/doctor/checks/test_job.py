@@ -34,7 +34,7 @@ def test_facts_of_a_job(tmp_path):
     assert found["this host"].found == "algo-2, group trainer (ml.m5.large), role trainer, node rank 1 of 2"
     assert found["hosts"].found == "trainers: algo-1, algo-2; data: algo-3"
     expected = "algo-1, port 23456 (LIGHTNING_SM_MAIN_PORT), interface eth0; data hosts listen on 13456"
-    assert found["meeting point"].found == expected
+    assert found["rendezvous"].found == expected
     assert found["checkpoints"].found == "/opt/ml/checkpoints, copied to s3://bucket/x"
 
 

@@ -91,7 +91,7 @@ def test_names_that_do_not_resolve_are_a_problem(tmp_path):
     """Lost hosts are named; those that resolve are shown."""
     lost, found = _hosts(_context(tmp_path, addresses={**_LOOPBACK, "algo-3": "no such host"}), "names")
     assert (lost.status, found.status) == (Status.PROBLEM, Status.OK)
-    assert lost.found.startswith("1 of 3 hosts do not resolve: algo-3 (")
+    assert lost.found.startswith("1 of 3 host names did not resolve: algo-3 (")
     assert "algo-3" not in found.found
 
 

@@ -158,7 +158,7 @@ def test_whoever_knows_the_job_but_not_its_secret_is_told_nothing(exits, lines):
     with contextlib.suppress(OSError):
         stranger.send(Report(0, Outcome(1, "forged")).to_message())
     assert stranger.is_closed()
-    why = "its LIGHTNING_SM_JOB_SECRET, or without one its job's name, is not that of this host"
+    why = "its LIGHTNING_SM_JOB_SECRET (or, without one, its job's name) differs from that of this host"
     lines.wait_for(f"Closed a connection from 127.0.0.1: it introduced itself as 'algo-2', but {why}.")
     job.key = peers_key(job.identity, {})
     with job.make("algo-2"):

@@ -183,9 +183,9 @@ def test_hosts_that_never_come_are_named_by_the_main_host(exits, lines):
     killed.send({"protocol": PROTOCOL, "nonce": "of the host", "host": "algo-3"})
     killed.sock.close()
     joined(lines, "algo-2")
-    lines.wait_for("No launcher has connected for 0.5 s from: algo-3, data-1. ")
+    lines.wait_for("For 0.5 s, no launcher has connected from: algo-3, data-1. ")
     assert hub.received.empty()
     hub.report(BROKEN)
     reason = "ValueError: broken\nNo launcher has ever connected from: algo-3, data-1."
     assert hub.received.get(timeout=TIMEOUT_S).reason == reason
-    assert len([line for line in lines.seen if "No launcher has connected" in line]) == 1
+    assert len([line for line in lines.seen if "no launcher has connected" in line]) == 1

@@ -20,8 +20,8 @@ def test_the_largest_parts_come_first():
         data_wait=3.8, forward=3.0, backward=4.1, optimizer=0.5, other=0.9, to_device=0.01,
     )  # fmt: skip
     assert summary(measured, verdict="Look here.") == (
-        "40 steps in 12.3 s (308 ms each): 58% forward and backward, 31% data wait, 4% optimizer, 7% other; besides, "
-        "6.1 s first batches, 2.0 s validation. Look here."
+        "40 steps in 12.3 s (308 ms each): 58% forward and backward, 31% data wait, 4% optimizer, 7% other; in "
+        "addition, 6.1 s first batches, 2.0 s validation. Look here."
     )
 
 

@@ -18,5 +18,7 @@ def test_strategies_are_registered_as_often_as_a_trainer_is_made():
 
 def test_data_parallel_names_the_strategy_that_replaced_it_and_what_becomes_of_the_batch():
     """A script of Lightning 1 with strategy=dp ends with what to write instead."""
-    with pytest.raises(StrategyError, match=r"strategy=dp .* Use strategy=ddp .*: divide the DataModule's batch size"):
+    with pytest.raises(
+        StrategyError, match=r"strategy=dp .* Use strategy=ddp .*: divide the DataModule's by the number"
+    ):
         SageMakerTrainer(strategy="dp", accelerator="cpu", devices=2, logger=False)

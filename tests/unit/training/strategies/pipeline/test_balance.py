@@ -41,12 +41,12 @@ def test_layers_are_cut_where_the_user_says():
     ("begins", "message"),
     [
         (["layer1"], "begins 2 stages, but the pipeline has 3"),
-        (["layer1", "layer9"], "'layer9' is none of the layers conv1, layer1, layer2, fc"),
-        ([1, 4], "4 is none of the layers"),
-        ([0, 1], "0 is none of the layers"),
-        (["fc", "layer1"], "another order"),
-        (["fc", "fc"], "would have no layer"),
-        (["conv1", "fc"], "would have no layer"),
+        (["layer1", "layer9"], "'layer9' is not one of the layers conv1, layer1, layer2, fc"),
+        ([1, 4], "4 is not one of the layers"),
+        ([0, 1], "0 is not one of the layers"),
+        (["fc", "layer1"], "in the model's order, each once, and not the first: conv1, layer1"),
+        (["fc", "fc"], "each once"),
+        (["conv1", "fc"], "not the first"),
     ],
 )
 def test_a_split_that_does_not_fit_is_refused(begins, message):

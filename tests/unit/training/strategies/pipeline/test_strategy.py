@@ -16,7 +16,7 @@ from lightning_sm.errors import StrategyError
         ({"num_microbatches": 0}, "num_microbatches=0 is not at least 1"),
         ({"placement": "near"}, "placement='near' is neither 'cluster' nor 'spread'"),
         ({"split": "layers"}, "split='layers' is neither 'parameters', 'time' nor a list"),
-        ({"schedule": "2f2b"}, "schedule='2f2b' is none of gpipe, 1f1b, looped_bfs"),
+        ({"schedule": "2f2b"}, "schedule='2f2b' is not one of gpipe, 1f1b, looped_bfs"),
         ({"schedule": "1f1b", "chunks": 2}, "chunks=2, but schedule=1f1b needs 1 stage on each rank"),
         ({"schedule": "zbv", "chunks": 3}, "chunks=3, but schedule=zbv needs 2 stages on each rank"),
         ({"schedule": "interleaved", "chunks": 0}, "chunks=0, but schedule=interleaved needs at least 1 stage"),
@@ -39,7 +39,7 @@ def test_an_older_torch_is_refused(monkeypatch):
 
 def test_the_placement_is_unknown_before_the_ranks_are_connected():
     """Who asks too early gets an error that says when it is known."""
-    with pytest.raises(StrategyError, match="from the hook setup on"):
+    with pytest.raises(StrategyError, match="not known before the setup hook"):
         _ = PipelineParallelStrategy().distributed_sampler_kwargs
 
 
@@ -52,4 +52,4 @@ def test_the_batches_of_data_hosts_stay_page_locked():
 
     module = RemoteDataModule(LightningDataModule(), ["127.0.0.1:1"])
     module.trainer = Trainer()
-    assert not module._copies_batches()
+    assert not module._hosts._copies_batches()
