@@ -117,8 +117,8 @@ def compare_runs(options: argparse.Namespace) -> int:
         JobConfigError: A run or a file cannot be read, or a price is missing or wrong.
     """
     prices = read_prices(options.prices, options.price)
-    sources = zip((options.a, options.b), options.jobs, strict=True)
-    comparison = compare.compare(*(_measured(source, job) for source, job in sources), prices)
+    job_a, job_b = options.jobs
+    comparison = compare.compare(_measured(options.a, job_a), _measured(options.b, job_b), prices)
     if options.json:
         _print(json.dumps(compare.as_json(comparison, prices, options.steps), indent=2))
     else:
