@@ -74,3 +74,12 @@ def test_commands_start_without_torch(argument):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.stderr == ""
     assert done.stdout.endswith("set()\n")
+
+
+@pytest.mark.parametrize("every", ["abc", "nan", "0.1", "3601"])
+def test_top_updates_at_a_sensible_interval(capsys, every):
+    """Another one is an error with the limits."""
+    with pytest.raises(SystemExit) as ended:
+        main(["top", "--every", every])
+    assert ended.value.code == 2
+    assert f"argument --every: {every}: expected 0.2 to 3600 seconds" in capsys.readouterr().err

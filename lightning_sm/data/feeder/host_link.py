@@ -25,7 +25,7 @@ from lightning_sm.errors import DataHostMismatchError, DataServiceError, WireErr
 logger = logging.getLogger(__name__)
 
 _HEARTBEAT_PERIOD_S = 0.5
-# Of all ranks together, to one data host: they take its server process 0.15 of a core (benchmarks/many_feeders.py).
+# Of all ranks together, to one data host: they take its server process 0.1 of a core (benchmarks/many_feeders.py).
 _MAX_HEARTBEATS_PER_S = 128
 _HEARTBEAT_TIMEOUT_S = 1.0
 # Heartbeats without an answer after which a host's requests go to others. One late answer is only load.

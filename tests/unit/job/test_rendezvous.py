@@ -10,7 +10,7 @@ import time
 import pytest
 
 from lightning_sm.errors import HostResolutionError
-from lightning_sm.job.rendezvous import resolves, wait_for_host
+from lightning_sm.job.rendezvous import own_address, resolves, wait_for_host
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import SLOW_NAMES
 from tests.fakes.job_folder import make_job
@@ -161,3 +161,24 @@ def test_the_emulator_makes_names_slow(monkeypatch):
     """An address that the emulator holds back does not resolve before its time has come."""
     monkeypatch.setenv(SLOW_NAMES.name, json.dumps({"127.0.0.9": time.monotonic() + 60, "127.0.0.8": 0.0}))
     assert [resolves(f"127.0.0.{number}") for number in (7, 8, 9)] == [True, True, False]
+
+
+ALL = "0.0.0.0"  # noqa: S104 - the warning says so
+
+
+@pytest.mark.parametrize(
+    ("facts", "address", "reason"),
+    [
+        ({"addresses": {"nowhere.invalid": "10.0.0.7"}}, "10.0.0.7", None),
+        ({"network_interface": "lo"}, "127.0.0.1", None),
+        ({"network_interface": "none0"}, ALL, "it has no interface none0"),
+        ({}, ALL, "the job names no interface"),
+    ],
+)
+def test_servers_listen_on_the_interface_of_the_job(caplog, facts, address, reason):
+    """Else on that of the host's name; a warning says why it is all of them."""
+    assert own_address(make_job({"gpu": ("nowhere.invalid",)}, **facts)) == address
+    expected = (
+        f"The address of host nowhere.invalid is unknown: {reason}, and its own name does not resolve. Listening on"
+    )
+    assert [message.startswith(expected) for message in caplog.messages] == [True] * (reason is not None)
