@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_sm import errors
 from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.calls import HeartbeatRequest, LoaderPass, Loaders, OpenRequest, SetUp
-from lightning_sm.data.protocol.figures import HostFigures, RankFigures
+from lightning_sm.data.protocol.figures import BatchFigures, HostFigures, RankFigures
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.data.settings import Credentials
 
@@ -230,15 +229,15 @@ class Delivery(Message):
     keys: list[list[int]]
     payload: bytes
 
-    def figures(self) -> dict[str, Any]:
-        """Return what one batch of it took, on average: bytes, and seconds."""
-        return {
-            "num_bytes": self.num_bytes // self.num_steps,
-            "queue_s": self.queue_s / self.num_steps,
-            "produce_s": self.produce_s / self.num_steps,
-            "transfer_s": self.transfer_s / self.num_steps,
-            "ready": self.num_ready,
-        }
+    def figures(self) -> BatchFigures:
+        """Return what one batch of it took, on average."""
+        return BatchFigures(
+            num_bytes=self.num_bytes // self.num_steps,
+            queue_s=self.queue_s / self.num_steps,
+            produce_s=self.produce_s / self.num_steps,
+            transfer_s=self.transfer_s / self.num_steps,
+            num_ready=self.num_ready,
+        )
 
 
 @dataclass(frozen=True)

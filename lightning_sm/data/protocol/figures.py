@@ -6,9 +6,7 @@ A collective call would have to come at the same moment on all ranks, between th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 # Digits after the point: a tenth of a millisecond.
 _DIGITS = 4
@@ -18,6 +16,25 @@ _HOST_SUMS = (
     ("num_received", "transfer_s", "num_retries"),
     ("num_lost", "num_hedges"),
 )
+
+
+@dataclass(frozen=True)
+class BatchFigures:
+    """What a batch took.
+
+    Attributes:
+        num_bytes: Its bytes.
+        queue_s: Seconds that its request waited for a worker.
+        produce_s: Seconds that the worker took for it.
+        transfer_s: Seconds from request to delivery, without these two.
+        num_ready: Batches that were buffered behind it.
+    """
+
+    num_bytes: int
+    queue_s: float
+    produce_s: float
+    transfer_s: float
+    num_ready: int
 
 
 @dataclass
@@ -55,13 +72,11 @@ class RankFigures:
     produce_ms2: float = 0.0
     transfer_s: float = 0.0
 
-    def count(
-        self, message: Mapping[str, Any], wait_s: float, busy_s: float | None, sync_s: float, *, is_step: bool
-    ) -> None:
+    def count(self, batch: BatchFigures, wait_s: float, busy_s: float | None, sync_s: float, *, is_step: bool) -> None:
         """Add a batch.
 
         Args:
-            message: The feeder's message with the batch.
+            batch: What it took.
             wait_s: Seconds that the training loop waited for it.
             busy_s: Seconds since the loader gave the batch before; None for the first batch of a pass.
             sync_s: The part of ``busy_s`` in the backward pass and the optimizer.
@@ -69,17 +84,17 @@ class RankFigures:
                 first one's ``busy_s`` has the waits for the others in it.
         """
         self.num_batches += 1
-        self.num_bytes += message["num_bytes"]
-        queue_s, produce_s, transfer_s = (message[name] for name in ("queue_s", "produce_s", "transfer_s"))
-        self.queue_s += queue_s
-        self.produce_s += produce_s
-        self.produce_ms2 += (1e3 * produce_s) ** 2
-        self.transfer_s += transfer_s
+        self.num_bytes += batch.num_bytes
+        self.queue_s += batch.queue_s
+        self.produce_s += batch.produce_s
+        self.produce_ms2 += (1e3 * batch.produce_s) ** 2
+        self.transfer_s += batch.transfer_s
         if busy_s is None:
             self.first_wait_s += wait_s
         else:
             self.wait_s += wait_s
-            self.transfer_wait_s += wait_s * transfer_s / max(1e-9, queue_s + produce_s + transfer_s)
+            total_s = batch.queue_s + batch.produce_s + batch.transfer_s
+            self.transfer_wait_s += wait_s * batch.transfer_s / max(1e-9, total_s)
         if not is_step:
             self.busy_s -= wait_s
             return

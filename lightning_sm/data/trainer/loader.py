@@ -6,13 +6,14 @@ import logging
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from lightning_sm.data.ipc.feeder_messages import Delivery, EndOfPass, LoaderPlace, Position
 from lightning_sm.data.plan.samples import num_steps
+from lightning_sm.data.protocol.figures import BatchFigures
 from lightning_sm.data.protocol.spec import LoaderFacts
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.passes import FIRST_BY_HAND, ShardPasses
@@ -56,7 +57,7 @@ class RemoteLoader:
         self.on_epoch: Callable[[int], None] | None = None
         # With what the batch took (``Delivery.figures``), the seconds that the training loop waited for it, and those
         # since the batch before.
-        self.on_batch: Callable[[Mapping[str, Any], float, float | None], None] | None = None
+        self.on_batch: Callable[[BatchFigures, float, float | None], None] | None = None
         self.on_indices: Callable[[list[int]], None] | None = None  # with those of each batch of the Trainer
 
     @property
@@ -179,7 +180,7 @@ class RemoteDataset:
 
 
 # What a batch took, and the iterator over the batches of its slot that returns it.
-_Turn: TypeAlias = tuple[Mapping[str, Any], Iterator[Any]]
+_Turn: TypeAlias = tuple[BatchFigures, Iterator[Any]]
 
 
 class _Pass(Iterator[Any]):
@@ -197,7 +198,7 @@ class _Pass(Iterator[Any]):
         self._rows: defaultdict[int, list[_Turn]] = defaultdict(list)  # of a block of shards that is not complete
         self._end: EndOfPass | None = None
         self._keys: Iterator[list[int]] = iter(())
-        self._figures: Mapping[str, Any] = {}
+        self._figures: BatchFigures
         self._returned_at: float | None = None
 
     def __next__(self) -> Any:

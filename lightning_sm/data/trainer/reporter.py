@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_sm._lightning import Callback
 from lightning_sm.data.ipc.feeder_messages import State
-from lightning_sm.data.protocol.figures import HostFigures, RankFigures
+from lightning_sm.data.protocol.figures import BatchFigures, HostFigures, RankFigures
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.metrics import logger_metrics
 from lightning_sm.data.trainer.position import batches_taken
@@ -103,14 +103,12 @@ class Reporter(Callback):
             self._sync_s += time.perf_counter() - self._sync_began
             self._sync_began = None
 
-    def batch(
-        self, trainer: Any, message: Mapping[str, Any], wait_s: float, busy_s: float | None, *, is_step: bool
-    ) -> None:
+    def batch(self, trainer: Any, figures: BatchFigures, wait_s: float, busy_s: float | None, *, is_step: bool) -> None:
         """Count a batch, share the figures with rank 0 from time to time, and log metrics if they are due.
 
         Args:
             trainer: The Trainer.
-            message: The feeder's message with the batch.
+            figures: What the batch took.
             wait_s: Seconds that the training loop waited for it.
             busy_s: Seconds since the batch before; None for the first batch of a pass.
             is_step: Whether it is a batch of the first training loader.
@@ -118,7 +116,7 @@ class Reporter(Callback):
         if self._epoch is None:
             self._epoch = self._begin(trainer)
         epoch = self._epoch
-        self._figures.count(message, wait_s, busy_s, self._sync_s, is_step=is_step)
+        self._figures.count(figures, wait_s, busy_s, self._sync_s, is_step=is_step)
         if not is_step:
             return
         self._sync_s = 0.0
@@ -138,7 +136,7 @@ class Reporter(Callback):
             epoch.hosts = state.hosts
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         for log in trainer.loggers:
-            log.log_metrics(logger_metrics(own, message["ready"], state), step=step)
+            log.log_metrics(logger_metrics(own, figures.num_ready, state), step=step)
 
     def end_epoch(self, trainer: Any) -> None:
         """Log the report of the epoch on rank 0, if no progress line has it.

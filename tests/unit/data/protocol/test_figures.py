@@ -2,14 +2,15 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
-from lightning_sm.data.protocol.figures import RankFigures
+from lightning_sm.data.protocol.figures import BatchFigures, RankFigures
 from lightning_sm.data.protocol.from_json import from_json
 from lightning_sm.errors import WireError
 
-BATCH = {"num_bytes": 100, "queue_s": 0.1, "produce_s": 0.2, "transfer_s": 0.1}
+BATCH = BatchFigures(num_bytes=100, queue_s=0.1, produce_s=0.2, transfer_s=0.1, num_ready=0)
 
 
 def counted(*batches):
@@ -54,7 +55,7 @@ def test_how_much_batches_vary_survives_the_way_to_rank_0():
     """Times of 4 and 6 ms vary by a fifth, also after the sums were rounded for the network."""
     figures = RankFigures()
     for produce_s in (0.004, 0.006):
-        figures.count(BATCH | {"produce_s": produce_s}, 0.0, 1.0, 0.0, is_step=True)
+        figures.count(replace(BATCH, produce_s=produce_s), 0.0, 1.0, 0.0, is_step=True)
     received = received_from(figures)
     assert received.produce_variation == pytest.approx(0.2)
     assert RankFigures().produce_variation is None

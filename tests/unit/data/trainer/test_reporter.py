@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_sm.data.ipc.feeder_messages import HostState, State
-from lightning_sm.data.protocol.figures import RankFigures
+from lightning_sm.data.protocol.figures import BatchFigures, RankFigures
 from lightning_sm.data.trainer.reporter import Reporter, data_report
 from lightning_sm.errors import DataServiceError
 
-MESSAGE = {"num_bytes": 1000, "queue_s": 0.0, "produce_s": 0.5, "transfer_s": 0.0, "ready": 1}
+BATCH = BatchFigures(num_bytes=1000, queue_s=0.0, produce_s=0.5, transfer_s=0.0, num_ready=1)
 HOST = HostState("algo-3", workers=1)
 
 
@@ -53,7 +53,7 @@ def train(reporter, trainer, wait_s=0.0, busy_s=1.0):
     """Take the three batches of an epoch."""
     for number in range(3):
         trainer.fit_loop.epoch_loop.batch_progress.current.processed = number
-        reporter.batch(trainer, MESSAGE, wait_s, None if number == 0 else busy_s, is_step=True)
+        reporter.batch(trainer, BATCH, wait_s, None if number == 0 else busy_s, is_step=True)
 
 
 @pytest.fixture
@@ -146,12 +146,12 @@ def test_time_with_other_ranks_is_no_own_time(feeder, reporter, monkeypatch):
     clock = iter([10.0, 13.0])
     monkeypatch.setattr("lightning_sm.data.trainer.reporter.time.perf_counter", lambda: next(clock))
     trainer = make_trainer()
-    reporter.batch(trainer, MESSAGE, 0.0, None, is_step=True)
+    reporter.batch(trainer, BATCH, 0.0, None, is_step=True)
     reporter.on_before_backward(trainer, None, None)
     reporter.on_before_backward(trainer, None, None)
     reporter.on_train_batch_end(trainer, None, None, None, 0)
     trainer.fit_loop.epoch_loop.batch_progress.current.processed = 2
-    reporter.batch(trainer, MESSAGE, 0.0, 5.0, is_step=True)
+    reporter.batch(trainer, BATCH, 0.0, 5.0, is_step=True)
     assert (feeder.shared[-1].busy_s, feeder.shared[-1].sync_s) == (5.0, 3.0)
 
 
