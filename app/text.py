@@ -1,4 +1,4 @@
-"""Text for a language model: 0.5 MB of English prose that every Python brings along, or files of your own."""
+"""Text for a language model: 0.5 MB of English prose that comes with Python, or files of your own."""
 
 from __future__ import annotations
 

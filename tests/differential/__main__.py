@@ -30,7 +30,7 @@ def compared(num_workers: int = 2) -> Iterator[Callable[[int], list[Deviation]]]
         path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "case"
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        # A data host serves one training at a time.
+        # A data host serves one run at a time.
         hosts = [stack.enter_context(DataHost(Data(path), workers=num_workers)) for _ in range(2)]
         alone = stack.enter_context(closing(Twice(path, hosts[0].address)))
         ranks = stack.enter_context(closing(Ranks(path, hosts[1].address)))

@@ -418,7 +418,7 @@ BATCH_ROWS = [
         "another training starts",
         "all data hosts",
         "mid-epoch",
-        says=("Another training has taken over this data host",),
+        says=("Another training run has taken over this data host",),
         act=train_elsewhere,
         error=DataSettingsError,
         longest_s=10.0,

@@ -230,7 +230,7 @@ def loaders(pool):
 
 @pytest.fixture(scope="module")
 def loaders_of_one(pool):
-    """The loaders as a trainer with the last host sees them; a host serves one training at a time."""
+    """The loaders as a trainer with the last host sees them; a host serves one run at a time."""
     with remote(pool.serve(make)[2:]) as module:
         yield module.train_dataloader()
 
@@ -353,7 +353,7 @@ def test_nested_loaders_keep_their_structure(loaders):
 
 def test_a_sampler_that_differs_between_hosts_is_an_error(loaders):
     """Without agreement on the order, samples would be lost and repeated: the error says what to draw from."""
-    with pytest.raises(DataHostMismatchError, match="Data hosts get different orders from the user's sampler"):
+    with pytest.raises(DataHostMismatchError, match="Data hosts got different orders from the sampler of"):
         list(loaders["dishonest"])
 
 

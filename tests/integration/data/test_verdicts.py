@@ -146,7 +146,7 @@ def lines_of(log, situation):
             r" \| .* of the time for the transforms: the 2 workers of the data hosts are busy ([89]\d|100)% of the time"
             r", with 0\.[34]\d? s for a batch\. At most \S+ times as many, [4-9] workers, would remove the wait .*",
         ),
-        ("slow network", r" \| .* of the time for the network: .* are the way from the data host \(2 MB a batch, .*"),
+        ("slow network", r" \| .* of the time for the network: .* is transfer from the data host \(2 MB a batch, .*"),
         ("slow code on rank 1", r" \| Rank 1 on \S+ holds up the others: .* takes 0\.2\d s a step, .* 0\.0\d+ s\."),
         (
             "slow data host",
