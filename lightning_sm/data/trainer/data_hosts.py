@@ -48,6 +48,7 @@ class DataHosts:
         job: Name of the job.
 
     Attributes:
+        datamodule: The user's DataModule.
         state: The state of the DataModule for the data hosts, as JSON; empty: it has none.
         progress: Saves and restores the position in the data.
         reporter: Reports what the rank and the data hosts measure.
@@ -68,7 +69,7 @@ class DataHosts:
         self.state = ""
         self.progress = Progress()
         self.reporter = Reporter(lambda: self.feeder)
-        self._datamodule = datamodule
+        self.datamodule = datamodule
         self._run = 0
         self._run_seed = 0
         self._stage = ""
@@ -154,7 +155,7 @@ class DataHosts:
 
     @property
     def _trainer(self) -> Any:
-        return self._datamodule.trainer
+        return self.datamodule.trainer
 
     def _start_feeder(self) -> FeederClient:
         rank, world_size = self._ranks()
@@ -179,7 +180,7 @@ class DataHosts:
         address = f"unix-abstract:lightning_sm/{self.job}/{own}/{node_rank}"
         if local_rank == 0:
             host = DataHost(
-                self._datamodule,
+                self.datamodule,
                 address,
                 self.settings.local_workers,
                 settings=self.settings,
@@ -206,7 +207,7 @@ class DataHosts:
             state=self.state,
             trainer={name: getattr(trainer, name, None) for name in TRAINER_FACTS},
         )
-        message = OpenLoaders(request, bool(self._datamodule.prepare_data_per_node))
+        message = OpenLoaders(request, bool(self.datamodule.prepare_data_per_node))
         return self.feeder.open_loaders(message, self.settings.startup_timeout_s)
 
     def _request_name(self, loaders: str) -> str:
@@ -293,7 +294,7 @@ class DataHosts:
     def _copies_batches(self) -> bool:
         """Whether the user's own code copies batches to GPUs, on streams that we do not know."""
         trainer = self._trainer
-        objects = (self._datamodule, getattr(trainer, "lightning_module", None), getattr(trainer, "strategy", None))
+        objects = (self.datamodule, getattr(trainer, "lightning_module", None), getattr(trainer, "strategy", None))
         return any(_overrides(each, hook) for each in objects for hook in _COPYING_HOOKS)
 
     def _place(self, stage: str, index: int, facts: LoaderFacts) -> LoaderPlace:

@@ -131,6 +131,7 @@ class RemoteDataModule(LightningDataModule):
             state: The state that ``__reduce__`` returned.
         """
         self.__dict__.update(state)
+        self._hosts.datamodule = self._datamodule
         self._take_hooks()
 
     @property

@@ -165,6 +165,6 @@ def test_a_second_training_waits_and_says_for_whom(server):
     """A trainer that gets no lease tries again until its time to start is over, and names who keeps the data host."""
     server.start("Heartbeat", client="rank 0 on other", world_size=4).result()
     module = RemoteDataModule(Data(list), [server.address], settings=DataServiceSettings(startup_timeout_s=2))
-    with pytest.raises(DataServiceError, match="training of 1 ranks, but rank 0 on other to one of 4"):
+    with pytest.raises(DataServiceError, match="run with world size 1, but rank 0 on other to one with world size 4"):
         module.setup("fit")
     module.teardown("fit")

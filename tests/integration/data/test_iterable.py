@@ -266,7 +266,7 @@ def test_a_dataset_that_does_not_split_itself_is_told(pool, capfd):
 
     with remote(pool.serve(loader)[:1], virtual_shards=3) as module:
         assert len(list(module.train_dataloader())) == 6
-    assert capfd.readouterr().err.count("Shards 0 and 1 of loader 0") == 1
+    assert capfd.readouterr().err.count("Shards 0 and 1 of train_dataloader()") == 1
 
 
 def test_a_dataset_without_end_cannot_be_counted(pool):

@@ -48,7 +48,7 @@ def test_a_main_host_that_fails_writes_a_report_and_still_ends_first(jobs, work)
     (report,) = _reports(jobs)
     text = report.read_text()
     assert "Failed after" in text
-    assert "Input-bound 60% of the time by the loader" in text
+    assert "Input-bound 60% of the time, limited by the loader" in text
     assert f"report of the run: {report}" in ended.stdout
 
 
