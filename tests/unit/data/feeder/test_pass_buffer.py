@@ -9,6 +9,7 @@ from lightning_sm.data.ipc.feeder_messages import EndOfBlock
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.samples import SamplePlan
 from lightning_sm.data.plan.shards import ShardSteps
+from lightning_sm.data.protocol.figures import BatchFigures
 from lightning_sm.data.protocol.frames import Batch, RunHeader, pack_batches
 from lightning_sm.data.protocol.spec import BatchSpec, RunSpec
 from lightning_sm.errors import BatchTooLargeError, WireError
@@ -194,7 +195,7 @@ def test_a_delivery_describes_its_run(buffer):
     delivery, _ = buffer.deliveries()
     assert (delivery.first_step, delivery.num_steps, delivery.num_bytes) == (4, 2, 8)
     assert delivery.keys == [[8, 9], [10, 11]]
-    assert delivery.figures() == {"num_bytes": 4, "queue_s": 0.0, "produce_s": 0.25, "transfer_s": 0.25, "ready": 1}
+    assert delivery.figures() == BatchFigures(num_bytes=4, queue_s=0.0, produce_s=0.25, transfer_s=0.25, num_ready=1)
     assert buffer.next_step == 7
 
 
