@@ -141,6 +141,6 @@ def _read(data_dir: str | None) -> bytes:
     files = sorted(Path(data_dir).glob("*.txt"))
     if not files:
         raise FileNotFoundError(
-            f"{data_dir} has no *.txt file. Put the text there, or omit data_dir to use that of Python's own help."
+            f"{data_dir} has no *.txt file. Put the text there, or omit data_dir to use the text of Python's own help."
         )
     return b"\n\n".join(file.read_bytes() for file in files)

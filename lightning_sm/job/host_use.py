@@ -142,7 +142,7 @@ class Gpus:
             has_gpu = _GPU_DEVICE.exists()
             logger.log(
                 logging.INFO if has_gpu else logging.DEBUG,
-                "The use of GPUs is not recorded: the package nvidia-ml-py is not installed.",
+                "GPU use is not recorded. To record it, install the package nvidia-ml-py.",
             )
             return
         try:

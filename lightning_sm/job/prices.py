@@ -119,5 +119,5 @@ def _price(where: str, value: Any) -> float:
     except (TypeError, ValueError):
         price = math.nan
     if isinstance(value, bool) or not 0 <= price < math.inf:
-        raise JobConfigError(f"{where}: expected the price of an hour, a number that is not negative, got {value!r}.")
+        raise JobConfigError(f"{where}: expected an hourly price of 0 or more, got {value!r}.")
     return price

@@ -164,7 +164,7 @@ def _json_object(text: str) -> dict[str, Any]:
 def _prices(text: str) -> dict[str, float]:
     prices = _json_object(text)
     if not all(type(price) in (int, float) and 0 <= price < math.inf for price in prices.values()):
-        raise ValueError('expected prices of an hour such as {"ml.g5.xlarge": 1.41}')
+        raise ValueError('expected hourly prices, such as {"ml.g5.xlarge": 1.41}')
     return prices
 
 
@@ -291,7 +291,7 @@ JOB_SECRET = Setting[str | None](
     parse=_secret,
     default=None,
     default_text="none: keys follow from the job's name",
-    meaning="Random secret of the job, the same on all hosts, by which they know each other; lightning-sm submit and "
+    meaning="Random secret of the job, the same on all hosts, which authenticates them; lightning-sm submit and "
     "local make one.",
 )
 

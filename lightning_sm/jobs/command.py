@@ -220,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=PRICE",
-        help="price of an hour of one host, by instance type or by instance group: ml.g5.xlarge=1.41",
+        help="hourly price of one host, by instance type or instance group: ml.g5.xlarge=1.41",
     )
     price.add_argument("--prices", type=Path, metavar="FILE", help="YAML file with prices: {per_hour: {NAME: PRICE}}")
     price.set_defaults(run=_cost)

@@ -143,7 +143,7 @@ def _check_prices(bills: Sequence[Bill], prices: Prices) -> None:
     if missing:
         flags = " ".join(f"--price {name}=PRICE" for name in missing)
         raise JobConfigError(
-            f"No price is known for {', '.join(missing)}. Give the price of an hour of one host, in any currency: "
+            f"No price is known for {', '.join(missing)}. Give the hourly price of one host, in any currency: "
             f"{flags}, or --prices FILE. The AWS console and calculator show the prices of your region."
         )
 

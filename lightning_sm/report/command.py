@@ -73,7 +73,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", nargs=2, metavar="NAME", default=(None, None), help="the jobs A and B, where a folder has several"
     )
-    parser.add_argument("--steps", type=_whole, help="steps of the whole training (default: as many as A had)")
+    parser.add_argument("--steps", type=_whole, help="number of steps of the whole run (default: as many as A had)")
     parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
     _add_prices(parser)
 
@@ -156,7 +156,7 @@ def _add_prices(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=PRICE",
-        help="price of an hour of a type or group; repeatable",
+        help="hourly price of an instance type or group; repeatable",
     )
 
 

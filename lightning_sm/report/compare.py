@@ -149,7 +149,7 @@ def read_figures(file: Path) -> Measured:
         raise JobConfigError(f"{file}: unknown key {unknown[0]}. A file of figures looks like this:\n{FIGURES_FORMAT}")
     hosts = fields.get("hosts")
     if not isinstance(hosts, dict) or not hosts:
-        raise JobConfigError(f"{file}: hosts is {hosts!r}; expected how many hosts there are of each instance type.")
+        raise JobConfigError(f"{file}: hosts is {hosts!r}; expected the number of hosts of each instance type.")
     counts = {str(name): _number(file, f"hosts.{name}", number, whole=True) for name, number in hosts.items()}
     optional = {
         name: _number(file, name, fields[name], whole=name == "steps")
@@ -243,7 +243,7 @@ def _whole_job(comparison: Comparison, prices: Prices, steps: int) -> Any:
     seconds = [(run.apart_s or 0.0) + run.step_s * number for run, number in zip(runs, numbers, strict=True)]
     yield "steps", f"{numbers[0]:,}", f"{numbers[1]:,}", ""
     if any(run.apart_s for run in runs):
-        yield "besides the steps", *(_optional(run.apart_s, duration) for run in runs), ""
+        yield "outside the steps", *(_optional(run.apart_s, duration) for run in runs), ""
     yield "time to train", *map(duration, seconds), _speed(seconds[0] / seconds[1])
     if comparison.first_price is not None and comparison.second_price is not None:
         first, second = cost(comparison.first_price, seconds[0]), cost(comparison.second_price, seconds[1])

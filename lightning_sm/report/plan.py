@@ -285,7 +285,7 @@ def _remote(run: Figures, own_s: float) -> Measured:
     reason = ""
     if waiting >= NOT_INPUT_BOUND and busy < WORKERS_ARE_BUSY:
         reason = (
-            f"The {count(workers, 'worker')} of the data hosts were busy only {percent(busy)} of the time, so more of "
+            f"The workers of the data hosts ({workers:,}) were busy only {percent(busy)} of the time, so more of "
             "them are not the answer: look at the network, at a slow host, and at data_service.window_batches."
         )
     return Measured(

@@ -88,7 +88,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--wait", type=bool, default=True, help="with --cloud: false returns right after submission")
     parser.add_argument("--follow", action="store_true", help="with --cloud: show the job's log until it ends")
     parser.add_argument("--queue", type=str | None, help="short for --batch.queue")
-    parser.add_argument("--timeout_s", type=PositiveFloat | None, help="with --local: stop the job after this time")
+    parser.add_argument("--timeout_s", type=PositiveFloat | None, help="with --local: time limit of the job in seconds")
     parser.add_argument("--keep", action="store_true", help="with --local: keep the containers")
     add_arguments(parser)
     return parser

@@ -157,7 +157,7 @@ def _channels(job: Job) -> Iterator[str]:
         if unknown:
             yield f"channels.{name}.groups names {unknown}, but the groups of the job are {sorted(job.groups)}."
         if channel.groups == []:
-            yield f"channels.{name}.groups is empty, so no host would receive it. Remove the key for all groups."
+            yield f"channels.{name}.groups is empty, so no host would receive it. Remove the key to reach all groups."
         if name == CODE_CHANNEL:
             yield f"channels.{name}: the name is reserved for source_dir; choose another."
 

@@ -42,7 +42,7 @@ def tuning_problems(job: Job) -> Iterator[str]:
         return
     if len(job.name) > _MAX_PREFIX_CHARS:
         yield (
-            f"name is {job.name!r}, which has {len(job.name)} characters; that of a tuning job has at most "
+            f"name is {job.name!r}, which has {len(job.name)} characters; the name of a tuning job has at most "
             f"{_MAX_PREFIX_CHARS}, since the time is appended and the service allows {_MAX_NAME_CHARS}."
         )
     if not tune.ranges:
@@ -122,7 +122,7 @@ def count_problem(tune: Tune, request: Mapping[str, Any]) -> str | None:
     if total <= _MAX_HYPERPARAMETERS:
         return None
     return (
-        f"hyperparameters: {fixed} fixed and {len(tune.ranges)} tuned ones, and one that the service adds, are "
+        f"hyperparameters: {fixed} fixed and {len(tune.ranges)} tuned ones, and one that the service adds, make "
         f"{total}; the service allows {_MAX_HYPERPARAMETERS}. Nest some, as in {{data: {{batch_size: 32}}}}."
     )
 
@@ -144,7 +144,7 @@ def _range_problems(name: str, one: Range) -> Iterator[str]:
         if not one.values:
             yield "values is empty."
         if one.scale != "auto":
-            yield f"scale is {one.scale}, which values of a list do not have. Remove it."
+            yield f"scale is {one.scale}, which does not apply to a list of values. Remove it."
         for value in one.values:
             if isinstance(value, float) and not math.isfinite(value):
                 yield f"{value} has no JSON form."
@@ -170,7 +170,7 @@ def _strategy_problems(tune: Tune) -> Iterator[str]:
             )
     jobs = _max_jobs(tune)
     if jobs is not None and tune.parallel_jobs > jobs:
-        yield f"tune.parallel_jobs is {tune.parallel_jobs}, more than training jobs in all: {jobs} (tune.max_jobs)."
+        yield f"tune.parallel_jobs is {tune.parallel_jobs}, more than the number of jobs: {jobs} (tune.max_jobs)."
     if tune.strategy == "hyperband" and tune.early_stopping:
         yield "tune.early_stopping is set, but hyperband stops training jobs by itself. Remove it."
     if tune.strategy != "hyperband" and (tune.min_epochs, tune.max_epochs) != (None, None):

@@ -49,7 +49,7 @@ def watch(name: str | None, *, every_s: float | None, is_once: bool, is_json: bo
             _LOG.error("No job on this machine is called %s; running: %s.", name, listed(list(jobs)))
         else:
             _LOG.error(
-                "No job runs on this machine. lightning-sm top shows a job that lightning-sm local runs here, or, in a "
+                "No job is running here. lightning-sm top shows a job that lightning-sm local runs here, or, in a "
                 "container of a job, that job."
             )
         return 1

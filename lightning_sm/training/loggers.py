@@ -72,7 +72,7 @@ def default_logger(job: SageMakerJob, stated: Any, *, barebones: Any) -> tuple[s
     if importlib.util.find_spec("tensorboard") is not None:
         return "TensorBoardLogger", log_folder(job, is_tensorboard=True)
     if job.tensorboard_dir is not None:
-        logger.warning("The job has a TensorBoard output, but the package tensorboard is not installed.")
+        logger.warning("The job's TensorBoard output needs tensorboard, which is missing: add it to requirements.txt.")
     # Lightning takes it, too, where TensorBoard is not installed.
     return None if job.checkpoint_dir is None else ("CSVLogger", job.checkpoint_dir)
 

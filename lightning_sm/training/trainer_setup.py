@@ -90,7 +90,7 @@ class TrainerSetup:
         if self._environment.num_nodes > 1 and not isinstance(used, SageMakerEnvironment):
             raise TopologyError(
                 f"The job has {self._environment.num_nodes} trainer hosts, but the Trainer that the function given as "
-                f"trainer_class returned runs on {trainer.num_nodes} with {type(used).__name__}. Give the function "
+                f"trainer_class made has num_nodes={trainer.num_nodes} and {type(used).__name__}. Give the function "
                 "parameters plugins and num_nodes, and pass them on to Trainer."
             )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]

@@ -279,8 +279,8 @@ def _check_dataset(dataset: Any, name: str) -> None:
         if cls.__module__.startswith("streaming.") and cls.__name__ == "StreamingDataset":
             raise DataSettingsError(
                 f"The dataset of {name} is a StreamingDataset of MosaicML, whose workers wait for each other when a "
-                "pass begins. On a data host this would be for ever: it reads virtual shards, one after the other. "
-                "Train without data hosts, or read the same files by a dataset that splits itself by get_worker_info()."
+                "pass begins. On a data host they would wait forever: it reads virtual shards one after the other. "
+                "Train without data hosts, or read the files with a dataset that splits itself by get_worker_info()."
             )
 
 

@@ -15,7 +15,7 @@ _OTHER_NAME = (
 )
 # Errors of gRPC and BoringSSL that no retry can fix.
 _FATAL = {
-    "WRONG_VERSION_NUMBER": "this trainer uses TLS, the data host does not. Set data_service.tls_* on all hosts",
+    "WRONG_VERSION_NUMBER": "this trainer uses TLS, but the data host does not. Set data_service.tls_* on all hosts",
     "CERTIFICATE_VERIFY_FAILED": "the data host's certificate is not signed by data_service.tls_authority or, without "
     "one, is not data_service.tls_certificate",
     "Hostname Verification Check failed": _OTHER_NAME,

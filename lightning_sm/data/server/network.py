@@ -124,8 +124,8 @@ class _Supervisor(threading.Thread):
                 logger.warning("A network process of the data host %s.", how)
         if not self._closed.is_set():
             logger.error(
-                "A network process of the data host has ended %d times in a row before it listened. The server process "
-                "sends its batches. See the log lines above.",
+                "A network process of the data host exited %d times in a row before listening. The server process "
+                "now sends its batches. See the log lines above.",
                 _MAX_STARTS,
             )
 

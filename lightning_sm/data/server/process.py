@@ -201,7 +201,7 @@ class ServerProcess:
         if wanted.loader >= len(loaders):
             context.abort(grpc.StatusCode.NOT_FOUND, self._not_open(wanted.opening, wanted.loader))
         if (loaders[wanted.loader].order == "shards") is not (kind is CountRequest):
-            why = f"{kind.NAME} request for {loaders[wanted.loader].name}, whose order is another"
+            why = f"{kind.NAME} request for {loaders[wanted.loader].name}, which has a different kind of order"
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
         if not runs.is_known(wanted):
             self._check_number(kind.NAME, runs.num_running, context)
@@ -237,7 +237,7 @@ class ServerProcess:
         if num_running >= _MAX_RUNNING:
             context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"data host {self._settings.name} runs {num_running} different {name} requests already, and at most "
+                f"data host {self._settings.name} is running {num_running} different {name} requests, and allows only "
                 f"{_MAX_RUNNING} at a time",
             )
 

@@ -238,7 +238,7 @@ class DataHosts:
             if facts.order == "shards" and place.rank == 0 and stage == "train":
                 logger.info(
                     "%s: %d virtual shards (data_service.virtual_shards). At most that many workers can read them at a "
-                    "time, and each may end with a smaller batch.",
+                    "time, and each shard may end with a smaller batch.",
                     facts.name,
                     place.num_shards,
                 )

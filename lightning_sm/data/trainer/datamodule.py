@@ -203,7 +203,7 @@ class RemoteDataModule(LightningDataModule):
                     f"A data host says that setup() set {name}={reprlib.repr(value)}, but in the class "
                     f"{type(self._datamodule).__name__} on this trainer {name} is a {type(own).__name__}. Only names "
                     "that the class does not have, or has as plain values, are copied to trainers. "
-                    "If it is your setup(), give the value another name."
+                    "If your setup() does set it, give the value another name."
                 )
             setattr(self._datamodule, name, value)
 
@@ -252,7 +252,7 @@ class RemoteDataModule(LightningDataModule):
             self._hosts.state = json.dumps(state_dict)
         except (TypeError, ValueError) as error:
             _warn_once(
-                "The state of %s cannot be sent to the data hosts (%s). Their loaders do not see it. Keep numbers, "
+                "The state of %s cannot be sent to data hosts (%s). Their loaders do not see it. Keep only numbers, "
                 "strings, lists and dicts in it.",
                 type(self._datamodule).__name__,
                 error,

@@ -125,7 +125,7 @@ class SlotRing:
                 self._has_warned = True
                 logger.warning(
                     "%s: the training loop holds the batches of %d requests, the maximum that can stay in shared "
-                    "memory. Further batches are copied while it holds so many. Keep only the parts of a batch that "
+                    "memory. Further batches are copied while it holds that many. Keep only the parts of a batch that "
                     "you need.",
                     self._name,
                     len(self._held),

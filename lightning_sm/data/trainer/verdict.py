@@ -93,7 +93,7 @@ def _slow_rank(ranks: Mapping[str, RankFigures]) -> str | None:
         return None
     return (
         f"{_capital(name)} holds up the others: apart from the backward pass and the optimizer, its own code takes "
-        f"{_seconds(own_s)} a step, that of the others {_seconds(others_s)}."
+        f"{_seconds(own_s)} a step, compared with {_seconds(others_s)} on the others."
     )
 
 

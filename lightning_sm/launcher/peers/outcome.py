@@ -243,7 +243,7 @@ class JobOutcomeTracker:
             return
         limit_s = self._absent_s if _State.ABSENT in states else self._after_failure_s
         if now - pending.ordered_at >= limit_s:
-            note = f"{pending.restart} was given up: after {limit_s:g} s it still waited for {listed(self.awaited)}."
+            note = f"{pending.restart} was abandoned: after {limit_s:g} s it still waited for {listed(self.awaited)}."
             self._decide(pending.failure, now, note)
 
     def _may_all_leave(self, now: float) -> bool:

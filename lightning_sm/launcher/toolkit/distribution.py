@@ -57,7 +57,7 @@ def processes_per_host(job: SageMakerJob, topology: Topology) -> int | None:
         _LOG.info(
             "distribution={...} asks for smdistributed.dataparallel or pytorchddp, for which the SDK sends the same. "
             "This launcher starts the same ranks. With SageMakerCLI and SageMakerTrainer they use strategy=smddp, if "
-            "the job can and the script names no other."
+            "the job supports it and the script names no other strategy."
         )
     starters = sorted({starter for name, starter in _SAME_RANKS.items() if asked.get(name)})
     if starters:
@@ -68,7 +68,7 @@ def processes_per_host(job: SageMakerJob, topology: Topology) -> int | None:
     for name in _MPI_OPTIONS:
         if asked.get(name):
             _LOG.warning(
-                "ignoring %s=%r: this launcher does not use mpirun. Set variables by Estimator(environment=...).",
+                "ignoring %s=%r: this launcher does not use mpirun. Set variables with Estimator(environment=...).",
                 name,
                 shown(name, asked[name]),
             )

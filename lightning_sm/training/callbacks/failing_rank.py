@@ -57,7 +57,7 @@ class FailingRank(Callback):
 
 
 def _save_nothing(*_: Any, **__: Any) -> None:
-    logger.info("No second checkpoint is saved for the interruption.")
+    logger.info("Skipping OnExceptionCheckpoint: SpotCheckpoint handles interruptions.")
 
 
 def _save_alone(
@@ -70,7 +70,7 @@ def _save_alone(
     if type(strategy).save_checkpoint is not Strategy.save_checkpoint or gathers:
         name = type(gathers[0] if gathers else strategy).__name__
         logger.warning(
-            "Rank %d has failed and saves no checkpoint in %s: %s needs all ranks for that.",
+            "Rank %d has failed and cannot save a checkpoint in %s: %s needs all ranks for that.",
             trainer.global_rank,
             filepath,
             name,

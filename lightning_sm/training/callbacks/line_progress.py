@@ -186,7 +186,7 @@ def own_progress(callbacks: Iterable[Callback]) -> list[Callback]:
     if not isinstance(bar, LineProgress):
         _log_once(
             "%s replaces the progress lines of this job, such as epoch=3/10 step=45 val_acc=0.93: metric_definitions "
-            "find only what it prints itself. Remove it to have the lines.",
+            "find only what it prints itself. Remove it to get the progress lines.",
             type(bar).__name__,
         )
     return []

@@ -206,7 +206,7 @@ def _resume_epoch(trainer: Any, loaders: list[DataLoader[Any]], num_done: int) -
         if num_done and loader not in loaders and not has_position:
             logger.warning(
                 "Training resumes after batch %d of the epoch, but %s restarts from the first batch: it is not "
-                "stateful. torchdata's StatefulDataLoader is, and so are data hosts.",
+                "stateful. Use torchdata's StatefulDataLoader or data hosts, which are.",
                 num_done,
                 type(getattr(loader, "dataset", loader)).__name__,
             )

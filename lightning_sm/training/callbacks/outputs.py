@@ -187,7 +187,7 @@ class JobOutputs(Callback):
             missing = lacks_shards(trainer.strategy, Path(best), held)
             if missing:
                 if trainer.is_global_zero:
-                    logger.warning("No host has %s of the best checkpoint %s: exporting another one.", missing[0], best)
+                    logger.warning("No host has %s of the best checkpoint %s: exporting the latest.", missing[0], best)
                 return None, None
         return best, held
 

@@ -127,7 +127,7 @@ class SpotCheckpoint(Checkpoint):
         is_child = self._is_worker or Launch.detect(os.environ, os.getppid()).launcher is Launcher.LIGHTNING
         self._exit_code = 0 if is_child else INTERRUPTED_EXIT_CODE
         if threading.current_thread() is not threading.main_thread():
-            logger.warning("SpotCheckpoint is inactive: the Trainer runs in a thread, which cannot handle signals.")
+            logger.warning("SpotCheckpoint is inactive: only the main thread handles signals. Run the Trainer there.")
             return
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._on_signal)

@@ -192,7 +192,7 @@ def _explained(target: Path) -> Iterator[None]:
             advice = f"Check that {target.parent} is writable."
         cause = str(error).splitlines()[0] if str(error) else ""
         raise CheckpointError(
-            f"The checkpoint {target} was not written: {type(error).__name__}: {cause}. {_free(target.parent)}. An "
+            f"The checkpoint {target} was not written: {type(error).__name__}: {cause}. {_free(target.parent)}. Any "
             f"earlier checkpoint of this name is intact. {advice}"
         ) from error
 

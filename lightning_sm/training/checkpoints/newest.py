@@ -368,7 +368,7 @@ def _checked(reading: Checkpoint, job: SageMakerJob | None, fit: str | None) -> 
     fault = None if job is None else _of_another_job(reading.job, job)
     saved_fit = reading.job.get("fit")
     if None not in (saved_fit, fit) and saved_fit != fit:
-        fault = f"is from fit {saved_fit} of the script (number of its Trainer, number of the fit); this is fit {fit}"
+        fault = f"is from fit {saved_fit} of the script (Trainer number.fit number); this is fit {fit}"
     return reading if fault is None else Checkpoint(reading.path, fault=fault)
 
 

@@ -89,7 +89,7 @@ def test_openings_that_run_are_bounded(server):
         server.received(1, RunHook)
     code, text = server.end("Open", **open_request(epoch=99))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert text == "data host algo-9 runs 32 different Open requests already, and at most 32 at a time"
+    assert text == "data host algo-9 is running 32 different Open requests, and allows only 32 at a time"
     server.main.send(OpenedLoaders("1/fit/train/0", calls.Loaders(0, [LOADER])))
     assert calls.parse_reply(running[0].result(), "answer", calls.Loaders) == calls.Loaders(0, [LOADER])
     running.append(server.start("Open", **open_request(epoch=99)))
@@ -112,11 +112,14 @@ def test_samplers_that_run_are_bounded(server):
         server.received(1, RunSampler)
     code, text = server.end("List", **list_request(epoch=99))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "runs 32 different List requests already" in text
+    assert "is running 32 different List requests" in text
     code, text = server.end("Count", **count_request(num_shards=2**40))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert text == "In the Count request, num_shards is 1099511627776; 1 to 1048576 are allowed."
-    assert server.end("Count", **count_request())[1] == "Count request for train_dataloader(), whose order is another"
+    assert (
+        server.end("Count", **count_request())[1]
+        == "Count request for train_dataloader(), which has a different kind of order"
+    )
 
 
 def test_only_trainers_that_sent_heartbeats_can_finish(server):

@@ -168,7 +168,7 @@ def test_a_trainer_with_tls_says_at_once_why_it_does_not_trust_a_data_host(ours,
     """A plain data host, another authority and another name end in errors of their own, not in a timeout."""
     mine = ours.settings("127.0.0.1")
     with FakeHost().serving() as address:
-        assert "this trainer uses TLS, the data host does not" in refusal(address, **mine)
+        assert "this trainer uses TLS, but the data host does not" in refusal(address, **mine)
     with FakeHost().serving(credentials(**theirs.settings("127.0.0.1"))) as address:
         assert "is not data_service.tls_certificate" in refusal(address, **mine)
     with FakeHost().serving(credentials(**theirs.settings("127.0.0.1", is_mutual=True))) as address:

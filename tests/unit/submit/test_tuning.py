@@ -177,7 +177,7 @@ def test_the_objective_is_a_metric_of_the_job(metrics):
             {"strategy": "grid", "max_jobs": 5, "ranges": {"a": Range(values=[1, 2]), "b": Range(values=[1, 2, 3])}},
             ["tune.max_jobs is 5", "combinations is 6"],
         ),
-        ({"parallel_jobs": 11}, ["tune.parallel_jobs is 11", "training jobs in all: 10"]),
+        ({"parallel_jobs": 11}, ["tune.parallel_jobs is 11", "number of jobs: 10"]),
         ({"strategy": "hyperband", "early_stopping": True}, ["early_stopping", "hyperband"]),
         ({"max_epochs": 3}, ["belong to hyperband", "bayesian"]),
     ],

@@ -89,7 +89,7 @@ class UserSteps:
         if before != _random_states():
             raise StrategyError(
                 f"{self._where} draws random numbers before it calls self.{self._name}(...). Several ranks run it, "
-                "each with other numbers. Draw them in on_after_batch_transfer, which runs once for all stages."
+                "each with different numbers. Draw them in on_after_batch_transfer, which runs once for all stages."
             )
         return inputs
 

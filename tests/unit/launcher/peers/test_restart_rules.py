@@ -181,7 +181,7 @@ def test_a_host_that_does_not_end_its_script_ends_the_job():
     tracker.update(110)
     outcome = tracker.job_outcome
     assert (outcome.host, outcome.exit_code) == ("b", 1)
-    assert outcome.reason == f"{BROKEN.reason}\nRestart 1 of 2 was given up: after 100 s it still waited for a."
+    assert outcome.reason == f"{BROKEN.reason}\nRestart 1 of 2 was abandoned: after 100 s it still waited for a."
 
 
 def test_a_host_that_never_came_is_waited_for_a_short_time():

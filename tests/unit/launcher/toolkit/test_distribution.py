@@ -71,7 +71,10 @@ def test_smdistributed_dataparallel_is_left_to_the_script(caplog, value):
     caplog.set_level(logging.INFO, "lightning_sm")
     assert processes({"sagemaker_distributed_dataparallel_enabled": value}) is None
     (record,) = caplog.records
-    assert (record.levelno, "they use strategy=smddp, if the job can" in record.getMessage()) == (logging.INFO, True)
+    assert (record.levelno, "they use strategy=smddp, if the job supports it" in record.getMessage()) == (
+        logging.INFO,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
