@@ -40,7 +40,7 @@ def facts(context: Context) -> Iterator[Result]:
     if topology is not None:
         yield ok("this host", _own_place(job, topology))
         yield ok("hosts", _hosts(topology))
-        yield ok("rendezvous", _meeting_point(job, topology))
+        yield ok("rendezvous", _rendezvous(job, topology))
     where = f"{job.checkpoint_dir}, copied to {job.checkpoint_uri or 'S3'}" if job.checkpoint_dir else "none"
     yield ok("checkpoints", where)
 
@@ -92,7 +92,7 @@ def _hosts(topology: Topology) -> str:
     return f"trainers: {listed(topology.trainer_hosts)}{data}"
 
 
-def _meeting_point(job: SageMakerJob, topology: Topology) -> str:
+def _rendezvous(job: SageMakerJob, topology: Topology) -> str:
     address = job.addresses.get(topology.main_host)
     host = f"{topology.main_host} ({address})" if address else topology.main_host
     origin = MAIN_PORT.name if job.main_port else f"from the {'name of the job' if job.name else 'host names'}"

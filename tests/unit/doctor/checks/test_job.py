@@ -22,7 +22,7 @@ def _found(check, context):
 
 
 def test_facts_of_a_job(tmp_path):
-    """Job, host, hosts, meeting point and checkpoint folder are shown with where they are from."""
+    """Job, host, hosts, rendezvous and checkpoint folder are shown with where they are from."""
     base = write_job(
         tmp_path,
         resource_config(_GROUPS, "algo-2", instance_types=_TYPES),
