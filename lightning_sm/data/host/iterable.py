@@ -210,8 +210,9 @@ class _Shard:
             if self._loader.worker_init_fn is not None:
                 self._loader.worker_init_fn(self._number)
             self._samples = iter(self._info.dataset)
-        taken = _taken(self._samples, self._loader.batch_size or 1)
-        if taken and not (self._loader.drop_last and len(taken) < (self._loader.batch_size or 1)):
+        size = self._loader.batch_size or 1
+        taken = _taken(self._samples, size)
+        if taken and not (self._loader.drop_last and len(taken) < size):
             return taken
         self._is_over = True
         # They may hold buffers and files.

@@ -165,4 +165,4 @@ class RandomStates:
         for generator in GENERATORS:
             if generator in self._states or generator.was_used:
                 self._states[generator] = generator.get()
-                generator.start(0)
+                generator.clear()

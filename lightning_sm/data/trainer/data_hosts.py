@@ -130,8 +130,8 @@ class DataHosts:
         _, structure, loaders = self._opened[stage]
         return _assembled(structure, loaders)
 
-    def forget_loaders(self) -> None:
-        """Report the last epoch, and let go of the loaders of a run that is over."""
+    def end_run(self) -> None:
+        """Report the last epoch of a run of the Trainer, and let go of its loaders."""
         if self._client is not None:
             self.reporter.end_epoch(self._trainer)
         self._opened.clear()

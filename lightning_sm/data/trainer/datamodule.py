@@ -213,7 +213,7 @@ class RemoteDataModule(LightningDataModule):
         Args:
             stage: "fit", "validate", "test" or "predict".
         """
-        self._hosts.forget_loaders()
+        self._hosts.end_run()
         if self.closes_on_teardown:
             self.close("finished")
 

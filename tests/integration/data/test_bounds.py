@@ -140,7 +140,11 @@ def test_trainers_of_another_training_get_no_lease(server):
     """A rank of another world size, and one more than there can be, are refused with both numbers; for now."""
     server.start("Heartbeat", client="rank 0 on algo-1", world_size=1).result()
     for world_size, why in (
-        (4, "belongs to a run with world size 4, but rank 0 on algo-1 to one with world size 1. A data host serves "),
+        (
+            4,
+            "belongs to a run with world size 4, but rank 0 on algo-1 to one with world size 1. "
+            "A data host serves one run",
+        ),
         (1, "is one too many for a run with world size 1; already connected: rank 0 on algo-1"),
     ):
         code, text = server.end("Heartbeat", client="rank 0 on other", world_size=world_size)
