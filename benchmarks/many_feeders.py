@@ -32,7 +32,7 @@ from data_service import machine
 from tabulate import tabulate
 
 from lightning_sm.data.feeder.host_link import heartbeat_period_s
-from lightning_sm.data.ipc.feeder_messages import HostState, OpenLoaders
+from lightning_sm.data.ipc.feeder_messages import HostSnapshot, OpenLoaders
 from lightning_sm.data.ipc.host_messages import Listening, OpenedLoaders, Serve
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, start_module
@@ -226,7 +226,7 @@ class Feeders:
         """Process ids."""
         return [client.pid for client in self._clients]
 
-    def links(self) -> Iterator[tuple[str, HostState]]:
+    def links(self) -> Iterator[tuple[str, HostSnapshot]]:
         """Yield the name of a rank, and what its feeder says about a data host, for each link."""
         for client in self._clients:
             for host in client.state().hosts:
@@ -276,7 +276,7 @@ class Feeders:
             self._pause.wait(_POLL_S)
 
 
-def _is_down(host: HostState) -> bool:
+def _is_down(host: HostSnapshot) -> bool:
     return host.state != "up"
 
 

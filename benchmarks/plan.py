@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_sm import SageMakerCLI, SageMakerJob, Topology
 from lightning_sm._lightning import LightningDataModule, LightningModule
+from lightning_sm.record.runs import read_run
 from lightning_sm.report.figures import Figures
-from lightning_sm.report.plan import measure
-from lightning_sm.report.records import read_run
+from lightning_sm.report.sizing import measure
 
 _JOB_TIMEOUT_S = 300.0
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from tabulate import tabulate
 
-from lightning_sm.data.feeder.scheduler import Request, Scheduler
+from lightning_sm.data.feeder.scheduler import Scheduler, StepRequest
 from lightning_sm.data.settings import default_window
 
 BATCH_S = 0.1
@@ -74,11 +74,11 @@ class Host:
     """A data host: its free workers, and the requests that wait for one."""
 
     free: int
-    waiting: OrderedDict[int, deque[Request]] = field(default_factory=OrderedDict)
+    waiting: OrderedDict[int, deque[StepRequest]] = field(default_factory=OrderedDict)
     built: int = 0
     busy_s: float = 0.0
 
-    def next(self) -> tuple[int, Request] | None:
+    def next(self) -> tuple[int, StepRequest] | None:
         """Take a request: ranks in turn, their requests in order."""
         for rank, requests in list(self.waiting.items()):
             request = requests.popleft()
@@ -176,7 +176,7 @@ class Simulation:
             self._wakeups[rank] = wakeup
             self._at(wakeup, self._request, rank)
 
-    def _arrive(self, rank: int, request: Request) -> None:
+    def _arrive(self, rank: int, request: StepRequest) -> None:
         host = int(request.host)
         self.hosts[host].waiting.setdefault(rank, deque()).append(request)
         self._work(host)
@@ -195,7 +195,7 @@ class Simulation:
             host.busy_s += seconds
             self._at(self.now + seconds, self._built, number, rank, request, seconds)
 
-    def _built(self, number: int, rank: int, request: Request, seconds: float) -> None:
+    def _built(self, number: int, rank: int, request: StepRequest, seconds: float) -> None:
         self.hosts[number].free += 1
         if (rank, request.request_id) in self._live:
             self._at(self.now + ANSWER_S, self._answer, rank, request, seconds)
@@ -203,7 +203,7 @@ class Simulation:
             self.wasted_s += seconds
         self._work(number)
 
-    def _answer(self, rank: int, request: Request, seconds: float) -> None:
+    def _answer(self, rank: int, request: StepRequest, seconds: float) -> None:
         self._live.discard((rank, request.request_id))
         completion = self.schedulers[rank].completed(request.request_id, self.now, seconds)
         if not completion.is_accepted:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sm._lightning import Callback, LightningModule, Trainer
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
-from lightning_sm.job.record import find_files, record_folder
+from lightning_sm.record.events import find_files, record_folder
 from lightning_sm.training.callbacks.step_times import StepTimes
 
 # Steps before the clock starts: the allocator, caches and the branch predictor settle.

@@ -88,7 +88,7 @@ def _submit(argv: Sequence[str]) -> int:
 def _jobs(argv: Sequence[str]) -> int:
     if find_spec("boto3") is None:
         raise SDKError("lightning-sm jobs needs boto3: pip install boto3 (the SageMaker SDK brings it along)")
-    from lightning_sm.jobs import command as jobs  # noqa: PLC0415 - loads boto3
+    from lightning_sm.cloud import command as jobs  # noqa: PLC0415 - loads boto3
 
     return jobs.main(argv)
 

@@ -7,7 +7,7 @@ import os
 
 from lightning_sm._lightning import LightningDataModule
 from lightning_sm._linux import usable_cpus
-from lightning_sm.data.host.main_process import HostProcess
+from lightning_sm.data.host.main_process import MainProcess
 from lightning_sm.data.settings import (
     Credentials,
     DataServiceSettings,
@@ -18,7 +18,7 @@ from lightning_sm.data.settings import (
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.errors import DataSettingsError
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.process_launcher import Launch, Launcher
+from lightning_sm.job.rank_starter import RankStart, RankStarter
 from lightning_sm.job.rendezvous import own_address
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import DATA_GROUPS, MAX_RESTARTS
@@ -54,7 +54,7 @@ def serve(
         host_settings.workers,
         "the trainer host has" if num_trainers == 1 else f"all {num_trainers} trainer hosts have",
     )
-    HostProcess(datamodule, host_settings, lambda _: None).serve()
+    MainProcess(datamodule, host_settings, lambda _: None).serve()
 
 
 def remote(
@@ -65,7 +65,7 @@ def remote(
     Raises:
         DataSettingsError: mpirun started this rank without the name of the job.
     """
-    if job.name is None and Launch.detect(os.environ, os.getppid()).launcher is Launcher.MPI:
+    if job.name is None and RankStart.detect(os.environ, os.getppid()).launcher is RankStarter.MPI:
         raise DataSettingsError(
             f"mpirun started this rank on {job.current_host} without TRAINING_JOB_NAME, from which the data hosts "
             f"({', '.join(topology.data_hosts)}) derive their port and token. Add -x TRAINING_JOB_NAME to mpirun."

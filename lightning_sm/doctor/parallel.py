@@ -13,7 +13,7 @@ _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
-class Outcome(Generic[_Value]):
+class TaskResult(Generic[_Value]):
     """How one call ended.
 
     Attributes:
@@ -27,22 +27,24 @@ class Outcome(Generic[_Value]):
     seconds: float | None = None
 
 
-def in_parallel(function: Callable[[_Item], _Value], items: Sequence[_Item], timeout_s: float) -> list[Outcome[_Value]]:
+def in_parallel(
+    function: Callable[[_Item], _Value], items: Sequence[_Item], timeout_s: float
+) -> list[TaskResult[_Value]]:
     """Call a function for each item, each in a thread of its own.
 
     Threads that do not end within ``timeout_s`` are abandoned: neither ``getaddrinfo`` nor ``statvfs`` can be
     interrupted. They are daemons, which do not keep the process alive.
     """
-    outcomes: list[Outcome[_Value]] = [Outcome() for _ in items]
+    outcomes: list[TaskResult[_Value]] = [TaskResult() for _ in items]
 
     def call(index: int, item: _Item) -> None:
         started = time.monotonic()
         try:
             value = function(item)
         except Exception as error:  # noqa: BLE001 - the caller reports it
-            outcomes[index] = Outcome(error=error, seconds=time.monotonic() - started)
+            outcomes[index] = TaskResult(error=error, seconds=time.monotonic() - started)
         else:
-            outcomes[index] = Outcome(value, seconds=time.monotonic() - started)
+            outcomes[index] = TaskResult(value, seconds=time.monotonic() - started)
 
     deadline = time.monotonic() + timeout_s
     threads = []
@@ -51,7 +53,7 @@ def in_parallel(function: Callable[[_Item], _Value], items: Sequence[_Item], tim
         try:
             thread.start()
         except RuntimeError as error:  # the limit of threads is reached
-            outcomes[index] = Outcome(error=error, seconds=0.0)
+            outcomes[index] = TaskResult(error=error, seconds=0.0)
         else:
             threads.append(thread)
     for thread in threads:

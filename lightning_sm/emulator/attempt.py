@@ -15,12 +15,12 @@ import psutil
 
 from lightning_sm._linux import adopt_orphans
 from lightning_sm.emulator.cluster import LocalCluster, LocalHost
-from lightning_sm.emulator.faults import RESUMED, Fault, Kind, Moment, Plan, host_name
+from lightning_sm.emulator.faults import RESUMED, Fault, FaultPlan, Kind, Moment, host_name
 from lightning_sm.emulator.output import Output
-from lightning_sm.emulator.running_host import HostProcess, processes_of_job, signal_process
-from lightning_sm.job.record import FOLDER
+from lightning_sm.emulator.running_host import EmulatedHost, processes_of_job, signal_process
 from lightning_sm.job.variables import HOST_ADDRESSES, REPORT_S, SLOW_NAMES, STEP_FILE
-from lightning_sm.launcher.run_report import REPORT_OF_STOPPED_S
+from lightning_sm.launcher.run_report import REPORT_LIMIT_WHEN_STOPPED_S
+from lightning_sm.record.events import FOLDER
 
 # From SIGTERM to SIGKILL after a failure: the launchers of the other hosts give their scripts 15 s, and wait 15 s for a
 # main host that is lost.
@@ -35,7 +35,7 @@ _FAULT_POLL_S = 0.005
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptOutcome:
     """How an attempt ended.
 
     Attributes:
@@ -54,9 +54,9 @@ class _Interruption:
     """A fault that ends the attempt: when hosts receive SIGTERM, and are killed (``time.monotonic()``); who was."""
 
     fault: Fault
-    sigterms: list[tuple[float, HostProcess]]
-    kill_at: dict[HostProcess, float]
-    killed: set[HostProcess] = field(default_factory=set)
+    sigterms: list[tuple[float, EmulatedHost]]
+    kill_at: dict[EmulatedHost, float]
+    killed: set[EmulatedHost] = field(default_factory=set)
 
 
 class Attempt:
@@ -79,15 +79,15 @@ class Attempt:
         command: Sequence[str],
         output: Output,
         signals: Sequence[tuple[int, float]],
-        plan: Plan,
+        plan: FaultPlan,
     ) -> None:
-        self.hosts: list[HostProcess] = []
+        self.hosts: list[EmulatedHost] = []
         self._cluster = cluster
         self._command = command
         self._output = output
         self._signals = signals
         # How long the main host may take for the report of the run once it is stopped.
-        self._report_s = min(REPORT_OF_STOPPED_S, REPORT_S.read(cluster.hosts[0].env))
+        self._report_s = min(REPORT_LIMIT_WHEN_STOPPED_S, REPORT_S.read(cluster.hosts[0].env))
         self._plan = plan
         self._members: dict[str, list[str]] = {}
         for host in cluster.hosts:
@@ -95,11 +95,11 @@ class Attempt:
         self._changed = threading.Event()
         self._step_file = cluster.job_dir / "step"
         self._waiting: list[tuple[float, LocalHost]] = []
-        self._thaws: list[tuple[float, HostProcess]] = []
+        self._thaws: list[tuple[float, EmulatedHost]] = []
         self._interruption: _Interruption | None = None
         self._began_at = 0.0
 
-    def run(self) -> Outcome:
+    def run(self) -> AttemptOutcome:
         """Start all hosts and wait until they end; no process outlives this call."""
         spared = {process.pid for process in psutil.Process().children(recursive=True)}
         adopt_orphans(True)
@@ -149,7 +149,7 @@ class Attempt:
         self._waiting = [entry for entry in self._waiting if entry[0] > now]
         for host in due:
             agent = self._cluster.start_agent(host)
-            self.hosts.append(HostProcess(host, self._command, self._output, self._changed, variables, agent=agent))
+            self.hosts.append(EmulatedHost(host, self._command, self._output, self._changed, variables, agent=agent))
 
     def _thaw_due(self) -> None:
         now = time.monotonic()
@@ -174,7 +174,7 @@ class Attempt:
             inject()
             self._plan.done(fault)
 
-    def _injection(self, fault: Fault, targets: list[HostProcess]) -> Callable[[], object] | None:
+    def _injection(self, fault: Fault, targets: list[EmulatedHost]) -> Callable[[], object] | None:
         """What injects a fault; None if that is not possible (yet)."""
         target = targets[0]
         match fault.kind:
@@ -194,12 +194,12 @@ class Attempt:
         # A second fault that ends the attempt happens in the next one.
         return partial(self._interrupt, fault, targets) if is_possible and self._interruption is None else None
 
-    def _hang(self, fault: Fault, target: HostProcess) -> None:
+    def _hang(self, fault: Fault, target: EmulatedHost) -> None:
         target.freeze()
         if fault.seconds is not None:
             self._thaws.append((time.monotonic() + fault.seconds, target))
 
-    def _interrupt(self, fault: Fault, targets: list[HostProcess]) -> None:
+    def _interrupt(self, fault: Fault, targets: list[EmulatedHost]) -> None:
         """Schedule SIGTERM and SIGKILL."""
         now = time.monotonic()
         if fault.kind is Kind.RESTART:
@@ -215,7 +215,7 @@ class Attempt:
         kill_at |= {target: sigterm_at + grace_s for sigterm_at, target in sigterms}
         self._interruption = _Interruption(fault, sigterms, kill_at)
 
-    def _ended(self) -> Outcome | None:
+    def _ended(self) -> AttemptOutcome | None:
         """The outcome, if all hosts ended, one failed, or an interruption is complete."""
         if self._interruption is not None:
             return self._interrupted(self._interruption)
@@ -225,12 +225,12 @@ class Attempt:
                 f"Host {failed.host.name} (group {failed.host.group}) failed with exit code {failed.exit_code}."
             )
             self._stop()
-            return Outcome(failed.exit_code or 0, failed=failed.host)
+            return AttemptOutcome(failed.exit_code or 0, failed=failed.host)
         if self._waiting or any(host.exit_code != 0 for host in self.hosts):
             return None
-        return Outcome(0)
+        return AttemptOutcome(0)
 
-    def _interrupted(self, interruption: _Interruption) -> Outcome | None:
+    def _interrupted(self, interruption: _Interruption) -> AttemptOutcome | None:
         """Send the signals that are due; return the outcome when no host is running."""
         now = time.monotonic()
         while interruption.sigterms and interruption.sigterms[0][0] <= now:
@@ -253,9 +253,9 @@ class Attempt:
         if running:
             return None
         failed = self._first_failed()
-        return Outcome((failed.exit_code if failed else 0) or 0, resumes=interruption.fault.kind in RESUMED)
+        return AttemptOutcome((failed.exit_code if failed else 0) or 0, resumes=interruption.fault.kind in RESUMED)
 
-    def _judged(self, interruption: _Interruption) -> Outcome | None:
+    def _judged(self, interruption: _Interruption) -> AttemptOutcome | None:
         """Let the first host that leaves with an error decide, if only one was interrupted.
 
         If the service did not stop it, the job has failed, and there is no other attempt. Otherwise the service stops
@@ -270,7 +270,7 @@ class Attempt:
                 f"code {first.exit_code}: the service takes that for a failure."
             )
             self._stop()
-            return Outcome(first.exit_code or 0, failed=first.host)
+            return AttemptOutcome(first.exit_code or 0, failed=first.host)
         now = time.monotonic()
         for host in self._running():
             if host.interrupted_at is None:
@@ -289,7 +289,7 @@ class Attempt:
                 if lost:
                     self._output.say(f"Not uploaded when {host.host.name} ended: {', '.join(lost)}.")
 
-    def _stopped(self) -> Outcome | None:
+    def _stopped(self) -> AttemptOutcome | None:
         signum = self._signals[0][0] if self._signals else self._output.broken_by
         if not signum:
             return None
@@ -297,12 +297,12 @@ class Attempt:
         for host in self.hosts:
             host.thaw()  # a frozen process does not react to SIGTERM
         self._stop()
-        return Outcome(128 + signum)
+        return AttemptOutcome(128 + signum)
 
-    def _running(self) -> list[HostProcess]:
+    def _running(self) -> list[EmulatedHost]:
         return [host for host in self.hosts if host.exit_code is None]
 
-    def _first_failed(self) -> HostProcess | None:
+    def _first_failed(self) -> EmulatedHost | None:
         failed = [host for host in self.hosts if host.exit_code]
         return min(failed, key=lambda host: host.ended_at or 0.0, default=None)
 

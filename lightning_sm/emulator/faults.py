@@ -228,7 +228,7 @@ def host_name(host: str, members: Mapping[str, Sequence[str]]) -> str:
     return sorted(members[group], key=lambda name: int(name.rpartition("-")[2]))[int(place) - 1]
 
 
-class Plan:
+class FaultPlan:
     """The faults that have not happened yet, over all attempts.
 
     Attributes:

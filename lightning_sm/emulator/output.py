@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import BinaryIO
 
 from lightning_sm.emulator.cluster import LocalHost
-from lightning_sm.launcher.condensed import Condensed
+from lightning_sm.launcher.log_dedup import Condensed
 
 # ANSI colours that are readable on dark and light terminals.
 _COLOURS = (36, 33, 35, 32, 34, 31)

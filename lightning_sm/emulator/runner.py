@@ -16,13 +16,13 @@ from types import FrameType
 
 from tabulate import tabulate
 
-from lightning_sm.emulator.attempt import Attempt, Outcome
+from lightning_sm.emulator.attempt import Attempt, AttemptOutcome
 from lightning_sm.emulator.cluster import LocalCluster, LocalHost
-from lightning_sm.emulator.faults import FaultSettings, Plan
+from lightning_sm.emulator.faults import FaultPlan, FaultSettings
 from lightning_sm.emulator.output import Output
-from lightning_sm.job.record import FOLDER
 from lightning_sm.job.stopping import MAX_REASON_CHARS
 from lightning_sm.launcher.failure import Place, ending_of
+from lightning_sm.record.events import FOLDER
 
 # Files of a folder that are named; a run may have thousands.
 _MAX_LISTED = 8
@@ -69,9 +69,9 @@ def _run_attempts(
     output: Output,
     settings: FaultSettings,
     signals: Sequence[tuple[int, float]],
-) -> tuple[list[Attempt], Outcome]:
+) -> tuple[list[Attempt], AttemptOutcome]:
     """Run attempts until one is not interrupted, or until there have been enough."""
-    plan = Plan(settings)
+    plan = FaultPlan(settings)
     attempts: list[Attempt] = []
     if sys.stdout.isatty():  # nobody watches a file
         output.say(f"Job {cluster.name}. To watch it in another terminal: lightning-sm top")

@@ -31,7 +31,7 @@ _END = "end"
 _WATCHDOG = f'while read -r line; do [ "$line" = {_END} ] && exit; pids="$pids $line"; done; kill -KILL $pids'
 
 
-class HostProcess:
+class EmulatedHost:
     """One running host: its launcher, and threads that read its output and wait until it ends.
 
     Args:

@@ -23,7 +23,7 @@ from lightning_sm.errors import ScriptError
 from lightning_sm.job.control_folder import Beat, ControlFolder
 from lightning_sm.job.redaction import shown_arguments
 from lightning_sm.job.stopping import GENTLE_SIGNAL, StopSchedule
-from lightning_sm.launcher.condensed import CondensedBytes
+from lightning_sm.launcher.log_dedup import CondensedBytes
 
 _LOG = command_logger(__name__)
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from signal import Signals
 
-from lightning_sm.job import record
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.host_use import HostMeter, usable_cpus
 from lightning_sm.job.stopping import INTERRUPTED_EXIT_CODE, JobOutcome, Outcome
 from lightning_sm.job.topology import Role
 from lightning_sm.job.variables import PARENT_PID, RECORD_DIR
+from lightning_sm.record import events
+from lightning_sm.record.host_use import HostMeter, usable_cpus
 
 _USE_S = 5.0
 # How late the record has a signal at most. Its handler must not write: it may have interrupted a write.
@@ -36,11 +36,11 @@ class HostRecord:
         self._job = job
         self._role = role
         self._stopped_by = stopped_by
-        self._record = record.open_record(job, record.LAUNCHER, env)
+        self._record = events.open_record(job, events.LAUNCHER, env)
         self._is_emulated = PARENT_PID.read(env) is not None
         self._is_stop_noted = False
         # Lines of the time before the head, which takes the command.
-        self._early: list[record.Line] | None = []
+        self._early: list[events.Line] | None = []
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="record", daemon=True)
@@ -63,8 +63,8 @@ class HostRecord:
         Args:
             command: The command line of the script, without secrets; empty if it is not known.
         """
-        head = record.head_of(
-            self._job, record.LAUNCHER, self._record.path, role=self._role.value, cpus=usable_cpus(), command=command
+        head = events.head_of(
+            self._job, events.LAUNCHER, self._record.path, role=self._role.value, cpus=usable_cpus(), command=command
         )
         with self._lock:
             early, self._early = self._early or [], None
@@ -72,8 +72,8 @@ class HostRecord:
                 self._record.append(line)
 
     def event(self, what: str, text: str) -> None:
-        """Write an event that happens now; see ``record.Event``."""
-        self._write(record.Event(time.time(), what, text))
+        """Write an event that happens now; see ``events.Event``."""
+        self._write(events.Event(time.time(), what, text))
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -82,7 +82,7 @@ class HostRecord:
         try:
             yield
         finally:
-            self._write(record.Span(time.time(), name, began_at, time.perf_counter() - began))
+            self._write(events.Span(time.time(), name, began_at, time.perf_counter() - began))
 
     def on_job_outcome(self, job: JobOutcome) -> None:
         """Write how the job ends, if that happened on another host."""
@@ -108,10 +108,10 @@ class HostRecord:
             what = "failed"
         if self._early is not None:  # the script was never known
             self.began([])
-        self._write(record.End(time.time(), what, outcome.exit_code, outcome.reason))
+        self._write(events.End(time.time(), what, outcome.exit_code, outcome.reason))
         self._record.close()
 
-    def _write(self, line: record.Line) -> None:
+    def _write(self, line: events.Line) -> None:
         with self._lock:
             if self._early is None:
                 self._record.append(line)
@@ -132,7 +132,7 @@ class HostRecord:
 
     def _run(self) -> None:
         meter = HostMeter(is_emulated=self._is_emulated)
-        pacing = record.Pacing(_USE_S)
+        pacing = events.Pacing(_USE_S)
         due = pacing.next_after(time.monotonic())
         while not self._closing.wait(_SIGNAL_S):
             self._note_stop()

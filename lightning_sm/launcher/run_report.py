@@ -12,13 +12,13 @@ from collections.abc import Mapping
 
 from lightning_sm._log import command_logger
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.record import record_folder
+from lightning_sm.record.events import record_folder
 
 _LOG = command_logger(__name__)
 
 NAME = "report.html"
 # A host that is stopped waits for it.
-REPORT_OF_STOPPED_S = 10.0
+REPORT_LIMIT_WHEN_STOPPED_S = 10.0
 
 
 def write_report(job: SageMakerJob, prices: Mapping[str, float], limit_s: float) -> None:

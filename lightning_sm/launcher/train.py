@@ -65,8 +65,8 @@ from lightning_sm.launcher.host_record import HostRecord
 from lightning_sm.launcher.peers.connection import Timings, peers_key
 from lightning_sm.launcher.peers.outcome import Restart
 from lightning_sm.launcher.peers.peers import Peers
-from lightning_sm.launcher.recurring import would_come_again
-from lightning_sm.launcher.run_report import REPORT_OF_STOPPED_S, write_report
+from lightning_sm.launcher.permanent_failures import is_permanent_failure
+from lightning_sm.launcher.run_report import REPORT_LIMIT_WHEN_STOPPED_S, write_report
 from lightning_sm.launcher.toolkit.distribution import processes_per_host
 from lightning_sm.launcher.toolkit.variables import toolkit_variables
 from lightning_sm.launcher.upload import wait_until_uploaded
@@ -78,9 +78,9 @@ _LOG = command_logger(__name__)
 _USAGE_EXIT_CODE = 2
 # The host that failed first must exit first, so that SageMaker shows its exit code and reason as the job's. Its
 # interpreter needs some tens of milliseconds to exit.
-_AFTER_THE_FIRST_S = 1.0
+_MAIN_HOST_LEAVES_LATER_S = 1.0
 # The service stops the other hosts when the one that hangs has left. They save their stacks before.
-_STACKS_OF_OTHERS_S = 3.0
+_WAIT_FOR_OTHER_HOSTS_STACKS_S = 3.0
 # A rank may close its connections, on which those of other hosts fail, seconds before its process has ended.
 _CONSEQUENCE_S = 10.0
 # Before a data host's script is restarted: memory may be short for a moment. Training continues meanwhile. After four
@@ -175,7 +175,7 @@ class _HostLauncher:
             child.on_late_signal = peers.stop_waiting
             own, job_outcome = self._run_attempts(peers, script, args)
             if self._hang_reason and not peers.is_alone:
-                threading.Event().wait(_STACKS_OF_OTHERS_S)
+                threading.Event().wait(_WAIT_FOR_OTHER_HOSTS_STACKS_S)
             final = self._final_outcome(peers, own, job_outcome)
             if self._job.current_host == self._topology.main_host:
                 self._write_report(final)
@@ -234,7 +234,7 @@ class _HostLauncher:
         limit_s = self._report_s
         if self._is_stopped:
             remaining_s = self._leave_at() - _AFTER_THE_REPORT_S - time.monotonic()
-            limit_s = min(limit_s, REPORT_OF_STOPPED_S, remaining_s)
+            limit_s = min(limit_s, REPORT_LIMIT_WHEN_STOPPED_S, remaining_s)
         write_report(self._job, self._prices, limit_s)
 
     @property
@@ -272,7 +272,7 @@ class _HostLauncher:
             child.stderr_tail, exit_code, self._place, stopped_by=child.stopped_by, num_restarts=self._num_restarts
         )
         self._record.event("failure", Outcome(exit_code, reason).headline)
-        is_final = would_come_again(child.stderr_tail, exit_code) and not child.end_run_requested
+        is_final = is_permanent_failure(child.stderr_tail, exit_code) and not child.end_run_requested
         return Outcome(exit_code, reason, may_restart=not (is_final or self._is_stopped or self._is_data_host))
 
     def _run_until_it_ends(self, command: Sequence[str], directory: Path, env: Mapping[str, str]) -> int:
@@ -487,7 +487,7 @@ class _HostLauncher:
             is_hang = job.reason.startswith(HANG)
             if job.host == self._topology.main_host:  # which may write a report before it leaves
                 peers.wait_until_main_host_leaves(self._report_s + _AFTER_THE_REPORT_S)
-            threading.Event().wait(_AFTER_THE_FIRST_S + (_STACKS_OF_OTHERS_S if is_hang else 0.0))
+            threading.Event().wait(_MAIN_HOST_LEAVES_LATER_S + (_WAIT_FOR_OTHER_HOSTS_STACKS_S if is_hang else 0.0))
             return Outcome(own.exit_code or 1, job.reason)
         if own.exit_code == 0:
             return own

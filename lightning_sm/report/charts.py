@@ -17,8 +17,8 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lightning_sm.job.record import PARTS, Steps
-from lightning_sm.report.figures import OTHER, SHARES, SHUTDOWN, STEPS, WAITING, Figures, StepTimes
+from lightning_sm.record.events import PARTS, Steps
+from lightning_sm.report.figures import OTHER, SHARES, SHUTDOWN, STEPS, WAITING, Figures, StepFigures
 from lightning_sm.report.quantities import duration, percent
 
 # Widths in inches: for a page, and for a phone or a column of several runs. Text keeps its size.
@@ -142,7 +142,7 @@ def step_times(run: Figures) -> Picture | None:
         axes.set_xlabel(f"{unit} since the start")
         _legend(figure, axes)
 
-    times = StepTimes.of(lines)
+    times = StepFigures.of(lines)
     parts = ", ".join(
         f"{PART_NAMES[part]} {percent(seconds / times.wall_s)}" for part, seconds in times.parts.items() if seconds > 0
     )
@@ -245,7 +245,7 @@ def metrics(runs: Sequence[Figures], names: Sequence[str]) -> Picture | None:
     return _picture(f"What the model logged, by step: {label}.", draw, 2.0, f"metrics-{label}", runs)
 
 
-def binned(run: Figures, columns: int) -> list[tuple[float, float, StepTimes]]:
+def binned(run: Figures, columns: int) -> list[tuple[float, float, StepFigures]]:
     """Return begin and end, in seconds since the run began, and the steps of each part of the time that has any."""
     width = max(1e-9, (run.attempts[-1].end - run.begin) / columns)
     found = []
@@ -256,7 +256,7 @@ def binned(run: Figures, columns: int) -> list[tuple[float, float, StepTimes]]:
                 groups.setdefault(int((line.t - run.begin) / width), []).append(line)
         for group in groups.values():
             begin = group[0].t - group[0].wall_s - run.begin
-            found.append((max(0.0, begin), group[-1].t - run.begin, StepTimes.of(group)))
+            found.append((max(0.0, begin), group[-1].t - run.begin, StepFigures.of(group)))
     return found
 
 
@@ -276,9 +276,9 @@ def numbered_events(run: Figures) -> list[Any]:
     return [event for event in run.events if event.what not in _USUAL_EVENTS][:_MAX_NUMBERED_EVENTS]
 
 
-def _edges(bins: Sequence[tuple[float, float, StepTimes]]) -> list[tuple[float, StepTimes | None]]:
+def _edges(bins: Sequence[tuple[float, float, StepFigures]]) -> list[tuple[float, StepFigures | None]]:
     """Both ends of each bar; with an empty place where no steps were: between attempts, and in validations."""
-    edges: list[tuple[float, StepTimes | None]] = []
+    edges: list[tuple[float, StepFigures | None]] = []
     for begin, end, times in bins:
         if edges and begin - edges[-1][0] > end - begin:
             edges += [(edges[-1][0], None), (begin, None)]

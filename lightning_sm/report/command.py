@@ -12,11 +12,11 @@ from pathlib import Path
 
 from lightning_sm._log import command_logger
 from lightning_sm.errors import OutputDirectoryError
-from lightning_sm.job.prices import read_prices
-from lightning_sm.report import compare, findings, plan
+from lightning_sm.record.prices import read_prices
+from lightning_sm.record.runs import read_run, read_runs
+from lightning_sm.report import compare, findings, sizing
 from lightning_sm.report.figures import Figures
 from lightning_sm.report.page import check_libraries, render
-from lightning_sm.report.records import read_run, read_runs
 
 _LOG = command_logger(__name__)
 
@@ -133,13 +133,13 @@ def plan_run(options: argparse.Namespace) -> int:
         JobConfigError: The run cannot be read, does not say enough, or a price is wrong.
     """
     prices = read_prices(options.prices, options.price)
-    wanted = plan.Hosts(options.vcpus, options.kind, options.speed, options.network)
-    planned = plan.plan(Figures(read_run(options.run, options.job)), prices, wanted, options.steps)
-    _print(json.dumps(plan.as_json(planned), indent=2) if options.json else plan.as_text(planned, prices))
+    wanted = sizing.Hosts(options.vcpus, options.kind, options.speed, options.network)
+    planned = sizing.plan(Figures(read_run(options.run, options.job)), prices, wanted, options.steps)
+    _print(json.dumps(sizing.as_json(planned), indent=2) if options.json else sizing.as_text(planned, prices))
     return 0
 
 
-def _measured(source: Path, job: str | None) -> compare.Measured:
+def _measured(source: Path, job: str | None) -> compare.ComparedRun:
     if source.suffix in (".yaml", ".yml", ".json"):
         return compare.read_figures(source)
     return compare.of_run(Figures(read_run(source, job)))

@@ -16,8 +16,8 @@ from typing import Any
 from tabulate import tabulate
 
 from lightning_sm.errors import JobConfigError
-from lightning_sm.job.prices import Prices, cost
 from lightning_sm.job.redaction import yaml_problem
+from lightning_sm.record.prices import Prices, cost
 from lightning_sm.report.figures import Figures
 from lightning_sm.report.quantities import count, duration, percent, step_time
 
@@ -37,7 +37,7 @@ _SHOWN_STEPS = 1000
 
 
 @dataclass(frozen=True)
-class Measured:
+class ComparedRun:
     """What a comparison needs to know of a run.
 
     Attributes:
@@ -73,8 +73,8 @@ class Comparison:
         work: Steps of the second run for one of the first: 1, unless their steps have different numbers of samples.
     """
 
-    first: Measured
-    second: Measured
+    first: ComparedRun
+    second: ComparedRun
     first_price: float | None
     second_price: float | None
     work: float
@@ -97,7 +97,7 @@ class Comparison:
         return None if self.price_ratio is None else self.price_ratio / self.speed_up
 
 
-def compare(first: Measured, second: Measured, prices: Prices) -> Comparison:
+def compare(first: ComparedRun, second: ComparedRun, prices: Prices) -> Comparison:
     """Compare two runs.
 
     Args:
@@ -114,7 +114,7 @@ def compare(first: Measured, second: Measured, prices: Prices) -> Comparison:
     return Comparison(first, second, _price(first, prices), _price(second, prices), work)
 
 
-def of_run(run: Figures) -> Measured:
+def of_run(run: Figures) -> ComparedRun:
     """Return what a comparison needs to know of a recorded run.
 
     Raises:
@@ -122,7 +122,7 @@ def of_run(run: Figures) -> Measured:
     """
     if not run.slowest.n:
         raise JobConfigError(f"{run.run.source}: no training steps are recorded, so there is nothing to compare.")
-    return Measured(
+    return ComparedRun(
         name=run.run.name,
         source=run.run.source,
         hosts=tuple((host.group, host.instance_type) for host in run.hosts),
@@ -134,7 +134,7 @@ def of_run(run: Figures) -> Measured:
     )
 
 
-def read_figures(file: Path) -> Measured:
+def read_figures(file: Path) -> ComparedRun:
     """Read the figures of a run that was measured elsewhere.
 
     Args:
@@ -157,7 +157,7 @@ def read_figures(file: Path) -> Measured:
         if fields.get(name) is not None
     }
     steps = optional.pop("steps", None)
-    return Measured(
+    return ComparedRun(
         name=str(fields.get("name", file.stem)),
         source=str(file),
         hosts=tuple((name, name) for name, number in counts.items() for _ in range(int(number))),
@@ -270,7 +270,7 @@ def _notes(comparison: Comparison, prices: Prices) -> Any:
         yield "The comparison is by step: that is the same work only if a step of A and one of B have as many samples."
 
 
-def _run_json(run: Measured, price: float | None, steps: int | None) -> dict[str, Any]:
+def _run_json(run: ComparedRun, price: float | None, steps: int | None) -> dict[str, Any]:
     seconds = None if steps is None else (run.apart_s or 0.0) + run.step_s * steps
     return {
         "name": run.name,
@@ -292,7 +292,7 @@ def _steps_of_second(comparison: Comparison, steps: int) -> int:
     return math.ceil(steps * comparison.work)
 
 
-def _price(run: Measured, prices: Prices) -> float | None:
+def _price(run: ComparedRun, prices: Prices) -> float | None:
     if not prices:
         return None
     missing = sorted({kind or group for group, kind in run.hosts if prices.of(group, kind) is None})
@@ -304,7 +304,7 @@ def _price(run: Measured, prices: Prices) -> float | None:
     return prices.total(run.hosts)
 
 
-def _hosts(run: Measured) -> str:
+def _hosts(run: ComparedRun) -> str:
     kinds = Counter(instance_type or group for group, instance_type in run.hosts)
     return ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
 

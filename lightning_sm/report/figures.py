@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
-from lightning_sm.job.record import (
+from lightning_sm.record.events import (
     LAUNCHER,
     PARTS,
     DataService,
@@ -24,7 +24,7 @@ from lightning_sm.job.record import (
     Span,
     Steps,
 )
-from lightning_sm.report.records import Record, Run
+from lightning_sm.record.runs import ProcessRecord, RunRecord
 
 # How the whole time of the job is told apart, in the order of pictures and tables: spans first, then steps.
 _SPANS = {
@@ -63,7 +63,7 @@ _L = TypeVar("_L", bound=Line)
 
 
 @dataclass(frozen=True)
-class Attempt:
+class AttemptFigures:
     """One attempt of a job.
 
     Attributes:
@@ -87,7 +87,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostSummary:
     """A host of a job, and what it did.
 
     Attributes:
@@ -139,7 +139,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class StepFigures:
     """Steps of one rank, added up.
 
     Attributes:
@@ -157,7 +157,7 @@ class StepTimes:
     parts: Mapping[str, float]
 
     @classmethod
-    def of(cls, lines: Iterable[Steps]) -> StepTimes:
+    def of(cls, lines: Iterable[Steps]) -> StepFigures:
         """Add up lines of a record."""
         lines = list(lines)
         return cls(
@@ -209,12 +209,12 @@ class Figures:
         run: Its record.
     """
 
-    run: Run = field(repr=False)
+    run: RunRecord = field(repr=False)
 
     @cached_property
-    def attempts(self) -> list[Attempt]:
+    def attempts(self) -> list[AttemptFigures]:
         """The attempts of the job, in order."""
-        by_number: dict[int, list[Record]] = defaultdict(list)
+        by_number: dict[int, list[ProcessRecord]] = defaultdict(list)
         for record in self.run.records:
             by_number[record.attempt].append(record)
         return [_attempt(number, records) for number, records in sorted(by_number.items())]
@@ -240,7 +240,7 @@ class Figures:
         return self.attempts[-1].reason
 
     @cached_property
-    def hosts(self) -> list[Host]:
+    def hosts(self) -> list[HostSummary]:
         """All hosts of the last attempt, also those without a record here. Trainers come first."""
         latest = self._of_attempt(self.attempts[-1].number)
         head = max((record.head for record in latest), key=lambda head: len(head.hosts))
@@ -252,7 +252,7 @@ class Figures:
             heads = [record.head for record in own]
             kind = next((one.instance_type for one in heads if one.instance_type), head.instance_types.get(group))
             hosts.append(
-                Host(
+                HostSummary(
                     name=name,
                     group=group,
                     # Where no host of the group has a record here, it is one that rank 0 gets its batches from.
@@ -266,24 +266,24 @@ class Figures:
         return sorted(hosts, key=lambda host: (host.role == "data", host.name))
 
     @cached_property
-    def main_records(self) -> list[Record]:
+    def main_records(self) -> list[ProcessRecord]:
         """What the first rank that has a record wrote, over all attempts."""
         ranks = {record.head.rank for record in self.run.records if record.head.rank is not None}
         return [record for record in self.run.records if ranks and record.head.rank == min(ranks)]
 
     @cached_property
-    def ranks(self) -> dict[int, StepTimes]:
+    def ranks(self) -> dict[int, StepFigures]:
         """The steps of each rank, without the first lines, over all attempts."""
         lines: dict[int, list[Steps]] = defaultdict(list)
         for record in self.run.records:
             if record.head.rank is not None:
                 lines[record.head.rank] += _settled(_lines([record], Steps))
-        return {rank: StepTimes.of(own) for rank, own in sorted(lines.items()) if any(line.n for line in own)}
+        return {rank: StepFigures.of(own) for rank, own in sorted(lines.items()) if any(line.n for line in own)}
 
     @cached_property
-    def slowest(self) -> StepTimes:
+    def slowest(self) -> StepFigures:
         """The steps of the rank that waited the longest for data: others wait for it when they exchange gradients."""
-        return max(self.ranks.values(), key=lambda rank: rank.waiting, default=StepTimes.of([]))
+        return max(self.ranks.values(), key=lambda rank: rank.waiting, default=StepFigures.of([]))
 
     @property
     def num_steps(self) -> int:
@@ -319,7 +319,7 @@ class Figures:
             ]
             for span in _lines([*own, *launchers], Span):
                 shares[_SPANS.get(span.name, OTHER)] += span.seconds
-            steps = StepTimes.of(_lines(own, Steps))
+            steps = StepFigures.of(_lines(own, Steps))
             shares[WAITING] += steps.parts["data_wait"]
             shares[STEPS] += steps.wall_s - steps.parts["data_wait"]
             # From the last word of the training process to that of its launcher, which may wait for other hosts.
@@ -406,11 +406,11 @@ class Figures:
         """Rank 0's steps over time, by attempt."""
         return [(record.attempt, _lines([record], Steps)) for record in self.main_records]
 
-    def _of_attempt(self, number: int) -> list[Record]:
+    def _of_attempt(self, number: int) -> list[ProcessRecord]:
         return [record for record in self.run.records if record.attempt == number]
 
 
-def _attempt(number: int, records: Sequence[Record]) -> Attempt:
+def _attempt(number: int, records: Sequence[ProcessRecord]) -> AttemptFigures:
     ends = [(record.head, line) for record in records for line in record.lines if isinstance(line, End)]
     # A data host may fail, or may no longer be needed: trainers say how the job ends.
     ends = [(head, end) for head, end in ends if head.role == "trainer"]
@@ -424,10 +424,10 @@ def _attempt(number: int, records: Sequence[Record]) -> Attempt:
     times = [line.t for record in records for line in record.lines]
     begins = [record.head.t for record in records]
     begins += [line.begin for record in records for line in record.lines if isinstance(line, Span)]
-    return Attempt(number, min(begins), max(times + begins), worst.outcome, worst.reason)
+    return AttemptFigures(number, min(begins), max(times + begins), worst.outcome, worst.reason)
 
 
-def _lines(records: Iterable[Record], kind: type[_L]) -> list[_L]:
+def _lines(records: Iterable[ProcessRecord], kind: type[_L]) -> list[_L]:
     return [line for record in records for line in record.lines if isinstance(line, kind)]
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from lightning_sm._version import __version__
 from lightning_sm.errors import JobConfigError
-from lightning_sm.job.prices import Prices
-from lightning_sm.job.record import PARTS
+from lightning_sm.record.events import PARTS
+from lightning_sm.record.prices import Prices
 from lightning_sm.report import findings
-from lightning_sm.report.figures import Figures, Happening, Host
+from lightning_sm.report.figures import Figures, Happening, HostSummary
 from lightning_sm.report.quantities import duration, percent, size, step_time
 
 _TABLE_ROWS = 40
@@ -225,7 +225,7 @@ def _host_tables(run: Figures) -> tuple[Table, ...]:
     def optional(value: Any, text: Any) -> str:
         return "" if value is None else str(text(value))
 
-    def row(host: Host) -> tuple[str, ...]:
+    def row(host: HostSummary) -> tuple[str, ...]:
         memory = host.memory
         return (
             host.name,

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     if not options.wait and options.follow:
         raise SubmitError("--wait=false and --follow contradict each other: leave one out.")
     sdk_version()  # before the next import, which needs boto3: it comes with the SDK
-    from lightning_sm.jobs.follow import exit_code, reason_of  # noqa: PLC0415
+    from lightning_sm.cloud.follow import exit_code, reason_of  # noqa: PLC0415
     from lightning_sm.submit import submit  # noqa: PLC0415
 
     if options.dry_run:

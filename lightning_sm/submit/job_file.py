@@ -38,7 +38,7 @@ class Group:
 
 
 @dataclass
-class Channel:
+class InputChannel:
     """Input data, which hosts see as a folder.
 
     Attributes:
@@ -225,7 +225,7 @@ class Job:
     groups: dict[str, Group]
     role: str | None = None
     name: str = "lightning"
-    channels: dict[str, Channel] = field(default_factory=dict)
+    channels: dict[str, InputChannel] = field(default_factory=dict)
     config: str | None = None
     hyperparameters: dict[str, Any] = field(default_factory=dict)
     subcommand: str | None = None

@@ -21,7 +21,7 @@ import yaml
 
 from lightning_sm._log import command_logger
 from lightning_sm.errors import LightningSMError, SubmitError
-from lightning_sm.submit.plan import Plan
+from lightning_sm.submit.request import TrainingRequest
 from lightning_sm.submit.sdk.containers import Container, find_containers, remove
 from lightning_sm.submit.sdk.version import INSTALL_V2, adapter, sdk_version, without_telemetry
 
@@ -30,7 +30,7 @@ _LOG = command_logger(__name__)
 _TIMEOUT_EXIT_CODE = 124  # the same as timeout(1)
 
 
-def run(plan: Plan, root: Path, *, timeout_s: float | None, keep: bool) -> int:
+def run(plan: TrainingRequest, root: Path, *, timeout_s: float | None, keep: bool) -> int:
     """Run a job and return the exit code for the command.
 
     Args:
@@ -126,7 +126,7 @@ def _failures_in(archive: Path) -> list[str]:
         return []
 
 
-def _run_sdk(plan: Plan, root: Path, timeout_s: float | None) -> int:
+def _run_sdk(plan: TrainingRequest, root: Path, timeout_s: float | None) -> int:
     """Call the SDK in a new process group, which has ended when this returns."""
     command = [sys.executable, "-m", "lightning_sm.submit.local_mode", str(root)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment(root), start_new_session=True)

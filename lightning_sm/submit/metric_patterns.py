@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from lightning_sm.job.progress import metric_pattern, objective_pattern
+from lightning_sm.record.progress import metric_pattern, objective_pattern
 
 
 def metric_definitions(
@@ -14,7 +14,7 @@ def metric_definitions(
     """Build the metric definitions of CreateTrainingJob.
 
     Args:
-        names: Metrics as LineProgress prints them (``job/progress.py``).
+        names: Metrics as LineProgress prints them (``record/progress.py``).
         patterns: Regular expressions of other metrics by name.
         objective: The metric that a tuning job optimizes: one of ``names``, which is then read once per validation;
             or of ``patterns``, which stays as it is.

@@ -17,16 +17,16 @@ from boto3.exceptions import Boto3Error
 from botocore.exceptions import BotoCoreError, ClientError
 
 from lightning_sm._log import command_logger
+from lightning_sm.cloud.aws import Clients, check_credentials, new_session
+from lightning_sm.cloud.find import Found
+from lightning_sm.cloud.follow import follow
 from lightning_sm.errors import HyperparameterError, SubmitError
 from lightning_sm.job.redaction import shown, shown_hyperparameters
-from lightning_sm.jobs.aws import Clients, check_credentials, new_session
-from lightning_sm.jobs.find import Found
-from lightning_sm.jobs.follow import follow
 from lightning_sm.submit import local_mode
 from lightning_sm.submit.batch import service_job
 from lightning_sm.submit.job_file import Batch, Job, Tune
-from lightning_sm.submit.plan import Plan, encode_hyperparameters, for_local_mode, make_plan
 from lightning_sm.submit.preflight import Findings, check, with_placeholders
+from lightning_sm.submit.request import TrainingRequest, encode_hyperparameters, for_local_mode, make_request
 from lightning_sm.submit.retry import submit_until_capacity
 from lightning_sm.submit.script_check import check_hyperparameters
 from lightning_sm.submit.sdk.rehearsal import Gate
@@ -120,7 +120,7 @@ def run_locally(job: Job, *, timeout_s: float | None = None, keep: bool = False)
     root = Path(tempfile.mkdtemp(prefix="lightning-sm-submit-"))
     local, warnings = for_local_mode(job, root / "artifacts")
     Findings(warnings=warnings).report()
-    plan = make_plan(local, hyperparameters)
+    plan = make_request(local, hyperparameters)
     if job.source_dir is not None:
         plan = plan.with_code(f"file://{Path(job.source_dir).absolute()}")
     return local_mode.run(plan, root, timeout_s=timeout_s, keep=keep)
@@ -142,14 +142,14 @@ def _put_into_queue(batch: Batch, clients: Clients, request: Mapping[str, Any]) 
     return Found("queued", answer["jobId"], {"jobId": answer["jobId"], "jobName": answer["jobName"]})
 
 
-def _call_sdk(plan: Plan, session: boto3.Session) -> str:
+def _call_sdk(plan: TrainingRequest, session: boto3.Session) -> str:
     """Let the SDK submit a job; what version 2 prints belongs to stderr, beside our own lines."""
     with contextlib.redirect_stdout(sys.stderr):
         name: str = adapter().submit(plan, session)
     return name
 
 
-def _rehearse(job: Job, session: boto3.Session, gate: Gate) -> tuple[Plan, dict[str, Any]]:
+def _rehearse(job: Job, session: boto3.Session, gate: Gate) -> tuple[TrainingRequest, dict[str, Any]]:
     """Check everything that can be checked without the service; return the plan and the request."""
     with contextlib.redirect_stdout(sys.stderr):  # to which the SDK's logging then writes, too
         adapter()
@@ -162,7 +162,7 @@ def _rehearse(job: Job, session: boto3.Session, gate: Gate) -> tuple[Plan, dict[
         if job.source_dir is not None:
             stand_in = replace(stand_in, source_dir=empty)
         try:
-            request = gate.rehearse(partial(_call_sdk, make_plan(stand_in, hyperparameters), session))
+            request = gate.rehearse(partial(_call_sdk, make_request(stand_in, hyperparameters), session))
             request = _checked(job, request, findings)
         except SubmitError as error:
             # With other problems, the SDK most likely failed because of one that is already listed, and better worded.
@@ -171,7 +171,7 @@ def _rehearse(job: Job, session: boto3.Session, gate: Gate) -> tuple[Plan, dict[
     if not findings.problems:  # last, as it takes seconds
         check_hyperparameters(job, hyperparameters, findings)
     findings.report()
-    return make_plan(job, hyperparameters), request
+    return make_request(job, hyperparameters), request
 
 
 def _checked(job: Job, request: dict[str, Any], findings: Findings) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Answer:
     problem: str = ""
 
 
-class DataHosts:
+class StatusPoller:
     """Connections to the data hosts of a job.
 
     Args:

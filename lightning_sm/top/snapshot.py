@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_sm.errors import DataServiceError, JobConfigError
-from lightning_sm.job import record
 from lightning_sm.job.control_folder import FINISHING, Beat, ControlFolder
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import CONTROL_DIR, RECORD_DIR
-from lightning_sm.top.data_hosts import Answer, DataHosts
-from lightning_sm.top.record_tail import RecordTail, Writer
+from lightning_sm.record import events
+from lightning_sm.record.tail import RecordTail, Writer
+from lightning_sm.top.data_hosts import Answer, StatusPoller
 from lightning_sm.top.running import RunningHost
 
 # A rank that should be training, and has not said so for this time.
@@ -94,7 +94,7 @@ class EventRow:
     Attributes:
         t: When, in seconds since the Unix epoch.
         host: Where.
-        what: See ``record.Event``.
+        what: See ``events.Event``.
         text: It in words.
     """
 
@@ -149,7 +149,7 @@ class Watch:
     def __init__(self, name: str) -> None:
         self._name = name
         self._tail = RecordTail()
-        self._data_hosts: DataHosts | None = None
+        self._data_hosts: StatusPoller | None = None
         self._asked_for: tuple[Any, ...] = ()
         self._why_not_asked = ""
         self._history: dict[str, deque[tuple[float, Mapping[str, Any]]]] = {}
@@ -208,7 +208,7 @@ class Watch:
             self._data_hosts = None
             self._asked_for = data_hosts
             try:
-                self._data_hosts = DataHosts(job, env)
+                self._data_hosts = StatusPoller(job, env)
             except (DataServiceError, JobConfigError) as error:
                 self._why_not_asked = str(error)
         answers = {} if self._data_hosts is None else self._data_hosts.ask(_ASK_S)
@@ -258,7 +258,7 @@ class Watch:
 def _record_folder(host: RunningHost) -> Any:
     named = RECORD_DIR.read(host.env)
     # It names the attempt's folder.
-    return record.record_folder(host.job) if named is None else named.parent
+    return events.record_folder(host.job) if named is None else named.parent
 
 
 def _beats(host: RunningHost) -> list[Beat]:
@@ -311,7 +311,7 @@ def _use(own: Iterable[Writer]) -> dict[str, Any]:
 
 
 def _ended(own: Iterable[Writer]) -> dict[str, Any]:
-    ends = [writer.end for writer in own if writer.end is not None and writer.head.who == record.LAUNCHER]
+    ends = [writer.end for writer in own if writer.end is not None and writer.head.who == events.LAUNCHER]
     return {"state": ends[0].outcome, "note": ends[0].reason} if ends else {}
 
 

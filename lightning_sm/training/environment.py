@@ -20,7 +20,7 @@ from lightning_sm._log import show_log_lines
 from lightning_sm._version import __version__
 from lightning_sm.errors import JobConfigError, TopologyError
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.process_launcher import Launch, Launcher, stray_variables
+from lightning_sm.job.rank_starter import RankStart, RankStarter, stray_variables
 from lightning_sm.job.rendezvous import RESOLVE_TIMEOUT_S, check_port_is_free, wait_for_host
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import DEVICES, RANK_ZERO_PID
@@ -73,8 +73,8 @@ class SageMakerEnvironment(ClusterEnvironment):
                 "(SAGEMAKER_BASE_DIR moves /opt/ml) nor SM_HOSTS. Use SageMakerEnvironment in SageMaker jobs only: "
                 "SageMakerEnvironment.detect() returns whether this is one."
             )
-        self._launch = Launch.detect(os.environ, os.getppid())
-        is_mpi = self._launch.launcher is Launcher.MPI
+        self._launch = RankStart.detect(os.environ, os.getppid())
+        is_mpi = self._launch.launcher is RankStarter.MPI
         self._job = job
         # The port derives from the job's name, and mpirun may start ranks of other hosts without TRAINING_JOB_NAME.
         self._topology = Topology.from_job(replace(job, name=None) if is_mpi else job)
@@ -124,7 +124,7 @@ class SageMakerEnvironment(ClusterEnvironment):
 
         Lightning sets ``LOCAL_RANK`` when it starts them; ``__init__`` has removed stray values.
         """
-        return self._launch.launcher is not Launcher.PLAIN or "LOCAL_RANK" in os.environ
+        return self._launch.launcher is not RankStarter.PLAIN or "LOCAL_RANK" in os.environ
 
     @cached_property
     def main_address(self) -> str:
@@ -219,7 +219,7 @@ class SageMakerEnvironment(ClusterEnvironment):
 
     def local_rank(self) -> int:
         """Rank of this process on its host."""
-        if self._launch.launcher in (Launcher.PLAIN, Launcher.LIGHTNING):
+        if self._launch.launcher in (RankStarter.PLAIN, RankStarter.LIGHTNING):
             # Read at each call: workers of ddp_spawn and ddp_fork inherit this object and get their ranks later.
             return int(os.environ.get("LOCAL_RANK", self._launch.local_rank))
         return self._launch.local_rank
@@ -263,7 +263,7 @@ class SageMakerEnvironment(ClusterEnvironment):
     def _remove_stray_variables(self) -> None:
         """Remove rank variables of unknown origin, on which Lightning, torch and other libraries would rely."""
         own_pid = str(os.getpid())
-        if self._launch.launcher is Launcher.LIGHTNING or os.environ.get(RANK_ZERO_PID.name) == own_pid:
+        if self._launch.launcher is RankStarter.LIGHTNING or os.environ.get(RANK_ZERO_PID.name) == own_pid:
             return
         strays = stray_variables(os.environ, self._launch)
         if strays:
@@ -271,7 +271,7 @@ class SageMakerEnvironment(ClusterEnvironment):
             logger.warning("Ignoring %s: not set by SageMaker or by the launcher of this process.", stated)
         for name in strays:
             del os.environ[name]
-        if self._launch.launcher is not Launcher.TORCHRUN:
+        if self._launch.launcher is not RankStarter.TORCHRUN:
             os.environ[RANK_ZERO_PID.name] = own_pid
 
     def _check_launcher_world(self) -> None:
@@ -283,7 +283,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         advice = ""
         groups = [group.name for group in self._job.groups if set(group.hosts) & set(self._topology.trainer_hosts)]
         is_one_group = world_size // devices == len(self._job.current_group.hosts)
-        if launcher is Launcher.TORCHRUN and len(groups) > 1 and is_one_group:
+        if launcher is RankStarter.TORCHRUN and len(groups) > 1 and is_one_group:
             # sagemaker 2.257.7, pytorch/estimator.py, _pytorch_distribution_configuration: with torch_distributed, the
             # names of the groups are not sent; with mpi they are.
             names = ", ".join(f'"{name}"' for name in groups)
@@ -352,7 +352,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         os.environ["WORLD_SIZE"] = str(world_size)
         os.environ["LOCAL_WORLD_SIZE"] = str(world_size // self.num_nodes)
         os.environ["GROUP_RANK"] = str(self._node_rank)
-        if self._launch.launcher is Launcher.MPI:  # nothing else sets it there
+        if self._launch.launcher is RankStarter.MPI:  # nothing else sets it there
             os.environ["LOCAL_RANK"] = str(self.local_rank())
 
     def _export_interface(self) -> None:

@@ -82,7 +82,7 @@ def is_fixed(folder: Any) -> bool:
     return folder is not None and ("://" in str(folder) or Path(folder).is_absolute())
 
 
-def adopt(trainer: Trainer, job: SageMakerJob) -> None:
+def continue_runs(trainer: Trainer, job: SageMakerJob) -> None:
     """Give the loggers of a Trainer the job's folders, and let them continue the job's runs; call it on all ranks.
 
     Args:

@@ -21,9 +21,9 @@ from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
 from lightning_sm.training.callbacks.step_report import step_reports
 from lightning_sm.training.callbacks.step_times import StepTimes
 from lightning_sm.training.checkpoints.durable_io import make_durable
-from lightning_sm.training.checkpoints.sharded import care_for_shards
+from lightning_sm.training.checkpoints.sharded import install_shard_hooks
 from lightning_sm.training.environment import SageMakerEnvironment, report_if_alone
-from lightning_sm.training.loggers import ContinuedCurves, adopt
+from lightning_sm.training.loggers import ContinuedCurves, continue_runs
 
 logger = logging.getLogger(__name__)
 
@@ -98,11 +98,11 @@ class TrainerSetup:
         if self._first not in callbacks:
             callbacks.insert(0, self._first)
         callbacks.extend(callback for callback in self._callbacks if callback not in callbacks)
-        adopt(trainer, self._job)
+        continue_runs(trainer, self._job)
         self._outputs.route_checkpoints(trainer)
         if self._job.checkpoint_dir is not None:
             make_durable(trainer, self._job.checkpoint_dir)
-        care_for_shards(trainer)
+        install_shard_hooks(trainer)
         # Added afterwards: a Trainer that gets a Checkpoint callback does not add its default ModelCheckpoint.
         if not any(isinstance(callback, SpotCheckpoint) for callback in callbacks):
             callbacks.append(SpotCheckpoint(self._job.checkpoint_dir or self._job.host_output_dir / "checkpoints"))

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import boto3
 from botocore.stub import Stubber
 
-from lightning_sm.jobs.aws import Clients
+from lightning_sm.cloud.aws import Clients
 
 NOW = datetime(2026, 11, 22, 12, 0, tzinfo=timezone.utc)
 _ARN = "arn:aws:sagemaker:us-east-1:111122223333"

@@ -8,7 +8,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from lightning_sm.data.feeder.scheduler import HEDGE_BUDGET, HEDGE_BURST, HostState, Scheduler
+from lightning_sm.data.feeder.scheduler import HEDGE_BUDGET, HEDGE_BURST, Liveness, Scheduler
 
 
 @dataclass
@@ -225,7 +225,7 @@ class Cluster:
             num_live[request.host] += 1
         for host in hosts:
             assert host.num_in_flight == num_live[host.host] <= host.num_credits
-            assert host.num_in_flight == 0 or host.state is HostState.UP
+            assert host.num_in_flight == 0 or host.state is Liveness.UP
         for status in passes:
             consumer = self.consumers[status.pass_id]
             assert status.num_in_flight + status.num_ready <= consumer.window
@@ -238,6 +238,6 @@ class Cluster:
         num_stuck = self.now / 3.0
         # The budget is of work, and a hedged batch may have been a light one.
         assert num_hedges <= burst + 2 * HEDGE_BUDGET * num_completed + num_stuck
-        can_send = any(host.state is HostState.UP and host.num_in_flight < host.num_credits for host in hosts)
+        can_send = any(host.state is Liveness.UP and host.num_in_flight < host.num_credits for host in hosts)
         if can_send and any(status.num_todo for status in passes):
             assert self.live or wakeup is not None, "deadlock"

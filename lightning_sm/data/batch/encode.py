@@ -45,7 +45,7 @@ def encode(batch: Any, arena: Arena) -> bytes:
         BatchTypeError: The batch contains an object that cannot be sent; the message has its path.
         BatchTooLargeError: The slot is too small.
     """
-    encoder = _Encoder()
+    encoder = _BatchEncoder()
     tree = encoder.node(batch)
     arena.place(encoder.leaves)
     header = _TO_JSON.encode([batch_format.FORMAT, batch_format.VERSION, arena.used, tree]).encode("ascii")
@@ -61,7 +61,7 @@ class _Attribute(str):
     __slots__ = ()
 
 
-class _Encoder:
+class _BatchEncoder:
     """Converts a batch to nodes, and lists the leaves. Their nodes get the offsets when all leaves are known."""
 
     def __init__(self) -> None:
@@ -256,22 +256,22 @@ def _step(step: Any) -> str:
 
 _SEQUENCES: dict[type, str] = {list: "l", tuple: "u", torch.Size: "size"}
 _SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
-_ENCODERS: dict[type, Callable[[_Encoder, Any], Any]] = {
-    type(None): _Encoder._plain,
-    bool: _Encoder._plain,
-    int: _Encoder._int,
-    float: _Encoder._float,
-    complex: _Encoder._complex,
-    str: _Encoder._str,
-    bytes: _Encoder._bytes,
-    range: _Encoder._range,
-    slice: _Encoder._range,
-    dict: _Encoder._dict,
-    OrderedDict: _Encoder._dict,
-    np.ndarray: _Encoder._array,
-    np.memmap: _Encoder._array,
-    torch.Tensor: _Encoder._any_tensor,
-    torch.nn.Parameter: _Encoder._any_tensor,
-    **dict.fromkeys(_SEQUENCES, _Encoder._list),
-    **dict.fromkeys(_SETS, _Encoder._set),
+_ENCODERS: dict[type, Callable[[_BatchEncoder, Any], Any]] = {
+    type(None): _BatchEncoder._plain,
+    bool: _BatchEncoder._plain,
+    int: _BatchEncoder._int,
+    float: _BatchEncoder._float,
+    complex: _BatchEncoder._complex,
+    str: _BatchEncoder._str,
+    bytes: _BatchEncoder._bytes,
+    range: _BatchEncoder._range,
+    slice: _BatchEncoder._range,
+    dict: _BatchEncoder._dict,
+    OrderedDict: _BatchEncoder._dict,
+    np.ndarray: _BatchEncoder._array,
+    np.memmap: _BatchEncoder._array,
+    torch.Tensor: _BatchEncoder._any_tensor,
+    torch.nn.Parameter: _BatchEncoder._any_tensor,
+    **dict.fromkeys(_SEQUENCES, _BatchEncoder._list),
+    **dict.fromkeys(_SETS, _BatchEncoder._set),
 }

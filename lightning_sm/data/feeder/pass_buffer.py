@@ -11,13 +11,13 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from lightning_sm.data.batch.compression import codec_of
-from lightning_sm.data.feeder.scheduler import Run
-from lightning_sm.data.ipc.feeder_messages import Delivery, EndOfBlock
+from lightning_sm.data.feeder.scheduler import StepRange
+from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfBlock
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.samples import BatchPlan, SamplePlan
 from lightning_sm.data.plan.shards import ShardSteps
-from lightning_sm.data.protocol.frames import RunHeader
-from lightning_sm.data.protocol.spec import CHUNK_BYTES, BatchSpec, RunSpec
+from lightning_sm.data.protocol.frames import StepRangeHeader
+from lightning_sm.data.protocol.spec import CHUNK_BYTES, BatchSpec, StepRangeSpec
 from lightning_sm.errors import BatchTooLargeError, WireError
 
 logger = logging.getLogger(__name__)
@@ -41,11 +41,11 @@ _BLOCK_PART = 1 / 4
 _NUM_COMPARED = 1 << 16
 
 
-_NOT_ARRIVED = RunHeader(-1, 0.0, 0.0, b"")
+_NOT_ARRIVED = StepRangeHeader(-1, 0.0, 0.0, b"")
 
 
 @dataclass(eq=False)
-class InFlightRun:
+class InFlightRange:
     """A run of batches that was requested from one host.
 
     Attributes:
@@ -58,9 +58,9 @@ class InFlightRun:
         is_dropped: Whether the request was cancelled: the slot is free once that piece is written.
     """
 
-    run: Run
+    run: StepRange
     slot: int
-    header: RunHeader = _NOT_ARRIVED
+    header: StepRangeHeader = _NOT_ARRIVED
     received: int = 0
     transfer_s: float = 0.0
     is_written: bool = False
@@ -81,7 +81,7 @@ class Piece(NamedTuple):
         compression: Name of the codec that it was compressed with; empty: none.
     """
 
-    answer: InFlightRun
+    answer: InFlightRange
     place: np.ndarray
     compression: str
 
@@ -129,7 +129,7 @@ class PassBuffer:
     ring: Ring
     ring_number: int
     free: list[int]
-    request: RunSpec
+    request: StepRangeSpec
     batch: BatchSpec
     plan: StepPlan
     next_step: int
@@ -141,8 +141,8 @@ class PassBuffer:
     run_length: int = 1
     largest: int = 0
     produce_s: float = 0.0
-    in_flight: dict[int, InFlightRun] = field(default_factory=dict)
-    ready: dict[int, InFlightRun] = field(default_factory=dict)
+    in_flight: dict[int, InFlightRange] = field(default_factory=dict)
+    ready: dict[int, InFlightRange] = field(default_factory=dict)
     empty: set[int] = field(default_factory=set)
     taken: int = 0
 
@@ -165,11 +165,11 @@ class PassBuffer:
 
     # Requests
 
-    def reserve(self, request_id: int, run: Run) -> bytes | None:
+    def reserve(self, request_id: int, run: StepRange) -> bytes | None:
         """Reserve a slot for a run, and return the encoded request; None if no slot is free."""
         if not self.free:
             return None
-        self.in_flight[request_id] = InFlightRun(run, self.free.pop())
+        self.in_flight[request_id] = InFlightRange(run, self.free.pop())
         steps = range(run.first, run.stop)
         batches = tuple(self.batch._replace(step=step, keys=self.plan.batch(step)) for step in steps)
         return replace(self.request, batches=batches).encode()
@@ -186,7 +186,7 @@ class PassBuffer:
 
     # Answers
 
-    def take_header(self, request_id: int, header: RunHeader) -> None:
+    def take_header(self, request_id: int, header: StepRangeHeader) -> None:
         """Record the header of an answer.
 
         Raises:
@@ -240,7 +240,7 @@ class PassBuffer:
         if answer.is_dropped:
             self.free.append(answer.slot)
 
-    def accept(self, request_id: int, latency_s: float) -> InFlightRun:
+    def accept(self, request_id: int, latency_s: float) -> InFlightRange:
         """Keep a complete answer until its first step is next, and return it.
 
         Args:
@@ -260,10 +260,10 @@ class PassBuffer:
             if header.num_batches < answer.run.num_steps:  # the shard ends with them
                 end = int(self.plan.batch(answer.run.first)[2]) + header.num_batches
                 self._skip(self.plan, range(answer.run.first + header.num_batches, answer.run.stop), end)
-                answer.run = Run(answer.run.first, header.num_batches)
+                answer.run = StepRange(answer.run.first, header.num_batches)
         return answer
 
-    def _choose_run_length(self, header: RunHeader) -> None:
+    def _choose_run_length(self, header: StepRangeHeader) -> None:
         """Let a request ask for as many batches as make ``_RUN_BYTES`` or ``_RUN_S``, but for few of the window."""
         num_steps = header.num_batches
         produce_s = header.produce_s / num_steps
@@ -278,7 +278,7 @@ class PassBuffer:
             length = max(1, min(length, self.window // _MIN_RUNS))
         self.run_length = length
 
-    def _compare_with_other_shards(self, plan: ShardSteps, answer: InFlightRun) -> None:
+    def _compare_with_other_shards(self, plan: ShardSteps, answer: InFlightRange) -> None:
         header = answer.header
         data = self.ring.slot(answer.slot)[: min(header.num_bytes, _NUM_COMPARED)].tobytes()
         content = hashlib.blake2b(data, key=header.batches[:64]).digest()
@@ -316,7 +316,7 @@ class PassBuffer:
 
     # Delivery
 
-    def deliveries(self) -> Iterator[Delivery | EndOfBlock]:
+    def deliveries(self) -> Iterator[DeliveredRange | EndOfBlock]:
         """Remove the runs that are next, in order, and yield the messages to the training process about them."""
         while self.next_step in self.ready or self.next_step in self.empty:
             if self.next_step in self.ready:
@@ -328,10 +328,10 @@ class PassBuffer:
             if isinstance(self.plan, ShardSteps) and self.plan.ends_block(self.next_step):
                 yield EndOfBlock(self.pass_id)
 
-    def _delivery(self, answer: InFlightRun) -> Delivery:
+    def _delivery(self, answer: InFlightRange) -> DeliveredRange:
         header = answer.header
         steps = range(answer.run.first, answer.run.stop)
-        return Delivery(
+        return DeliveredRange(
             pass_id=self.pass_id,
             ring=self.ring_number,
             slot=answer.slot,

@@ -21,8 +21,8 @@ import numpy as np
 from lightning_sm.data.feeder.agreement import LoaderAgreements
 from lightning_sm.data.feeder.host_link import HostLink, LinkState
 from lightning_sm.data.feeder.pass_buffer import PassBuffer
-from lightning_sm.data.feeder.sampler_orders import SamplerOrders, lengths, step_plan
-from lightning_sm.data.feeder.scheduler import Request, Retry, Scheduler
+from lightning_sm.data.feeder.sampler_orders import SamplerOrderClient, lengths, step_plan
+from lightning_sm.data.feeder.scheduler import Retry, Scheduler, StepRequest
 from lightning_sm.data.feeder.status import RETRIES, explain, host_state, pass_state, rank_figures
 from lightning_sm.data.ipc import feeder_messages as kinds
 from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Released
@@ -32,8 +32,8 @@ from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.data.protocol.calls import Loaders, OpenRequest, Problem, SetUp
 from lightning_sm.data.protocol.failures import Failure, first_line, with_place
 from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.protocol.frames import FrameKind, RunHeader, frame, parse_failure
-from lightning_sm.data.protocol.spec import BatchSpec, RunSpec
+from lightning_sm.data.protocol.frames import FrameKind, StepRangeHeader, frame, parse_failure
+from lightning_sm.data.protocol.spec import BatchSpec, StepRangeSpec
 from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Feeder:
         self._scheduler = Scheduler(settings.hedge_factor)
         self._rings: dict[int, tuple[Ring, list[int]]] = {}
         self._buffers: dict[int, PassBuffer] = {}
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, StepRequest] = {}
         self._closed_early: set[int] = set()
         # Nobody waits for the local workers of this host, which start later than the data hosts.
         num_hosts = sum(not address.startswith("unix-abstract:") for address in settings.addresses)
@@ -72,7 +72,7 @@ class Feeder:
         self._links = {
             address: HostLink(address, settings.credentials, settings.client, self) for address in settings.addresses
         }
-        self._sampler_orders = SamplerOrders(self._links, lambda error: self._fail(None, error))
+        self._sampler_orders = SamplerOrderClient(self._links, lambda error: self._fail(None, error))
 
     def run(self) -> None:
         """Serve the training process until it closes the connection, or is gone."""
@@ -117,7 +117,7 @@ class Feeder:
                     threading.Thread(target=self._start, args=(message,), name="start", daemon=True).start()
                 case kinds.MeasurePass():
                     threading.Thread(target=self._measure, args=(message,), name="measure", daemon=True).start()
-                case kinds.AskState():
+                case kinds.AskSnapshot():
                     self._notify(self._state())
                 case kinds.ShareFigures():
                     self.figures = message.figures
@@ -157,7 +157,7 @@ class Feeder:
             ring=ring,
             ring_number=request.ring,
             free=free,
-            request=RunSpec(which.opening, which.loader, (), place.compression),
+            request=StepRangeSpec(which.opening, which.loader, (), place.compression),
             batch=BatchSpec(which.seed, which.epoch, which.pass_index, 0, place.rank, np.empty(0, np.int64)),
             plan=plan,
             next_step=request.position.first_step,
@@ -244,14 +244,14 @@ class Feeder:
             num_batches = buffer.plan.num_batches if isinstance(buffer.plan, ShardSteps) else None
             self._notify(kinds.EndOfPass(buffer.pass_id, num_batches))
 
-    def _state(self) -> kinds.State:
+    def _state(self) -> kinds.FeederSnapshot:
         now = time.monotonic()
         with self._lock:
             known = {status.host: status for status in self._scheduler.hosts()}
             passes = [pass_state(status, now) for status in self._scheduler.passes()]
             transfers = dict(self._transfers)
         hosts = [host_state(link, known.get(address), transfers[address]) for address, link in self._links.items()]
-        return kinds.State(hosts, passes, rank_figures(self._links.values()))
+        return kinds.FeederSnapshot(hosts, passes, rank_figures(self._links.values()))
 
     # Events of links
 
@@ -320,19 +320,21 @@ class Feeder:
             elif piece.answer.is_complete:
                 self._complete(buffer, request)
 
-    def _receive_frame(self, buffer: PassBuffer, request: Request, kind: int, value: int, payload: memoryview) -> None:
+    def _receive_frame(
+        self, buffer: PassBuffer, request: StepRequest, kind: int, value: int, payload: memoryview
+    ) -> None:
         if kind == FrameKind.FAILURE:
             self._request_failed(buffer, request, parse_failure(payload))
         elif kind == FrameKind.ENDED:
             self._skip(buffer, request, value - 1 if value else None)
         elif kind == FrameKind.HEADER:
-            buffer.take_header(request.request_id, RunHeader.decode(payload))
+            buffer.take_header(request.request_id, StepRangeHeader.decode(payload))
             if buffer.in_flight[request.request_id].is_complete:  # it has no bytes
                 self._complete(buffer, request)
         else:
             raise WireError(f"a frame of kind {kind}")
 
-    def _complete(self, buffer: PassBuffer, request: Request) -> None:
+    def _complete(self, buffer: PassBuffer, request: StepRequest) -> None:
         now = time.monotonic()
         answer = buffer.accept(request.request_id, now - request.sent_at)
         completion = self._scheduler.completed(request.request_id, now, answer.header.produce_s)
@@ -345,7 +347,7 @@ class Feeder:
         self._deliver(buffer)
         self._send_requests()
 
-    def _skip(self, buffer: PassBuffer, request: Request, end: int | None) -> None:
+    def _skip(self, buffer: PassBuffer, request: StepRequest, end: int | None) -> None:
         """Continue without steps whose shard has ended, or one that only probed the length of its shard."""
         completion = self._scheduler.completed(request.request_id, time.monotonic())
         del self._requests[request.request_id]
@@ -361,7 +363,7 @@ class Feeder:
         if buffer.stop_step is not None:
             self._cancel(self._scheduler.set_stop(buffer.pass_id, buffer.stop_step))
 
-    def _request_failed(self, buffer: PassBuffer, request: Request, failure: Failure) -> None:
+    def _request_failed(self, buffer: PassBuffer, request: StepRequest, failure: Failure) -> None:
         link = self._links[request.host]
         steps = f"batches of steps {request.step} to {request.run.stop - 1}"
         step = f"batch of step {request.step}" if request.run.num_steps == 1 else steps
@@ -400,14 +402,14 @@ class Feeder:
             for host, messages in fetches.items():
                 self._links[host].send(b"".join(messages))
 
-    def _cancel(self, requests: tuple[Request, ...]) -> None:
+    def _cancel(self, requests: tuple[StepRequest, ...]) -> None:
         for request in requests:
             self._requests.pop(request.request_id, None)
             self._buffers[request.pass_id].drop(request.request_id)
             self._links[request.host].send(frame(request.request_id, FrameKind.CANCEL))
 
 
-def _about(request: Request, error: WireError) -> WireError:
+def _about(request: StepRequest, error: WireError) -> WireError:
     return WireError(f"the answer for step {request.step}: {error}")
 
 

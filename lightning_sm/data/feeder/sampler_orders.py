@@ -53,7 +53,7 @@ class _SamplerCrashedError(Exception):
     """The process that ran a sampler ended, in the way that the text says."""
 
 
-def step_plan(request: PassRequest, sampler_orders: SamplerOrders) -> StepPlan:
+def step_plan(request: PassRequest, sampler_orders: SamplerOrderClient) -> StepPlan:
     """Return the plan of a pass; if the user's sampler decides, wait until the data hosts have run it.
 
     Args:
@@ -81,7 +81,7 @@ def step_plan(request: PassRequest, sampler_orders: SamplerOrders) -> StepPlan:
     return SamplePlan(keys, loader.batch_size, loader.drop_last, place.rank, place.world_size)
 
 
-def lengths(request: PassRequest, sampler_orders: SamplerOrders) -> tuple[int, int]:
+def lengths(request: PassRequest, sampler_orders: SamplerOrderClient) -> tuple[int, int]:
     """Return the steps of a pass, and the batches of all ranks that it leaves out.
 
     Args:
@@ -100,7 +100,7 @@ def lengths(request: PassRequest, sampler_orders: SamplerOrders) -> tuple[int, i
     return num_steps(size.num_samples, loader.batch_size, drop_last=loader.drop_last, world_size=world_size), 0
 
 
-class SamplerOrders:
+class SamplerOrderClient:
     """Has the data hosts run samplers and count iterable datasets, and compares what they say.
 
     All hosts run a sampler and tell its digest; one of them sends the rank's part of the order. Of an iterable dataset

@@ -71,7 +71,7 @@ _STUCK = _Late(30.0, 3.0)
 _LATE_SHARD = _Late(30.0, 20.0)
 
 
-class HostState(Enum):
+class Liveness(Enum):
     """The state of a data host; one that was never reached is DOWN."""
 
     UP = "up"
@@ -98,7 +98,7 @@ class Retry(Enum):
 _MAX_FAILURES = {Retry.LIMITED: 4, Retry.ONCE: 2, Retry.NEVER: 1}
 
 
-class Run(NamedTuple):
+class StepRange(NamedTuple):
     """Consecutive steps of a pass."""
 
     first: int
@@ -111,13 +111,13 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class StepRequest:
     """A run of steps requested from one host."""
 
     request_id: int
     host: str
     pass_id: int
-    run: Run
+    run: StepRange
     is_hedge: bool
     sent_at: float
 
@@ -132,7 +132,7 @@ class Completion:
     """Whether an answer is the first of its run, and the requests that it makes superfluous."""
 
     is_accepted: bool
-    cancel: tuple[Request, ...] = ()
+    cancel: tuple[StepRequest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class FailureDecision:
 
     is_fatal: bool
     failures: tuple[str, ...] = ()
-    cancel: tuple[Request, ...] = ()
+    cancel: tuple[StepRequest, ...] = ()
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ class HostStatus:
     """One host, for metrics and messages; ``slowness`` is its latency in units of the loaders' medians."""
 
     host: str
-    state: HostState = HostState.DOWN
+    state: Liveness = Liveness.DOWN
     num_credits: int = 0
     num_in_flight: int = 0
     slowness: float = 1.0
@@ -164,14 +164,14 @@ class PassStatus:
 
     pass_id: int
     waiting_for: int
-    requests: tuple[Request, ...]
+    requests: tuple[StepRequest, ...]
     num_todo: int
     num_in_flight: int
     num_ready: int
 
 
 @dataclass(slots=True)
-class _Host(HostStatus):
+class _ScheduledHost(HostStatus):
     """One host, as the scheduler sees it."""
 
     num_pauses: int = 0
@@ -181,7 +181,7 @@ class _Host(HostStatus):
 
     def has_credit(self, now: float) -> bool:
         """Return whether it may get a request now."""
-        return self.state is HostState.UP and self.num_in_flight < self.num_credits and self.paused_until <= now
+        return self.state is Liveness.UP and self.num_in_flight < self.num_credits and self.paused_until <= now
 
     def expected_slowness(self, now: float) -> float:
         """Return how slow it probably is: what was measured long ago counts less, for one request at a time."""
@@ -211,7 +211,7 @@ class _Host(HostStatus):
 
 
 @dataclass(slots=True)
-class _Pace:
+class _Latencies:
     """How long the requests of one loader take; cheap validation batches say nothing about training batches."""
 
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
@@ -238,14 +238,14 @@ class _Pace:
         self.work_s += max(_WEIGHT, 1 / len(self.in_order)) * (work_s - self.work_s)
 
 
-class _Failure(NamedTuple):
+class _StepFailure(NamedTuple):
     retry: Retry
     host: str
     reason: str
 
 
 @dataclass(slots=True)
-class _Pass:
+class _ScheduledPass:
     """One pass, as the scheduler sees it."""
 
     pass_id: int
@@ -253,13 +253,13 @@ class _Pass:
     stop_step: int | None
     window: int
     max_runs: int  # in flight or ready: each has a slot
-    pace: _Pace
+    pace: _Latencies
     cursor: int  # no step from here on was ever put into todo
     run_length: int = 1
-    todo: list[Run] = field(default_factory=list)  # sorted
-    in_flight: dict[Run, list[Request]] = field(default_factory=dict)  # one or two per run
-    ready: dict[int, Run] = field(default_factory=dict)  # by first step
-    failures: dict[int, list[_Failure]] = field(default_factory=dict)
+    todo: list[StepRange] = field(default_factory=list)  # sorted
+    in_flight: dict[StepRange, list[StepRequest]] = field(default_factory=dict)  # one or two per run
+    ready: dict[int, StepRange] = field(default_factory=dict)  # by first step
+    failures: dict[int, list[_StepFailure]] = field(default_factory=dict)
     shard_of: Callable[[int], int] | None = None  # shard of a step, for iterable datasets
     assigned_hosts: dict[int, str] = field(default_factory=dict)  # by shard: the host that has its iterator
 
@@ -296,7 +296,7 @@ class _Pass:
             length = self._next_length()
             if self.cursor + length > limit and self.cursor > self.position:
                 return
-            run = Run(self.cursor, min(length, limit - self.cursor))
+            run = StepRange(self.cursor, min(length, limit - self.cursor))
             self.todo.append(run)
             self.cursor = run.stop
 
@@ -309,7 +309,7 @@ class _Pass:
         shard = self.shard_of(self.cursor)
         return next((step for step in steps if self.shard_of(step) != shard), steps.stop) - self.cursor
 
-    def todo_from(self, step: int) -> Iterator[Run]:
+    def todo_from(self, step: int) -> Iterator[StepRange]:
         """Yield the TODO runs from a step on: those in the window (one that has shrunk may leave others beyond it).
 
         A run may be sent only if there are slots for all earlier ones, too: if runs that are needed later had all
@@ -326,7 +326,7 @@ class _Pass:
         """Return whether a step has failed on a host."""
         return any(failure.host == host for failure in self.failures.get(step, ()))
 
-    def failed_on_all(self, step: int, hosts: Sequence[_Host]) -> bool:
+    def failed_on_all(self, step: int, hosts: Sequence[_ScheduledHost]) -> bool:
         """Return whether a step has failed on all of these hosts."""
         return all(self.failed_on(step, host.host) for host in hosts)
 
@@ -334,7 +334,7 @@ class _Pass:
         """Return whether the user's code has raised in a step."""
         return any(failure.retry is Retry.ONCE for failure in self.failures.get(step, ()))
 
-    def assigned_host(self, step: int, hosts: Sequence[_Host]) -> str:
+    def assigned_host(self, step: int, hosts: Sequence[_ScheduledHost]) -> str:
         """Return the host that has the iterator of a step's shard; assign one of ``hosts``, all UP, if none has."""
         shard = 0 if self.shard_of is None else self.shard_of(step)
         if self.assigned_hosts.get(shard) not in {host.host for host in hosts}:
@@ -345,7 +345,7 @@ class _Pass:
             self.assigned_hosts[shard] = chosen.host
         return self.assigned_hosts[shard]
 
-    def rebalance(self, newcomer: _Host, hosts: Sequence[_Host]) -> None:
+    def rebalance(self, newcomer: _ScheduledHost, hosts: Sequence[_ScheduledHost]) -> None:
         """Move shards to a host that has come up, from the hosts that have the most."""
         while self.assigned_hosts:
             giver = max(hosts, key=lambda host: self._load(host, 0))
@@ -354,7 +354,7 @@ class _Pass:
             last_shard = max(shard for shard, host in self.assigned_hosts.items() if host == giver.host)
             self.assigned_hosts[last_shard] = newcomer.host
 
-    def _load(self, host: _Host, more: int) -> float:
+    def _load(self, host: _ScheduledHost, more: int) -> float:
         """Return the shards per credit that a host would have with so many more shards."""
         num_shards = sum(assigned == host.host for assigned in self.assigned_hosts.values())
         return (num_shards + more) / host.num_credits
@@ -375,11 +375,11 @@ class Scheduler:
     def __init__(self, hedge_factor: float = 3.0, tie_break: Callable[[], float] = random.random) -> None:
         self._late = _Late(hedge_factor, _HEDGE_MINIMUM_S)
         self._tie_break = tie_break
-        self._hosts: dict[str, _Host] = {}
-        self._up: list[_Host] = []  # by name, so that decisions do not depend on which connected first
-        self._passes: dict[int, _Pass] = {}
-        self._paces: dict[Hashable, _Pace] = {}
-        self._requests: dict[int, Request] = {}  # in flight, oldest first
+        self._hosts: dict[str, _ScheduledHost] = {}
+        self._up: list[_ScheduledHost] = []  # by name, so that decisions do not depend on which connected first
+        self._passes: dict[int, _ScheduledPass] = {}
+        self._paces: dict[Hashable, _Latencies] = {}
+        self._requests: dict[int, StepRequest] = {}  # in flight, oldest first
         self._interval_s = 0.0  # between two steps that arrive
         self._measured_until = 0.0
         self._request_ids = count()
@@ -392,30 +392,30 @@ class Scheduler:
 
     def host_up(self, name: str, num_credits: int) -> None:
         """Send a host at most ``num_credits`` requests at a time, at least 1; a new name adds the host."""
-        host = self._hosts.setdefault(name, _Host(name))
+        host = self._hosts.setdefault(name, _ScheduledHost(name))
         was = host.state
-        self._set_state(host, HostState.UP)
+        self._set_state(host, Liveness.UP)
         host.num_credits = num_credits
-        if was is HostState.DOWN:  # it may be another process now; a host that was only silent keeps its latency
+        if was is Liveness.DOWN:  # it may be another process now; a host that was only silent keeps its latency
             host.slowness = 1.0
             host.measured_at = -math.inf
-        if was is not HostState.UP:
+        if was is not Liveness.UP:
             host.num_pauses = 0
             host.paused_until = -math.inf
             for current in self._passes.values():
                 current.rebalance(host, self._up)
 
-    def host_lost(self, name: str, *, is_silent: bool) -> tuple[Request, ...]:
+    def host_lost(self, name: str, *, is_silent: bool) -> tuple[StepRequest, ...]:
         """Send a silent or unreachable host nothing until ``host_up``; its requests, returned, go to others."""
-        host = self._hosts.setdefault(name, _Host(name))
-        self._set_state(host, HostState.SUSPECT if is_silent else HostState.DOWN)
+        host = self._hosts.setdefault(name, _ScheduledHost(name))
+        self._set_state(host, Liveness.SUSPECT if is_silent else Liveness.DOWN)
         lost = self._end_requests([request for request in self._requests.values() if request.host == name])
         host.num_retries += len(lost)
         return lost
 
-    def _set_state(self, host: _Host, state: HostState) -> None:
+    def _set_state(self, host: _ScheduledHost, state: Liveness) -> None:
         host.state = state
-        self._up = [host for _, host in sorted(self._hosts.items()) if host.state is HostState.UP]
+        self._up = [host for _, host in sorted(self._hosts.items()) if host.state is Liveness.UP]
 
     # Events of passes
 
@@ -436,8 +436,8 @@ class Scheduler:
         (``shard_of``) are requested in order from the same host, as long as it is up and answers. Passes of the same
         ``loader`` share what is known about its pace.
         """
-        pace = self._paces.setdefault(loader, _Pace())
-        self._passes[pass_id] = _Pass(
+        pace = self._paces.setdefault(loader, _Latencies())
+        self._passes[pass_id] = _ScheduledPass(
             pass_id, first_step, stop_step, window, max_runs=window, pace=pace, cursor=first_step, shard_of=shard_of
         )
         self._passes[pass_id].refill()
@@ -450,7 +450,7 @@ class Scheduler:
             current.run_length = run_length
             current.refill()
 
-    def set_stop(self, pass_id: int, stop_step: int) -> tuple[Request, ...]:
+    def set_stop(self, pass_id: int, stop_step: int) -> tuple[StepRequest, ...]:
         """End a pass before ``stop_step``; return requests from there on, to be cancelled. Ignores a closed pass."""
         current = self._passes.get(pass_id)
         if current is None:
@@ -461,7 +461,7 @@ class Scheduler:
         beyond = [r for r in self._requests.values() if r.pass_id == pass_id and r.step >= stop_step]
         return self._end_requests(beyond)
 
-    def close_pass(self, pass_id: int) -> tuple[Request, ...]:
+    def close_pass(self, pass_id: int) -> tuple[StepRequest, ...]:
         """Forget a pass; return its requests, to be cancelled. Ignores a closed pass."""
         superfluous = self._end_requests([r for r in self._requests.values() if r.pass_id == pass_id])
         self._passes.pop(pass_id, None)
@@ -512,7 +512,7 @@ class Scheduler:
         self._end_requests([request, *losers])
         return Completion(is_accepted=True, cancel=tuple(losers))
 
-    def withdraw(self, request: Request) -> None:
+    def withdraw(self, request: StepRequest) -> None:
         """Take back a request that was not sent: it says nothing about the host."""
         self._hosts[request.host].num_hedges -= request.is_hedge
         self._hedged_work_s -= request.is_hedge * self._passes[request.pass_id].pace.work_s
@@ -531,7 +531,7 @@ class Scheduler:
         first = request.step
         failures = current.failures.setdefault(first, [])
         if request.run.num_steps == 1 and (retry is not Retry.ELSEWHERE or not current.failed_on(first, host.host)):
-            failures.append(_Failure(retry, host.host, reason))
+            failures.append(_StepFailure(retry, host.host, reason))
         if retry in (Retry.ELSEWHERE, Retry.LIMITED):
             host.pause(now)
         num_alike = sum(failure.retry is retry for failure in failures)
@@ -550,7 +550,7 @@ class Scheduler:
 
     # Decisions
 
-    def next_requests(self, now: float) -> list[Request]:
+    def next_requests(self, now: float) -> list[StepRequest]:
         """Decide what to send now; the caller sends all of it.
 
         First, late requests that a consumer will wait for are hedged. Then hosts with credits take TODO runs, the least
@@ -601,7 +601,7 @@ class Scheduler:
         """Return the status of all open passes, for messages and metrics."""
         return [self._status(current) for current in self._passes.values()]
 
-    def _status(self, current: _Pass) -> PassStatus:
+    def _status(self, current: _ScheduledPass) -> PassStatus:
         waiting_for = current.waiting_for
         requests = (r for requests in current.in_flight.values() for r in requests)
         return PassStatus(
@@ -615,10 +615,14 @@ class Scheduler:
 
     # Requests
 
-    def _send(self, host: _Host, current: _Pass, run: Run, now: float, *, is_hedge: bool) -> Request:
+    def _send(
+        self, host: _ScheduledHost, current: _ScheduledPass, run: StepRange, now: float, *, is_hedge: bool
+    ) -> StepRequest:
         if not self._requests:
             self._measured_until = now
-        request = Request(next(self._request_ids) % _NUM_REQUEST_IDS, host.host, current.pass_id, run, is_hedge, now)
+        request = StepRequest(
+            next(self._request_ids) % _NUM_REQUEST_IDS, host.host, current.pass_id, run, is_hedge, now
+        )
         self._num_open_hedges += is_hedge
         host.num_hedges += is_hedge
         host.num_in_flight += 1
@@ -628,7 +632,7 @@ class Scheduler:
             del current.todo[bisect_left(current.todo, run)]
         return request
 
-    def _end_requests(self, requests: list[Request], *, in_single_steps: bool = False) -> tuple[Request, ...]:
+    def _end_requests(self, requests: list[StepRequest], *, in_single_steps: bool = False) -> tuple[StepRequest, ...]:
         """End requests; the steps of those that are not ready, and have no other request, are TODO again."""
         for request in requests:
             del self._requests[request.request_id]
@@ -642,12 +646,12 @@ class Scheduler:
             if not current.in_flight[run]:
                 del current.in_flight[run]
                 if run.first not in current.ready:
-                    again = [Run(step, 1) for step in range(run.first, run.stop)] if in_single_steps else [run]
+                    again = [StepRange(step, 1) for step in range(run.first, run.stop)] if in_single_steps else [run]
                     for part in again:
                         insort(current.todo, part)
         return tuple(requests)
 
-    def _record_answer(self, request: Request, pace: _Pace, now: float, work_s: float) -> None:
+    def _record_answer(self, request: StepRequest, pace: _Latencies, now: float, work_s: float) -> None:
         host = self._hosts[request.host]
         latency_s = now - request.sent_at
         pace.add(latency_s, work_s)
@@ -675,11 +679,13 @@ class Scheduler:
         slownesses = sorted(host.expected_slowness(now) for host in self._up)
         return slownesses[(len(slownesses) - 1) // 2] if slownesses else 1.0
 
-    def _load(self, host: _Host, now: float) -> tuple[bool, float]:
+    def _load(self, host: _ScheduledHost, now: float) -> tuple[bool, float]:
         """Slow hosts come last, so that the others take the steps that are needed first."""
         return host.expected_slowness(now) > _SLOW_FACTOR, host.num_in_flight / host.num_credits
 
-    def _choose(self, host: _Host, passes: Sequence[_Pass], now: float) -> tuple[_Pass, Run] | None:
+    def _choose(
+        self, host: _ScheduledHost, passes: Sequence[_ScheduledPass], now: float
+    ) -> tuple[_ScheduledPass, StepRange] | None:
         """Return the run that a host takes: the first that it may, of the pass whose window is emptiest."""
         slowness = host.expected_slowness(now)
         for current in passes:
@@ -695,12 +701,12 @@ class Scheduler:
         """Return how many steps arrive in some time; at least 1."""
         return max(1, math.ceil(seconds / self._interval_s)) if self._interval_s > 0.0 else 1
 
-    def _is_last_resort(self, host: _Host, current: _Pass) -> bool:
+    def _is_last_resort(self, host: _ScheduledHost, current: _ScheduledPass) -> bool:
         """Return whether a host is the only one, or the only one on which the first TODO step has not failed."""
         others = [other for other in self._up if other is not host]
         return current.failed_on_all(current.todo[0].first, others)
 
-    def _may_take(self, host: _Host, current: _Pass, step: int) -> bool:
+    def _may_take(self, host: _ScheduledHost, current: _ScheduledPass, step: int) -> bool:
         """Return whether a step belongs on a host: its shard is there, and it did not fail only there."""
         if current.shard_of is not None and not current.has_raised(step):
             return current.assigned_host(step, self._up) == host.host
@@ -708,9 +714,9 @@ class Scheduler:
 
     # Hedges
 
-    def _hedge(self, now: float) -> list[Request]:
+    def _hedge(self, now: float) -> list[StepRequest]:
         """Duplicate late requests for steps that a consumer will wait for."""
-        hedges: list[Request] = []
+        hedges: list[StepRequest] = []
         late_after_s = {pass_id: self._late_after_s(current) for pass_id, current in self._passes.items()}
         soonest_s = min(late_after_s.values(), default=math.inf)
         for late in list(takewhile(lambda request: request.sent_at + soonest_s <= now, self._requests.values())):
@@ -724,10 +730,10 @@ class Scheduler:
                     late_after_s[late.pass_id] = self._late_after_s(current)
         return hedges
 
-    def _is_hedged(self, request: Request) -> bool:
+    def _is_hedged(self, request: StepRequest) -> bool:
         return len(self._passes[request.pass_id].in_flight[request.run]) > 1
 
-    def _late_after_s(self, current: _Pass) -> float:
+    def _late_after_s(self, current: _ScheduledPass) -> float:
         """Return the age from which requests of a pass are late; infinite if they never are."""
         if not current.pace.is_known or not self._late.factor:
             return math.inf
@@ -741,13 +747,13 @@ class Scheduler:
             late = _STUCK
         return late.after_s(current.pace.median_s)
 
-    def _can_afford_hedge(self, pace: _Pace) -> bool:
+    def _can_afford_hedge(self, pace: _Latencies) -> bool:
         """Return whether the budget allows one more hedge, if all that are open cost as much as usual."""
         burst = HEDGE_BURST + max((host.num_credits for host in self._up), default=0)
         cost_s = self._hedged_work_s + (self._num_open_hedges + 1) * pace.work_s
         return cost_s <= HEDGE_BUDGET * self._work_s + burst * pace.work_s
 
-    def _hedge_host(self, late: Request, current: _Pass, now: float) -> _Host | None:
+    def _hedge_host(self, late: StepRequest, current: _ScheduledPass, now: float) -> _ScheduledHost | None:
         """Return the least busy host that can duplicate a request; a slow one only if all others are."""
         others = [host for host in self._up if host.host != late.host] or self._up
         free = [host for host in others if host.has_credit(now)]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from lightning_sm import errors
 from lightning_sm.data.feeder.host_link import HostLink
 from lightning_sm.data.feeder.scheduler import FailureDecision, HostStatus, PassStatus, Retry
-from lightning_sm.data.ipc.feeder_messages import HostState, PassState
+from lightning_sm.data.ipc.feeder_messages import HostSnapshot, PassSnapshot
 from lightning_sm.data.protocol.calls import HostReport
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.errors import DataServiceError
@@ -49,7 +49,7 @@ def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -
     return kind(decision.failures[-1])
 
 
-def host_state(link: HostLink, status: HostStatus | None, transfer_s: float) -> HostState:
+def host_state(link: HostLink, status: HostStatus | None, transfer_s: float) -> HostSnapshot:
     """Describe a data host.
 
     Args:
@@ -59,7 +59,7 @@ def host_state(link: HostLink, status: HostStatus | None, transfer_s: float) -> 
     """
     status = status or HostStatus(link.name)
     report = link.report or HostReport(link.name, workers=0, busy=0, queued=0)
-    return HostState(
+    return HostSnapshot(
         name=link.name,
         state=status.state.value,
         why=link.detail,
@@ -90,7 +90,7 @@ def rank_figures(links: Iterable[HostLink]) -> dict[str, RankFigures]:
     return latest
 
 
-def pass_state(status: PassStatus, now: float) -> PassState:
+def pass_state(status: PassStatus, now: float) -> PassSnapshot:
     """Describe a pass."""
     requested = [(request.host, now - request.sent_at) for request in status.requests]
-    return PassState(status.waiting_for, requested, status.num_ready, status.num_in_flight)
+    return PassSnapshot(status.waiting_for, requested, status.num_ready, status.num_in_flight)

@@ -26,7 +26,7 @@ def main() -> None:
     owner = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
     # The training waits for these imports. A fifth of their time is the collector's.
     gc.disable()
-    from lightning_sm.data.host.main_process import HostProcess  # noqa: PLC0415 - without the collector
+    from lightning_sm.data.host.main_process import MainProcess  # noqa: PLC0415 - without the collector
 
     # It takes most of the time that either Lightning needs for its import, here perhaps before the DataModule comes.
     importlib.import_module("torchmetrics")
@@ -36,7 +36,7 @@ def main() -> None:
     if not isinstance(serve, Serve):
         return
     try:
-        host = HostProcess(
+        host = MainProcess(
             cloudpickle.loads(serve.payload),
             serve.settings,
             lambda address: owner.send(Listening(address)),

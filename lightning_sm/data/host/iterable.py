@@ -43,7 +43,7 @@ class UserCodeError(Exception):
         self.where = where
 
 
-class _Pass(NamedTuple):
+class _ShardPass(NamedTuple):
     seed: int
     epoch: int
     pass_index: int
@@ -76,7 +76,7 @@ class OpenShards:
             UserCodeError: The user's dataset, transform or collate function failed.
         """
         num_shards, number, offset, is_wanted = spec.keys.tolist()
-        which = _Pass(spec.seed, spec.epoch, spec.pass_index, num_shards)
+        which = _ShardPass(spec.seed, spec.epoch, spec.pass_index, num_shards)
 
         def make(seed: Seed) -> Any:
             # For a second time the shard opens again: the collate function may have changed the samples.
@@ -99,7 +99,7 @@ class OpenShards:
 
         return self._seeding.run(make, (self._loader.collate_fn,))
 
-    def _shard(self, which: _Pass, number: int, offset: int) -> _Shard:
+    def _shard(self, which: _ShardPass, number: int, offset: int) -> _Shard:
         """Return the open iterator over a shard that is closest before an offset, or a new one."""
         shards = self._open.get(number, [])
         if shards and shards[-1].next_offset == offset and shards[-1].which == which:
@@ -114,7 +114,7 @@ class OpenShards:
         self._open[number] = [*shards, shard]
         return shard
 
-    def _new(self, which: _Pass, number: int) -> _Shard:
+    def _new(self, which: _ShardPass, number: int) -> _Shard:
         seeds = SampleSeeds(which.seed, self._stage, self._index, which.epoch, which.pass_index)
         return _Shard(self._loader, which, number, seeds)
 
@@ -168,7 +168,7 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
 class _Shard:
     """An open iterator over one virtual shard."""
 
-    def __init__(self, loader: DataLoader[Any], which: _Pass, number: int, seeds: SampleSeeds) -> None:
+    def __init__(self, loader: DataLoader[Any], which: _ShardPass, number: int, seeds: SampleSeeds) -> None:
         self.which = which
         self.seeds = seeds
         self.next_offset = 0

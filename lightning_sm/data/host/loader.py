@@ -30,7 +30,7 @@ from lightning_sm.data.host.sampler import SamplerPass, UserSampler
 from lightning_sm.data.host.seeding import Seed, Seeding
 from lightning_sm.data.ipc.processes import in_fork
 from lightning_sm.data.plan.seeds import SampleSeeds, worker_seed
-from lightning_sm.data.protocol.spec import BatchSpec, LoaderFacts, Order
+from lightning_sm.data.protocol.spec import BatchSpec, LoaderFacts, OrderKind
 from lightning_sm.errors import DataSettingsError
 
 
@@ -284,7 +284,7 @@ def _check_dataset(dataset: Any, name: str) -> None:
             )
 
 
-def _order_of(loader: DataLoader[Any], stage: str) -> tuple[Order, int | None, int | None, bool]:
+def _order_of(loader: DataLoader[Any], stage: str) -> tuple[OrderKind, int | None, int | None, bool]:
     """Return the order of a loader, the number of samples, the batch size, and whether the last batch is dropped."""
     if isinstance(loader.dataset, IterableDataset):
         return "shards", None, loader.batch_size, loader.drop_last

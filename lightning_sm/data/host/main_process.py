@@ -64,7 +64,7 @@ class _Terminated(BaseException):
     """Interrupts a hook of the user. Not an Exception, so that the user's ``except Exception`` does not catch it."""
 
 
-class HostProcess:
+class MainProcess:
     """Serves a DataModule from the current process until the trainers have finished.
 
     The host has failed if the user's hooks failed when trainers last asked for loaders, and the training failed, too: a

@@ -23,13 +23,13 @@ from lightning_sm.data.host.iterable import UserCodeError
 from lightning_sm.data.host.loader import ServedLoader
 from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.seeding import watch_readers
-from lightning_sm.data.ipc.host_messages import Answered, Build, Built, Ready
+from lightning_sm.data.ipc.host_messages import Build, BuildAnswer, BuiltRange, Ready
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import keep_freed_memory
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.frames import Batch, pack_batches
-from lightning_sm.data.protocol.spec import CHUNK_BYTES, RunSpec, ShardEnd
+from lightning_sm.data.protocol.frames import EncodedBatch, pack_batches
+from lightning_sm.data.protocol.spec import CHUNK_BYTES, ShardEnd, StepRangeSpec
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError
 
 
@@ -75,20 +75,20 @@ def run_worker(
             if not isinstance(request, Build):
                 raise TypeError(f"the server process sent {request}")
             if problem is not None:
-                requests.send(Answered(request.slot, Failure.of(problem, "worker_init_fn")))
+                requests.send(BuildAnswer(request.slot, Failure.of(problem, "worker_init_fn")))
             else:
                 outcome, batches = _build(request, ring, openings, mark)
-                requests.send(Answered(request.slot, outcome, pack_batches(batches)))
+                requests.send(BuildAnswer(request.slot, outcome, pack_batches(batches)))
                 mark.clear()
 
 
 def _build(
     request: Build, ring: Ring, openings: Mapping[str, Sequence[ServedLoader]], mark: SampleMark
-) -> tuple[Built | Failure | ShardEnd, list[Batch]]:
+) -> tuple[BuiltRange | Failure | ShardEnd, list[EncodedBatch]]:
     started = time.perf_counter()
-    spec = RunSpec.decode(request.payload)
+    spec = StepRangeSpec.decode(request.payload)
     memory = ring.slot(request.slot)
-    batches: list[Batch] = []
+    batches: list[EncodedBatch] = []
     used = 0
     try:
         loader = openings[spec.opening][spec.loader]
@@ -101,7 +101,7 @@ def _build(
                     break
                 return batch, []
             structure = encode(batch, arena)
-            batches.append(Batch(start, arena.used, structure))
+            batches.append(EncodedBatch(start, arena.used, structure))
             used = start + arena.used
         pieces = _compress(memory, used, spec.compression) if spec.compression else []
     except UserCodeError as error:
@@ -110,7 +110,7 @@ def _build(
         return Failure(type(error).__name__, str(error)), []
     except Exception as error:  # noqa: BLE001  # the error of the user's code is sent to the trainer
         return Failure.of(error), []
-    return Built(used, pieces, time.perf_counter() - started), batches
+    return BuiltRange(used, pieces, time.perf_counter() - started), batches
 
 
 def _compress(memory: np.ndarray, used: int, compression: str) -> list[tuple[int, int]]:

@@ -104,14 +104,14 @@ class Position:
         pass_index: Index of the pass within the epoch.
         first_step: First batch of the pass.
         stop_step: End of the pass, exclusive; None: the end of the data.
-        is_by_hand: Whether the user iterates over the loader, and not the Trainer.
+        is_manual_iteration: Whether the user iterates over the loader, and not the Trainer.
     """
 
     epoch: int = 0
     pass_index: int = 0
     first_step: int = 0
     stop_step: int | None = None
-    is_by_hand: bool = False
+    is_manual_iteration: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class MeasurePass(PassRequest):
 
 @dataclass(frozen=True)
 class StartPass(PassRequest):
-    """Asks for the batches of a pass; answered by ``Delivery``, ``EndOfPass`` and ``Failed``.
+    """Asks for the batches of a pass; answered by ``DeliveredRange``, ``EndOfPass`` and ``Failed``.
 
     Attributes:
         ring: Number of the ring for them.
@@ -156,8 +156,8 @@ class StartPass(PassRequest):
 
 
 @dataclass(frozen=True)
-class AskState(Message):
-    """Asks for a ``State``."""
+class AskSnapshot(Message):
+    """Asks for a ``FeederSnapshot``."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Length(Message):
 
 
 @dataclass(frozen=True)
-class Delivery(Message):
+class DeliveredRange(Message):
     """A run of consecutive batches of a pass, in one slot.
 
     Attributes:
@@ -270,7 +270,7 @@ class Failed(Message):
 
 
 @dataclass(frozen=True)
-class HostState(HostFigures):
+class HostSnapshot(HostFigures):
     """A data host: what it did since the start, and what it does now.
 
     Attributes:
@@ -285,7 +285,7 @@ class HostState(HostFigures):
 
 
 @dataclass(frozen=True)
-class PassState:
+class PassSnapshot:
     """A pass.
 
     Attributes:
@@ -302,13 +302,13 @@ class PassState:
 
 
 @dataclass(frozen=True)
-class State(Message):
+class FeederSnapshot(Message):
     """The feeder's view of hosts and passes.
 
     Attributes:
         ranks: The figures of each rank that a data host has, by the name of the rank.
     """
 
-    hosts: list[HostState]
-    passes: list[PassState]
+    hosts: list[HostSnapshot]
+    passes: list[PassSnapshot]
     ranks: dict[str, RankFigures]

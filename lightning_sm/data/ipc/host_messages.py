@@ -149,14 +149,14 @@ class Ready(Message):
 
 @dataclass(frozen=True)
 class Build(Message):
-    """To a worker: what to build in which slot; the payload is an encoded ``RunSpec``."""
+    """To a worker: what to build in which slot; the payload is an encoded ``StepRangeSpec``."""
 
     slot: int
     payload: bytes
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltRange:
     """A run of batches in a worker's slot.
 
     Attributes:
@@ -171,7 +171,7 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Answered(Message):
+class BuildAnswer(Message):
     """What has become of a ``Build``.
 
     Attributes:
@@ -181,7 +181,7 @@ class Answered(Message):
     """
 
     slot: int
-    outcome: Built | Failure | ShardEnd
+    outcome: BuiltRange | Failure | ShardEnd
     payload: bytes = b""
 
 
@@ -190,7 +190,7 @@ class Answered(Message):
 
 @dataclass(frozen=True)
 class Fetch(Message):
-    """To the server process: a trainer's request; the payload is an encoded ``RunSpec``."""
+    """To the server process: a trainer's request; the payload is an encoded ``StepRangeSpec``."""
 
     number: int
     stream: int
@@ -206,7 +206,7 @@ class CancelFetch(Message):
 
 @dataclass(frozen=True)
 class Release(Message):
-    """To the server process: the batches of a ``Fetched`` have been sent."""
+    """To the server process: the batches of a ``FetchAnswer`` have been sent."""
 
     number: int
 
@@ -228,7 +228,7 @@ class NewRing(Message):
 
 
 @dataclass(frozen=True)
-class Fetched(Message):
+class FetchAnswer(Message):
     """What has become of a ``Fetch``.
 
     Attributes:
@@ -237,11 +237,11 @@ class Fetched(Message):
         worker: Id of the worker in whose slot the batches lie.
         slot: The slot.
         queue_s: Seconds from the request until the worker started on it.
-        payload: As of ``Answered``.
+        payload: As of ``BuildAnswer``.
     """
 
     number: int
-    outcome: Built | Failure | ShardEnd
+    outcome: BuiltRange | Failure | ShardEnd
     worker: int = 0
     slot: int = 0
     queue_s: float = 0.0

@@ -37,7 +37,7 @@ def num_steps(num_samples: int, batch_size: int | None, *, drop_last: bool, worl
     return full + (tail > 0 and (tail >= world_size or full == 0))
 
 
-class _Plan:
+class _StepPlan:
     """One rank's part of one pass: for each step, an interval of an order.
 
     Attributes:
@@ -85,7 +85,7 @@ class _Plan:
         raise NotImplementedError
 
 
-class SamplePlan(_Plan):
+class SamplePlan(_StepPlan):
     """One rank's part of one pass over an order of samples.
 
     Step k is the k-th global batch of the order, and each rank takes a contiguous slice of it. Without ``drop_last``
@@ -131,7 +131,7 @@ class SamplePlan(_Plan):
         return starts, sizes
 
 
-class BatchPlan(_Plan):
+class BatchPlan(_StepPlan):
     """One rank's part of one pass over batches that the user's code has made, and that stay as they are.
 
     Step k of rank r is batch ``k * world_size + r``. A last group with fewer batches than ranks is one more step, in

@@ -29,7 +29,7 @@ _MAX_FAILURE_BYTES = 8 << 20
 class FrameKind(IntEnum):
     """What a frame contains."""
 
-    FETCH = 1  # an encoded RunSpec
+    FETCH = 1  # an encoded StepRangeSpec
     CANCEL = 2  # nothing: the trainer no longer wants the answer
     HEADER = 3  # total bytes, timings, structure of the batches
     DATA = 4  # bytes of the batches; the value is their offset
@@ -65,7 +65,7 @@ def frames(message: bytes) -> Iterator[tuple[int, int, int, memoryview]]:
         position += size
 
 
-class Batch(NamedTuple):
+class EncodedBatch(NamedTuple):
     """Where a batch lies among the bytes of a run, and its structure."""
 
     start: int
@@ -73,13 +73,13 @@ class Batch(NamedTuple):
     structure: bytes
 
 
-def pack_batches(batches: Sequence[Batch]) -> bytes:
+def pack_batches(batches: Sequence[EncodedBatch]) -> bytes:
     """Return what ``unpack_batches`` restores; only training processes do so, and all others pass it on."""
     table = [_BATCH.pack(batch.start, batch.num_bytes, len(batch.structure)) for batch in batches]
     return b"".join([_COUNT.pack(len(batches)), *table, *(batch.structure for batch in batches)])
 
 
-def unpack_batches(data: bytes, num_bytes: int) -> list[Batch]:
+def unpack_batches(data: bytes, num_bytes: int) -> list[EncodedBatch]:
     """Restore what ``pack_batches`` packed.
 
     Args:
@@ -97,7 +97,7 @@ def unpack_batches(data: bytes, num_bytes: int) -> list[Batch]:
     for start, size, length in _BATCH.iter_unpack(memoryview(data)[_COUNT.size : position]):
         if start + size > num_bytes:
             raise WireError(f"A batch lies at bytes {start} to {start + size} of {num_bytes}.")
-        batches.append(Batch(start, size, data[position : position + length]))
+        batches.append(EncodedBatch(start, size, data[position : position + length]))
         position += length
     if position != len(data):
         raise WireError(f"The structures of {num_batches} batches have {position} bytes, but {len(data)} arrived.")
@@ -105,7 +105,7 @@ def unpack_batches(data: bytes, num_bytes: int) -> list[Batch]:
 
 
 @dataclass(frozen=True)
-class RunHeader:
+class StepRangeHeader:
     """What precedes the bytes of a run.
 
     Attributes:
@@ -131,7 +131,7 @@ class RunHeader:
         return _RUN.pack(self.num_bytes, self.queue_s, self.produce_s) + self.batches
 
     @classmethod
-    def decode(cls, payload: memoryview) -> RunHeader:
+    def decode(cls, payload: memoryview) -> StepRangeHeader:
         """Parse the payload of a HEADER frame.
 
         Raises:

@@ -30,7 +30,7 @@ def plain_json(value: Any) -> str | None:
     Args:
         value: The value.
     """
-    encoder = _Encoder()
+    encoder = _ValueEncoder()
     try:
         text = json.dumps(encoder.encode(value, 0))
     except _NotPlainError:
@@ -50,7 +50,7 @@ def plain_value(encoded: Any) -> Any:
     return _decoded(encoded, 0)
 
 
-class _Encoder:
+class _ValueEncoder:
     """Ends early with a large value, such as the samples of a dataset in memory."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ _MAX_HEAD_BYTES = 1 << 20
 # The values of the Trainer that DataModules use to build their loaders; trainers send them to the data hosts.
 TRAINER_FACTS = ("current_epoch", "global_step", "max_epochs", "max_steps", "num_nodes", "num_devices", "world_size")
 
-Order = Literal["sequential", "shuffled", "sampler", "batch_sampler", "shards"]
+OrderKind = Literal["sequential", "shuffled", "sampler", "batch_sampler", "shards"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class LoaderFacts:
     """
 
     name: str
-    order: Order
+    order: OrderKind
     num_samples: int | None
     batch_size: int | None
     drop_last: bool
@@ -91,7 +91,7 @@ class BatchSpec(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RunSpec:
+class StepRangeSpec:
     """A request for consecutive batches of a loader, which travel together: small ones cost less than a message each.
 
     Attributes:
@@ -116,7 +116,7 @@ class RunSpec:
         return b"".join((head.encode(), b"\n", *keys))
 
     @classmethod
-    def decode(cls, data: bytes) -> RunSpec:
+    def decode(cls, data: bytes) -> StepRangeSpec:
         """Rebuild from bytes.
 
         Raises:

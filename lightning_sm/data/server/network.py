@@ -17,7 +17,7 @@ from functools import partial
 from lightning_sm.data.ipc.host_messages import (
     CancelFetch,
     Fetch,
-    Fetched,
+    FetchAnswer,
     Listening,
     NewRing,
     Ping,
@@ -28,7 +28,7 @@ from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.server.stream import Start, nothing
-from lightning_sm.data.server.worker_pool import Answer, Produced
+from lightning_sm.data.server.worker_pool import Answer, ServedRange
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import WireError
 
@@ -44,7 +44,7 @@ _SILENT_S = 10.0
 _STOP_TIMEOUT_S = 2.0
 
 
-class Network:
+class NetworkProcesses:
     """The network processes, and which rank's stream goes to which of them.
 
     Args:
@@ -164,7 +164,7 @@ class _Requests:
         self._releases: dict[int, Callable[[], None]] = {}
         self._rings: set[int] = set()  # by worker id
         # Sent by a thread: the thread that answers a request must not wait for a network process that is stopped.
-        self._outbox: queue.SimpleQueue[Message | tuple[int, Produced] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Message | tuple[int, ServedRange] | None] = queue.SimpleQueue()
         threading.Thread(target=self._send_all, name="to network process", daemon=True).start()
 
     def send(self, message: Message) -> None:
@@ -208,15 +208,15 @@ class _Requests:
         with self._lock:
             self._cancels.pop(number, None)
             is_closed = self._is_closed
-            if isinstance(answer, Produced) and not is_closed:
+            if isinstance(answer, ServedRange) and not is_closed:
                 self._releases[number] = answer.release
-        if isinstance(answer, Produced):
+        if isinstance(answer, ServedRange):
             if is_closed:
                 answer.release()
             else:
                 self._outbox.put((number, answer))
         else:
-            self.send(Fetched(number, answer))
+            self.send(FetchAnswer(number, answer))
 
     def _send_all(self) -> None:
         try:
@@ -228,9 +228,9 @@ class _Requests:
         except OSError:
             logger.debug("A network process has ended; ``close`` follows.")
 
-    def _send_batches(self, number: int, run: Produced) -> None:
+    def _send_batches(self, number: int, run: ServedRange) -> None:
         if run.worker not in self._rings:
             live = self._worker_ids()
             self._rings = {run.worker, *(self._rings & set(live))}
             self._socket.send(NewRing(run.worker, live, run.ring.num_slots, run.ring.slot_bytes, (run.ring.fd,)))
-        self._socket.send(Fetched(number, run.built, run.worker, run.slot, run.queue_s, run.batches))
+        self._socket.send(FetchAnswer(number, run.built, run.worker, run.slot, run.queue_s, run.batches))

@@ -14,10 +14,10 @@ from itertools import count
 
 from lightning_sm._linux import kill_with_parent
 from lightning_sm.data.ipc.host_messages import (
-    Built,
+    BuiltRange,
     CancelFetch,
     Fetch,
-    Fetched,
+    FetchAnswer,
     Listening,
     NewRing,
     Ping,
@@ -29,9 +29,9 @@ from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol import grpc_transport
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.spec import RunSpec, ShardEnd
+from lightning_sm.data.protocol.spec import ShardEnd, StepRangeSpec
 from lightning_sm.data.server.stream import FetchMethod
-from lightning_sm.data.server.worker_pool import Answer, Produced
+from lightning_sm.data.server.worker_pool import Answer, ServedRange
 from lightning_sm.data.settings import HostSettings
 
 _STOP_TIMEOUT_S = 1.0
@@ -73,17 +73,17 @@ class NetworkProcess:
                 live = set(message.live_workers)
                 self._rings = {worker: ring for worker, ring in self._rings.items() if worker in live}
                 self._rings[message.worker] = Ring(message.fds[0], message.num_slots, message.slot_bytes)
-            case Fetched(number, Built() as built, worker, slot, queue_s, batches):
+            case FetchAnswer(number, BuiltRange() as built, worker, slot, queue_s, batches):
                 release = partial(self._send, Release(number))
-                self._answer(number, Produced(built, batches, worker, self._rings[worker], slot, queue_s, release))
-            case Fetched(number, Failure() | ShardEnd() as answer):
+                self._answer(number, ServedRange(built, batches, worker, self._rings[worker], slot, queue_s, release))
+            case FetchAnswer(number, Failure() | ShardEnd() as answer):
                 self._answer(number, answer)
             case Ping():
                 self._send(message)
 
     def _start(self, client: object, payload: bytes, answer: Callable[[Answer], None]) -> Callable[[], None]:
         """Pass a request on to the server process."""
-        RunSpec.decode(payload)  # raises WireError, which ends the stream of the trainer that sent it
+        StepRangeSpec.decode(payload)  # raises WireError, which ends the stream of the trainer that sent it
         with self._lock:
             number = next(self._numbers)
             self._answers[number] = answer
@@ -101,7 +101,7 @@ class NetworkProcess:
             take = self._answers.pop(number, None)
         if take is not None:
             take(answer)
-        elif isinstance(answer, Produced):  # it was cancelled in the meantime
+        elif isinstance(answer, ServedRange):  # it was cancelled in the meantime
             answer.release()
 
     def _send(self, message: Message) -> None:

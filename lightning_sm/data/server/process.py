@@ -44,10 +44,10 @@ from lightning_sm.data.protocol.calls import (
 )
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.protocol.spec import LoaderFacts, RunSpec
+from lightning_sm.data.protocol.spec import LoaderFacts, StepRangeSpec
 from lightning_sm.data.server.leases import Leases, is_success
-from lightning_sm.data.server.network import Network
-from lightning_sm.data.server.sampler_orders import SamplerOrders
+from lightning_sm.data.server.network import NetworkProcesses
+from lightning_sm.data.server.sampler_orders import SamplerOrderCache
 from lightning_sm.data.server.shard_counts import ShardCounts
 from lightning_sm.data.server.stream import FetchMethod, nothing
 from lightning_sm.data.server.worker_pool import Answer, Task, WorkerPool
@@ -91,10 +91,10 @@ class ServerProcess:
         self._changed = threading.Condition()
         self._requested: set[str] = set()
         self._opened: dict[str, SetUp | Loaders | Problem] = {}
-        self._sampler_orders = SamplerOrders(lambda which: self._send(RunSampler(which)))
+        self._sampler_orders = SamplerOrderCache(lambda which: self._send(RunSampler(which)))
         self._shard_counts = ShardCounts(self._pool)
         self._fetch = FetchMethod(self._start)
-        self._network: Network | None = None
+        self._network: NetworkProcesses | None = None
         self._figures: dict[str, RankFigures] = {}  # by trainer rank
         handlers = {
             "Open": grpc.unary_unary_rpc_method_handler(self._open),
@@ -114,7 +114,7 @@ class ServerProcess:
         except DataSettingsError as error:
             self._send(Finished(str(error), is_error=True))
             return
-        self._network = Network(replace(self._settings, address=address), self._start, self._pool.worker_ids)
+        self._network = NetworkProcesses(replace(self._settings, address=address), self._start, self._pool.worker_ids)
         self._server.start()
         self._send(Listening(address))
         while True:
@@ -193,7 +193,7 @@ class ServerProcess:
         return self._shard_counts.answer(wanted, _CALL_TIMEOUT_S, context.is_active).encode()
 
     def _parse_for_loader(
-        self, kind: type[_Request], request: bytes, context: Any, runs: SamplerOrders | ShardCounts
+        self, kind: type[_Request], request: bytes, context: Any, runs: SamplerOrderCache | ShardCounts
     ) -> _Request:
         """Parse a request that runs code of a loader, and check that this is open and that not too many run."""
         wanted = _parse(kind.parse, request, context)
@@ -213,7 +213,7 @@ class ServerProcess:
         Raises:
             WireError: It is malformed.
         """
-        spec = RunSpec.decode(payload)
+        spec = StepRangeSpec.decode(payload)
         loaders = self._loaders(spec.opening)
         if not 0 <= spec.loader < len(loaders):
             answer(Failure("NotOpen", self._not_open(spec.opening, spec.loader)))
@@ -284,7 +284,7 @@ class ServerProcess:
         return b"{}"
 
 
-def _shard_of(spec: RunSpec) -> int:
+def _shard_of(spec: StepRangeSpec) -> int:
     """Return the shard of which all batches of a request are, one after the other."""
     keys = [batch.keys.tolist() for batch in spec.batches]
     match keys[0]:

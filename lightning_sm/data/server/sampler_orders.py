@@ -22,7 +22,7 @@ _NUM_KEPT = 2
 
 
 @dataclass
-class _Order:
+class _StoredOrder:
     """What a sampler yields in one pass.
 
     Attributes:
@@ -36,7 +36,7 @@ class _Order:
     offsets: IndexArray | None = None
 
 
-class SamplerOrders:
+class SamplerOrderCache:
     """Has the samplers run, and keeps the orders of the two newest passes of each loader.
 
     Args:
@@ -46,7 +46,7 @@ class SamplerOrders:
     def __init__(self, run: Callable[[LoaderPass], None]) -> None:
         self._run = run
         self._changed = threading.Condition()
-        self._orders: dict[LoaderPass, _Order] = {}  # the newest is last
+        self._orders: dict[LoaderPass, _StoredOrder] = {}  # the newest is last
 
     @property
     def num_running(self) -> int:
@@ -72,7 +72,7 @@ class SamplerOrders:
         which = request.which
         with self._changed:
             if which not in self._orders:
-                self._orders[which] = _Order(Running())
+                self._orders[which] = _StoredOrder(Running())
                 self._run(which)
             self._changed.wait_for(lambda: self._order(which).size != Running(), timeout_s)
             order = self._order(which)
@@ -92,7 +92,7 @@ class SamplerOrders:
         """Keep what a sampler has yielded."""
         (fd,) = run.fds
         which = run.which
-        order = _Order(Crashed(run.why)) if run.why else _read(fd)
+        order = _StoredOrder(Crashed(run.why)) if run.why else _read(fd)
         os.close(fd)
         with self._changed:
             self._orders.pop(which, None)
@@ -104,21 +104,21 @@ class SamplerOrders:
                 del self._orders[key]
             self._changed.notify_all()
 
-    def _order(self, which: LoaderPass) -> _Order:
-        return self._orders.get(which, _Order(Running()))
+    def _order(self, which: LoaderPass) -> _StoredOrder:
+        return self._orders.get(which, _StoredOrder(Running()))
 
 
-def _read(fd: int) -> _Order:
+def _read(fd: int) -> _StoredOrder:
     with mmap.mmap(fd, 0) as memory:
         start = memory.find(b"\n") + 1
         kind, head = json.loads(memory[:start]).popitem()
     if kind == Problem.__name__:
-        return _Order(Problem(**head))
+        return _StoredOrder(Problem(**head))
     size = OrderSize(**head)
     # Mapped, not copied: the arrays keep the memory alive.
     values = np.frombuffer(mmap.mmap(fd, 0), "<i8", offset=start)
     keys, offsets = values[: size.num_samples], values[size.num_samples :]
-    return _Order(size, keys, offsets if len(offsets) else None)
+    return _StoredOrder(size, keys, offsets if len(offsets) else None)
 
 
 def _part(keys: IndexArray, offsets: IndexArray | None, request: ListRequest) -> tuple[IndexArray, IndexArray]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from lightning_sm.data.protocol.calls import CountRequest, LoaderPass, Problem, Running, ShardSizes
-from lightning_sm.data.protocol.spec import BatchSpec, RunSpec, ShardEnd
-from lightning_sm.data.server.worker_pool import Answer, Produced, Task, WorkerPool
+from lightning_sm.data.protocol.spec import BatchSpec, ShardEnd, StepRangeSpec
+from lightning_sm.data.server.worker_pool import Answer, ServedRange, Task, WorkerPool
 
 # A batch that no shard has: a worker that is asked for it reads to the end, and answers with the number of batches.
 _BEHIND_THE_END = 1 << 62
@@ -24,7 +24,7 @@ _PERIOD_S = 0.5
 
 @dataclass(eq=False)
 class _Count:
-    request: RunSpec  # without batches
+    request: StepRangeSpec  # without batches
     batch: BatchSpec  # without keys
     num_shards: int
     missing: dict[int, Task] = field(default_factory=dict)  # by shard
@@ -91,7 +91,7 @@ class ShardCounts:
             return ShardSizes([count.sizes[shard] for shard in part], count.sizes[0])
 
     def _start(self, request: CountRequest, part: range) -> _Count:
-        spec = RunSpec(request.opening, request.loader, ())
+        spec = StepRangeSpec(request.opening, request.loader, ())
         batch = BatchSpec(request.seed, request.epoch, request.pass_index, 0, 0, np.empty(0, np.int64))
         count = self._counts[request] = _Count(spec, batch, request.num_shards)
         over = [key for key, other in self._counts.items() if other.is_over]
@@ -109,7 +109,7 @@ class ShardCounts:
         self._pool.submit(task)
 
     def _take(self, count: _Count, shard: int, answer: Answer) -> None:
-        if isinstance(answer, Produced):  # it was asked for no batch
+        if isinstance(answer, ServedRange):  # it was asked for no batch
             answer.release()
             return
         with self._changed:

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 import grpc
 
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.frames import MAX_STRUCTURE_BYTES, FrameKind, RunHeader, frame, frames
+from lightning_sm.data.protocol.frames import MAX_STRUCTURE_BYTES, FrameKind, StepRangeHeader, frame, frames
 from lightning_sm.data.protocol.spec import CHUNK_BYTES, ShardEnd
-from lightning_sm.data.server.worker_pool import Answer, Produced
+from lightning_sm.data.server.worker_pool import Answer, ServedRange
 from lightning_sm.errors import WireError
 
 logger = logging.getLogger(__name__)
@@ -27,8 +27,8 @@ _MAX_TEXT = 1 << 20
 # Answers that are ready at the same time share a message up to this size: a message costs more than a small batch.
 _MAX_SHARED_MESSAGE_BYTES = 256 << 10
 
-# Has an encoded ``RunSpec`` answered, and returns what cancels it. Clients, the first argument, take turns. It raises
-# WireError if the request is malformed.
+# Has an encoded ``StepRangeSpec`` answered, and returns what cancels it. Clients, the first argument, take turns. It
+# raises WireError if the request is malformed.
 Start: TypeAlias = Callable[[object, bytes, Callable[[Answer], None]], Callable[[], None]]
 
 
@@ -41,7 +41,7 @@ class FetchMethod:
 
     def __init__(self, start: Start) -> None:
         self._start = start
-        self._streams: set[_Stream] = set()
+        self._streams: set[_RankStream] = set()
 
     def handler(self) -> Any:
         """Return the handler for the gRPC server."""
@@ -53,7 +53,7 @@ class FetchMethod:
             stream.close()
 
     def _serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        stream = _Stream(self._start)
+        stream = _RankStream(self._start)
         self._streams.add(stream)
         context.add_callback(stream.close)
         reader = threading.Thread(target=_read, args=(requests, stream), name="requests", daemon=True)
@@ -65,7 +65,7 @@ class FetchMethod:
             self._streams.discard(stream)
 
 
-def _read(requests: Iterator[bytes], stream: _Stream) -> None:
+def _read(requests: Iterator[bytes], stream: _RankStream) -> None:
     try:
         for message in requests:
             for request_id, kind, _, payload in frames(message):
@@ -79,7 +79,7 @@ def _read(requests: Iterator[bytes], stream: _Stream) -> None:
     stream.close()
 
 
-class _Stream:
+class _RankStream:
     """The requests of one trainer rank to this host, and the answers that are not sent yet."""
 
     def __init__(self, start: Start) -> None:
@@ -117,7 +117,7 @@ class _Stream:
             if not self._is_closed:
                 self._answers.put((request_id, answer))
                 return
-        if isinstance(answer, Produced):
+        if isinstance(answer, ServedRange):
             answer.release()
 
     def close(self) -> None:
@@ -153,13 +153,13 @@ class _Stream:
         finally:
             while not self._answers.empty():
                 answer = self._answers.get()
-                if answer is not None and isinstance(answer[1], Produced):
+                if answer is not None and isinstance(answer[1], ServedRange):
                     answer[1].release()
 
     def _encode(self, request_id: int, answer: Answer) -> Iterator[bytes]:
         with self._lock:
             is_wanted = self._cancels.pop(request_id, None) is not None
-        if isinstance(answer, Produced) and len(answer.batches) > MAX_STRUCTURE_BYTES:
+        if isinstance(answer, ServedRange) and len(answer.batches) > MAX_STRUCTURE_BYTES:
             answer.release()
             answer = Failure(
                 "BatchTooLargeError",
@@ -185,9 +185,9 @@ def nothing() -> None:
     """Cancel nothing."""
 
 
-def _batch_frames(request_id: int, run: Produced) -> Iterator[bytes]:
+def _batch_frames(request_id: int, run: ServedRange) -> Iterator[bytes]:
     data, built = run.data.data, run.built
-    header = RunHeader(built.num_bytes, run.queue_s, built.produce_s, run.batches).encode()
+    header = StepRangeHeader(built.num_bytes, run.queue_s, built.produce_s, run.batches).encode()
     # The header travels with the first piece.
     parts: list[Any] = [frame(request_id, FrameKind.HEADER, len(header)), header]
     kind = FrameKind.COMPRESSED if built.pieces else FrameKind.DATA

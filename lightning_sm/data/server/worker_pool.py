@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_sm.data.ipc.host_messages import Answered, Build, Built, NewWorker, Ready
+from lightning_sm.data.ipc.host_messages import Build, BuildAnswer, BuiltRange, NewWorker, Ready
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.calls import HostReport
@@ -31,7 +31,7 @@ Affinity: TypeAlias = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Produced:
+class ServedRange:
     """A run of batches that lies in a worker's slot until ``release``.
 
     Attributes:
@@ -44,7 +44,7 @@ class Produced:
         release: Frees the slot; to be called once.
     """
 
-    built: Built
+    built: BuiltRange
     batches: bytes
     worker: int
     ring: Ring
@@ -58,7 +58,7 @@ class Produced:
         return self.ring.slot(self.slot)
 
 
-Answer: TypeAlias = Produced | Failure | ShardEnd
+Answer: TypeAlias = ServedRange | Failure | ShardEnd
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class Task:
     Attributes:
         client: Who sent it; workers are shared fairly between clients.
         opening: Name of the request that opened the loader; each has workers of its own.
-        payload: The encoded ``RunSpec``.
+        payload: The encoded ``StepRangeSpec``.
         answer: Called once with the outcome, from any thread; must not block.
         affinity: Tasks of the same virtual shard go to the same worker, which has its iterator.
     """
@@ -82,7 +82,7 @@ class Task:
     is_cancelled: bool = False
 
 
-class _State(Enum):
+class _WorkerState(Enum):
     STARTING = auto()
     READY = auto()
     RETIRED = auto()  # its loaders are no longer needed: it finishes its task, and gets no other
@@ -97,7 +97,7 @@ class _Worker:
         self.socket = MessageSocket(socket.socket(fileno=sock))
         self.ring = Ring(ring, new.num_slots, new.slot_bytes)
         self.free_slots = list(range(self.ring.num_slots))
-        self.state = _State.STARTING
+        self.state = _WorkerState.STARTING
         self.is_connected = True
         self.task: Task | None = None
         self.task_started = 0.0
@@ -105,7 +105,7 @@ class _Worker:
     @property
     def is_available(self) -> bool:
         """Whether it can work: not whether it is idle."""
-        return self.state is _State.READY and self.is_connected
+        return self.state is _WorkerState.READY and self.is_connected
 
     def close(self) -> None:
         """Close the connection, which makes the worker exit. The ring goes with the last batch in it."""
@@ -206,7 +206,7 @@ class WorkerPool:
         with self._lock:
             for other in list(self._workers.values()):
                 if other.opening not in live:
-                    other.state = _State.RETIRED
+                    other.state = _WorkerState.RETIRED
                     self._close_if_retired(other)
             self._workers[worker.id] = worker
             self._shard_workers = {shard: number for shard, number in self._shard_workers.items() if shard[0] in live}
@@ -225,7 +225,7 @@ class WorkerPool:
             if worker is None:
                 return
             task = worker.task
-            if worker.state is _State.STARTING:
+            if worker.state is _WorkerState.STARTING:
                 # A worker that cannot start would be replaced for ever, and no trainer would notice: fail a task.
                 task = self._next_task([worker])
             worker.task = None
@@ -380,9 +380,9 @@ class WorkerPool:
     def _process(self, worker: _Worker, message: Message) -> Callable[[], None]:
         """Update the state of a worker; return a function that answers its task, to be called without the lock."""
         if isinstance(message, Ready):
-            worker.state = _State.READY
+            worker.state = _WorkerState.READY
             return lambda: None
-        if not isinstance(message, Answered):
+        if not isinstance(message, BuildAnswer):
             raise TypeError(f"a worker sent {message}")
         self._measure()
         task = worker.task
@@ -397,9 +397,9 @@ class WorkerPool:
             return lambda: None
         return partial(task.answer, self._answer(worker, task, message))
 
-    def _answer(self, worker: _Worker, task: Task, message: Answered) -> Answer:
+    def _answer(self, worker: _Worker, task: Task, message: BuildAnswer) -> Answer:
         outcome, slot = message.outcome, message.slot
-        if isinstance(outcome, Built):
+        if isinstance(outcome, BuiltRange):
 
             def release() -> None:
                 with self._lock:
@@ -408,7 +408,7 @@ class WorkerPool:
                     self._dispatch()
 
             queue_s = worker.task_started - task.received
-            return Produced(outcome, message.payload, worker.id, worker.ring, slot, queue_s, release)
+            return ServedRange(outcome, message.payload, worker.id, worker.ring, slot, queue_s, release)
         worker.free_slots.append(slot)
         if isinstance(outcome, Failure):
             where = ", ".join(filter(None, (outcome.where, f"worker {worker.number}")))
@@ -418,7 +418,7 @@ class WorkerPool:
     def _close_if_retired(self, worker: _Worker) -> None:
         """Close a retired worker once it is idle and none of its batches is being sent."""
         is_idle = worker.task is None and len(worker.free_slots) == worker.ring.num_slots
-        if worker.state is _State.RETIRED and is_idle and self._workers.pop(worker.id, None) is not None:
+        if worker.state is _WorkerState.RETIRED and is_idle and self._workers.pop(worker.id, None) is not None:
             self._disconnect(worker)
             worker.close()
 

@@ -31,7 +31,7 @@ _EXIT_TIMEOUT_S = 10.0
 _SLOT_POLL_S = 0.002
 
 
-_OfPass: TypeAlias = kinds.Delivery | kinds.EndOfBlock | kinds.EndOfPass | kinds.Length | kinds.Failed
+_OfPass: TypeAlias = kinds.DeliveredRange | kinds.EndOfBlock | kinds.EndOfPass | kinds.Length | kinds.Failed
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -83,7 +83,7 @@ class FeederClient:
         self._inboxes: dict[int, deque[_OfPass]] = {}
         self._opened: dict[str, SetUp | Loaders] = {}
         self._error: kinds.Failed | None = None
-        self._states: list[kinds.State] = []
+        self._states: list[kinds.FeederSnapshot] = []
         self._num_rings = 0
         self._num_passes = 0
         self._socket.send(kinds.Configure(list(addresses), credentials, client, hedge_factor, is_quiet))
@@ -192,9 +192,9 @@ class FeederClient:
         self._release(Released.SLOT, ring, slot)
 
     @_in_turn
-    def state(self) -> kinds.State:
+    def state(self) -> kinds.FeederSnapshot:
         """Return the feeder's view of hosts and passes."""
-        self._send(kinds.AskState())
+        self._send(kinds.AskSnapshot())
         deadline = time.monotonic() + _EXIT_TIMEOUT_S
         self._states.clear()
         while not self._states:
@@ -311,12 +311,12 @@ class FeederClient:
         match message:
             case kinds.Opened() as opened:
                 self._opened[opened.opening] = opened.reply
-            case kinds.State() as state:
+            case kinds.FeederSnapshot() as state:
                 self._states.append(state)
             case kinds.Failed(pass_id=None) as error:
                 self._error = error
             case (
-                kinds.Delivery() | kinds.EndOfBlock() | kinds.EndOfPass() | kinds.Length() | kinds.Failed()
+                kinds.DeliveredRange() | kinds.EndOfBlock() | kinds.EndOfPass() | kinds.Length() | kinds.Failed()
             ) as of_pass:
                 inbox = self._inboxes.get(of_pass.pass_id or 0)
                 if inbox is None:  # of a pass that has been closed since
@@ -329,7 +329,7 @@ class FeederClient:
         return True
 
     def _discard(self, message: _OfPass) -> None:
-        if isinstance(message, kinds.Delivery):
+        if isinstance(message, kinds.DeliveredRange):
             self.release(message.ring, message.slot)
 
     def _raise_error(self, pass_id: int | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from lightning_sm.data.ipc.feeder_messages import Delivery, EndOfPass, LoaderPlace, Position
+from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfPass, LoaderPlace, Position
 from lightning_sm.data.plan.samples import num_steps
 from lightning_sm.data.protocol.figures import BatchFigures
 from lightning_sm.data.protocol.spec import LoaderFacts
@@ -55,8 +55,8 @@ class RemoteLoader:
         self.sampler = _Shuffled(self) if facts.order == "shuffled" else _Sequential(self)
         self.batch_sampler: Any = None
         self.on_epoch: Callable[[int], None] | None = None
-        # With what the batch took (``Delivery.figures``), the seconds that the training loop waited for it, and those
-        # since the batch before.
+        # With what the batch took (``DeliveredRange.figures``), the seconds that the training loop waited for it, and
+        # those since the batch before.
         self.on_batch: Callable[[BatchFigures, float, float | None], None] | None = None
         self.on_indices: Callable[[list[int]], None] | None = None  # with those of each batch of the Trainer
 
@@ -132,17 +132,17 @@ class RemoteLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Start a pass. The first request to the data hosts follows with the first batch."""
-        return _Pass(self)
+        return _PassIterator(self)
 
-    def next_pass_by_hand(self, epoch: int) -> int:
+    def next_manual_pass(self, epoch: int) -> int:
         """Return the index of the user's next own pass in an epoch: no pass of the Trainer has it."""
         last_epoch, last = self._by_hand
         self._by_hand = epoch, last + 1 if epoch == last_epoch else 0
         return FIRST_BY_HAND + self._by_hand[1]
 
-    def _start_position(self, own: _Pass) -> Position:
+    def _start_position(self, own: _PassIterator) -> Position:
         position = self._position(self, own)
-        if position.is_by_hand:
+        if position.is_manual_iteration:
             return position if self._shards is None else self._shards.whole(position)
         self.num_passes += 1
         return position if self._shards is None else self._shards.begin(position)
@@ -180,10 +180,10 @@ class RemoteDataset:
 
 
 # What a batch took, and the iterator over the batches of its slot that returns it.
-_Turn: TypeAlias = tuple[BatchFigures, Iterator[Any]]
+_DecodedRange: TypeAlias = tuple[BatchFigures, Iterator[Any]]
 
 
-class _Pass(Iterator[Any]):
+class _PassIterator(Iterator[Any]):
     """One pass over a loader. It starts with the first batch: before, the Trainer does not know its position."""
 
     def __init__(self, loader: RemoteLoader) -> None:
@@ -194,8 +194,10 @@ class _Pass(Iterator[Any]):
         self._pass_id = 0
         self._is_over = False
         self._finalizer: Any = None
-        self._turns: deque[_Turn] = deque()
-        self._rows: defaultdict[int, list[_Turn]] = defaultdict(list)  # of a block of shards that is not complete
+        self._turns: deque[_DecodedRange] = deque()
+        self._rows: defaultdict[int, list[_DecodedRange]] = defaultdict(
+            list
+        )  # of a block of shards that is not complete
         self._end: EndOfPass | None = None
         self._keys: Iterator[list[int]] = iter(())
         self._figures: BatchFigures
@@ -210,7 +212,7 @@ class _Pass(Iterator[Any]):
         except BaseException:
             self.close()
             raise
-        if self._position.is_by_hand:
+        if self._position.is_manual_iteration:
             return batch
         if self._loader.on_batch is not None:
             wait_s = time.perf_counter() - called_at
@@ -236,7 +238,7 @@ class _Pass(Iterator[Any]):
             StopIteration: The pass is over.
         """
         message = self._end or self._client.next(self._pass_id, self._loader.place.timeout_s, ring.poll)
-        if isinstance(message, Delivery):
+        if isinstance(message, DeliveredRange):
             turn = message.figures(), ring.batches(message)
             self._client.take(message.pass_id, message.first_step + message.num_steps)
             if message.row is None:

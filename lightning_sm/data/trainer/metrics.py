@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from lightning_sm.data.ipc.feeder_messages import State
+from lightning_sm.data.ipc.feeder_messages import FeederSnapshot
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 
 
-def logger_metrics(figures: RankFigures, ready: int, state: State) -> dict[str, float]:
+def logger_metrics(figures: RankFigures, ready: int, state: FeederSnapshot) -> dict[str, float]:
     """Return the values for Lightning's loggers.
 
     Args:

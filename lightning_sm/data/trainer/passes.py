@@ -102,7 +102,7 @@ class ShardPasses:
         Raises:
             DataServiceError: The pass has a length, but the shards have no batches.
         """
-        if self.length is None and position.is_by_hand:
+        if self.length is None and position.is_manual_iteration:
             return None
         if self.length is None:
             if position.epoch != self._epoch:

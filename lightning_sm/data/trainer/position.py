@@ -118,7 +118,7 @@ def position_of(loader: RemoteLoader, iterator: Iterator[Any], trainer: Any) -> 
     combined = combined_loader_of(iterator, trainer)
     if combined is None:
         # The user iterates: over all of it, and in another order than the Trainer's pass in this epoch.
-        return Position(epoch, loader.next_pass_by_hand(epoch), is_by_hand=True)
+        return Position(epoch, loader.next_manual_pass(epoch), is_manual_iteration=True)
     if loader.place.stage != "train":
         return Position(epoch, 0, 0, _evaluation_limit(loader, combined, trainer))
     limit = trainer.num_training_batches

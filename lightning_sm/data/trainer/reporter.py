@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_sm._lightning import Callback
-from lightning_sm.data.ipc.feeder_messages import State
+from lightning_sm.data.ipc.feeder_messages import FeederSnapshot
 from lightning_sm.data.protocol.figures import BatchFigures, HostFigures, RankFigures
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.metrics import logger_metrics
@@ -221,7 +221,7 @@ class Reporter(Callback):
             self._run = _Sums(epoch.hosts_before, dict(self._reported))
         return epoch
 
-    def _state_or_none(self) -> State | None:
+    def _state_or_none(self) -> FeederSnapshot | None:
         """The state, or None if the feeder does not answer: a training must not end because of its statistics."""
         try:
             state = self._feeder().state()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lightning_sm.data.batch.decode import decode
-from lightning_sm.data.ipc.feeder_messages import Delivery
+from lightning_sm.data.ipc.feeder_messages import DeliveredRange
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.frames import unpack_batches
 from lightning_sm.data.trainer.feeder_client import FeederClient
@@ -106,7 +106,7 @@ class SlotRing:
         """Release the slots that GPUs have read, and return whether they still read others."""
         return self._pinned is not None and self._pinned.advance()
 
-    def batches(self, delivery: Delivery) -> Iterator[Any]:
+    def batches(self, delivery: DeliveredRange) -> Iterator[Any]:
         """Build the batches that alias a slot, or a copy of it if the training loop holds too many slots.
 
         Raises:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
-from lightning_sm.job.bottleneck import NOT_INPUT_BOUND, WORKERS_ARE_BUSY, StepModel, times_as_many
+from lightning_sm.record.bottleneck import NOT_INPUT_BOUND, WORKERS_ARE_BUSY, StepModel, times_as_many
 
 # Less is not worth a word: both a fraction of the epoch, and seconds.
 _MIN_FRACTION = NOT_INPUT_BOUND

@@ -13,7 +13,7 @@ import psutil
 
 from lightning_sm._log import listed
 from lightning_sm.doctor.context import Context
-from lightning_sm.doctor.parallel import Outcome, in_parallel
+from lightning_sm.doctor.parallel import TaskResult, in_parallel
 from lightning_sm.doctor.report import Result, ok, problem, warning
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.hyperparameters import unquoted
@@ -133,7 +133,7 @@ def _resolve(name: str) -> list[str]:
     return [str(entry[4][0]).partition("%")[0] for entry in ordered]
 
 
-def _why_unresolved(outcome: Outcome[list[str]]) -> str:
+def _why_unresolved(outcome: TaskResult[list[str]]) -> str:
     if outcome.error is None:
         return "no answer in time"
     return getattr(outcome.error, "strerror", None) or str(outcome.error)

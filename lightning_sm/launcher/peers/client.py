@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from lightning_sm.job.stopping import JobOutcome
-from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Connection, Message, Report, Timings
+from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Connection, PeerMessage, Report, Timings
 from lightning_sm.launcher.peers.outcome import Restart
 
 _LOG = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class Client:
             self._has_logged_stranger = True
             _LOG.info("No launcher of this job answers on %s (%s) yet: %s. Retrying.", *self._place, self._why)
 
-    def _handle(self, connection: Connection, message: Message) -> None:
+    def _handle(self, connection: Connection, message: PeerMessage) -> None:
         kind = message["type"]
         if kind == "heartbeat":
             self.awaited = [str(host) for host in message["awaited"]] or [self._main_host]

@@ -27,7 +27,7 @@ from lightning_sm.job.secret import job_key
 from lightning_sm.job.stopping import Outcome
 from lightning_sm.job.variables import JOB_SECRET
 
-Message = dict[str, Any]
+PeerMessage = dict[str, Any]
 
 # The first two lines stay the same in all versions, so that launchers which differ can say so.
 PROTOCOL = 4
@@ -85,12 +85,12 @@ class Report:
     attempt: int
     outcome: Outcome
 
-    def to_message(self) -> Message:
+    def to_message(self) -> PeerMessage:
         """Return what is sent to the main host."""
         return {"type": "report", "attempt": self.attempt, **asdict(self.outcome)}
 
     @classmethod
-    def from_message(cls, message: Message) -> Report:
+    def from_message(cls, message: PeerMessage) -> Report:
         """Read what another launcher sent.
 
         Raises:
@@ -170,7 +170,7 @@ class Connection:
         self._deadline.cancel()
         return host
 
-    async def receive(self) -> Message:
+    async def receive(self) -> PeerMessage:
         """Return the next message.
 
         Raises:
@@ -179,11 +179,11 @@ class Connection:
         """
         return _decoded(await self._line())
 
-    def send(self, message: Message) -> None:
+    def send(self, message: PeerMessage) -> None:
         """Send a message. If the connection is lost, ``receive`` says so."""
         self._writer.write(_encoded(message))
 
-    def keep_alive(self, now: float, timings: Timings, message: Message) -> None:
+    def keep_alive(self, now: float, timings: Timings, message: PeerMessage) -> None:
         """Send a heartbeat when one is due, and drop the connection if the other end sends none. Call it regularly.
 
         Args:
@@ -236,7 +236,7 @@ class Connection:
         self._greetings += line
         self._writer.write(line)
 
-    async def _greeting(self) -> Message:
+    async def _greeting(self) -> PeerMessage:
         line = await self._line()
         self._greetings += line
         return _decoded(line)
@@ -244,15 +244,15 @@ class Connection:
     def _mac(self, who: str) -> str:
         return hmac.new(self._key, who.encode() + b"\0" + self._greetings, hashlib.sha256).hexdigest()
 
-    def _is_proof(self, message: Message, who: str) -> bool:
+    def _is_proof(self, message: PeerMessage, who: str) -> bool:
         return hmac.compare_digest(str(message.get("mac")).encode(), self._mac(who).encode())
 
 
-def _encoded(message: Message) -> bytes:
+def _encoded(message: PeerMessage) -> bytes:
     return json.dumps(message, ensure_ascii=False).encode(errors="replace") + b"\n"
 
 
-def _decoded(line: bytes) -> Message:
+def _decoded(line: bytes) -> PeerMessage:
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
@@ -262,7 +262,7 @@ def _decoded(line: bytes) -> Message:
     return message
 
 
-def _check_protocol(message: Message) -> None:
+def _check_protocol(message: PeerMessage) -> None:
     protocol = message.get("protocol")
     if protocol != PROTOCOL:
         raise ConnectionError(

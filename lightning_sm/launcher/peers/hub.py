@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_sm._log import listed
 from lightning_sm.job.stopping import JobOutcome
-from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Connection, Message, Report, Timings
+from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Connection, PeerMessage, Report, Timings
 from lightning_sm.launcher.peers.outcome import JobOutcomeTracker, Restart
 
 _LOG = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Hub:
         self._strangers: dict[Connection, None] = {}
         self._hosts: dict[str, Connection] = {}
         self._unreached_at = now + timings.unreached_s
-        self._told: dict[str, Message] = {}  # the last message to all, by its type
+        self._told: dict[str, PeerMessage] = {}  # the last message to all, by its type
         self._told_at = 0.0
         self._unacknowledged: set[str] = set()
         self._logged_strangers: set[tuple[str, str]] = set()
@@ -185,7 +185,7 @@ class Hub:
             self._tell(host, message)
         return host
 
-    def _handle(self, host: str, message: Message) -> None:
+    def _handle(self, host: str, message: PeerMessage) -> None:
         kind = message["type"]
         if kind == "heartbeat":
             return
@@ -228,7 +228,7 @@ class Hub:
             for host in self._hosts:
                 self._tell(host, message)
 
-    def _tell(self, host: str, message: Message) -> None:
+    def _tell(self, host: str, message: PeerMessage) -> None:
         if message.get("is_over"):
             self._unacknowledged.add(host)
         self._hosts[host].send(message)

@@ -20,7 +20,7 @@ _LONGEST_PAUSE_S = 30.0
 _MAX_CAUSE_CHARS = 300
 
 
-class _State(Enum):
+class _HostPhase(Enum):
     ABSENT = "has not connected yet"
     RUNNING = "is connected; its script runs"
     AWAY = "was disconnected and may reconnect"
@@ -29,8 +29,8 @@ class _State(Enum):
 
 
 @dataclass
-class _Host:
-    state: _State = _State.ABSENT
+class _TrackedHost:
+    state: _HostPhase = _HostPhase.ABSENT
     since: float = 0.0
     is_connected: bool = False
     why_away: str = ""
@@ -115,8 +115,8 @@ class JobOutcomeTracker:
         self.job_outcome: JobOutcome | None = None
         self.restart: Restart | None = None
         self.is_over = False
-        self._trainers = {name: _Host() for name in trainers}
-        self._data_hosts = {name: _Host() for name in data_hosts}
+        self._trainers = {name: _TrackedHost() for name in trainers}
+        self._data_hosts = {name: _TrackedHost() for name in data_hosts}
         self._reconnect_s = reconnect_s
         self._absent_s = absent_s
         self._after_failure_s = after_failure_s
@@ -131,13 +131,13 @@ class JobOutcomeTracker:
     @property
     def awaited(self) -> list[str]:
         """Trainer hosts that have neither ended nor are lost."""
-        return [name for name, host in self._trainers.items() if host.state not in (_State.ENDED, _State.LOST)]
+        return [name for name, host in self._trainers.items() if host.state not in (_HostPhase.ENDED, _HostPhase.LOST)]
 
     @property
     def absent(self) -> list[str]:
         """Hosts that have never connected."""
         hosts = {**self._trainers, **self._data_hosts}
-        return [name for name, host in hosts.items() if host.state is _State.ABSENT]
+        return [name for name, host in hosts.items() if host.state is _HostPhase.ABSENT]
 
     def has(self, name: str) -> bool:
         """Whether a host belongs to the job."""
@@ -145,7 +145,7 @@ class JobOutcomeTracker:
 
     def has_ended(self, name: str) -> bool:
         """Whether the script of a host has ended."""
-        return self._host(name).state is _State.ENDED
+        return self._host(name).state is _HostPhase.ENDED
 
     @property
     def is_restarting(self) -> bool:
@@ -161,7 +161,7 @@ class JobOutcomeTracker:
         """Note that a host is connected. A lost host that reconnects before the job is over is waited for again."""
         self._host(name).is_connected = True
         if not self.has_ended(name):
-            self._change(name, _State.RUNNING, now)
+            self._change(name, _HostPhase.RUNNING, now)
 
     def left(self, name: str, now: float, why: str) -> None:
         """Note that a host is disconnected.
@@ -175,8 +175,8 @@ class JobOutcomeTracker:
         host.is_connected = False
         host.why_away = why
         # A restart needs the launchers of hosts whose scripts have ended, too. When they reconnect, they report again.
-        if host.state is _State.RUNNING or (self.is_restarting and self.has_ended(name)):
-            self._change(name, _State.AWAY, now)
+        if host.state is _HostPhase.RUNNING or (self.is_restarting and self.has_ended(name)):
+            self._change(name, _HostPhase.AWAY, now)
 
     def reported(self, name: str, outcome: Outcome, now: float, attempt: int = 0) -> None:
         """Note how the script of a host ended.
@@ -195,7 +195,7 @@ class JobOutcomeTracker:
         ends_restart = self.is_restarting and is_trainer and outcome.exit_code != 0 and not outcome.may_restart
         if self.has_ended(name) and not ends_restart:
             return
-        self._change(name, _State.ENDED, now)
+        self._change(name, _HostPhase.ENDED, now)
         if outcome.exit_code == 0:
             return
         self._host(name).has_failed = True
@@ -206,8 +206,8 @@ class JobOutcomeTracker:
     def update(self, now: float) -> None:
         """Draw the conclusions from the time that has passed."""
         for name, host in (*self._trainers.items(), *self._data_hosts.items()):
-            if host.state is _State.AWAY and now - host.since >= self._reconnect_s:
-                self._change(name, _State.LOST, now)
+            if host.state is _HostPhase.AWAY and now - host.since >= self._reconnect_s:
+                self._change(name, _HostPhase.LOST, now)
                 if name in self._trainers:
                     self._decide(JobOutcome.lost(name, host.why_away), now)
         if self._pending is not None and self.job_outcome is None:
@@ -227,21 +227,21 @@ class JobOutcomeTracker:
         self.restart = Restart(self._num_restarts + 1, self._max_restarts, cause)
         self._pending = _Pending(self.restart, failure, now)
         for name, host in self._trainers.items():
-            if not host.is_connected and host.state is _State.ENDED:
-                self._change(name, _State.AWAY, now)
+            if not host.is_connected and host.state is _HostPhase.ENDED:
+                self._change(name, _HostPhase.AWAY, now)
 
     def _continue_restart(self, pending: _Pending, now: float) -> None:
         """Start the scripts again a while after all have ended; fail if one does not end."""
         states = {host.state for host in self._trainers.values()}
-        if states == {_State.ENDED}:
+        if states == {_HostPhase.ENDED}:
             if now - self._changed_at >= pause_s(pending.restart.number):
                 self.restart = replace(pending.restart, may_start=True)
                 self._num_restarts = pending.restart.number
                 self._pending = None
                 for name in self._trainers:
-                    self._change(name, _State.RUNNING, now)
+                    self._change(name, _HostPhase.RUNNING, now)
             return
-        limit_s = self._absent_s if _State.ABSENT in states else self._after_failure_s
+        limit_s = self._absent_s if _HostPhase.ABSENT in states else self._after_failure_s
         if now - pending.ordered_at >= limit_s:
             note = f"{pending.restart} was abandoned: after {limit_s:g} s it still waited for {listed(self.awaited)}."
             self._decide(pending.failure, now, note)
@@ -254,10 +254,13 @@ class JobOutcomeTracker:
         if has_failed:
             # A data host that starts a moment too late would wait for trainers that never come. After success nobody
             # has to wait: the trainers did reach the data hosts that they needed.
-            states |= {host.state for host in self._data_hosts.values()} & {_State.ABSENT}
-        if states <= {_State.ENDED, _State.LOST}:
+            states |= {host.state for host in self._data_hosts.values()} & {_HostPhase.ABSENT}
+        if states <= {_HostPhase.ENDED, _HostPhase.LOST}:
             return True
-        return states <= {_State.ENDED, _State.LOST, _State.ABSENT} and now - self._changed_at >= self._absent_s
+        return (
+            states <= {_HostPhase.ENDED, _HostPhase.LOST, _HostPhase.ABSENT}
+            and now - self._changed_at >= self._absent_s
+        )
 
     def _decide(self, job_outcome: JobOutcome, now: float, note: str = "") -> None:
         if self.job_outcome is not None:
@@ -269,20 +272,20 @@ class JobOutcomeTracker:
             if self._num_restarts:
                 times = "once" if self._num_restarts == 1 else f"{self._num_restarts} times"
                 notes.append(f"The job was restarted {times} before. First cause: {self._first_cause}")
-            missing = [name for name in self._missing if self._host(name).state is _State.ABSENT]
+            missing = [name for name in self._missing if self._host(name).state is _HostPhase.ABSENT]
             if missing:
                 notes.append(f"No launcher has ever connected from: {listed(missing)}.")
             job_outcome = replace(job_outcome, reason=_with_notes(job_outcome.reason, notes))
         self.job_outcome = job_outcome
         self._decided_at = now
 
-    def _change(self, name: str, state: _State, now: float) -> None:
+    def _change(self, name: str, state: _HostPhase, now: float) -> None:
         host = self._host(name)
         host.state = state
         host.since = now
         self._changed_at = now
 
-    def _host(self, name: str) -> _Host:
+    def _host(self, name: str) -> _TrackedHost:
         return self._trainers[name] if name in self._trainers else self._data_hosts[name]
 
 

@@ -12,12 +12,12 @@ from sagemaker.instance_group import InstanceGroup
 from sagemaker.session import Session
 
 from lightning_sm.submit.file_systems import file_system_folder
-from lightning_sm.submit.job_file import Channel
-from lightning_sm.submit.plan import Plan
+from lightning_sm.submit.job_file import InputChannel
+from lightning_sm.submit.request import TrainingRequest
 from lightning_sm.submit.sdk.version import without_telemetry
 
 
-def submit(plan: Plan, boto_session: Any) -> str:
+def submit(plan: TrainingRequest, boto_session: Any) -> str:
     """Start a job under a new name, and return the name.
 
     Raises:
@@ -31,7 +31,7 @@ def submit(plan: Plan, boto_session: Any) -> str:
     return str(estimator.latest_training_job.name)
 
 
-def run_locally(plan: Plan, root: str) -> None:
+def run_locally(plan: TrainingRequest, root: str) -> None:
     """Run a job in local mode. Whether this raises says nothing about the job (see ``local_mode``).
 
     Args:
@@ -45,7 +45,7 @@ def run_locally(plan: Plan, root: str) -> None:
     Estimator(**_estimator_arguments(plan), sagemaker_session=session).fit(_training_inputs(plan) or None)
 
 
-def _estimator_arguments(plan: Plan) -> dict[str, Any]:
+def _estimator_arguments(plan: TrainingRequest) -> dict[str, Any]:
     job = plan.job
     if plan.single_group is not None:
         hosts = {"instance_type": plan.single_group.instance_type, "instance_count": plan.single_group.count}
@@ -84,11 +84,11 @@ def _estimator_arguments(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _training_inputs(plan: Plan) -> dict[str, TrainingInput | FileSystemInput]:
+def _training_inputs(plan: TrainingRequest) -> dict[str, TrainingInput | FileSystemInput]:
     return {name: _training_input(channel) for name, channel in plan.channels.items()}
 
 
-def _training_input(channel: Channel) -> TrainingInput | FileSystemInput:
+def _training_input(channel: InputChannel) -> TrainingInput | FileSystemInput:
     folder = file_system_folder(channel.uri)
     if folder is not None:
         return FileSystemInput(

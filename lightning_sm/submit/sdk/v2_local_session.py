@@ -95,10 +95,10 @@ class HeterogeneousLocalSession(LocalSession):  # type: ignore[misc]  # the SDK 
     def __init__(self, boto_session: Any = None, *, seed: int | None = None, **settings: Any) -> None:
         check_methods(_METHODS)
         super().__init__(boto_session, **settings)
-        self.sagemaker_client = _Client(self, seed)
+        self.sagemaker_client = _LocalClient(self, seed)
 
 
-class _Client(LocalSagemakerClient):  # type: ignore[misc]  # the SDK has no types
+class _LocalClient(LocalSagemakerClient):  # type: ignore[misc]  # the SDK has no types
     def __init__(self, sagemaker_session: LocalSession, seed: int | None) -> None:
         super().__init__(sagemaker_session)
         self._seed = seed
@@ -116,7 +116,7 @@ class _Client(LocalSagemakerClient):  # type: ignore[misc]  # the SDK has no typ
         specs = requested_groups(request["ResourceConfig"])
         if "InstanceGroups" in request["ResourceConfig"]:
             check_no_pipe(algorithm, channels)
-        container = _Container(
+        container = _LocalContainers(
             specs,
             groups_by_channel(channels, specs),
             self._seed,
@@ -137,7 +137,7 @@ class _Client(LocalSagemakerClient):  # type: ignore[misc]  # the SDK has no typ
         self._training_jobs[request["TrainingJobName"]] = job
 
 
-class _Container(_SageMakerContainer):  # type: ignore[misc]  # the SDK has no types
+class _LocalContainers(_SageMakerContainer):  # type: ignore[misc]  # the SDK has no types
     """All containers of one job."""
 
     def __init__(

@@ -15,12 +15,12 @@ from sagemaker.train.model_trainer import Mode
 from lightning_sm.errors import SubmitError
 from lightning_sm.submit.file_systems import file_system_folder
 from lightning_sm.submit.job_file import Job
-from lightning_sm.submit.plan import Plan
+from lightning_sm.submit.request import TrainingRequest
 from lightning_sm.submit.sdk.containers import entry_point
 from lightning_sm.submit.sdk.version import without_telemetry
 
 
-def submit(plan: Plan, boto_session: Any) -> str:
+def submit(plan: TrainingRequest, boto_session: Any) -> str:
     """Start a job under a new name, and return the name.
 
     Raises:
@@ -49,7 +49,7 @@ def submit(plan: Plan, boto_session: Any) -> str:
     return str(trainer._latest_training_job.training_job_name)
 
 
-def run_locally(plan: Plan, root: str) -> None:
+def run_locally(plan: TrainingRequest, root: str) -> None:
     """Run a job in local mode. Whether this raises says nothing about the job (see ``local_mode``).
 
     Args:
@@ -82,7 +82,7 @@ class _LocalTrainer(ModelTrainer):  # type: ignore[misc]  # the SDK is not typed
         return request
 
 
-def _trainer_arguments(plan: Plan) -> dict[str, Any]:
+def _trainer_arguments(plan: TrainingRequest) -> dict[str, Any]:
     job = plan.job
     if plan.single_group is not None:
         hosts = {"instance_type": plan.single_group.instance_type, "instance_count": plan.single_group.count}
@@ -125,7 +125,7 @@ def _trainer_arguments(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _input_channels(plan: Plan) -> list[Channel]:
+def _input_channels(plan: TrainingRequest) -> list[Channel]:
     channels: list[Channel] = []
     for name, channel in plan.channels.items():
         folder = file_system_folder(channel.uri)

@@ -12,8 +12,8 @@ import torch
 
 from lightning_sm._lightning import Callback, LightningModule, ProgressBar, Trainer, rank_zero_only
 from lightning_sm.data.trainer.reporter import data_report
-from lightning_sm.job.progress import DATA_WAIT, facts, progress_line
-from lightning_sm.training.callbacks.step_clock import Totals
+from lightning_sm.record.progress import DATA_WAIT, progress_line, rate_fields
+from lightning_sm.record.step_clock import Totals
 from lightning_sm.training.callbacks.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class LineProgress(ProgressBar):
         if self.is_enabled:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             number = self._num_validations if self._has_validated else None
-            logger.info("%s", progress_line(position, metrics, num_validations=number, facts=own, report=report))
+            logger.info("%s", progress_line(position, metrics, num_validations=number, rates=own, report=report))
         self._has_validated = False
 
     def _facts(self, trainer: Any, *, has_wait: bool = True) -> str:
@@ -132,7 +132,7 @@ class LineProgress(ProgressBar):
         self._shown = totals
         is_known = new.n > 0 and new.wall_s > 0
         num_replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
-        return facts(
+        return rate_fields(
             steps_per_s=new.n / new.wall_s if is_known else None,
             samples_per_s=num_replicas * new.samples / new.wall_s if is_known and new.samples else None,
             eta_s=self._eta_s(trainer),

@@ -38,8 +38,8 @@ class LocalPosition(Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._orders: list[_Order] = []
-        self._step_state: _State | None = None
+        self._orders: list[_RecordedOrder] = []
+        self._step_state: _SamplerState | None = None
         self._loaded: dict[str, Any] | None = None
         self._loads_in_process = True
 
@@ -52,7 +52,7 @@ class LocalPosition(Callback):
         if self._step_state is None:
             return
         if not (self._loads_in_process or trainer.validating):
-            self._step_state = _State.now()
+            self._step_state = _SamplerState.now()
         own = {"orders": [order.saved() for order in self._orders], "step": self._step_state.saved()}
         states: list[Any] = [own]
         if trainer.world_size > 1 and not trainer.interrupted:
@@ -67,7 +67,7 @@ class LocalPosition(Callback):
         self._loaded = None
         fit_loop = trainer.fit_loop
         loaders = _resumable_loaders(trainer)
-        self._orders = [_Order.of(loader) for loader in loaders]
+        self._orders = [_RecordedOrder.of(loader) for loader in loaders]
         for order, saved in zip(self._orders, states.get("orders", ()), strict=False):
             order.restore(saved)
         self._loads_in_process = any(
@@ -80,16 +80,18 @@ class LocalPosition(Callback):
         if fit_loop.restarted_mid_epoch and num_done < trainer.num_training_batches:
             _resume_epoch(trainer, loaders, num_done)
         if states:
-            _State.of(states["step"]).restore()
+            _SamplerState.of(states["step"]).restore()
         if not (fit_loop.restarted_mid_epoch or fit_loop.restarted_on_epoch_end):
             # The run starts with a new epoch, whose orders were drawn before any hook could restore the random state.
             is_resumed = fit_loop.epoch_progress.current.processed > 0
-            _restart_iterators(trainer, [one for one in loaders if is_resumed or not _Order.of(one).follows_epoch])
-        self._step_state = _State.now()
+            _restart_iterators(
+                trainer, [one for one in loaders if is_resumed or not _RecordedOrder.of(one).follows_epoch]
+            )
+        self._step_state = _SamplerState.now()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Take the loaders of the epoch: ``reload_dataloaders_every_n_epochs`` replaces them."""
-        self._orders = [_Order.of(loader) for loader in _resumable_loaders(trainer)]
+        self._orders = [_RecordedOrder.of(loader) for loader in _resumable_loaders(trainer)]
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -100,25 +102,25 @@ class LocalPosition(Callback):
         and it draws before any of its hooks is called.
         """
         if self._loads_in_process or trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
-            self._step_state = _State.now()
+            self._step_state = _SamplerState.now()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the random state after a validation, which a resumed run does not repeat."""
         if not trainer.sanity_checking:
-            self._step_state = _State.now()
+            self._step_state = _SamplerState.now()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the random state after an epoch."""
-        self._step_state = _State.now()
+        self._step_state = _SamplerState.now()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the loaders' samplers: for ``predict``, Lightning rebuilds a loader from its parts."""
         for loader in _resumable_loaders(trainer):
-            _Order.of(loader).remove(loader)
+            _RecordedOrder.of(loader).remove(loader)
 
 
 @dataclass(frozen=True)
-class _State:
+class _SamplerState:
     """The random states of this process, and of a generator.
 
     It is often taken and rarely saved, so that only saving converts it.
@@ -131,7 +133,7 @@ class _State:
     generator_state: torch.Tensor | None
 
     @classmethod
-    def now(cls, generator: torch.Generator | None = None) -> _State:
+    def now(cls, generator: torch.Generator | None = None) -> _SamplerState:
         has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return cls(
             torch.get_rng_state(),
@@ -154,7 +156,7 @@ class _State:
         }
 
     @classmethod
-    def of(cls, saved: dict[str, Any]) -> _State:
+    def of(cls, saved: dict[str, Any]) -> _SamplerState:
         name, keys, *rest = saved["numpy"]
         version, numbers, gauss = saved["python"]
         return cls(
@@ -199,7 +201,7 @@ def _resume_epoch(trainer: Any, loaders: list[DataLoader[Any]], num_done: int) -
     """Restart the pass over the training loaders, without its first batches."""
     is_cycle = trainer.fit_loop._combined_loader._mode == "max_size_cycle"
     for loader in loaders:
-        _Order.of(loader).skip_next(_num_done_in_cycle(loader, num_done) if is_cycle else num_done)
+        _RecordedOrder.of(loader).skip_next(_num_done_in_cycle(loader, num_done) if is_cycle else num_done)
     _restart_iterators(trainer, loaders)
     for loader in _all_loaders(trainer):
         has_position = hasattr(loader, "load_state_dict") or isinstance(loader, FollowingLoader)
@@ -232,7 +234,7 @@ def _restart_iterators(trainer: Any, loaders: list[DataLoader[Any]]) -> None:
     fit_loop = trainer.fit_loop
     combined = fit_loop._combined_loader
     for loader in loaders:
-        _Order.of(loader).announce_epoch(fit_loop.epoch_progress.current.processed)
+        _RecordedOrder.of(loader).announce_epoch(fit_loop.epoch_progress.current.processed)
     if loaders and len(loaders) == len(combined.flattened):
         iter(fit_loop._data_fetcher)  # which also fetches a batch if the length is unknown
         return
@@ -240,7 +242,7 @@ def _restart_iterators(trainer: Any, loaders: list[DataLoader[Any]]) -> None:
         combined._iterator.iterators[combined.flattened.index(loader)] = iter(loader)
 
 
-class _Order:
+class _RecordedOrder:
     """Wraps the sampler of a loader: records the random state with which an order is drawn, and can skip first items.
 
     Everything else is the wrapped sampler's: Lightning and users look for attributes such as ``sampler`` on it.
@@ -251,11 +253,11 @@ class _Order:
         self._inner = inner
         generators = [getattr(each, "generator", None) for each in inner]
         self._generator = next((own for own in generators if isinstance(own, torch.Generator)), None)
-        self._drawn_with: _State | None = None
+        self._drawn_with: _SamplerState | None = None
         self._num_skipped: int | None = None
 
     @classmethod
-    def of(cls, loader: DataLoader[Any]) -> _Order:
+    def of(cls, loader: DataLoader[Any]) -> _RecordedOrder:
         """Return the one in a loader; if there is none, put one in."""
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         if isinstance(sampler, cls):
@@ -286,7 +288,7 @@ class _Order:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore what another run saved: its generator, and the state with which it drew its last order."""
-        self._drawn_with = None if saved["drawn_with"] is None else _State.of(saved["drawn_with"])
+        self._drawn_with = None if saved["drawn_with"] is None else _SamplerState.of(saved["drawn_with"])
         if self._generator is not None and saved["generator"] is not None:
             self._generator.set_state(saved["generator"].cpu())
 
@@ -298,7 +300,7 @@ class _Order:
         # A generator: the order is drawn with the first item.
         num_skipped = self._num_skipped
         self._num_skipped = None
-        now = _State.now(self._generator)
+        now = _SamplerState.now(self._generator)
         items = iter(self._sampler)
         if num_skipped is None or self._drawn_with is None:
             self._drawn_with = now

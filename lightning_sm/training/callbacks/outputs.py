@@ -28,7 +28,7 @@ from lightning_sm.job.uploads import files_of
 from lightning_sm.job.variables import MODEL, Model
 from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint, TrainingInterrupted
 from lightning_sm.training.checkpoints.sharded import gather_weights, has_index, holders, lacks_shards, remove_folder
-from lightning_sm.training.meeting import wait_for_all_ranks
+from lightning_sm.training.rank_barrier import wait_for_all_ranks
 
 logger = logging.getLogger(__name__)
 _log_once = rank_zero_only(logger.info)

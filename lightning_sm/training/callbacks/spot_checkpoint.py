@@ -24,12 +24,12 @@ from lightning_sm._lightning import Checkpoint, LightningModule, MultiProcessing
 from lightning_sm.errors import CheckpointError
 from lightning_sm.job.control_folder import OwnProcess, announce
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.process_launcher import Launch, Launcher
+from lightning_sm.job.rank_starter import RankStart, RankStarter
 from lightning_sm.job.stopping import GENTLE_SIGNAL, INTERRUPTED_EXIT_CODE
 from lightning_sm.job.uploads import files_of
-from lightning_sm.training.callbacks.pace import Pace
 from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts, object_stores
 from lightning_sm.training.checkpoints.resume import resume_from_latest
+from lightning_sm.training.pace import Pace
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class TrainingInterrupted(SystemExit):  # not an error: the interpreter exits wi
     """Raised in all ranks at the same step, after the checkpoint was saved."""
 
 
-class _Moment(Enum):
+class _SavedMoment(Enum):
     """When the current checkpoint is saved: it decides how the saved progress must be corrected."""
 
     OTHER = "when another callback saves one"
@@ -102,10 +102,10 @@ class SpotCheckpoint(Checkpoint):
         self.saved: Path | str | None = None
         self._is_stopping = False  # any rank was signalled; the same on all ranks
         # One for steps and one for validation batches, which take different times.
-        self._paces: dict[_Moment, Pace] = {}
+        self._paces: dict[_SavedMoment, Pace] = {}
         self._can_stop_in_validation = False
         self._loader_states: deque[list[dict[str, Any]]] = deque(maxlen=2)
-        self._moment = _Moment.OTHER
+        self._moment = _SavedMoment.OTHER
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Install the signal handlers. They stay after the run, so that a late signal does not disturb its end."""
@@ -124,7 +124,7 @@ class SpotCheckpoint(Checkpoint):
         # Lightning kills rank 0 of a host when another local rank exits with a code other than 0. The parent of workers
         # (ddp_spawn) would raise an error.
         self._is_worker = isinstance(trainer.strategy.launcher, MultiProcessingLauncher)
-        is_child = self._is_worker or Launch.detect(os.environ, os.getppid()).launcher is Launcher.LIGHTNING
+        is_child = self._is_worker or RankStart.detect(os.environ, os.getppid()).launcher is RankStarter.LIGHTNING
         self._exit_code = 0 if is_child else INTERRUPTED_EXIT_CODE
         if threading.current_thread() is not threading.main_thread():
             logger.warning("SpotCheckpoint is inactive: only the main thread handles signals. Run the Trainer there.")
@@ -179,9 +179,9 @@ class SpotCheckpoint(Checkpoint):
         if batch_idx == 0:
             self._loader_states.clear()
             if trainer.current_epoch > 0 and trainer.num_training_batches <= trainer.accumulate_grad_batches:
-                self._stop_if_signalled(trainer, _Moment.EPOCH_START)
+                self._stop_if_signalled(trainer, _SavedMoment.EPOCH_START)
         elif batch_idx % trainer.accumulate_grad_batches == 0:
-            self._stop_if_signalled(trainer, _Moment.STEP_START)
+            self._stop_if_signalled(trainer, _SavedMoment.STEP_START)
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
         """Once a stop is certain, record the states of stateful loaders."""
@@ -201,7 +201,7 @@ class SpotCheckpoint(Checkpoint):
         """Determine whether all ranks validate on the same number of batches, so that they can exchange flags."""
         if not self._is_fit:
             return
-        self._paces.pop(_Moment.VALIDATION, None)
+        self._paces.pop(_SavedMoment.VALIDATION, None)
         if trainer.world_size == 1:
             self._can_stop_in_validation = True
             return
@@ -221,9 +221,9 @@ class SpotCheckpoint(Checkpoint):
         # With max_steps, a run that resumes from the last step ends at once, without the rest of the validation.
         is_last_step = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
         if trainer.sanity_checking or (is_step_done and not is_last_step):
-            self._stop_if_signalled(trainer, _Moment.VALIDATION)
+            self._stop_if_signalled(trainer, _SavedMoment.VALIDATION)
 
-    def _stop_if_signalled(self, trainer: Any, moment: _Moment) -> None:
+    def _stop_if_signalled(self, trainer: Any, moment: _SavedMoment) -> None:
         """Exchange flags if it is time, and if any rank was signalled, save a checkpoint and exit."""
         num_signalled = float(self._signalled_at is not None)
         if trainer.world_size > 1:
@@ -236,7 +236,7 @@ class SpotCheckpoint(Checkpoint):
         if not self._is_stopping:
             return
         # Stateful loaders have already given the batch of a step that starts: wait for their states from before it.
-        needs_states = moment is _Moment.STEP_START and any(trainer.fit_loop._combined_loader._state_dicts())
+        needs_states = moment is _SavedMoment.STEP_START and any(trainer.fit_loop._combined_loader._state_dicts())
         if needs_states and len(self._loader_states) <= _num_prefetched(trainer):
             return
         if trainer.sanity_checking:
@@ -261,8 +261,8 @@ class SpotCheckpoint(Checkpoint):
         sums: list[float] = tensor.tolist()
         return sums
 
-    def _save(self, trainer: Trainer, moment: _Moment) -> None:
-        if moment is _Moment.VALIDATION:
+    def _save(self, trainer: Trainer, moment: _SavedMoment) -> None:
+        if moment is _SavedMoment.VALIDATION:
             # Undo WeightAveraging's swap for the validation: it would save the averaged weights as the current ones.
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, WeightAveraging):
@@ -312,16 +312,16 @@ class SpotCheckpoint(Checkpoint):
         """Record which job saves the checkpoint, and correct the progress within the interrupted epoch."""
         if self._job is not None:
             checkpoint[JOB_KEY] = job_facts(self._job, self._fit)
-        if self._moment is _Moment.OTHER:
+        if self._moment is _SavedMoment.OTHER:
             return
         loop = checkpoint["loops"]["fit_loop"]
-        if self._moment is _Moment.EPOCH_START:
+        if self._moment is _SavedMoment.EPOCH_START:
             _rewind_to_epoch_start(loop)
-        elif self._moment is _Moment.STEP_START:
+        elif self._moment is _SavedMoment.STEP_START:
             _rewind_to_step_end(loop)
             if "combined_loader" in loop["state_dict"] and self._loader_states:
                 loop["state_dict"]["combined_loader"] = self._loader_states[-1 - _num_prefetched(trainer)]
-        elif self._moment is _Moment.VALIDATION:
+        elif self._moment is _SavedMoment.VALIDATION:
             _rewind_to_validation_start(loop)
 
 

@@ -17,14 +17,12 @@ from lightning_sm._lightning import Callback, LightningModule, Trainer
 from lightning_sm.data.protocol.figures import HostFigures
 from lightning_sm.data.trainer.metrics import changes
 from lightning_sm.data.trainer.reporter import Reporter
-from lightning_sm.job import record
-from lightning_sm.job.bottleneck import local_verdict
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.host_use import CpuMeter, usable_cpus
-from lightning_sm.training.callbacks.gpu_timer import GpuTimer
-from lightning_sm.training.callbacks.run_summary import summary
-from lightning_sm.training.callbacks.spot_checkpoint import TrainingInterrupted
-from lightning_sm.training.callbacks.step_clock import (
+from lightning_sm.record import events
+from lightning_sm.record.bottleneck import local_verdict
+from lightning_sm.record.host_use import CpuMeter, usable_cpus
+from lightning_sm.record.run_summary import summary
+from lightning_sm.record.step_clock import (
     BACKWARD,
     DATA_WAIT,
     FORWARD,
@@ -36,6 +34,8 @@ from lightning_sm.training.callbacks.step_clock import (
     Totals,
     exposed,
 )
+from lightning_sm.training.callbacks.spot_checkpoint import TrainingInterrupted
+from lightning_sm.training.gpu_timer import GpuTimer
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ class StepTimes(Callback):
     Rank 0 writes means since the last time to the Trainer's loggers, every ``log_every_n_steps`` batches:
     ``time/step_ms``, and ``time/data_wait_ms``, ``time/to_device_ms``, ``time/forward_ms``, ``time/backward_ms``,
     ``time/optimizer_ms``, ``time/other_ms``, whose sum it is; ``time/input_bound`` is the share of waiting for data, 0
-    to 1. In a SageMaker job all ranks write their series to the record of the run (``lightning_sm.job.record``). At the
-    end, rank 0 says in a sentence where the time went.
+    to 1. In a SageMaker job all ranks write their series to the record of the run (``lightning_sm.record.events``). At
+    the end, rank 0 says in a sentence where the time went.
 
     ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
 
@@ -78,7 +78,7 @@ class StepTimes(Callback):
     def __init__(self, job: SageMakerJob | None = None) -> None:
         super().__init__()
         self._job = job
-        self._record: record.Recorder | None = None
+        self._record: events.Recorder | None = None
         self._clock: StepClock | None = None
         self._enter: Callable[[int], None] = _nothing
         self._after_backward = OPTIMIZER
@@ -96,7 +96,7 @@ class StepTimes(Callback):
         self._totals = Totals()
         self._written = Totals()
         self._logged = Totals()
-        self._pacing = record.Pacing(_STEPS_S)
+        self._pacing = events.Pacing(_STEPS_S)
         self._next_line_at = 0.0
         self._next_data_at = 0.0
         self._next_metrics_at = 0.0
@@ -121,9 +121,9 @@ class StepTimes(Callback):
         self._setup_at = time.time()
         if self._job is not None and self._record is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             who = f"rank-{trainer.global_rank}"
-            self._record = record.open_record(self._job, who)
+            self._record = events.open_record(self._job, who)
             self._record.append(
-                record.head_of(
+                events.head_of(
                     self._job,
                     who,
                     self._record.path,
@@ -147,9 +147,9 @@ class StepTimes(Callback):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._reporter = next((one for one in callbacks if isinstance(one, Reporter)), None)
         now = time.time()
-        self._write(record.Span(now, "startup", self._setup_at, now - self._setup_at))
+        self._write(events.Span(now, "startup", self._setup_at, now - self._setup_at))
         self._write(
-            record.Loader(
+            events.Loader(
                 now,
                 is_remote=self._reporter is not None,
                 workers=_num_workers(trainer) if self._reporter is None else 0,
@@ -233,8 +233,8 @@ class StepTimes(Callback):
         elif stage != "fit":
             now = time.time()
             name = "validation" if stage == "validate" else stage
-            self._write(record.Span(now, name, self._setup_at, now - self._setup_at))
-        self._end(record.End(time.time(), "succeeded"))
+            self._write(events.Span(now, name, self._setup_at, now - self._setup_at))
+        self._end(events.End(time.time(), "succeeded"))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Do so when the run ends early, too."""
@@ -243,7 +243,7 @@ class StepTimes(Callback):
         self._event("interruption" if is_interrupted else "failure", text)
         if self._clock is not None:
             self._finish(trainer)
-        self._end(record.End(time.time(), "interrupted" if is_interrupted else "failed", reason=text))
+        self._end(events.End(time.time(), "interrupted" if is_interrupted else "failed", reason=text))
 
     # ---- what hooks do not tell
 
@@ -350,10 +350,10 @@ class StepTimes(Callback):
         now = time.time()
         if not new.n:
             if new.wall_s > 0:
-                self._write(record.Span(now, "between", now - new.wall_s, new.wall_s))
+                self._write(events.Span(now, "between", now - new.wall_s, new.wall_s))
             return
         self._write(
-            record.Steps(
+            events.Steps(
                 t=now,
                 step=trainer.global_step,
                 n=new.n,
@@ -375,7 +375,7 @@ class StepTimes(Callback):
             return
         self._next_data_at = time.perf_counter() + _DATA_S
         hosts, ranks = sums
-        self._write(record.DataService(time.time(), [vars(host) for host in hosts], ranks))
+        self._write(events.DataService(time.time(), [vars(host) for host in hosts], ranks))
         for what, text in changes(self._hosts, hosts):
             self._event(what, text)
         self._hosts = list(hosts)
@@ -385,7 +385,7 @@ class StepTimes(Callback):
             return
         values: dict[str, float | None] = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if values:
-            self._write(record.Metrics(time.time(), trainer.global_step, trainer.current_epoch, values))
+            self._write(events.Metrics(time.time(), trainer.global_step, trainer.current_epoch, values))
 
     def _log(self, trainer: Any) -> None:
         totals = self.totals
@@ -428,7 +428,7 @@ class StepTimes(Callback):
     def _end_span(self, *names: str) -> OpenSpan | None:
         span = self._clock.end_span(*names) if self._clock is not None else None
         if span is not None:
-            self._write(record.Span(time.time(), span.name, span.began_at, span.seconds))
+            self._write(events.Span(time.time(), span.name, span.began_at, span.seconds))
         return span
 
     def _end_first_batch(self) -> None:
@@ -436,13 +436,13 @@ class StepTimes(Callback):
         self._end_span("first_batch")
 
     def _event(self, what: str, text: str) -> None:
-        self._write(record.Event(time.time(), what, text))
+        self._write(events.Event(time.time(), what, text))
 
-    def _write(self, line: record.Line) -> None:
+    def _write(self, line: events.Line) -> None:
         if self._record is not None:
             self._record.append(line)
 
-    def _end(self, line: record.End) -> None:
+    def _end(self, line: events.End) -> None:
         if self._record is not None:
             self._record.append(line)
             self._record.close()

@@ -24,7 +24,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # fsspec has 
 from lightning_sm.errors import CheckpointError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.uploads import is_ignored
-from lightning_sm.training.checkpoints.inert import inert_checkpoint, inert_pickle, pickle_of
+from lightning_sm.training.checkpoints.pickle_peek import inert_checkpoint, inert_pickle, pickle_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def newest_checkpoint(
     fit: str | None = None,
     is_own: bool = False,
     object_stores: Sequence[str] = (),
-) -> Checkpoint | None:
+) -> FoundCheckpoint | None:
     """Find the valid checkpoint with the most progress.
 
     Looks at what is named ``*.ckpt`` at any depth, except hidden and unfinished: files, and folders of
@@ -93,7 +93,7 @@ def newest_checkpoint(
     Raises:
         CheckpointError: An object store cannot be read.
     """
-    readings: list[Checkpoint] = []
+    readings: list[FoundCheckpoint] = []
     if folder is not None:
         readings += [_read(path, partial(_contents, path, job, load)) for path in sorted(_candidates(Path(folder)))]
     for address in object_stores:
@@ -117,7 +117,7 @@ def newest_checkpoint(
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class FoundCheckpoint:
     """What one checkpoint contains.
 
     Attributes:
@@ -165,7 +165,7 @@ def _candidates(folder: Path) -> Iterator[Path]:
                 logger.warning("Ignoring %s: it links to %s, which does not exist.", path, target)
 
 
-def _read(path: Path | str, contents: Callable[[], tuple[Any, bool]]) -> Checkpoint:
+def _read(path: Path | str, contents: Callable[[], tuple[Any, bool]]) -> FoundCheckpoint:
     """Describe a checkpoint.
 
     Args:
@@ -176,16 +176,16 @@ def _read(path: Path | str, contents: Callable[[], tuple[Any, bool]]) -> Checkpo
         checkpoint, has_objects = contents()
         progress = _progress(checkpoint)
     except _UnusableError as error:
-        return Checkpoint(path, fault=str(error))
+        return FoundCheckpoint(path, fault=str(error))
     except Exception as error:  # noqa: BLE001 - a broken file may raise anything, also in the user's classes
-        return Checkpoint(path, fault=f"cannot be read ({_brief(error)})")
+        return FoundCheckpoint(path, fault=f"cannot be read ({_brief(error)})")
     # Lightning refuses to resume from such a checkpoint (ModelCheckpoint(save_weights_only=True)).
     fault = None if "lr_schedulers" in checkpoint else "contains weights only"
     facts = checkpoint.get(JOB_KEY)
-    return Checkpoint(path, has_objects, progress, facts if isinstance(facts, Mapping) else None, fault)
+    return FoundCheckpoint(path, has_objects, progress, facts if isinstance(facts, Mapping) else None, fault)
 
 
-def _read_store(address: str, job: SageMakerJob | None) -> list[Checkpoint]:
+def _read_store(address: str, job: SageMakerJob | None) -> list[FoundCheckpoint]:
     """Read all checkpoints below an address."""
     try:
         filesystem, root = url_to_fs(address)
@@ -199,14 +199,14 @@ def _read_store(address: str, job: SageMakerJob | None) -> list[Checkpoint]:
         ) from error
 
 
-def _read_object(filesystem: Any, name: str, job: SageMakerJob | None) -> Checkpoint:
+def _read_object(filesystem: Any, name: str, job: SageMakerJob | None) -> FoundCheckpoint:
     path = filesystem.unstrip_protocol(name)
     # Apart from what it says: a file that is damaged is passed over, a store that does not answer is an error.
     try:
         with filesystem.open(name, "rb") as file:
             data = pickle_of(file)
     except (zipfile.BadZipFile, ValueError) as error:
-        return Checkpoint(path, fault=f"cannot be read ({_brief(error)})")
+        return FoundCheckpoint(path, fault=f"cannot be read ({_brief(error)})")
     reading = _read(path, lambda: (inert_pickle(data), False))
     is_trusted = job is not None and reading.job is not None and _of_another_job(reading.job, job) is None
     return replace(reading, has_objects=is_trusted)
@@ -361,7 +361,7 @@ def _of_another_job(facts: Mapping[str, Any], job: SageMakerJob) -> str | None:
     )
 
 
-def _checked(reading: Checkpoint, job: SageMakerJob | None, fit: str | None) -> Checkpoint:
+def _checked(reading: FoundCheckpoint, job: SageMakerJob | None, fit: str | None) -> FoundCheckpoint:
     """Return the reading with a fault if the checkpoint belongs to another job or another fit."""
     if reading.fault is not None or reading.job is None:
         return reading
@@ -369,7 +369,7 @@ def _checked(reading: Checkpoint, job: SageMakerJob | None, fit: str | None) -> 
     saved_fit = reading.job.get("fit")
     if None not in (saved_fit, fit) and saved_fit != fit:
         fault = f"is from fit {saved_fit} of the script (Trainer number.fit number); this is fit {fit}"
-    return reading if fault is None else Checkpoint(reading.path, fault=fault)
+    return reading if fault is None else FoundCheckpoint(reading.path, fault=fault)
 
 
 def _brief(error: BaseException) -> str:

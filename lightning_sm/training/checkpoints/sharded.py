@@ -29,7 +29,7 @@ _INDEX = ".metadata"
 _WRITTEN_LAST = (_INDEX, "meta.pt", "latest")
 
 
-def care_for_shards(trainer: Trainer) -> None:
+def install_shard_hooks(trainer: Trainer) -> None:
     """Let a sharded strategy remove checkpoints on every host, and make an old one invalid before it is overwritten.
 
     Lightning removes on rank 0 only: the disks of the other hosts would fill. And if a host is taken away while a

@@ -26,7 +26,7 @@ import pytest
 from pytorch_lightning.callbacks import Callback, EarlyStopping
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_sm.data.ipc.feeder_messages import HostState
+from lightning_sm.data.ipc.feeder_messages import HostSnapshot
 from lightning_sm.errors import (
     BatchTooLargeError,
     DataHostMismatchError,
@@ -140,7 +140,7 @@ class Scene:
         self.started.append(self.hosts[name])
         return self.hosts[name].start()
 
-    def report(self, name: str) -> HostState:
+    def report(self, name: str) -> HostSnapshot:
         """What the feeder says of a host."""
         address = self.hosts[name].address
         return next(host for host in self.module._hosts.feeder.state().hosts if host.name in (name, address))

@@ -13,8 +13,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_sm.data.protocol.calls import Loaders, OrderSize, SetUp
-from lightning_sm.data.protocol.frames import Batch, FrameKind, RunHeader, frame, frames, pack_batches
-from lightning_sm.data.protocol.spec import BatchSpec, RunSpec
+from lightning_sm.data.protocol.frames import EncodedBatch, FrameKind, StepRangeHeader, frame, frames, pack_batches
+from lightning_sm.data.protocol.spec import BatchSpec, StepRangeSpec
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
 from tests.fakes.requests import count_request, open_request
@@ -35,8 +35,8 @@ def framed(request_id, kind, payload, value=0):
 
 def header(request_id, num_bytes, structure=b'["lsm-batch",1,0,null]'):
     """Return a frame that announces a batch."""
-    batches = pack_batches([Batch(0, num_bytes, structure)])
-    return framed(request_id, FrameKind.HEADER, RunHeader(num_bytes, 0.0, 0.0, batches).encode())
+    batches = pack_batches([EncodedBatch(0, num_bytes, structure)])
+    return framed(request_id, FrameKind.HEADER, StepRangeHeader(num_bytes, 0.0, 0.0, batches).encode())
 
 
 ANSWERS = {
@@ -250,7 +250,7 @@ def spec(opening="", **changed):
     batch = {"seed": 0, "epoch": 0, "pass_index": 0, "step": 0, "rank": 0, "keys": np.arange(4)}
     batch.update((name, value) for name, value in changed.items() if name in batch)
     run.update((name, value) for name, value in changed.items() if name in run)
-    return RunSpec(**run, batches=(BatchSpec(**batch),)).encode()
+    return StepRangeSpec(**run, batches=(BatchSpec(**batch),)).encode()
 
 
 # What a data host closes the stream at, and what it answers.

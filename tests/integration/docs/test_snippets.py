@@ -22,7 +22,7 @@ import yaml
 from sybil.evaluators.python import PythonEvaluator
 
 from lightning_sm import __main__ as program
-from lightning_sm.job.prices import read_prices
+from lightning_sm.record.prices import read_prices
 from lightning_sm.report.compare import read_figures
 from lightning_sm.submit.job_file import Job, read_job
 from tests.fakes.sagemaker_service import FakeService
@@ -165,7 +165,7 @@ def _lightning_sm(words):
         own = ["app/job.yaml" if word == "job.yaml" else word for word in words]
         assert program.main(own) == 0
     elif words[0] == "jobs":
-        from lightning_sm.jobs.command import _parser
+        from lightning_sm.cloud.command import _parser
 
         _parser().parse_args(words[1:])
     else:

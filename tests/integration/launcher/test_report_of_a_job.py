@@ -9,7 +9,7 @@ _SCRIPT = """
 import os, sys, time
 from pathlib import Path
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.record import Loader, Steps, head_of, open_record
+from lightning_sm.record.events import Loader, Steps, head_of, open_record
 from lightning_sm.job.topology import Topology
 
 job = SageMakerJob.from_environment()

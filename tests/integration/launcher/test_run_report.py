@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
-from lightning_sm.job.record import FOLDER
 from lightning_sm.launcher.run_report import write_report
+from lightning_sm.record.events import FOLDER
 from tests.unit.report.recorded import input_bound
 
 

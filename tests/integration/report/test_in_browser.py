@@ -2,10 +2,10 @@
 
 import pytest
 
-from lightning_sm.job.prices import Prices
+from lightning_sm.record.prices import Prices
+from lightning_sm.record.runs import read_run
 from lightning_sm.report.figures import Figures
 from lightning_sm.report.page import render
-from lightning_sm.report.records import read_run
 from tests.integration.report.browser import PROGRAM, browser
 from tests.unit.report.recorded import input_bound
 

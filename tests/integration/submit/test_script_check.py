@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
 
-from lightning_sm.submit.job_file import Channel, Group, Job
+from lightning_sm.submit.job_file import Group, InputChannel, Job
 from lightning_sm.submit.preflight import Findings
 from lightning_sm.submit.script_check import check_hyperparameters
 
@@ -36,7 +36,7 @@ if __name__ == "__main__":
 JOB = Job(
     image="x",
     groups={"trainer": Group("ml.g5.xlarge", 2), "data": Group("ml.c5.xlarge", 1)},
-    channels={"training": Channel("s3://bucket/data", ["data"])},
+    channels={"training": InputChannel("s3://bucket/data", ["data"])},
 )
 
 

@@ -14,7 +14,7 @@ from botocore.validate import ParamValidator
 
 from lightning_sm.errors import SubmitError
 from lightning_sm.submit import submit
-from lightning_sm.submit.job_file import Channel, Group, Job, Spot, Vpc
+from lightning_sm.submit.job_file import Group, InputChannel, Job, Spot, Vpc
 
 pytestmark = [pytest.mark.sdk2, pytest.mark.filterwarnings("ignore")]
 
@@ -40,7 +40,9 @@ JOBS = st.builds(
     groups=st.dictionaries(WORDS, st.builds(Group, TYPES, COUNTS), max_size=6),
     role=st.one_of(st.none(), st.just("arn:aws:iam::111122223333:role/a"), TEXTS),
     name=TEXTS,
-    channels=mappings(st.builds(Channel, URIS, groups=st.none() | st.lists(WORDS, max_size=2), content_type=TEXTS)),
+    channels=mappings(
+        st.builds(InputChannel, URIS, groups=st.none() | st.lists(WORDS, max_size=2), content_type=TEXTS)
+    ),
     hyperparameters=mappings(VALUES),
     environment=mappings(TEXTS | st.just("x" * 600)),
     subcommand=st.none() | TEXTS,

@@ -25,7 +25,7 @@ from pathlib import Path
 from lightning_sm.data.ipc.host_messages import Serve
 from lightning_sm.data.ipc.processes import start_module
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
-from lightning_sm.job import record
+from lightning_sm.record import events
 from lightning_sm.job.control_folder import announce
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.rendezvous import own_address
@@ -44,11 +44,11 @@ if topology.role is Role.DATA:
     process.beat(phase="serving data")
 else:
     rank = topology.node_rank
-    lines = record.open_record(job, f"rank-{rank}")
-    lines.append(record.head_of(job, f"rank-{rank}", lines.path, rank=rank, world_size=2))
+    lines = events.open_record(job, f"rank-{rank}")
+    lines.append(events.head_of(job, f"rank-{rank}", lines.path, rank=rank, world_size=2))
     parts = {"data_wait": 0.5, "forward": 1.5}
-    lines.append(record.Steps(time.time(), step=40, n=40, wall_s=2.0, longest_s=0.1, samples=320, parts=parts))
-    lines.append(record.Metrics(time.time(), 40, 1, {"loss": 0.25}))
+    lines.append(events.Steps(time.time(), step=40, n=40, wall_s=2.0, longest_s=0.1, samples=320, parts=parts))
+    lines.append(events.Metrics(time.time(), 40, 1, {"loss": 0.25}))
     lines.event("resumed", "from step 20")
 pause = threading.Event()
 while not Path(sys.argv[1]).exists():

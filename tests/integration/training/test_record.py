@@ -7,13 +7,13 @@ import pytest
 
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 from lightning_sm.data.trainer.verdict import verdict
-from lightning_sm.job import record
-from lightning_sm.job.prices import Prices
+from lightning_sm.record import events
+from lightning_sm.record.prices import Prices
+from lightning_sm.record.runs import read_run
 from lightning_sm.report import findings
 from lightning_sm.report.figures import STEPS, WAITING, Figures
 from lightning_sm.report.page import render
-from lightning_sm.report.plan import plan
-from lightning_sm.report.records import read_run
+from lightning_sm.report.sizing import plan
 from tests.integration.emulators import local
 
 pytestmark = pytest.mark.processes
@@ -66,7 +66,7 @@ def run(tmp_path_factory, jobs):
     groups = ("--group", "trainer=2", "--group", "data=1")
     ended = local(jobs, work, *groups, "--", "train.py", "--api_key=abc", OMP_NUM_THREADS="1")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    files = {path.stem: record.read_file(path) for path in record.find_files(jobs)}
+    files = {path.stem: events.read_file(path) for path in events.find_files(jobs)}
     heads = [lines[0] for lines in files.values()]
     return ended.stdout + ended.stderr, {(head.role, head.who): files[f"{head.host}-{head.who}"] for head in heads}
 
@@ -97,8 +97,8 @@ def test_launchers_say_what_they_ran_and_how_busy_it_was(run):
         lines = run[1][role, "launcher"]
         script, argument = lines[0].command[-2:]
         assert (Path(script).name, argument) == ("train.py", "--api_key=(hidden)")
-        assert [span.name for span in of_kind(lines, record.Span)] == ["preparation"]
-        uses = of_kind(lines, record.HostUse)
+        assert [span.name for span in of_kind(lines, events.Span)] == ["preparation"]
+        uses = of_kind(lines, events.HostUse)
         assert uses
         assert any(use.cpu > 0 for use in uses)
         assert all(0 < use.memory_bytes <= use.memory_total_bytes for use in uses)
@@ -108,21 +108,21 @@ def test_launchers_say_what_they_ran_and_how_busy_it_was(run):
 def test_ranks_say_where_their_steps_were(run, rank):
     """15 batches in each of two epochs, without the first step; parts sum up."""
     lines = run[1]["trainer", f"rank-{rank}"]
-    steps = of_kind(lines, record.Steps)
+    steps = of_kind(lines, events.Steps)
     assert sum(line.n for line in steps) == 29
     assert sum(line.samples for line in steps) == 29 * 4
     assert steps[-1].step == 30
     for line in steps:
         assert sum(line.parts.values()) == pytest.approx(line.wall_s, abs=1e-4)
-    (loader,) = of_kind(lines, record.Loader)
+    (loader,) = of_kind(lines, events.Loader)
     assert (loader.is_remote, loader.ranks_of_host) == (True, 1)
 
 
 def test_a_report_gives_the_verdict_that_the_log_gave(run):
     """From the figures that rank 0 wrote at the end."""
     said, files = run
-    assert not of_kind(files["trainer", "rank-1"], record.DataService)
-    last = of_kind(files["trainer", "rank-0"], record.DataService)[-1]
+    assert not of_kind(files["trainer", "rank-1"], events.DataService)
+    last = of_kind(files["trainer", "rank-0"], events.DataService)[-1]
     ranks = {name: RankFigures(**values) for name, values in last.ranks.items()}
     text = verdict(ranks, [HostFigures(**host) for host in last.hosts])
     assert "for the transforms" in text

@@ -12,8 +12,8 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from lightning_sm.job import record
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
+from lightning_sm.record import events
 from lightning_sm.training.callbacks.step_times import StepTimes, _num_samples
 
 LONG_S = 0.02
@@ -159,8 +159,8 @@ def job(tmp_path):
 
 def lines(job, kind):
     """The lines of a kind in the record of rank 0."""
-    path = record.record_folder(job) / "1" / "algo-1-rank-0.jsonl"
-    return [line for line in record.read_file(path) if isinstance(line, kind)]
+    path = events.record_folder(job) / "1" / "algo-1-rank-0.jsonl"
+    return [line for line in events.read_file(path) if isinstance(line, kind)]
 
 
 def fast():
@@ -226,25 +226,25 @@ def test_a_validation_and_a_checkpoint_are_no_part_of_steps(fit, job):
 
     totals = fit(Validated(), fast(), fast(), job=job, callbacks=[Saves()])
     assert totals.spans["validation"] >= 0.6 > totals.wall_s
-    assert {span.name for span in lines(job, record.Span)} >= {"startup", "first_batch", "validation", "checkpoint"}
-    (saved,) = [event for event in lines(job, record.Event) if event.what == "checkpoint_saved"]
+    assert {span.name for span in lines(job, events.Span)} >= {"startup", "first_batch", "validation", "checkpoint"}
+    (saved,) = [event for event in lines(job, events.Event) if event.what == "checkpoint_saved"]
     assert saved.text == f"step 6 in {job.base_dir / 'model.ckpt'}"
-    assert lines(job, record.Metrics)[0].values.keys() == {"val_loss"}
+    assert lines(job, events.Metrics)[0].values.keys() == {"val_loss"}
 
 
 def test_parts_in_the_record_sum_up(fit, job):
     """Each line's parts are its wall time; all lines together have all steps."""
     totals = fit(Model(), DataLoader(Slow(80), 1), job=job)
-    steps = lines(job, record.Steps)
+    steps = lines(job, events.Steps)
     assert len(steps) >= 2
     assert sum(line.n for line in steps) == totals.n == 79
     for line in steps:
         assert sum(line.parts.values()) == pytest.approx(line.wall_s, abs=1e-4)
         assert line.longest_s <= line.wall_s
         assert not line.gpu_parts
-    (loader,) = lines(job, record.Loader)
+    (loader,) = lines(job, events.Loader)
     assert (loader.is_remote, loader.workers, loader.ranks_of_host) == (False, 0, 1)
-    assert lines(job, record.End)[-1].outcome == "succeeded"
+    assert lines(job, events.End)[-1].outcome == "succeeded"
 
 
 def test_loggers_get_the_parts_in_milliseconds(fit, tmp_path):
@@ -254,7 +254,7 @@ def test_loggers_get_the_parts_in_milliseconds(fit, tmp_path):
     rows = [row for row in csv.DictReader(path.read_text().splitlines()) if row["time/step_ms"]]
     assert len(rows) == 2
     for row in rows:
-        parts = [float(row[f"time/{name}_ms"]) for name in record.PARTS]
+        parts = [float(row[f"time/{name}_ms"]) for name in events.PARTS]
         assert sum(parts) == pytest.approx(float(row["time/step_ms"]))
         assert parts[0] >= 1e3 * LONG_S
         assert float(row["time/input_bound"]) == pytest.approx(parts[0] / sum(parts))
@@ -280,9 +280,9 @@ def test_a_run_that_fails_says_where_its_time_went(fit, job, caplog):
 
     fit(Fails(), fast(), job=job, fails=True)
     assert any(message.startswith("3 steps in ") for message in caplog.messages)
-    end = lines(job, record.End)[-1]
+    end = lines(job, events.End)[-1]
     assert (end.outcome, end.reason) == ("failed", "ValueError: the end")
-    assert [event.what for event in lines(job, record.Event)] == ["failure"]
+    assert [event.what for event in lines(job, events.Event)] == ["failure"]
 
 
 def test_nothing_is_left_of_it_in_the_trainer(fit):

@@ -13,10 +13,10 @@ from lightning_sm.emulator import attempt
 from lightning_sm.emulator.faults import (
     HELP,
     Fault,
+    FaultPlan,
     FaultSettings,
     Kind,
     Moment,
-    Plan,
     check,
     host_name,
     parse,
@@ -170,7 +170,7 @@ def test_a_fault_is_due_from_its_moment_on(when, moments):
 def test_faults_stay_until_they_happened():
     """A fault whose target is not there yet is due again; the same fault given twice happens twice."""
     texts = ["kill:algo-1@step=3", "interrupt@step=5", "interrupt@step=5", "late:algo-1=1", "slow-dns:algo-2=2"]
-    plan = Plan(FaultSettings(tuple(map(parse, texts))))
+    plan = FaultPlan(FaultSettings(tuple(map(parse, texts))))
     assert plan.due(Moment(step=2)) == []
     (kill,) = plan.due(Moment(step=4))
     assert plan.due(Moment(step=4)) == [kill]

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sm.job import record
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.job.stopping import JobOutcome, Outcome
 from lightning_sm.job.topology import Role
 from lightning_sm.job.variables import PARENT_PID, RECORD_DIR
 from lightning_sm.launcher.host_record import HostRecord
+from lightning_sm.record import events
 
 
 class Launcher:
@@ -25,7 +25,7 @@ class Launcher:
 
     def lines(self):
         """What it wrote."""
-        return record.read_file(self.folder / "algo-1-launcher.jsonl")
+        return events.read_file(self.folder / "algo-1-launcher.jsonl")
 
 
 def test_what_happens_before_the_command_is_known_comes_after_the_head(tmp_path):
@@ -41,7 +41,7 @@ def test_what_happens_before_the_command_is_known_comes_after_the_head(tmp_path)
     assert head.hosts == {"algo-1": "trainers", "algo-2": "data"}
     assert head.instance_types == {"trainers": "ml.g5.xlarge", "data": None}
     assert {"python", "torch"} <= head.packages.keys()
-    assert (span.name, type(use)) == ("preparation", record.HostUse)
+    assert (span.name, type(use)) == ("preparation", events.HostUse)
     assert 0 <= use.cpu <= 1
     assert (end.outcome, end.exit_code) == ("succeeded", 0)
 
@@ -78,8 +78,8 @@ def test_how_a_host_ends(tmp_path, exit_code, is_stopped, is_saved, outcome):
         launcher.record.end(Outcome(exit_code, "why"), is_saved=is_saved)
     lines = launcher.lines()
     assert lines[-1].outcome == outcome
-    events = [line.text for line in lines if isinstance(line, record.Event)]
-    assert events == (["SIGTERM: this host was told to stop"] if is_stopped else [])
+    texts = [line.text for line in lines if isinstance(line, events.Event)]
+    assert texts == (["SIGTERM: this host was told to stop"] if is_stopped else [])
 
 
 @pytest.mark.parametrize(
@@ -97,5 +97,5 @@ def test_what_ends_the_job_elsewhere_is_an_event(tmp_path, job, event):
     launcher = Launcher(tmp_path)
     launcher.record.began([])
     launcher.record.on_job_outcome(job)
-    events = [(line.what, line.text) for line in launcher.lines() if isinstance(line, record.Event)]
-    assert events == ([event] if event else [])
+    found = [(line.what, line.text) for line in launcher.lines() if isinstance(line, events.Event)]
+    assert found == ([event] if event else [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_sm.job.record import (
+from lightning_sm.record.events import (
     FOLDER,
     DataService,
     End,

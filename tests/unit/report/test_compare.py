@@ -5,10 +5,10 @@ import json
 import pytest
 
 from lightning_sm.errors import JobConfigError
-from lightning_sm.job.prices import Prices
+from lightning_sm.record.prices import Prices
+from lightning_sm.record.runs import read_run
 from lightning_sm.report.compare import FIGURES_FORMAT, as_json, as_text, compare, of_run, read_figures, sentence
 from lightning_sm.report.figures import Figures
-from lightning_sm.report.records import read_run
 from tests.unit.report.recorded import input_bound
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from lightning_sm.job.prices import Prices
-from lightning_sm.job.record import End, Event, Loader, Metrics, Span
+from lightning_sm.record.events import End, Event, Loader, Metrics, Span
+from lightning_sm.record.prices import Prices
+from lightning_sm.record.runs import read_run
 from lightning_sm.report import findings
 from lightning_sm.report.figures import OTHER, RUNNING, SHUTDOWN, STEPS, WAITING, Figures
-from lightning_sm.report.records import read_run
 from tests.unit.report.recorded import BEGIN, data, head, input_bound, steps, use, write
 
 

@@ -5,12 +5,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from lightning_sm.job.prices import Prices
-from lightning_sm.job.record import Metrics
+from lightning_sm.record.events import Metrics
+from lightning_sm.record.prices import Prices
+from lightning_sm.record.runs import read_run
 from lightning_sm.report import page
 from lightning_sm.report.charts import thinned
 from lightning_sm.report.figures import Figures
-from lightning_sm.report.records import read_run
 from tests.unit.report.recorded import BEGIN, head, input_bound, steps, use, write
 
 PRICES = Prices({"ml.g5.xlarge": 1.41, "ml.c5.xlarge": 0.2}, source="--price")

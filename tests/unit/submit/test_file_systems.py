@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
 
 from lightning_sm.submit.file_systems import FileSystemFolder, file_system_folder, file_system_problems
-from lightning_sm.submit.job_file import Channel, Vpc
-from lightning_sm.submit.plan import make_plan
+from lightning_sm.submit.job_file import InputChannel, Vpc
 from lightning_sm.submit.preflight import check, with_placeholders
+from lightning_sm.submit.request import make_request
 from tests.unit.submit.test_preflight import JOB
 
 pytestmark = pytest.mark.sdk2
@@ -42,11 +42,11 @@ def test_addresses_name_kind_id_and_folder(uri, folder):
 @pytest.mark.parametrize(
     ("channel", "words"),
     [
-        (Channel("fsx://fs-01234567"), "lacks the mount name"),
-        (Channel(FSX, ["data"]), "channels.a.groups"),
-        (Channel(FSX, mode="FastFile"), "channels.a is FastFile"),
-        (Channel(FSX, distribution="ShardedByS3Key"), "ShardedByS3Key"),
-        (Channel("s3://bucket/a", access="rw"), "channels.a.access is rw"),
+        (InputChannel("fsx://fs-01234567"), "lacks the mount name"),
+        (InputChannel(FSX, ["data"]), "channels.a.groups"),
+        (InputChannel(FSX, mode="FastFile"), "channels.a is FastFile"),
+        (InputChannel(FSX, distribution="ShardedByS3Key"), "ShardedByS3Key"),
+        (InputChannel("s3://bucket/a", access="rw"), "channels.a.access is rw"),
     ],
 )
 def test_what_a_file_system_does_not_have_is_a_problem(channel, words):
@@ -57,15 +57,15 @@ def test_what_a_file_system_does_not_have_is_a_problem(channel, words):
 
 def test_a_file_system_needs_its_network():
     """Hosts outside of a VPC do not reach it."""
-    assert problems(Channel(FSX, access="rw")) == []
-    (problem,) = problems(Channel(FSX), JOB)
+    assert problems(InputChannel(FSX, access="rw")) == []
+    (problem,) = problems(InputChannel(FSX), JOB)
     assert "vpc is missing" in problem
 
 
 def test_a_file_system_passes_the_checks_of_addresses_and_keeps_no_groups():
     """Also beside a channel with groups; the SDK gets the address as it is."""
-    job = replace(IN_NETWORK, channels={"a": Channel(FSX), "b": Channel("s3://bucket/b", ["data"])})
+    job = replace(IN_NETWORK, channels={"a": InputChannel(FSX), "b": InputChannel("s3://bucket/b", ["data"])})
     assert check(job, "cloud", "us-east-1").problems == []
     assert with_placeholders(job).channels["a"].uri == FSX
-    channels = make_plan(job, {}).channels
+    channels = make_request(job, {}).channels
     assert (channels["a"].groups, channels["b"].groups) == (None, ["data"])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_sm.errors import SubmitError
-from lightning_sm.submit.job_file import Channel, Group, Job, Range, Spot, Tune, read_job
+from lightning_sm.submit.job_file import Group, InputChannel, Job, Range, Spot, Tune, read_job
 
 ROOT = Path(__file__).parents[3]
 SMALL = "image: x\ngroups:\n  trainer: {instance_type: ml.g5.xlarge, count: 2}\n"
@@ -46,7 +46,7 @@ def test_options_win_over_the_file_and_leave_the_rest(job_file):
         ],
     )
     assert job.groups == {"trainer": Group("ml.g5.xlarge", 4), "data": Group("ml.c5.xlarge", 1)}
-    assert job.channels == {"training": Channel("s3://bucket/a", ["trainer"], "FastFile")}
+    assert job.channels == {"training": InputChannel("s3://bucket/a", ["trainer"], "FastFile")}
     assert (job.spot, job.environment, job.retries.max_tries) == (Spot(99), {"NAME": "value"}, 1)
 
 

@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
 
 from lightning_sm.submit.job_file import Group, Job
-from lightning_sm.submit.plan import make_plan
 from lightning_sm.submit.preflight import check
+from lightning_sm.submit.request import make_request
 
 pytestmark = pytest.mark.sdk2
 
@@ -25,8 +25,8 @@ def job(**keys):
 def test_the_script_gets_the_address(uri):
     """As the variable that MLFlowLogger reads where its tracking_uri is left out."""
     assert check(job(mlflow=uri), "cloud").problems == []
-    assert make_plan(job(mlflow=uri), {}).job.environment["MLFLOW_TRACKING_URI"] == uri
-    assert "MLFLOW_TRACKING_URI" not in make_plan(job(), {}).job.environment
+    assert make_request(job(mlflow=uri), {}).job.environment["MLFLOW_TRACKING_URI"] == uri
+    assert "MLFLOW_TRACKING_URI" not in make_request(job(), {}).job.environment
 
 
 @pytest.mark.parametrize(

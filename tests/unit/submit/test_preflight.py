@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
 
 from lightning_sm.errors import SubmitError
-from lightning_sm.submit.job_file import Batch, Channel, Group, Job, Spot, Tune
+from lightning_sm.submit.job_file import Batch, Group, InputChannel, Job, Spot, Tune
 from lightning_sm.submit.preflight import Findings, check, with_placeholders
 
 pytestmark = pytest.mark.sdk2
@@ -19,7 +19,7 @@ JOB = Job(
     image=IMAGE,
     role="arn:aws:iam::111122223333:role/training",
     groups={"trainer": GPU, "data": CPU},
-    channels={"training": Channel("s3://bucket/data", ["data"])},
+    channels={"training": InputChannel("s3://bucket/data", ["data"])},
     output="s3://bucket/output",
 )
 
@@ -45,11 +45,11 @@ def test_a_good_job_has_neither_problems_nor_warnings():
         ({"environment": {"LIGHTNING_SM_MODEL": "best"}}, ["environment", "LIGHTNING_SM_MODEL", "'best'"]),
         ({"model": "none", "environment": {"LIGHTNING_SM_MODEL": "full"}}, ["model is none", "LIGHTNING_SM_MODEL=f"]),
         ({"environment": {"LIGHTNING_SM_DATAGROUPS": "a"}}, ["_DATAGROUPS", "LIGHTNING_SM_DATA_GROUPS"]),
-        ({"channels": {"a": Channel("s3://bucket/a", ["nix"])}}, ["channels.a.groups", "nix", "trainer"]),
-        ({"channels": {"a": Channel("s3://bucket/a", [])}}, ["channels.a.groups", "empty"]),
-        ({"channels": {"lightning_sm_code": Channel("s3://bucket/a")}}, ["lightning_sm_code", "source_dir"]),
-        ({"channels": {"a": Channel("/folder")}}, ["channels.a.uri", "/folder", "s3://"]),
-        ({"channels": {"a": Channel("file:///folder")}}, ["channels.a.uri", "file:///folder"]),
+        ({"channels": {"a": InputChannel("s3://bucket/a", ["nix"])}}, ["channels.a.groups", "nix", "trainer"]),
+        ({"channels": {"a": InputChannel("s3://bucket/a", [])}}, ["channels.a.groups", "empty"]),
+        ({"channels": {"lightning_sm_code": InputChannel("s3://bucket/a")}}, ["lightning_sm_code", "source_dir"]),
+        ({"channels": {"a": InputChannel("/folder")}}, ["channels.a.uri", "/folder", "s3://"]),
+        ({"channels": {"a": InputChannel("file:///folder")}}, ["channels.a.uri", "file:///folder"]),
         ({"output": "s3://UPPER/x"}, ["output", "s3://UPPER/x"]),
         ({"checkpoints": "s3:/bucket"}, ["checkpoints", "s3:/bucket"]),
         ({"tensorboard": "bucket/x"}, ["tensorboard", "bucket/x"]),
@@ -81,7 +81,7 @@ def test_a_good_job_has_neither_problems_nor_warnings():
         ({"metrics": ["a"], "metric_patterns": {"a": "(x)"}}, ["'a'", "metric_patterns"]),
         ({"metric_patterns": {"a": "x="}}, ["metric_patterns.a", "x=", "group"]),
         ({"output": None, "output_kms_key": "alias/a"}, ["output_kms_key", "output is missing"]),
-        ({"channels": {"a": Channel("fsx://fs-01234567/m/a")}}, ["channels.a.uri", "vpc is missing"]),
+        ({"channels": {"a": InputChannel("fsx://fs-01234567/m/a")}}, ["channels.a.uri", "vpc is missing"]),
         ({"batch": Batch("q", attempts=0)}, ["batch.attempts is 0"]),
         ({"tune": Tune("val_acc", {}, "maximize"), "groups": {"a": GPU}, "channels": {}}, ["tune.ranges is empty"]),
         ({"role": None}, ["role"]),
@@ -105,8 +105,8 @@ def test_every_contradiction_is_a_problem(changes, words):
     [
         ({"spot": Spot(86400)}, "us-east-1", ["spot without checkpoints"]),
         ({"max_restarts": 1}, "us-east-1", ["max_restarts without checkpoints"]),
-        ({"channels": {"a": Channel("s3://bucket/a", mode="Pipe")}}, "us-east-1", ["channels.a.mode", "pipe"]),
-        ({"channels": {"a": Channel("s3://bucket/a", distribution="ShardedByS3Key")}}, None, ["ShardedByS3Key"]),
+        ({"channels": {"a": InputChannel("s3://bucket/a", mode="Pipe")}}, "us-east-1", ["channels.a.mode", "pipe"]),
+        ({"channels": {"a": InputChannel("s3://bucket/a", distribution="ShardedByS3Key")}}, None, ["ShardedByS3Key"]),
         ({}, "eu-west-1", ["us-east-1", "eu-west-1"]),
     ],
 )
@@ -152,11 +152,11 @@ def test_what_is_not_meant_to_be_uploaded_is_a_warning(tmp_path):
 
 def test_local_mode_needs_neither_role_nor_registry(tmp_path):
     """But folders that exist."""
-    channels = {"a": Channel(tmp_path.as_uri())}
+    channels = {"a": InputChannel(tmp_path.as_uri())}
     local = replace(JOB, image="x", role=None, output=None, channels=channels)
     assert check(local, "local") == Findings()
     for uri in ("file:///nix/nirgends", "relative", "file://relative"):
-        (problem,) = check(replace(local, channels={"a": Channel(uri)}), "local").problems
+        (problem,) = check(replace(local, channels={"a": InputChannel(uri)}), "local").problems
         assert uri in problem
 
 

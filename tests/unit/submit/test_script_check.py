@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
 
 from lightning_sm.submit import script_check
-from lightning_sm.submit.job_file import Channel, Range, Tune
-from lightning_sm.submit.plan import encode_hyperparameters
+from lightning_sm.submit.job_file import InputChannel, Range, Tune
 from lightning_sm.submit.preflight import Findings, check
+from lightning_sm.submit.request import encode_hyperparameters
 from tests.unit.submit.test_preflight import JOB
 
 pytestmark = pytest.mark.sdk2
@@ -146,7 +146,11 @@ def test_the_script_is_that_of_the_code_that_is_sent(tmp_path, caplog):
         "argparse.ArgumentParser().error(json.dumps(found))\n"
     )
     (tmp_path / "package" / "go.py").write_text(code)
-    channels = {"a": Channel("s3://b/a", ["data"]), "b": Channel("s3://b/b", ["trainer"]), "c": Channel("s3://b/c")}
+    channels = {
+        "a": InputChannel("s3://b/a", ["data"]),
+        "b": InputChannel("s3://b/b", ["trainer"]),
+        "c": InputChannel("s3://b/c"),
+    }
     job = replace(JOB, source_dir=str(tmp_path), script="package/go.py", channels=channels)
     findings = Findings()
     script_check.check_hyperparameters(job, {}, findings)

@@ -7,8 +7,8 @@ import pytest
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.job.control_folder import OwnProcess
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
-from lightning_sm.job.record import End, FileHead, HostUse, Recorder, Steps
 from lightning_sm.job.variables import CONTROL_DIR
+from lightning_sm.record.events import End, FileHead, HostUse, Recorder, Steps
 from lightning_sm.top import snapshot
 from lightning_sm.top.data_hosts import Answer
 from lightning_sm.top.running import RunningHost
@@ -44,7 +44,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def watch(monkeypatch, clock):
     """Watches a job whose data host gives prepared answers."""
-    monkeypatch.setattr(snapshot, "DataHosts", FakeDataHosts)
+    monkeypatch.setattr(snapshot, "StatusPoller", FakeDataHosts)
     monkeypatch.setattr(FakeDataHosts, "answers", {})
     with Watch("digits") as looking:
         yield looking
@@ -140,7 +140,7 @@ def test_a_rank_that_says_nothing_is_silent(watch, tmp_path, monkeypatch):
     monkeypatch.undo()
     process.beat(0, 7, 1, "saving a checkpoint")
     monkeypatch.setattr(snapshot.time, "monotonic", lambda: later)
-    monkeypatch.setattr(snapshot, "DataHosts", FakeDataHosts)
+    monkeypatch.setattr(snapshot, "StatusPoller", FakeDataHosts)
     assert watch.look(hosts).hosts[0].state == "saving a checkpoint"
 
 

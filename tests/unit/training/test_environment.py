@@ -16,13 +16,13 @@ import pytest
 
 from lightning_sm._lightning import rank_zero_only
 from lightning_sm.errors import JobConfigError, TopologyError
-from lightning_sm.job.process_launcher import RANK_VARIABLES
+from lightning_sm.job.rank_starter import RANK_VARIABLES
 from lightning_sm.job.variables import RANK_ZERO_PID
 from lightning_sm.launcher.failure import failure_reason
 from lightning_sm.training import environment as module
 from lightning_sm.training.environment import SageMakerEnvironment
 from tests.fakes.job_folder import make_job, resource_config, write_job
-from tests.unit.job.test_process_launcher import MPI, TORCHRUN
+from tests.unit.job.test_rank_starter import MPI, TORCHRUN
 
 GROUP = {"gpu": ("algo-2", "algo-1")}
 MIXED = {"data": ("algo-1",), "gpu": ("algo-3", "algo-2")}

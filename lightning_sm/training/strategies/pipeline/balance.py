@@ -43,7 +43,7 @@ def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
     return stages[::-1]
 
 
-def stated(begins: Sequence[int | str], names: Sequence[str], num_stages: int) -> list[range]:
+def explicit_split(begins: Sequence[int | str], names: Sequence[str], num_stages: int) -> list[range]:
     """Cut layers where the user says.
 
     Args:

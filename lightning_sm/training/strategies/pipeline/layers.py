@@ -56,10 +56,10 @@ class Network:
             path = self.names[i]
             if any(child is self.layers[i] for child in self.module.modules()):
                 parent, _, child_name = path.rpartition(".")
-                setattr(self.module.get_submodule(parent), child_name, Elsewhere())
+                setattr(self.module.get_submodule(parent), child_name, RemoteLayerPlaceholder())
 
     def _check(self, module: LightningModule) -> None:
-        if any(isinstance(layer, Elsewhere) for layer in self.module.modules()):
+        if any(isinstance(layer, RemoteLayerPlaceholder) for layer in self.module.modules()):
             raise StrategyError(
                 f"{type(module).__name__}.{self.name} was cut by the strategy of another Trainer, and this rank has "
                 "only a part of it. Use the same Trainer again, or a new model with ckpt_path."
@@ -87,7 +87,7 @@ class Network:
             )
 
 
-class Elsewhere(nn.Module):
+class RemoteLayerPlaceholder(nn.Module):
     """In the place of a layer that another rank holds."""
 
     def forward(self, *_: Any) -> Any:

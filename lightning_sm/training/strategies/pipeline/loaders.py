@@ -27,7 +27,7 @@ class FollowingLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return _Pass(self._loader, self._trainer)
+        return _FollowingPass(self._loader, self._trainer)
 
     def __getattr__(self, name: str) -> Any:
         # Dataset, sampler, and state: Lightning and callbacks treat all ranks alike.
@@ -36,7 +36,7 @@ class FollowingLoader:
         return getattr(self._loader, name)
 
 
-class _Pass(Iterator[Any]):
+class _FollowingPass(Iterator[Any]):
     def __init__(self, loader: Any, trainer: Any) -> None:
         self._loader = loader
         self._trainer = trainer

@@ -7,7 +7,7 @@ from typing import Literal
 
 from lightning_sm.errors import StrategyError
 
-Order = Literal["cluster", "spread"]
+PlacementOrder = Literal["cluster", "spread"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Placement:
 
     pipeline_size: int
     data_size: int
-    order: Order = "cluster"
+    order: PlacementOrder = "cluster"
     chunks: int = 1
     is_v_shaped: bool = False
 

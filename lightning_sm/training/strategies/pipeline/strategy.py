@@ -22,14 +22,14 @@ from lightning_sm._lightning import (
     WeightAveraging,
 )
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.balance import balanced, stated
+from lightning_sm.training.strategies.pipeline.balance import balanced, explicit_split
 from lightning_sm.training.strategies.pipeline.checkpoint import LogicalCheckpoint, synchronize
 from lightning_sm.training.strategies.pipeline.evaluation import Evaluation
 from lightning_sm.training.strategies.pipeline.exchange import Replica
 from lightning_sm.training.strategies.pipeline.gradients import StepGradients, average, clip_by_norm
 from lightning_sm.training.strategies.pipeline.layers import Network, measured_seconds, num_trainable
 from lightning_sm.training.strategies.pipeline.loaders import FollowingLoader
-from lightning_sm.training.strategies.pipeline.placement import Order, Placement, grid
+from lightning_sm.training.strategies.pipeline.placement import Placement, PlacementOrder, grid
 from lightning_sm.training.strategies.pipeline.rows import num_microbatches, num_rows, rows_of, tensors_of
 from lightning_sm.training.strategies.pipeline.schedules import (
     SCHEDULES,
@@ -82,7 +82,7 @@ class PipelineParallelStrategy(DDPStrategy):
         num_microbatches: int = 4,
         schedule: ScheduleName = "1f1b",
         chunks: int | None = None,
-        placement: Order = "cluster",
+        placement: PlacementOrder = "cluster",
         network: str | None = None,
         split: Literal["parameters", "time"] | list[int | str] = "parameters",
         process_group_backend: str | None = None,
@@ -322,7 +322,7 @@ class PipelineParallelStrategy(DDPStrategy):
     def _parts(self, module: LightningModule, network: Network) -> list[range]:
         num_stages = self.placement.num_stages
         if isinstance(self._split, list):
-            return stated(self._split, network.names, num_stages)
+            return explicit_split(self._split, network.names, num_stages)
         if self._split == "parameters":
             sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in network.layers]
             return balanced(sizes, num_stages)

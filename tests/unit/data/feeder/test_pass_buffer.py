@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from lightning_sm.data.feeder.pass_buffer import PassBuffer
-from lightning_sm.data.feeder.scheduler import Run
+from lightning_sm.data.feeder.scheduler import StepRange
 from lightning_sm.data.ipc.feeder_messages import EndOfBlock
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.samples import SamplePlan
 from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.data.protocol.figures import BatchFigures
-from lightning_sm.data.protocol.frames import Batch, RunHeader, pack_batches
-from lightning_sm.data.protocol.spec import BatchSpec, RunSpec
+from lightning_sm.data.protocol.frames import EncodedBatch, StepRangeHeader, pack_batches
+from lightning_sm.data.protocol.spec import BatchSpec, StepRangeSpec
 from lightning_sm.errors import BatchTooLargeError, WireError
 
 NUM_SLOTS = 3
@@ -22,7 +22,7 @@ def buffer():
     """A pass over ten steps of two samples, from step 4 on, with three slots."""
     ring = Ring.create(NUM_SLOTS, 4096)
     plan = SamplePlan(np.arange(20), 2, drop_last=False, rank=0, world_size=1)
-    request = RunSpec("o", 1, ())
+    request = StepRangeSpec("o", 1, ())
     batch = BatchSpec(2, 3, 0, 0, 0, np.empty(0, np.int64))
     free = list(range(NUM_SLOTS))
     yield PassBuffer(
@@ -34,8 +34,8 @@ def buffer():
 def announce(buffer, request_id, num_bytes, produce_s=1.0, num_batches=None):
     """Let the header of an answer come in, by default of as many batches as were requested."""
     num_batches = buffer.in_flight[request_id].run.num_steps if num_batches is None else num_batches
-    packed = pack_batches([Batch(0, num_bytes, b"")] * num_batches)
-    buffer.take_header(request_id, RunHeader(num_bytes, 0.0, produce_s, packed))
+    packed = pack_batches([EncodedBatch(0, num_bytes, b"")] * num_batches)
+    buffer.take_header(request_id, StepRangeHeader(num_bytes, 0.0, produce_s, packed))
 
 
 def receive(buffer, request_id, offset, data):
@@ -55,7 +55,7 @@ def answer(buffer, request_id, data, produce_s=1.0):
 
 def test_requests_name_the_keys_of_their_step(buffer):
     """A request holds everything that its batches depend on."""
-    spec = RunSpec.decode(buffer.reserve(0, Run(5, 2)))
+    spec = StepRangeSpec.decode(buffer.reserve(0, StepRange(5, 2)))
     assert (spec.opening, spec.loader) == ("o", 1)
     assert [(one.seed, one.epoch, one.step) for one in spec.batches] == [(2, 3, 5), (2, 3, 6)]
     assert [one.keys.tolist() for one in spec.batches] == [[10, 11], [12, 13]]
@@ -64,7 +64,7 @@ def test_requests_name_the_keys_of_their_step(buffer):
 def test_answers_come_out_in_order(buffer):
     """A step waits for those before it, whatever the order in which they came."""
     for request_id, step in ((7, 4), (8, 5), (9, 6)):
-        assert buffer.reserve(request_id, Run(step, 1))
+        assert buffer.reserve(request_id, StepRange(step, 1))
     answer(buffer, 9, b"six")
     answer(buffer, 8, b"five!")
     assert list(buffer.deliveries()) == []
@@ -78,17 +78,17 @@ def test_answers_come_out_in_order(buffer):
 
 def test_slots_are_bounded_and_dropped_answers_give_theirs_back(buffer):
     """Without a free slot nothing can be asked for; an answer that is not wanted frees one."""
-    assert all(buffer.reserve(number, Run(4 + number, 1)) for number in range(NUM_SLOTS))
-    assert not buffer.reserve(3, Run(7, 1))
+    assert all(buffer.reserve(number, StepRange(4 + number, 1)) for number in range(NUM_SLOTS))
+    assert not buffer.reserve(3, StepRange(7, 1))
     buffer.drop(1)
     buffer.drop(1)
-    assert buffer.reserve(3, Run(7, 1))
+    assert buffer.reserve(3, StepRange(7, 1))
     assert buffer.free == []
 
 
 def test_a_slot_is_not_given_away_while_a_piece_is_written_to_it(buffer):
     """An answer may be dropped at this moment: its slot is free once the piece is written."""
-    buffer.reserve(0, Run(4, 1))
+    buffer.reserve(0, StepRange(4, 1))
     announce(buffer, 0, 3)
     slot = buffer.in_flight[0].slot
     piece = buffer.begin_piece(0, 0, 3, is_compressed=False)
@@ -101,7 +101,7 @@ def test_a_slot_is_not_given_away_while_a_piece_is_written_to_it(buffer):
 
 def test_a_batch_without_bytes_is_complete_at_once(buffer):
     """Batches of plain numbers have a header only."""
-    buffer.reserve(0, Run(4, 1))
+    buffer.reserve(0, StepRange(4, 1))
     assert not buffer.in_flight[0].is_complete
     announce(buffer, 0, 0)
     assert buffer.in_flight[0].is_complete
@@ -109,7 +109,7 @@ def test_a_batch_without_bytes_is_complete_at_once(buffer):
 
 def test_a_batch_that_does_not_fit_names_both_sizes(buffer):
     """The error names the setting that bounds a batch."""
-    buffer.reserve(0, Run(4, 1))
+    buffer.reserve(0, StepRange(4, 1))
     with pytest.raises(
         BatchTooLargeError, match=r"step 4 has 4097 bytes, but a slot only 4096 \(data_service.max_batch_bytes\)"
     ):
@@ -119,7 +119,7 @@ def test_a_batch_that_does_not_fit_names_both_sizes(buffer):
 @pytest.mark.parametrize(("offset", "size"), [(1, 3), (0, 11), (2**63, 1)])
 def test_bytes_outside_of_what_was_announced_are_refused(buffer, offset, size):
     """A piece that is out of order or too long never touches a slot."""
-    buffer.reserve(0, Run(4, 1))
+    buffer.reserve(0, StepRange(4, 1))
     announce(buffer, 0, 10)
     with pytest.raises(WireError, match="arrived after 0 of 10"):
         receive(buffer, 0, offset, bytes(size))
@@ -128,7 +128,7 @@ def test_bytes_outside_of_what_was_announced_are_refused(buffer, offset, size):
 
 def test_bytes_before_a_header_and_a_second_header_are_refused(buffer):
     """An answer is one header, then its bytes."""
-    buffer.reserve(0, Run(4, 1))
+    buffer.reserve(0, StepRange(4, 1))
     with pytest.raises(WireError, match="arrived after 0 of -1"):
         receive(buffer, 0, 0, b"x")
     announce(buffer, 0, 10)
@@ -139,10 +139,10 @@ def test_bytes_before_a_header_and_a_second_header_are_refused(buffer):
 def test_the_window_is_bounded_in_bytes(buffer):
     """Once sizes are known, the largest bounds how many steps are ahead; two always are, to overlap."""
     assert buffer.window == 8
-    buffer.reserve(0, Run(4, 1))
+    buffer.reserve(0, StepRange(4, 1))
     answer(buffer, 0, bytes(1200))
     assert buffer.window == 4
-    buffer.reserve(1, Run(5, 1))
+    buffer.reserve(1, StepRange(5, 1))
     answer(buffer, 1, bytes(4000))
     assert buffer.window == 2
 
@@ -152,13 +152,13 @@ def test_quick_small_batches_are_requested_together(buffer):
     buffer.window_bytes = 1 << 30
     lengths = []
     for number, step in enumerate((4, 5, 6, 7)):
-        buffer.reserve(number, Run(step, 1))
+        buffer.reserve(number, StepRange(step, 1))
         answer(buffer, number, b"tiny", produce_s=0.002)
         buffer.free += [run.slot for run in buffer.deliveries()]
         lengths.append(buffer.run_length)
     assert lengths == [2, 4, 5, 5]
     assert buffer.window == 8 * 5
-    buffer.reserve(9, Run(8, 1))
+    buffer.reserve(9, StepRange(8, 1))
     answer(buffer, 9, b"slow", produce_s=1.0)
     assert buffer.run_length == 1
 
@@ -168,7 +168,7 @@ def test_runs_fit_into_slots_and_window(buffer, window_bytes, num_bytes, most):
     """A run has at most half of a slot of 4096 bytes, and an eighth of the window."""
     buffer.window_bytes = window_bytes
     for number, step in enumerate((4, 5, 6, 7)):
-        buffer.reserve(number, Run(step, 1))
+        buffer.reserve(number, StepRange(step, 1))
         answer(buffer, number, bytes(num_bytes), produce_s=0.0001)
         buffer.free += [run.slot for run in buffer.deliveries()]
     assert buffer.run_length == most
@@ -180,7 +180,7 @@ def test_a_limit_of_the_users_counts_batches(buffer):
     buffer.window_bytes = 1 << 30
     buffer.window_batches = 16
     for number, step in enumerate((4, 5)):
-        buffer.reserve(number, Run(step, 1))
+        buffer.reserve(number, StepRange(step, 1))
         answer(buffer, number, b"tiny", produce_s=0.0001)
     assert (buffer.run_length, buffer.window) == (2, 16)
 
@@ -188,8 +188,8 @@ def test_a_limit_of_the_users_counts_batches(buffer):
 def test_a_delivery_describes_its_run(buffer):
     """The training process learns where the batches lie, how long they took, and how many more are ready."""
     buffer.tells_keys = True
-    buffer.reserve(0, Run(4, 2))
-    buffer.reserve(1, Run(6, 1))
+    buffer.reserve(0, StepRange(4, 2))
+    buffer.reserve(1, StepRange(6, 1))
     answer(buffer, 1, b"six")
     answer(buffer, 0, b"fourfive", produce_s=0.5)
     delivery, _ = buffer.deliveries()
@@ -202,7 +202,7 @@ def test_a_delivery_describes_its_run(buffer):
 @pytest.mark.parametrize("num_batches", [0, 1, 3])
 def test_another_number_of_batches_than_requested_is_refused(buffer, num_batches):
     """Only a shard may end before."""
-    buffer.reserve(0, Run(4, 2))
+    buffer.reserve(0, StepRange(4, 2))
     with pytest.raises(WireError, match=f"{num_batches} batches arrived for a request for 2"):
         announce(buffer, 0, 10, num_batches=num_batches)
 
@@ -212,7 +212,7 @@ def test_a_shard_may_end_within_a_run(buffer):
     buffer.plan, buffer.next_step, buffer.taken = ShardSteps(2, 0, 1), 0, 0
     buffer.plan.run_length = 3
     for number, first in enumerate((0, 3)):
-        buffer.reserve(number, Run(first, 3))
+        buffer.reserve(number, StepRange(first, 3))
     for number, num_batches in enumerate((2, 3)):
         announce(buffer, number, 0, num_batches=num_batches)
         buffer.accept(number, latency_s=1.0)

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_sm.data.feeder.agreement import PATIENCE_S
 from lightning_sm.data.feeder.host_link import LinkState
-from lightning_sm.data.feeder.sampler_orders import SamplerOrders, lengths, step_plan
+from lightning_sm.data.feeder.sampler_orders import SamplerOrderClient, lengths, step_plan
 from lightning_sm.data.ipc.feeder_messages import LoaderPlace, PassRequest, Position
 from lightning_sm.data.ipc.host_messages import SamplerRun
 from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, digest
@@ -61,7 +61,7 @@ class Hosts:
     @contextlib.contextmanager
     def orders(self, on_mismatch=print, patience_s=PATIENCE_S):
         """What a feeder has of them."""
-        made = SamplerOrders(self.links, on_mismatch, patience_s)
+        made = SamplerOrderClient(self.links, on_mismatch, patience_s)
         try:
             yield made
         finally:
@@ -76,7 +76,7 @@ class Link:
     def __init__(self, hosts, name):
         self.name, self.state, self.counted = name, LinkState.UP, []
         self._hosts = hosts
-        self.orders = server.SamplerOrders(self._run)
+        self.orders = server.SamplerOrderCache(self._run)
 
     def _run(self, which):
         self._hosts.num_runs += 1

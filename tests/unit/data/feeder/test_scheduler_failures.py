@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_sm.data.feeder.scheduler import HostState, Retry, Run
+from lightning_sm.data.feeder.scheduler import Liveness, Retry, StepRange
 from tests.fakes.schedulers import asked, host_status, make, make_with_runs, warm
 
 
@@ -20,7 +20,7 @@ def test_requests_of_a_lost_host_go_elsewhere_at_once(is_silent):
     assert asked(again) == [("b", 0)]
     assert not scheduler.completed(0, 2.0).is_accepted
     status = host_status(scheduler, "a")
-    assert status.state is (HostState.SUSPECT if is_silent else HostState.DOWN)
+    assert status.state is (Liveness.SUSPECT if is_silent else Liveness.DOWN)
     assert (status.num_retries, status.num_in_flight) == (2, 0)
     scheduler.host_up("a", 2)
     assert asked(scheduler.next_requests(3.0)) == [("a", 2), ("a", 4)]
@@ -32,7 +32,7 @@ def test_host_may_be_down_before_it_was_ever_up():
     scheduler.host_lost("c", is_silent=False)
     assert scheduler.next_requests(1.0) == []
     assert scheduler.next_wakeup(1.0) is None
-    assert host_status(scheduler, "c").state is HostState.DOWN
+    assert host_status(scheduler, "c").state is Liveness.DOWN
 
 
 def test_failed_request_is_asked_of_another_host():
@@ -153,10 +153,12 @@ def test_step_that_failed_on_all_quick_hosts_goes_to_the_slow_one():
 def test_a_failed_run_is_requested_again_step_by_step(retry):
     """Only the step that fails counts as failed; the others of its run are requested once more, each by itself."""
     scheduler, (first, second) = make_with_runs("a")
-    assert (first.run, second.run) == (Run(4, 4), Run(8, 4))
+    assert (first.run, second.run) == (StepRange(4, 4), StepRange(8, 4))
     assert not scheduler.failed(first.request_id, 2.0, retry=retry, reason="one of four").is_fatal
     requests = scheduler.next_requests(10.0)
-    assert [request.run for request in requests] == [Run(4, 1), Run(5, 1), Run(6, 1)], "as many as there are slots"
+    assert [request.run for request in requests] == [StepRange(4, 1), StepRange(5, 1), StepRange(6, 1)], (
+        "as many as there are slots"
+    )
     assert scheduler.failed(requests[1].request_id, 11.0, retry=Retry.NEVER, reason="step 5").failures == ("step 5",)
     assert scheduler.completed(requests[0].request_id, 11.0).is_accepted
     scheduler.advance(1, 5)
@@ -168,7 +170,7 @@ def test_a_run_whose_host_was_lost_is_requested_as_a_whole():
     scheduler, (first, second) = make_with_runs("a", "b")
     assert (first.host, second.host) == ("a", "b")
     scheduler.host_lost("a", is_silent=False)
-    assert [(request.host, request.run) for request in scheduler.next_requests(2.0)] == [("b", Run(4, 4))]
+    assert [(request.host, request.run) for request in scheduler.next_requests(2.0)] == [("b", StepRange(4, 4))]
 
 
 def test_the_duplicate_of_a_failed_run_may_still_answer():

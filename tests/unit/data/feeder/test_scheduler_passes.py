@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from lightning_sm.data.feeder.scheduler import HostState, Retry, Run, Scheduler
+from lightning_sm.data.feeder.scheduler import Liveness, Retry, Scheduler, StepRange
 from tests.fakes.schedulers import asked, host_status, make, warm
 
 
@@ -130,7 +130,7 @@ def test_a_request_is_for_consecutive_steps():
     assert [r.run for r in scheduler.next_requests(0.0)] == []
     scheduler.completed(0, 1.0), scheduler.completed(1, 1.0)
     scheduler.advance(1, 2)
-    assert [r.run for r in scheduler.next_requests(1.0)] == [Run(4, 4), Run(8, 3)]
+    assert [r.run for r in scheduler.next_requests(1.0)] == [StepRange(4, 4), StepRange(8, 3)]
     scheduler.completed(2, 1.0), scheduler.completed(3, 1.0), scheduler.completed(4, 1.0)
     status = scheduler.passes()[0]
     assert (status.waiting_for, status.num_ready, status.num_in_flight) == (8, 6, 3)
@@ -145,11 +145,11 @@ def test_no_more_runs_than_slots_are_requested():
     scheduler = make("a", num_credits=9, window=3)
     scheduler.set_window(1, 100, run_length=2)
     requests = scheduler.next_requests(0.0)
-    assert [r.run for r in requests] == [Run(0, 1), Run(1, 1), Run(2, 1)]
+    assert [r.run for r in requests] == [StepRange(0, 1), StepRange(1, 1), StepRange(2, 1)]
     scheduler.completed(0, 1.0)
     assert scheduler.next_requests(1.0) == []
     scheduler.advance(1, 1)
-    assert [r.run for r in scheduler.next_requests(1.0)] == [Run(3, 2)]
+    assert [r.run for r in scheduler.next_requests(1.0)] == [StepRange(3, 2)]
 
 
 def test_what_is_left_of_the_window_is_no_run():
@@ -162,7 +162,7 @@ def test_what_is_left_of_the_window_is_no_run():
     assert scheduler.next_requests(1.0) == []
     scheduler.completed(1, 1.0)
     scheduler.advance(1, 2)
-    assert [r.run for r in scheduler.next_requests(1.0)] == [Run(4, 2)]
+    assert [r.run for r in scheduler.next_requests(1.0)] == [StepRange(4, 2)]
 
 
 def test_the_status_names_the_requests_for_the_step_that_the_consumer_waits_for():
@@ -175,8 +175,8 @@ def test_the_status_names_the_requests_for_the_step_that_the_consumer_waits_for(
     assert (status.pass_id, status.waiting_for, status.requests) == (1, 1, ())
     assert (status.num_todo, status.num_in_flight, status.num_ready) == (4, 1, 1)
     first, second = scheduler.hosts()
-    assert (first.host, first.state, first.slowness, first.num_completed) == ("a", HostState.UP, 1.0, 1)
-    assert (second.host, second.state) == ("b", HostState.SUSPECT)
+    assert (first.host, first.state, first.slowness, first.num_completed) == ("a", Liveness.UP, 1.0, 1)
+    assert (second.host, second.state) == ("b", Liveness.SUSPECT)
     (request,) = scheduler.next_requests(3.0)
     assert (request.host, request.step, request.sent_at) == ("a", 1, 3.0)
     assert scheduler.passes()[0].requests == (request,)

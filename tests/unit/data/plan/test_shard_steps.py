@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sm.data.feeder.scheduler import HostState, Scheduler
+from lightning_sm.data.feeder.scheduler import Liveness, Scheduler
 from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.errors import WireError
 
@@ -115,7 +115,7 @@ def test_a_shard_stays_with_its_host_until_that_is_gone():
     scheduler.host_up("a", 2)
     after = {shard: set(hosts) for shard, hosts in hosts_of(scheduler, 20, 2.0).items()}
     assert sorted(map(sorted, after.values())) == [["a"], ["a"], ["b"], ["b"]]
-    assert all(host.state is HostState.UP for host in scheduler.hosts())
+    assert all(host.state is Liveness.UP for host in scheduler.hosts())
 
 
 def test_a_late_shard_is_left_where_it_is():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_sm.data.protocol.frames import (
     FRAME_BYTES,
-    Batch,
+    EncodedBatch,
     FrameKind,
     frame,
     frames,
@@ -62,7 +62,7 @@ def test_a_failure_is_a_traceback_at_most():
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100), st.binary(max_size=50)), min_size=1))
 def test_the_batches_of_a_run_survive_the_wire(parts):
     """Places and structures come out as they went in."""
-    batches = [Batch(*part) for part in parts]
+    batches = [EncodedBatch(*part) for part in parts]
     assert unpack_batches(pack_batches(batches), 200) == batches
 
 
@@ -73,7 +73,7 @@ def test_the_batches_of_a_run_survive_the_wire(parts):
 )
 def test_batches_that_do_not_fit_together_are_refused(num_batches, num_bytes, cut):
     """Another number of batches than there are, or a place outside of what arrived, is an error of the wire."""
-    packed = pack_batches([Batch(0, 10, b"one"), Batch(10, 20, b"two")])
+    packed = pack_batches([EncodedBatch(0, 10, b"one"), EncodedBatch(10, 20, b"two")])
     assert len(unpack_batches(packed, 30)) == 2
     with pytest.raises(WireError):
         unpack_batches(struct.pack("<I", num_batches) + packed[4:cut], num_bytes)

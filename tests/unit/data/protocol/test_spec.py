@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sm.data.protocol.from_json import from_json
-from lightning_sm.data.protocol.spec import BatchSpec, LoaderFacts, RunSpec
+from lightning_sm.data.protocol.spec import BatchSpec, LoaderFacts, StepRangeSpec
 from lightning_sm.errors import WireError
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -32,8 +32,8 @@ def test_a_request_survives_the_wire(opening, numbers, keys):
     loader, seed, epoch, pass_index, step, rank = numbers
     parts = [np.array(part, np.int64) for part in keys]
     batches = [BatchSpec(seed, epoch, pass_index, step + n, rank, part) for n, part in enumerate(parts)]
-    spec = RunSpec(opening, loader, tuple(batches), "zstd")
-    decoded = RunSpec.decode(spec.encode())
+    spec = StepRangeSpec(opening, loader, tuple(batches), "zstd")
+    decoded = StepRangeSpec.decode(spec.encode())
     assert [batch.keys.tolist() for batch in decoded.batches] == keys
     assert decoded.encode() == spec.encode()
     assert (decoded.opening, decoded.loader, decoded.compression) == (opening, loader, "zstd")
@@ -64,14 +64,14 @@ def test_a_request_survives_the_wire(opening, numbers, keys):
 def test_a_malformed_request_is_refused(data):
     """Missing, superfluous or wrong fields are an error of the wire, never another."""
     with pytest.raises(WireError, match="malformed"):
-        RunSpec.decode(data)
+        StepRangeSpec.decode(data)
 
 
 @given(st.binary(max_size=200))
 def test_bytes_are_a_request_or_refused(data):
     """Arbitrary bytes raise nothing but a WireError."""
     with contextlib.suppress(WireError):
-        RunSpec.decode(data)
+        StepRangeSpec.decode(data)
 
 
 def test_loader_facts_survive_the_wire():

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_sm.data.ipc.host_messages import SamplerRun
 from lightning_sm.data.protocol.calls import Crashed, ListRequest, OrderSize, Running, parse_reply
-from lightning_sm.data.server.sampler_orders import SamplerOrders
+from lightning_sm.data.server.sampler_orders import SamplerOrderCache
 from tests.fakes.requests import list_request
 
 
@@ -17,7 +17,7 @@ class Main:
 
     def __init__(self):
         self.asked, self.why = [], ""
-        self.orders = SamplerOrders(self._run)
+        self.orders = SamplerOrderCache(self._run)
 
     def _run(self, which):
         self.asked.append((which.opening, which.loader, which.epoch))
@@ -76,7 +76,7 @@ def test_a_sampler_that_crashed_runs_again(main):
 
 def test_a_sampler_that_runs_is_waited_for_in_turns():
     """A call ends after a while, and the sampler goes on."""
-    orders = SamplerOrders(lambda _: None)
+    orders = SamplerOrderCache(lambda _: None)
     for _ in range(2):
         (answer,) = orders.answer(ListRequest(**list_request()), 0.01)
         assert parse_reply(answer, "answer", OrderSize, Running, Crashed) == Running()

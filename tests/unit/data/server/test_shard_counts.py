@@ -6,7 +6,7 @@ import pytest
 
 from lightning_sm.data.protocol.calls import CountRequest, Problem, Running, ShardSizes
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.protocol.spec import RunSpec, ShardEnd
+from lightning_sm.data.protocol.spec import ShardEnd, StepRangeSpec
 from lightning_sm.data.server.shard_counts import ShardCounts
 from tests.fakes.requests import count_request
 
@@ -26,7 +26,7 @@ def counts(pool):
 
 def shard_of(task):
     """The shard that a worker is to read to its end."""
-    num_shards, shard, _, is_wanted = RunSpec.decode(task.payload).batches[0].keys.tolist()
+    num_shards, shard, _, is_wanted = StepRangeSpec.decode(task.payload).batches[0].keys.tolist()
     assert (num_shards, is_wanted) == (8, 0)
     return shard
 

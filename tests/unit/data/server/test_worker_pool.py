@@ -6,11 +6,11 @@ import socket
 
 import pytest
 
-from lightning_sm.data.ipc.host_messages import Answered, Built, NewWorker, Ready
+from lightning_sm.data.ipc.host_messages import BuildAnswer, BuiltRange, NewWorker, Ready
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import Failure
-from lightning_sm.data.server.worker_pool import Produced, Task, WorkerPool, _Work
+from lightning_sm.data.server.worker_pool import ServedRange, Task, WorkerPool, _Work
 
 TIMEOUT_S = 60.0
 OPENING = "1/fit/train/0"
@@ -46,7 +46,7 @@ class FakeWorker:
     def done(self, slot, value):
         """Answer a request with a batch of one byte."""
         self.ring.slot(slot)[0] = value
-        self.socket.send(Answered(slot, Built(num_bytes=1, pieces=[], produce_s=0.0), b"header"))
+        self.socket.send(BuildAnswer(slot, BuiltRange(num_bytes=1, pieces=[], produce_s=0.0), b"header"))
 
     def is_idle(self):
         """Return whether it gets no request."""
@@ -106,7 +106,7 @@ def test_a_batch_comes_from_the_slot(pool, worker):
     assert payload == b"a"
     worker.done(slot, 42)
     answer = answers.get(timeout=TIMEOUT_S)
-    assert isinstance(answer, Produced)
+    assert isinstance(answer, ServedRange)
     assert (answer.batches, answer.data[: answer.built.num_bytes].tolist()) == (b"header", [42])
     answer.release()
 
@@ -139,7 +139,7 @@ def test_clients_take_turns(pool, workers):
     for _ in range(4):
         payload, slot = worker.next_request()
         order.append(payload)
-        worker.socket.send(Answered(slot, Failure("RemoteTransformError", "")))
+        worker.socket.send(BuildAnswer(slot, Failure("RemoteTransformError", "")))
     assert order == [b"a1", b"b1", b"a2", b"a3"]
 
 
@@ -148,7 +148,7 @@ def test_a_failure_is_passed_on(pool, worker):
     for _ in range(NUM_SLOTS + 1):
         _, answers = submit(pool, b"a")
         _, slot = worker.next_request()
-        worker.socket.send(Answered(slot, Failure("RemoteTransformError", "Traceback", "index 3")))
+        worker.socket.send(BuildAnswer(slot, Failure("RemoteTransformError", "Traceback", "index 3")))
         assert answers.get(timeout=TIMEOUT_S) == Failure("RemoteTransformError", "Traceback", "index 3, worker 0")
 
 
@@ -163,7 +163,7 @@ def test_a_dead_worker_loses_its_batch_and_nothing_else(pool, worker, workers):
     payload, slot = workers[-1].next_request()
     assert payload == b"b"
     workers[-1].done(slot, 1)
-    assert isinstance(kept.get(timeout=TIMEOUT_S), Produced)
+    assert isinstance(kept.get(timeout=TIMEOUT_S), ServedRange)
 
 
 def test_a_worker_that_dies_before_it_is_ready_fails_a_task(pool, workers):

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_sm.data.ipc.feeder_messages import HostState, State
+from lightning_sm.data.ipc.feeder_messages import FeederSnapshot, HostSnapshot
 from lightning_sm.data.protocol.figures import BatchFigures, RankFigures
 from lightning_sm.data.trainer.reporter import Reporter, data_report
 from lightning_sm.errors import DataServiceError
 
 BATCH = BatchFigures(num_bytes=1000, queue_s=0.0, produce_s=0.5, transfer_s=0.0, num_ready=1)
-HOST = HostState("algo-3", workers=1)
+HOST = HostSnapshot("algo-3", workers=1)
 
 
 class Feeder:
@@ -29,7 +29,7 @@ class Feeder:
         self.shared.append(figures)
 
     def state(self):
-        return State([self.host], [], dict(self.ranks))
+        return FeederSnapshot([self.host], [], dict(self.ranks))
 
 
 def make_trainer(epoch=0, **facts):

@@ -21,8 +21,8 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
 from lightning_sm.errors import CheckpointError
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
-from lightning_sm.training.checkpoints.inert import inert_checkpoint
 from lightning_sm.training.checkpoints.newest import JOB_KEY, job_facts, newest_checkpoint
+from lightning_sm.training.checkpoints.pickle_peek import inert_checkpoint
 from tests.fakes.small_app import SmallData, SmallModel, make_trainer
 
 _BEGINNING = "training starts from the beginning"

@@ -9,7 +9,7 @@ from pytorch_lightning.strategies import ModelParallelStrategy
 
 from lightning_sm.errors import StrategyError
 from lightning_sm.training.checkpoints.durable_io import make_durable
-from lightning_sm.training.checkpoints.sharded import care_for_shards, holders
+from lightning_sm.training.checkpoints.sharded import holders, install_shard_hooks
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def strategy_of(tmp_path, monkeypatch):
         )
         trainer.strategy.cluster_environment.set_global_rank(global_rank)
         make_durable(trainer, tmp_path / "checkpoints")
-        care_for_shards(trainer)
+        install_shard_hooks(trainer)
         return trainer.strategy
 
     return make
@@ -41,7 +41,7 @@ def test_an_object_store_is_refused():
         rf"ModelParallelStrategy cannot write checkpoints to {address}, .* a folder memory:/bucket/checkpoints on each"
     )
     with pytest.raises(StrategyError, match=why):
-        care_for_shards(trainer)
+        install_shard_hooks(trainer)
 
 
 def sharded(folder, name):

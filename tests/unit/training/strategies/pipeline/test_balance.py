@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.balance import balanced, stated
+from lightning_sm.training.strategies.pipeline.balance import balanced, explicit_split
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=8), st.data())
@@ -32,9 +32,9 @@ def test_no_other_cut_has_a_cheaper_stage(costs, data):
 def test_layers_are_cut_where_the_user_says():
     """A stage begins at a stated layer, given by its name or its index."""
     names = ["conv1", "layer1", "layer2", "fc"]
-    assert stated(["layer2"], names, 2) == [range(2), range(2, 4)]
-    assert stated([1, "fc"], names, 3) == [range(1), range(1, 3), range(3, 4)]
-    assert stated(["2"], ["0", "1", "2"], 2) == [range(2), range(2, 3)]
+    assert explicit_split(["layer2"], names, 2) == [range(2), range(2, 4)]
+    assert explicit_split([1, "fc"], names, 3) == [range(1), range(1, 3), range(3, 4)]
+    assert explicit_split(["2"], ["0", "1", "2"], 2) == [range(2), range(2, 3)]
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,6 @@ def test_layers_are_cut_where_the_user_says():
 def test_a_split_that_does_not_fit_is_refused(begins, message):
     """The error names the list and the layers that there are."""
     with pytest.raises(StrategyError) as caught:
-        stated(begins, ["conv1", "layer1", "layer2", "fc"], 3)
+        explicit_split(begins, ["conv1", "layer1", "layer2", "fc"], 3)
     assert message in str(caught.value)
     assert f"split={begins}" in str(caught.value)

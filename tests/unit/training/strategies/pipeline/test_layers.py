@@ -11,7 +11,12 @@ from torch import nn
 
 from lightning_sm._lightning import rank_zero_only
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.pipeline.layers import Elsewhere, Network, measured_seconds, num_trainable
+from lightning_sm.training.strategies.pipeline.layers import (
+    Network,
+    RemoteLayerPlaceholder,
+    measured_seconds,
+    num_trainable,
+)
 
 
 class Residual(nn.Module):
@@ -65,7 +70,7 @@ def test_stages_compute_what_the_network_does_and_keep_its_names():
     assert torch.equal(second(first(x)), expected)
     cut.remove([range(2)])
     assert list(module.state_dict()) == [name for name in names if "second" in name or "head" in name]
-    assert isinstance(network.body["first"], Elsewhere)
+    assert isinstance(network.body["first"], RemoteLayerPlaceholder)
     with pytest.raises(StrategyError, match="on another rank"):
         network.stem(x)
 

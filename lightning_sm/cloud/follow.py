@@ -1,0 +1,197 @@
+"""Follow a job until it ends: its states, and its log if asked for."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from botocore.exceptions import BotoCoreError, ClientError
+
+from lightning_sm._log import command_logger
+from lightning_sm.cloud.aws import Clients
+from lightning_sm.cloud.find import Found, attempts
+from lightning_sm.cloud.logs import Log
+
+_LOG = command_logger(__name__)
+
+_STATE_EVERY_S = 20.0
+_LOG_EVERY_S = 4.0
+# The last lines of a job arrive after its end. Give up waiting for more after this many looks at the log in a row that
+# found none.
+_LAST_LOOKS = 2
+_FINAL = frozenset({"Completed", "Failed", "Stopped"})
+_FINAL_IN_QUEUE = frozenset({"SUCCEEDED", "FAILED"})
+# The service ends the reason with it: "AlgorithmError: <the failure file>, exit code: 137".
+_EXIT_CODE = re.compile(r"exit code:? (\d+)\s*\.?\s*$")
+
+Sleep = Callable[[float], object]
+_sleep = threading.Event().wait
+
+
+def follow(clients: Clients, found: Found, *, shows_log: bool, sleep: Sleep = _sleep) -> Mapping[str, Any]:
+    """Wait until a job ends; log every change of its state, and write its log to stdout.
+
+    Ctrl-C or an error stops the waiting, not the job; a warning then says how to stop the job.
+
+    Args:
+        clients: Clients of the AWS APIs.
+        found: A training job, a tuning job, or a job in a queue, whose training jobs are followed one after the other.
+        shows_log: Whether to write the log. A tuning job has no log of its own: its counts are shown instead.
+        sleep: Sleeps for some seconds.
+
+    Returns:
+        The last description of the job.
+
+    Raises:
+        ClientError: AWS rejects a request, for example because the credentials have expired.
+        BotoCoreError: AWS cannot be reached.
+    """
+    with _how_to_stop(found.name):
+        if found.kind == "tuning":
+            return _tuning_job(clients, found.name, sleep)
+        if found.kind == "queued":
+            return _queued_job(clients, found.name, sleep, shows_log=shows_log)
+        return _training_job(clients, found.name, sleep, shows_log=shows_log)
+
+
+def exit_code(description: Mapping[str, Any]) -> int:
+    """Exit code for a job that has ended: 0 if it succeeded, else that of its hosts if the service names one, else 1.
+
+    Args:
+        description: Of a training job, a tuning job or a job in a queue.
+    """
+    status = (
+        description.get("TrainingJobStatus")
+        or description.get("HyperParameterTuningJobStatus")
+        or description.get("status")
+    )
+    if status in {"Completed", "SUCCEEDED"}:
+        return 0
+    match = _EXIT_CODE.search(reason_of(description))
+    return int(match[1]) or 1 if match else 1
+
+
+def reason_of(description: Mapping[str, Any]) -> str:
+    """Why a job failed, in the service's words; empty if it says nothing."""
+    return str(description.get("FailureReason") or description.get("statusReason") or "")
+
+
+def _training_job(clients: Clients, name: str, sleep: Sleep, *, shows_log: bool) -> Mapping[str, Any]:
+    states = _States(f"Job {name}")
+    log = None
+    pause_s = _LOG_EVERY_S if shows_log else _STATE_EVERY_S
+    since_state_s = _STATE_EVERY_S
+    while True:
+        if since_state_s >= _STATE_EVERY_S:
+            since_state_s = 0.0
+            description: Mapping[str, Any] = clients.sagemaker.describe_training_job(TrainingJobName=name)
+            status = description["TrainingJobStatus"]
+            transitions = description.get("SecondaryStatusTransitions") or [{}]
+            message = transitions[-1].get("StatusMessage", "")
+            states.show(f"{status}: {description.get('SecondaryStatus', '')} {message}".rstrip())
+        if shows_log:
+            log = log or Log(clients.logs, description)
+            _write_new(log)
+        if status in _FINAL:
+            break
+        sleep(pause_s)
+        since_state_s += pause_s
+    looks = 0
+    while log is not None and looks < _LAST_LOOKS:
+        sleep(_LOG_EVERY_S)
+        looks = 0 if _write_new(log) else looks + 1
+    return description
+
+
+def _queued_job(clients: Clients, job_id: str, sleep: Sleep, *, shows_log: bool) -> Mapping[str, Any]:
+    states = _States(f"Job {job_id} in the queue")
+    followed: set[str] = set()
+    reason = ""
+    while True:
+        description: Mapping[str, Any] = clients.batch.describe_service_job(jobId=job_id)
+        states.show(f"{description['status']} {description.get('statusReason', '')}".rstrip())
+        new = [name for name in attempts(description) if name not in followed]
+        if new:
+            # Earlier attempts have ended while nobody looked.
+            followed.update(new)
+            reason = reason_of(_training_job(clients, new[-1], sleep, shows_log=shows_log))
+            continue
+        if description["status"] in _FINAL_IN_QUEUE:
+            return {**description, "FailureReason": reason}
+        sleep(_STATE_EVERY_S)
+
+
+def _tuning_job(clients: Clients, name: str, sleep: Sleep) -> Mapping[str, Any]:
+    states = _States(f"Tuning job {name}")
+    while True:
+        description: Mapping[str, Any] = clients.sagemaker.describe_hyper_parameter_tuning_job(
+            HyperParameterTuningJobName=name
+        )
+        states.show(f"{description['HyperParameterTuningJobStatus']}: {tuning_progress(description)}")
+        if description["HyperParameterTuningJobStatus"] in _FINAL:
+            return description
+        sleep(_STATE_EVERY_S)
+
+
+def tuning_progress(description: Mapping[str, Any]) -> str:
+    """How far a tuning job is, and its best training job, in words.
+
+    Args:
+        description: An answer of DescribeHyperParameterTuningJob.
+    """
+    counters = description["TrainingJobStatusCounters"]
+    failed = counters.get("RetryableError", 0) + counters.get("NonRetryableError", 0)
+    counts = {
+        "completed": counters.get("Completed", 0),
+        "running": counters.get("InProgress", 0),
+        "stopped early": counters.get("Stopped", 0),
+        "failed": failed,
+    }
+    words = ", ".join(f"{count} {word}" for word, count in counts.items() if count) or "no training job yet"
+    best = description.get("BestTrainingJob")
+    metric = (best or {}).get("FinalHyperParameterTuningJobObjectiveMetric")
+    if best is None or metric is None:
+        return words
+    values = " ".join(f"{key}={value}" for key, value in sorted(best["TunedHyperParameters"].items()))
+    return f"{words}; best {metric['MetricName']}={metric['Value']:.6g} by {best['TrainingJobName']} with {values}"
+
+
+class _States:
+    """Logs each new state once."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._last = ""
+
+    def show(self, state: str) -> None:
+        if state != self._last:
+            self._last = state
+            _LOG.info("%s is %s", self._job, state)
+
+
+def _write_new(log: Log) -> bool:
+    found = False
+    for line in log.new_lines():
+        found = True
+        sys.stdout.write(f"{log.shown(line)}\n")
+    sys.stdout.flush()
+    return found
+
+
+@contextmanager
+def _how_to_stop(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (KeyboardInterrupt, ClientError, BotoCoreError):
+        _LOG.warning(
+            "Stopped waiting. The job may still be running, and is billed.\n"
+            "  Follow it: lightning-sm jobs logs -f %s\n"
+            "  Stop it:   lightning-sm jobs stop %s",
+            name,
+            name,
+        )
+        raise

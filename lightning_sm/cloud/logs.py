@@ -1,0 +1,223 @@
+"""The log of a job, merged over its hosts, with the reason of a failure first.
+
+CloudWatch Logs keeps a stream for each host and attempt, ``<job>/algo-<n>-<seconds since the epoch>``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from lightning_sm.cloud.aws import error_code
+from lightning_sm.cloud.hosts import groups_of
+
+_GROUP = "/aws/sagemaker/TrainingJobs"
+# Events of one host may arrive later than younger ones of another.
+_LATE_MS = 60_000
+_HOST = re.compile(r"algo-\d+")
+# What the launcher logs first.
+_BANNER = re.compile(r"\| host (?P<host>\S+), group (?P<group>[^,]+), role \w+")
+_BANNER_FILTER = '"| host" "group" "role"'
+# Of each host that did not fail.
+OTHERS_TAIL = 50
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of a log.
+
+    Attributes:
+        time_ms: Milliseconds since the Unix epoch.
+        host: Name of the host, such as algo-1.
+        text: The line, without the parts that a progress bar has overwritten.
+    """
+
+    time_ms: int
+    host: str
+    text: str
+
+
+class Log:
+    """The log of one training job.
+
+    Args:
+        client: boto3's client of CloudWatch Logs.
+        description: An answer of DescribeTrainingJob.
+    """
+
+    def __init__(self, client: Any, description: Mapping[str, Any]) -> None:
+        self._client = client
+        # With the slash: the streams of job-10 begin with job-1, too.
+        self._prefix = f"{description['TrainingJobName']}/"
+        groups = groups_of(description)
+        self._is_heterogeneous = len(groups) > 1
+        self._group_by_host: dict[str, str] = {}
+        self._seen: dict[str, int] = {}
+        self._latest_ms = 0
+
+    def new_lines(self) -> Iterator[LogLine]:
+        """Read what has been added since the last call; the first call reads everything.
+
+        Raises:
+            ClientError: AWS rejects the request.
+        """
+        start_ms = max(0, self._latest_ms - _LATE_MS)
+        self._seen = {event: time_ms for event, time_ms in self._seen.items() if time_ms >= start_ms}
+        for page in self._pages(startTime=start_ms):
+            new = [event for event in page if event["eventId"] not in self._seen]
+            for event in sorted(new, key=lambda event: event["timestamp"]):
+                self._seen[event["eventId"]] = event["timestamp"]
+                self._latest_ms = max(self._latest_ms, event["timestamp"])
+                line = _line(event, event["logStreamName"])
+                self._learn_group(line)
+                yield line
+
+    def all_lines(self, streams: Sequence[str]) -> Iterator[LogLine]:
+        """Read the whole log of one host.
+
+        Args:
+            streams: Its streams.
+
+        Raises:
+            ClientError: AWS rejects the request.
+        """
+        for page in self._pages(logStreamNames=list(streams)):
+            yield from (_line(event, event["logStreamName"]) for event in page)
+
+    def last_lines(self, streams: Sequence[str], count: int) -> list[LogLine]:
+        """Read the end of the log of one host.
+
+        Args:
+            streams: Its streams, the oldest first.
+            count: Maximum number of lines.
+
+        Raises:
+            ClientError: AWS rejects the request.
+        """
+        found: list[LogLine] = []
+        for stream in reversed(streams):
+            token: dict[str, str] = {}
+            while len(found) < count:
+                page = self._client.get_log_events(
+                    logGroupName=_GROUP, logStreamName=stream, limit=count - len(found), startFromHead=False, **token
+                )
+                found = [_line(event, stream) for event in page["events"]] + found
+                # The same token as the one that was sent marks the beginning; pages before it may be empty.
+                if page["nextBackwardToken"] == token.get("nextToken"):
+                    break
+                token = {"nextToken": page["nextBackwardToken"]}
+        return found
+
+    def streams_by_host(self) -> dict[str, list[str]]:
+        """The streams of each host, the oldest first; hosts in the order of their numbers.
+
+        Raises:
+            ClientError: AWS rejects the request.
+        """
+        names: list[str] = []
+        try:
+            pages = self._client.get_paginator("describe_log_streams").paginate(
+                logGroupName=_GROUP, logStreamNamePrefix=self._prefix
+            )
+            names = [stream["logStreamName"] for page in pages for stream in page["logStreams"]]
+        except ClientError as error:
+            _ignore_missing_log(error)
+        streams: dict[str, list[str]] = {}
+        for name in sorted(names, key=_started):
+            streams.setdefault(_host(name), []).append(name)
+        return dict(sorted(streams.items(), key=lambda item: (len(item[0]), item[0])))
+
+    def learn_groups(self) -> None:
+        """Find out which host is in which group: the service assigns them at random, and only the log says how.
+
+        Raises:
+            ClientError: AWS rejects the request.
+        """
+        if self._is_heterogeneous:
+            for page in self._pages(filterPattern=_BANNER_FILTER):
+                for event in page:
+                    self._learn_group(_line(event, event["logStreamName"]))
+
+    def shown(self, line: LogLine) -> str:
+        """A line with the name of its host, and of its group if the job has several."""
+        return f"{self.shown_host(line.host)} | {line.text}"
+
+    def shown_host(self, host: str) -> str:
+        """The name of a host, and of its group if the job has several and the group is known."""
+        group = self._group_by_host.get(host) if self._is_heterogeneous else None
+        return host if group is None else f"{host} {group}"
+
+    def _learn_group(self, line: LogLine) -> None:
+        banner = _BANNER.search(line.text)
+        if banner is not None and banner["host"] == line.host:
+            self._group_by_host[line.host] = banner["group"]
+
+    def _pages(self, **arguments: Any) -> Iterator[list[dict[str, Any]]]:
+        """Events, page by page; empty pages before the last one are normal."""
+        if "logStreamNames" not in arguments:
+            arguments["logStreamNamePrefix"] = self._prefix
+        arguments["logGroupName"] = _GROUP
+        try:
+            while True:
+                page = self._client.filter_log_events(**arguments)
+                yield page.get("events", [])
+                if not page.get("nextToken"):
+                    return
+                arguments["nextToken"] = page["nextToken"]
+        except ClientError as error:
+            _ignore_missing_log(error)
+
+
+def failure_first(log: Log, reason: str, tail: int | None = None) -> Iterator[str]:
+    """The log of a failed job: the reason, the hosts that it names, and the end of the log of each other host.
+
+    Args:
+        log: The log.
+        reason: The service's reason.
+        tail: Maximum number of lines of each host. Default: all of the hosts that the reason names, 50 of the others.
+
+    Raises:
+        ClientError: AWS rejects a request.
+    """
+    yield f"failed: {reason}"
+    log.learn_groups()
+    streams = log.streams_by_host()
+    named = [host for host in dict.fromkeys(_HOST.findall(reason)) if host in streams]
+    for host in named:
+        if tail is not None:
+            yield from _section(log, host, f"last lines (up to {tail})", log.last_lines(streams[host], tail))
+        else:
+            yield from _section(log, host, "whole log", log.all_lines(streams[host]))
+    count = OTHERS_TAIL if tail is None else tail
+    for host in [host for host in streams if host not in named]:
+        yield from _section(log, host, f"last lines (up to {count})", log.last_lines(streams[host], count))
+
+
+def _section(log: Log, host: str, extent: str, lines: Iterable[LogLine]) -> Iterator[str]:
+    yield f"--- {log.shown_host(host)}: {extent}"
+    yield from map(log.shown, lines)
+
+
+def _line(event: Mapping[str, Any], stream: str) -> LogLine:
+    # A progress bar overwrites its line after each carriage return.
+    text = str(event["message"]).rstrip("\r\n").rpartition("\r")[2]
+    return LogLine(event["timestamp"], _host(stream), text)
+
+
+def _host(stream: str) -> str:
+    return stream.rpartition("/")[2].rpartition("-")[0]
+
+
+def _started(stream: str) -> int:
+    seconds = stream.rpartition("-")[2]
+    return int(seconds) if seconds.isdecimal() else 0
+
+
+def _ignore_missing_log(error: ClientError) -> None:
+    """A job that has not started yet has no log; the first job of an account has not even the group of streams."""
+    if error_code(error) != "ResourceNotFoundException":
+        raise error

@@ -1,0 +1,124 @@
+"""How this process was started, and which ranks its launcher assigned to it.
+
+Pure rules over environment variables. Variables such as ``NODE_RANK`` or ``MASTER_ADDR`` survive in base images,
+shells and other launchers, so none counts without proof of the launcher that sets it (Lightning issues 5651 and
+13639: stray values make every host "node 0", or hang the job).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from lightning_sm.errors import TopologyError
+from lightning_sm.job.variables import RANK_ZERO_PID
+
+# torchrun and Lightning set them; base images and shells may, too.
+RANK_VARIABLES = (
+    "GROUP_RANK",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "RANK",
+    "WORLD_SIZE",
+)
+
+
+class RankStarter(Enum):
+    """Who starts the processes of a host."""
+
+    PLAIN = "one process per host"
+    LIGHTNING = "a local rank that Lightning started"
+    TORCHRUN = "torchrun"
+    MPI = "mpirun"
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """The start of one process.
+
+    Attributes:
+        launcher: Who started it.
+        local_rank: Its position on its host.
+        node_rank: Position of its host as the launcher counts, or None where only the topology knows.
+        devices: Processes on each host, or None where Lightning decides.
+        world_size: Processes in all, or None where Lightning decides.
+        main_address: Address of rank 0, where the launcher chose it.
+        main_port: Port of rank 0, where the launcher chose it.
+    """
+
+    launcher: RankStarter
+    local_rank: int = 0
+    node_rank: int | None = None
+    devices: int | None = None
+    world_size: int | None = None
+    main_address: str | None = None
+    main_port: int | None = None
+
+    @classmethod
+    def detect(cls, env: Mapping[str, str], parent_pid: int) -> RankStart:
+        """Find out who started this process.
+
+        Args:
+            env: Environment variables.
+            parent_pid: Process id of the parent of this process.
+
+        Raises:
+            TopologyError: A launcher started this process, but a variable that it always sets is missing or not a
+                number.
+
+        Source:
+            torchrun: PyTorch documentation, "torchrun (Elastic Launch)", environment variables. Open MPI 4:
+            FAQ "What environmental variables does Open MPI set?".
+        """
+        # torchrun first: mpirun may start one torchrun on each host, which leaves mpirun's variables in place.
+        if "TORCHELASTIC_RUN_ID" in env:
+            return cls(
+                launcher=RankStarter.TORCHRUN,
+                local_rank=_number(env, "LOCAL_RANK", "torchrun"),
+                node_rank=_number(env, "GROUP_RANK", "torchrun"),
+                devices=_number(env, "LOCAL_WORLD_SIZE", "torchrun"),
+                world_size=_number(env, "WORLD_SIZE", "torchrun"),
+                main_address=env.get("MASTER_ADDR"),
+                main_port=_number(env, "MASTER_PORT", "torchrun"),
+            )
+        if "OMPI_COMM_WORLD_RANK" in env:
+            return cls._from_mpi(env)
+        if RANK_ZERO_PID.read(env) == parent_pid and "LOCAL_RANK" in env:
+            return cls(RankStarter.LIGHTNING, local_rank=_number(env, "LOCAL_RANK", "Lightning"))
+        return cls(RankStarter.PLAIN)
+
+    @classmethod
+    def _from_mpi(cls, env: Mapping[str, str]) -> RankStart:
+        rank = _number(env, "OMPI_COMM_WORLD_RANK", "mpirun")
+        world_size = _number(env, "OMPI_COMM_WORLD_SIZE", "mpirun")
+        local_rank = _number(env, "OMPI_COMM_WORLD_LOCAL_RANK", "mpirun")
+        devices = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun")
+        node_rank, position = divmod(rank, devices)
+        if position != local_rank:
+            raise TopologyError(
+                f"mpirun assigned local rank {local_rank} of {devices} to rank {rank}, but Lightning numbers the "
+                "ranks of each host consecutively. Start mpirun with --map-by slot, and give each host the same number "
+                "of slots."
+            )
+        return cls(RankStarter.MPI, local_rank, node_rank, devices, world_size)
+
+
+def stray_variables(env: Mapping[str, str], launch: RankStart) -> tuple[str, ...]:
+    """Names of the rank variables in ``env`` that the launcher of this process did not set."""
+    if launch.launcher in (RankStarter.TORCHRUN, RankStarter.LIGHTNING):
+        return ()
+    return tuple(name for name in RANK_VARIABLES if name in env)
+
+
+def _number(env: Mapping[str, str], variable: str, launcher: str) -> int:
+    text = env.get(variable, "")
+    if not text.isdecimal():
+        raise TopologyError(
+            f"{launcher} started this process and always sets {variable} to a number, but it is "
+            f"{env.get(variable)!r}. Find what changes the variable between {launcher} and the script."
+        )
+    return int(text)

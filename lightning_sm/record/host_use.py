@@ -1,0 +1,185 @@
+"""How much of a host a job uses: CPUs, memory, network and GPUs.
+
+On SageMaker a container has the whole instance, so that the host's own counters are the job's. In local mode, a limit
+of the container's control group counts. Emulated hosts share a machine: there, only what this process and those below
+it use counts, and the network is left out, because all of it is the loopback interface of all hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lightning_sm.record.events import GpuUse, HostUse
+
+logger = logging.getLogger(__name__)
+
+_CGROUP = Path("/sys/fs/cgroup")
+_GPU_DEVICE = Path("/dev/nvidia0")
+
+
+def usable_cpus(cgroup: Path = _CGROUP) -> int:
+    """Return how many CPUs this process may use: those that it may run on, and no more than its control group gets."""
+    # macOS has no sched_getaffinity.
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (cgroup / "cpu.max").read_text(encoding="ascii").split()
+        cpus = min(cpus, math.ceil(int(quota) / int(period)))  # "max" is not a number: no limit
+    return max(1, cpus)
+
+
+class CpuMeter:
+    """Measures how busy the CPUs of this machine are since it was made."""
+
+    def __init__(self) -> None:
+        self._before = psutil.cpu_times()
+
+    def share(self) -> float | None:
+        """Return the share of the CPUs' time in use, 0 to 1; None if no time has passed."""
+        after = psutil.cpu_times()
+        names = [name for name in after._fields if name not in ("guest", "guest_nice")]  # parts of user and nice
+        spent = {name: getattr(after, name) - getattr(self._before, name) for name in names}
+        total = sum(spent.values())
+        idle = spent["idle"] + spent.get("iowait", 0.0)
+        return max(0.0, 1 - idle / total) if total > 0 else None
+
+
+class HostMeter:
+    """Measures what a host does between two calls.
+
+    Args:
+        is_emulated: Whether several hosts share this machine.
+        cgroup: Folder of the control group's files.
+    """
+
+    def __init__(self, *, is_emulated: bool = False, cgroup: Path = _CGROUP) -> None:
+        self._is_emulated = is_emulated
+        self._cgroup = cgroup
+        self._cpus = usable_cpus(cgroup)
+        self._gpus = Gpus()
+        self._before: tuple[float, float, int, int] | None = None
+        self._memory_total = self._memory_limit()
+        self._take()
+
+    def measure(self) -> HostUse:
+        """Return what the host did since the last call, or since this object was made."""
+        before, after = self._before or self._take(), self._take()
+        elapsed_s, cpu_s, received, sent = (max(0.0, new - old) for new, old in zip(after, before, strict=True))
+        elapsed_s = max(1e-6, elapsed_s)
+        return HostUse(
+            t=time.time(),
+            cpu=min(1.0, cpu_s / elapsed_s / self._cpus),
+            memory_bytes=self._memory(),
+            memory_total_bytes=self._memory_total,
+            received_bytes_s=received / elapsed_s,
+            sent_bytes_s=sent / elapsed_s,
+            gpus=self._gpus.measure(),
+        )
+
+    def _take(self) -> tuple[float, float, int, int]:
+        """Return the time, the CPU seconds, and the bytes received and sent, each since some start."""
+        received = sent = 0
+        if not self._is_emulated:
+            for name, counters in psutil.net_io_counters(pernic=True).items():
+                if name != "lo":
+                    received += counters.bytes_recv
+                    sent += counters.bytes_sent
+        self._before = (time.monotonic(), self._cpu_s(), received, sent)
+        return self._before
+
+    def _cpu_s(self) -> float:
+        if self._is_emulated:
+            return sum(_cpu_s_of(process) for process in _own_processes())
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            # Of the container alone; where it has no group of its own, of the machine.
+            lines = (self._cgroup / "cpu.stat").read_text(encoding="ascii").splitlines()
+            return int(dict(line.split() for line in lines)["usage_usec"]) / 1e6
+        times = psutil.cpu_times()
+        # "guest" is part of "user".
+        return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq")))
+
+    def _memory(self) -> int:
+        if self._is_emulated:
+            return sum(_memory_of(process) for process in _own_processes())
+        with contextlib.suppress(OSError, ValueError):
+            if self._memory_total < psutil.virtual_memory().total:
+                return int((self._cgroup / "memory.current").read_text(encoding="ascii"))
+        memory = psutil.virtual_memory()
+        return int(memory.total - memory.available)
+
+    def _memory_limit(self) -> int:
+        total = psutil.virtual_memory().total
+        with contextlib.suppress(OSError, ValueError):
+            total = min(total, int((self._cgroup / "memory.max").read_text(encoding="ascii")))
+        return int(total)
+
+
+class Gpus:
+    """The NVIDIA GPUs of this host; none without a driver, or without the package nvidia-ml-py.
+
+    Args:
+        nvml: The module ``pynvml`` of the package nvidia-ml-py; looked for if None.
+    """
+
+    def __init__(self, nvml: Any = None) -> None:
+        self._nvml = nvml
+        self._handles: Sequence[Any] = ()
+        try:
+            if nvml is None:
+                import pynvml  # noqa: PLC0415 - an extra
+
+                self._nvml = pynvml
+        except ImportError:
+            # Nobody misses it on a host without GPUs.
+            has_gpu = _GPU_DEVICE.exists()
+            logger.log(
+                logging.INFO if has_gpu else logging.DEBUG,
+                "GPU use is not recorded. To record it, install the package nvidia-ml-py.",
+            )
+            return
+        try:
+            self._nvml.nvmlInit()
+            count = self._nvml.nvmlDeviceGetCount()
+            self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        except self._nvml.NVMLError as error:
+            logger.debug("The use of GPUs is not recorded: %s.", error)
+
+    def measure(self) -> list[GpuUse]:
+        """Return what each GPU does; one that cannot say it, such as a part of a GPU (MIG), is left out."""
+        uses = []
+        for handle in self._handles:
+            with contextlib.suppress(self._nvml.NVMLError):
+                memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+                share = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+                uses.append(GpuUse(share, int(memory.used), int(memory.total)))
+        return uses
+
+
+def _own_processes() -> list[psutil.Process]:
+    own = psutil.Process()
+    return [own, *own.children(recursive=True)]
+
+
+def _cpu_s_of(process: psutil.Process) -> float:
+    """CPU seconds of a process and of its children that have ended."""
+    try:
+        return float(sum(process.cpu_times()[:4]))
+    except psutil.Error:  # it has just ended
+        return 0.0
+
+
+def _memory_of(process: psutil.Process) -> int:
+    """Memory that a process shares with no other."""
+    try:
+        memory = process.memory_info()
+    except psutil.Error:
+        return 0
+    return int(memory.rss - getattr(memory, "shared", 0))

@@ -1,0 +1,94 @@
+"""The lines of progress in a job's log, and the regular expressions by which CloudWatch reads metrics from them.
+
+A line looks like ``epoch=3/10 step=45 validation=3 val_acc=0.9333 steps_per_s=12.5 eta=0:10:23 data_wait=1.2%``. A
+space precedes every name but the first, so that ``acc`` is found neither in ``val_acc`` nor in ``val/acc``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+# What a line says besides the position and the model's own metrics; each can be a metric of the job.
+RATE, SAMPLES, MEMORY, DATA_WAIT = "steps_per_s", "samples_per_s", "memory_gb", "data_wait"
+# In the one line that follows a validation: how many there were so far.
+VALIDATION = "validation"
+# A number as ``progress_line`` prints it, as one group. CloudWatch accepts neither NaN nor infinity, so they do not
+# match.
+_NUMBER = r"(-?[0-9.]+(?:e[-+][0-9]+)?)"
+_SECONDS_PER_HOUR = 3600
+
+
+def progress_line(
+    position: str,
+    metrics: Mapping[str, float],
+    *,
+    num_validations: int | None = None,
+    rates: str = "",
+    report: str = "",
+) -> str:
+    """Return a line of progress.
+
+    Args:
+        position: Where the run is, such as ``epoch=3/10 step=45``.
+        metrics: The model's metrics by name.
+        num_validations: How many validations there were, in the first line after one; else None.
+        rates: What ``rate_fields`` returned.
+        report: What follows at the end of the line.
+    """
+    words = [position]
+    if num_validations is not None:
+        words.append(f"{VALIDATION}={num_validations}")
+    words += [f"{name}={value:.6g}" for name, value in metrics.items()]
+    return " ".join(filter(None, [*words, rates, report]))
+
+
+def rate_fields(
+    *,
+    steps_per_s: float | None = None,
+    samples_per_s: float | None = None,
+    eta_s: float | None = None,
+    memory_bytes: int | None = None,
+    data_wait: float | None = None,
+) -> str:
+    """Return how fast a run is, for its line of progress; what is None is left out.
+
+    Args:
+        steps_per_s: Training batches of this rank per second.
+        samples_per_s: Samples of all ranks per second.
+        eta_s: Seconds until the training ends.
+        memory_bytes: Memory in use, of the GPU if there is one.
+        data_wait: The share of the time that training waits for batches, 0 to 1.
+    """
+    words = []
+    if steps_per_s is not None:
+        words.append(f"{RATE}={steps_per_s:.3g}")
+    if samples_per_s is not None:
+        words.append(f"{SAMPLES}={samples_per_s:.4g}")
+    if eta_s is not None:
+        words.append(f"eta={clock_time(eta_s)}")
+    if memory_bytes is not None:
+        words.append(f"{MEMORY}={memory_bytes / 1e9:.3g}")
+    if data_wait is not None:
+        words.append(f"{DATA_WAIT}={100 * data_wait:.1f}%")
+    return " ".join(words)
+
+
+def clock_time(seconds: float) -> str:
+    """Return a duration as hours, minutes and seconds: ``26:03:09``."""
+    hours, rest = divmod(round(seconds), _SECONDS_PER_HOUR)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
+
+
+def metric_pattern(name: str) -> str:
+    """Return the regular expression that finds a metric in all lines that have it."""
+    return f" {re.escape(name)}={_NUMBER}"
+
+
+def objective_pattern(name: str) -> str:
+    """Return the regular expression that finds a metric only in the one line that follows each validation.
+
+    A tuning job takes the last value that it finds, and Hyperband each of them: the lines between two validations would
+    repeat an old value.
+    """
+    return f" {VALIDATION}=[0-9]+ (?:.* )?{re.escape(name)}={_NUMBER}"

@@ -1,0 +1,131 @@
+"""RecordTail: read on in the files of a run's record while the run writes them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_sm.record.events import (
+    DataService,
+    End,
+    Event,
+    FileHead,
+    HostUse,
+    Line,
+    Metrics,
+    Span,
+    Steps,
+    file_attempt,
+    find_files,
+    from_json,
+)
+
+# How far back rates look. Lines become rarer the longer a job runs: the newest one always counts.
+_WINDOW_S = 15.0
+_MAX_LINES = 64
+_MAX_EVENTS = 50
+
+
+@dataclass
+class Writer:
+    """What one process of a job has written lately.
+
+    Attributes:
+        head: The newest head of its file.
+        steps: Its newest steps.
+        use: The use of its host.
+        metrics: What the model logged last.
+        data: What data hosts and ranks did.
+        span: What it did last besides steps.
+        events: What happened.
+        end: How it ended.
+    """
+
+    head: FileHead
+    steps: deque[Steps] = field(default_factory=lambda: deque(maxlen=_MAX_LINES))
+    use: HostUse | None = None
+    metrics: Metrics | None = None
+    data: DataService | None = None
+    span: Span | None = None
+    events: deque[Event] = field(default_factory=lambda: deque(maxlen=_MAX_EVENTS))
+    end: End | None = None
+
+    def recent_steps(self) -> list[Steps]:
+        """Return the lines of the last seconds before the newest one."""
+        if not self.steps:
+            return []
+        newest = self.steps[-1].t
+        return [line for line in self.steps if newest - line.t <= _WINDOW_S]
+
+    def take(self, line: Line) -> None:
+        """Add a line."""
+        match line:
+            case FileHead():  # a restarted process continues the file
+                self.head, self.end = line, None
+                self.steps.clear()
+            case Steps():
+                self.steps.append(line)
+            case HostUse():
+                self.use = line
+            case Metrics():
+                self.metrics = line
+            case DataService():
+                self.data = line
+            case Span():
+                self.span = line
+            case Event():
+                self.events.append(line)
+            case End():
+                self.end = line
+
+
+class RecordTail:
+    """The files of the newest attempt in some folders.
+
+    Attributes:
+        attempt: The attempt; 0 while there is no file.
+    """
+
+    def __init__(self) -> None:
+        self.attempt = 0
+        self._offsets: dict[Path, int] = {}
+        self._writers: dict[Path, Writer] = {}
+
+    def read(self, folders: set[Path]) -> list[Writer]:
+        """Read what was added since the last call, and return all writers of the newest attempt.
+
+        Args:
+            folders: Folders of the record; they need not exist.
+        """
+        files = [path for folder in sorted(folders) if folder.is_dir() for path in find_files(folder)]
+        self.attempt = max(map(file_attempt, files), default=0)
+        current = {path for path in files if file_attempt(path) == self.attempt}
+        self._writers = {path: writer for path, writer in self._writers.items() if path in current}
+        for path in sorted(current):
+            self._read_on(path)
+        return list(self._writers.values())
+
+    def _read_on(self, path: Path) -> None:
+        offset = self._offsets.get(path, 0) if path in self._writers else 0
+        try:
+            with path.open("rb") as file:
+                if file.seek(0, 2) < offset:  # another file by this name
+                    offset = 0
+                    self._writers.pop(path, None)
+                file.seek(offset)
+                data = file.read()
+        except OSError:  # the emulator has moved it away
+            self._writers.pop(path, None)
+            return
+        end = data.rfind(b"\n") + 1  # the rest is still being written
+        self._offsets[path] = offset + end
+        for text in data[:end].decode(errors="replace").splitlines():
+            line = from_json(text)
+            if line is None:
+                continue
+            writer = self._writers.get(path)
+            if writer is not None:
+                writer.take(line)
+            elif isinstance(line, FileHead):
+                self._writers[path] = Writer(line)

@@ -1,0 +1,120 @@
+"""Which job a name stands for."""
+
+import pytest
+
+pytest.importorskip("botocore", reason="needs boto3 (extra launch)")
+
+from lightning_sm.cloud.find import attempts, find, training_jobs
+from lightning_sm.errors import AWSError
+from tests.fakes.aws import NOW, training_job
+
+JOB_ID = "0f1e2d3c-0000-1111-2222-333344445555"
+ARN = "arn:aws:sagemaker:us-east-1:111122223333:training-job/"
+
+
+def tuning_job(name="tune-1", status="InProgress"):
+    """An answer of DescribeHyperParameterTuningJob."""
+    return {
+        "HyperParameterTuningJobName": name,
+        "HyperParameterTuningJobArn": f"arn:aws:sagemaker:us-east-1:111122223333:hyper-parameter-tuning-job/{name}",
+        "HyperParameterTuningJobConfig": {
+            "Strategy": "Random",
+            "ResourceLimits": {"MaxNumberOfTrainingJobs": 2, "MaxParallelTrainingJobs": 1},
+        },
+        "HyperParameterTuningJobStatus": status,
+        "CreationTime": NOW,
+        "TrainingJobStatusCounters": {"Completed": 1, "InProgress": 1},
+        "ObjectiveStatusCounters": {},
+    }
+
+
+def service_job(*names, status="RUNNING"):
+    """An answer of DescribeServiceJob with the training jobs of its attempts."""
+    resources = [{"serviceResourceId": {"name": "TrainingJobArn", "value": ARN + name}} for name in names]
+    return {
+        "jobId": JOB_ID,
+        "jobName": "digits",
+        "jobQueue": "queue",
+        "serviceJobType": "SAGEMAKER_TRAINING",
+        "startedAt": 0,
+        "status": status,
+        "attempts": resources[:-1],
+        "latestAttempt": resources[-1] if resources else {},
+    }
+
+
+@pytest.mark.parametrize("name", ["job-1", ARN + "job-1"])
+def test_a_training_job_is_found_by_name_or_arn(clients, name):
+    """It is described by itself."""
+    clients.answers("sagemaker", "describe_training_job", training_job(), TrainingJobName="job-1")
+    found = find(clients, name)
+    assert (found.kind, found.name, found.status, found.has_ended) == ("training", "job-1", "Completed", True)
+    assert training_jobs(clients, found) == [found.description]
+
+
+def test_a_name_that_no_training_job_has_may_be_a_tuning_job(clients):
+    """Its training jobs are described one by one, in the order of their start."""
+    clients.refuses("sagemaker", "describe_training_job", "ValidationException", "Requested resource not found.")
+    clients.answers("sagemaker", "describe_hyper_parameter_tuning_job", tuning_job())
+    found = find(clients, "tune-1")
+    assert (found.kind, found.has_ended) == ("tuning", False)
+    summaries = [
+        {
+            "TrainingJobName": name,
+            "TrainingJobArn": ARN + name,
+            "CreationTime": NOW,
+            "TrainingJobStatus": "Completed",
+            "TunedHyperParameters": {},
+        }
+        for name in ("tune-1-001", "tune-1-002")
+    ]
+    for page in summaries:
+        more = {"NextToken": "more"} if page is summaries[0] else {}
+        clients.answers(
+            "sagemaker",
+            "list_training_jobs_for_hyper_parameter_tuning_job",
+            {"TrainingJobSummaries": [page], **more},
+        )
+    for one in summaries:
+        clients.answers("sagemaker", "describe_training_job", training_job(one["TrainingJobName"]))
+    assert [job["TrainingJobName"] for job in training_jobs(clients, found)] == ["tune-1-001", "tune-1-002"]
+
+
+def test_a_job_in_a_queue_leads_to_its_training_jobs(clients):
+    """Each attempt has one; the latest is named twice by the service, and counted once."""
+    described = service_job("a-1", "a-2")
+    described["attempts"].append(described["latestAttempt"])
+    clients.answers("batch", "describe_service_job", described, jobId=JOB_ID)
+    found = find(clients, JOB_ID)
+    assert (found.kind, found.name, found.status) == ("queued", JOB_ID, "RUNNING")
+    assert attempts(found.description) == ["a-1", "a-2"]
+    assert attempts(service_job()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("digits-2026", "Did you mean digits-2026-11-22 or digits-2026-11-21?"),
+        ("digts-2026-11-22", "Did you mean digits-2026-11-22"),
+        ("cifar", "'lightning-sm jobs list' shows"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_similar_ones(clients, name, hint):
+    """Names that begin the same way, else those that are spelled like it."""
+    clients.refuses("sagemaker", "describe_training_job", "ValidationException", "Requested resource not found.")
+    clients.refuses("sagemaker", "describe_hyper_parameter_tuning_job", "ResourceNotFound")
+    newest = [
+        {"TrainingJobName": job, "TrainingJobArn": ARN + job, "CreationTime": NOW, "TrainingJobStatus": "Completed"}
+        for job in ("digits-2026-11-22", "digits-2026-11-21")
+    ]
+    clients.answers("sagemaker", "list_training_jobs", {"TrainingJobSummaries": newest})
+    with pytest.raises(AWSError, match=f"There is no job {name} in us-east-1") as caught:
+        find(clients, name)
+    assert hint in str(caught.value)
+
+
+def test_an_unknown_id_is_an_error(clients):
+    """AWS Batch has no names to compare it with."""
+    clients.refuses("batch", "describe_service_job", "ClientException")
+    with pytest.raises(AWSError, match=f"has no job {JOB_ID} in us-east-1"):
+        find(clients, JOB_ID)

@@ -1,0 +1,159 @@
+"""Following jobs until they end."""
+
+import pytest
+
+pytest.importorskip("botocore", reason="needs boto3 (extra launch)")
+
+from botocore.exceptions import ClientError, EndpointConnectionError
+
+from lightning_sm.cloud.find import Found
+from lightning_sm.cloud.follow import exit_code, follow, tuning_progress
+from tests.fakes.aws import NOW, event, one_host, training_job
+from tests.unit.cloud.test_find import JOB_ID, service_job, tuning_job
+
+
+def state(status, secondary=None, message="", **changed):
+    """A description of job-1 with one host."""
+    transitions = [{"Status": secondary or status, "StartTime": NOW, "StatusMessage": message}]
+    return training_job(
+        status=status,
+        SecondaryStatus=secondary or status,
+        SecondaryStatusTransitions=transitions,
+        ResourceConfig=one_host(),
+        **changed,
+    )
+
+
+def refuse(error):
+    """A sleep during which something happens."""
+
+    def sleep(_):
+        raise error
+
+    return sleep
+
+
+TRAINING = Found("training", "job-1", state("InProgress", "Starting"))
+
+
+def test_every_change_of_state_is_one_line(clients, caplog):
+    """The same state again is not; the log is not read unless asked for."""
+    states = [
+        state("InProgress", "Starting"),
+        state("InProgress", "Downloading", "images"),
+        state("InProgress", "Downloading", "images"),
+        state("Completed", message="done"),
+    ]
+    for one in states:
+        clients.answers("sagemaker", "describe_training_job", one, TrainingJobName="job-1")
+    pauses = []
+    with caplog.at_level("INFO", "lightning_sm"):
+        ended = follow(clients, TRAINING, shows_log=False, sleep=pauses.append)
+    assert ended["TrainingJobStatus"] == "Completed"
+    assert caplog.messages == [
+        "lightning-sm: Job job-1 is InProgress: Starting",
+        "lightning-sm: Job job-1 is InProgress: Downloading images",
+        "lightning-sm: Job job-1 is Completed: Completed done",
+    ]
+    assert pauses == [20.0] * 3
+
+
+def test_the_log_is_written_as_it_comes_and_to_its_end(clients, capsys):
+    """Lines that arrive after the end of the job are waited for."""
+    clients.answers("sagemaker", "describe_training_job", state("InProgress", "Training"))
+    for look in range(5):  # every 4 s, and the state every 20 s
+        events = [event(look, "algo-1", f"line {look}")] if look % 2 == 0 else []
+        clients.answers("logs", "filter_log_events", {"events": events})
+    clients.answers("sagemaker", "describe_training_job", state("Completed"))
+    for events in ([], [event(9, "algo-1", "late")], [], []):
+        clients.answers("logs", "filter_log_events", {"events": events})
+    follow(clients, TRAINING, shows_log=True, sleep=lambda _: None)
+    assert capsys.readouterr().out.splitlines() == [
+        "algo-1 | line 0",
+        "algo-1 | line 2",
+        "algo-1 | line 4",
+        "algo-1 | late",
+    ]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyboardInterrupt(),
+        ClientError({"Error": {"Code": "ExpiredTokenException"}}, "DescribeTrainingJob"),
+        EndpointConnectionError(endpoint_url="x"),
+    ],
+)
+def test_who_stops_waiting_learns_how_to_stop_the_job(clients, caplog, error):
+    """Whether by Ctrl-C, because the credentials have expired, or because the network is gone; the job goes on."""
+    clients.answers("sagemaker", "describe_training_job", state("InProgress", "Training"))
+    with caplog.at_level("WARNING", "lightning_sm"), pytest.raises(type(error)):
+        follow(clients, TRAINING, shows_log=False, sleep=refuse(error))
+    for words in ("still be running", "lightning-sm jobs logs -f job-1", "lightning-sm jobs stop job-1"):
+        assert words in caplog.text
+
+
+def test_a_job_in_a_queue_is_followed_through_its_attempts(clients, caplog):
+    """From the queue to the training job of each attempt, whose exit code is that of the job."""
+    for described in (service_job(status="RUNNABLE"), service_job("job-1")):
+        clients.answers("batch", "describe_service_job", described, jobId=JOB_ID)
+    failed = {"FailureReason": "AlgorithmError: RuntimeError: nan, exit code: 3"}
+    clients.answers("sagemaker", "describe_training_job", state("Failed", **failed), TrainingJobName="job-1")
+    clients.answers("batch", "describe_service_job", service_job("job-1", "job-1b"))
+    second = {**state("Failed", **failed), "TrainingJobName": "job-1b"}
+    clients.answers("sagemaker", "describe_training_job", second, TrainingJobName="job-1b")
+    clients.answers("batch", "describe_service_job", service_job("job-1", "job-1b", status="FAILED"))
+    with caplog.at_level("INFO", "lightning_sm"):
+        ended = follow(clients, Found("queued", JOB_ID, service_job()), shows_log=False, sleep=lambda _: None)
+    assert exit_code(ended) == 3
+    assert [message.partition(" is ")[2] for message in caplog.messages] == [
+        "RUNNABLE",
+        "RUNNING",
+        "Failed: Failed",
+        "Failed: Failed",
+        "FAILED",
+    ]
+
+
+def test_a_tuning_job_shows_its_counts_and_its_best_training_job(clients, caplog):
+    """Which has no log of its own."""
+    best = {
+        "TrainingJobName": "tune-1-002",
+        "TrainingJobArn": "arn:aws:sagemaker:us-east-1:111122223333:training-job/tune-1-002",
+        "CreationTime": NOW,
+        "TrainingJobStatus": "Completed",
+        "TunedHyperParameters": {"model.learning_rate": "0.003", "data.batch_size": "64"},
+        "FinalHyperParameterTuningJobObjectiveMetric": {"MetricName": "val_acc", "Value": 0.9712345},
+    }
+    ended = {**tuning_job(status="Completed"), "BestTrainingJob": best}
+    ended["TrainingJobStatusCounters"] = {"Completed": 2, "Stopped": 1, "NonRetryableError": 1}
+    for described in (tuning_job(), ended):
+        clients.answers("sagemaker", "describe_hyper_parameter_tuning_job", described)
+    with caplog.at_level("INFO", "lightning_sm"):
+        assert exit_code(follow(clients, Found("tuning", "tune-1", {}), shows_log=True, sleep=lambda _: None)) == 0
+    assert caplog.messages == [
+        "lightning-sm: Tuning job tune-1 is InProgress: 1 completed, 1 running",
+        "lightning-sm: Tuning job tune-1 is Completed: 2 completed, 1 stopped early, 1 failed; "
+        "best val_acc=0.971235 by tune-1-002 with data.batch_size=64 model.learning_rate=0.003",
+    ]
+    assert tuning_progress({"TrainingJobStatusCounters": {}}) == "no training job yet"
+
+
+@pytest.mark.parametrize(
+    ("description", "code"),
+    [
+        ({"TrainingJobStatus": "Completed"}, 0),
+        ({"TrainingJobStatus": "Stopped"}, 1),
+        ({"TrainingJobStatus": "Failed", "FailureReason": "AlgorithmError: killed, exit code: 137"}, 137),
+        ({"TrainingJobStatus": "Failed", "FailureReason": "ExecuteUserScriptError:\nExitCode 1 in exit code: 42."}, 42),
+        ({"TrainingJobStatus": "Failed", "FailureReason": "CapacityError: Unable to provision"}, 1),
+        ({"TrainingJobStatus": "Failed", "FailureReason": "a host exited, exit code: 0"}, 1),
+        ({"TrainingJobStatus": "Failed"}, 1),
+        ({"HyperParameterTuningJobStatus": "Failed"}, 1),
+        ({"status": "SUCCEEDED"}, 0),
+        ({"status": "FAILED", "statusReason": "terminated"}, 1),
+    ],
+)
+def test_the_exit_code_is_that_of_the_job(description, code):
+    """As far as the service names it; a job that did not complete is never 0."""
+    assert exit_code(description) == code

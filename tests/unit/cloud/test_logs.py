@@ -1,0 +1,142 @@
+"""The log of a job: merged over hosts, each line once, failures first."""
+
+import pytest
+
+pytest.importorskip("botocore", reason="needs boto3 (extra launch)")
+
+from lightning_sm.cloud.logs import Log, failure_first
+from tests.fakes.aws import event, one_host, training_job
+
+HETEROGENEOUS = training_job()
+HOMOGENEOUS = training_job(ResourceConfig=one_host(count=2))
+
+
+def shown(log):
+    """The new lines as they are printed."""
+    return [log.shown(line) for line in log.new_lines()]
+
+
+def page(*events, more=None):
+    """An answer of FilterLogEvents."""
+    return {"events": list(events), **({"nextToken": more} if more else {})}
+
+
+def streams(*names):
+    """An answer of DescribeLogStreams."""
+    return {"logStreams": [{"logStreamName": f"job-1/{name}"} for name in names]}
+
+
+def test_lines_of_all_hosts_are_merged_by_time_over_empty_pages(clients):
+    """Each line names its host; the prefix ends with a slash, so that job-10 is not read as job-1."""
+    clients.answers(
+        "logs",
+        "filter_log_events",
+        page(event(2, "algo-2", "b"), event(1, "algo-1", "a\n"), more="1"),
+        logGroupName="/aws/sagemaker/TrainingJobs",
+        logStreamNamePrefix="job-1/",
+        startTime=0,
+    )
+    clients.answers("logs", "filter_log_events", page(more="2"))
+    clients.answers("logs", "filter_log_events", page(event(3, "algo-1", "c")))
+    assert shown(Log(clients.logs, HOMOGENEOUS)) == ["algo-1 | a", "algo-2 | b", "algo-1 | c"]
+
+
+def test_late_lines_are_read_and_known_ones_are_not_repeated(clients):
+    """The next look starts 60 s before the newest line, where lines of slower hosts may still arrive."""
+    log = Log(clients.logs, HOMOGENEOUS)
+    clients.answers("logs", "filter_log_events", page(event(100, "algo-1", "a"), event(101, "algo-1", "b")))
+    assert shown(log) == ["algo-1 | a", "algo-1 | b"]
+    clients.answers(
+        "logs",
+        "filter_log_events",
+        page(event(100, "algo-1", "a"), event(7, "algo-2", "late", 100_500), event(101, "algo-1", "b")),
+        logGroupName="/aws/sagemaker/TrainingJobs",
+        logStreamNamePrefix="job-1/",
+        startTime=41_000,
+    )
+    assert shown(log) == ["algo-2 | late"]
+    clients.answers("logs", "filter_log_events", page(event(102, "algo-2", "c"), event(101, "algo-1", "b")))
+    assert shown(log) == ["algo-2 | c"]
+
+
+def test_only_the_end_of_an_overwritten_line_is_shown(clients):
+    """A progress bar overwrites its line after each carriage return."""
+    log = Log(clients.logs, HOMOGENEOUS)
+    clients.answers("logs", "filter_log_events", page(event(1, "algo-1", "10%\r 50%\r100%\r\n")))
+    assert shown(log) == ["algo-1 | 100%"]
+
+
+def test_the_group_of_a_host_comes_from_what_its_launcher_logs(clients):
+    """The service assigns hosts to groups at random and does not say how; one group needs no name."""
+    banner = "lightning-sm 0.1.0, Python 3.11 | host {}, group {}, role trainer, node rank 0 of 2 | train.py"
+    log = Log(clients.logs, HETEROGENEOUS)
+    lines = [event(1, "algo-2", banner.format("algo-2", "data")), event(2, "algo-2", "x"), event(3, "algo-1", "y")]
+    clients.answers("logs", "filter_log_events", page(*lines))
+    assert shown(log)[1:] == ["algo-2 data | x", "algo-1 | y"]
+    log = Log(clients.logs, HETEROGENEOUS)
+    clients.answers("logs", "filter_log_events", page(event(1, "algo-1", banner.format("algo-1", "trainer"))))
+    log.learn_groups()
+    assert log.shown_host("algo-1") == "algo-1 trainer"
+    log = Log(clients.logs, HOMOGENEOUS)
+    log.learn_groups()  # asks nothing
+    clients.answers(
+        "logs", "filter_log_events", page(event(1, "algo-1", banner.format("algo-1", "homogeneousCluster")))
+    )
+    assert shown(log)[0].startswith("algo-1 | ")
+
+
+def test_a_failure_begins_with_its_reason_and_the_host_that_it_names(clients):
+    """Then come the last lines (up to 50) of each other host, the oldest first."""
+    log = Log(clients.logs, HOMOGENEOUS)
+    clients.answers("logs", "describe_log_streams", streams("algo-10-5", "algo-2-5", "algo-1-5"))
+    clients.answers(
+        "logs",
+        "filter_log_events",
+        page(event(1, "algo-2", "start"), event(2, "algo-2", "ValueError: nan")),
+        logGroupName="/aws/sagemaker/TrainingJobs",
+        logStreamNames=["job-1/algo-2-5"],
+    )
+    for host in ("algo-1", "algo-10"):
+        events = [{"timestamp": 1, "message": f"last of {host}", "ingestionTime": 1}]
+        clients.answers(
+            "logs",
+            "get_log_events",
+            {"events": events, "nextBackwardToken": "b/1", "nextForwardToken": "f"},
+            logGroupName="/aws/sagemaker/TrainingJobs",
+            logStreamName=f"job-1/{host}-5",
+            limit=50,
+            startFromHead=False,
+        )
+        clients.answers("logs", "get_log_events", {"events": [], "nextBackwardToken": "b/1"})
+    assert list(failure_first(log, "AlgorithmError: ValueError: nan on trainer host algo-2, exit code: 1")) == [
+        "failed: AlgorithmError: ValueError: nan on trainer host algo-2, exit code: 1",
+        "--- algo-2: whole log",
+        "algo-2 | start",
+        "algo-2 | ValueError: nan",
+        "--- algo-1: last lines (up to 50)",
+        "algo-1 | last of algo-1",
+        "--- algo-10: last lines (up to 50)",
+        "algo-10 | last of algo-10",
+    ]
+
+
+def test_the_last_lines_of_a_host_reach_back_over_empty_pages_and_attempts(clients):
+    """A restarted attempt has a stream of its own; an empty page is not the beginning of a stream."""
+    log = Log(clients.logs, HOMOGENEOUS)
+
+    def answer(text, token):
+        events = [{"timestamp": 1, "message": text, "ingestionTime": 1}] if text else []
+        clients.answers("logs", "get_log_events", {"events": events, "nextBackwardToken": token})
+
+    for text, token in [("new", "1"), (None, "2"), (None, "2"), ("old", "3"), ("older", "4")]:
+        answer(text, token)
+    lines = log.last_lines(["job-1/algo-1-1", "job-1/algo-1-2"], 3)
+    assert [line.text for line in lines] == ["older", "old", "new"]
+
+
+@pytest.mark.parametrize("operation", ["filter_log_events", "describe_log_streams"])
+def test_a_job_without_a_log_has_no_lines(clients, operation):
+    """The group of streams does not exist before the first job of an account."""
+    clients.refuses("logs", operation, "ResourceNotFoundException")
+    log = Log(clients.logs, HOMOGENEOUS)
+    assert (shown(log) if operation == "filter_log_events" else list(log.streams_by_host())) == []

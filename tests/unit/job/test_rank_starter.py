@@ -1,0 +1,112 @@
+"""Launchers are recognised by variables that only they set, never by ranks alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_sm.errors import TopologyError
+from lightning_sm.job.rank_starter import RANK_VARIABLES, RankStart, RankStarter, stray_variables
+from lightning_sm.job.variables import RANK_ZERO_PID
+
+PARENT = 4242
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "GROUP_RANK": "1",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "algo-2",
+    "MASTER_PORT": "7777",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+STRAYS = dict.fromkeys(RANK_VARIABLES, "1")
+OF_TORCHRUN = RankStart(
+    RankStarter.TORCHRUN,
+    local_rank=1,
+    node_rank=1,
+    devices=2,
+    world_size=4,
+    main_address="algo-2",
+    main_port=7777,
+)
+OF_MPI = RankStart(RankStarter.MPI, local_rank=1, node_rank=1, devices=2, world_size=4)
+OF_LIGHTNING = RankStart(RankStarter.LIGHTNING, local_rank=1)
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        pytest.param({}, RankStart(RankStarter.PLAIN), id="nothing set"),
+        pytest.param(STRAYS, RankStart(RankStarter.PLAIN), id="ranks without a launcher"),
+        pytest.param(TORCHRUN, OF_TORCHRUN, id="torchrun"),
+        pytest.param({**TORCHRUN, "NODE_RANK": "7"}, OF_TORCHRUN, id="torchrun and a stray variable"),
+        pytest.param(MPI, OF_MPI, id="mpirun"),
+        pytest.param({**STRAYS, **MPI}, OF_MPI, id="mpirun and stray variables"),
+        pytest.param({**MPI, **TORCHRUN}, OF_TORCHRUN, id="torchrun started by mpirun"),
+        pytest.param({RANK_ZERO_PID.name: str(PARENT), "LOCAL_RANK": "1"}, OF_LIGHTNING, id="Lightning"),
+        pytest.param({RANK_ZERO_PID.name: str(PARENT)}, RankStart(RankStarter.PLAIN), id="child without a rank"),
+        pytest.param(
+            {RANK_ZERO_PID.name: "17", "LOCAL_RANK": "1"}, RankStart(RankStarter.PLAIN), id="child of a grandparent"
+        ),
+    ],
+)
+def test_launcher_is_detected(env, expected):
+    """Each launcher is known by its own variables, and ranks are taken from it alone."""
+    assert RankStart.detect(env, PARENT) == expected
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "node_rank"),
+    [("0", "0", 0), ("1", "1", 0), ("2", "0", 1), ("3", "1", 1)],
+)
+def test_node_rank_under_mpirun_follows_from_the_rank(rank, local_rank, node_rank):
+    """The ranks of a host follow each other."""
+    env = {**MPI, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": local_rank}
+    assert RankStart.detect(env, PARENT).node_rank == node_rank
+
+
+def test_ranks_dealt_out_over_hosts_in_turn_are_refused():
+    """Lightning cannot number ranks as ``mpirun --map-by node`` does; the error says what to change."""
+    env = {**MPI, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    with pytest.raises(TopologyError, match=r"local rank 0 of 2 to rank 1.*--map-by slot"):
+        RankStart.detect(env, PARENT)
+
+
+@pytest.mark.parametrize("value", [None, "", "one", "-1", "1.0", " 1"])
+@pytest.mark.parametrize(
+    ("launcher", "env", "variable"),
+    [
+        *(("torchrun", TORCHRUN, name) for name in TORCHRUN if name in ("GROUP_RANK", "LOCAL_RANK", "WORLD_SIZE")),
+        *(("torchrun", TORCHRUN, name) for name in ("LOCAL_WORLD_SIZE", "MASTER_PORT")),
+        *(("mpirun", MPI, name) for name in MPI if name != "OMPI_COMM_WORLD_RANK"),
+    ],
+)
+def test_variable_that_a_launcher_always_sets_must_be_a_number(launcher, env, variable, value):
+    """A missing or malformed variable is an error that names it, its value and the launcher."""
+    broken = {**env, variable: value}
+    if value is None:
+        del broken[variable]
+    with pytest.raises(
+        TopologyError, match=f"^{launcher} started this process and always sets {variable} to a number, "
+    ):
+        RankStart.detect(broken, PARENT)
+
+
+@pytest.mark.parametrize("launcher", [RankStarter.PLAIN, RankStarter.MPI])
+def test_ranks_that_nobody_set_are_strays(launcher):
+    """For a plain process and under mpirun, which uses names of its own, all of torch's rank variables are strays."""
+    assert stray_variables({**STRAYS, "OTHER": "1"}, RankStart(launcher)) == RANK_VARIABLES
+    assert stray_variables({"RANK": "1"}, RankStart(launcher)) == ("RANK",)
+    assert stray_variables({"OTHER": "1"}, RankStart(launcher)) == ()
+
+
+@pytest.mark.parametrize("launcher", [RankStarter.TORCHRUN, RankStarter.LIGHTNING])
+def test_ranks_of_torchrun_and_lightning_are_theirs(launcher):
+    """What torchrun and Lightning hand to their processes is left alone."""
+    assert stray_variables(STRAYS, RankStart(launcher)) == ()

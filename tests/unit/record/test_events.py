@@ -1,0 +1,141 @@
+"""The record of a run: lines survive the way through a file, and neither a torn file nor a full disk hurts."""
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+
+from lightning_sm.job.facts import InstanceGroup, SageMakerJob
+from lightning_sm.job.variables import RECORD_DIR
+from lightning_sm.record import events
+from lightning_sm.record.events import Recorder
+
+LINES = [
+    events.FileHead(1.5, "algo-1", "rank-3", job="job", attempt=2, rank=3, world_size=4, hosts={"algo-1": "trainers"}),
+    events.HostUse(2.0, 0.5, 10, 20, 1.5, 2.5, [events.GpuUse(0.75, 1, 2)]),
+    events.Loader(2.0, is_remote=False, workers=4, cpus=8, ranks_of_host=2),
+    events.Steps(3.0, 40, 10, 1.0, 0.2, samples=320, parts=dict.fromkeys(events.PARTS, 1 / 6)),
+    events.Span(4.0, "validation", 3.0, 1.0),
+    events.Metrics(5.0, 40, 1, {"val_acc": 0.5}),
+    events.DataService(6.0, [{"name": "algo-3", "workers": 4}], {"rank 0": {"wait_s": 1.0}}),
+    events.Event(7.0, "restart", "restart 1 of 3"),
+    events.End(8.0, "failed", 1, "because"),
+]
+
+
+def make_job(base: Path, **facts) -> SageMakerJob:
+    """A job of one host."""
+    groups = (InstanceGroup("trainers", ("algo-1",)),)
+    return SageMakerJob("algo-1", ("algo-1",), groups, "test", base_dir=base, **facts)
+
+
+def test_every_line_comes_back(tmp_path):
+    """Each kind, with the precision of a microsecond."""
+    path = tmp_path / "1" / "algo-1-rank-3.jsonl"
+    recorder = Recorder(path)
+    for line in LINES:
+        recorder.append(line)
+    recorder.close()
+    read = events.read_file(path)
+    assert [type(line) for line in read] == [type(line) for line in LINES]
+    assert [events.to_json(line) for line in read] == [events.to_json(line) for line in LINES]
+    assert read[1] == LINES[1]
+    assert {type(line).kind for line in LINES} == set(events._KINDS)
+
+
+def test_a_torn_line_is_left_out(tmp_path):
+    """A process was killed within a line; the next one goes on behind it, in the same file."""
+    path = tmp_path / "algo-1-rank-0.jsonl"
+    Recorder(path).append(LINES[0])
+    with path.open("a") as file:
+        file.write('{"kind":"steps","t":3.0,"st')
+    assert events.read_file(path) == LINES[:1]
+    recorder = Recorder(path)
+    recorder.append(LINES[4])
+    assert events.read_file(path) == [LINES[0], LINES[4]]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", "{}", '{"kind":"unknown"}', '{"kind":"span"}', '{"kind":["span"]}', '"span"', "{" * 9999]
+)
+def test_what_is_no_line_is_nothing(text):
+    """Whatever a file holds, reading it raises nothing."""
+    assert events.from_json(text) is None
+
+
+def test_a_newer_format_is_read_as_far_as_it_is_known():
+    """Unknown fields are left out."""
+    text = json.dumps({"kind": "event", "t": 1.0, "what": "retry", "new": 1})
+    assert events.from_json(text) == events.Event(1.0, "retry")
+
+
+def test_what_json_does_not_have_becomes_null(tmp_path):
+    """A loss of NaN is no reason to write a file that only Python reads."""
+    text = events.to_json(events.Metrics(1.0, 1, 0, {"loss": math.nan, "acc": math.inf}))
+    assert json.loads(text, parse_constant=pytest.fail)["values"] == {"loss": None, "acc": None}
+
+
+def test_a_full_disk_is_said_once_and_raises_nothing(caplog):
+    """Here, a device that is always full."""
+    recorder = Recorder(Path("/dev/full"))
+    with caplog.at_level(logging.WARNING):
+        recorder.append(LINES[0])
+        recorder.append(LINES[0])
+    recorder.close()
+    (said,) = caplog.messages
+    assert "/dev/full" in said
+    assert "No space left" in said
+
+
+def test_a_folder_that_cannot_be_made_raises_nothing(tmp_path, caplog):
+    """A file is in its place."""
+    (tmp_path / "file").touch()
+    Recorder(tmp_path / "file" / "1" / "algo-1-launcher.jsonl").append(LINES[0])
+    assert len(caplog.messages) == 1
+
+
+def test_the_record_lies_with_the_checkpoints(tmp_path):
+    """They survive an attempt; without them, it lies with the output data of all hosts."""
+    checkpoints = tmp_path / "checkpoints"
+    assert events.record_folder(make_job(tmp_path, checkpoint_dir=checkpoints)) == checkpoints / events.FOLDER
+    assert events.record_folder(make_job(tmp_path)) == tmp_path / "output" / "data" / events.FOLDER
+
+
+def test_attempts_are_counted_by_own_files(tmp_path):
+    """What other hosts have written by now says nothing; and processes of one launcher share its attempt."""
+    job = make_job(tmp_path)
+    assert events.attempt_folder(job, "rank-0", {}).name == "1"
+    events.open_record(job, "rank-0", {}).append(LINES[0])
+    Recorder(events.record_folder(job) / "7" / "algo-2-rank-0.jsonl").append(LINES[0])
+    assert events.attempt_folder(job, "rank-0", {}).name == "2"
+    assert events.attempt_folder(job, "rank-1", {}).name == "1"
+    env = {RECORD_DIR.name: str(tmp_path / "5")}
+    assert events.open_record(job, "rank-0", env).path == tmp_path / "5" / "algo-1-rank-0.jsonl"
+
+
+def test_files_are_found_below_a_folder(tmp_path):
+    """In the order of attempts; what others wrote beside them is left out."""
+    names = ["10/algo-1-rank-0.jsonl", "2/algo-10-rank-12.jsonl", "2/algo-2-launcher.jsonl"]
+    others = ["2/notes.jsonl", "x/algo-1-rank-0.jsonl", "2/algo-1-rank-0.jsonl.sagemaker-uploaded"]
+    for name in names + others:
+        path = tmp_path / events.FOLDER / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    expected = [tmp_path / events.FOLDER / name for name in (names[1], names[2], names[0])]
+    assert events.find_files(tmp_path) == expected
+    assert events.find_files(tmp_path / events.FOLDER / "2") == expected[:2]
+
+
+def test_series_get_fewer_lines_as_a_run_grows():
+    """A day of steps takes a few thousand lines, and none is more than 30 s after the one before."""
+    pacing = events.Pacing(1.0)
+    now, gaps = 0.0, []
+    while now < 86_400:
+        due = pacing.next_after(now)
+        gaps.append(due - now)
+        now = due
+    assert gaps[:600] == pytest.approx([1.0] * 600, abs=0.01)
+    assert max(gaps) == pytest.approx(30.0)
+    assert len(gaps) < 5_500

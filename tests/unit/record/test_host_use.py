@@ -1,0 +1,117 @@
+"""How busy a host is: its own counters, the limits of a container, and GPUs by a stand-in for NVML."""
+
+import logging
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from lightning_sm.record import host_use
+from lightning_sm.record.host_use import CpuMeter, Gpus, HostMeter, usable_cpus
+
+
+def burn(seconds):
+    """Keep a CPU busy."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+@pytest.mark.parametrize(("quota", "cpus"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", None)])
+def test_a_container_has_the_cpus_of_its_limit(tmp_path, quota, cpus):
+    """Whatever the machine has; "max" is no limit, and neither is a missing file."""
+    unlimited = usable_cpus(tmp_path)
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert usable_cpus(tmp_path) == min(cpus or unlimited, unlimited)
+
+
+def test_an_emulated_host_counts_its_own_processes(tmp_path):
+    """Also one that it has started; the network is that of all hosts."""
+    (tmp_path / "cpu.max").write_text("100000 100000")
+    meter = HostMeter(is_emulated=True, cgroup=tmp_path)
+    began = time.monotonic()
+    busy = "import time\nwhile time.process_time() < 0.3: pass"
+    subprocess.run([sys.executable, "-c", busy], check=True, timeout=60)
+    use = meter.measure()
+    assert 0.3 / (time.monotonic() - began) * 0.9 <= use.cpu <= 1
+    assert 0 < use.memory_bytes < use.memory_total_bytes
+    assert (use.received_bytes_s, use.sent_bytes_s) == (0, 0)
+
+
+def test_a_container_counts_by_its_control_group(tmp_path):
+    """CPU time and memory come from its files."""
+    (tmp_path / "cpu.max").write_text("100000 100000")
+    (tmp_path / "memory.max").write_text("1000000")
+    (tmp_path / "memory.current").write_text("250000")
+    (tmp_path / "cpu.stat").write_text("usage_usec 1000000\nuser_usec 900000\n")
+    meter = HostMeter(cgroup=tmp_path)
+    (tmp_path / "cpu.stat").write_text("usage_usec 1000000000\nuser_usec 900000\n")
+    use = meter.measure()
+    assert (use.cpu, use.memory_bytes, use.memory_total_bytes) == (1.0, 250_000, 1_000_000)
+
+
+def test_without_limits_the_machine_is_measured(tmp_path):
+    """A share of all its CPUs, its memory and its network."""
+    use = HostMeter(cgroup=tmp_path).measure()
+    assert 0 <= use.cpu <= 1
+    assert use.memory_total_bytes == psutil.virtual_memory().total
+    assert use.received_bytes_s >= 0
+
+
+def test_the_cpus_of_the_machine_since_a_moment():
+    """A process that works all the time keeps at least its own CPU busy."""
+    meter = CpuMeter()
+    burn(0.2)
+    share = meter.share()
+    assert 0 < share <= 1
+
+
+class NVMLError(Exception):
+    """As pynvml.NVMLError."""
+
+
+def nvml(**changes):
+    """A stand-in for pynvml with two GPUs, of which the second is a part of one and says nothing."""
+
+    def utilization(handle):
+        if handle:
+            raise NVMLError("Not Supported")
+        return SimpleNamespace(gpu=74)
+
+    functions = {
+        "NVMLError": NVMLError,
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(used=3, total=8),
+        "nvmlDeviceGetUtilizationRates": utilization,
+    }
+    return SimpleNamespace(**{**functions, **changes})
+
+
+def test_gpus_that_say_it_are_measured():
+    """One that does not is left out."""
+    (gpu,) = Gpus(nvml()).measure()
+    assert (gpu.use, gpu.memory_bytes, gpu.memory_total_bytes) == (0.74, 3, 8)
+
+
+def test_without_a_driver_there_are_no_gpus():
+    """NVML is installed, and finds no library of the driver."""
+
+    def fail():
+        raise NVMLError("NVML Shared Library Not Found")
+
+    assert Gpus(nvml(nvmlInit=fail)).measure() == []
+
+
+@pytest.mark.parametrize(("has_gpu", "said"), [(True, 1), (False, 0)])
+def test_without_nvml_a_host_with_gpus_says_what_is_missing(monkeypatch, caplog, tmp_path, has_gpu, said):
+    """In a line; a host without GPUs lacks nothing."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(host_use, "_GPU_DEVICE", tmp_path if has_gpu else tmp_path / "none")
+    with caplog.at_level(logging.INFO):
+        assert Gpus().measure() == []
+    assert len(caplog.messages) == said

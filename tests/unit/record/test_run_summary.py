@@ -1,0 +1,39 @@
+"""The last words of a run."""
+
+import pytest
+
+from lightning_sm.record.run_summary import seconds_text, summary
+from lightning_sm.record.step_clock import Totals
+
+
+def totals(n=40, spans=None, **parts):
+    """What a rank has measured."""
+    measured = Totals(n=n, spans=spans or {})
+    measured.parts.update(parts)
+    return measured
+
+
+def test_the_largest_parts_come_first():
+    """Trifles are not named, and "other" is the last; then what took time besides the steps, and the verdict."""
+    measured = totals(
+        spans={"first_batch": 6.1, "validation": 2.0, "checkpoint": 0.001},
+        data_wait=3.8, forward=3.0, backward=4.1, optimizer=0.5, other=0.9, to_device=0.01,
+    )  # fmt: skip
+    assert summary(measured, verdict="Look here.") == (
+        "40 steps in 12.3 s (308 ms each): 58% forward and backward, 31% data wait, 4% optimizer, 7% other; in "
+        "addition, 6.1 s first batches, 2.0 s validation. Look here."
+    )
+
+
+def test_a_single_step_on_a_gpu():
+    """The number agrees with its noun, and it is said whose time it is."""
+    said = summary(totals(n=1, forward=1.5), on_gpu=True)
+    assert said == "1 step in 1.5 s (1.50 s each): 100% forward and backward (of the GPU's time)."
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.04, "0.0 s"), (99.9, "99.9 s"), (245, "4 min 5 s"), (11_520, "3 h 12 min")]
+)
+def test_durations_in_words(seconds, text):
+    """Two units at most."""
+    assert seconds_text(seconds) == text

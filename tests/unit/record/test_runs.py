@@ -1,0 +1,101 @@
+"""The record of a run is found wherever its files ended up."""
+
+import io
+import shutil
+import tarfile
+
+import pytest
+
+from lightning_sm.errors import JobConfigError
+from lightning_sm.record.events import Steps
+from lightning_sm.record.runs import read_run, read_runs
+from lightning_sm.report.figures import Figures
+from tests.unit.report.recorded import head, input_bound, steps, write
+
+
+def names(run):
+    """Host, process and attempt of each record."""
+    return [(record.attempt, record.head.host, record.head.who) for record in run.records]
+
+
+ALL = [(1, "algo-1", "launcher"), (1, "algo-1", "rank-0"), (1, "algo-2", "launcher")]
+
+
+def test_a_folder_and_an_archive_of_it_are_the_same_run(tmp_path):
+    """output.tar.gz need not be unpacked."""
+    folder = input_bound(tmp_path / "run")
+    archive = tmp_path / "output.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(folder, "algo-1")
+        tar.addfile(tarfile.TarInfo("../../evil.jsonl"), io.BytesIO())
+    assert names(read_run(folder)) == names(read_run(archive)) == ALL
+    assert read_run(archive).records == read_run(folder).records
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["output.tar.gz", "run"]
+
+
+def test_hosts_whose_folders_are_apart_are_one_run(tmp_path):
+    """Each host of a job without checkpoints has a folder of its own."""
+    folder = input_bound(tmp_path / "run")
+    for host in ("algo-1", "algo-2"):
+        (tmp_path / host / "1").mkdir(parents=True)
+        for file in folder.glob(f"*/1/{host}-*"):
+            shutil.move(file, tmp_path / host / "1")
+    (run,) = read_runs([tmp_path / "algo-1", tmp_path / "algo-2"])
+    assert names(run) == ALL
+
+
+def test_of_two_copies_the_longer_one_counts(tmp_path):
+    """A file may be on the host and, without its end, where it was uploaded to."""
+    input_bound(tmp_path / "a")
+    write(tmp_path / "b", head(1), steps(11))
+    (run,) = read_runs([tmp_path / "a", tmp_path / "b"])
+    assert names(run) == ALL
+    assert sum(isinstance(line, Steps) for record in run.records for line in record.lines) == 60
+
+
+def test_attempts_that_do_not_know_of_each_other_are_told_apart(tmp_path):
+    """Without a checkpoint folder, each attempt calls itself the first one."""
+    input_bound(tmp_path / "attempt-1", outcome="interrupted")
+    input_bound(tmp_path / "attempt-2", begin=100.0)
+    run = Figures(read_run(tmp_path))
+    assert [attempt.number for attempt in run.attempts] == [1, 2]
+    assert [attempt.outcome for attempt in run.attempts] == ["interrupted", "succeeded"]
+
+
+def test_a_restarted_process_goes_on_with_its_file(tmp_path):
+    """What it writes is of the same attempt, and begins with another head."""
+    write(tmp_path, head(1), steps(11), head(20), steps(31))
+    assert [(record.attempt, record.head.t - 1_700_000_000) for record in read_run(tmp_path).records] == [
+        (1, 1),
+        (1, 20),
+    ]
+
+
+def test_jobs_that_share_a_folder_are_several_runs(tmp_path):
+    """A job that resumes the checkpoints of another one writes beside it."""
+    write(tmp_path, head(1, job="first"), steps(11))
+    write(tmp_path, head(100, job="second"), steps(111), attempt=2)
+    assert [run.name for run in read_runs([tmp_path])] == ["first", "second"]
+    assert read_run(tmp_path, "second").name == "second"
+    with pytest.raises(JobConfigError, match=r"2 jobs: first, second\. Name one with --job"):
+        read_run(tmp_path)
+    with pytest.raises(JobConfigError, match=r"no record of the job third .*first, second"):
+        read_run(tmp_path, "third")
+
+
+def test_a_job_without_a_name_is_called_after_its_folder(tmp_path):
+    """Some local modes give jobs no name."""
+    write(tmp_path / "run", head(1, job=None), steps(11))
+    assert read_run(tmp_path / "run").name == "run"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not an archive"])
+def test_what_is_no_record_is_named(tmp_path, content):
+    """A folder without records, a missing file, and one of another kind."""
+    source = tmp_path / "run"
+    if content is not None:
+        source.write_bytes(content)
+    with pytest.raises(JobConfigError, match=str(source)):
+        read_run(source)
+    with pytest.raises(JobConfigError, match="has no record of a run: no files lightning-sm-record"):
+        read_run(tmp_path)

@@ -1,0 +1,123 @@
+"""StepClock: all time is charged to something, once."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sm.record.events import PARTS
+from lightning_sm.record.step_clock import (
+    BACKWARD,
+    DATA_WAIT,
+    FORWARD,
+    OPTIMIZER,
+    OTHER,
+    TO_DEVICE,
+    StepClock,
+    Totals,
+    exposed,
+)
+
+CALLS = st.lists(
+    st.one_of(
+        st.tuples(st.just("enter"), st.integers(0, len(PARTS) - 1)),
+        st.tuples(st.just("end_step"), st.integers(0, 8)),
+        st.tuples(st.just("begin_span"), st.sampled_from("ab")),
+        st.tuples(st.just("end_span"), st.sampled_from("ab")),
+    ),
+    max_size=30,
+)
+
+
+def seconds():
+    """A clock that is one second later at each look."""
+    return itertools.count().__next__
+
+
+def test_a_step_has_its_parts():
+    """Each second goes to the part that was entered before it."""
+    clock = StepClock(seconds())
+    for part in (DATA_WAIT, TO_DEVICE, FORWARD, OPTIMIZER, BACKWARD, OPTIMIZER):
+        clock.enter(part)
+    clock.end_step(4)
+    clock.enter(DATA_WAIT)
+    totals = clock.totals
+    assert (totals.n, totals.samples, totals.wall_s) == (1, 4, 8)
+    assert totals.parts == {
+        "data_wait": 1,
+        "to_device": 1,
+        "forward": 1,
+        "backward": 1,
+        "optimizer": 2,
+        "other": 2,
+    }
+    assert totals.share("optimizer", "other") == 0.5
+    assert clock.longest_s == 7
+
+
+def test_spans_are_no_part_of_a_step():
+    """An inner span counts for itself; the outer one goes on after it; a step within a span is none."""
+    clock = StepClock(seconds())
+    clock.begin_span("validation")
+    clock.begin_span("checkpoint")
+    assert clock.end_span("validation") is None
+    inner = clock.end_span("checkpoint")
+    clock.end_step(4)
+    outer = clock.end_span("checkpoint", "validation")
+    assert (inner.seconds, outer.seconds) == (1, 3)
+    assert clock.totals.spans == {"checkpoint": 1, "validation": 3}
+    assert (clock.totals.n, clock.totals.wall_s) == (0, 1)
+
+
+@given(CALLS)
+def test_the_sum_is_the_time_that_has_passed(calls):
+    """Whatever the order of calls."""
+    looks = itertools.count()
+    clock = StepClock(lambda: next(looks) ** 1.5)
+    open_spans = 0.0
+    for name, argument in [*calls, ("enter", OTHER)]:
+        getattr(clock, name)(argument)
+    passed = (next(looks) - 1) ** 1.5
+    open_spans = sum(span.seconds for span in clock._spans)
+    assert clock.totals.wall_s + sum(clock.totals.spans.values()) + open_spans == pytest.approx(passed)
+
+
+def test_what_was_added_since_a_snapshot():
+    """Spans that are new count as a whole."""
+    clock = StepClock(seconds())
+    clock.end_step(1)
+    before = clock.totals
+    clock.begin_span("validation")
+    clock.end_span("validation")
+    clock.end_step(2)
+    new = clock.totals.since(before)
+    assert (new.n, new.samples, new.wall_s, new.spans) == (1, 2, 2, {"validation": 1})
+    assert Totals().share("other") == 0
+
+
+def host(**parts):
+    """Seconds by part of the host."""
+    return dict.fromkeys(PARTS, 0.0) | parts
+
+
+@pytest.mark.parametrize(
+    ("measured", "gpu", "expected"),
+    [
+        # The GPU is busy all the time: waiting for data costs nothing.
+        (host(data_wait=6, forward=1, other=3), {"forward": 4, "backward": 6}, host(forward=4, backward=6)),
+        # It is idle for 4 of 10 s: of the 6 s that the host waited, 4 count.
+        (host(data_wait=6, forward=4), {"forward": 2, "backward": 4}, host(forward=2, backward=4, data_wait=4)),
+        # The host waited for nothing; the rest is its own.
+        (host(forward=10), {"forward": 2, "optimizer": 1}, host(forward=2, optimizer=1, other=7)),
+        # Of a few steps only, the GPU's time may be extrapolated too high.
+        (host(forward=5, to_device=5), {"forward": 10, "backward": 10}, host(forward=5, backward=5)),
+        (host(data_wait=2, to_device=1, other=1), {}, host(data_wait=2, to_device=1, other=1)),
+    ],
+)
+def test_waiting_counts_while_the_gpu_has_nothing_to_do(measured, gpu, expected):
+    """The parts still sum up to the time that has passed."""
+    parts = exposed(measured, gpu)
+    assert parts == expected
+    assert list(parts) == list(PARTS)
+    assert sum(parts.values()) == pytest.approx(sum(measured.values()))

@@ -1,0 +1,183 @@
+"""What is filled in: groups of channels, hyperparameters, local mode."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_sm.errors import HyperparameterError
+from lightning_sm.job.hyperparameters import to_argv
+from lightning_sm.job.variables import JOB_SECRET, MODEL
+from lightning_sm.submit.job_file import Batch, Group, InputChannel, Job, Retries, Spot, Tune, Vpc
+from lightning_sm.submit.request import encode_hyperparameters, for_local_mode, make_request
+
+GPU, CPU = Group("ml.g5.xlarge", 2), Group("ml.c5.xlarge")
+JOB = Job(image="x", groups={"trainer": GPU, "data": CPU})
+
+
+def options(job):
+    """The arguments that the script gets, by name."""
+    arguments = to_argv(encode_hyperparameters(job))
+    return dict(argument.removeprefix("--").split("=", 1) for argument in arguments if argument.startswith("--"))
+
+
+def test_groups_are_for_all_channels_or_for_none():
+    """If one channel names groups, the others and the code get all groups; if none does, nothing is said."""
+    channels = {"a": InputChannel("s3://b/a", ["data"]), "b": InputChannel("s3://b/b")}
+    plan = make_request(replace(JOB, channels=channels), {})
+    assert {name: channel.groups for name, channel in plan.channels.items()} == {
+        "a": ["data"],
+        "b": ["trainer", "data"],
+    }
+    assert plan.with_code("s3://b/c").channels["lightning_sm_code"].groups == ["trainer", "data"]
+    plan = make_request(replace(JOB, channels={"b": InputChannel("s3://b/b")}), {})
+    assert {channel.groups for channel in plan.with_code("s3://b/c").channels.values()} == {None}
+
+
+def test_each_job_gets_a_secret_of_its_own():
+    """Two jobs from one file have different secrets; one in the file is kept, as are its other variables."""
+    first, second = (make_request(replace(JOB, environment={"A": "1"}), {}).job.environment for _ in range(2))
+    assert first.keys() == {"A", JOB_SECRET.name}
+    assert first[JOB_SECRET.name] != second[JOB_SECRET.name]
+    assert JOB_SECRET.read(first) == first[JOB_SECRET.name]
+    own = {JOB_SECRET.name: "mine" * 8}
+    assert make_request(replace(JOB, environment=own), {}).job.environment == own
+
+
+@pytest.mark.parametrize("stated", [{}, {"LIGHTNING_SM_MAX_RESTARTS": "3"}])
+def test_restarts_are_told_to_the_launchers(stated):
+    """As a variable of all hosts, by which they agree; a job file without the key sets none."""
+    environment = make_request(replace(JOB, max_restarts=3, environment=stated), {}).job.environment
+    assert environment["LIGHTNING_SM_MAX_RESTARTS"] == "3"
+    assert "LIGHTNING_SM_MAX_RESTARTS" not in make_request(JOB, {}).job.environment
+
+
+def test_what_the_job_leaves_is_a_variable_of_all_hosts():
+    """Unless it is the default."""
+    assert make_request(replace(JOB, model="weights"), {}).job.environment[MODEL.name] == "weights"
+    assert MODEL.name not in make_request(JOB, {}).job.environment
+
+
+@pytest.mark.parametrize(
+    ("output", "bucket", "folder"), [("s3://bucket/a/b/", "bucket", "a/b/digits/code/"), (None, None, "digits/code/")]
+)
+def test_code_goes_below_the_output(output, bucket, folder):
+    """Into the same bucket; into the SDK's own if there is no output."""
+
+    class Session:
+        """The SDK's session, of which only the upload is needed."""
+
+        def upload_data(self, path, bucket, key_prefix):
+            """Note where the code goes."""
+            self.uploaded = (path, bucket, key_prefix)
+            return "s3://b/code"
+
+    session = Session()
+    plan = make_request(replace(JOB, name="digits", output=output, source_dir="/src"), {})
+    assert plan.upload_code(session).channels["lightning_sm_code"].uri == "s3://b/code"
+    assert session.uploaded[:2] == ("/src", bucket)
+    assert re.fullmatch(rf"{folder}\d{{4}}(-\d\d){{5}}-[0-9a-f]{{4}}", session.uploaded[2])
+    assert make_request(JOB, {}).upload_code(None).channels == {}
+
+
+def test_a_single_group_is_an_ordinary_job():
+    """The service knows no groups then, and channels must not name any."""
+    plan = make_request(Job(image="x", groups={"a": GPU}, channels={"c": InputChannel("s3://b/c", ["a"])}), {})
+    assert plan.single_group == GPU
+    assert plan.channels["c"].groups is None
+
+
+def test_the_config_file_becomes_hyperparameters(tmp_path):
+    """Its top-level keys, as JSON; what overrides it becomes dotted options, which come after it."""
+    path = tmp_path / "config.yaml"
+    path.write_text("seed_everything: 1\ndata: {class_path: a.B, init_args: {size: 3}}\n")
+    job = replace(
+        JOB, config=str(path), hyperparameters={"data": {"size": 4}, "trainer": {"max_epochs": 5}, "data.x": None}
+    )
+    arguments = to_argv(encode_hyperparameters(job))
+    assert arguments == [
+        '--data={"class_path": "a.B", "init_args": {"size": 3}}',
+        "--data.size=4",
+        "--data.x=null",
+        "--seed_everything=1",
+        '--trainer={"max_epochs": 5}',
+    ]
+
+
+def test_long_values_travel_in_pieces(tmp_path):
+    """A config file with a value beyond the service's 2500 characters arrives whole."""
+    content = {"model": {"layers": list(range(2000))}}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    job = replace(JOB, config=str(path))
+    assert max(map(len, encode_hyperparameters(job).values())) <= 2500
+    assert json.loads(options(job)["model"]) == content["model"]
+
+
+def test_subcommand_and_code_are_told_to_the_launcher():
+    """As the hyperparameters that it looks for; none of them is an option of the script."""
+    job = replace(JOB, subcommand="validate", script="go.py", source_dir="/src")
+    encoded = encode_hyperparameters(job)
+    assert json.loads(encoded["sagemaker_program"]) == "go.py"
+    assert json.loads(encoded["sagemaker_submit_directory"]) == "/opt/ml/input/data/lightning_sm_code"
+    assert to_argv(encoded) == ["validate"]
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "a: [", "1: 2"])
+def test_a_config_file_that_is_none_is_an_error(tmp_path, content):
+    """Broken YAML, or something other than names and values; the message names the file."""
+    path = tmp_path / "config.yaml"
+    path.write_text(content)
+    with pytest.raises(HyperparameterError, match=str(path)):
+        encode_hyperparameters(replace(JOB, config=str(path)))
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(8, "2"), (2, "1")])
+def test_local_mode_shares_the_cpus_among_the_hosts(monkeypatch, cpus, threads):
+    """PyTorch starts no more threads than there are CPUs for its host, unless the job says otherwise."""
+    monkeypatch.setattr("os.cpu_count", lambda: cpus)
+    job = replace(JOB, groups={"trainer": Group("ml.g5.xlarge", 2), "data": Group("ml.c5.xlarge", 1)})
+    assert for_local_mode(job, Path("/out"))[0].environment == {**JOB.environment, "OMP_NUM_THREADS": threads}
+    own = replace(job, environment={"OMP_NUM_THREADS": "7"})
+    assert for_local_mode(own, Path("/out"))[0].environment == {"OMP_NUM_THREADS": "7"}
+
+
+def test_local_mode_leaves_out_what_it_has_not():
+    """With a warning for each thing that the script might miss; instance types stay, as roles follow from them."""
+    job = replace(
+        JOB,
+        spot=Spot(9),
+        checkpoints="s3://b/c",
+        tensorboard="s3://b/t",
+        vpc=Vpc(["s"], ["g"]),
+        volume_kms_key="alias/a",
+        output_kms_key="alias/b",
+        training_plan="arn:aws:sagemaker:us-east-1:111122223333:training-plan/plan",
+        network_isolation=True,
+        batch=Batch("queue"),
+        tune=Tune("val_acc", {}, "maximize"),
+        keep_alive_s=60,
+        channels={"a": InputChannel("s3://b/a", mode="FastFile")},
+        retries=Retries(1),
+    )
+    local, warnings = for_local_mode(job, Path("/out"))
+    assert (local.spot, local.checkpoints, local.tensorboard, local.vpc, local.keep_alive_s) == (None,) * 5
+    assert (local.channels["a"].mode, local.output, local.groups) == ("File", "file:///out", job.groups)
+    assert [warning.split()[0] for warning in warnings] == [
+        "spot",
+        "checkpoints",
+        "tensorboard",
+        "volume_kms_key",
+        "output_kms_key",
+        "training_plan",
+        "network_isolation",
+        "vpc",
+        "batch",
+        "tune",
+        "channels.a",
+    ]
+    assert (local.batch, local.tune, local.volume_kms_key, local.output_kms_key, local.training_plan) == (None,) * 5
+    assert not local.network_isolation

@@ -1,0 +1,65 @@
+"""All ranks wait for each other by the store of their process group."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from torch import distributed
+
+from lightning_sm.training import rank_barrier
+from lightning_sm.training.rank_barrier import wait_for_all_ranks
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Two ranks as threads of this process, with a store."""
+    store, own = distributed.HashStore(), threading.local()
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "get_rank", lambda: own.rank)
+    monkeypatch.setattr(distributed.distributed_c10d, "_get_default_store", lambda: store)
+    # Each thread has a count of its own, as processes have.
+    monkeypatch.setattr(rank_barrier, "_numbers", iter([1, 1]))
+    return own
+
+
+def test_a_single_process_does_not_wait():
+    """Without a process group there is nobody to wait for."""
+    wait_for_all_ranks("export the model")
+
+
+def test_rank_0_leaves_last(ranks):
+    """No rank leaves before both have come, and rank 0, which has the store, not before the other one has left."""
+    left = []
+
+    def come(rank):
+        ranks.rank = rank
+        wait_for_all_ranks("export the model")
+        left.append(rank)
+
+    first = threading.Thread(target=come, args=(0,))
+    first.start()
+    first.join(0.5)
+    assert left == []
+    come(1)
+    first.join(10)
+    assert left == [1, 0] or (sorted(left) == [0, 1] and not first.is_alive())
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_for_ever(ranks, monkeypatch, caplog):
+    """After the limit a warning says how many are missing."""
+    monkeypatch.setattr(rank_barrier, "_LIMIT_S", 0.0)
+    ranks.rank = 1
+    wait_for_all_ranks("export the model")
+    assert "1 of 2 ranks did not export the model in 0 s." in caplog.text
+
+
+def test_rank_0_says_whom_it_waits_for(ranks, monkeypatch, caplog):
+    """Once a minute."""
+    caplog.set_level("INFO", "lightning_sm")
+    monkeypatch.setattr(rank_barrier, "_LIMIT_S", 0.3)
+    monkeypatch.setattr(rank_barrier, "_SAY_EVERY_S", 0.0)
+    ranks.rank = 0
+    wait_for_all_ranks("export the model")
+    assert "Waiting for 1 of 2 ranks to export the model." in caplog.text
