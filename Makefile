@@ -38,6 +38,7 @@ lint: $(READY) ## format, lint, types, import contracts, Dockerfiles
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.lint.class_names
 	$(BIN)/hadolint docker/Dockerfile tests/containers/stand_in/Dockerfile tests/containers/routes/Dockerfile
 	$(BIN)/mypy
 

@@ -1,9 +1,8 @@
-"""Log lines of lightning_sm: visible by default, those of the commands with the command's name, and never endless."""
+"""Log lines of lightning_sm: visible by default, those of the commands with the command's name."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 
 def command_logger(name: str) -> logging.Logger:
@@ -30,12 +29,6 @@ def show_log_lines() -> None:
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.addHandler(handler)
     logger.propagate = False
-
-
-def listed(names: Sequence[str], most: int = 8) -> str:
-    """Join names with commas; of many, only the first."""
-    rest = f", ... ({len(names)} in all)" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
 
 
 def _add_command_name(record: logging.LogRecord) -> bool:

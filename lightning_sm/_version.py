@@ -1,3 +1,13 @@
-"""The version of this package, of which pyproject.toml reads it, too."""
+"""The version of lightning_sm, and those of the packages beside it."""
+
+import importlib.metadata
 
 __version__ = "0.1.0"
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed package, or None; from its metadata, as importing torch takes seconds."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -17,6 +17,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from lightning_sm._text import duration
 from lightning_sm.cloud.hosts import HostGroup, groups_of
 from lightning_sm.errors import JobConfigError
 from lightning_sm.record.prices import Prices, cost
@@ -93,7 +94,7 @@ def shown_bills(bills: Sequence[Bill], prices: Prices) -> str:
             one.status,
             group.name,
             f"{group.num_hosts} x {group.instance_type}",
-            _shown_time(one.billed_s),
+            duration(one.billed_s),
             prices.amount(_amount(group, one.billed_s, prices)),
         ]
         for one in bills
@@ -129,7 +130,7 @@ def _spot_lines(bills: Sequence[Bill], prices: Prices) -> list[str]:
     billed_s, training_s = (sum(getattr(one, name) for one in spot) for name in ("billed_s", "training_s"))
     return [
         f"spot saved {1 - paid / full:.0%}, {prices.amount(full - paid)}: "
-        f"{_shown_time(billed_s)} of {_shown_time(training_s)} were billed"
+        f"{duration(billed_s)} of {duration(training_s)} were billed"
     ]
 
 
@@ -155,10 +156,3 @@ def _total(one: Bill, seconds: float, prices: Prices) -> float:
 def _amount(group: HostGroup, seconds: float, prices: Prices) -> float:
     price = prices.of(group.name, group.instance_type)
     return 0.0 if price is None else cost(price * group.num_hosts, seconds)
-
-
-def _shown_time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    parts = [(hours, "h"), (minutes, "min"), (rest, "s")]
-    return " ".join(f"{value} {unit}" for value, unit in parts if value) or "0 s"

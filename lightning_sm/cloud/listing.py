@@ -8,6 +8,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from lightning_sm._text import clock_time
 from lightning_sm.cloud.aws import Clients
 from lightning_sm.cloud.hosts import shown_hosts
 
@@ -65,7 +66,8 @@ def queue_table(clients: Clients, queue: str, limit: int) -> str:
 
 def _row(description: Mapping[str, Any], now: datetime) -> list[str]:
     started = description.get("TrainingStartTime")
-    ran = "" if started is None else _duration(started, description.get("TrainingEndTime") or now)
+    ended = description.get("TrainingEndTime") or now
+    ran = "" if started is None else clock_time(max(0.0, (ended - started).total_seconds()))
     status = description["TrainingJobStatus"]
     if status == "InProgress":
         status = description["SecondaryStatus"]
@@ -81,9 +83,3 @@ def _table(rows: Sequence[Sequence[str]], headers: Sequence[str], what: str) -> 
 
 def _utc(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M")
-
-
-def _duration(start: datetime, end: datetime) -> str:
-    minutes, seconds = divmod(max(0, round((end - start).total_seconds())), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"

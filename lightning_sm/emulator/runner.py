@@ -16,6 +16,7 @@ from types import FrameType
 
 from tabulate import tabulate
 
+from lightning_sm._text import listed
 from lightning_sm.emulator.attempt import Attempt, AttemptOutcome
 from lightning_sm.emulator.cluster import LocalCluster, LocalHost
 from lightning_sm.emulator.faults import FaultPlan, FaultSettings
@@ -24,8 +25,6 @@ from lightning_sm.job.stopping import MAX_REASON_CHARS
 from lightning_sm.launcher.failure import Place, ending_of
 from lightning_sm.record.events import FOLDER
 
-# Files of a folder that are named; a run may have thousands.
-_MAX_LISTED = 8
 _EVENT_FILE = re.compile(r"(?:^|/)events\.out\.tfevents\.")
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -150,7 +149,7 @@ def _whereabouts(cluster: LocalCluster) -> Iterator[str]:
         # Curves have a line of their own, and the record has commands that find it.
         files = [file for file in _files(folder) if not (_EVENT_FILE.search(file) or file.startswith(f"{FOLDER}/"))]
         if files:
-            yield f"Output of {host.name}: {folder} ({_listed(files)})"
+            yield f"Output of {host.name}: {folder} ({listed(files)})"
     events = _event_folders(cluster.job_dir)
     if cluster.checkpoint_dir is not None and not cluster.checkpoint_dir.is_relative_to(cluster.job_dir):
         # Other jobs may have left theirs there.
@@ -166,18 +165,13 @@ def _models(cluster: LocalCluster) -> Iterator[str]:
         return
     models = [(host, host.base_dir / "model") for host in cluster.hosts]
     found = [
-        f"Model of {host.name}: {folder} ({_listed(files)})" for host, folder in models if (files := _files(folder))
+        f"Model of {host.name}: {folder} ({listed(files)})" for host, folder in models if (files := _files(folder))
     ]
     yield from found or ["No host has written a model (into the folder model, SageMaker's /opt/ml/model)."]
 
 
 def _files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def _listed(files: Sequence[str]) -> str:
-    more = len(files) - _MAX_LISTED
-    return ", ".join(files[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _event_folders(job_dir: Path) -> list[str]:

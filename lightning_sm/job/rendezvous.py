@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import psutil
 
-from lightning_sm._log import listed
+from lightning_sm._text import listed
 from lightning_sm.errors import HostResolutionError, PortInUseError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Topology

@@ -17,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from lightning_sm._text import shortened
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.redaction import shown
 
@@ -64,8 +65,7 @@ class Setting(Generic[_Value]):
         try:
             return self.parse(text)
         except ValueError as error:
-            safe = str(shown(self.name, text))
-            safe = safe if len(safe) <= _MAX_SHOWN_CHARS else safe[:_MAX_SHOWN_CHARS] + "..."
+            safe = shortened(str(shown(self.name, text)), _MAX_SHOWN_CHARS)
             raise JobConfigError(f"{self.name}={safe!r}: {error}.") from error
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_sm._log import command_logger
+from lightning_sm._text import shortened, times
 from lightning_sm.errors import LightningSMError
 from lightning_sm.job.stopping import MAX_REASON_CHARS
 from lightning_sm.job.topology import Role
@@ -67,7 +68,7 @@ def failure_reason(stderr_tail: str, exit_code: int, place: Place | None = None,
     ending = ending_of(exit_code, circumstances)
     usage_error = next((index for index, line in enumerate(lines) if USAGE_ERROR.match(line)), None)
     if exit_code == _USAGE_EXIT_CODE and usage_error is not None:
-        message = _limited("\n".join(_usage_message(lines[usage_error:])), _MAX_EXCEPTION_CHARS)
+        message = shortened("\n".join(_usage_message(lines[usage_error:])), _MAX_EXCEPTION_CHARS)
         return f"{message}\n{_where(place, ending)}"
     tracebacks = list(tracebacks_in(lines))
     traceback = cause_of(tracebacks)
@@ -95,8 +96,7 @@ def script_reason(
         stopped_by: The signal that told this host to stop, if there was one.
         num_restarts: How often the script was killed and restarted.
     """
-    times = "once" if num_restarts == 1 else f"{num_restarts} times"
-    reason = failure_reason(stderr_tail, exit_code, place, f"restarted {times}" if num_restarts else "")
+    reason = failure_reason(stderr_tail, exit_code, place, f"restarted {times(num_restarts)}" if num_restarts else "")
     if stopped_by is not None:
         reason = f"The job was stopped or interrupted ({signal.Signals(stopped_by).name}). {reason}"
     return reason
@@ -125,7 +125,7 @@ def error_reason(error: Exception, place: Place | None) -> str:
     if not isinstance(error, LightningSMError):
         reason = f"The launcher failed: {reason}"
     where = "" if place is None else f"\non {place}"
-    return _limited(reason, MAX_REASON_CHARS - len(where)) + where
+    return shortened(reason, MAX_REASON_CHARS - len(where)) + where
 
 
 def is_consequence(stderr_tail: str) -> bool:
@@ -221,7 +221,7 @@ def _with_place(traceback: Traceback, tracebacks: list[Traceback], place: Place 
         frames = next((other.frames for other in remote), frames)
         if place is not None:  # the place of the error is part of it
             where = _where(place, ending, "passed on to") if place.role is Role.TRAINER else ending
-    return _with_frames(_limited("\n".join(exception), _MAX_EXCEPTION_CHARS) + f"\n{where}", frames)
+    return _with_frames(shortened("\n".join(exception), _MAX_EXCEPTION_CHARS) + f"\n{where}", frames)
 
 
 def _with_frames(reason: str, frames: list[str]) -> str:
@@ -234,7 +234,7 @@ def _with_frames(reason: str, frames: list[str]) -> str:
         if len(reason) + len(frame) + 1 > MAX_REASON_CHARS:
             break
         reason += f"\n{frame}"
-    return _limited(reason)
+    return shortened(reason, MAX_REASON_CHARS)
 
 
 def _with_last_lines(written: list[str], ending: str) -> str:
@@ -246,8 +246,4 @@ def _with_last_lines(written: list[str], ending: str) -> str:
         if room < 0 and kept:
             break
         kept.insert(0, line)
-    return _limited("\n".join([reason, *kept]))
-
-
-def _limited(text: str, limit: int = MAX_REASON_CHARS) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return shortened("\n".join([reason, *kept]), MAX_REASON_CHARS)

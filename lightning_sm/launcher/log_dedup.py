@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from lightning_sm._text import times
 from lightning_sm.launcher.tracebacks import (
     ANSI,
     CHAINED,
@@ -121,9 +122,8 @@ class Condensed:
         lines = []
         for key, writers in self._repeats.items():
             number = writers.total()
-            times = "once" if number == 1 else f"{number} times"
             by = ", ".join(filter(None, writers))
-            lines.append(f"{key[-1]} (repeated {times}{f', by {by}' if by else ''}; not shown again)")
+            lines.append(f"{key[-1]} (repeated {times(number)}{f', by {by}' if by else ''}; not shown again)")
         self._repeats.clear()
         return lines
 

@@ -8,7 +8,6 @@ itself knows the role of its host.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import platform
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from lightning_sm._linux import terminate_with_parent
 from lightning_sm._log import command_logger
+from lightning_sm._version import installed_version
 from lightning_sm.errors import HyperparameterError, JobConfigError, LightningSMError
 from lightning_sm.job.command_line import job_arguments
 from lightning_sm.job.control_folder import ControlFolder
@@ -551,17 +551,11 @@ def _place(job: SageMakerJob, topology: Topology) -> Place:
 def _banner(job: SageMakerJob, topology: Topology) -> str:
     role = topology.role
     rank = f", node rank {topology.node_rank} of {topology.num_nodes}" if role is Role.TRAINER else ""
-    found = filter(None, map(_version, ("lightning-sm", "torch", "pytorch-lightning", "lightning")))
+    names = ("lightning-sm", "torch", "pytorch-lightning", "lightning")
+    found = [f"{name} {version}" for name in names if (version := installed_version(name)) is not None]
     versions = [*found, f"Python {platform.python_version()}"]
     place = f"host {job.current_host}, group {job.current_group.name}, role {role.value}{rank}"
     return f"{', '.join(versions)} | {place}"
-
-
-def _version(distribution: str) -> str | None:
-    try:  # from the metadata: importing torch takes seconds
-        return f"{distribution} {importlib.metadata.version(distribution)}"
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _job_of_this_host(env: Mapping[str, str]) -> SageMakerJob:

@@ -11,7 +11,6 @@ times are in seconds, too.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import math
@@ -25,6 +24,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
+from lightning_sm._version import installed_version
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.variables import RECORD_DIR
 
@@ -428,11 +428,7 @@ def head_of(
         command: The command line, without secrets.
     """
     packages = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:  # from the metadata: importing torch takes seconds
-            packages[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # noqa: PERF203 - one of four
-            continue
+    packages |= {name: version for name in _PACKAGES if (version := installed_version(name)) is not None}
     return FileHead(
         t=time.time(),
         host=job.current_host,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from lightning_sm._text import clock_time
+
 # What a line says besides the position and the model's own metrics; each can be a metric of the job.
 RATE, SAMPLES, MEMORY, DATA_WAIT = "steps_per_s", "samples_per_s", "memory_gb", "data_wait"
 # In the one line that follows a validation: how many there were so far.
@@ -16,7 +18,6 @@ VALIDATION = "validation"
 # A number as ``progress_line`` prints it, as one group. CloudWatch accepts neither NaN nor infinity, so they do not
 # match.
 _NUMBER = r"(-?[0-9.]+(?:e[-+][0-9]+)?)"
-_SECONDS_PER_HOUR = 3600
 
 
 def progress_line(
@@ -72,12 +73,6 @@ def rate_fields(
     if data_wait is not None:
         words.append(f"{DATA_WAIT}={100 * data_wait:.1f}%")
     return " ".join(words)
-
-
-def clock_time(seconds: float) -> str:
-    """Return a duration as hours, minutes and seconds: ``26:03:09``."""
-    hours, rest = divmod(round(seconds), _SECONDS_PER_HOUR)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
 
 
 def metric_pattern(name: str) -> str:

@@ -17,9 +17,9 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from lightning_sm._text import duration, percent
 from lightning_sm.record.events import PARTS, Steps
 from lightning_sm.report.figures import OTHER, SHARES, SHUTDOWN, STEPS, WAITING, Figures, StepFigures
-from lightning_sm.report.quantities import duration, percent
 
 # Widths in inches: for a page, and for a phone or a column of several runs. Text keeps its size.
 _WIDE = 8.0

@@ -15,11 +15,11 @@ from typing import Any
 
 from tabulate import tabulate
 
+from lightning_sm._text import count, duration, percent, step_time
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.redaction import yaml_problem
 from lightning_sm.record.prices import Prices, cost
 from lightning_sm.report.figures import Figures
-from lightning_sm.report.quantities import count, duration, percent, step_time
 
 FIGURES_FORMAT = """\
 name: two hosts        # for people

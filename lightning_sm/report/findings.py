@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lightning_sm._text import count, duration, percent, step_time
 from lightning_sm.data.trainer.verdict import trouble, verdict
 from lightning_sm.errors import JobConfigError
 from lightning_sm.record.bottleneck import NOT_INPUT_BOUND, local_verdict
 from lightning_sm.record.prices import Prices, cost
 from lightning_sm.report.figures import RUNNING, Figures
-from lightning_sm.report.quantities import count, duration, percent, step_time
 from lightning_sm.report.sizing import plan, sentence
 
 # Less than this share of the job is not worth a change.

@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lightning_sm._text import duration, percent, size, step_time
 from lightning_sm._version import __version__
 from lightning_sm.errors import JobConfigError
 from lightning_sm.record.events import PARTS
 from lightning_sm.record.prices import Prices
 from lightning_sm.report import findings
 from lightning_sm.report.figures import Figures, Happening, HostSummary
-from lightning_sm.report.quantities import duration, percent, size, step_time
 
 _TABLE_ROWS = 40
 # Longer lists of events are folded.

@@ -14,12 +14,12 @@ from typing import Any
 
 from tabulate import tabulate
 
+from lightning_sm._text import count, duration, percent, size, step_time
 from lightning_sm.data.settings import default_workers
 from lightning_sm.errors import JobConfigError
 from lightning_sm.record.bottleneck import NOT_INPUT_BOUND, WORKERS_ARE_BUSY, StepModel
 from lightning_sm.record.prices import Prices, cost
 from lightning_sm.report.figures import Figures
-from lightning_sm.report.quantities import count, duration, percent, size, step_time
 
 # Batches that vary less than this do not hold up others, whatever the number of workers.
 _VARIES = 0.3

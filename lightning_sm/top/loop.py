@@ -15,7 +15,8 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.live import Live
 
-from lightning_sm._log import command_logger, listed
+from lightning_sm._log import command_logger
+from lightning_sm._text import listed
 from lightning_sm.top.running import RunningHost, running_jobs
 from lightning_sm.top.screen import frame
 from lightning_sm.top.snapshot import Snapshot, Watch

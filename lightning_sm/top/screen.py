@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lightning_sm._text import count, duration, percent, shortened
 from lightning_sm.top import snapshot
 from lightning_sm.top.snapshot import EventRow, HostRow, Snapshot
 
@@ -72,7 +73,7 @@ def frame(shown: Snapshot, width: int, height: int | None = None) -> RenderableT
         rows = sorted(rows, key=lambda row: _sign(row)[0] not in _BAD)[:room] if num_hidden else rows
     parts: list[RenderableType] = [*_head(shown), _table(rows, width)]
     if num_hidden:
-        parts.append(_line(f"and {_counted(num_hidden, 'more host')}", "dim"))
+        parts.append(_line(f"and {count(num_hidden, 'more host')}", "dim"))
     parts += [_line(f"{_sign(row)[0]} {row.host}: {row.note}") for row in notes]
     if events:
         parts.append(_line("events (UTC)", "bold"))
@@ -83,7 +84,7 @@ def frame(shown: Snapshot, width: int, height: int | None = None) -> RenderableT
 def _head(shown: Snapshot) -> Iterator[Text]:
     attempt = f", attempt {shown.attempt}" if shown.attempt > 1 else ""
     others = f"; also running here: {', '.join(shown.others)}" if shown.others else ""
-    yield _line(f"job {shown.job}{attempt}, running for {_duration(shown.seconds)}{others}", "bold")
+    yield _line(f"job {shown.job}{attempt}, running for {duration(shown.seconds)}{others}", "bold")
     facts = []
     if shown.epoch is not None and shown.step is not None:
         facts.append(f"epoch {shown.epoch}, step {shown.step:,}")
@@ -92,7 +93,7 @@ def _head(shown: Snapshot) -> Iterator[Text]:
     if shown.samples_per_s is not None:
         facts.append(f"{_number(shown.samples_per_s)} samples/s")
     if shown.wait_share is not None:
-        facts.append(f"waiting for data {_percent(shown.wait_share)} of the time")
+        facts.append(f"waiting for data {percent(shown.wait_share)} of the time")
     yield _line("   ".join(facts) or "no training step yet")
     values = [(name, value) for name, value in shown.metrics.items() if value is not None][:_MAX_METRICS]
     if values:
@@ -105,7 +106,7 @@ def _sign(row: HostRow) -> tuple[str, str]:
 
 def _state(row: HostRow) -> str:
     text = f"{_sign(row)[0]} {row.state}"
-    return text if len(text) <= _MAX_STATE_CELLS else text[: _MAX_STATE_CELLS - 3] + "..."
+    return shortened(text, _MAX_STATE_CELLS)
 
 
 def _rate(row: HostRow) -> str:
@@ -138,23 +139,11 @@ def _line(text: str, style: str = "") -> Text:
 
 
 def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.0f}%"
+    return "" if share is None else percent(share)
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"  # noqa: PLR2004
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 _COLUMNS = (

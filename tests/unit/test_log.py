@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from lightning_sm._log import command_logger, listed, show_log_lines
+from lightning_sm._log import command_logger, show_log_lines
 
 
 class Lines(logging.Handler):
@@ -66,9 +66,3 @@ def test_lines_of_a_command_begin_with_its_name(caplog):
         log = command_logger("lightning_sm.some_command")
     log.warning("%d of %d hosts started", 1, 2)
     assert caplog.messages == ["lightning-sm: 1 of 2 hosts started"]
-
-
-def test_listed_shortens_long_lists():
-    """Of many names only the first are shown, with the number of all."""
-    assert listed(["a", "b"]) == "a, b"
-    assert listed([str(number) for number in range(100)], most=2) == "0, 1, ... (100 in all)"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
+from lightning_sm._text import listed
 from lightning_sm.data.ipc.host_messages import Finished
 from lightning_sm.errors import DataHostMismatchError
 
@@ -134,19 +133,15 @@ class Leases:
 
 def _check_newcomer(client: str, world_size: int, others: dict[str, int]) -> None:
     """Check that a trainer can belong to the training of those that hold leases, given with their world sizes."""
+    connected = listed(sorted(others), _MAX_NAMES)
     if others and world_size not in others.values():
-        why = f"{client} belongs to a run with world size {world_size}, but {_listed(others)} to one with "
+        why = f"{client} belongs to a run with world size {world_size}, but {connected} to one with "
         why += "world size " + " and ".join(str(size) for size in sorted(set(others.values())))
     elif len(others) >= world_size:
-        why = f"{client} is one too many for a run with world size {world_size}; already connected: {_listed(others)}"
+        why = f"{client} is one too many for a run with world size {world_size}; already connected: {connected}"
     else:
         return
     raise DataHostMismatchError(
         f"{why}. A data host serves one run at a time: wait until the others have ended, or start data hosts for "
         "each run, with a data_service.token of its own."
     )
-
-
-def _listed(names: Iterable[str]) -> str:
-    first = sorted(names)
-    return ", ".join(first[:_MAX_NAMES]) + (", ..." if len(first) > _MAX_NAMES else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from lightning_sm._text import duration, times
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 from lightning_sm.record.bottleneck import NOT_INPUT_BOUND, WORKERS_ARE_BUSY, StepModel, times_as_many
 
@@ -22,9 +23,6 @@ _MIN_BATCHES = 3
 _TRANSFER_PART = 0.5
 # More workers than these many times the present ones are no advice.
 _MOST_WORKERS = 10
-
-# From here on, two digits are whole seconds.
-_WHOLE_SECONDS = 10.0
 
 
 def slowest(ranks: Mapping[str, RankFigures]) -> tuple[str, RankFigures]:
@@ -64,7 +62,7 @@ def trouble(hosts: Sequence[HostFigures]) -> list[str]:
         if host.state != "up":
             parts.append(host.state + (f" ({host.why})" if host.why else ""))
         if host.num_lost:
-            parts.append(f"connection lost {'once' if host.num_lost == 1 else f'{host.num_lost} times'}")
+            parts.append(f"connection lost {times(host.num_lost)}")
         if host.num_retries:
             requests = "1 request" if host.num_retries == 1 else f"{host.num_retries} requests"
             parts.append(f"{requests} repeated")
@@ -93,7 +91,7 @@ def _slow_rank(ranks: Mapping[str, RankFigures]) -> str | None:
         return None
     return (
         f"{_capital(name)} holds up the others: apart from the backward pass and the optimizer, its own code takes "
-        f"{_seconds(own_s)} a step, compared with {_seconds(others_s)} on the others."
+        f"{duration(own_s)} a step, compared with {duration(others_s)} on the others."
     )
 
 
@@ -125,7 +123,7 @@ def _first_wait(ranks: Mapping[str, RankFigures]) -> str | None:
     fraction = longest_s / max(1e-9, longest_s + rank.seconds)
     if longest_s < _MIN_FIRST_SECONDS or fraction < _MIN_FIRST_FRACTION:
         return None
-    return f"The first batch of the epoch took {_seconds(longest_s)}, {fraction:.0%} of the epoch."
+    return f"The first batch of the epoch took {duration(longest_s)}, {fraction:.0%} of the epoch."
 
 
 def _slow_host(who: str, hosts: Sequence[HostFigures]) -> str | None:
@@ -134,8 +132,8 @@ def _slow_host(who: str, hosts: Sequence[HostFigures]) -> str | None:
         return None
     name, own_s, others_s = found
     return (
-        f"{who} because of data host {name}: a worker takes {_seconds(own_s)} for a batch there, and "
-        f"{_seconds(others_s)} on the others. Look at what else it runs, and at its access to the data."
+        f"{who} because of data host {name}: a worker takes {duration(own_s)} for a batch there, and "
+        f"{duration(others_s)} on the others. Look at what else it runs, and at its access to the data."
     )
 
 
@@ -146,8 +144,8 @@ def _slow_link(who: str, hosts: Sequence[HostFigures]) -> str | None:
         return None
     name, own_s, others_s = found
     return (
-        f"{who} because of the network of data host {name}: its batches are {_seconds(own_s)} in transit, those of "
-        f"the others {_seconds(others_s)}."
+        f"{who} because of the network of data host {name}: its batches are {duration(own_s)} in transit, those of "
+        f"the others {duration(others_s)}."
     )
 
 
@@ -156,8 +154,8 @@ def _network(who: str, rank: RankFigures) -> str:
     latency_s = (rank.queue_s + rank.produce_s + rank.transfer_s) / batches
     megabytes = rank.num_bytes / 1e6
     return (
-        f"{who} for the network: of the {_seconds(latency_s)} from request to batch, "
-        f"{_seconds(rank.transfer_s / batches)} is transfer from the data host ({megabytes / batches:.3g} MB a batch, "
+        f"{who} for the network: of the {duration(latency_s)} from request to batch, "
+        f"{duration(rank.transfer_s / batches)} is transfer from the data host ({megabytes / batches:.3g} MB a batch, "
         f"{megabytes / rank.seconds:.3g} MB/s). Make batches smaller (uint8 instead of float32, "
         "data_service.compression), or choose hosts with a faster network."
     )
@@ -179,7 +177,7 @@ def _workers(
     needed = max(workers + 1, model.workers_needed)
     build_s = slowest_rank.produce_s / max(1, slowest_rank.num_batches)
     owners = "the only worker of the data hosts is" if workers == 1 else f"the {workers} workers of the data hosts are"
-    text = f"{who} for the transforms: {owners} busy {busy:.0%} of the time, with {_seconds(build_s)} for a batch."
+    text = f"{who} for the transforms: {owners} busy {busy:.0%} of the time, with {duration(build_s)} for a batch."
     if needed <= _MOST_WORKERS * workers:
         rate = sum(rank.num_bytes for rank in ranks.values()) / max(1, slowest_rank.num_steps) / 1e6
         now_s = slowest_rank.seconds / max(1, slowest_rank.num_timed)
@@ -199,10 +197,6 @@ def _outlier(means: Mapping[str, float]) -> tuple[str, float, float] | None:
     name = max(means, key=lambda name: means[name])
     others = median(value for other, value in means.items() if other != name)
     return (name, means[name], others) if means[name] >= _SLOWER * others else None
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds < _WHOLE_SECONDS else f"{seconds:.0f} s"
 
 
 def _capital(name: str) -> str:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_sm._log import listed
+from lightning_sm._text import listed
 from lightning_sm.doctor.context import Context, run, text_of
 from lightning_sm.doctor.report import Result, ok, problem, warning
 from lightning_sm.job.instance_types import has_gpus

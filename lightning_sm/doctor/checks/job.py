@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_sm._log import listed
+from lightning_sm._text import listed
 from lightning_sm.doctor.checks.network import data_port
 from lightning_sm.doctor.context import Context
 from lightning_sm.doctor.report import Result, ok, problem

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import psutil
 
-from lightning_sm._log import listed
+from lightning_sm._text import listed
 from lightning_sm.doctor.context import Context
 from lightning_sm.doctor.parallel import TaskResult, in_parallel
 from lightning_sm.doctor.report import Result, ok, problem, warning

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterator
 from importlib import metadata
 
+from lightning_sm._version import installed_version
 from lightning_sm.doctor.context import Context
 from lightning_sm.doctor.report import Result, ok, problem
 
@@ -31,7 +32,7 @@ _LIGHTNINGS = ("pytorch-lightning", "lightning")
 
 def versions(_context: Context) -> Iterator[Result]:
     """Show the versions of Python and of the packages that matter."""
-    found = [f"{name} {version}" for name in _SHOWN if (version := _version(name))]
+    found = [f"{name} {version}" for name in _SHOWN if (version := installed_version(name))]
     yield ok("versions", ", ".join([f"Python {platform.python_version()}", *found]))
 
 
@@ -44,13 +45,13 @@ def requirements(_context: Context) -> Iterator[Result]:
         lines = metadata.requires("lightning-sm") or []
     except metadata.PackageNotFoundError:  # run from its sources
         return
-    has_lightning = any(map(_version, _LIGHTNINGS))
+    has_lightning = any(map(installed_version, _LIGHTNINGS))
     unmet = []
     for line in lines:
         required = Requirement(line)
         if required.marker is not None and not required.marker.evaluate({"extra": ""}):
             continue
-        version = _version(required.name)
+        version = installed_version(required.name)
         if version is None and not (required.name in _LIGHTNINGS and has_lightning):
             unmet.append(f"lightning-sm needs {required.name}{required.specifier}, which is not installed.")
         elif version is not None and not required.specifier.contains(version, prereleases=True):
@@ -59,10 +60,3 @@ def requirements(_context: Context) -> Iterator[Result]:
         yield problem("requirements", text, "Install lightning-sm and your own packages in one pip command.")
     if not unmet:
         yield ok("requirements", "met")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from lightning_sm._log import listed
+from lightning_sm._text import listed
 from lightning_sm.doctor.context import Context
 from lightning_sm.doctor.report import Result, ok, problem, warning
 from lightning_sm.errors import JobConfigError, LightningSMError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lightning_sm._log import listed
+from lightning_sm._text import listed
 from lightning_sm.job.stopping import JobOutcome
 from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Connection, PeerMessage, Report, Timings
 from lightning_sm.launcher.peers.outcome import JobOutcomeTracker, Restart

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from lightning_sm._log import listed
+from lightning_sm._text import listed, shortened, times
 from lightning_sm.job.stopping import MAX_REASON_CHARS, JobOutcome, Outcome
 
 # What made a script fail may need a moment to pass: memory that is freed, a file server that comes back.
@@ -222,7 +222,7 @@ class JobOutcomeTracker:
         if self.job_outcome is not None or not outcome.may_restart or self._num_restarts >= self._max_restarts:
             self._decide(failure, now)
             return
-        cause = _shortened(outcome.headline)
+        cause = shortened(outcome.headline, _MAX_CAUSE_CHARS)
         self._first_cause = self._first_cause or cause
         self.restart = Restart(self._num_restarts + 1, self._max_restarts, cause)
         self._pending = _Pending(self.restart, failure, now)
@@ -270,8 +270,9 @@ class JobOutcomeTracker:
             if self._pending is not None and not note:
                 notes.append(f"{self._pending.restart} was in progress. Its cause: {self._pending.restart.cause}")
             if self._num_restarts:
-                times = "once" if self._num_restarts == 1 else f"{self._num_restarts} times"
-                notes.append(f"The job was restarted {times} before. First cause: {self._first_cause}")
+                notes.append(
+                    f"The job was restarted {times(self._num_restarts)} before. First cause: {self._first_cause}"
+                )
             missing = [name for name in self._missing if self._host(name).state is _HostPhase.ABSENT]
             if missing:
                 notes.append(f"No launcher has ever connected from: {listed(missing)}.")
@@ -287,10 +288,6 @@ class JobOutcomeTracker:
 
     def _host(self, name: str) -> _TrackedHost:
         return self._trainers[name] if name in self._trainers else self._data_hosts[name]
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MAX_CAUSE_CHARS else text[: _MAX_CAUSE_CHARS - 3] + "..."
 
 
 def _with_notes(reason: str, notes: Sequence[str]) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lightning_sm._log import command_logger
+from lightning_sm._text import shortened
+from lightning_sm._version import installed_version
 from lightning_sm.job.variables import INSTALL_REQUIREMENTS, PARENT_PID, Install
 from lightning_sm.launcher.failure import failure_reason
 from lightning_sm.launcher.user_code.script import Script
@@ -65,7 +67,7 @@ def wanted(script: Script, env: Mapping[str, str]) -> list[str]:
 
 def constraints() -> list[str]:
     """The versions that pip must keep, as lines of a constraints file."""
-    versions = {name: _version(name) for name in _PINNED}
+    versions = {name: installed_version(name) for name in _PINNED}
     return [f"{name}=={version}" for name, version in versions.items() if version] + list(_needed())
 
 
@@ -96,7 +98,7 @@ def failure(output: str, exit_code: int, directory: Path, *, is_protected: bool)
     if first is None:
         return reason + failure_reason(output, exit_code)
     message = _ADVICE.split("\n".join(lines[first:]))[0].rstrip()
-    reason += message if len(message) <= _MAX_REASON_CHARS else message[: _MAX_REASON_CHARS - 3] + "..."
+    reason += shortened(message, _MAX_REASON_CHARS)
     if is_protected and "(constraint)" in output:
         reason += (
             "\nConstraints are the versions that the image is built around. Require these, or build an image with "
@@ -105,13 +107,6 @@ def failure(output: str, exit_code: int, directory: Path, *, is_protected: bool)
     elif "No matching distribution found" in message:
         reason += "\nCheck that the job's network can reach the package index. PIP_INDEX_URL selects another index."
     return reason
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _needed() -> Iterator[str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_sm._version import installed_version
 from lightning_sm.errors import SDKError
 from lightning_sm.submit.sdk.version import INSTALL_V2
 
@@ -37,10 +37,11 @@ def missing_sdk(cause: ImportError) -> SDKError:
         f"Local mode with instance groups needs version 2 of the SageMaker SDK (tested: {OLDEST_TESTED} to "
         f"{NEWEST_TESTED})"
     )
-    installed = _version("sagemaker-train") or _version("sagemaker")
-    if installed is None:
+    version_3, version = installed_version("sagemaker-train"), installed_version("sagemaker")
+    if version_3 is None and version is None:
         return SDKError(f"{needed}, and no version is installed ({cause}). Install it: {INSTALL_V2}")
-    if not installed.startswith("sagemaker 2."):
+    installed = f"sagemaker {version}" if version_3 is None else f"sagemaker-train {version_3}"
+    if version_3 is not None or version is None or not version.startswith("2."):
         return SDKError(
             f"{needed}, but {installed} is installed, which belongs to version 3. Version 3 has no Estimator, and its "
             f"local mode has no instance groups. Install version 2 in a separate virtual environment: {INSTALL_V2}"
@@ -63,8 +64,9 @@ def check_methods(methods: Sequence[Method]) -> None:
     changes = [change for change in map(_change, methods) if change]
     if changes:
         raise SDKError(
-            f"The installed SageMaker SDK ({_version('sagemaker') or 'unknown version'}) differs from the versions "
-            f"that lightning_sm was tested with (sagemaker {OLDEST_TESTED} to {NEWEST_TESTED}): {'; '.join(changes)}. "
+            f"The installed SageMaker SDK (sagemaker {installed_version('sagemaker') or 'of unknown version'}) differs "
+            f"from the versions that lightning_sm was tested with (sagemaker {OLDEST_TESTED} to {NEWEST_TESTED}): "
+            f"{'; '.join(changes)}. "
             f"Install a tested version: pip install 'sagemaker[local]=={NEWEST_TESTED}'"
         )
 
@@ -78,10 +80,3 @@ def _change(method: Method) -> str | None:
     if found != method.parameters:
         return f"{place} takes ({found}), not ({method.parameters})"
     return None
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return f"{distribution} {importlib.metadata.version(distribution)}"
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -171,7 +171,7 @@ def test_malformed_variables_are_errors_with_their_names(tmp_path, variables, me
 def test_port_out_of_range_is_an_error(tmp_path, text):
     """What is not a port is named with its variable and value."""
     with pytest.raises(
-        JobConfigError, match=f"^LIGHTNING_SM_MAIN_PORT='{text[:200]}.*': expected a whole number from 1 to 65535"
+        JobConfigError, match=f"^LIGHTNING_SM_MAIN_PORT='{text[:197]}.*': expected a whole number from 1 to 65535"
     ):
         read(write_job(tmp_path, SERVICE), LIGHTNING_SM_MAIN_PORT=text)
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lightning_sm.record.progress import clock_time, metric_pattern, objective_pattern, progress_line, rate_fields
+from lightning_sm.record.progress import metric_pattern, objective_pattern, progress_line, rate_fields
 
 
 def test_a_line_has_the_position_first_and_the_report_last():
@@ -19,12 +19,6 @@ def test_a_line_has_the_position_first_and_the_report_last():
     )
     assert progress_line("test", {"test_loss": 1e-5}) == "test test_loss=1e-05"
     assert rate_fields() == ""
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00:00"), (59.6, "0:01:00"), (100_000, "27:46:40")])
-def test_durations_of_any_length(seconds, text):
-    """Hours do not turn into days."""
-    assert clock_time(seconds) == text
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ def num_rows(batch: Any) -> int:
     """
     lengths = {len(tensor) for tensor in tensors_of(batch) if tensor.ndim}
     if len(lengths) != 1 or 0 in lengths:
-        found = "no tensor with rows" if not lengths else f"tensors of {_listed(lengths)} rows (dimension 0)"
+        numbers = ", ".join(map(str, sorted(lengths)))
+        found = f"tensors of {numbers} rows (dimension 0)" if lengths else "no tensor with rows"
         raise StrategyError(
             f"A pipeline cuts batches into microbatches along dimension 0, but the batch ({type(batch).__name__}) has "
             f"{found}. Return tensors with one row for each sample; what does not depend on the sample belongs in "
@@ -86,7 +87,3 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
         items = (getattr(batch, field.name) for field in dataclasses.fields(batch))
     for item in items:
         yield from tensors_of(item)
-
-
-def _listed(lengths: set[int]) -> str:
-    return ", ".join(map(str, sorted(lengths)))

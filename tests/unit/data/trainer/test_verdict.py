@@ -69,7 +69,7 @@ def test_slow_transforms_need_workers():
     assert text.startswith(
         "Training waits 97% of the time for the transforms: the 6 workers of the data hosts are busy"
     )
-    assert "busy 95% of the time, with 2 s for a batch. At most 7.5 times as many, 45 workers, would remove" in text
+    assert "busy 95% of the time, with 1.98 s for a batch. At most 7.5 times as many, 45 workers, would remove" in text
     assert "the network would then carry 200 MB/s instead of 6.67" in text
 
 
@@ -107,7 +107,9 @@ def test_as_many_workers_as_there_are_never_do():
 def test_a_slow_network_is_named_with_its_rate():
     """Batches are in transit for most of the waiting, while workers are idle."""
     text = verdict(ranks(waiting(90.0, 80.0, transfer_s=150.0), waiting(88.0, 78.0)), hosts(HOST, HOST))
-    assert text.startswith("Training waits 90% of the time for the network: of the 1.7 s from request to batch, 1.5 s")
+    assert text.startswith(
+        "Training waits 90% of the time for the network: of the 1.68 s from request to batch, 1.49 s"
+    )
     assert "(10 MB a batch, 10.1 MB/s)" in text
     assert "workers" not in text
 
@@ -119,7 +121,7 @@ def test_a_rank_with_slow_code_of_its_own_is_named():
     text = verdict(ranks(others[0], slow, *others[1:]), hosts(HOST))
     assert text == (
         "Rank 1 on algo-2 holds up the others: apart from the backward pass and the optimizer, its own code takes "
-        "0.98 s a step, compared with 0.02 s on the others."
+        "980 ms a step, compared with 20 ms on the others."
     )
 
 
@@ -143,8 +145,8 @@ def test_a_slow_data_host_is_named():
     """Its workers take four times as long for a batch as those of the others."""
     slow = replace(HOST, num_built=20, built_s=16.0)
     text = verdict(ranks(waiting(5.0)), hosts(HOST, slow, HOST))
-    assert text.startswith("Training waits 33% of the time because of data host algo-4: a worker takes 0.8 s")
-    assert "0.2 s on the others" in text
+    assert text.startswith("Training waits 33% of the time because of data host algo-4: a worker takes 800 ms")
+    assert "200 ms on the others" in text
 
 
 def test_a_data_host_with_a_slow_network_is_named():
@@ -152,7 +154,8 @@ def test_a_data_host_with_a_slow_network_is_named():
     slow = replace(HOST, num_received=10, transfer_s=9.0)
     text = verdict(ranks(waiting(5.0, 4.5)), hosts(HOST, slow))
     assert (
-        "because of the network of data host algo-4: its batches are 0.9 s in transit, those of the others 0.01" in text
+        "because of the network of data host algo-4: its batches are 900 ms in transit, those of the others 10 ms"
+        in text
     )
 
 

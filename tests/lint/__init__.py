@@ -1,0 +1,1 @@
+"""Checks of ``make lint`` that no linter has."""

@@ -1,0 +1,48 @@
+"""Numbers, times and names in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_sm._text import clock_time, count, duration, listed, percent, shortened, size, times
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (0.0184, "18.4 ms"), (1.5, "1.5 s"), (99.96, "100 s"), (125, "2 min 5 s"), (1080, "18 min"),
+     (3599.6, "1 h"), (11_520, "3 h 12 min")],
+)  # fmt: skip
+def test_a_duration_has_two_units_at_most(seconds, text):
+    """Three digits below two minutes; from there on whole units, of which a zero is left out."""
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00:00"), (59.6, "0:01:00"), (100_000, "27:46:40")])
+def test_hours_on_a_clock_do_not_turn_into_days(seconds, text):
+    """A duration of more than a day keeps its hours."""
+    assert clock_time(seconds) == text
+
+
+def test_numbers_agree_with_their_nouns():
+    """One is singular, and zero is not."""
+    assert [count(number, "host") for number in (0, 1, 4800)] == ["0 hosts", "1 host", "4,800 hosts"]
+    assert count(2, "batch", "batches") == "2 batches"
+    assert [times(number) for number in (1, 3)] == ["once", "3 times"]
+
+
+def test_a_trace_of_something_is_not_nothing():
+    """A share that rounds to 0% shows as less than 1%; bytes have the largest unit that fits."""
+    assert [percent(share) for share in (0, 0.001, 0.444, 1)] == ["0%", "<1%", "44%", "100%"]
+    assert [size(number) for number in (999, 1.5e6, 2e12)] == ["999 B", "1.5 MB", "2 TB"]
+
+
+def test_of_many_names_only_the_first_are_shown():
+    """The number of all stands behind them."""
+    assert listed(["a", "b"]) == "a, b"
+    assert listed([str(number) for number in range(100)], most=2) == "0, 1, ... (100 in all)"
+
+
+def test_a_shortened_text_has_the_length_that_is_allowed():
+    """The mark of the cut counts; a text that fits stays whole."""
+    assert shortened("abcdef", 6) == "abcdef"
+    assert shortened("abcdefg", 6) == "abc..."
