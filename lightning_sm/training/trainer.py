@@ -69,8 +69,8 @@ class SageMakerTrainer(Trainer):
     - on the hosts of data groups, serves the batches of the first DataModule that ``fit``, ``validate``, ``test`` or
       ``predict`` gets, and exits when the trainers have finished; on the trainers, fetches the batches from there.
 
-    Hyperparameters and channels stay the script's business: SageMaker passes hyperparameters as ``--name value``, and
-    ``SageMakerJob.from_environment()`` has the folders of the channels.
+    Hyperparameters and channels stay the script's business: the launcher passes hyperparameters as ``--name=value``,
+    and ``SageMakerJob.from_environment()`` has the folders of the channels.
 
     Args:
         data_service: Settings of the data service.

@@ -48,7 +48,7 @@ class Timings:
         after_failure_s: How long to wait, after a failure, for hosts whose scripts still run. SageMaker gives a stopped
             job 120 s.
         heartbeat_s: Between two heartbeats of a launcher.
-        silence_s: Without heartbeats for so long, a host is lost.
+        silence_s: After how long without heartbeats the connection to a host is closed, as if it had been lost.
         reconnect_s: How long a lost connection may take to be made again. A reset, and a packet that is lost at every
             attempt to connect, cost seconds; NCCL's own connections survive more.
         unreached_s: After how long a host says that it has never reached the main host's launcher, and the main host

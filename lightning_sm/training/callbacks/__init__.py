@@ -1,1 +1,1 @@
-"""Callbacks that SageMakerCLI puts in."""
+"""Callbacks that SageMakerCLI and SageMakerTrainer add to a job."""

@@ -33,7 +33,7 @@ class LocalPosition(Callback):
     the last step. The orders, and the random numbers of the training process (dropout, augmentation without workers),
     are those of an uninterrupted run. The random numbers that the workers of a DataLoader draw are not.
 
-    ``SageMakerCLI`` adds it to every job.
+    ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
     """
 
     def __init__(self) -> None:
