@@ -62,7 +62,8 @@ class Prices:
     def amount(self, value: float) -> str:
         """Return an amount of money as text."""
         digits = 2 if value >= _WHOLE or value == 0 else 1 - math.floor(math.log10(value))
-        return f"{self.currency}{value:,.{digits}f}"
+        gap = " " if self.currency[-1:].isalpha() else ""
+        return f"{self.currency}{gap}{value:,.{digits}f}"
 
 
 def cost(price_per_hour: float, seconds: float) -> float:

@@ -50,8 +50,8 @@ def watch(name: str | None, *, every_s: float | None, is_once: bool, is_json: bo
             _LOG.error("No job on this machine is called %s; running: %s.", name, listed(list(jobs)))
         else:
             _LOG.error(
-                "No job is running here. lightning-sm top shows a job that lightning-sm local runs here, or, in a "
-                "container of a job, that job."
+                "No job runs on this machine. Start one with lightning-sm local; for a job in the cloud: "
+                "lightning-sm jobs logs -f NAME."
             )
         return 1
     is_live = console.is_terminal and not console.is_dumb_terminal and not (is_once or is_json)

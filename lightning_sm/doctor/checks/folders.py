@@ -36,7 +36,12 @@ def disk(context: Context) -> Iterator[Result]:
         total = space.f_blocks * space.f_frsize
         status = space_status(free)
         text = f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB free: {', '.join(map(str, folders))}"
-        yield Result("disk", status, text, "" if status is Status.OK else "Raise volume_size, or remove files.")
+        yield Result(
+            "disk",
+            status,
+            text,
+            "" if status is Status.OK else "Raise volume_gb in job.yaml (volume_size in the SDK), or remove files.",
+        )
 
 
 def space_status(free_bytes: int) -> Status:

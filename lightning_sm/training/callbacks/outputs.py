@@ -113,6 +113,7 @@ class JobOutputs(Callback):
             return
         self._model_dir.mkdir(parents=True, exist_ok=True)
         best, held = self._find_best(trainer)
+        source = "the last step" if best is None else os.path.basename(best)
         if best is None:
             best = trainer.strategy.broadcast(str(self._incoming(MODEL_CHECKPOINT)))
             trainer.save_checkpoint(best)  # a collective call for sharded strategies
@@ -124,7 +125,7 @@ class JobOutputs(Callback):
         if trainer.is_global_zero:
             self._export_config()
             name = MODEL_CHECKPOINT if self._model is Model.FULL else MODEL_STATE_DICT
-            logger.info("model: %s (from %s)", self._model_dir / name, os.path.basename(best))
+            logger.info("model: %s (from %s)", self._model_dir / name, source)
         wait_for_all_ranks("export the model")
         if held is not None and trainer.local_rank == 0:
             remove_folder(self._incoming(MODEL_CHECKPOINT))  # where only the weights were wanted

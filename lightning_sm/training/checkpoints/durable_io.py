@@ -185,7 +185,10 @@ def _explained(target: Path) -> Iterator[None]:
             raise
         code = getattr(error, "errno", None)
         if is_stream or code in _FULL:
-            advice = "Keep fewer checkpoints (save_top_k), or give the job a larger volume (volume_size)."
+            advice = (
+                "Keep fewer checkpoints (save_top_k), or give the job a larger volume (volume_gb in job.yaml, "
+                "volume_size in the SDK)."
+            )
         elif code in _FORBIDDEN:
             advice = f"Give this process write permission for {target.parent}."
         else:

@@ -17,7 +17,7 @@ def test_the_documented_file_is_valid(tmp_path):
 def test_options_override_the_file(tmp_path):
     """An option wins over the file, and both are named as the source."""
     file = tmp_path / "prices.json"
-    file.write_text('{"currency": "EUR ", "per_hour": {"a": 1, "b": 2}}')
+    file.write_text('{"currency": "EUR", "per_hour": {"a": 1, "b": 2}}')
     prices = read_prices(file, ["b=3.5", "c=0"])
     assert prices.per_hour == {"a": 1.0, "b": 3.5, "c": 0.0}
     assert prices.source == f"{file}, --price"

@@ -163,5 +163,5 @@ def test_a_full_volume_of_its_own_keeps_the_old_file(folder):
     assert done.returncode == 0, done.stderr
     said, state = done.stdout.splitlines()
     assert f"bytes are free in {folder}" in said
-    assert "larger volume (volume_size)" in said
+    assert "larger volume (volume_gb in job.yaml, volume_size in the SDK)" in said
     assert state == "{'value': 1} ['a.ckpt'] ['checkpoints']"
