@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_sm._arguments import positive_whole_number
 from lightning_sm._log import command_logger
 from lightning_sm.cloud import cost, files, listing
 from lightning_sm.cloud.aws import Clients, check_credentials, new_session, one_line_errors
@@ -198,14 +199,16 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("text", nargs="?", help="only jobs whose name contains this")
     show.add_argument("--status", choices=_STATUSES, help="only jobs with this status")
     show.add_argument("--queue", help="unfinished jobs in this AWS Batch queue instead (name or ARN)")
-    show.add_argument("--limit", type=_count, default=20, help="maximum number of jobs (default: 20)")
+    show.add_argument("--limit", type=positive_whole_number, default=20, help="maximum number of jobs (default: 20)")
     show.set_defaults(run=_list)
 
     logs = add_parser("logs", help="the log of a job, merged over its hosts; failures first")
     logs.add_argument("name")
     logs.add_argument("-f", "--follow", action="store_true", help="follow the log until the job ends")
     logs.add_argument("--host", help="only this host's log, such as algo-2")
-    logs.add_argument("--tail", type=_count, metavar="N", help="only the last N lines (of a failed job: of each host)")
+    logs.add_argument(
+        "--tail", type=positive_whole_number, metavar="N", help="only the last N lines (of a failed job: of each host)"
+    )
     logs.add_argument("--all", action="store_true", help="everything in chronological order, also for a failed job")
     logs.set_defaults(run=_logs)
 
@@ -237,13 +240,6 @@ def _unknown_command(word: str) -> str:
     close = [_ELSEWHERE[word]] if word in _ELSEWHERE else difflib.get_close_matches(word, _COMMANDS, n=1)
     hint = f"Did you mean 'lightning-sm jobs {close[0]}'?" if close else f"There are {', '.join(_COMMANDS)}."
     return f"lightning-sm jobs has no command {word!r}. {hint}"
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number of at least 1")
-    return number
 
 
 def _write(lines: Iterable[str]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
 import shutil
 import sys
 import time
 from collections.abc import Mapping
 
+from lightning_sm._arguments import positive_number
 from lightning_sm.doctor import report
 from lightning_sm.doctor.context import Context
 from lightning_sm.doctor.run import examine
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=positive_number,
         default=_DEFAULT_TIMEOUT_S,
         metavar="SECONDS",
         help=f"time limit of all checks together, also if one hangs (default: {_DEFAULT_TIMEOUT_S:.0f})",
@@ -60,16 +60,6 @@ def main(options: argparse.Namespace, env: Mapping[str, str] = os.environ) -> in
         width = shutil.get_terminal_size(_DEFAULT_SIZE).columns
         text = f"{report.table(results, width)}\n\n{report.summary(results, seconds)}"
     return code if _write(text) else 1
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
-    return value
 
 
 def _write(text: str) -> bool:

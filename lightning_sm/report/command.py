@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import tempfile
 from pathlib import Path
 
+from lightning_sm._arguments import positive_number, positive_whole_number
 from lightning_sm._log import command_logger
 from lightning_sm.errors import OutputDirectoryError
 from lightning_sm.record.prices import read_prices
@@ -73,7 +73,9 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", nargs=2, metavar="NAME", default=(None, None), help="the jobs A and B, where a folder has several"
     )
-    parser.add_argument("--steps", type=_whole, help="number of steps of the whole run (default: as many as A had)")
+    parser.add_argument(
+        "--steps", type=positive_whole_number, help="number of steps of the whole run (default: as many as A had)"
+    )
     parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
     _add_prices(parser)
 
@@ -81,13 +83,20 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``plan`` to the parser of its subcommand."""
     parser.add_argument("run", type=Path, metavar="DIR", help="folder or output.tar.gz of a run of a minute or more")
-    parser.add_argument("--vcpus", type=_whole, metavar="N", help="plan with data hosts of N vCPUs each")
+    parser.add_argument("--vcpus", type=positive_whole_number, metavar="N", help="plan with data hosts of N vCPUs each")
     parser.add_argument("--kind", metavar="NAME", help="instance type or group of these hosts, for prices")
     parser.add_argument(
-        "--speed", type=_positive, metavar="FACTOR", help="how fast one of their vCPUs is, compared to a measured one"
+        "--speed",
+        type=positive_number,
+        metavar="FACTOR",
+        help="how fast one of their vCPUs is, compared to a measured one",
     )
-    parser.add_argument("--network", type=_positive, metavar="GBIT", help="network bandwidth of a host, in Gbit/s")
-    parser.add_argument("--steps", type=_whole, help="steps of the whole job (default: as many as the run had)")
+    parser.add_argument(
+        "--network", type=positive_number, metavar="GBIT", help="network bandwidth of a host, in Gbit/s"
+    )
+    parser.add_argument(
+        "--steps", type=positive_whole_number, help="steps of the whole job (default: as many as the run had)"
+    )
     parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
     _add_job(parser)
     _add_prices(parser)
@@ -182,19 +191,3 @@ def _write(file: Path, text: str) -> None:
 
 def _print(text: str) -> None:
     sys.stdout.write(f"{text}\n")
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
-    return value
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
-    return int(text)

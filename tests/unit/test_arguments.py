@@ -1,0 +1,23 @@
+"""Values of the commands' options."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from lightning_sm._arguments import positive_number, positive_whole_number
+
+
+def test_numbers_above_zero_are_parsed():
+    """Whole numbers stay whole."""
+    assert positive_number("0.5") == 0.5
+    assert positive_whole_number("12") == 12
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "many", ""])
+@pytest.mark.parametrize("parse", [positive_number, positive_whole_number])
+def test_anything_else_is_refused(parse, text):
+    """The error shows what was given."""
+    with pytest.raises(argparse.ArgumentTypeError, match=f"expected a positive .*number, got {text!r}"):
+        parse(text)
