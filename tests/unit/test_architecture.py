@@ -1,5 +1,6 @@
-"""ARCHITECTURE.md names folders and files that exist."""
+"""ARCHITECTURE.md names folders, files and names that exist."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -10,22 +11,56 @@ PACKAGE = REPOSITORY / "lightning_sm"
 PAGE = (REPOSITORY / "ARCHITECTURE.md").read_text(encoding="utf-8")
 
 
-def first_cells(heading, column):
-    """The code in one column of the table below a heading."""
+def column_of_table(heading, column):
+    """The cells of one column of the table below a heading."""
     section = PAGE.partition(f"{heading}\n")[2].partition("\n#")[0]
-    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")][2:]
-    return [name for row in rows for name in re.findall(r"`([\w/.]+)`", row[column])]
+    return [line.strip("|").split("|")[column] for line in section.splitlines() if line.startswith("|")][2:]
 
 
-@pytest.mark.parametrize("name", first_cells("### Where changes go", 1))
-def test_files_for_typical_changes_exist(name):
-    """Whoever follows the table finds the file."""
+def places(cells):
+    """Each file in some cells, with the names that follow it."""
+    found = []
+    for cell in cells:
+        names = []
+        for code in re.findall(r"`([\w/.]+)`", cell):
+            if re.search(r"/|\.(py|html)$", code):
+                names = []
+                found.append((code, names))
+            else:
+                names.append(code)
+    return found
+
+
+def defined_in(file):
+    """The names that a file defines: classes, functions, methods, constants and fields."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name):
+                    yield target.id
+
+
+@pytest.mark.parametrize(("name", "names"), places(column_of_table("### Where changes go", 1)))
+def test_files_for_typical_changes_define_the_names_that_the_table_mentions(name, names):
+    """Whoever follows the table finds the file, and in it what the row is about."""
     assert (PACKAGE / name).is_file()
+    if names:
+        assert set(names) <= set(defined_in(PACKAGE / name))
+
+
+def test_most_rows_mention_a_name():
+    """The test above would hold for a table without any."""
+    rows = places(column_of_table("### Where changes go", 1))
+    assert len([names for _, names in rows if names]) > len(rows) / 2
 
 
 def test_every_folder_is_described():
     """Each package has a row, and each row has a package."""
-    described = first_cells("## Folders, by who runs them", 0)
+    described = [
+        name for cell in column_of_table("## Folders, by who runs them", 0) for name in re.findall("`(.+?)`", cell)
+    ]
     found = {path.parent.relative_to(PACKAGE).parts[0] for path in PACKAGE.glob("*/__init__.py")}
     assert {name.split("/")[0] for name in described} >= found
     for name in described:
