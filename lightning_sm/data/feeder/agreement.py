@@ -26,7 +26,7 @@ class Agreement(Generic[_Reply]):
     Args:
         problem: What differs, if they are not: the error begins with it.
         fix: What to do about it: the error ends with it.
-        facts: Returns what must be equal of a reply, by name; the error has what is not.
+        fields: Returns what must be equal of a reply, by name; the error has what is not.
         patience_s: How many seconds after the first reply the others are late.
 
     Attributes:
@@ -35,13 +35,13 @@ class Agreement(Generic[_Reply]):
     """
 
     def __init__(
-        self, problem: str, fix: str, facts: Callable[[_Reply], dict[str, str]], patience_s: float = PATIENCE_S
+        self, problem: str, fix: str, fields: Callable[[_Reply], dict[str, str]], patience_s: float = PATIENCE_S
     ) -> None:
         self.replies: dict[str, _Reply] = {}
         self.is_reached = False
         self._problem = problem
         self._fix = fix
-        self._facts = facts
+        self._compared_fields = fields
         self._patience_s = patience_s
         self._end_of_patience = math.inf
 
@@ -78,19 +78,19 @@ class Agreement(Generic[_Reply]):
         Raises:
             DataHostMismatchError: They differ.
         """
-        facts = {host: self._facts(reply) for host, reply in self.replies.items()}
-        equal = set.intersection(*(set(own.items()) for own in facts.values()))
+        fields = {host: self._compared_fields(reply) for host, reply in self.replies.items()}
+        equal = set.intersection(*(set(own.items()) for own in fields.values()))
         texts = {
             host: ", ".join(f"{name}: {value}" for name, value in own.items() if (name, value) not in equal)
-            for host, own in facts.items()
+            for host, own in fields.items()
         }
         counts = Counter(texts.values()).most_common()
         if len(counts) <= 1:
             return
         odd = [host for host, text in texts.items() if text != counts[0][0]]
         # Without a majority, any of them may be the odd one.
-        which = f" (different from most: {', '.join(odd)})" if 2 * len(odd) < len(texts) else ""
-        lines = [f"{self._problem}{which}:", *(f"  {host}: {text}" for host, text in texts.items()), self._fix]
+        odd_hosts = f" (different from most: {', '.join(odd)})" if 2 * len(odd) < len(texts) else ""
+        lines = [f"{self._problem}{odd_hosts}:", *(f"  {host}: {text}" for host, text in texts.items()), self._fix]
         raise DataHostMismatchError("\n".join(lines))
 
 
@@ -144,15 +144,15 @@ def _loader_agreement() -> Agreement[SetUp | Loaders]:
         "Data hosts serve different data",
         "All data hosts must see the same files and run the same versions. Check the channels of the data groups "
         "(S3DataDistributionType must be FullyReplicated) and the seeds in setup().",
-        _loader_facts,
+        _loader_fields,
     )
 
 
-def _loader_facts(reply: SetUp | Loaders) -> dict[str, str]:
+def _loader_fields(reply: SetUp | Loaders) -> dict[str, str]:
     if isinstance(reply, SetUp):
         # What setup() left on the DataModule may be a folder or a time of the host's own; the first host's is used.
         return {"missing": str(reply.missing)}
-    facts = {"structure": str(reply.structure)}
+    fields = {"structure": str(reply.structure)}
     for loader in reply.loaders:
-        facts |= {f"{loader.name} {name}": str(value) for name, value in vars(loader).items()}
-    return facts
+        fields |= {f"{loader.name} {name}": str(value) for name, value in vars(loader).items()}
+    return fields

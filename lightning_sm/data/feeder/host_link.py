@@ -135,7 +135,7 @@ class HostLink:
         with self._lock:
             # A new run of the Trainer has no use for the loaders of the one before, and hosts forget those of a hook
             # but the last two. A host that is restarted in epoch 300 must not run train_dataloader() 300 times.
-            self._wanted = {name: old for name, old in self._wanted.items() if old.run == request.run}
+            self._wanted = {name: old for name, old in self._wanted.items() if old.trainer_run == request.trainer_run}
             earlier = [old for old, wanted in self._wanted.items() if wanted.loaders == request.loaders]
             for old in earlier[:-1]:
                 del self._wanted[old]

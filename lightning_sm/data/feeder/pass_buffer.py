@@ -26,11 +26,11 @@ StepPlan: TypeAlias = SamplePlan | BatchPlan | ShardSteps
 
 # Longer runs make small batches faster (benchmarks/README.md), but a window of 32 requests then takes more memory, and
 # others wait longer behind a request.
-_RUN_BYTES = 8 << 20
-_RUN_S = 0.01
-_MAX_RUN = 256
+_RANGE_BYTES = 8 << 20
+_RANGE_S = 0.01
+_MAX_RANGE_LENGTH = 256
 # Where the user limits the window, a request asks for so few batches that all workers have something to do.
-_MIN_RUNS = 8
+_MIN_RANGES = 8
 # Batches differ in size, and a run that does not fit into a slot is requested again step by step.
 _SLOT_PART = 1 / 2
 
@@ -49,7 +49,7 @@ class InFlightRange:
     """A run of batches that was requested from one host.
 
     Attributes:
-        run: Their steps.
+        step_range: Their steps.
         slot: Where their bytes go.
         header: What precedes the bytes.
         received: Bytes so far.
@@ -58,7 +58,7 @@ class InFlightRange:
         is_dropped: Whether the request was cancelled: the slot is free once that piece is written.
     """
 
-    run: StepRange
+    step_range: StepRange
     slot: int
     header: StepRangeHeader = _NOT_ARRIVED
     received: int = 0
@@ -115,7 +115,7 @@ class PassBuffer:
         window_bytes: The same limit in bytes.
         is_window_fixed: Whether ``window_batches`` limits the batches, too, and not only the requests for them.
         tells_keys: Whether the training process gets the keys of each batch.
-        run_length: Batches of future requests.
+        range_length: Batches of future requests.
         largest: Bytes of the largest batch so far; of a run, the mean.
         produce_s: Moving average of the seconds that a worker takes for a batch.
         in_flight: By request id.
@@ -138,7 +138,7 @@ class PassBuffer:
     window_bytes: int
     is_window_fixed: bool = False
     tells_keys: bool = False
-    run_length: int = 1
+    range_length: int = 1
     largest: int = 0
     produce_s: float = 0.0
     in_flight: dict[int, InFlightRange] = field(default_factory=dict)
@@ -160,17 +160,17 @@ class PassBuffer:
         """Steps that may be in flight or buffered, given the sizes seen so far; at least 2, to overlap them."""
         if not self.largest:
             return self.window_batches
-        num_steps = self.window_batches * (1 if self.is_window_fixed else self.run_length)
+        num_steps = self.window_batches * (1 if self.is_window_fixed else self.range_length)
         return max(2, min(num_steps, self.window_bytes // self.largest))
 
     # Requests
 
-    def reserve(self, request_id: int, run: StepRange) -> bytes | None:
+    def reserve(self, request_id: int, step_range: StepRange) -> bytes | None:
         """Reserve a slot for a run, and return the encoded request; None if no slot is free."""
         if not self.free:
             return None
-        self.in_flight[request_id] = InFlightRange(run, self.free.pop())
-        steps = range(run.first, run.stop)
+        self.in_flight[request_id] = InFlightRange(step_range, self.free.pop())
+        steps = range(step_range.first, step_range.stop)
         batches = tuple(self.batch._replace(step=step, keys=self.plan.batch(step)) for step in steps)
         return replace(self.request, batches=batches).encode()
 
@@ -196,12 +196,12 @@ class PassBuffer:
         answer = self.in_flight[request_id]
         if answer.header is not _NOT_ARRIVED:
             raise WireError("a second header arrived")
-        least = 1 if isinstance(self.plan, ShardSteps) else answer.run.num_steps
-        if not least <= header.num_batches <= answer.run.num_steps:
-            raise WireError(f"{header.num_batches} batches arrived for a request for {answer.run.num_steps}")
+        least = 1 if isinstance(self.plan, ShardSteps) else answer.step_range.num_steps
+        if not least <= header.num_batches <= answer.step_range.num_steps:
+            raise WireError(f"{header.num_batches} batches arrived for a request for {answer.step_range.num_steps}")
         if header.num_bytes > self.ring.slot_bytes:
             raise BatchTooLargeError(
-                f"The batch of step {answer.run.first} has {header.num_bytes} bytes, but a slot only "
+                f"The batch of step {answer.step_range.first} has {header.num_bytes} bytes, but a slot only "
                 f"{self.ring.slot_bytes} (data_service.max_batch_bytes). Raise the limit on all hosts, or make batches "
                 "smaller."
             )
@@ -250,39 +250,39 @@ class PassBuffer:
         answer = self.in_flight.pop(request_id)
         header = answer.header
         answer.transfer_s = max(0.0, latency_s - header.queue_s - header.produce_s)
-        self.ready[answer.run.first] = answer
+        self.ready[answer.step_range.first] = answer
         num_bytes = -(-header.num_bytes // header.num_batches)
         self.largest = max(self.largest, num_bytes)
-        self._choose_run_length(header)
+        self._choose_range_length(header)
         if isinstance(self.plan, ShardSteps):
             self._compare_with_other_shards(self.plan, answer)
-            self.plan.run_length = self.run_length
-            if header.num_batches < answer.run.num_steps:  # the shard ends with them
-                end = int(self.plan.batch(answer.run.first)[2]) + header.num_batches
-                self._skip(self.plan, range(answer.run.first + header.num_batches, answer.run.stop), end)
-                answer.run = StepRange(answer.run.first, header.num_batches)
+            self.plan.range_length = self.range_length
+            if header.num_batches < answer.step_range.num_steps:  # the shard ends with them
+                end = int(self.plan.batch(answer.step_range.first)[2]) + header.num_batches
+                self._skip(self.plan, range(answer.step_range.first + header.num_batches, answer.step_range.stop), end)
+                answer.step_range = StepRange(answer.step_range.first, header.num_batches)
         return answer
 
-    def _choose_run_length(self, header: StepRangeHeader) -> None:
-        """Let a request ask for as many batches as make ``_RUN_BYTES`` or ``_RUN_S``, but for few of the window."""
+    def _choose_range_length(self, header: StepRangeHeader) -> None:
+        """Let a request ask for as many batches as make ``_RANGE_BYTES`` or ``_RANGE_S``, but for few of the window."""
         num_steps = header.num_batches
         produce_s = header.produce_s / num_steps
         self.produce_s += (produce_s - self.produce_s) * (1 / 8 if self.produce_s else 1)
-        num_bytes = (header.num_bytes + len(header.batches)) / num_steps
-        run_bytes = min(_RUN_BYTES, self.window_bytes / _MIN_RUNS, _SLOT_PART * self.ring.slot_bytes)
-        most = min(_MAX_RUN, run_bytes / max(1.0, num_bytes), _RUN_S / max(1e-9, self.produce_s))
+        num_bytes = (header.num_bytes + len(header.encoded_batches)) / num_steps
+        range_bytes = min(_RANGE_BYTES, self.window_bytes / _MIN_RANGES, _SLOT_PART * self.ring.slot_bytes)
+        most = min(_MAX_RANGE_LENGTH, range_bytes / max(1.0, num_bytes), _RANGE_S / max(1e-9, self.produce_s))
         if isinstance(self.plan, ShardSteps):
             most = min(most, _BLOCK_PART * self.window_bytes / max(1.0, num_bytes) / self.plan.num_shards)
-        length = max(1, min(2 * self.run_length, int(most)))
+        length = max(1, min(2 * self.range_length, int(most)))
         if self.is_window_fixed:
-            length = max(1, min(length, self.window // _MIN_RUNS))
-        self.run_length = length
+            length = max(1, min(length, self.window // _MIN_RANGES))
+        self.range_length = length
 
     def _compare_with_other_shards(self, plan: ShardSteps, answer: InFlightRange) -> None:
         header = answer.header
         data = self.ring.slot(answer.slot)[: min(header.num_bytes, _NUM_COMPARED)].tobytes()
-        content = hashlib.blake2b(data, key=header.batches[:64]).digest()
-        duplicate_shards = plan.duplicate_shards(answer.run.first, content)
+        content = hashlib.blake2b(data, key=header.encoded_batches[:64]).digest()
+        duplicate_shards = plan.duplicate_shards(answer.step_range.first, content)
         if duplicate_shards is not None:
             logger.warning(
                 "Shards %d and %d of %s begin with the same batch. The iterable dataset may yield all "
@@ -302,10 +302,10 @@ class PassBuffer:
         Raises:
             WireError: The answer does not fit the request.
         """
-        run = self.in_flight[request_id].run
+        step_range = self.in_flight[request_id].step_range
         if not isinstance(self.plan, ShardSteps):
             raise WireError("only shards have an end")
-        self._skip(self.plan, range(run.first, run.stop), end)
+        self._skip(self.plan, range(step_range.first, step_range.stop), end)
         self.drop(request_id)
 
     def _skip(self, plan: ShardSteps, steps: range, end: int | None) -> None:
@@ -321,7 +321,7 @@ class PassBuffer:
         while self.next_step in self.ready or self.next_step in self.empty:
             if self.next_step in self.ready:
                 answer = self.ready.pop(self.next_step)
-                self.next_step = answer.run.stop
+                self.next_step = answer.step_range.stop
                 yield self._delivery(answer)
             else:
                 self.next_step += 1
@@ -330,21 +330,21 @@ class PassBuffer:
 
     def _delivery(self, answer: InFlightRange) -> DeliveredRange:
         header = answer.header
-        steps = range(answer.run.first, answer.run.stop)
+        steps = range(answer.step_range.first, answer.step_range.stop)
         return DeliveredRange(
             pass_id=self.pass_id,
             ring=self.ring_number,
             slot=answer.slot,
-            first_step=answer.run.first,
-            num_steps=answer.run.num_steps,
+            first_step=answer.step_range.first,
+            num_steps=answer.step_range.num_steps,
             num_bytes=header.num_bytes,
             queue_s=header.queue_s,
             produce_s=header.produce_s,
             transfer_s=answer.transfer_s,
-            num_ready=sum(run.run.num_steps for run in self.ready.values()),
-            row=self.plan.row(answer.run.first) if isinstance(self.plan, ShardSteps) else None,
+            num_ready=sum(answer.step_range.num_steps for answer in self.ready.values()),
+            row=self.plan.row(answer.step_range.first) if isinstance(self.plan, ShardSteps) else None,
             keys=[self.plan.batch(step).tolist() for step in steps] if self.tells_keys else [],
-            payload=header.batches,
+            encoded_batches=header.encoded_batches,
         )
 
     def take(self, step: int) -> int:

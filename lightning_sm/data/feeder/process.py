@@ -144,7 +144,7 @@ class Feeder:
                 link.want(name, replace(request, prepares=False))
 
     def _start(self, request: kinds.StartPass) -> None:
-        pass_id, place, which = request.pass_id, request.place, request.which
+        pass_id, place, loader_pass = request.pass_id, request.place, request.loader_pass
         try:
             plan = step_plan(request, self._sampler_orders)
         except (DataServiceError, ValueError) as error:
@@ -157,8 +157,10 @@ class Feeder:
             ring=ring,
             ring_number=request.ring,
             free=free,
-            request=StepRangeSpec(which.opening, which.loader, (), place.compression),
-            batch=BatchSpec(which.seed, which.epoch, which.pass_index, 0, place.rank, np.empty(0, np.int64)),
+            request=StepRangeSpec(loader_pass.opening, loader_pass.loader, (), place.compression),
+            batch=BatchSpec(
+                loader_pass.seed, loader_pass.epoch, loader_pass.pass_index, 0, place.rank, np.empty(0, np.int64)
+            ),
             plan=plan,
             next_step=request.position.first_step,
             stop_step=request.position.stop_step,
@@ -179,7 +181,7 @@ class Feeder:
                 buffer.stop_step,
                 buffer.window,
                 shard_of=shard_of,
-                loader=(place.stage, which.loader),
+                loader=(place.stage, loader_pass.loader),
             )
             self._end_if_done(buffer)
         self._send_requests()
@@ -341,9 +343,9 @@ class Feeder:
         del self._requests[request.request_id]
         self._transfers[request.host] += answer.transfer_s
         self._cancel(completion.cancel)
-        if answer.run != request.run:
+        if answer.step_range != request.step_range:
             self._move_stop(buffer)
-        self._scheduler.set_window(buffer.pass_id, buffer.window, buffer.run_length)
+        self._scheduler.set_window(buffer.pass_id, buffer.window, buffer.range_length)
         self._deliver(buffer)
         self._send_requests()
 
@@ -365,8 +367,8 @@ class Feeder:
 
     def _request_failed(self, buffer: PassBuffer, request: StepRequest, failure: Failure) -> None:
         link = self._links[request.host]
-        steps = f"batches of steps {request.step} to {request.run.stop - 1}"
-        step = f"batch of step {request.step}" if request.run.num_steps == 1 else steps
+        steps = f"batches of steps {request.first_step} to {request.step_range.stop - 1}"
+        step = f"batch of step {request.first_step}" if request.step_range.num_steps == 1 else steps
         place = ", ".join(filter(None, (f"data host {link.name}", failure.where, step)))
         is_lost = failure.error == "WorkerLost"
         reason = f"{failure.text} on data host {link.name}" if is_lost else with_place(failure.text, place)
@@ -376,12 +378,12 @@ class Feeder:
         buffer.drop(request.request_id)
         if decision.is_fatal:
             self._cancel(decision.cancel)
-            keys = buffer.plan.batch(request.step).tolist()
-            self._fail(buffer.pass_id, explain(failure.error, request.step, decision, keys))
+            keys = buffer.plan.batch(request.first_step).tolist()
+            self._fail(buffer.pass_id, explain(failure.error, request.first_step, decision, keys))
             return
         if failure.error == "NotOpen":
             link.reopen()
-        if request.run.num_steps == 1:  # a single step of a run that fails will say so itself
+        if request.step_range.num_steps == 1:  # a single step of a run that fails will say so itself
             logger.warning("A batch failed on %s, and is requested again: %s", place, first_line(failure.text))
         self._send_requests()
 
@@ -391,7 +393,7 @@ class Feeder:
         fetches: dict[str, list[bytes]] = {}
         with self._lock:
             for request in self._scheduler.next_requests(time.monotonic()):
-                spec = self._buffers[request.pass_id].reserve(request.request_id, request.run)
+                spec = self._buffers[request.pass_id].reserve(request.request_id, request.step_range)
                 if spec is None:  # all slots are taken; the next that is released brings us back here
                     self._scheduler.withdraw(request)
                     continue
@@ -410,7 +412,7 @@ class Feeder:
 
 
 def _about(request: StepRequest, error: WireError) -> WireError:
-    return WireError(f"the answer for step {request.step}: {error}")
+    return WireError(f"the answer for step {request.first_step}: {error}")
 
 
 def main() -> None:

@@ -74,8 +74,8 @@ def step_plan(request: PassRequest, sampler_orders: SamplerOrderClient) -> StepP
     keys: Order = SequentialOrder(num_samples)
     if loader.order == "shuffled":
         shuffled = sorted_order if place.order_version == 1 else ShuffledOrder
-        which = {"seed": place.seed, "epoch": position.epoch, "pass_index": position.pass_index}
-        keys = shuffled(num_samples, **which, salt=f"{place.stage} {place.index}")
+        loader_pass = {"seed": place.seed, "epoch": position.epoch, "pass_index": position.pass_index}
+        keys = shuffled(num_samples, **loader_pass, salt=f"{place.stage} {place.index}")
     if loader.batch_size is None:
         return BatchPlan(keys, None, place.rank, place.world_size)
     return SamplePlan(keys, loader.batch_size, loader.drop_last, place.rank, place.world_size)
@@ -205,10 +205,10 @@ class SamplerOrderClient:
         Raises:
             DataServiceError: The user's code failed, or the hosts see different data.
         """
-        which, num_shards, name = request.which, request.place.num_shards, request.loader.name
+        loader_pass, num_shards, name = request.loader_pass, request.place.num_shards, request.loader.name
         num_parts = min(len(self._links), num_shards)
         parts = [
-            CountRequest(**vars(which), num_shards=num_shards, part=part, num_parts=num_parts)
+            CountRequest(**vars(loader_pass), num_shards=num_shards, part=part, num_parts=num_parts)
             for part in range(num_parts)
         ]
         counts = [self._submit(self._counted, part, name) for part in parts]
@@ -287,7 +287,7 @@ def _warn(host: str, error: Any) -> None:
 def _list_request(request: PassRequest) -> ListRequest:
     loader, place = request.loader, request.place
     return ListRequest(
-        **vars(request.which),
+        **vars(request.loader_pass),
         rank=place.rank,
         world_size=place.world_size,
         batch_size=loader.batch_size or 0,

@@ -117,14 +117,14 @@ class StepRequest:
     request_id: int
     host: str
     pass_id: int
-    run: StepRange
+    step_range: StepRange
     is_hedge: bool
     sent_at: float
 
     @property
-    def step(self) -> int:
+    def first_step(self) -> int:
         """The first step."""
-        return self.run.first
+        return self.step_range.first
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,10 +252,10 @@ class _ScheduledPass:
     position: int  # the consumer has taken every step below
     stop_step: int | None
     window: int
-    max_runs: int  # in flight or ready: each has a slot
+    max_ranges: int  # in flight or ready: each has a slot
     pace: _Latencies
     cursor: int  # no step from here on was ever put into todo
-    run_length: int = 1
+    range_length: int = 1
     todo: list[StepRange] = field(default_factory=list)  # sorted
     in_flight: dict[StepRange, list[StepRequest]] = field(default_factory=dict)  # one or two per run
     ready: dict[int, StepRange] = field(default_factory=dict)  # by first step
@@ -296,13 +296,13 @@ class _ScheduledPass:
             length = self._next_length()
             if self.cursor + length > limit and self.cursor > self.position:
                 return
-            run = StepRange(self.cursor, min(length, limit - self.cursor))
-            self.todo.append(run)
-            self.cursor = run.stop
+            step_range = StepRange(self.cursor, min(length, limit - self.cursor))
+            self.todo.append(step_range)
+            self.cursor = step_range.stop
 
     def _next_length(self) -> int:
-        """Return how many steps the next run has: at most ``run_length``, and only one shard's."""
-        length = self.run_length if self.stop_step is None else min(self.run_length, self.stop_step - self.cursor)
+        """Return how many steps the next run has: at most ``range_length``, and only one shard's."""
+        length = self.range_length if self.stop_step is None else min(self.range_length, self.stop_step - self.cursor)
         if self.shard_of is None:
             return length
         steps = range(self.cursor, self.cursor + length)
@@ -316,7 +316,7 @@ class _ScheduledPass:
         slots, the pass would stand still.
         """
         limit = self.limit
-        num_slots = self.max_runs - len(self.in_flight) - len(self.ready)
+        num_slots = self.max_ranges - len(self.in_flight) - len(self.ready)
         for index in range(bisect_left(self.todo, (step, 0)), min(len(self.todo), num_slots)):
             if self.todo[index].first >= limit:
                 return
@@ -438,16 +438,16 @@ class Scheduler:
         """
         pace = self._paces.setdefault(loader, _Latencies())
         self._passes[pass_id] = _ScheduledPass(
-            pass_id, first_step, stop_step, window, max_runs=window, pace=pace, cursor=first_step, shard_of=shard_of
+            pass_id, first_step, stop_step, window, max_ranges=window, pace=pace, cursor=first_step, shard_of=shard_of
         )
         self._passes[pass_id].refill()
 
-    def set_window(self, pass_id: int, window: int, run_length: int = 1) -> None:
+    def set_window(self, pass_id: int, window: int, range_length: int = 1) -> None:
         """Change the window of a pass, in steps, and the steps of future requests. Ignores a closed pass."""
         current = self._passes.get(pass_id)
         if current is not None:
             current.window = max(window, 1)
-            current.run_length = run_length
+            current.range_length = range_length
             current.refill()
 
     def set_stop(self, pass_id: int, stop_step: int) -> tuple[StepRequest, ...]:
@@ -457,8 +457,8 @@ class Scheduler:
             return ()
         current.stop_step = stop_step
         current.refill()
-        current.ready = {first: run for first, run in current.ready.items() if first < stop_step}
-        beyond = [r for r in self._requests.values() if r.pass_id == pass_id and r.step >= stop_step]
+        current.ready = {first: step_range for first, step_range in current.ready.items() if first < stop_step}
+        beyond = [r for r in self._requests.values() if r.pass_id == pass_id and r.first_step >= stop_step]
         return self._end_requests(beyond)
 
     def close_pass(self, pass_id: int) -> tuple[StepRequest, ...]:
@@ -477,10 +477,10 @@ class Scheduler:
         if current is None:
             return
         while current.position < step:
-            run = current.ready.pop(current.position, None)
-            if run is None:
+            step_range = current.ready.pop(current.position, None)
+            if step_range is None:
                 raise ValueError(f"Pass {pass_id} cannot advance to step {step}: step {current.position} is not ready.")
-            current.position = run.stop
+            current.position = step_range.stop
         current.refill()
 
     # Events of requests
@@ -499,7 +499,7 @@ class Scheduler:
         current = self._passes[request.pass_id]
         work_s = now - request.sent_at if work_s is None else work_s
         self._record_answer(request, current.pace, now, work_s)
-        losers = [other for other in current.in_flight[request.run] if other is not request]
+        losers = [other for other in current.in_flight[request.step_range] if other is not request]
         for loser in losers:
             # It counts as usual when the hedge ends; a heavy batch is as heavy for the other host.
             self._hedged_work_s += work_s - current.pace.work_s
@@ -507,8 +507,8 @@ class Scheduler:
             age_s = now - loser.sent_at
             if age_s > host.slowness * current.pace.median_s:  # a younger request says nothing about the host
                 host.measure(age_s, current.pace.median_s, now)
-        current.ready[request.step] = request.run
-        current.failures.pop(request.step, None)
+        current.ready[request.first_step] = request.step_range
+        current.failures.pop(request.first_step, None)
         self._end_requests([request, *losers])
         return Completion(is_accepted=True, cancel=tuple(losers))
 
@@ -528,9 +528,11 @@ class Scheduler:
             return FailureDecision(is_fatal=False)
         current = self._passes[request.pass_id]
         host = self._hosts[request.host]
-        first = request.step
+        first = request.first_step
         failures = current.failures.setdefault(first, [])
-        if request.run.num_steps == 1 and (retry is not Retry.ELSEWHERE or not current.failed_on(first, host.host)):
+        if request.step_range.num_steps == 1 and (
+            retry is not Retry.ELSEWHERE or not current.failed_on(first, host.host)
+        ):
             failures.append(_StepFailure(retry, host.host, reason))
         if retry in (Retry.ELSEWHERE, Retry.LIMITED):
             host.pause(now)
@@ -539,9 +541,9 @@ class Scheduler:
             host.num_retries += 1
             self._end_requests([request], in_single_steps=retry is not Retry.ELSEWHERE)
             return FailureDecision(is_fatal=False)
-        cancel = self._end_requests(list(current.in_flight[request.run]))
+        cancel = self._end_requests(list(current.in_flight[request.step_range]))
         # Neither TODO nor in flight: the pass cannot get beyond it.
-        current.todo.remove(request.run)
+        current.todo.remove(request.step_range)
         return FailureDecision(
             is_fatal=True,
             failures=tuple(failure.reason for failure in failures if failure.retry is not Retry.ELSEWHERE),
@@ -607,29 +609,29 @@ class Scheduler:
         return PassStatus(
             current.pass_id,
             waiting_for=waiting_for,
-            requests=tuple(r for r in requests if r.step <= waiting_for < r.run.stop),
-            num_todo=sum(run.num_steps for run in current.todo if run.first < current.limit),
-            num_in_flight=sum(run.num_steps for run in current.in_flight),
-            num_ready=sum(run.num_steps for run in current.ready.values()),
+            requests=tuple(r for r in requests if r.first_step <= waiting_for < r.step_range.stop),
+            num_todo=sum(step_range.num_steps for step_range in current.todo if step_range.first < current.limit),
+            num_in_flight=sum(step_range.num_steps for step_range in current.in_flight),
+            num_ready=sum(step_range.num_steps for step_range in current.ready.values()),
         )
 
     # Requests
 
     def _send(
-        self, host: _ScheduledHost, current: _ScheduledPass, run: StepRange, now: float, *, is_hedge: bool
+        self, host: _ScheduledHost, current: _ScheduledPass, step_range: StepRange, now: float, *, is_hedge: bool
     ) -> StepRequest:
         if not self._requests:
             self._measured_until = now
         request = StepRequest(
-            next(self._request_ids) % _NUM_REQUEST_IDS, host.host, current.pass_id, run, is_hedge, now
+            next(self._request_ids) % _NUM_REQUEST_IDS, host.host, current.pass_id, step_range, is_hedge, now
         )
         self._num_open_hedges += is_hedge
         host.num_hedges += is_hedge
         host.num_in_flight += 1
         self._requests[request.request_id] = request
-        current.in_flight.setdefault(run, []).append(request)
+        current.in_flight.setdefault(step_range, []).append(request)
         if not is_hedge:
-            del current.todo[bisect_left(current.todo, run)]
+            del current.todo[bisect_left(current.todo, step_range)]
         return request
 
     def _end_requests(self, requests: list[StepRequest], *, in_single_steps: bool = False) -> tuple[StepRequest, ...]:
@@ -641,12 +643,16 @@ class Scheduler:
             if request.is_hedge:
                 self._num_open_hedges -= 1
                 self._hedged_work_s += current.pace.work_s
-            run = request.run
-            current.in_flight[run].remove(request)
-            if not current.in_flight[run]:
-                del current.in_flight[run]
-                if run.first not in current.ready:
-                    again = [StepRange(step, 1) for step in range(run.first, run.stop)] if in_single_steps else [run]
+            step_range = request.step_range
+            current.in_flight[step_range].remove(request)
+            if not current.in_flight[step_range]:
+                del current.in_flight[step_range]
+                if step_range.first not in current.ready:
+                    again = (
+                        [StepRange(step, 1) for step in range(step_range.first, step_range.stop)]
+                        if in_single_steps
+                        else [step_range]
+                    )
                     for part in again:
                         insort(current.todo, part)
         return tuple(requests)
@@ -663,12 +669,12 @@ class Scheduler:
             pace.add(latency_s, work_s)
             for each in self._up:
                 each.slowness = 1.0
-        host.num_completed += request.run.num_steps
+        host.num_completed += request.step_range.num_steps
         host.num_pauses = 0
         self._work_s += work_s
         self._num_completed += 1
         # Time in which nothing was in flight (a long checkpoint) says nothing about the pace of the hosts.
-        interval_s = (now - self._measured_until) / request.run.num_steps
+        interval_s = (now - self._measured_until) / request.step_range.num_steps
         self._measured_until = now
         self._interval_s += max(_INTERVAL_WEIGHT, 1 / self._num_completed) * (interval_s - self._interval_s)
 
@@ -692,9 +698,9 @@ class Scheduler:
             first = current.position
             if slowness > _SLOW_FACTOR and current.shard_of is None and not self._is_last_resort(host, current):
                 first += self._num_steps_in(_SLOW_MARGIN * slowness * current.pace.median_s)
-            for run in current.todo_from(first):
-                if self._may_take(host, current, run.first):
-                    return current, run
+            for step_range in current.todo_from(first):
+                if self._may_take(host, current, step_range.first):
+                    return current, step_range
         return None
 
     def _num_steps_in(self, seconds: float) -> int:
@@ -723,15 +729,15 @@ class Scheduler:
             current = self._passes[late.pass_id]
             if late.sent_at + late_after_s[late.pass_id] > now or self._is_hedged(late):
                 continue
-            if late.step < current.position + self._num_steps_in(current.pace.median_s):
+            if late.first_step < current.position + self._num_steps_in(current.pace.median_s):
                 host = self._hedge_host(late, current, now)
                 if host is not None:
-                    hedges.append(self._send(host, current, late.run, now, is_hedge=True))
+                    hedges.append(self._send(host, current, late.step_range, now, is_hedge=True))
                     late_after_s[late.pass_id] = self._late_after_s(current)
         return hedges
 
     def _is_hedged(self, request: StepRequest) -> bool:
-        return len(self._passes[request.pass_id].in_flight[request.run]) > 1
+        return len(self._passes[request.pass_id].in_flight[request.step_range]) > 1
 
     def _late_after_s(self, current: _ScheduledPass) -> float:
         """Return the age from which requests of a pass are late; infinite if they never are."""
@@ -759,6 +765,6 @@ class Scheduler:
         free = [host for host in others if host.has_credit(now)]
         return min(
             free,
-            key=lambda h: (current.failed_on(late.step, h.host), *self._load(h, now), self._tie_break()),
+            key=lambda h: (current.failed_on(late.first_step, h.host), *self._load(h, now), self._tie_break()),
             default=None,
         )

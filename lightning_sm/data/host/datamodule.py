@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_sm.data.host.loader import ServedLoader, describe_structure
 from lightning_sm.data.host.random_state import seed_all
-from lightning_sm.data.host.trainer_facts import TrainerFacts
+from lightning_sm.data.host.trainer_stand_in import TrainerStandIn
 from lightning_sm.data.plan.seeds import hook_seed
 from lightning_sm.data.protocol.calls import Loaders, OpenRequest, Problem, SetUp
 from lightning_sm.data.protocol.plain_values import plain_json
@@ -38,12 +38,12 @@ class ServedModule:
         self.loaders: dict[str, list[ServedLoader]] = {}
         self.replies: dict[str, SetUp | Loaders] = {}
         self._datamodule = datamodule
-        self._trainer: TrainerFacts
+        self._trainer: TrainerStandIn
         self._is_prepared = False
         self._changed: set[str] = set()
-        self._run: int | None = None
+        self._trainer_run: int | None = None
         self._stage: str | None = None
-        self._left_runs: set[int] = set()
+        self._left_trainer_runs: set[int] = set()
         self._state = ""  # that the DataModule has loaded in this run
 
     def open(self, request: OpenRequest) -> SetUp | Loaders | Problem:
@@ -62,12 +62,12 @@ class ServedModule:
 
     def leave(self) -> None:
         """Run ``teardown``, if ``setup`` has run."""
-        if self._run is None:
+        if self._trainer_run is None:
             return
         self.loaders.clear()
         self.replies.clear()
-        self._left_runs.add(self._run)
-        self._run = None
+        self._left_trainer_runs.add(self._trainer_run)
+        self._trainer_run = None
         self._datamodule.teardown(stage=self._stage)
 
     def _run_hooks(self, request: OpenRequest) -> SetUp | Loaders:
@@ -83,11 +83,11 @@ class ServedModule:
         with _timed(f"{hook}()"), self._trainer.noting_reads() as reads:
             returned = getattr(self._datamodule, hook)()
             structure, loaders = describe_structure(returned, hook, request.loaders, seed=seed, epoch=epoch)
-        if not all(loader.facts.is_split for loader in loaders):
+        if not all(loader.description.is_split for loader in loaders):
             reads.check()
         self._forget_older_loaders(request.opening)
         self.loaders[request.opening] = loaders
-        return Loaders(structure, [loader.facts for loader in loaders])
+        return Loaders(structure, [loader.description for loader in loaders])
 
     def _forget_older_loaders(self, opening: str) -> None:
         """Forget all loaders that a hook has returned but the last, which a slower rank may still read."""
@@ -98,13 +98,13 @@ class ServedModule:
 
     def _enter(self, request: OpenRequest) -> None:
         """Run the hooks of a new ``fit``, ``validate``, ``test`` or ``predict``."""
-        if request.run in self._left_runs:
+        if request.trainer_run in self._left_trainer_runs:
             raise DataSettingsError(
                 "Another training run has taken over this data host, which serves one run at a time. Start separate "
                 "data hosts for each run."
             )
-        self._trainer = self._datamodule.trainer = TrainerFacts(request.trainer)
-        if request.run == self._run:
+        self._trainer = self._datamodule.trainer = TrainerStandIn(request.trainer)
+        if request.trainer_run == self._trainer_run:
             return
         if request.prepares and not self._is_prepared:
             seed_all(hook_seed(request.seed, "prepare_data", 0))
@@ -125,7 +125,7 @@ class ServedModule:
             for name, value in vars(self._datamodule).items()
             if name not in before or before[name][0] is not value or before[name][1] != plain_json(value)
         }
-        self._run = request.run
+        self._trainer_run = request.trainer_run
         self._stage = request.stage
         self._state = ""
 

@@ -76,11 +76,11 @@ class OpenShards:
             UserCodeError: The user's dataset, transform or collate function failed.
         """
         num_shards, number, offset, is_wanted = spec.keys.tolist()
-        which = _ShardPass(spec.seed, spec.epoch, spec.pass_index, num_shards)
+        shard_pass = _ShardPass(spec.seed, spec.epoch, spec.pass_index, num_shards)
 
         def make(seed: Seed) -> Any:
             # For a second time the shard opens again: the collate function may have changed the samples.
-            shard = self._shard(which, number, offset)
+            shard = self._shard(shard_pass, number, offset)
             try:
                 with shard.showing_worker_info():
                     samples = shard.samples(offset)
@@ -99,24 +99,24 @@ class OpenShards:
 
         return self._seeding.run(make, (self._loader.collate_fn,))
 
-    def _shard(self, which: _ShardPass, number: int, offset: int) -> _Shard:
+    def _shard(self, shard_pass: _ShardPass, number: int, offset: int) -> _Shard:
         """Return the open iterator over a shard that is closest before an offset, or a new one."""
         shards = self._open.get(number, [])
-        if shards and shards[-1].next_offset == offset and shards[-1].which == which:
+        if shards and shards[-1].next_offset == offset and shards[-1].shard_pass == shard_pass:
             return shards[-1]
-        shards = [shard for shard in shards if shard.which == which][-_MAX_COPIES:]
+        shards = [shard for shard in shards if shard.shard_pass == shard_pass][-_MAX_COPIES:]
         before = [shard for shard in shards if shard.next_offset <= offset]
         if before:
             shard = max(before, key=lambda shard: shard.next_offset)
             shards.remove(shard)
         else:
-            shard = self._new(which, number)
+            shard = self._new(shard_pass, number)
         self._open[number] = [*shards, shard]
         return shard
 
-    def _new(self, which: _ShardPass, number: int) -> _Shard:
-        seeds = SampleSeeds(which.seed, self._stage, self._index, which.epoch, which.pass_index)
-        return _Shard(self._loader, which, number, seeds)
+    def _new(self, shard_pass: _ShardPass, number: int) -> _Shard:
+        seeds = SampleSeeds(shard_pass.seed, self._stage, self._index, shard_pass.epoch, shard_pass.pass_index)
+        return _Shard(self._loader, shard_pass, number, seeds)
 
 
 def worker_info(worker_id: int, num_workers: int, seed: int, dataset: Any) -> Any:
@@ -168,8 +168,8 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
 class _Shard:
     """An open iterator over one virtual shard."""
 
-    def __init__(self, loader: DataLoader[Any], which: _ShardPass, number: int, seeds: SampleSeeds) -> None:
-        self.which = which
+    def __init__(self, loader: DataLoader[Any], shard_pass: _ShardPass, number: int, seeds: SampleSeeds) -> None:
+        self.shard_pass = shard_pass
         self.seeds = seeds
         self.next_offset = 0
         self._number = number
@@ -196,7 +196,7 @@ class _Shard:
             # A worker_init_fn may change any part of its dataset.
             has_init = self._loader.worker_init_fn is not None
             dataset = copy.deepcopy(self._loader.dataset) if has_init else _copied(self._loader.dataset, {})
-            self._info = worker_info(self._number, self.which.num_shards, self.seeds.of(self._number), dataset)
+            self._info = worker_info(self._number, self.shard_pass.num_shards, self.seeds.of(self._number), dataset)
         show_worker_info(self._info)
         try:
             yield

@@ -30,7 +30,7 @@ from lightning_sm.data.host.sampler import SamplerPass, UserSampler
 from lightning_sm.data.host.seeding import Seed, Seeding
 from lightning_sm.data.ipc.processes import in_fork
 from lightning_sm.data.plan.seeds import SampleSeeds, worker_seed
-from lightning_sm.data.protocol.spec import BatchSpec, LoaderFacts, OrderKind
+from lightning_sm.data.protocol.spec import BatchSpec, LoaderDescription, OrderKind
 from lightning_sm.errors import DataSettingsError
 
 
@@ -79,7 +79,7 @@ class ServedLoader:
         self._is_positional = order in ("sampler", "batch_sampler") and not self._sampler.yields_indices(
             in_batches=order == "batch_sampler"
         )
-        self.facts = LoaderFacts(
+        self.description = LoaderDescription(
             name=name,
             order=order,
             num_samples=num_samples,
@@ -109,7 +109,7 @@ class ServedLoader:
             (batches + 1,).
         """
         batches = self._run_sampler(seed, epoch, pass_index)
-        if self.facts.order == "sampler":
+        if self.description.order == "sampler":
             return np.arange(len(batches)) if self._is_positional else np.array(batches, np.int64), None
         offsets = np.concatenate([[0], np.cumsum([len(batch) for batch in batches], dtype=np.int64)])
         if self._is_positional:
@@ -130,7 +130,7 @@ class ServedLoader:
         Returns:
             The collated batch, or a ``ShardEnd`` for a shard without a batch at the requested offset.
         """
-        if self.facts.order == "shards":
+        if self.description.order == "shards":
             shards, shard, offset, _ = spec.keys.tolist()
             mark.set_text(f"batch {offset} of shard {shard} of {shards}")
             return self._shards.batch(spec)
@@ -149,7 +149,7 @@ class ServedLoader:
                 seed(seeds.of_batch(spec.step, spec.rank))
             mark.set_text(f"the collate function, for indices {keys[0]!r} to {keys[-1]!r}")
             try:
-                if self.facts.batch_size is None and self.facts.order != "batch_sampler":
+                if self.description.batch_size is None and self.description.order != "batch_sampler":
                     return self._collate(samples[0])
                 return collate_into(self._collate, samples, arena)
             except Exception as error:
@@ -170,7 +170,7 @@ class ServedLoader:
             # Such workers get a pickled copy, without the open files and connections that its __getstate__ leaves out.
             self._dataset = pickle.loads(pickle.dumps(self._dataset))  # noqa: S301  # of this process
             vars(self._loader)["dataset"] = self._dataset  # DataLoader refuses to have it set
-        if self.facts.order == "shards":
+        if self.description.order == "shards":
             return
         seed = worker_seed(self._seed, host, self._stage, self._index, worker_id)
         self._worker_info = worker_info(worker_id, num_workers, seed, self._dataset)
@@ -205,13 +205,13 @@ class ServedLoader:
 
     def _all_keys(self, spec: BatchSpec) -> list[Any]:
         """Return the keys of a pass, for a sampler that does not yield integers."""
-        which = (spec.seed, spec.epoch, spec.pass_index)
-        if self._keys is None or self._keys[0] != which:
+        pass_key = (spec.seed, spec.epoch, spec.pass_index)
+        if self._keys is None or self._keys[0] != pass_key:
             # In a fork: samplers keep state, and all workers, also later ones, must get the same keys.
-            keys = in_fork(lambda: self._run_sampler(*which))
-            if self.facts.order == "batch_sampler":
+            keys = in_fork(lambda: self._run_sampler(*pass_key))
+            if self.description.order == "batch_sampler":
                 keys = [key for batch in keys for key in batch]
-            self._keys = (which, keys)
+            self._keys = (pass_key, keys)
         return self._keys[1]
 
     def _run_sampler(self, seed: int, epoch: int, pass_index: int) -> list[Any]:

@@ -32,7 +32,7 @@ from lightning_sm.data.ipc.host_messages import (
     OpenedLoaders,
     RunHook,
     RunSampler,
-    SamplerRun,
+    SamplerOutput,
     Serve,
     TrainerFinished,
     WorkerLost,
@@ -197,8 +197,8 @@ class MainProcess:
                 case RunHook(request):
                     self._server_starts = 0
                     self._open(request)
-                case RunSampler(which):
-                    self._run_sampler(which)
+                case RunSampler(loader_pass):
+                    self._run_sampler(loader_pass)
                 case KillWorker(worker):
                     pid = self._worker_pids.get(worker)
                     if pid is not None:
@@ -307,15 +307,15 @@ class MainProcess:
             logger.warning("Worker %d %s. Starting a new one.", number, how)
             self._fork_worker(opening, number)
 
-    def _run_sampler(self, which: LoaderPass) -> None:
+    def _run_sampler(self, loader_pass: LoaderPass) -> None:
         """Run a sampler in a fork: every host starts from the same state, and nothing waits for the sampler."""
         fd = os.memfd_create("lightning_sm_sampler_order", os.MFD_CLOEXEC)
 
         def run() -> None:
             with os.fdopen(os.dup(fd), "wb") as file:
                 try:
-                    loader = self._module.loaders[which.opening][which.loader]
-                    keys, offsets = loader.sampler_order(which.seed, which.epoch, which.pass_index)
+                    loader = self._module.loaders[loader_pass.opening][loader_pass.loader]
+                    keys, offsets = loader.sampler_order(loader_pass.seed, loader_pass.epoch, loader_pass.pass_index)
                     num_batches = BatchPlan(keys, offsets, 0, 1).num_steps  # raises if a batch is empty
                 except Exception as error:  # noqa: BLE001  # the error of the user's sampler is sent to the trainers
                     file.write(Problem.of(error).encode() + b"\n")
@@ -325,7 +325,7 @@ class MainProcess:
                 file.write(np.ascontiguousarray(order, "<i8").data)
 
         def on_exit(status: int) -> None:
-            self._send(SamplerRun(which, describe_exit(status) if status else "", (fd,)))
+            self._send(SamplerOutput(loader_pass, describe_exit(status) if status else "", (fd,)))
             os.close(fd)
 
         self._watch(self._fork(run), on_exit)

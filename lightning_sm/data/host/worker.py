@@ -86,7 +86,7 @@ def _build(
     request: Build, ring: Ring, openings: Mapping[str, Sequence[ServedLoader]], mark: SampleMark
 ) -> tuple[BuiltRange | Failure | ShardEnd, list[EncodedBatch]]:
     started = time.perf_counter()
-    spec = StepRangeSpec.decode(request.payload)
+    spec = StepRangeSpec.decode(request.encoded_spec)
     memory = ring.slot(request.slot)
     batches: list[EncodedBatch] = []
     used = 0

@@ -8,7 +8,7 @@ from lightning_sm import errors
 from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.calls import HeartbeatRequest, LoaderPass, Loaders, OpenRequest, SetUp
 from lightning_sm.data.protocol.figures import BatchFigures, HostFigures, RankFigures
-from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.settings import Credentials
 
 # From the training process
@@ -127,11 +127,11 @@ class PassRequest(Message):
 
     pass_id: int
     place: LoaderPlace
-    loader: LoaderFacts
+    loader: LoaderDescription
     position: Position
 
     @property
-    def which(self) -> LoaderPass:
+    def loader_pass(self) -> LoaderPass:
         """The pass, as data hosts are told of it."""
         place, position = self.place, self.position
         return LoaderPass(place.request_name, place.index, place.seed, position.epoch, position.pass_index)
@@ -212,7 +212,7 @@ class DeliveredRange(Message):
         row: Row of the block that the first batch is in, the second is in the next one, and so on; None: all batches
             come at once.
         keys: Indices of the samples of each batch; empty if they are not wanted.
-        payload: Where each batch lies, and its structure, as ``frames.pack_batches`` packs them.
+        encoded_batches: Where each batch lies, and its structure, as ``frames.pack_batches`` packs them.
     """
 
     pass_id: int
@@ -227,7 +227,7 @@ class DeliveredRange(Message):
     num_ready: int
     row: int | None
     keys: list[list[int]]
-    payload: bytes
+    encoded_batches: bytes
 
     def figures(self) -> BatchFigures:
         """Return what one batch of it took, on average."""

@@ -17,11 +17,11 @@ class Serve(Message):
 
     Attributes:
         settings: How to serve.
-        payload: The DataModule, pickled, for a process that has none.
+        pickled_datamodule: The DataModule, for a process that has none.
     """
 
     settings: HostSettings
-    payload: bytes = b""
+    pickled_datamodule: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ class OpenedLoaders(Message):
 class RunSampler(Message):
     """To the main process: a pass whose order it must find out."""
 
-    which: LoaderPass
+    loader_pass: LoaderPass
 
 
 @dataclass(frozen=True)
-class SamplerRun(RunSampler):
+class SamplerOutput(RunSampler):
     """What the sampler has yielded in a pass.
 
     Attributes:
@@ -149,10 +149,10 @@ class Ready(Message):
 
 @dataclass(frozen=True)
 class Build(Message):
-    """To a worker: what to build in which slot; the payload is an encoded ``StepRangeSpec``."""
+    """To a worker: what to build, an encoded ``StepRangeSpec``, and in which slot."""
 
     slot: int
-    payload: bytes
+    encoded_spec: bytes
 
 
 @dataclass(frozen=True)
@@ -177,12 +177,12 @@ class BuildAnswer(Message):
     Attributes:
         slot: Its slot.
         outcome: The batches, or why there are none.
-        payload: Where each batch lies, and its structure, as ``frames.pack_batches`` packs them.
+        encoded_batches: Where each batch lies, and its structure, as ``frames.pack_batches`` packs them.
     """
 
     slot: int
     outcome: BuiltRange | Failure | ShardEnd
-    payload: bytes = b""
+    encoded_batches: bytes = b""
 
 
 # Between the server process and a network process. A number stands for a request of a stream.
@@ -190,11 +190,11 @@ class BuildAnswer(Message):
 
 @dataclass(frozen=True)
 class Fetch(Message):
-    """To the server process: a trainer's request; the payload is an encoded ``StepRangeSpec``."""
+    """To the server process: a trainer's request, an encoded ``StepRangeSpec``."""
 
     number: int
     stream: int
-    payload: bytes
+    encoded_spec: bytes
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class FetchAnswer(Message):
         worker: Id of the worker in whose slot the batches lie.
         slot: The slot.
         queue_s: Seconds from the request until the worker started on it.
-        payload: As of ``BuildAnswer``.
+        encoded_batches: As of ``BuildAnswer``.
     """
 
     number: int
@@ -245,4 +245,4 @@ class FetchAnswer(Message):
     worker: int = 0
     slot: int = 0
     queue_s: float = 0.0
-    payload: bytes = b""
+    encoded_batches: bytes = b""

@@ -11,7 +11,7 @@ from lightning_sm import errors
 from lightning_sm.data.protocol.failures import Failure, with_place
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.from_json import from_json, parse_json
-from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.errors import DataServiceError, WireError
 
 _MAX_DEPTH = 64
@@ -20,7 +20,7 @@ _MAX_DEPTH = 64
 _MAX_REQUEST_BYTES = 1 << 20
 _MAX_NAME_CHARS = 512
 _LONG_TEXTS = ("outcome", "state")
-_MAX_TRAINER_FACTS = 64
+_MAX_TRAINER_VALUES = 64
 
 _HOOKS = ("", "train", "val", "test", "predict")
 _MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
@@ -70,7 +70,7 @@ class OpenRequest(Request):
 
     Attributes:
         opening: Name of the request; it begins with the run.
-        run: Number of the run of the Trainer.
+        trainer_run: Number of the Trainer's run.
         stage: "fit", "validate", "test" or "predict".
         loaders: "train", "val", "test" or "predict".
         epoch: Epoch for which the hook runs.
@@ -83,7 +83,7 @@ class OpenRequest(Request):
     NAME = "Open"
 
     opening: str
-    run: int
+    trainer_run: int
     stage: str
     loaders: str
     epoch: int
@@ -101,13 +101,13 @@ class OpenRequest(Request):
         """Check that loaders are named after their run, and that the values of the Trainer are few and plain."""
         if self.loaders not in _HOOKS:
             raise WireError(f"The {what} names unknown loaders: {reprlib.repr(self.loaders)}.")
-        if not self.opening.startswith(f"{self.run}/"):
-            raise WireError(f"The {what} is for run {self.run}, but its name is {reprlib.repr(self.opening)}.")
+        if not self.opening.startswith(f"{self.trainer_run}/"):
+            raise WireError(f"The {what} is for run {self.trainer_run}, but its name is {reprlib.repr(self.opening)}.")
         plain = all(value is None or isinstance(value, (bool, int, float, str)) for value in self.trainer.values())
-        if not plain or len(self.trainer) > _MAX_TRAINER_FACTS:
+        if not plain or len(self.trainer) > _MAX_TRAINER_VALUES:
             raise WireError(
                 f"The {what} has {len(self.trainer)} values of the Trainer: {reprlib.repr(self.trainer)}. At most "
-                f"{_MAX_TRAINER_FACTS} numbers and strings are allowed."
+                f"{_MAX_TRAINER_VALUES} numbers and strings are allowed."
             )
 
 
@@ -159,7 +159,7 @@ class LoaderPass(Request):
     pass_index: int
 
     @property
-    def which(self) -> LoaderPass:
+    def loader_pass(self) -> LoaderPass:
         """The pass, without what is requested of it."""
         return LoaderPass(self.opening, self.loader, self.seed, self.epoch, self.pass_index)
 
@@ -279,7 +279,7 @@ class Loaders(Reply):
     """
 
     structure: Any
-    loaders: list[LoaderFacts]
+    loaders: list[LoaderDescription]
 
     def check(self, what: str) -> None:
         """Check the structure."""
@@ -326,14 +326,14 @@ def parse_reply(data: bytes, what: str, *kinds: type[Reply]) -> Any:
     Returns:
         The answer, of one of these kinds.
     """
-    facts = parse_json(data, what)
+    content = parse_json(data, what)
     for kind in kinds:
-        if isinstance(facts, dict) and facts.keys() == {kind.__name__}:
-            reply = from_json(kind, facts[kind.__name__], what)
+        if isinstance(content, dict) and content.keys() == {kind.__name__}:
+            reply = from_json(kind, content[kind.__name__], what)
             reply.check(what)
             return reply
     expected = " or ".join(kind.__name__ for kind in kinds)
-    raise WireError(f"The {what} must be {expected}, not {reprlib.repr(facts)}.")
+    raise WireError(f"The {what} must be {expected}, not {reprlib.repr(content)}.")
 
 
 @dataclass(frozen=True)

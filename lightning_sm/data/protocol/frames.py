@@ -16,11 +16,11 @@ from lightning_sm.errors import WireError
 MAX_HEADER_BYTES = 64 << 20
 
 _FRAME = struct.Struct("<IBxxxQII")
-_RUN = struct.Struct("<Qdd")
+_HEADER = struct.Struct("<Qdd")
 _COUNT = struct.Struct("<I")
 _BATCH = struct.Struct("<QQI")
 FRAME_BYTES = _FRAME.size
-MAX_STRUCTURE_BYTES = MAX_HEADER_BYTES - _RUN.size
+MAX_STRUCTURE_BYTES = MAX_HEADER_BYTES - _HEADER.size
 
 # A traceback of a million characters, each of which JSON may write as \\u1234.
 _MAX_FAILURE_BYTES = 8 << 20
@@ -112,23 +112,23 @@ class StepRangeHeader:
         num_bytes: Bytes that follow in DATA or, before their compression, in COMPRESSED frames.
         queue_s: Seconds that the request waited for a worker.
         produce_s: Seconds that the worker took.
-        batches: What ``pack_batches`` returned.
+        encoded_batches: What ``pack_batches`` returned.
     """
 
     num_bytes: int
     queue_s: float
     produce_s: float
-    batches: bytes
+    encoded_batches: bytes
 
     @property
     def num_batches(self) -> int:
         """How many batches there are: fewer than were requested if a virtual shard ends with them."""
-        num_batches: int = _COUNT.unpack_from(self.batches)[0]
+        num_batches: int = _COUNT.unpack_from(self.encoded_batches)[0]
         return num_batches
 
     def encode(self) -> bytes:
         """Return the payload of a HEADER frame."""
-        return _RUN.pack(self.num_bytes, self.queue_s, self.produce_s) + self.batches
+        return _HEADER.pack(self.num_bytes, self.queue_s, self.produce_s) + self.encoded_batches
 
     @classmethod
     def decode(cls, payload: memoryview) -> StepRangeHeader:
@@ -137,13 +137,13 @@ class StepRangeHeader:
         Raises:
             WireError: It is too short or too long.
         """
-        least = _RUN.size + _COUNT.size
+        least = _HEADER.size + _COUNT.size
         if not least <= len(payload) <= MAX_HEADER_BYTES:
             raise WireError(
                 f"The header of batches has {len(payload)} bytes, not between {least} and {MAX_HEADER_BYTES}."
             )
-        num_bytes, queue_s, produce_s = _RUN.unpack_from(payload)
-        return cls(num_bytes, queue_s, produce_s, bytes(payload[_RUN.size :]))
+        num_bytes, queue_s, produce_s = _HEADER.unpack_from(payload)
+        return cls(num_bytes, queue_s, produce_s, bytes(payload[_HEADER.size :]))
 
 
 def parse_failure(payload: memoryview) -> Failure:

@@ -19,13 +19,13 @@ CHUNK_BYTES = 2 << 20
 _MAX_HEAD_BYTES = 1 << 20
 
 # The values of the Trainer that DataModules use to build their loaders; trainers send them to the data hosts.
-TRAINER_FACTS = ("current_epoch", "global_step", "max_epochs", "max_steps", "num_nodes", "num_devices", "world_size")
+TRAINER_VALUES = ("current_epoch", "global_step", "max_epochs", "max_steps", "num_nodes", "num_devices", "world_size")
 
 OrderKind = Literal["sequential", "shuffled", "sampler", "batch_sampler", "shards"]
 
 
 @dataclass(frozen=True)
-class LoaderFacts:
+class LoaderDescription:
     """What a trainer has to know about a loader of the user.
 
     Attributes:

@@ -36,7 +36,7 @@ class ServedRange:
 
     Attributes:
         built: Its size, and how it lies there.
-        batches: Where each batch lies, and its structure, as ``frames.pack_batches`` packs them.
+        encoded_batches: Where each batch lies, and its structure, as ``frames.pack_batches`` packs them.
         worker: Id of the worker.
         ring: Its slots.
         slot: Which of them.
@@ -45,7 +45,7 @@ class ServedRange:
     """
 
     built: BuiltRange
-    batches: bytes
+    encoded_batches: bytes
     worker: int
     ring: Ring
     slot: int
@@ -68,14 +68,14 @@ class Task:
     Attributes:
         client: Who sent it; workers are shared fairly between clients.
         opening: Name of the request that opened the loader; each has workers of its own.
-        payload: The encoded ``StepRangeSpec``.
+        encoded_spec: The ``StepRangeSpec``, encoded.
         answer: Called once with the outcome, from any thread; must not block.
         affinity: Tasks of the same virtual shard go to the same worker, which has its iterator.
     """
 
     client: object
     opening: str
-    payload: bytes
+    encoded_spec: bytes
     answer: Callable[[Answer], None]
     affinity: Affinity | None = None
     received: float = field(default_factory=time.perf_counter)
@@ -298,7 +298,7 @@ class WorkerPool:
             worker.task = task
             worker.task_started = time.perf_counter()
             with contextlib.suppress(OSError):  # the worker died; ``lose`` will answer the task
-                worker.socket.send(Build(worker.free_slots.pop(), task.payload))
+                worker.socket.send(Build(worker.free_slots.pop(), task.encoded_spec))
 
     def _next_task(self, workers: list[_Worker]) -> Task | None:
         """Take the next task for one of some workers out of its queue: clients in turn, tasks in their order."""
@@ -408,7 +408,7 @@ class WorkerPool:
                     self._dispatch()
 
             queue_s = worker.task_started - task.received
-            return ServedRange(outcome, message.payload, worker.id, worker.ring, slot, queue_s, release)
+            return ServedRange(outcome, message.encoded_batches, worker.id, worker.ring, slot, queue_s, release)
         worker.free_slots.append(slot)
         if isinstance(outcome, Failure):
             where = ", ".join(filter(None, (outcome.where, f"worker {worker.number}")))

@@ -19,7 +19,7 @@ from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.calls import HeartbeatRequest, Loaders, SetUp
 from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.settings import Credentials
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,13 @@ class FeederClient:
 
     @_in_turn
     def start_pass(
-        self, place: kinds.LoaderPlace, loader: LoaderFacts, position: kinds.Position, ring: int, *, tells_keys: bool
+        self,
+        place: kinds.LoaderPlace,
+        loader: LoaderDescription,
+        position: kinds.Position,
+        ring: int,
+        *,
+        tells_keys: bool,
     ) -> int:
         """Start a pass over a loader, and return its number."""
         pass_id = self._new_pass()
@@ -126,7 +132,7 @@ class FeederClient:
         return pass_id
 
     @_in_turn
-    def length(self, place: kinds.LoaderPlace, loader: LoaderFacts, position: kinds.Position) -> kinds.Length:
+    def length(self, place: kinds.LoaderPlace, loader: LoaderDescription, position: kinds.Position) -> kinds.Length:
         """Have a data host determine the length of a pass by running the user's sampler or reading the dataset.
 
         Raises:

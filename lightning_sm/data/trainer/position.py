@@ -113,7 +113,7 @@ def position_of(loader: RemoteLoader, iterator: Iterator[Any], trainer: Any) -> 
         return Position(max(loader.epoch, 0))
     fit_loop = trainer.fit_loop
     epoch = fit_loop.epoch_progress.current.processed
-    if trainer.overfit_batches > 0 and loader.facts.order == "batch_sampler":
+    if trainer.overfit_batches > 0 and loader.description.order == "batch_sampler":
         epoch = 0  # the user's sampler may choose other samples in each epoch
     combined = combined_loader_of(iterator, trainer)
     if combined is None:
@@ -180,5 +180,5 @@ def _evaluation_limit(loader: RemoteLoader, combined: Any, trainer: Any) -> int 
 
 def _positions(loaders: Sequence[RemoteLoader]) -> tuple[LoaderPosition, ...]:
     return tuple(
-        LoaderPosition.of(loader.facts, loader.place.world_size, loader.place.num_shards) for loader in loaders
+        LoaderPosition.of(loader.description, loader.place.world_size, loader.place.num_shards) for loader in loaders
     )

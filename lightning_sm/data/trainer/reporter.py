@@ -76,7 +76,7 @@ class Reporter(Callback):
         self._sync_s = 0.0
         self._epoch: _Epoch | None = None
         self._reported: dict[str, RankFigures] = {}  # by rank, at the last report, or when the run began
-        self._run: _Sums | None = None  # when the run began
+        self._at_run_start: _Sums | None = None  # when the run began
         # The newest that data hosts had of each rank. They drop those of a rank that has finished.
         self._by_rank: dict[str, RankFigures] = {}
         self._waiting = RankFigures()  # what the slowest rank of each reported epoch of the run measured
@@ -89,7 +89,7 @@ class Reporter(Callback):
         """Leave what the ranks have measured in earlier runs of the Trainer out of the next report."""
         self._epoch = None
         self._reported.clear()
-        self._run = None
+        self._at_run_start = None
         self._waiting = RankFigures()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
@@ -192,15 +192,15 @@ class Reporter(Callback):
 
     def run_verdict(self) -> str | None:
         """Return what held up training in the whole run, and what would help; None if nothing did."""
-        now = None if self._run is None else self._sums()
-        if now is None or self._run is None:
+        now = None if self._at_run_start is None else self._sums()
+        if now is None or self._at_run_start is None:
             return None
-        ranks = now.since(self._run.ranks)
+        ranks = now.since(self._at_run_start.ranks)
         if not ranks:
             return None
         rest = now.since(self._reported)  # of an epoch that has no report, because it was interrupted
         waiting = _added(self._waiting, slowest(rest)[1]) if rest else self._waiting
-        return verdict(ranks, _since(self._run.hosts, now.hosts), waiting)
+        return verdict(ranks, _since(self._at_run_start.hosts, now.hosts), waiting)
 
     def _sums(self) -> _Sums | None:
         state = self._state_or_none()
@@ -217,8 +217,8 @@ class Reporter(Callback):
             epoch.hosts_before = state.hosts
             self._reported = {**self._by_rank, **self._reported}
         self._reported.setdefault(self._feeder().name, epoch.before)
-        if self._run is None:
-            self._run = _Sums(epoch.hosts_before, dict(self._reported))
+        if self._at_run_start is None:
+            self._at_run_start = _Sums(epoch.hosts_before, dict(self._reported))
         return epoch
 
     def _state_or_none(self) -> FeederSnapshot | None:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_sm.data.plan.order import ORDER_VERSION
-from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.errors import ResumeError
 
 _VERSION = 2
@@ -38,18 +38,20 @@ class LoaderPosition:
     num_shards: int = 0
 
     @classmethod
-    def of(cls, facts: LoaderFacts, world_size: int, num_shards: int = 0) -> LoaderPosition:
+    def of(cls, description: LoaderDescription, world_size: int, num_shards: int = 0) -> LoaderPosition:
         """Describe a loader.
 
         Args:
-            facts: The loader.
+            description: The loader.
             world_size: Number of ranks that split the data.
             num_shards: Number of virtual shards, if it is an iterable dataset.
         """
-        own = cls(facts.name, facts.dataset, facts.identity, (facts.batch_size or 1) * world_size)
-        if facts.order != "shards":
+        own = cls(
+            description.name, description.dataset, description.identity, (description.batch_size or 1) * world_size
+        )
+        if description.order != "shards":
             return own
-        shards = f"{num_shards} virtual shards, world size {world_size}, batch size {facts.batch_size}"
+        shards = f"{num_shards} virtual shards, world size {world_size}, batch size {description.batch_size}"
         return replace(own, shards=shards, num_shards=num_shards)
 
 

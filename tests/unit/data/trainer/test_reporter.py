@@ -32,7 +32,7 @@ class Feeder:
         return FeederSnapshot([self.host], [], dict(self.ranks))
 
 
-def make_trainer(epoch=0, **facts):
+def make_trainer(epoch=0, **values):
     """A Trainer in an epoch of three batches; ``taken`` says at which."""
     batches = SimpleNamespace(current=SimpleNamespace(processed=0))
     loop = SimpleNamespace(batch_progress=batches, _batches_that_stepped=0)
@@ -46,7 +46,7 @@ def make_trainer(epoch=0, **facts):
         "is_global_zero": True,
         "max_epochs": 10,
     }
-    return SimpleNamespace(fit_loop=fit_loop, **{**known, **facts})
+    return SimpleNamespace(fit_loop=fit_loop, **{**known, **values})
 
 
 def train(reporter, trainer, wait_s=0.0, busy_s=1.0):

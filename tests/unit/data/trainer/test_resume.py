@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sm.data.plan.samples import SamplePlan
-from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.trainer.resume import LoaderPosition, SavedPosition
 from lightning_sm.errors import ResumeError
 
 
 def loader(batch_size=8, ranks=1, *, name="train_dataloader()", identity="i", order="shuffled", shards=0):
     """A training loader on so many ranks."""
-    facts = LoaderFacts(
+    description = LoaderDescription(
         name=name,
         order=order,
         num_samples=1000,
@@ -25,7 +25,7 @@ def loader(batch_size=8, ranks=1, *, name="train_dataloader()", identity="i", or
         fingerprint="f",
         dataset=f"Images {identity}",
     )
-    return LoaderPosition.of(facts, ranks, shards)
+    return LoaderPosition.of(description, ranks, shards)
 
 
 def saved(batches, *loaders):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed
 
-from lightning_sm.data.protocol.spec import TRAINER_FACTS
+from lightning_sm.data.protocol.spec import TRAINER_VALUES
 from lightning_sm.errors import DataSettingsError
 
 _RANKS = ("global_rank", "local_rank", "node_rank")
@@ -64,7 +64,7 @@ class RankReads:
         )
 
 
-class TrainerFacts:
+class TrainerStandIn:
     """Stands in for the ``Trainer``, which a data host does not have.
 
     It has ``current_epoch``, ``global_step``, ``max_epochs``, ``max_steps``, ``num_nodes``, ``num_devices`` and
@@ -75,12 +75,12 @@ class TrainerFacts:
     hook may pass both to a ``DistributedSampler``.
 
     Args:
-        facts: The values.
+        values: The values.
     """
 
-    def __init__(self, facts: Mapping[str, Any]) -> None:
-        self._facts = {
-            **{name: facts.get(name) for name in TRAINER_FACTS},
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = {
+            **{name: values.get(name) for name in TRAINER_VALUES},
             **dict.fromkeys(_RANKS, 0),
             "is_global_zero": True,
         }
@@ -102,12 +102,12 @@ class TrainerFacts:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_facts":  # of a copy that is not filled yet
             raise AttributeError(name)
-        if name not in self._facts:
+        if name not in self._values:
             raise AttributeError(
-                f"self.trainer.{name} is not available on a data host, only {', '.join(self._facts)}. Pass other "
+                f"self.trainer.{name} is not available on a data host, only {', '.join(self._values)}. Pass other "
                 "values to the DataModule as arguments."
             )
-        value = self._facts[name]
+        value = self._values[name]
         self._reads.note(name, value, _place(sys._getframe(1)))
         if not self._is_in_hook:
             self._reads.check()
