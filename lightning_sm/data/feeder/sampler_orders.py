@@ -18,7 +18,7 @@ from lightning_sm.data.feeder.agreement import PATIENCE_S, Agreement
 from lightning_sm.data.feeder.host_link import HostLink, LinkState, describe
 from lightning_sm.data.feeder.pass_buffer import StepPlan
 from lightning_sm.data.ipc.feeder_messages import PassRequest
-from lightning_sm.data.plan.order import IndexArray, Order, SequentialOrder, ShuffledOrder, sorted_order
+from lightning_sm.data.plan.order import IndexArray, Order, SequentialOrder, ShuffledOrder
 from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, num_steps
 from lightning_sm.data.plan.shards import ShardSteps, shard_steps
 from lightning_sm.data.protocol import calls
@@ -73,9 +73,13 @@ def step_plan(request: PassRequest, sampler_orders: SamplerOrderClient) -> StepP
     num_samples = loader.num_samples or 0
     keys: Order = SequentialOrder(num_samples)
     if loader.order == "shuffled":
-        shuffled = sorted_order if place.order_version == 1 else ShuffledOrder
-        loader_pass = {"seed": place.seed, "epoch": position.epoch, "pass_index": position.pass_index}
-        keys = shuffled(num_samples, **loader_pass, salt=f"{place.stage} {place.index}")
+        keys = ShuffledOrder(
+            num_samples,
+            seed=place.seed,
+            epoch=position.epoch,
+            pass_index=position.pass_index,
+            salt=f"{place.stage} {place.index}",
+        )
     if loader.batch_size is None:
         return BatchPlan(keys, None, place.rank, place.world_size)
     return SamplePlan(keys, loader.batch_size, loader.drop_last, place.rank, place.world_size)

@@ -67,7 +67,6 @@ class LoaderPlace:
         rank: This rank among those that split the data; 0 if every rank gets all of it.
         world_size: Number of ranks that split the data.
         seed: Base of all random states.
-        order_version: How epochs are shuffled, see ``SavedPosition``.
         window_batches: Limit of requests in flight or buffered.
         is_window_fixed: Whether it limits the batches, too, although one request may ask for several small ones.
         window_bytes: Limit of their bytes.
@@ -84,7 +83,6 @@ class LoaderPlace:
     rank: int
     world_size: int
     seed: int
-    order_version: int
     window_batches: int
     window_bytes: int
     max_batch_bytes: int

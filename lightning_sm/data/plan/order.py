@@ -13,9 +13,6 @@ from lightning_sm.data.plan.seeds import encode_key
 IndexArray: TypeAlias = npt.NDArray[np.int64]
 _Words: TypeAlias = npt.NDArray[np.uint64]
 
-# How this version shuffles, as checkpoints name it. A run that resumes from version 1 keeps that order.
-ORDER_VERSION = 2
-
 # The multipliers of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), and its
 # increment, which is odd: a bijection of 64-bit numbers.
 _INCREMENT, _FIRST, _SECOND = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -73,7 +70,7 @@ class ShuffledOrder:
 
     def __init__(self, length: int, *, seed: int, epoch: int, pass_index: int = 0, salt: str = "") -> None:
         self._length = length
-        name = encode_key(["lightning_sm.order", ORDER_VERSION, int(seed), int(epoch), int(pass_index), salt])
+        name = encode_key(["lightning_sm.order", int(seed), int(epoch), int(pass_index), salt])
         keys = np.frombuffer(hashlib.shake_256(name).digest(8 * _NUM_ROUNDS), "<u8")
         self._keys = keys.astype(np.uint64).reshape(-1, 2)
         num_rows = _ceil_sqrt(length)
@@ -97,16 +94,6 @@ class ShuffledOrder:
             row = _moved(row, column, first, self._rows)
             column = _moved(column, row, second, self._columns)
         return row * self._columns + column
-
-
-def sorted_order(length: int, *, seed: int, epoch: int, pass_index: int = 0, salt: str = "") -> IndexArray:
-    """Return the order of version 1, for checkpoints that have it: the stable argsort of raw Philox numbers.
-
-    Arguments are those of ``ShuffledOrder``.
-    """
-    prefix = encode_key(["lightning_sm.order", int(seed), int(epoch), int(pass_index), salt])
-    key = np.frombuffer(hashlib.blake2b(prefix, digest_size=16).digest(), dtype="<u8")
-    return np.argsort(np.random.Philox(key=key).random_raw(length), kind="stable").astype(np.int64, copy=False)
 
 
 def _moved(value: _Words, by: _Words, key: np.uint64, size: np.uint64) -> _Words:

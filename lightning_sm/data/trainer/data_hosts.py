@@ -15,7 +15,6 @@ from typing import Any, cast
 from lightning_sm._lightning import CombinedLoader, IndexBatchSamplerWrapper, LightningDataModule
 from lightning_sm.data.host.data_host import DataHost
 from lightning_sm.data.ipc.feeder_messages import LoaderPlace, OpenLoaders
-from lightning_sm.data.plan.order import ORDER_VERSION
 from lightning_sm.data.plan.shards import default_num_shards, max_slots_in_block
 from lightning_sm.data.protocol.calls import HeartbeatRequest, Loaders, OpenRequest, SetUp
 from lightning_sm.data.protocol.spec import TRAINER_VALUES, LoaderDescription
@@ -317,7 +316,6 @@ class DataHosts:
             rank=rank,
             world_size=world_size,
             seed=self._run_seed if origin is None else origin.seed,
-            order_version=ORDER_VERSION if origin is None else origin.order_version,
             window_batches=settings.window_batches or self._default_window(),
             is_window_fixed=settings.window_batches is not None,
             window_bytes=settings.window_bytes,

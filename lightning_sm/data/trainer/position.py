@@ -24,8 +24,8 @@ class Progress(Callback):
     ``load_state_dict`` may refuse unknown entries.
 
     Attributes:
-        origin: The position in the checkpoint from which training resumes, else None. With another seed, order or
-            number of shards, the rest of the epoch would have other batches.
+        origin: The position in the checkpoint from which training resumes, else None. With another seed or number
+            of shards, the rest of the epoch would have other batches.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,6 @@ class Progress(Callback):
             epoch=fit_loop.epoch_progress.current.processed,
             batches=fit_loop.epoch_loop.batch_progress.current.processed,
             loaders=_positions(self._loaders),
-            order_version=self._loaders[0].place.order_version,
         )
         checkpoint[_CHECKPOINT_KEY] = position.to_json()
         # With states of loaders in it, Lightning would refuse to resume without data hosts, from stateless loaders.

@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lightning_sm.data.plan.order import ORDER_VERSION
 from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.errors import ResumeError
 
-_VERSION = 2
+_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,12 @@ class SavedPosition:
         epoch: Epoch, from 0.
         batches: Batches of the epoch on which every rank has trained.
         loaders: The training loaders.
-        order_version: How epochs are shuffled. A run that resumes from an older checkpoint keeps the order of that.
     """
 
     seed: int
     epoch: int
     batches: int
     loaders: tuple[LoaderPosition, ...]
-    order_version: int = ORDER_VERSION
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values for a checkpoint."""
@@ -86,16 +83,13 @@ class SavedPosition:
         """
         fields = dict(state)
         version = fields.pop("version", None)
-        if version not in (1, _VERSION):
+        if version != _VERSION:
             raise ResumeError(
-                f"The checkpoint has a data position of version {version}, but this lightning_sm reads versions 1 to "
+                f"The checkpoint has a data position of version {version}, but this lightning_sm reads version "
                 f"{_VERSION}. Use the version of lightning_sm that saved the checkpoint."
             )
-        loaders = fields.pop("loaders")
-        if version == 1:
-            fields["order_version"] = 1
-            loaders = [{**each, "num_shards": int(each["shards"].partition(" ")[0] or 0)} for each in loaders]
-        return cls(loaders=tuple(LoaderPosition(**each) for each in loaders), **fields)
+        loaders = tuple(LoaderPosition(**each) for each in fields.pop("loaders"))
+        return cls(loaders=loaders, **fields)
 
     def num_shards(self, world_size: int) -> int | None:
         """Return the number of virtual shards of the run, if so many ranks can share them."""

@@ -31,7 +31,7 @@ def pass_request(order="sampler", rank=0, world_size=1, num_shards=1, batch_size
     loader = LoaderDescription("train_dataloader()", order, None, batch_size, drop_last, "i", "f", "Fake")
     limits = {"window_batches": 8, "window_bytes": 1 << 20, "max_batch_bytes": 1 << 20, "timeout_s": 60.0}
     place = LoaderPlace(
-        "1/fit/train/0", 0, "train", rank, world_size, seed=0, order_version=2, num_shards=num_shards, **limits
+        "1/fit/train/0", 0, "train", rank, world_size, seed=0, num_shards=num_shards, **limits
     )
     return PassRequest(1, place, loader, Position())
 
