@@ -229,7 +229,7 @@ class Feeders:
     def links(self) -> Iterator[tuple[str, HostSnapshot]]:
         """Yield the name of a rank, and what its feeder says about a data host, for each link."""
         for client in self._clients:
-            for host in client.state().hosts:
+            for host in client.snapshot().hosts:
                 yield client.name, host
 
     def close(self) -> None:

@@ -114,7 +114,7 @@ class HostLink:
         self._stream_channel: Any = None
         self._failed_port = 0
         # Held while the owner is notified that the host is up or lost, so that it gets both in the right order.
-        self._turning = threading.RLock()
+        self._notifying = threading.RLock()
         self._nudge = threading.Event()
         self._closed = threading.Event()
         threading.Thread(target=self._stay_connected, name=f"link {address}", daemon=True).start()
@@ -254,10 +254,10 @@ class HostLink:
                     return
                 self._opened.add(name)
         if self._wanted:
-            self._rise()
+            self._come_up()
 
-    def _rise(self) -> None:
-        with self._turning:
+    def _come_up(self) -> None:
+        with self._notifying:
             is_new = self._call is None
             if is_new:
                 self._start_stream()
@@ -267,7 +267,7 @@ class HostLink:
 
     def _lose(self, state: LinkState, detail: str) -> None:
         """Take the host for lost until it has answered again and has opened all loaders again."""
-        with self._turning:
+        with self._notifying:
             was_up = self._break_stream()
             with self._lock:
                 self._set_state(state, detail)
@@ -315,7 +315,7 @@ class HostLink:
             self._refuse_for(error)
         if not has_received:
             self._failed_port = port  # a firewall may admit the port of the data host only
-        with self._turning:
+        with self._notifying:
             if call is self._call and not self._closed.is_set():
                 self._lose(LinkState.CONNECTING, detail)
 

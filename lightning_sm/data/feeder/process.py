@@ -23,7 +23,7 @@ from lightning_sm.data.feeder.host_link import HostLink, LinkState
 from lightning_sm.data.feeder.pass_buffer import PassBuffer
 from lightning_sm.data.feeder.sampler_orders import SamplerOrderClient, lengths, step_plan
 from lightning_sm.data.feeder.scheduler import Retry, Scheduler, StepRequest
-from lightning_sm.data.feeder.status import RETRIES, explain, host_state, pass_state, rank_figures
+from lightning_sm.data.feeder.status import RETRIES, explain, host_snapshot, pass_snapshot, rank_figures
 from lightning_sm.data.ipc import feeder_messages as kinds
 from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Released
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
@@ -118,7 +118,7 @@ class Feeder:
                 case kinds.MeasurePass():
                     threading.Thread(target=self._measure, args=(message,), name="measure", daemon=True).start()
                 case kinds.AskSnapshot():
-                    self._notify(self._state())
+                    self._notify(self._snapshot())
                 case kinds.ShareFigures():
                     self.figures = message.figures
                 case kinds.Finish():
@@ -246,13 +246,13 @@ class Feeder:
             num_batches = buffer.plan.num_batches if isinstance(buffer.plan, ShardSteps) else None
             self._notify(kinds.EndOfPass(buffer.pass_id, num_batches))
 
-    def _state(self) -> kinds.FeederSnapshot:
+    def _snapshot(self) -> kinds.FeederSnapshot:
         now = time.monotonic()
         with self._lock:
             known = {status.host: status for status in self._scheduler.hosts()}
-            passes = [pass_state(status, now) for status in self._scheduler.passes()]
+            passes = [pass_snapshot(status, now) for status in self._scheduler.passes()]
             transfers = dict(self._transfers)
-        hosts = [host_state(link, known.get(address), transfers[address]) for address, link in self._links.items()]
+        hosts = [host_snapshot(link, known.get(address), transfers[address]) for address, link in self._links.items()]
         return kinds.FeederSnapshot(hosts, passes, rank_figures(self._links.values()))
 
     # Events of links

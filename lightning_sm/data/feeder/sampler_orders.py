@@ -136,12 +136,12 @@ class SamplerOrderClient:
         Raises:
             DataServiceError: The sampler failed, or its orders differ between data hosts.
         """
-        listed, name = _list_request(request), request.loader.name
+        list_request, name = _list_request(request), request.loader.name
         agreement = self.agree(request)
         while not self._closed.is_set():
-            for link in self._up(listed.rank):
+            for link in self._up(list_request.rank):
                 try:
-                    order = _listed(link, replace(listed, wants_keys=True), name)
+                    order = _fetch_order(link, replace(list_request, wants_keys=True), name)
                 except (grpc.RpcError, _SamplerCrashedError) as error:
                     _warn(link.name, error)
                     continue
@@ -160,14 +160,14 @@ class SamplerOrderClient:
         Raises:
             DataServiceError: The sampler failed, or its orders differ between data hosts.
         """
-        listed, name = _list_request(request), request.loader.name
+        list_request, name = _list_request(request), request.loader.name
         agreement = _order_agreement(name, self._patience_s)
         replies: dict[str, Future[SamplerOrder]] = {}
         num_crashes = 0
         while not self._closed.is_set():
             up = {link.name: link for link in self._up()}
             for host in up.keys() - replies.keys():
-                replies[host] = self._submit(_listed, up[host], listed, name)
+                replies[host] = self._submit(_fetch_order, up[host], list_request, name)
             missing = {host: reply for host, reply in replies.items() if host not in agreement.replies}
             if not missing:  # no host is up
                 self._closed.wait(_PERIOD_S)
@@ -215,7 +215,7 @@ class SamplerOrderClient:
             CountRequest(**vars(loader_pass), num_shards=num_shards, part=part, num_parts=num_parts)
             for part in range(num_parts)
         ]
-        counts = [self._submit(self._counted, part, name) for part in parts]
+        counts = [self._submit(self._count_part, part, name) for part in parts]
         sizes = [0] * num_shards
         agreement: Agreement[int] = Agreement(
             f"Data hosts read different data from the iterable dataset of {name}",
@@ -247,7 +247,7 @@ class SamplerOrderClient:
         links = [*self._links[first:], *self._links[:first]]
         return [link for link in links if link.state is LinkState.UP]
 
-    def _counted(self, request: CountRequest, name: str) -> tuple[str, ShardSizes]:
+    def _count_part(self, request: CountRequest, name: str) -> tuple[str, ShardSizes]:
         """Return the name of a host, and the batches that it has counted in the dataset of a loader.
 
         The same host counts a part for all ranks. Another one does if that one does not come.
@@ -262,7 +262,7 @@ class SamplerOrderClient:
                 except grpc.RpcError as error:
                     logger.warning("Data host %s could not count the batches: %s", up[0].name, describe(error))
                 else:
-                    counted = _taken(data, ShardSizes, up[0], f"iterable dataset of {name}")
+                    counted = _parse_or_wait(data, ShardSizes, up[0], f"iterable dataset of {name}")
                     if counted is None:
                         continue
                     if len(counted.sizes) != len(range(request.part, request.num_shards, request.num_parts)):
@@ -300,7 +300,7 @@ def _list_request(request: PassRequest) -> ListRequest:
     )
 
 
-def _listed(link: HostLink, request: ListRequest, name: str) -> SamplerOrder:
+def _fetch_order(link: HostLink, request: ListRequest, name: str) -> SamplerOrder:
     """Return a host's order of the sampler of a loader.
 
     Raises:
@@ -308,7 +308,7 @@ def _listed(link: HostLink, request: ListRequest, name: str) -> SamplerOrder:
     """
     while True:
         head, _, rest = link.sampler_order(request).partition(b"\n")
-        size = _taken(head, OrderSize, link, f"sampler of {name}")
+        size = _parse_or_wait(head, OrderSize, link, f"sampler of {name}")
         if size is not None:
             break
     if len(rest) % 8 or len(rest) < 8 * size.num_keys:
@@ -317,7 +317,7 @@ def _listed(link: HostLink, request: ListRequest, name: str) -> SamplerOrder:
     return SamplerOrder(size, values[: size.num_keys], values[size.num_keys :])
 
 
-def _taken(data: bytes, kind: type[_Size], link: HostLink, source: str) -> _Size | None:
+def _parse_or_wait(data: bytes, kind: type[_Size], link: HostLink, source: str) -> _Size | None:
     """Return what a host answers; None while the user's code runs there.
 
     Args:

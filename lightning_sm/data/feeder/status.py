@@ -49,7 +49,7 @@ def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -
     return kind(decision.failures[-1])
 
 
-def host_state(link: HostLink, status: HostStatus | None, transfer_s: float) -> HostSnapshot:
+def host_snapshot(link: HostLink, status: HostStatus | None, transfer_s: float) -> HostSnapshot:
     """Describe a data host.
 
     Args:
@@ -90,7 +90,7 @@ def rank_figures(links: Iterable[HostLink]) -> dict[str, RankFigures]:
     return latest
 
 
-def pass_state(status: PassStatus, now: float) -> PassSnapshot:
+def pass_snapshot(status: PassStatus, now: float) -> PassSnapshot:
     """Describe a pass."""
     requested = [(request.host, now - request.sent_at) for request in status.requests]
     return PassSnapshot(status.waiting_for, requested, status.num_ready, status.num_in_flight)

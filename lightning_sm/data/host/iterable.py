@@ -137,7 +137,7 @@ def show_worker_info(info: Any) -> None:
     torch_worker._worker_info = info
 
 
-def _copied(value: Any, known: dict[int, Any]) -> Any:
+def _copy_dataset(value: Any, known: dict[int, Any]) -> Any:
     """Copy a dataset, so that several iterators over it in one process do not disturb each other.
 
     This copies the dataset, the datasets that it holds (directly, or in lists, tuples and dicts), and random
@@ -157,11 +157,11 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
     elif isinstance(value, Dataset):
         new = known[id(value)] = copy.copy(value)
         for name, attribute in list(getattr(value, "__dict__", {}).items()):
-            new.__dict__[name] = _copied(attribute, known)
+            new.__dict__[name] = _copy_dataset(attribute, known)
     elif isinstance(value, dict) and any(isinstance(item, Dataset) for item in value.values()):
-        new = {name: _copied(item, known) for name, item in value.items()}
+        new = {name: _copy_dataset(item, known) for name, item in value.items()}
     elif type(value) in (list, tuple) and any(isinstance(item, Dataset) for item in value):
-        new = type(value)(_copied(item, known) for item in value)
+        new = type(value)(_copy_dataset(item, known) for item in value)
     return new
 
 
@@ -195,7 +195,7 @@ class _Shard:
         if self._info is None and not self._is_over:
             # A worker_init_fn may change any part of its dataset.
             has_init = self._loader.worker_init_fn is not None
-            dataset = copy.deepcopy(self._loader.dataset) if has_init else _copied(self._loader.dataset, {})
+            dataset = copy.deepcopy(self._loader.dataset) if has_init else _copy_dataset(self._loader.dataset, {})
             self._info = worker_info(self._number, self.shard_pass.num_shards, self.seeds.of(self._number), dataset)
         show_worker_info(self._info)
         try:
@@ -211,7 +211,7 @@ class _Shard:
                 self._loader.worker_init_fn(self._number)
             self._samples = iter(self._info.dataset)
         size = self._loader.batch_size or 1
-        taken = _taken(self._samples, size)
+        taken = _next_samples(self._samples, size)
         if taken and not (self._loader.drop_last and len(taken) < size):
             return taken
         self._is_over = True
@@ -221,7 +221,7 @@ class _Shard:
         return None
 
 
-def _taken(samples: Iterator[Any], number: int) -> list[Any]:
+def _next_samples(samples: Iterator[Any], number: int) -> list[Any]:
     """Return the next samples, fewer at the end."""
     if isinstance(samples, GeneratorType):
         return list(islice(samples, number))

@@ -83,20 +83,20 @@ class ShuffledOrder:
 
     def __getitem__(self, positions: IndexArray, /) -> IndexArray:
         """Return the sample indices at some positions."""
-        values = self._permuted(positions.astype(np.uint64))
+        values = self._permute(positions.astype(np.uint64))
         while (outside := np.flatnonzero(values >= self._length)).size:
-            values[outside] = self._permuted(values[outside])
+            values[outside] = self._permute(values[outside])
         return values.astype(np.int64)
 
-    def _permuted(self, cells: _Words) -> _Words:
+    def _permute(self, cells: _Words) -> _Words:
         row, column = np.divmod(cells, self._columns)
         for first, second in self._keys:
-            row = _moved(row, column, first, self._rows)
-            column = _moved(column, row, second, self._columns)
+            row = _move(row, column, first, self._rows)
+            column = _move(column, row, second, self._columns)
         return row * self._columns + column
 
 
-def _moved(value: _Words, by: _Words, key: np.uint64, size: np.uint64) -> _Words:
+def _move(value: _Words, by: _Words, key: np.uint64, size: np.uint64) -> _Words:
     """Add a keyed hash of one array to the other, modulo a size below 2 ** 32."""
     mixed = by * _INCREMENT + key
     mixed = (mixed ^ (mixed >> _30)) * _FIRST

@@ -135,10 +135,12 @@ class Leases:
 def _check_newcomer(client: str, world_size: int, others: dict[str, int]) -> None:
     """Check that a trainer can belong to the training of those that hold leases, given with their world sizes."""
     if others and world_size not in others.values():
-        why = f"{client} belongs to a run with world size {world_size}, but {_listed(others)} to one with "
+        why = f"{client} belongs to a run with world size {world_size}, but {_join_names(others)} to one with "
         why += "world size " + " and ".join(str(size) for size in sorted(set(others.values())))
     elif len(others) >= world_size:
-        why = f"{client} is one too many for a run with world size {world_size}; already connected: {_listed(others)}"
+        why = (
+            f"{client} is one too many for a run with world size {world_size}; already connected: {_join_names(others)}"
+        )
     else:
         return
     raise DataHostMismatchError(
@@ -147,6 +149,6 @@ def _check_newcomer(client: str, world_size: int, others: dict[str, int]) -> Non
     )
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     first = sorted(names)
     return ", ".join(first[:_MAX_NAMES]) + (", ..." if len(first) > _MAX_NAMES else "")

@@ -195,7 +195,7 @@ class ServerProcess:
         return self._shard_counts.answer(wanted, _CALL_TIMEOUT_S, context.is_active).encode()
 
     def _parse_for_loader(
-        self, kind: type[_Request], request: bytes, context: Any, runs: SamplerOrderCache | ShardCounts
+        self, kind: type[_Request], request: bytes, context: Any, cache: SamplerOrderCache | ShardCounts
     ) -> _Request:
         """Parse a request that runs code of a loader, and check that this is open and that not too many run."""
         wanted = _parse(kind.parse, request, context)
@@ -205,8 +205,8 @@ class ServerProcess:
         if (loaders[wanted.loader].order == "shards") is not (kind is CountRequest):
             why = f"{kind.NAME} request for {loaders[wanted.loader].name}, which has a different kind of order"
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
-        if not runs.is_known(wanted):
-            self._check_number(kind.NAME, runs.num_running, context)
+        if not cache.is_known(wanted):
+            self._check_number(kind.NAME, cache.num_running, context)
         return wanted
 
     def _start(self, client: object, encoded_spec: bytes, answer: Callable[[Answer], None]) -> Callable[[], None]:

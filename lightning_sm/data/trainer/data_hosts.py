@@ -127,7 +127,7 @@ class DataHosts:
             self._opened[stage] = name, *self._open_loaders(stage)
         # The user may call the hook, too. Loaders are the same then, but each CombinedLoader has one iterator.
         _, structure, loaders = self._opened[stage]
-        return _assembled(structure, loaders)
+        return _assemble(structure, loaders)
 
     def end_run(self) -> None:
         """Report the last epoch of a run of the Trainer, and let go of its loaders."""
@@ -355,7 +355,7 @@ class DataHosts:
 
     def _default_window(self) -> int:
         """Return the window for the workers that the data hosts have, as far as they are known."""
-        hosts = self.feeder.state().hosts[: len(self.addresses)]  # the local workers come last, and late
+        hosts = self.feeder.snapshot().hosts[: len(self.addresses)]  # the local workers come last, and late
         known = [host.workers for host in hosts if host.workers]
         workers = sum(known) * len(self.addresses) // max(1, len(known))
         workers += self.settings.local_workers * (1 if self._trainer is None else self._trainer.num_nodes)
@@ -409,14 +409,14 @@ def _overrides(own: Any, hook: str) -> bool:
     return method is not None and method.__module__.partition(".")[0] not in known
 
 
-def _assembled(structure: Any, loaders: Sequence[RemoteLoader]) -> Any:
+def _assemble(structure: Any, loaders: Sequence[RemoteLoader]) -> Any:
     """Put the loaders into the structure that the user's hook returned on the data hosts."""
     if isinstance(structure, int):
         return loaders[structure]
     if "dict" in structure:
-        return {key: _assembled(part, loaders) for key, part in structure["dict"]}
+        return {key: _assemble(part, loaders) for key, part in structure["dict"]}
     if "combined" in structure:
-        return CombinedLoader(_assembled(structure["of"], loaders), structure["combined"])
+        return CombinedLoader(_assemble(structure["of"], loaders), structure["combined"])
     kind, parts = next(iter(structure.items()))
-    assembled = [_assembled(part, loaders) for part in parts]
+    assembled = [_assemble(part, loaders) for part in parts]
     return tuple(assembled) if kind == "tuple" else assembled

@@ -187,7 +187,7 @@ class RemoteDataset:
 
 
 # What a batch took, and the iterator over the batches of its slot that returns it.
-_DecodedRange: TypeAlias = tuple[BatchFigures, Iterator[Any]]
+_BatchSource: TypeAlias = tuple[BatchFigures, Iterator[Any]]
 
 
 class _PassIterator(Iterator[Any]):
@@ -201,8 +201,8 @@ class _PassIterator(Iterator[Any]):
         self._pass_id = 0
         self._is_over = False
         self._finalizer: Any = None
-        self._turns: deque[_DecodedRange] = deque()
-        self._rows: defaultdict[int, list[_DecodedRange]] = defaultdict(
+        self._sources: deque[_BatchSource] = deque()
+        self._block_rows: defaultdict[int, list[_BatchSource]] = defaultdict(
             list
         )  # of a block of shards that is not complete
         self._end: EndOfPass | None = None
@@ -233,9 +233,9 @@ class _PassIterator(Iterator[Any]):
     def _next_batch(self) -> Any:
         if self._ring is None:
             self._ring = self._start(self._loader._start_position(self))
-        while not self._turns:
+        while not self._sources:
             self._receive(self._ring)
-        self._figures, batches = self._turns.popleft()
+        self._figures, batches = self._sources.popleft()
         return next(batches)
 
     def _receive(self, ring: SlotRing) -> None:
@@ -246,22 +246,22 @@ class _PassIterator(Iterator[Any]):
         """
         message = self._end or self._client.next(self._pass_id, self._loader.place.timeout_s, ring.poll)
         if isinstance(message, DeliveredRange):
-            turn = message.figures(), ring.batches(message)
+            source = message.figures(), ring.batches(message)
             self._client.take(message.pass_id, message.first_step + message.num_steps)
             if message.row is None:
-                self._turns.extend([turn] * message.num_steps)
+                self._sources.extend([source] * message.num_steps)
                 self._keys = iter(message.keys)
                 return
             for row in range(message.row, message.row + message.num_steps):
-                self._rows[row].append(turn)
-            self._turns.extend(self._rows.pop(0, ()))
+                self._block_rows[row].append(source)
+            self._sources.extend(self._block_rows.pop(0, ()))
             return
-        for row in sorted(self._rows):
-            self._turns.extend(self._rows[row])
-        self._rows.clear()
+        for row in sorted(self._block_rows):
+            self._sources.extend(self._block_rows[row])
+        self._block_rows.clear()
         if isinstance(message, EndOfPass):
             self._end = message
-            if not self._turns:
+            if not self._sources:
                 self._start_again(message)
 
     def _start(self, position: Position) -> SlotRing:
@@ -300,8 +300,8 @@ class _PassIterator(Iterator[Any]):
     def close(self) -> None:
         """End the pass, and cancel its requests in flight."""
         self._is_over = True
-        self._turns.clear()
-        self._rows.clear()
+        self._sources.clear()
+        self._block_rows.clear()
         if self._finalizer is not None:
             self._finalizer()
 

@@ -8,13 +8,13 @@ from lightning_sm.data.ipc.feeder_messages import FeederSnapshot
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 
 
-def logger_metrics(figures: RankFigures, ready: int, state: FeederSnapshot) -> dict[str, float]:
+def logger_metrics(figures: RankFigures, ready: int, snapshot: FeederSnapshot) -> dict[str, float]:
     """Return the values for Lightning's loggers.
 
     Args:
         figures: What this rank has measured in the epoch.
         ready: Number of buffered batches when the last one was taken.
-        state: ``FeederClient.state()``.
+        snapshot: ``FeederClient.snapshot()``.
     """
     seconds = figures.seconds
     batches = max(1, figures.num_batches)
@@ -27,8 +27,8 @@ def logger_metrics(figures: RankFigures, ready: int, state: FeederSnapshot) -> d
         "data/queue_ms": 1e3 * figures.queue_s / batches,
         "data/produce_ms": 1e3 * figures.produce_s / batches,
         "data/transfer_ms": 1e3 * figures.transfer_s / batches,
-        "data/retries": float(sum(host.num_retries for host in state.hosts)),
-        "data/hedges": float(sum(host.num_hedges for host in state.hosts)),
+        "data/retries": float(sum(host.num_retries for host in snapshot.hosts)),
+        "data/hedges": float(sum(host.num_hedges for host in snapshot.hosts)),
     }
 
 

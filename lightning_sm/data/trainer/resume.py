@@ -113,7 +113,7 @@ class SavedPosition:
                 f"but now it is {len(loaders)}. Resume with the same loaders, or from a checkpoint at the end of an "
                 "epoch."
             )
-        translated = {self._translated(old, new) for old, new in zip(self.loaders, loaders, strict=True)}
+        translated = {self._translate(old, new) for old, new in zip(self.loaders, loaders, strict=True)}
         if len(translated) > 1:
             raise ResumeError(
                 f"The checkpoint was saved within an epoch with {[old.global_batch for old in self.loaders]} samples "
@@ -122,7 +122,7 @@ class SavedPosition:
             )
         return translated.pop()
 
-    def _translated(self, old: LoaderPosition, new: LoaderPosition) -> tuple[int, int]:
+    def _translate(self, old: LoaderPosition, new: LoaderPosition) -> tuple[int, int]:
         if old.identity != new.identity:
             raise ResumeError(
                 f"The checkpoint was saved within an epoch over {old.dataset} ({old.name}, identity {old.identity}), "

@@ -143,7 +143,7 @@ class Scene:
     def report(self, name: str) -> HostSnapshot:
         """What the feeder says of a host."""
         address = self.hosts[name].address
-        return next(host for host in self.module._hosts.feeder.state().hosts if host.name in (name, address))
+        return next(host for host in self.module._hosts.feeder.snapshot().hosts if host.name in (name, address))
 
     def until_up(self, name: str) -> None:
         """Wait until the feeder uses a host."""
@@ -738,7 +738,7 @@ class Idle(Callback):
     busy = ()
 
     def on_fit_start(self, trainer, model):
-        hosts = trainer.datamodule._hosts.feeder.state().hosts
+        hosts = trainer.datamodule._hosts.feeder.snapshot().hosts
         self.busy = [(host.busy, host.queued) for host in hosts if host.workers]
 
 

@@ -30,9 +30,7 @@ def pass_request(order="sampler", rank=0, world_size=1, num_shards=1, batch_size
     """A pass, as the training process describes it."""
     loader = LoaderDescription("train_dataloader()", order, None, batch_size, drop_last, "i", "f", "Fake")
     limits = {"window_batches": 8, "window_bytes": 1 << 20, "max_batch_bytes": 1 << 20, "timeout_s": 60.0}
-    place = LoaderPlace(
-        "1/fit/train/0", 0, "train", rank, world_size, seed=0, num_shards=num_shards, **limits
-    )
+    place = LoaderPlace("1/fit/train/0", 0, "train", rank, world_size, seed=0, num_shards=num_shards, **limits)
     return PassRequest(1, place, loader, Position())
 
 

@@ -28,7 +28,7 @@ class Feeder:
     def share(self, figures):
         self.shared.append(figures)
 
-    def state(self):
+    def snapshot(self):
         return FeederSnapshot([self.host], [], dict(self.ranks))
 
 
@@ -158,12 +158,12 @@ def test_time_with_other_ranks_is_no_own_time(feeder, reporter, monkeypatch):
 def test_a_feeder_that_does_not_answer_costs_the_statistics_only(feeder, reporter, caplog):
     """A training, or a fit that has ended, goes on without them."""
 
-    def state():
+    def snapshot():
         raise DataServiceError("The feeder process did not answer within 10 s.")
 
     trainer = make_trainer()
     train(reporter, trainer)
-    feeder.state = state
+    feeder.snapshot = snapshot
     with caplog.at_level(logging.WARNING):
         reporter.end_epoch(trainer)
     assert "no statistics of the data service: The feeder process did not answer" in caplog.text
