@@ -24,35 +24,35 @@ logger = logging.getLogger(__name__)
 
 StepPlan: TypeAlias = SamplePlan | BatchPlan | ShardSteps
 
-# Longer runs make small batches faster (benchmarks/README.md), but a window of 32 requests then takes more memory, and
-# others wait longer behind a request.
+# A request asks for at most so many bytes, seconds of work, or batches. Longer ranges make small batches faster
+# (benchmarks/README.md), but a window of 32 requests takes more memory, and other ranks wait longer behind a request.
 _RANGE_BYTES = 8 << 20
 _RANGE_S = 0.01
 _MAX_RANGE_LENGTH = 256
-# Where the user limits the window, a request asks for so few batches that all workers have something to do.
+# A window that the user limits is divided into at least so many requests, so that all workers have work.
 _MIN_RANGES = 8
-# Batches differ in size, and a run that does not fit into a slot is requested again step by step.
+# Batches differ in size, and a range that does not fit into a slot is requested again step by step: fill only this part
+# of a slot.
 _SLOT_PART = 1 / 2
 
-# The block that the training process holds is so small a part of the bytes that may be ahead.
+# The training process holds a whole block of shards' batches: let it take at most this part of the bytes ahead.
 _BLOCK_PART = 1 / 4
 
-# Bytes of a batch that are compared: enough to distinguish it from another.
+# The first bytes of a batch that are hashed to recognise a duplicate.
 _NUM_COMPARED = 1 << 16
-
 
 _NOT_ARRIVED = StepRangeHeader(-1, 0.0, 0.0, b"")
 
 
 @dataclass(eq=False)
 class InFlightRange:
-    """A run of batches that was requested from one host.
+    """A step range that was requested from one host.
 
     Attributes:
-        step_range: Their steps.
-        slot: Where their bytes go.
-        header: What precedes the bytes.
-        received: Bytes so far.
+        step_range: The steps.
+        slot: Slot for the bytes of the batches.
+        header: The header of the answer.
+        received: Bytes received so far.
         transfer_s: Seconds from request to the last byte, without those in queue and worker.
         is_written: Whether a piece is being written to the slot.
         is_dropped: Whether the request was cancelled: the slot is free once that piece is written.
@@ -86,7 +86,7 @@ class Piece(NamedTuple):
     compression: str
 
     def write(self, payload: memoryview) -> None:
-        """Copy or decompress the piece to its place. This takes long, and needs nothing that other threads use.
+        """Copy or decompress the piece to its place. It takes long, and needs no lock: no other thread uses the place.
 
         Raises:
             WireError: The piece is malformed, or of another size.
@@ -103,25 +103,25 @@ class PassBuffer:
     Attributes:
         pass_id: Number of the pass.
         name: Name of the loader, for messages.
-        ring: Where batches go.
+        ring: Memory for the batches.
         ring_number: Number of the ring in the training process.
         free: Unused slots of the ring; shared by all passes over the loader.
-        request: What is requested, except for the batches.
-        batch: A batch of it, except for step and keys.
+        spec: A request without batches.
+        batch_spec: A batch of the pass, without step and keys.
         plan: Keys of each step.
         next_step: Next step to deliver.
-        stop_step: Step after the last; None while it is not known.
+        stop_step: Step after the last; None while it is unknown.
         window_batches: Requests that may be in flight or buffered.
-        window_bytes: The same limit in bytes.
+        window_bytes: Bytes that may be in flight or buffered.
         is_window_fixed: Whether ``window_batches`` limits the batches, too, and not only the requests for them.
         tells_keys: Whether the training process gets the keys of each batch.
-        range_length: Batches of future requests.
-        largest: Bytes of the largest batch so far; of a run, the mean.
+        range_length: Batches per future request.
+        largest: Bytes of the largest batch so far, where batches of one answer count with their mean.
         produce_s: Moving average of the seconds that a worker takes for a batch.
-        in_flight: By request id.
-        ready: Complete runs by their first step.
-        empty: Steps of shards that have no batch, and are skipped.
-        taken: The consumer has taken every step below.
+        in_flight: Requested ranges by request id.
+        ready: Complete ranges by their first step.
+        empty: Steps that are skipped, because their shard has no such batch.
+        taken: The consumer has taken all steps below this one.
     """
 
     pass_id: int
@@ -129,8 +129,8 @@ class PassBuffer:
     ring: Ring
     ring_number: int
     free: list[int]
-    request: StepRangeSpec
-    batch: BatchSpec
+    spec: StepRangeSpec
+    batch_spec: BatchSpec
     plan: StepPlan
     next_step: int
     stop_step: int | None
@@ -148,7 +148,7 @@ class PassBuffer:
 
     def __post_init__(self) -> None:
         """Limit the pass to the steps of its plan."""
-        if isinstance(self.plan, ShardSteps):  # it counts steps from where the pass begins
+        if isinstance(self.plan, ShardSteps):  # its step 0 is where the pass begins
             self.next_step = 0
             self.stop_step = self.plan.stop_step
         else:
@@ -166,16 +166,16 @@ class PassBuffer:
     # Requests
 
     def reserve(self, request_id: int, step_range: StepRange) -> bytes | None:
-        """Reserve a slot for a run, and return the encoded request; None if no slot is free."""
+        """Reserve a slot for a range, and return the encoded spec; None if no slot is free."""
         if not self.free:
             return None
         self.in_flight[request_id] = InFlightRange(step_range, self.free.pop())
         steps = range(step_range.first, step_range.stop)
-        batches = tuple(self.batch._replace(step=step, keys=self.plan.batch(step)) for step in steps)
-        return replace(self.request, batches=batches).encode()
+        batches = tuple(self.batch_spec._replace(step=step, keys=self.plan.batch(step)) for step in steps)
+        return replace(self.spec, batches=batches).encode()
 
     def drop(self, request_id: int) -> None:
-        """Forget a request, if it is in flight; bytes of it that still arrive are not written anywhere."""
+        """Forget a request, if it is in flight. Its slot is free as soon as no piece is being written to it."""
         answer = self.in_flight.pop(request_id, None)
         if answer is None:
             return
@@ -191,7 +191,7 @@ class PassBuffer:
 
         Raises:
             BatchTooLargeError: The batches do not fit into a slot.
-            WireError: It is a second header, or of another number of batches.
+            WireError: It is a second header, or announces a wrong number of batches.
         """
         answer = self.in_flight[request_id]
         if answer.header is not _NOT_ARRIVED:
@@ -222,7 +222,7 @@ class PassBuffer:
         answer = self.in_flight[request_id]
         num_bytes = answer.header.num_bytes
         if is_compressed:
-            if not self.request.compression:
+            if not self.spec.compression:
                 raise WireError("a compressed piece arrived, but compression is off")
             size = max(0, min(CHUNK_BYTES, num_bytes - offset))
         stop = offset + size
@@ -230,10 +230,10 @@ class PassBuffer:
             raise WireError(f"bytes {offset} to {stop} arrived after {answer.received} of {num_bytes}")
         answer.is_written = True
         place = self.ring.slot(answer.slot)[offset:stop]
-        return Piece(answer, place, self.request.compression if is_compressed else "")
+        return Piece(answer, place, self.spec.compression if is_compressed else "")
 
     def end_piece(self, piece: Piece) -> None:
-        """Count a piece that was written; free the slot if the answer was dropped in the meantime."""
+        """Count a piece that was written; free the slot if the answer was dropped meanwhile."""
         answer = piece.answer
         answer.is_written = False
         answer.received += len(piece.place)
@@ -257,14 +257,14 @@ class PassBuffer:
         if isinstance(self.plan, ShardSteps):
             self._compare_with_other_shards(self.plan, answer)
             self.plan.range_length = self.range_length
-            if header.num_batches < answer.step_range.num_steps:  # the shard ends with them
+            if header.num_batches < answer.step_range.num_steps:  # the shard ends with these batches
                 end = int(self.plan.batch(answer.step_range.first)[2]) + header.num_batches
                 self._skip(self.plan, range(answer.step_range.first + header.num_batches, answer.step_range.stop), end)
                 answer.step_range = StepRange(answer.step_range.first, header.num_batches)
         return answer
 
     def _choose_range_length(self, header: StepRangeHeader) -> None:
-        """Let a request ask for as many batches as make ``_RANGE_BYTES`` or ``_RANGE_S``, but for few of the window."""
+        """Choose how many batches a request asks for: as many as the limits allow, at most twice as many as before."""
         num_steps = header.num_batches
         produce_s = header.produce_s / num_steps
         self.produce_s += (produce_s - self.produce_s) * (1 / 8 if self.produce_s else 1)
@@ -317,7 +317,7 @@ class PassBuffer:
     # Delivery
 
     def deliveries(self) -> Iterator[DeliveredRange | EndOfBlock]:
-        """Remove the runs that are next, in order, and yield the messages to the training process about them."""
+        """Remove the ranges that are next, in order, and yield their messages to the training process."""
         while self.next_step in self.ready or self.next_step in self.empty:
             if self.next_step in self.ready:
                 answer = self.ready.pop(self.next_step)
@@ -348,12 +348,12 @@ class PassBuffer:
         )
 
     def take(self, step: int) -> int:
-        """Record that the consumer has taken every step below one, and return where the window begins."""
+        """Record that the consumer has taken all steps below ``step``, and return where the window begins."""
         self.taken = max(self.taken, step)
         while self.taken < self.next_step and self.taken in self.empty:
             self.empty.remove(self.taken)
             self.taken += 1
         if isinstance(self.plan, ShardSteps):
             self.plan.forget(self.taken)
-        # Empty steps behind the end were skipped, too, but are not part of the pass.
+        # Empty steps after the end were skipped, too, but are not part of the pass.
         return self.taken if self.stop_step is None else min(self.taken, self.stop_step)

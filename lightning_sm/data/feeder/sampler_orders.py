@@ -1,4 +1,4 @@
-"""The orders of the user's own samplers: data hosts compute them, the feeder compares them and plans the pass."""
+"""The orders of the user's own samplers: data hosts compute them; the feeder compares them and plans passes."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from lightning_sm.errors import DataHostMismatchError, DataServiceError, WireErr
 
 logger = logging.getLogger(__name__)
 
-# How often hosts that have reconnected, or whose request failed, get a request.
+# How often hosts are asked that have reconnected, or whose request failed.
 _PERIOD_S = 0.5
-# Crashes of the processes that run a sampler after which the sampler is to blame.
+# After so many crashes of processes that run a sampler, the sampler is to blame.
 _MAX_CRASHES = 4
 
 _Size = TypeVar("_Size", OrderSize, ShardSizes)
 
 
 class SamplerOrder(NamedTuple):
-    """What a sampler yields in one pass.
+    """The order of a sampler in one pass, as far as this rank needs it.
 
     Attributes:
-        size: Its size and digest.
-        keys: What the dataset is indexed with, in this rank's batches, int64; empty if they are not wanted.
+        size: Size and digest of the whole order.
+        keys: Keys for the dataset in this rank's batches, int64; empty if they are not wanted.
         offsets: Where each of these batches begins in ``keys``, and where the last one ends.
     """
 
@@ -50,15 +50,15 @@ class SamplerOrder(NamedTuple):
 
 
 class _SamplerCrashedError(Exception):
-    """The process that ran a sampler ended, in the way that the text says."""
+    """The process that ran a sampler has crashed; the text says how."""
 
 
 def step_plan(request: PassRequest, sampler_orders: SamplerOrderClient) -> StepPlan:
-    """Return the plan of a pass; if the user's sampler decides, wait until the data hosts have run it.
+    """Return the plan of a pass. If the order is that of the user's sampler, wait until data hosts have run it.
 
     Args:
         request: The pass.
-        sampler_orders: Where to get the order of a sampler.
+        sampler_orders: Source of orders.
 
     Raises:
         DataServiceError: The sampler failed, or its orders differ between data hosts.
@@ -89,8 +89,8 @@ def lengths(request: PassRequest, sampler_orders: SamplerOrderClient) -> tuple[i
     """Return the steps of a pass, and the batches of all ranks that it leaves out.
 
     Args:
-        request: The pass over an iterable dataset, or over a loader with a sampler of the user's.
-        sampler_orders: Where to get the order of a sampler.
+        request: A pass over an iterable dataset, or over a loader with a sampler of the user's.
+        sampler_orders: Source of orders and lengths.
 
     Raises:
         DataServiceError: The user's code failed, or the data hosts disagree.
@@ -105,16 +105,16 @@ def lengths(request: PassRequest, sampler_orders: SamplerOrderClient) -> tuple[i
 
 
 class SamplerOrderClient:
-    """Has the data hosts run samplers and count iterable datasets, and compares what they say.
+    """The client for orders and lengths: has the data hosts run samplers and count iterable datasets.
 
-    All hosts run a sampler and tell its digest; one of them sends the rank's part of the order. Of an iterable dataset
-    each host counts a part.
+    All hosts run a sampler and report its digest; one of them sends the rank's part of the order. Each host counts a
+    part of an iterable dataset.
 
     Args:
         links: The data hosts.
-        on_mismatch: Called with the error when a host answers late, and differently.
-        patience_s: How many seconds a host may be later than the first one before the pass begins without its answer,
-            and how long a host that counts may be missing before another one counts for it.
+        on_mismatch: Called with the error when a late answer differs.
+        patience_s: Seconds that a pass waits for late hosts after the first answer, and that a host which counts may be
+            missing before another one counts for it.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class SamplerOrderClient:
             for host in up.keys() - replies.keys():
                 replies[host] = self._submit(_fetch_order, up[host], list_request, name)
             missing = {host: reply for host, reply in replies.items() if host not in agreement.replies}
-            if not missing:  # no host is up
+            if not missing:  # no host is up: avoid a busy loop
                 self._closed.wait(_PERIOD_S)
             wait(missing.values(), _PERIOD_S, FIRST_COMPLETED)
             for host, reply in missing.items():
@@ -233,7 +233,7 @@ class SamplerOrderClient:
     def close(self) -> None:
         """Stop all requests."""
         self._closed.set()
-        self._requests.shutdown(wait=False)  # those that wait in it notice that this is closed
+        self._requests.shutdown(wait=False)  # requests that wait notice ``_closed``
 
     def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         try:
@@ -242,7 +242,7 @@ class SamplerOrderClient:
             raise DataServiceError("Training has ended.") from error
 
     def _up(self, first: int = 0) -> list[HostLink]:
-        """Return the hosts that are up; ranks that name another first one get them in another order."""
+        """Return the hosts that are up, beginning with number ``first``, so that ranks spread over the hosts."""
         first %= max(1, len(self._links))
         links = [*self._links[first:], *self._links[:first]]
         return [link for link in links if link.state is LinkState.UP]
@@ -250,7 +250,7 @@ class SamplerOrderClient:
     def _count_part(self, request: CountRequest, name: str) -> tuple[str, ShardSizes]:
         """Return the name of a host, and the batches that it has counted in the dataset of a loader.
 
-        The same host counts a part for all ranks. Another one does if that one does not come.
+        All ranks ask the same host for a part, which then counts once. If that host stays away, another one counts.
         """
         own = self._links[request.part]
         deadline = time.monotonic() + self._patience_s
@@ -301,7 +301,7 @@ def _list_request(request: PassRequest) -> ListRequest:
 
 
 def _fetch_order(link: HostLink, request: ListRequest, name: str) -> SamplerOrder:
-    """Return a host's order of the sampler of a loader.
+    """Fetch a host's order of the sampler of a loader.
 
     Raises:
         _SamplerCrashedError: The process that ran the sampler crashed.
@@ -318,13 +318,13 @@ def _fetch_order(link: HostLink, request: ListRequest, name: str) -> SamplerOrde
 
 
 def _parse_or_wait(data: bytes, kind: type[_Size], link: HostLink, source: str) -> _Size | None:
-    """Return what a host answers; None while the user's code runs there.
+    """Parse the answer of a host; return None while the user's code runs there.
 
     Args:
         data: The answer.
-        kind: What it should be.
+        kind: Expected kind of answer.
         link: The host.
-        source: What the user's code is.
+        source: Description of the user's code.
 
     Raises:
         _SamplerCrashedError: The process that ran the user's code crashed.

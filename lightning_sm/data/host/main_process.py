@@ -141,7 +141,7 @@ class MainProcess:
         problem = self._problem
         if until is None and problem is not None and not self._training_succeeded:
             raise problem.exception(self._settings.name)
-        logger.info("Data host exiting: %s.", outcome.reason)
+        logger.info("Data host done: %s.", outcome.reason)
 
     def _wait_for_outcome(self) -> Finished:
         while True:

@@ -159,7 +159,7 @@ class HostFigures:
         transfer_s: Seconds that these were in transit.
         num_retries: Number of this rank's requests that had to be sent again, to this host or to another.
         num_lost: How often this rank lost the connection.
-        num_hedges: Number of this rank's requests that it sent to a second host, too, because this one was late.
+        num_hedges: Number of this rank's requests to it that were late, and were also sent to another host.
     """
 
     name: str

@@ -33,7 +33,7 @@ def logger_metrics(figures: RankFigures, ready: int, snapshot: FeederSnapshot) -
 
 
 def changes(before: Iterable[HostFigures], after: Iterable[HostFigures]) -> Iterator[tuple[str, str]]:
-    """Yield what happened to data hosts between two moments, as events of the run's record: what, and it in words.
+    """Yield events of data hosts between two moments for the run's record, each as its kind and a text.
 
     Args:
         before: The hosts at the first moment, with sums since the start; empty before the first one.
@@ -47,9 +47,9 @@ def changes(before: Iterable[HostFigures], after: Iterable[HostFigures]) -> Iter
         if host.state == "up" and last.state == "down":
             yield "host_back", f"data host {host.name} is back"
         for what, words, number in (
-            ("retry", "repeated", host.num_retries - last.num_retries),
-            ("hedge", "sent to a second host, too", host.num_hedges - last.num_hedges),
+            ("retry", "sent again", host.num_retries - last.num_retries),
+            ("slow_request", "also sent to another host", host.num_hedges - last.num_hedges),
         ):
             if number > 0:
                 requests = "1 request" if number == 1 else f"{number} requests"
-                yield what, f"{requests} to data host {host.name} {words}"
+                yield what, f"{requests} to {host.name} {'was' if number == 1 else 'were'} {words}"

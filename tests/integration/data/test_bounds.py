@@ -132,7 +132,7 @@ def test_only_trainers_that_sent_heartbeats_can_finish(server):
     server.start("Finish", client="rank 0 on algo-1", outcome="ValueError: " + "x" * 100_000).result()
     assert server.received(1, TrainerFinished) == [TrainerFinished(is_success=False)]
     (ended,) = server.received(1, Finished)
-    assert ended.reason.startswith("the trainer rank has finished (ValueError: xxx")
+    assert ended.reason.startswith("the only rank has finished (ValueError: xxx")
     assert len(ended.reason) < 2000
 
 

@@ -27,7 +27,7 @@ def test_late_request_is_sent_to_another_host():
     """After three times the median latency an idle host gets a duplicate, one at a time."""
     scheduler, now, first, hedge = hedged()
     assert (hedge.host, hedge.first_step, hedge.is_hedge) == ("b", first.first_step, True)
-    assert host_status(scheduler, "b").num_hedges == 1
+    assert host_status(scheduler, "a").num_hedges == 1
     assert scheduler.passes()[0].requests == (first, hedge)
     assert scheduler.next_requests(now + 100.0) == []
     assert scheduler.next_wakeup(now + 100.0) is None
@@ -177,5 +177,5 @@ def test_a_withdrawn_hedge_costs_nothing():
     """A request that found no slot was never sent."""
     scheduler, _, _, hedge = hedged()
     scheduler.withdraw(hedge)
-    assert host_status(scheduler, "b").num_hedges == 0
+    assert host_status(scheduler, "a").num_hedges == 0
     assert host_status(scheduler, "b").num_in_flight == 0

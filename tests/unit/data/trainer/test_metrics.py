@@ -64,8 +64,8 @@ def test_a_restarted_host_counts_from_zero():
             [HostFigures("a", num_retries=1)],
             [HostFigures("a", num_retries=3, num_hedges=1)],
             [
-                ("retry", "2 requests to data host a repeated"),
-                ("hedge", "1 request to data host a sent to a second host, too"),
+                ("retry", "2 requests to a were sent again"),
+                ("slow_request", "1 request to a was also sent to another host"),
             ],
         ),
         ([HostFigures("a", num_retries=9)], [HostFigures("a")], []),
