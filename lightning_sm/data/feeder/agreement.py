@@ -1,4 +1,4 @@
-"""Compare what data hosts reply to the same request: wait for late hosts, and name those that differ. Pure rules."""
+"""The agreement of data hosts on a reply: how long late hosts are waited for, and which hosts differ. Pure rules."""
 
 from __future__ import annotations
 

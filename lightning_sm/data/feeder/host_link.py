@@ -53,7 +53,7 @@ class LinkState(Enum):
 
 
 class Owner(Protocol):
-    """Receives the events of a link, in the link's threads."""
+    """The receiver of a link's events, in the link's threads."""
 
     @property
     def figures(self) -> RankFigures | None:

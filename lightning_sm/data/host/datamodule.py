@@ -1,4 +1,4 @@
-"""The user's DataModule on a data host: its hooks in Lightning's order, and the loaders that trainers requested."""
+"""The user's DataModule on a data host: runs its hooks in Lightning's order, and keeps the requested loaders."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lightning_sm.errors import DataSettingsError
 
 logger = logging.getLogger(__name__)
 
-# A hook that takes longer is worth a line.
+# A hook that takes longer gets a line in the log.
 _SLOW_HOOK_S = 10.0
 
 
 class ServedModule:
-    """A DataModule whose hooks run when trainers request it.
+    """The user's DataModule, whose hooks run when trainers request it.
 
     Args:
         datamodule: The user's DataModule.
@@ -44,7 +44,7 @@ class ServedModule:
         self._trainer_run: int | None = None
         self._stage: str | None = None
         self._left_trainer_runs: set[int] = set()
-        self._state = ""  # that the DataModule has loaded in this run
+        self._state = ""  # loaded by the DataModule in this run of the Trainer
 
     def open(self, request: OpenRequest) -> SetUp | Loaders | Problem:
         """Run ``prepare_data``, ``setup`` and a ``*_dataloader`` hook, each unless it has run already.
@@ -90,7 +90,7 @@ class ServedModule:
         return Loaders(structure, [loader.description for loader in loaders])
 
     def _forget_older_loaders(self, opening: str) -> None:
-        """Forget all loaders that a hook has returned but the last, which a slower rank may still read."""
+        """Forget all earlier loaders of a hook but the newest, which a slower rank may still read."""
         stage = opening.rpartition("/")[0]
         older = [name for name in self.loaders if name.rpartition("/")[0] == stage]
         for name in older[:-1]:
@@ -114,12 +114,12 @@ class ServedModule:
             self._is_prepared = True
         self.leave()
         before = {name: (value, plain_json(value)) for name, value in vars(self._datamodule).items()}
-        # Every host, also one that is restarted and one of a resumed job, must split the data alike.
+        # Every host, even one that restarts or belongs to a resumed job, must split the data alike.
         seed_all(hook_seed(request.seed, "setup", 0))
         with _timed(f"setup({request.stage!r})"), self._trainer.noting_reads() as reads:
             self._datamodule.setup(stage=request.stage)  # by its name, as Lightning calls it
         reads.check()
-        # Accumulated over all runs: a later setup() may set the same objects again.
+        # Accumulated over all runs of the Trainer: a later setup() may set the same objects again.
         self._changed |= {
             name
             for name, value in vars(self._datamodule).items()
@@ -144,7 +144,7 @@ class ServedModule:
 
 @contextmanager
 def _timed(hook: str) -> Iterator[None]:
-    """Log how long a hook of the user takes, if that is long; while it runs, trainers log what they wait for."""
+    """Log the duration of a user's hook, at INFO if it is long. While it runs, trainers log what they wait for."""
     logger.debug("Running %s", hook)
     began = time.monotonic()
     yield

@@ -1,8 +1,8 @@
 """Iterable datasets, cut into virtual shards that do not depend on the shape of the cluster.
 
-Shard v of V is what ``iter(dataset)`` yields when ``get_worker_info()`` returns worker v of V: the protocol by which
-iterable datasets split themselves for ``DataLoader`` workers. A batch is requested by shard and offset, so that any
-worker of any host can continue a shard: it opens the shard and skips to the offset.
+Iterable datasets split themselves over ``DataLoader`` workers by ``get_worker_info()``. Shard v of V is the part that
+the dataset yields when this returns worker v of V. A batch is requested by shard and offset, so that any worker of any
+host can continue a shard: it opens the shard and skips to the offset.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_sm.data.host.seeding import Seed, Seeding
 from lightning_sm.data.plan.seeds import SampleSeeds
 from lightning_sm.data.protocol.spec import BatchSpec, ShardEnd
 
-# Open iterators per shard: ranks that all read the whole dataset need one each, but its buffers may be large.
+# Open iterators per shard. Ranks that all read the whole dataset need one each, but each may have large buffers.
 _MAX_COPIES = 8
 
 _END = object()
@@ -79,7 +79,7 @@ class OpenShards:
         shard_pass = _ShardPass(spec.seed, spec.epoch, spec.pass_index, num_shards)
 
         def make(seed: Seed) -> Any:
-            # For a second time the shard opens again: the collate function may have changed the samples.
+            # A second call opens the shard again, because the collate function may have changed the samples.
             shard = self._shard(shard_pass, number, offset)
             try:
                 with shard.showing_worker_info():
@@ -89,11 +89,11 @@ class OpenShards:
                     if not is_wanted:
                         return ShardEnd(None)
                     if seed:
-                        # Not the state of the samples: it depends on whether the batches before were collated.
+                        # A seed of its own: the state after reading samples depends on which batches were collated.
                         seed(shard.seeds.of_batch(offset, number))
                     return self._loader.collate_fn(samples[0] if self._loader.batch_size is None else samples)
             except Exception as error:
-                # A generator that has raised would seem to be at its end.
+                # After raising, a Python generator looks exhausted: the shard must be opened again.
                 self._open[number].remove(shard)
                 raise UserCodeError(f"batch {offset} of shard {number} of {num_shards}") from error
 
@@ -133,15 +133,15 @@ def worker_info(worker_id: int, num_workers: int, seed: int, dataset: Any) -> An
 
 
 def show_worker_info(info: Any) -> None:
-    """Make ``torch.utils.data.get_worker_info()`` return what ``worker_info`` has returned, or None."""
+    """Make ``torch.utils.data.get_worker_info()`` return ``info``: a result of ``worker_info``, or None."""
     torch_worker._worker_info = info
 
 
 def _copy_dataset(value: Any, known: dict[int, Any]) -> Any:
-    """Copy a dataset, so that several iterators over it in one process do not disturb each other.
+    """Copy a dataset, so that several iterators over it in one process do not affect each other.
 
-    This copies the dataset, the datasets that it holds (directly, or in lists, tuples and dicts), and random
-    generators. All else is shared: samples in memory would otherwise be copied for every shard.
+    Copy the dataset, the datasets that it holds (directly, or in lists, tuples and dicts), and random generators. Share
+    everything else: otherwise, samples in memory would be copied for every shard.
 
     Args:
         value: The dataset, or something that it holds.
@@ -193,7 +193,7 @@ class _Shard:
         """Make ``get_worker_info()`` return this shard, only for the code of this loader."""
         before = torch_worker._worker_info
         if self._info is None and not self._is_over:
-            # A worker_init_fn may change any part of its dataset.
+            # A worker_init_fn may change any part of the dataset: copy all of it.
             has_init = self._loader.worker_init_fn is not None
             dataset = copy.deepcopy(self._loader.dataset) if has_init else _copy_dataset(self._loader.dataset, {})
             self._info = worker_info(self._number, self.shard_pass.num_shards, self.seeds.of(self._number), dataset)
@@ -215,7 +215,7 @@ class _Shard:
         if taken and not (self._loader.drop_last and len(taken) < size):
             return taken
         self._is_over = True
-        # They may hold buffers and files.
+        # Let go of buffers and files.
         self._samples = None
         self._info = None
         return None
@@ -225,7 +225,7 @@ def _next_samples(samples: Iterator[Any], number: int) -> list[Any]:
     """Return the next samples, fewer at the end."""
     if isinstance(samples, GeneratorType):
         return list(islice(samples, number))
-    # islice() calls iter(): a dataset that is its own iterator would start again.
+    # islice() calls iter(), which restarts a dataset that is its own iterator.
     taken: list[Any] = []
     while len(taken) < number and (sample := next(samples, _END)) is not _END:
         taken.append(sample)

@@ -40,7 +40,7 @@ class StartFailed(Message):
 
 @dataclass(frozen=True)
 class Finished(Message):
-    """Why a data host stops serving.
+    """The reason why a data host stops serving.
 
     Attributes:
         reason: A clause for the log, or the whole text of the error.
@@ -78,10 +78,10 @@ class RunSampler(Message):
 
 @dataclass(frozen=True)
 class SamplerOutput(RunSampler):
-    """What the sampler has yielded in a pass.
+    """The order of a sampler in a pass.
 
     Attributes:
-        why: How the process that ran the sampler ended, if it crashed.
+        why: How the process that ran the sampler crashed; empty: it did not.
         fds: Memory with a line of JSON, keys and offsets.
     """
 
@@ -157,7 +157,7 @@ class Build(Message):
 
 @dataclass(frozen=True)
 class BuiltRange:
-    """A run of batches in a worker's slot.
+    """The batches of a step range in a worker's slot.
 
     Attributes:
         num_bytes: How many bytes of the slot are batches.
@@ -172,12 +172,12 @@ class BuiltRange:
 
 @dataclass(frozen=True)
 class BuildAnswer(Message):
-    """What has become of a ``Build``.
+    """The answer to a ``Build``.
 
     Attributes:
         slot: Its slot.
         outcome: The batches, or why there are none.
-        encoded_batches: Where each batch lies, and its structure, as ``frames.pack_batches`` packs them.
+        encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
     """
 
     slot: int
@@ -229,7 +229,7 @@ class NewRing(Message):
 
 @dataclass(frozen=True)
 class FetchAnswer(Message):
-    """What has become of a ``Fetch``.
+    """The answer to a ``Fetch``.
 
     Attributes:
         number: Its number.

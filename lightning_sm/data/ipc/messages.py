@@ -196,7 +196,7 @@ RELEASE = struct.Struct("<IIQ")
 
 
 class Released(IntEnum):
-    """What a record of the release pipe releases."""
+    """The kinds of records in the release pipe."""
 
     SLOT = 1  # number: the ring; value: the slot, which no tensor aliases now
     STEP = 2  # number: the pass; value: all steps below it were taken

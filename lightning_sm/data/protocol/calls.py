@@ -66,10 +66,10 @@ _Request = TypeVar("_Request", bound=Request)
 
 @dataclass(frozen=True)
 class OpenRequest(Request):
-    """Asks a data host to run ``setup``, if ``loaders`` is empty, or to open the loaders of a hook.
+    """A request to run ``setup``, if ``loaders`` is empty, or to open the loaders of a hook.
 
     Attributes:
-        opening: Name of the request; it begins with the run.
+        opening: Name of the request; it begins with ``trainer_run``.
         trainer_run: Number of the Trainer's run.
         stage: "fit", "validate", "test" or "predict".
         loaders: "train", "val", "test" or "predict".
@@ -94,7 +94,7 @@ class OpenRequest(Request):
 
     @property
     def hook(self) -> str:
-        """What runs, for messages."""
+        """The hook that runs, for messages."""
         return f"{self.loaders}_dataloader()" if self.loaders else f"setup({self.stage!r})"
 
     def check(self, what: str) -> None:
@@ -113,7 +113,7 @@ class OpenRequest(Request):
 
 @dataclass(frozen=True)
 class HeartbeatRequest(Request):
-    """Says that a rank lives; answered by ``HostReport``.
+    """A sign of life of a rank; answered by ``HostReport``.
 
     Attributes:
         client: The rank.
@@ -132,7 +132,7 @@ class HeartbeatRequest(Request):
 
 @dataclass(frozen=True)
 class FinishRequest(Request):
-    """Says that the training of a rank has ended, and how."""
+    """The last message of a rank: how its training ended."""
 
     NAME = "Finish"
 
@@ -166,7 +166,7 @@ class LoaderPass(Request):
 
 @dataclass(frozen=True)
 class ListRequest(LoaderPass):
-    """Asks for the order of a sampler; answered by ``OrderSize`` and, if it is wanted, the part of a rank.
+    """A request for the order of a sampler; answered by ``OrderSize`` and, if it is wanted, the part of a rank.
 
     Attributes:
         rank: Rank whose part it is.
@@ -187,7 +187,7 @@ class ListRequest(LoaderPass):
 
 @dataclass(frozen=True)
 class CountRequest(LoaderPass):
-    """Asks for the batches in every ``num_parts``-th shard of an iterable dataset; answered by ``ShardSizes``.
+    """A request to count the batches in every ``num_parts``-th shard of a dataset; answered by ``ShardSizes``.
 
     Attributes:
         num_shards: Virtual shards of the dataset.
@@ -252,7 +252,7 @@ class Problem(Failure, Reply):
 
 @dataclass(frozen=True)
 class SetUp(Reply):
-    """What ``setup`` has left on the DataModule.
+    """The reply to a request for ``setup``: the attributes that it set on the DataModule.
 
     Attributes:
         attributes: Its plain values, as ``plain_json`` encodes them, by name.
@@ -288,7 +288,7 @@ class Loaders(Reply):
 
 @dataclass(frozen=True)
 class OrderSize(Reply):
-    """What a sampler yields in one pass.
+    """The size of a sampler's order in one pass.
 
     Attributes:
         num_samples: Samples of all ranks.

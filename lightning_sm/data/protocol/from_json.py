@@ -1,4 +1,4 @@
-"""Dataclasses from JSON of another host, which may be anything: type hints say what is taken, and all else refused.
+"""Rebuild dataclasses from JSON of another host, which may be anything: only what the type hints say is accepted.
 
 Both ends have the same version, so unknown fields and values are errors.
 """

@@ -51,7 +51,7 @@ def plain_value(encoded: Any) -> Any:
 
 
 class _ValueEncoder:
-    """Ends early with a large value, such as the samples of a dataset in memory."""
+    """The encoder of one value; it stops early at a large one, such as the samples of a dataset in memory."""
 
     def __init__(self) -> None:
         self._left = MAX_PLAIN_BYTES

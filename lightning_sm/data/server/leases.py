@@ -1,4 +1,4 @@
-"""When a data host may exit: trainers hold leases, and report when they have finished. Pure rules over a given time."""
+"""The leases of trainers, which decide when a data host may exit. Pure rules over a given time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The network processes of a data host, as the server process sees them: it starts them, and answers their requests.
+"""The network processes of a data host, as the server process starts them and answers their requests.
 
 One interpreter sends about 2 GB/s, however many cores there are. The stream of a rank may go to a network process; all
 other calls, and the workers, stay with the server process. So all ranks share all workers.
@@ -80,7 +80,7 @@ class NetworkProcesses:
 
 
 class _Supervisor(threading.Thread):
-    """Starts a network process, passes messages, and starts it again when it ends.
+    """The supervisor of a network process: starts it, passes messages, and starts it again when it exits.
 
     The thread lives as long as the data host: the kernel kills a process when the thread that started it ends.
     """

@@ -152,7 +152,7 @@ class ServerProcess:
                 self._sampler_orders.take(message)
 
     def _forget_other_trainer_runs(self, opening: str) -> None:
-        """Forget the loaders of a run that is over; if a trainer asks for them again, so does this process."""
+        """Forget the loaders of an earlier run of the Trainer. If a trainer asks again, so does this process."""
         trainer_run = opening.partition("/")[0]
         self._opened = {name: reply for name, reply in self._opened.items() if name.partition("/")[0] == trainer_run}
         self._requested = {
@@ -235,7 +235,7 @@ class ServerProcess:
         return f"loader {loader} of {opening} is not open on data host {self._settings.name}"
 
     def _check_number(self, name: str, num_running: int, context: Any) -> None:
-        """Refuse a call that would start one more run of the user's code than may be unfinished."""
+        """Refuse a call that would start the user's code while too many calls of it are unfinished."""
         if num_running >= _MAX_RUNNING:
             context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,

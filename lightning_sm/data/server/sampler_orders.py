@@ -23,7 +23,7 @@ _NUM_KEPT = 2
 
 @dataclass
 class _StoredOrder:
-    """What a sampler yields in one pass.
+    """The order of a sampler in one pass.
 
     Attributes:
         size: Its size and digest, or why there is none.
@@ -37,10 +37,10 @@ class _StoredOrder:
 
 
 class SamplerOrderCache:
-    """Has the samplers run, and keeps the orders of the two newest passes of each loader.
+    """The cache of orders: has samplers run, and keeps the orders of the two newest passes of each loader.
 
     Args:
-        run_sampler: Asks the main process to run a sampler; ``take`` gets what it yields.
+        run_sampler: Asks the main process to run a sampler; ``take`` gets its order.
     """
 
     def __init__(self, run_sampler: Callable[[LoaderPass], None]) -> None:
@@ -55,7 +55,7 @@ class SamplerOrderCache:
             return sum(order.size == Running() for order in self._orders.values())
 
     def is_known(self, request: LoaderPass) -> bool:
-        """Return whether the sampler has run for a pass, or runs."""
+        """Return whether a sampler has run for a pass, or is running."""
         with self._changed:
             return request.loader_pass in self._orders
 
@@ -89,7 +89,7 @@ class SamplerOrderCache:
                 yield bytes(data[start : start + CHUNK_BYTES])
 
     def take(self, output: SamplerOutput) -> None:
-        """Keep what a sampler has yielded."""
+        """Keep the order of a sampler."""
         (fd,) = output.fds
         loader_pass = output.loader_pass
         order = _StoredOrder(Crashed(output.why)) if output.why else _read(fd)
@@ -97,7 +97,7 @@ class SamplerOrderCache:
         with self._changed:
             self._orders.pop(loader_pass, None)
             self._orders[loader_pass] = order
-            # Those of other runs, and of older passes of this loader. A sampler that runs is awaited.
+            # Drop orders of other runs of the Trainer and of older passes of this loader, but none that is awaited.
             done = [key for key, other in self._orders.items() if other.size != Running()]
             same = [key for key in done if _loader_of(key) == _loader_of(loader_pass)]
             for key in [

@@ -1,4 +1,4 @@
-"""Counts the batches of an iterable dataset on a data host: its workers read the shards that are this host's part."""
+"""Count the batches of an iterable dataset on a data host, whose workers read this host's part of the shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_sm.data.protocol.calls import CountRequest, LoaderPass, Problem, 
 from lightning_sm.data.protocol.spec import BatchSpec, ShardEnd, StepRangeSpec
 from lightning_sm.data.server.worker_pool import Answer, ServedRange, Task, WorkerPool
 
-# A batch that no shard has: a worker that is asked for it reads to the end, and answers with the number of batches.
+# An offset that no shard has: a worker that is asked for it reads to the end, and answers with the number of batches.
 _BEHIND_THE_END = 1 << 62
 # Crashes of workers after which the dataset is to blame.
 _MAX_CRASHES = 4

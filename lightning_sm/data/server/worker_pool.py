@@ -32,11 +32,11 @@ Affinity: TypeAlias = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class ServedRange:
-    """A run of batches that lies in a worker's slot until ``release``.
+    """The batches of a step range, which lie in a worker's slot until ``release``.
 
     Attributes:
         built: Its size, and how it lies there.
-        encoded_batches: Where each batch lies, and its structure, as ``frames.pack_batches`` packs them.
+        encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
         worker: Id of the worker.
         ring: Its slots.
         slot: Which of them.
@@ -63,7 +63,7 @@ Answer: TypeAlias = ServedRange | Failure | ShardEnd
 
 @dataclass(eq=False)
 class Task:
-    """A request for a run of batches.
+    """A request for the batches of a step range.
 
     Attributes:
         client: Who sent it; workers are shared fairly between clients.
@@ -104,7 +104,7 @@ class _Worker:
 
     @property
     def is_available(self) -> bool:
-        """Whether it can work: not whether it is idle."""
+        """Whether it can work; it may be busy."""
         return self.state is _WorkerState.READY and self.is_connected
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class _Worker:
 
 @dataclass
 class _Work:
-    """How busy the workers are while trainers have more to request.
+    """The load of the workers while trainers have more to request.
 
     While requests wait for a worker, more workers could be used. The time after the last request in which none waits,
     and the last batches are built, does not count. It ends with a request that finds no other.
@@ -150,7 +150,7 @@ class _Work:
 
 
 class WorkerPool:
-    """Gives tasks to idle workers; clients take turns.
+    """The pool: gives tasks to idle workers; clients take turns.
 
     Args:
         kill: Called with the id of a worker that hangs on a cancelled task.

@@ -210,16 +210,16 @@ class DataHosts:
         return self.feeder.open_loaders(message, self.settings.startup_timeout_s)
 
     def _request_name(self, loaders: str) -> str:
-        """Name of a request for loaders: the same on all ranks, and different for every run and every reload."""
+        """Return the name of a request for loaders: equal on all ranks, new for every run and every reload."""
         return f"{self._trainer_run}/{self._stage}/{loaders}/{self._reload_epoch(loaders)}"
 
     def _reload_epoch(self, loaders: str) -> int:
-        """The epoch for which loaders are opened; 0 if they are for all."""
+        """Return the epoch for which loaders are opened; 0 if they are for all epochs."""
         every = getattr(self._trainer, "reload_dataloaders_every_n_epochs", 0)
         return self._trainer.current_epoch if every and loaders in ("train", "val") else 0
 
     def _ranks(self) -> tuple[int, int]:
-        """Rank and world size."""
+        """Return rank and world size."""
         return (0, 1) if self._trainer is None else (self._trainer.global_rank, self._trainer.world_size)
 
     def _open_loaders(self, stage: str) -> tuple[Any, list[RemoteLoader]]:
@@ -299,7 +299,7 @@ class DataHosts:
         return slots
 
     def _copies_batches(self) -> bool:
-        """Whether the user's own code copies batches to GPUs, on streams that we do not know."""
+        """Return whether the user's own code copies batches to GPUs, on unknown streams."""
         trainer = self._trainer
         objects = (self.datamodule, getattr(trainer, "lightning_module", None), getattr(trainer, "strategy", None))
         return any(_overrides(each, hook) for each in objects for hook in _COPYING_HOOKS)
@@ -328,7 +328,7 @@ class DataHosts:
         )
 
     def _data_ranks(self, description: LoaderDescription) -> tuple[int, int]:
-        """This rank, and the number of ranks, among those that split the data."""
+        """Return this rank, and the number of ranks, among those that split the data."""
         trainer = self._trainer
         # The strategy knows which ranks train on the same batches: those of a tensor parallel group, for example.
         ranks = None if trainer is None else trainer.distributed_sampler_kwargs
@@ -363,14 +363,14 @@ class DataHosts:
 
 
 class _SeenIndices(IndexBatchSamplerWrapper):
-    """Where Lightning's prediction loop looks for the indices of each batch, for ``BasePredictionWriter``."""
+    """The indices of each batch, where Lightning's prediction loop looks for them, for ``BasePredictionWriter``."""
 
     def __init__(self) -> None:  # Lightning's own takes over the attributes of a batch sampler
         self.seen_batch_indices: list[list[int]] = []
 
 
 def _warn_of_unused_length(description: LoaderDescription, place: LoaderPlace) -> None:
-    """Say why a loader has no length, although locally it has one."""
+    """Warn that a loader has no length, although locally it has one."""
     if description.order != "shards" or description.dataset_length is None or place.batches_per_pass is not None:
         return
     if place.stage == "train" and place.world_size == 1:
@@ -387,7 +387,7 @@ def _warn_of_unused_length(description: LoaderDescription, place: LoaderPlace) -
 
 
 def _warn_of_kept_order(description: LoaderDescription, place: LoaderPlace) -> None:
-    """Say where the order is another one than without data hosts."""
+    """Warn if Lightning would shuffle the loader without data hosts."""
     if (
         place.stage == "train"
         and description.order == "sequential"
@@ -403,7 +403,7 @@ def _warn_of_kept_order(description: LoaderDescription, place: LoaderPlace) -> N
 
 
 def _overrides(own: Any, hook: str) -> bool:
-    """Whether an object of Lightning has a hook that is neither Lightning's own nor ours, which calls it."""
+    """Return whether an object of Lightning has a hook of the user's: neither Lightning's own nor ours."""
     method = getattr(type(own), hook, None)
     known = ("lightning", "pytorch_lightning", "lightning_sm")
     return method is not None and method.__module__.partition(".")[0] not in known

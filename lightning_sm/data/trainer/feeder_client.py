@@ -1,4 +1,4 @@
-"""Starts the feeder process, and talks to it from the training process. Imports neither gRPC nor torch."""
+"""Start the feeder process, and talk to it from the training process. No gRPC, no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RemoteLoader: replaces the user's DataLoader on a trainer."""
+"""The ``RemoteLoader``, which replaces the user's DataLoader on a trainer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteLoader:
-    """Iterates over the batches of a loader on the data hosts, in a deterministic order.
+    """The loader of a trainer: iterates over the batches of a loader on the data hosts, in a deterministic order.
 
     Args:
         client: The feeder.
@@ -57,10 +57,11 @@ class RemoteLoader:
         self.sampler = _Shuffled(self) if description.order == "shuffled" else _Sequential(self)
         self.batch_sampler: Any = None
         self.on_epoch: Callable[[int], None] | None = None
-        # With what the batch took (``DeliveredRange.figures``), the seconds that the training loop waited for it, and
-        # those since the batch before.
+        # Called with a batch's figures, the seconds that the training loop waited for it, and the seconds between the
+        # previous batch and the call.
         self.on_batch: Callable[[BatchFigures, float, float | None], None] | None = None
-        self.on_indices: Callable[[list[int]], None] | None = None  # with those of each batch of the Trainer
+        # Called with the indices of each batch of the Trainer.
+        self.on_indices: Callable[[list[int]], None] | None = None
 
     @property
     def batch_size(self) -> int | None:
@@ -79,7 +80,7 @@ class RemoteLoader:
 
     @property
     def dataset(self) -> RemoteDataset:
-        """What a trainer has of the dataset: its length."""
+        """The stand-in for the dataset, of which a trainer has only the length."""
         return RemoteDataset(self.description)
 
     def __getattr__(self, name: str) -> Any:
@@ -130,7 +131,7 @@ class RemoteLoader:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Ignore a state, which may come from a loader in a run without data hosts."""
+        """Ignore a state, which may come from a loader in a run of the Trainer without data hosts."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: a copy in another process gives no batches."""
@@ -156,7 +157,7 @@ class RemoteLoader:
 
 
 class RemoteDataset:
-    """Stands in for the user's dataset, which is on the data hosts.
+    """The stand-in for the user's dataset, which is on the data hosts.
 
     Args:
         description: The loader of the dataset.
@@ -186,7 +187,7 @@ class RemoteDataset:
         )
 
 
-# What a batch took, and the iterator over the batches of its slot that returns it.
+# (figures of a batch, iterator over the batches of its slot, which yields it).
 _BatchSource: TypeAlias = tuple[BatchFigures, Iterator[Any]]
 
 
@@ -201,10 +202,9 @@ class _PassIterator(Iterator[Any]):
         self._pass_id = 0
         self._is_over = False
         self._finalizer: Any = None
-        self._sources: deque[_BatchSource] = deque()
-        self._block_rows: defaultdict[int, list[_BatchSource]] = defaultdict(
-            list
-        )  # of a block of shards that is not complete
+        self._sources: deque[_BatchSource] = deque()  # one for each batch, in the order of delivery
+        # By row: the batches of a block of shards that is not complete.
+        self._block_rows: defaultdict[int, list[_BatchSource]] = defaultdict(list)
         self._end: EndOfPass | None = None
         self._keys: Iterator[list[int]] = iter(())
         self._figures: BatchFigures
@@ -312,7 +312,7 @@ def _close_pass(client: FeederClient, pass_id: int, slots: SlotPool, ring: SlotR
 
 
 class _Announced:
-    """Passes the epoch that Lightning announces to a sampler on to the loader."""
+    """A sampler that passes the epoch which Lightning announces on to the loader."""
 
     _loader: RemoteLoader
 

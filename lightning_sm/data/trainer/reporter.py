@@ -1,4 +1,4 @@
-"""Reports measurements of the data service: metrics to the Trainer's loggers, and a word at the end of an epoch."""
+"""Report measurements of the data service: metrics to the Trainer's loggers, and a verdict at the end of an epoch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHARE_PERIOD_S = 0.25
 
 @dataclass
 class _Epoch:
-    """What is known at the first batch of an epoch and, from its last batch on, what the data hosts did in between."""
+    """The figures at the first batch of an epoch and, from its last batch on, those of the data hosts."""
 
     number: int
     before: RankFigures
@@ -37,7 +37,7 @@ class _Epoch:
 
 @dataclass
 class _Sums:
-    """What data hosts and ranks did since the start of their processes."""
+    """The figures of data hosts and ranks since the start of their processes."""
 
     hosts: Sequence[HostFigures]
     ranks: dict[str, RankFigures]
@@ -98,7 +98,7 @@ class Reporter(Callback):
             self._sync_began = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Note where they end to."""
+        """Note where ranks stop waiting for each other."""
         if self._sync_began is not None:
             self._sync_s += time.perf_counter() - self._sync_began
             self._sync_began = None
@@ -222,7 +222,7 @@ class Reporter(Callback):
         return epoch
 
     def _snapshot_or_none(self) -> FeederSnapshot | None:
-        """The state, or None if the feeder does not answer: a training must not end because of its statistics."""
+        """Return the snapshot; None if the feeder does not answer: statistics must not end a training."""
         try:
             snapshot = self._feeder().snapshot()
         except DataServiceError as error:
