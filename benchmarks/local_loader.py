@@ -127,7 +127,7 @@ def fit(
     data: Any = ImagesData(num_blurs, 0 if hosts else workers)
 
     def is_ready() -> bool:
-        return not hosts or all(host.state == "up" for host in data._hosts.feeder.state().hosts)
+        return not hosts or all(host.state == "up" for host in data._hosts.feeder.snapshot().hosts)
 
     with contextlib.ExitStack() as stack:
         if hosts:

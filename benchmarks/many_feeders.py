@@ -38,7 +38,7 @@ from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.protocol.calls import HeartbeatRequest, Loaders, OpenRequest
 from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.errors import DataHostUnreachableError
@@ -62,7 +62,7 @@ _OPENING = "1/fit/train/0"
 _LOADERS = OpenLoaders(
     OpenRequest(
         opening=_OPENING,
-        run=1,
+        trainer_run=1,
         stage="fit",
         loaders="train",
         epoch=0,
@@ -73,7 +73,7 @@ _LOADERS = OpenLoaders(
     ),
     prepares_everywhere=True,
 )
-_LOADER = LoaderFacts(
+_LOADER = LoaderDescription(
     name="train_dataloader()",
     order="sequential",
     num_samples=1 << 20,
@@ -229,7 +229,7 @@ class Feeders:
     def links(self) -> Iterator[tuple[str, HostSnapshot]]:
         """Yield the name of a rank, and what its feeder says about a data host, for each link."""
         for client in self._clients:
-            for host in client.state().hosts:
+            for host in client.snapshot().hosts:
                 yield client.name, host
 
     def close(self) -> None:

@@ -188,10 +188,12 @@ class Simulation:
             rank, request = found
             if (rank, request.request_id) not in self._live:
                 continue
-            own = random.Random(rank << 32 | request.step)  # noqa: S311  # no secret
-            seconds = sum(self._service(own, self._attempts, number, host.built) for _ in range(request.run.num_steps))
+            own = random.Random(rank << 32 | request.first_step)  # noqa: S311  # no secret
+            seconds = sum(
+                self._service(own, self._attempts, number, host.built) for _ in range(request.step_range.num_steps)
+            )
             host.free -= 1
-            host.built += request.run.num_steps
+            host.built += request.step_range.num_steps
             host.busy_s += seconds
             self._at(self.now + seconds, self._built, number, rank, request, seconds)
 
@@ -211,8 +213,8 @@ class Simulation:
             return
         for other in completion.cancel:
             self._live.discard((rank, other.request_id))
-        self._ready[rank].update(range(request.step, request.run.stop))
-        self._finish_step(request.run)
+        self._ready[rank].update(range(request.first_step, request.step_range.stop))
+        self._finish_step(request.step_range)
         self._request(rank)
 
     def _finish_step(self, arrived: object) -> None:

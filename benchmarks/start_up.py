@@ -100,7 +100,7 @@ def start(workers: int, host_cores: list[int], trainer_cores: list[int]) -> dict
         first = time.perf_counter()
         step = int(0.95 * len(loader))
         resumed = RemoteLoader(
-            loader._client, loader.facts, loader.place, loader.slots, lambda *_: Position(first_step=step)
+            loader._client, loader.description, loader.place, loader.slots, lambda *_: Position(first_step=step)
         )
         asked = time.perf_counter()
         batch = next(iter(resumed))

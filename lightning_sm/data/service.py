@@ -1,4 +1,4 @@
-"""Starts the data service in a SageMaker job: serves on data hosts, connects on trainers."""
+"""Start the data service in a SageMaker job: serve on data hosts, connect on trainers."""
 
 from __future__ import annotations
 

@@ -236,8 +236,8 @@ class Event:
 
     Attributes:
         t: When.
-        what: ``signal``, ``interruption``, ``restart``, ``host_lost``, ``host_back``, ``retry``, ``hedge``, ``hang``,
-            ``failure``, ``checkpoint_saved`` or ``resumed``.
+        what: ``signal``, ``interruption``, ``restart``, ``host_lost``, ``host_back``, ``retry``, ``slow_request``,
+            ``hang``, ``failure``, ``checkpoint_saved`` or ``resumed``.
         text: It in words.
     """
 

@@ -130,7 +130,7 @@ def test_a_heterogeneous_job_trains(submit):
     )
     assert ended.returncode == 0, output_of(ended)
     assert "checkpoints is ignored: local mode does not support it" in ended.stderr
-    assert "Data host exiting" in output_of(ended)
+    assert "Data host done" in output_of(ended)
 
 
 @pytest.mark.sdk3

@@ -15,7 +15,7 @@ def open_request(loaders: str = "train", *, epoch: int = 0, trainer: dict[str, A
     """
     return {
         "opening": f"1/fit/{loaders}/{epoch}",
-        "run": 1,
+        "trainer_run": 1,
         "stage": "fit",
         "loaders": loaders,
         "epoch": epoch,

@@ -29,19 +29,19 @@ def warm(latencies, *, num_credits=1, **options):
     return scheduler, now
 
 
-def make_with_runs(*hosts, run_length=4, num_runs=2):
+def make_with_ranges(*hosts, range_length=4, num_ranges=2):
     """Return a scheduler at step 4 that requests runs of several steps, and its first requests for them."""
-    scheduler = make(*hosts, num_credits=9, window=4, stop=4 + run_length * num_runs)
+    scheduler = make(*hosts, num_credits=9, window=4, stop=4 + range_length * num_ranges)
     for request in scheduler.next_requests(0.0):
         scheduler.completed(request.request_id, 1.0)
-    scheduler.set_window(1, 4 * run_length, run_length)
+    scheduler.set_window(1, 4 * range_length, range_length)
     scheduler.advance(1, 4)
     return scheduler, scheduler.next_requests(1.0)
 
 
 def asked(requests):
     """Return what requests ask of whom."""
-    return [(request.host, request.step) for request in requests]
+    return [(request.host, request.first_step) for request in requests]
 
 
 def host_status(scheduler, name):

@@ -139,7 +139,7 @@ class Cluster:
                 progress |= self._take(consumer)
         for request in self.scheduler.next_requests(self.now):
             assert request.request_id not in self.live
-            assert request.step not in self.consumers[request.pass_id].accepted
+            assert request.first_step not in self.consumers[request.pass_id].accepted
             self.live[request.request_id] = request
             self.sent.append(request)
             machine = self.machines[request.host]
@@ -206,9 +206,9 @@ class Cluster:
         self._cancel(completion.cancel)
         if completion.is_accepted:
             consumer = self.consumers[request.pass_id]
-            assert request.step not in consumer.accepted
-            consumer.accepted.add(request.step)
-            consumer.ready.add(request.step)
+            assert request.first_step not in consumer.accepted
+            consumer.accepted.add(request.first_step)
+            consumer.ready.add(request.first_step)
 
     def _cancel(self, requests):
         for request in requests:

@@ -1,4 +1,4 @@
-"""Rebuilds a batch from its header and the bytes of a slot. Nothing in either is trusted. See ``format``."""
+"""Rebuild a batch from its header and the bytes of a slot. Nothing in either is trusted. See ``format``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def decode(header: bytes, data: npt.NDArray[np.uint8]) -> Any:
 
 
 class _Decoder:
-    """Converts nodes to objects. Every method checks the items of its node before it uses them."""
+    """The decoder of one batch: converts nodes to objects. Every method checks the items of its node before use."""
 
     def __init__(self, data: npt.NDArray[np.uint8], used: int) -> None:
         # A view of ``data`` itself would keep alive only the array's base. A view of a memoryview keeps ``data`` alive.

@@ -1,4 +1,4 @@
-"""Converts a batch to a small header and raw bytes in a slot of shared memory. ``format`` describes the header."""
+"""Convert a batch to a small header and raw bytes in a slot of shared memory. ``format`` describes the header."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Attribute(str):
 
 
 class _BatchEncoder:
-    """Converts a batch to nodes, and lists the leaves. Their nodes get the offsets when all leaves are known."""
+    """The encoder of one batch: converts it to nodes, and lists the leaves, whose nodes get their offsets at the end."""
 
     def __init__(self) -> None:
         self._path: list[Any] = []

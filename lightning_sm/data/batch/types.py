@@ -41,7 +41,7 @@ _FACTORIES: dict[str, Any] = {
 
 
 class BatchType(NamedTuple):
-    """How objects of one class are converted to parts, and rebuilt from them."""
+    """The conversion of one class to parts, and back."""
 
     name: str
     to_parts: Callable[[Any], Any]

@@ -1,7 +1,4 @@
-"""What data hosts reply to the same request: how long late hosts are waited for, and which ones differ from the others.
-
-Pure rules over a given time.
-"""
+"""The agreement of data hosts on a reply: how long late hosts are waited for, and which hosts differ. Pure rules."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from typing import Generic, TypeVar
 from lightning_sm.data.protocol.calls import Loaders, Problem, SetUp
 from lightning_sm.errors import DataHostMismatchError
 
-# Hosts that reply this much later than the first do not delay the training; they are compared when they reply. Hosts
-# that differ are not reported before, either: a late one may show which of them is the odd one.
+# Training does not wait longer than this after the first reply; a host that replies later is compared then. Mismatches
+# are not reported earlier, either: with more replies, a majority shows which host is the odd one.
 PATIENCE_S = 5.0
 
 _Reply = TypeVar("_Reply")
@@ -24,24 +21,29 @@ class Agreement(Generic[_Reply]):
     """The replies of data hosts to one request, all of which must be equal.
 
     Args:
-        problem: What differs, if they are not: the error begins with it.
-        fix: What to do about it: the error ends with it.
-        facts: Returns what must be equal of a reply, by name; the error has what is not.
-        patience_s: How many seconds after the first reply the others are late.
+        problem: First line of the error: what differs.
+        fix: Last line of the error: what to do about it.
+        compared_fields: Returns the fields of a reply that must be equal, as text by name. The error shows those that
+            are not.
+        patience_s: Seconds after the first reply from which the others are late.
 
     Attributes:
-        replies: The replies by host; the first came first.
-        is_reached: Whether the hosts that replied in time have been compared.
+        replies: The replies by host, in the order of arrival.
+        is_reached: Whether the hosts that replied in time were compared.
     """
 
     def __init__(
-        self, problem: str, fix: str, facts: Callable[[_Reply], dict[str, str]], patience_s: float = PATIENCE_S
+        self,
+        problem: str,
+        fix: str,
+        compared_fields: Callable[[_Reply], dict[str, str]],
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self.replies: dict[str, _Reply] = {}
         self.is_reached = False
         self._problem = problem
         self._fix = fix
-        self._facts = facts
+        self._compared_fields = compared_fields
         self._patience_s = patience_s
         self._end_of_patience = math.inf
 
@@ -62,7 +64,7 @@ class Agreement(Generic[_Reply]):
             self.check()
 
     def reach(self, num_hosts: int, now: float) -> bool:
-        """Return whether so many hosts have replied, or the others are late.
+        """Compare the replies once ``num_hosts`` hosts have replied, or the others are late; return whether they have.
 
         Raises:
             DataHostMismatchError: The replies differ.
@@ -78,19 +80,19 @@ class Agreement(Generic[_Reply]):
         Raises:
             DataHostMismatchError: They differ.
         """
-        facts = {host: self._facts(reply) for host, reply in self.replies.items()}
-        equal = set.intersection(*(set(own.items()) for own in facts.values()))
-        texts = {
-            host: ", ".join(f"{name}: {value}" for name, value in own.items() if (name, value) not in equal)
-            for host, own in facts.items()
-        }
+        fields = {host: self._compared_fields(reply) for host, reply in self.replies.items()}
+        equal = set.intersection(*(set(own.items()) for own in fields.values()))
+        texts = {}
+        for host, own in fields.items():
+            different = [f"{name}: {value}" for name, value in own.items() if (name, value) not in equal]
+            texts[host] = ", ".join(different)
         counts = Counter(texts.values()).most_common()
         if len(counts) <= 1:
             return
         odd = [host for host, text in texts.items() if text != counts[0][0]]
         # Without a majority, any of them may be the odd one.
-        which = f" (different from most: {', '.join(odd)})" if 2 * len(odd) < len(texts) else ""
-        lines = [f"{self._problem}{which}:", *(f"  {host}: {text}" for host, text in texts.items()), self._fix]
+        odd_hosts = f" (different from most: {', '.join(odd)})" if 2 * len(odd) < len(texts) else ""
+        lines = [f"{self._problem}{odd_hosts}:", *(f"  {host}: {text}" for host, text in texts.items()), self._fix]
         raise DataHostMismatchError("\n".join(lines))
 
 
@@ -122,7 +124,7 @@ class LoaderAgreements:
         if not isinstance(reply, Problem):
             agreement.add(host, reply, now)
             self.tick(now)
-        # Where the user's code failed (a full disk, perhaps), a training that has begun continues without the host.
+        # If the user's code failed on one host (a full disk, perhaps), a training that has begun continues without it.
         elif not (agreement.is_reached and reply.error == "RemoteTransformError"):
             raise reply.exception(host)
 
@@ -134,7 +136,7 @@ class LoaderAgreements:
         """
         for name, agreement in self._agreements.items():
             if not agreement.is_reached and agreement.reach(self._num_hosts, now):
-                # Hosts that were missing for an earlier request do not delay later ones.
+                # Hosts that were late for one request must not delay the next ones.
                 self._num_hosts = len(agreement.replies)
                 self._answer(name, agreement.reply)
 
@@ -144,15 +146,15 @@ def _loader_agreement() -> Agreement[SetUp | Loaders]:
         "Data hosts serve different data",
         "All data hosts must see the same files and run the same versions. Check the channels of the data groups "
         "(S3DataDistributionType must be FullyReplicated) and the seeds in setup().",
-        _loader_facts,
+        _loader_fields,
     )
 
 
-def _loader_facts(reply: SetUp | Loaders) -> dict[str, str]:
+def _loader_fields(reply: SetUp | Loaders) -> dict[str, str]:
     if isinstance(reply, SetUp):
-        # What setup() left on the DataModule may be a folder or a time of the host's own; the first host's is used.
+        # Plain values from setup() may differ, such as a host's own folder or time: the first host's are used.
         return {"missing": str(reply.missing)}
-    facts = {"structure": str(reply.structure)}
+    fields = {"structure": str(reply.structure)}
     for loader in reply.loaders:
-        facts |= {f"{loader.name} {name}": str(value) for name, value in vars(loader).items()}
-    return facts
+        fields |= {f"{loader.name} {name}": str(value) for name, value in vars(loader).items()}
+    return fields

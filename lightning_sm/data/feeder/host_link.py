@@ -25,12 +25,13 @@ from lightning_sm.errors import DataHostMismatchError, DataServiceError, WireErr
 logger = logging.getLogger(__name__)
 
 _HEARTBEAT_PERIOD_S = 0.5
-# Of all ranks together, to one data host: they take its server process 0.1 of a core (benchmarks/many_feeders.py).
+# All ranks together send a data host at most so many heartbeats. They cost its server process 0.1 of a core
+# (benchmarks/many_feeders.py).
 _MAX_HEARTBEATS_PER_S = 128
 _HEARTBEAT_TIMEOUT_S = 1.0
-# Heartbeats without an answer after which a host's requests go to others. One late answer is only load.
+# After so many unanswered heartbeats, a host's requests go to others. A single late answer may be due to load.
 _MAX_SILENT = 2
-# A host on which the user's code failed is tried again, as the cause may be gone; but setup() may cost much.
+# A host on which the user's code failed is tried again, as the cause may be gone. setup() may take long: not often.
 _FAILED_PERIOD_S = 10.0
 # The server answers "not yet" after 5 s.
 _CALL_TIMEOUT_S = 15.0
@@ -45,33 +46,33 @@ class LinkState(Enum):
     """The state of a connection."""
 
     CONNECTING = "never reached, or lost and not reached again"
-    OPENING = "reached, but loaders are missing: the user's code still runs, or has failed"
+    OPENING = "reached, but loaders are not open yet: the user's code still runs, or has failed"
     UP = "everything is open"
     SILENT = "connected, but heartbeats are not answered"
     REFUSED = "the host will never do what is requested"
 
 
 class Owner(Protocol):
-    """Receives the events of a link, in the link's threads."""
+    """The receiver of a link's events, in the link's threads."""
 
     @property
     def figures(self) -> RankFigures | None:
-        """What goes with every heartbeat about the training on this rank."""
+        """Measurements of this rank, sent with every heartbeat."""
 
     def link_up(self, link: HostLink) -> None:
-        """The host is connected and has opened all loaders."""
+        """Note that the host is connected and has opened all loaders."""
 
     def link_lost(self, link: HostLink) -> None:
-        """The host does not answer (``LinkState.SILENT``), or cannot be reached."""
+        """Note that the host does not answer (``LinkState.SILENT``), or cannot be reached."""
 
     def link_opened(self, link: HostLink, name: str, reply: calls.SetUp | calls.Loaders | calls.Problem) -> str:
-        """The host has opened loaders, or failed to; return why it cannot be used, or ""."""
+        """Take the host's reply to a request for loaders; return why the host cannot be used, or ""."""
 
     def link_refused(self, error: DataServiceError) -> None:
-        """The host will never do what is requested."""
+        """Note that the host will never do what is requested."""
 
     def link_frame(self, link: HostLink, request_id: int, kind: int, value: int, payload: memoryview) -> None:
-        """A part of an answer has arrived."""
+        """Take a part of an answer."""
 
 
 class HostLink:
@@ -80,13 +81,13 @@ class HostLink:
     Args:
         address: Where it listens.
         credentials: Job, token, TLS.
-        client: What this rank says with every heartbeat, without figures.
+        client: The heartbeat of this rank, without figures.
         owner: Receives the events.
 
     Attributes:
         report: The last answer to a heartbeat.
         state: State of the connection.
-        detail: Why it is not UP, for people.
+        detail: Why it is not UP, for messages.
         num_lost: How often the connection was lost.
     """
 
@@ -110,11 +111,11 @@ class HostLink:
         self._lock = threading.Lock()
         self._requests: queue.SimpleQueue[bytes | None] | None = None
         self._call: Any = None
-        # Of the stream, if it goes to another process of the data host; and where none could be reached.
+        # For a stream to a network process of the data host; and the port of a network process that was unreachable.
         self._stream_channel: Any = None
         self._failed_port = 0
-        # Held while the owner is notified that the host is up or lost, so that it gets both in the right order.
-        self._turning = threading.RLock()
+        # Held while the owner is notified that the host is up or lost, so that notifications keep their order.
+        self._notifying = threading.RLock()
         self._nudge = threading.Event()
         self._closed = threading.Event()
         threading.Thread(target=self._stay_connected, name=f"link {address}", daemon=True).start()
@@ -133,9 +134,10 @@ class HostLink:
             request: Run of the Trainer, stage and hook whose loaders to open.
         """
         with self._lock:
-            # A new run of the Trainer has no use for the loaders of the one before, and hosts forget those of a hook
-            # but the last two. A host that is restarted in epoch 300 must not run train_dataloader() 300 times.
-            self._wanted = {name: old for name, old in self._wanted.items() if old.run == request.run}
+            # A new run of the Trainer does not need the loaders of earlier runs, and hosts keep only the last two of
+            # each hook. Drop the others here, too: a host that restarts in epoch 300 must not run train_dataloader()
+            # 300 times.
+            self._wanted = {name: old for name, old in self._wanted.items() if old.trainer_run == request.trainer_run}
             earlier = [old for old, wanted in self._wanted.items() if wanted.loaders == request.loaders]
             for old in earlier[:-1]:
                 del self._wanted[old]
@@ -144,18 +146,18 @@ class HostLink:
         self._nudge.set()
 
     def send(self, message: bytes) -> None:
-        """Send frames; if the stream is broken they are lost, and the owner is notified by ``link_lost``."""
+        """Send frames. If the stream is broken, they are lost; ``link_lost`` notifies the owner."""
         requests = self._requests
         if requests is not None:
             requests.put(message)
 
     def reopen(self) -> None:
-        """Open all loaders again: the host lacks some, as another process may have taken its place unnoticed."""
+        """Open all loaders again, because the host has lost some: it may have restarted unnoticed."""
         self._is_stale = True
         self._nudge.set()
 
     def sampler_order(self, request: calls.ListRequest) -> bytes:
-        """Fetch the order of the user's sampler: its size, and the rank's part as raw int64 if it is wanted.
+        """Fetch the order of the user's sampler: its size and, if ``wants_keys``, the rank's part as raw int64.
 
         Raises:
             grpc.RpcError: The call failed.
@@ -173,7 +175,7 @@ class HostLink:
         return self._unary(request, _CALL_TIMEOUT_S)
 
     def finish(self, outcome: str) -> None:
-        """Close the connection, and notify the host, if it is still there, how the training ended."""
+        """Tell the host how the training ended, and close the connection."""
         self._closed.set()
         self._nudge.set()
         try:
@@ -205,7 +207,7 @@ class HostLink:
             except grpc.RpcError as error:
                 self._call_failed(error)
             except Exception as error:  # noqa: BLE001  # _refuse_for reports it
-                if not self._closed.is_set():  # gRPC refuses calls on a channel that was closed in the meantime
+                if not self._closed.is_set():  # gRPC refuses calls on a channel that was closed meanwhile
                     self._refuse_for(error)
                 return
             period_s = self._period_s * random.uniform(0.8, 1.2)  # noqa: S311  # so that not all ranks call at once
@@ -229,11 +231,11 @@ class HostLink:
             self._lose(state, describe(error) + ("" if was_reached else closed_hint(details)))
 
     def _open_wanted(self) -> None:
-        """Open the loaders that are wanted and not open yet; the link is up when none is missing."""
+        """Open all wanted loaders that are not open. Then the link is up."""
         if self._is_stale:
             self._is_stale = False
-            self._lose(LinkState.CONNECTING, "it has lost its loaders; another process may have taken its place")
-        num_losses = self._num_losses
+            self._lose(LinkState.CONNECTING, "it has lost its loaders; it may have restarted")
+        num_losses = self._num_losses  # if the link is lost during a call below, the answer is void
         for name, request in list(self._wanted.items()):
             if name in self._opened:
                 continue
@@ -254,10 +256,10 @@ class HostLink:
                     return
                 self._opened.add(name)
         if self._wanted:
-            self._rise()
+            self._come_up()
 
-    def _rise(self) -> None:
-        with self._turning:
+    def _come_up(self) -> None:
+        with self._notifying:
             is_new = self._call is None
             if is_new:
                 self._start_stream()
@@ -266,12 +268,12 @@ class HostLink:
                 self._owner.link_up(self)
 
     def _lose(self, state: LinkState, detail: str) -> None:
-        """Take the host for lost until it has answered again and has opened all loaders again."""
-        with self._turning:
+        """Count the host as lost until it has answered and opened all loaders again."""
+        with self._notifying:
             was_up = self._break_stream()
             with self._lock:
                 self._set_state(state, detail)
-                # Another process, which has nothing open, may be there next time.
+                # The host may restart, with no loaders open.
                 self._opened.clear()
                 self._num_losses += 1
             if was_up:
@@ -304,18 +306,20 @@ class HostLink:
         try:
             for message in call:
                 has_received = True
-                self._num_silent = 0  # a host that sends batches lives, even if it is too busy for heartbeats
+                self._num_silent = 0  # a host that sends batches is alive, even if it is too busy for heartbeats
                 for request_id, kind, value, payload in frames(message):
                     self._owner.link_frame(self, request_id, kind, value, payload)
         except grpc.RpcError as error:
             detail = describe(error)
-            if "larger than max" in detail:  # a retry would get the same message
+            if (
+                "larger than max" in detail
+            ):  # gRPC's only sign of a message that is too large: a retry would get it, too
                 self._refuse(WireError(f"data host {self.name}: {detail}"))
         except Exception as error:  # noqa: BLE001  # _refuse_for reports it
             self._refuse_for(error)
         if not has_received:
-            self._failed_port = port  # a firewall may admit the port of the data host only
-        with self._turning:
+            self._failed_port = port  # do not use it again: a firewall may admit only the port of the data host
+        with self._notifying:
             if call is self._call and not self._closed.is_set():
                 self._lose(LinkState.CONNECTING, detail)
 
@@ -336,7 +340,7 @@ class HostLink:
         return call is not None
 
     def _refuse_for(self, error: Exception) -> None:
-        """Report an exception of a thread; if the thread ended silently, the training would wait forever."""
+        """Report an exception that ends a thread of the link: otherwise, training would wait forever."""
         if not isinstance(error, WireError):
             logger.error("Internal error in the connection to data host %s", self.name, exc_info=error)
         self._refuse(WireError(f"data host {self.name}: {error}"))

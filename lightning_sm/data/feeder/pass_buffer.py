@@ -24,41 +24,41 @@ logger = logging.getLogger(__name__)
 
 StepPlan: TypeAlias = SamplePlan | BatchPlan | ShardSteps
 
-# Longer runs make small batches faster (benchmarks/README.md), but a window of 32 requests then takes more memory, and
-# others wait longer behind a request.
-_RUN_BYTES = 8 << 20
-_RUN_S = 0.01
-_MAX_RUN = 256
-# Where the user limits the window, a request asks for so few batches that all workers have something to do.
-_MIN_RUNS = 8
-# Batches differ in size, and a run that does not fit into a slot is requested again step by step.
+# A request asks for at most so many bytes, seconds of work, or batches. Longer ranges make small batches faster
+# (benchmarks/README.md), but a window of 32 requests takes more memory, and other ranks wait longer behind a request.
+_RANGE_BYTES = 8 << 20
+_RANGE_S = 0.01
+_MAX_RANGE_LENGTH = 256
+# A window that the user limits is divided into at least so many requests, so that all workers have work.
+_MIN_RANGES = 8
+# Batches differ in size, and a range that does not fit into a slot is requested again step by step: fill only this part
+# of a slot.
 _SLOT_PART = 1 / 2
 
-# The block that the training process holds is so small a part of the bytes that may be ahead.
+# The training process holds a whole block of shards' batches: let it take at most this part of the bytes ahead.
 _BLOCK_PART = 1 / 4
 
-# Bytes of a batch that are compared: enough to distinguish it from another.
+# The first bytes of a batch that are hashed to recognise a duplicate.
 _NUM_COMPARED = 1 << 16
-
 
 _NOT_ARRIVED = StepRangeHeader(-1, 0.0, 0.0, b"")
 
 
 @dataclass(eq=False)
 class InFlightRange:
-    """A run of batches that was requested from one host.
+    """A step range that was requested from one host.
 
     Attributes:
-        run: Their steps.
-        slot: Where their bytes go.
-        header: What precedes the bytes.
-        received: Bytes so far.
+        step_range: The steps.
+        slot: Slot for the bytes of the batches.
+        header: The header of the answer.
+        received: Bytes received so far.
         transfer_s: Seconds from request to the last byte, without those in queue and worker.
         is_written: Whether a piece is being written to the slot.
         is_dropped: Whether the request was cancelled: the slot is free once that piece is written.
     """
 
-    run: StepRange
+    step_range: StepRange
     slot: int
     header: StepRangeHeader = _NOT_ARRIVED
     received: int = 0
@@ -86,7 +86,7 @@ class Piece(NamedTuple):
     compression: str
 
     def write(self, payload: memoryview) -> None:
-        """Copy or decompress the piece to its place. This takes long, and needs nothing that other threads use.
+        """Copy or decompress the piece to its place. It takes long, and needs no lock: no other thread uses the place.
 
         Raises:
             WireError: The piece is malformed, or of another size.
@@ -103,25 +103,25 @@ class PassBuffer:
     Attributes:
         pass_id: Number of the pass.
         name: Name of the loader, for messages.
-        ring: Where batches go.
+        ring: Memory for the batches.
         ring_number: Number of the ring in the training process.
         free: Unused slots of the ring; shared by all passes over the loader.
-        request: What is requested, except for the batches.
-        batch: A batch of it, except for step and keys.
+        spec: A request without batches.
+        batch_spec: A batch of the pass, without step and keys.
         plan: Keys of each step.
         next_step: Next step to deliver.
-        stop_step: Step after the last; None while it is not known.
+        stop_step: Step after the last; None while it is unknown.
         window_batches: Requests that may be in flight or buffered.
-        window_bytes: The same limit in bytes.
+        window_bytes: Bytes that may be in flight or buffered.
         is_window_fixed: Whether ``window_batches`` limits the batches, too, and not only the requests for them.
         tells_keys: Whether the training process gets the keys of each batch.
-        run_length: Batches of future requests.
-        largest: Bytes of the largest batch so far; of a run, the mean.
+        range_length: Batches per future request.
+        largest: Bytes of the largest batch so far, where batches of one answer count with their mean.
         produce_s: Moving average of the seconds that a worker takes for a batch.
-        in_flight: By request id.
-        ready: Complete runs by their first step.
-        empty: Steps of shards that have no batch, and are skipped.
-        taken: The consumer has taken every step below.
+        in_flight: Requested ranges by request id.
+        ready: Complete ranges by their first step.
+        empty: Steps that are skipped, because their shard has no such batch.
+        taken: The consumer has taken all steps below this one.
     """
 
     pass_id: int
@@ -129,8 +129,8 @@ class PassBuffer:
     ring: Ring
     ring_number: int
     free: list[int]
-    request: StepRangeSpec
-    batch: BatchSpec
+    spec: StepRangeSpec
+    batch_spec: BatchSpec
     plan: StepPlan
     next_step: int
     stop_step: int | None
@@ -138,7 +138,7 @@ class PassBuffer:
     window_bytes: int
     is_window_fixed: bool = False
     tells_keys: bool = False
-    run_length: int = 1
+    range_length: int = 1
     largest: int = 0
     produce_s: float = 0.0
     in_flight: dict[int, InFlightRange] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class PassBuffer:
 
     def __post_init__(self) -> None:
         """Limit the pass to the steps of its plan."""
-        if isinstance(self.plan, ShardSteps):  # it counts steps from where the pass begins
+        if isinstance(self.plan, ShardSteps):  # its step 0 is where the pass begins
             self.next_step = 0
             self.stop_step = self.plan.stop_step
         else:
@@ -160,22 +160,22 @@ class PassBuffer:
         """Steps that may be in flight or buffered, given the sizes seen so far; at least 2, to overlap them."""
         if not self.largest:
             return self.window_batches
-        num_steps = self.window_batches * (1 if self.is_window_fixed else self.run_length)
+        num_steps = self.window_batches * (1 if self.is_window_fixed else self.range_length)
         return max(2, min(num_steps, self.window_bytes // self.largest))
 
     # Requests
 
-    def reserve(self, request_id: int, run: StepRange) -> bytes | None:
-        """Reserve a slot for a run, and return the encoded request; None if no slot is free."""
+    def reserve(self, request_id: int, step_range: StepRange) -> bytes | None:
+        """Reserve a slot for a range, and return the encoded spec; None if no slot is free."""
         if not self.free:
             return None
-        self.in_flight[request_id] = InFlightRange(run, self.free.pop())
-        steps = range(run.first, run.stop)
-        batches = tuple(self.batch._replace(step=step, keys=self.plan.batch(step)) for step in steps)
-        return replace(self.request, batches=batches).encode()
+        self.in_flight[request_id] = InFlightRange(step_range, self.free.pop())
+        steps = range(step_range.first, step_range.stop)
+        batches = tuple(self.batch_spec._replace(step=step, keys=self.plan.batch(step)) for step in steps)
+        return replace(self.spec, batches=batches).encode()
 
     def drop(self, request_id: int) -> None:
-        """Forget a request, if it is in flight; bytes of it that still arrive are not written anywhere."""
+        """Forget a request, if it is in flight. Its slot is free as soon as no piece is being written to it."""
         answer = self.in_flight.pop(request_id, None)
         if answer is None:
             return
@@ -191,17 +191,17 @@ class PassBuffer:
 
         Raises:
             BatchTooLargeError: The batches do not fit into a slot.
-            WireError: It is a second header, or of another number of batches.
+            WireError: It is a second header, or announces a wrong number of batches.
         """
         answer = self.in_flight[request_id]
         if answer.header is not _NOT_ARRIVED:
             raise WireError("a second header arrived")
-        least = 1 if isinstance(self.plan, ShardSteps) else answer.run.num_steps
-        if not least <= header.num_batches <= answer.run.num_steps:
-            raise WireError(f"{header.num_batches} batches arrived for a request for {answer.run.num_steps}")
+        least = 1 if isinstance(self.plan, ShardSteps) else answer.step_range.num_steps
+        if not least <= header.num_batches <= answer.step_range.num_steps:
+            raise WireError(f"{header.num_batches} batches arrived for a request for {answer.step_range.num_steps}")
         if header.num_bytes > self.ring.slot_bytes:
             raise BatchTooLargeError(
-                f"The batch of step {answer.run.first} has {header.num_bytes} bytes, but a slot only "
+                f"The batch of step {answer.step_range.first} has {header.num_bytes} bytes, but a slot only "
                 f"{self.ring.slot_bytes} (data_service.max_batch_bytes). Raise the limit on all hosts, or make batches "
                 "smaller."
             )
@@ -222,7 +222,7 @@ class PassBuffer:
         answer = self.in_flight[request_id]
         num_bytes = answer.header.num_bytes
         if is_compressed:
-            if not self.request.compression:
+            if not self.spec.compression:
                 raise WireError("a compressed piece arrived, but compression is off")
             size = max(0, min(CHUNK_BYTES, num_bytes - offset))
         stop = offset + size
@@ -230,10 +230,10 @@ class PassBuffer:
             raise WireError(f"bytes {offset} to {stop} arrived after {answer.received} of {num_bytes}")
         answer.is_written = True
         place = self.ring.slot(answer.slot)[offset:stop]
-        return Piece(answer, place, self.request.compression if is_compressed else "")
+        return Piece(answer, place, self.spec.compression if is_compressed else "")
 
     def end_piece(self, piece: Piece) -> None:
-        """Count a piece that was written; free the slot if the answer was dropped in the meantime."""
+        """Count a piece that was written; free the slot if the answer was dropped meanwhile."""
         answer = piece.answer
         answer.is_written = False
         answer.received += len(piece.place)
@@ -250,39 +250,39 @@ class PassBuffer:
         answer = self.in_flight.pop(request_id)
         header = answer.header
         answer.transfer_s = max(0.0, latency_s - header.queue_s - header.produce_s)
-        self.ready[answer.run.first] = answer
+        self.ready[answer.step_range.first] = answer
         num_bytes = -(-header.num_bytes // header.num_batches)
         self.largest = max(self.largest, num_bytes)
-        self._choose_run_length(header)
+        self._choose_range_length(header)
         if isinstance(self.plan, ShardSteps):
             self._compare_with_other_shards(self.plan, answer)
-            self.plan.run_length = self.run_length
-            if header.num_batches < answer.run.num_steps:  # the shard ends with them
-                end = int(self.plan.batch(answer.run.first)[2]) + header.num_batches
-                self._skip(self.plan, range(answer.run.first + header.num_batches, answer.run.stop), end)
-                answer.run = StepRange(answer.run.first, header.num_batches)
+            self.plan.range_length = self.range_length
+            if header.num_batches < answer.step_range.num_steps:  # the shard ends with these batches
+                end = int(self.plan.batch(answer.step_range.first)[2]) + header.num_batches
+                self._skip(self.plan, range(answer.step_range.first + header.num_batches, answer.step_range.stop), end)
+                answer.step_range = StepRange(answer.step_range.first, header.num_batches)
         return answer
 
-    def _choose_run_length(self, header: StepRangeHeader) -> None:
-        """Let a request ask for as many batches as make ``_RUN_BYTES`` or ``_RUN_S``, but for few of the window."""
+    def _choose_range_length(self, header: StepRangeHeader) -> None:
+        """Choose how many batches a request asks for: as many as the limits allow, at most twice as many as before."""
         num_steps = header.num_batches
         produce_s = header.produce_s / num_steps
         self.produce_s += (produce_s - self.produce_s) * (1 / 8 if self.produce_s else 1)
-        num_bytes = (header.num_bytes + len(header.batches)) / num_steps
-        run_bytes = min(_RUN_BYTES, self.window_bytes / _MIN_RUNS, _SLOT_PART * self.ring.slot_bytes)
-        most = min(_MAX_RUN, run_bytes / max(1.0, num_bytes), _RUN_S / max(1e-9, self.produce_s))
+        num_bytes = (header.num_bytes + len(header.encoded_batches)) / num_steps
+        range_bytes = min(_RANGE_BYTES, self.window_bytes / _MIN_RANGES, _SLOT_PART * self.ring.slot_bytes)
+        most = min(_MAX_RANGE_LENGTH, range_bytes / max(1.0, num_bytes), _RANGE_S / max(1e-9, self.produce_s))
         if isinstance(self.plan, ShardSteps):
             most = min(most, _BLOCK_PART * self.window_bytes / max(1.0, num_bytes) / self.plan.num_shards)
-        length = max(1, min(2 * self.run_length, int(most)))
+        length = max(1, min(2 * self.range_length, int(most)))
         if self.is_window_fixed:
-            length = max(1, min(length, self.window // _MIN_RUNS))
-        self.run_length = length
+            length = max(1, min(length, self.window // _MIN_RANGES))
+        self.range_length = length
 
     def _compare_with_other_shards(self, plan: ShardSteps, answer: InFlightRange) -> None:
         header = answer.header
         data = self.ring.slot(answer.slot)[: min(header.num_bytes, _NUM_COMPARED)].tobytes()
-        content = hashlib.blake2b(data, key=header.batches[:64]).digest()
-        duplicate_shards = plan.duplicate_shards(answer.run.first, content)
+        content = hashlib.blake2b(data, key=header.encoded_batches[:64]).digest()
+        duplicate_shards = plan.duplicate_shards(answer.step_range.first, content)
         if duplicate_shards is not None:
             logger.warning(
                 "Shards %d and %d of %s begin with the same batch. The iterable dataset may yield all "
@@ -302,10 +302,10 @@ class PassBuffer:
         Raises:
             WireError: The answer does not fit the request.
         """
-        run = self.in_flight[request_id].run
+        step_range = self.in_flight[request_id].step_range
         if not isinstance(self.plan, ShardSteps):
             raise WireError("only shards have an end")
-        self._skip(self.plan, range(run.first, run.stop), end)
+        self._skip(self.plan, range(step_range.first, step_range.stop), end)
         self.drop(request_id)
 
     def _skip(self, plan: ShardSteps, steps: range, end: int | None) -> None:
@@ -317,11 +317,11 @@ class PassBuffer:
     # Delivery
 
     def deliveries(self) -> Iterator[DeliveredRange | EndOfBlock]:
-        """Remove the runs that are next, in order, and yield the messages to the training process about them."""
+        """Remove the ranges that are next, in order, and yield their messages to the training process."""
         while self.next_step in self.ready or self.next_step in self.empty:
             if self.next_step in self.ready:
                 answer = self.ready.pop(self.next_step)
-                self.next_step = answer.run.stop
+                self.next_step = answer.step_range.stop
                 yield self._delivery(answer)
             else:
                 self.next_step += 1
@@ -330,30 +330,30 @@ class PassBuffer:
 
     def _delivery(self, answer: InFlightRange) -> DeliveredRange:
         header = answer.header
-        steps = range(answer.run.first, answer.run.stop)
+        steps = range(answer.step_range.first, answer.step_range.stop)
         return DeliveredRange(
             pass_id=self.pass_id,
             ring=self.ring_number,
             slot=answer.slot,
-            first_step=answer.run.first,
-            num_steps=answer.run.num_steps,
+            first_step=answer.step_range.first,
+            num_steps=answer.step_range.num_steps,
             num_bytes=header.num_bytes,
             queue_s=header.queue_s,
             produce_s=header.produce_s,
             transfer_s=answer.transfer_s,
-            num_ready=sum(run.run.num_steps for run in self.ready.values()),
-            row=self.plan.row(answer.run.first) if isinstance(self.plan, ShardSteps) else None,
+            num_ready=sum(answer.step_range.num_steps for answer in self.ready.values()),
+            row=self.plan.row(answer.step_range.first) if isinstance(self.plan, ShardSteps) else None,
             keys=[self.plan.batch(step).tolist() for step in steps] if self.tells_keys else [],
-            payload=header.batches,
+            encoded_batches=header.encoded_batches,
         )
 
     def take(self, step: int) -> int:
-        """Record that the consumer has taken every step below one, and return where the window begins."""
+        """Record that the consumer has taken all steps below ``step``, and return where the window begins."""
         self.taken = max(self.taken, step)
         while self.taken < self.next_step and self.taken in self.empty:
             self.empty.remove(self.taken)
             self.taken += 1
         if isinstance(self.plan, ShardSteps):
             self.plan.forget(self.taken)
-        # Empty steps behind the end were skipped, too, but are not part of the pass.
+        # Empty steps after the end were skipped, too, but are not part of the pass.
         return self.taken if self.stop_step is None else min(self.taken, self.stop_step)

@@ -1,6 +1,6 @@
 """The feeder process of one trainer rank: requests batches from data hosts, and fills the training process's ring.
 
-It has its own interpreter, so that receiving never waits for the training loop and never slows it down.
+It has an interpreter of its own, so that receiving and the training loop never wait for each other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_sm.data.feeder.host_link import HostLink, LinkState
 from lightning_sm.data.feeder.pass_buffer import PassBuffer
 from lightning_sm.data.feeder.sampler_orders import SamplerOrderClient, lengths, step_plan
 from lightning_sm.data.feeder.scheduler import Retry, Scheduler, StepRequest
-from lightning_sm.data.feeder.status import RETRIES, explain, host_state, pass_state, rank_figures
+from lightning_sm.data.feeder.status import RETRIES, explain, host_snapshot, pass_snapshot, rank_figures
 from lightning_sm.data.ipc import feeder_messages as kinds
 from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Released
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
@@ -38,12 +38,12 @@ from lightning_sm.errors import BatchTooLargeError, DataServiceError, WireError
 
 logger = logging.getLogger(__name__)
 
-# One request more than it has workers keeps a host busy while an answer is in transit.
+# While an answer is in transit, its worker needs another request: send a host one more than it has workers.
 _EXTRA_CREDITS = 1
 
 
 class Feeder:
-    """Everything between the training process and the data hosts.
+    """The link between a training process and all data hosts.
 
     Args:
         trainer: Connection to the training process.
@@ -61,11 +61,11 @@ class Feeder:
         self._buffers: dict[int, PassBuffer] = {}
         self._requests: dict[int, StepRequest] = {}
         self._closed_early: set[int] = set()
-        # Nobody waits for the local workers of this host, which start later than the data hosts.
+        # Local workers start later than the data hosts: do not wait for them.
         num_hosts = sum(not address.startswith("unix-abstract:") for address in settings.addresses)
         self._agreements = LoaderAgreements(num_hosts, lambda name, reply: self._notify(kinds.Opened(name, reply)))
         self._after_first: dict[str, OpenRequest] = {}
-        # Sent with heartbeats; replaced as a whole, because the threads of the links read it.
+        # Sent with heartbeats. Threads of the links read it, so it is replaced as a whole.
         self.figures: RankFigures | None = None
         self._transfers: dict[str, float] = dict.fromkeys(settings.addresses, 0.0)
         self._is_running = True
@@ -80,7 +80,7 @@ class Feeder:
             self._handle(self._trainer.buffered())
             selector.register(self._trainer, selectors.EVENT_READ, self._receive)
             selector.register(self._releases, selectors.EVENT_READ, self._take_releases)
-            # The socket alone does not show it: a fork of the training process keeps a copy of its end open.
+            # A fork of the training process may keep its socket open: watch the process itself, too.
             parent = os.pidfd_open(os.getppid())
             selector.register(parent, selectors.EVENT_READ, lambda: self._finish("the training process is gone"))
             while self._is_running:
@@ -112,13 +112,13 @@ class Feeder:
                 case kinds.ShareRing():
                     ring = Ring(message.fds[0], message.num_slots, message.slot_bytes)
                     self._rings[message.number] = (ring, list(range(ring.num_slots)))
-                # In threads, because the data hosts may have to run the user's sampler first.
+                # Data hosts may have to run the user's sampler first: wait for that in threads.
                 case kinds.StartPass():
                     threading.Thread(target=self._start, args=(message,), name="start", daemon=True).start()
                 case kinds.MeasurePass():
                     threading.Thread(target=self._measure, args=(message,), name="measure", daemon=True).start()
                 case kinds.AskSnapshot():
-                    self._notify(self._state())
+                    self._notify(self._snapshot())
                 case kinds.ShareFigures():
                     self.figures = message.figures
                 case kinds.Finish():
@@ -130,21 +130,21 @@ class Feeder:
             self._agreements.request(request.opening)
         links = list(self._links.values())
         if not loaders.prepares_everywhere:
-            # Before the first is asked: its thread may have the reply at once.
+            # Set before the first host is asked: its thread may get the reply at once.
             self._after_first[request.opening] = request
             links = links[:1]
         for link in links:
             link.want(request.opening, request)
 
     def _open_others(self, name: str) -> None:
-        """Let the other hosts open loaders once the first has: their prepare_data() would write to the same files."""
+        """Let the other hosts open loaders, now that the first has run prepare_data(), which may write shared files."""
         request = self._after_first.pop(name, None)
         if request is not None:
             for link in list(self._links.values())[1:]:
                 link.want(name, replace(request, prepares=False))
 
     def _start(self, request: kinds.StartPass) -> None:
-        pass_id, place, which = request.pass_id, request.place, request.which
+        pass_id, place, loader_pass = request.pass_id, request.place, request.loader_pass
         try:
             plan = step_plan(request, self._sampler_orders)
         except (DataServiceError, ValueError) as error:
@@ -157,8 +157,10 @@ class Feeder:
             ring=ring,
             ring_number=request.ring,
             free=free,
-            request=StepRangeSpec(which.opening, which.loader, (), place.compression),
-            batch=BatchSpec(which.seed, which.epoch, which.pass_index, 0, place.rank, np.empty(0, np.int64)),
+            spec=StepRangeSpec(loader_pass.opening, loader_pass.loader, (), place.compression),
+            batch_spec=BatchSpec(
+                loader_pass.seed, loader_pass.epoch, loader_pass.pass_index, 0, place.rank, np.empty(0, np.int64)
+            ),
             plan=plan,
             next_step=request.position.first_step,
             stop_step=request.position.stop_step,
@@ -179,7 +181,7 @@ class Feeder:
                 buffer.stop_step,
                 buffer.window,
                 shard_of=shard_of,
-                loader=(place.stage, which.loader),
+                loader=(place.stage, loader_pass.loader),
             )
             self._end_if_done(buffer)
         self._send_requests()
@@ -202,7 +204,7 @@ class Feeder:
                     self._scheduler.advance(number, self._buffers[number].take(value))
 
     def _close(self, pass_id: int) -> None:
-        if pass_id not in self._buffers:  # it has no plan yet, or the pipe was faster than the socket
+        if pass_id not in self._buffers:  # it has no plan yet, or the pipe was faster than the message that starts it
             self._closed_early.add(pass_id)
             return
         self._cancel(self._scheduler.close_pass(pass_id))
@@ -244,13 +246,13 @@ class Feeder:
             num_batches = buffer.plan.num_batches if isinstance(buffer.plan, ShardSteps) else None
             self._notify(kinds.EndOfPass(buffer.pass_id, num_batches))
 
-    def _state(self) -> kinds.FeederSnapshot:
+    def _snapshot(self) -> kinds.FeederSnapshot:
         now = time.monotonic()
         with self._lock:
             known = {status.host: status for status in self._scheduler.hosts()}
-            passes = [pass_state(status, now) for status in self._scheduler.passes()]
+            passes = [pass_snapshot(status, now) for status in self._scheduler.passes()]
             transfers = dict(self._transfers)
-        hosts = [host_state(link, known.get(address), transfers[address]) for address, link in self._links.items()]
+        hosts = [host_snapshot(link, known.get(address), transfers[address]) for address, link in self._links.items()]
         return kinds.FeederSnapshot(hosts, passes, rank_figures(self._links.values()))
 
     # Events of links
@@ -308,7 +310,7 @@ class Feeder:
                 return
             except WireError as error:
                 raise _about(request, error) from error
-        # Without the lock: meanwhile other hosts' answers arrive, and released slots are used.
+        # Without the lock, so that other hosts' answers arrive and released slots are used meanwhile.
         try:
             piece.write(payload)
         except WireError as error:
@@ -341,14 +343,14 @@ class Feeder:
         del self._requests[request.request_id]
         self._transfers[request.host] += answer.transfer_s
         self._cancel(completion.cancel)
-        if answer.run != request.run:
+        if answer.step_range != request.step_range:  # its shard has ended
             self._move_stop(buffer)
-        self._scheduler.set_window(buffer.pass_id, buffer.window, buffer.run_length)
+        self._scheduler.set_window(buffer.pass_id, buffer.window, buffer.range_length)
         self._deliver(buffer)
         self._send_requests()
 
     def _skip(self, buffer: PassBuffer, request: StepRequest, end: int | None) -> None:
-        """Continue without steps whose shard has ended, or one that only probed the length of its shard."""
+        """Continue without steps whose shard has ended, or without a step that only probed its shard."""
         completion = self._scheduler.completed(request.request_id, time.monotonic())
         del self._requests[request.request_id]
         self._cancel(completion.cancel)
@@ -359,15 +361,17 @@ class Feeder:
         self._send_requests()
 
     def _move_stop(self, buffer: PassBuffer) -> None:
-        """End the pass where it ends now that the end of a shard is known."""
+        """Move the end of the pass, now that the end of a shard is known."""
         if buffer.stop_step is not None:
             self._cancel(self._scheduler.set_stop(buffer.pass_id, buffer.stop_step))
 
     def _request_failed(self, buffer: PassBuffer, request: StepRequest, failure: Failure) -> None:
         link = self._links[request.host]
-        steps = f"batches of steps {request.step} to {request.run.stop - 1}"
-        step = f"batch of step {request.step}" if request.run.num_steps == 1 else steps
-        place = ", ".join(filter(None, (f"data host {link.name}", failure.where, step)))
+        if request.step_range.num_steps == 1:
+            steps = f"batch of step {request.first_step}"
+        else:
+            steps = f"batches of steps {request.first_step} to {request.step_range.stop - 1}"
+        place = ", ".join(filter(None, (f"data host {link.name}", failure.where, steps)))
         is_lost = failure.error == "WorkerLost"
         reason = f"{failure.text} on data host {link.name}" if is_lost else with_place(failure.text, place)
         retry = RETRIES.get(failure.error, Retry.NEVER)
@@ -376,13 +380,14 @@ class Feeder:
         buffer.drop(request.request_id)
         if decision.is_fatal:
             self._cancel(decision.cancel)
-            keys = buffer.plan.batch(request.step).tolist()
-            self._fail(buffer.pass_id, explain(failure.error, request.step, decision, keys))
+            keys = buffer.plan.batch(request.first_step).tolist()
+            self._fail(buffer.pass_id, explain(failure.error, request.first_step, decision, keys))
             return
         if failure.error == "NotOpen":
             link.reopen()
-        if request.run.num_steps == 1:  # a single step of a run that fails will say so itself
-            logger.warning("A batch failed on %s, and is requested again: %s", place, first_line(failure.text))
+        # A failed range is requested again step by step, and the step that fails again is reported.
+        if request.step_range.num_steps == 1:
+            logger.warning("Requesting a batch again that failed on %s: %s", place, first_line(failure.text))
         self._send_requests()
 
     # Requests to data hosts
@@ -391,13 +396,13 @@ class Feeder:
         fetches: dict[str, list[bytes]] = {}
         with self._lock:
             for request in self._scheduler.next_requests(time.monotonic()):
-                spec = self._buffers[request.pass_id].reserve(request.request_id, request.run)
-                if spec is None:  # all slots are taken; the next that is released brings us back here
+                encoded_spec = self._buffers[request.pass_id].reserve(request.request_id, request.step_range)
+                if encoded_spec is None:  # all slots are taken; releasing one calls this method again
                     self._scheduler.withdraw(request)
                     continue
                 self._requests[request.request_id] = request
                 fetches.setdefault(request.host, []).append(
-                    frame(request.request_id, FrameKind.FETCH, len(spec)) + spec
+                    frame(request.request_id, FrameKind.FETCH, len(encoded_spec)) + encoded_spec
                 )
             for host, messages in fetches.items():
                 self._links[host].send(b"".join(messages))
@@ -410,11 +415,11 @@ class Feeder:
 
 
 def _about(request: StepRequest, error: WireError) -> WireError:
-    return WireError(f"the answer for step {request.step}: {error}")
+    return WireError(f"the answer for step {request.first_step}: {error}")
 
 
 def main() -> None:
-    """Run the feeder; the arguments are the descriptors of the connection and of the pipe of released slots."""
+    """Run the feeder. The arguments are the descriptors of the connection and of the pipe of released slots."""
     trainer = connection_to_parent()
     settings = trainer.receive()
     if isinstance(settings, kinds.Configure):

@@ -1,4 +1,4 @@
-"""The orders of the user's own samplers: data hosts compute them, the feeder compares them and plans the pass."""
+"""The orders of the user's own samplers: data hosts compute them; the feeder compares them and plans passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_sm.data.feeder.agreement import PATIENCE_S, Agreement
 from lightning_sm.data.feeder.host_link import HostLink, LinkState, describe
 from lightning_sm.data.feeder.pass_buffer import StepPlan
 from lightning_sm.data.ipc.feeder_messages import PassRequest
-from lightning_sm.data.plan.order import IndexArray, Order, SequentialOrder, ShuffledOrder, sorted_order
+from lightning_sm.data.plan.order import IndexArray, Order, SequentialOrder, ShuffledOrder
 from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, num_steps
 from lightning_sm.data.plan.shards import ShardSteps, shard_steps
 from lightning_sm.data.protocol import calls
@@ -27,20 +27,20 @@ from lightning_sm.errors import DataHostMismatchError, DataServiceError, WireErr
 
 logger = logging.getLogger(__name__)
 
-# How often hosts that have reconnected, or whose request failed, get a request.
+# How often hosts are asked that have reconnected, or whose request failed.
 _PERIOD_S = 0.5
-# Crashes of the processes that run a sampler after which the sampler is to blame.
+# After so many crashes of processes that run a sampler, the sampler is to blame.
 _MAX_CRASHES = 4
 
 _Size = TypeVar("_Size", OrderSize, ShardSizes)
 
 
 class SamplerOrder(NamedTuple):
-    """What a sampler yields in one pass.
+    """The order of a sampler in one pass, as far as this rank needs it.
 
     Attributes:
-        size: Its size and digest.
-        keys: What the dataset is indexed with, in this rank's batches, int64; empty if they are not wanted.
+        size: Size and digest of the whole order.
+        keys: Keys for the dataset in this rank's batches, int64; empty if they are not wanted.
         offsets: Where each of these batches begins in ``keys``, and where the last one ends.
     """
 
@@ -50,15 +50,15 @@ class SamplerOrder(NamedTuple):
 
 
 class _SamplerCrashedError(Exception):
-    """The process that ran a sampler ended, in the way that the text says."""
+    """The process that ran a sampler has crashed; the text says how."""
 
 
 def step_plan(request: PassRequest, sampler_orders: SamplerOrderClient) -> StepPlan:
-    """Return the plan of a pass; if the user's sampler decides, wait until the data hosts have run it.
+    """Return the plan of a pass. If the order is that of the user's sampler, wait until data hosts have run it.
 
     Args:
         request: The pass.
-        sampler_orders: Where to get the order of a sampler.
+        sampler_orders: Source of orders.
 
     Raises:
         DataServiceError: The sampler failed, or its orders differ between data hosts.
@@ -73,9 +73,13 @@ def step_plan(request: PassRequest, sampler_orders: SamplerOrderClient) -> StepP
     num_samples = loader.num_samples or 0
     keys: Order = SequentialOrder(num_samples)
     if loader.order == "shuffled":
-        shuffled = sorted_order if place.order_version == 1 else ShuffledOrder
-        which = {"seed": place.seed, "epoch": position.epoch, "pass_index": position.pass_index}
-        keys = shuffled(num_samples, **which, salt=f"{place.stage} {place.index}")
+        keys = ShuffledOrder(
+            num_samples,
+            seed=place.seed,
+            epoch=position.epoch,
+            pass_index=position.pass_index,
+            salt=f"{place.stage} {place.index}",
+        )
     if loader.batch_size is None:
         return BatchPlan(keys, None, place.rank, place.world_size)
     return SamplePlan(keys, loader.batch_size, loader.drop_last, place.rank, place.world_size)
@@ -85,8 +89,8 @@ def lengths(request: PassRequest, sampler_orders: SamplerOrderClient) -> tuple[i
     """Return the steps of a pass, and the batches of all ranks that it leaves out.
 
     Args:
-        request: The pass over an iterable dataset, or over a loader with a sampler of the user's.
-        sampler_orders: Where to get the order of a sampler.
+        request: A pass over an iterable dataset, or over a loader with a sampler of the user's.
+        sampler_orders: Source of orders and lengths.
 
     Raises:
         DataServiceError: The user's code failed, or the data hosts disagree.
@@ -101,16 +105,16 @@ def lengths(request: PassRequest, sampler_orders: SamplerOrderClient) -> tuple[i
 
 
 class SamplerOrderClient:
-    """Has the data hosts run samplers and count iterable datasets, and compares what they say.
+    """The client for orders and lengths: has the data hosts run samplers and count iterable datasets.
 
-    All hosts run a sampler and tell its digest; one of them sends the rank's part of the order. Of an iterable dataset
-    each host counts a part.
+    All hosts run a sampler and report its digest; one of them sends the rank's part of the order. Each host counts a
+    part of an iterable dataset.
 
     Args:
         links: The data hosts.
-        on_mismatch: Called with the error when a host answers late, and differently.
-        patience_s: How many seconds a host may be later than the first one before the pass begins without its answer,
-            and how long a host that counts may be missing before another one counts for it.
+        on_mismatch: Called with the error when a late answer differs.
+        patience_s: Seconds that a pass waits for late hosts after the first answer, and that a host which counts may be
+            missing before another one counts for it.
     """
 
     def __init__(
@@ -132,12 +136,12 @@ class SamplerOrderClient:
         Raises:
             DataServiceError: The sampler failed, or its orders differ between data hosts.
         """
-        listed, name = _list_request(request), request.loader.name
+        list_request, name = _list_request(request), request.loader.name
         agreement = self.agree(request)
         while not self._closed.is_set():
-            for link in self._up(listed.rank):
+            for link in self._up(list_request.rank):
                 try:
-                    order = _listed(link, replace(listed, wants_keys=True), name)
+                    order = _fetch_order(link, replace(list_request, wants_keys=True), name)
                 except (grpc.RpcError, _SamplerCrashedError) as error:
                     _warn(link.name, error)
                     continue
@@ -156,16 +160,16 @@ class SamplerOrderClient:
         Raises:
             DataServiceError: The sampler failed, or its orders differ between data hosts.
         """
-        listed, name = _list_request(request), request.loader.name
+        list_request, name = _list_request(request), request.loader.name
         agreement = _order_agreement(name, self._patience_s)
         replies: dict[str, Future[SamplerOrder]] = {}
         num_crashes = 0
         while not self._closed.is_set():
             up = {link.name: link for link in self._up()}
             for host in up.keys() - replies.keys():
-                replies[host] = self._submit(_listed, up[host], listed, name)
+                replies[host] = self._submit(_fetch_order, up[host], list_request, name)
             missing = {host: reply for host, reply in replies.items() if host not in agreement.replies}
-            if not missing:  # no host is up
+            if not missing:  # no host is up: avoid a busy loop
                 self._closed.wait(_PERIOD_S)
             wait(missing.values(), _PERIOD_S, FIRST_COMPLETED)
             for host, reply in missing.items():
@@ -205,13 +209,13 @@ class SamplerOrderClient:
         Raises:
             DataServiceError: The user's code failed, or the hosts see different data.
         """
-        which, num_shards, name = request.which, request.place.num_shards, request.loader.name
+        loader_pass, num_shards, name = request.loader_pass, request.place.num_shards, request.loader.name
         num_parts = min(len(self._links), num_shards)
         parts = [
-            CountRequest(**vars(which), num_shards=num_shards, part=part, num_parts=num_parts)
+            CountRequest(**vars(loader_pass), num_shards=num_shards, part=part, num_parts=num_parts)
             for part in range(num_parts)
         ]
-        counts = [self._submit(self._counted, part, name) for part in parts]
+        counts = [self._submit(self._count_part, part, name) for part in parts]
         sizes = [0] * num_shards
         agreement: Agreement[int] = Agreement(
             f"Data hosts read different data from the iterable dataset of {name}",
@@ -229,7 +233,7 @@ class SamplerOrderClient:
     def close(self) -> None:
         """Stop all requests."""
         self._closed.set()
-        self._requests.shutdown(wait=False)  # those that wait in it notice that this is closed
+        self._requests.shutdown(wait=False)  # requests that wait notice ``_closed``
 
     def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         try:
@@ -238,15 +242,15 @@ class SamplerOrderClient:
             raise DataServiceError("Training has ended.") from error
 
     def _up(self, first: int = 0) -> list[HostLink]:
-        """Return the hosts that are up; ranks that name another first one get them in another order."""
+        """Return the hosts that are up, beginning with number ``first``, so that ranks spread over the hosts."""
         first %= max(1, len(self._links))
         links = [*self._links[first:], *self._links[:first]]
         return [link for link in links if link.state is LinkState.UP]
 
-    def _counted(self, request: CountRequest, name: str) -> tuple[str, ShardSizes]:
+    def _count_part(self, request: CountRequest, name: str) -> tuple[str, ShardSizes]:
         """Return the name of a host, and the batches that it has counted in the dataset of a loader.
 
-        The same host counts a part for all ranks. Another one does if that one does not come.
+        All ranks ask the same host for a part, which then counts once. If that host stays away, another one counts.
         """
         own = self._links[request.part]
         deadline = time.monotonic() + self._patience_s
@@ -258,7 +262,7 @@ class SamplerOrderClient:
                 except grpc.RpcError as error:
                     logger.warning("Data host %s could not count the batches: %s", up[0].name, describe(error))
                 else:
-                    counted = _taken(data, ShardSizes, up[0], f"iterable dataset of {name}")
+                    counted = _parse_or_wait(data, ShardSizes, up[0], f"iterable dataset of {name}")
                     if counted is None:
                         continue
                     if len(counted.sizes) != len(range(request.part, request.num_shards, request.num_parts)):
@@ -287,7 +291,7 @@ def _warn(host: str, error: Any) -> None:
 def _list_request(request: PassRequest) -> ListRequest:
     loader, place = request.loader, request.place
     return ListRequest(
-        **vars(request.which),
+        **vars(request.loader_pass),
         rank=place.rank,
         world_size=place.world_size,
         batch_size=loader.batch_size or 0,
@@ -296,15 +300,15 @@ def _list_request(request: PassRequest) -> ListRequest:
     )
 
 
-def _listed(link: HostLink, request: ListRequest, name: str) -> SamplerOrder:
-    """Return a host's order of the sampler of a loader.
+def _fetch_order(link: HostLink, request: ListRequest, name: str) -> SamplerOrder:
+    """Fetch a host's order of the sampler of a loader.
 
     Raises:
         _SamplerCrashedError: The process that ran the sampler crashed.
     """
     while True:
         head, _, rest = link.sampler_order(request).partition(b"\n")
-        size = _taken(head, OrderSize, link, f"sampler of {name}")
+        size = _parse_or_wait(head, OrderSize, link, f"sampler of {name}")
         if size is not None:
             break
     if len(rest) % 8 or len(rest) < 8 * size.num_keys:
@@ -313,14 +317,14 @@ def _listed(link: HostLink, request: ListRequest, name: str) -> SamplerOrder:
     return SamplerOrder(size, values[: size.num_keys], values[size.num_keys :])
 
 
-def _taken(data: bytes, kind: type[_Size], link: HostLink, source: str) -> _Size | None:
-    """Return what a host answers; None while the user's code runs there.
+def _parse_or_wait(data: bytes, kind: type[_Size], link: HostLink, source: str) -> _Size | None:
+    """Parse the answer of a host; return None while the user's code runs there.
 
     Args:
         data: The answer.
-        kind: What it should be.
+        kind: Expected kind of answer.
         link: The host.
-        source: What the user's code is.
+        source: Description of the user's code.
 
     Raises:
         _SamplerCrashedError: The process that ran the user's code crashed.

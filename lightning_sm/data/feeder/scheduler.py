@@ -1,10 +1,10 @@
-"""Which steps are requested from which data host, and when: the rules of one trainer rank's feeder process.
+"""The scheduler of one trainer rank: decides which steps to request from which data host, and when.
 
 Pure rules: no I/O, no clock, no thread. The caller passes in events with their time (``now``, seconds of a monotonic
 clock), and gets back the requests to send and to cancel.
 
-A request is for a run of consecutive steps of a pass (one iteration over one loader). A step is first TODO, then in
-flight (twice when hedged), then ready. The first answer makes it ready; all others, late or for a closed pass, are
+A request is for a step range: consecutive steps of a pass (one iteration over one loader). A range is first TODO, then
+in flight (twice when hedged), then ready. The first answer makes it ready; all others, late or for a closed pass, are
 rejected. So each step is delivered exactly once, whatever the hosts do.
 """
 
@@ -21,39 +21,40 @@ from enum import Enum
 from itertools import count, takewhile
 from typing import NamedTuple
 
-# Frames carry request ids as 32 bits, which last five days at 10,000 requests per second. Then they start again.
+# Frames carry request ids in 32 bits. At 10,000 requests per second, ids start again after five days.
 _NUM_REQUEST_IDS = 1 << 32
 
-# Latencies of a loader of which the median is taken: enough to outvote the stragglers of one host, and few enough to
-# adapt soon. With fewer than the second number, no request counts as late.
+# The median is taken over this many latencies of a loader: enough to outvote the stragglers of one host, and few enough
+# to adapt soon.
 _NUM_RECENT = 64
+# With fewer latencies than this, no request counts as late.
 _NUM_SAMPLES_TO_HEDGE = 3
 # Weight of a new sample in moving averages.
 _WEIGHT = 1 / 4
-# Equal workers answer in bursts.
+# Equal workers finish at the same moment, so intervals between answers vary: average over about 32 of them.
 _INTERVAL_WEIGHT = 1 / 32
 
 # A host this many times slower than the median takes only steps that are not needed before it answers. With batches of
-# very different weight, lower factors banish hosts by chance.
+# very different weight, a lower factor would exclude hosts by chance.
 _SLOW_FACTOR = 3.0
-# It is likely to be late where it needs more than half of the time until then: its own requests queue there, too.
+# Requests also queue on a slow host, so count on this many times its latency.
 _SLOW_MARGIN = 2.0
-# What is known of a slow host is half forgotten after this many of its latencies without an answer, so that a host that
-# was slow once (cold cache, other jobs) comes back.
+# A host that was slow once (cold cache, other jobs) must get requests again: halve its measured slowness whenever this
+# many of its latencies have passed without an answer.
 _FORGET_LATENCIES = 10.0
 
-# Pauses after failures: without them, an overloaded host that is alone would get requests in a busy loop.
+# Pauses after failures. Without them, an overloaded host would get requests in a busy loop when it is the only one.
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 
-# Hedges may cost this fraction of the work, and beyond it so many requests and the credits of the largest host: enough
-# for a host that becomes silent at the start.
+# Hedges may cost this fraction of the work, plus HEDGE_BURST requests, plus the credits of the largest host: enough for
+# a host that becomes silent at the start.
 HEDGE_BUDGET = 0.05
 HEDGE_BURST = 4
 
 
 class _Late(NamedTuple):
-    """When a request is late: after a multiple of the loader's median latency, and not before a minimum."""
+    """A limit for requests: late after a multiple of the loader's median latency, and not before a minimum."""
 
     factor: float
     minimum_s: float
@@ -63,16 +64,18 @@ class _Late(NamedTuple):
 
 
 _HEDGE_MINIMUM_S = 0.05
-# On the same host another worker may answer for a frozen one, but all workers may simply be busy.
+# With one host, a hedge goes to that host again. It helps if a worker is frozen, but not if all workers are busy: wait
+# longer before it.
 _LATE_ON_THE_ONLY_HOST = _Late(10.0, 2.0)
-# Beyond the budget: later than any slow host that still works would take. A frozen worker would block the pass forever.
+# Beyond the budget, hedge only requests that no working host would take so long for: a frozen worker would block the
+# pass forever.
 _STUCK = _Late(30.0, 3.0)
-# Another host has to read a shard from its beginning, which takes as long as it took this one.
+# A second host must read the shard from its beginning, so a hedge takes as long as the shard has taken so far.
 _LATE_SHARD = _Late(30.0, 20.0)
 
 
 class Liveness(Enum):
-    """The state of a data host; one that was never reached is DOWN."""
+    """The state of a data host. A host that was never reached is DOWN."""
 
     UP = "up"
     SUSPECT = "suspect"
@@ -80,11 +83,11 @@ class Liveness(Enum):
 
 
 class Retry(Enum):
-    """What a failed request for a single step means for the step.
+    """How often a failed request for a single step is repeated.
 
-    ELSEWHERE: not the request's fault (connection lost, host overloaded); retried until it succeeds.
-    LIMITED: perhaps its fault (a worker was killed); a few attempts in all.
-    ONCE: the user's code raised; retried once, on another host if one is up (a disk may be broken).
+    ELSEWHERE: until it succeeds: the failure has other causes (connection lost, host overloaded).
+    LIMITED: a few times: the request may be the cause (a worker was killed).
+    ONCE: once, on another host if one is up: the user's code raised, perhaps because a disk is broken.
     NEVER: a retry cannot succeed.
     """
 
@@ -94,7 +97,7 @@ class Retry(Enum):
     NEVER = "never"
 
 
-# Failures of a kind that end the pass.
+# The pass ends with this many failures of a kind for one step.
 _MAX_FAILURES = {Retry.LIMITED: 4, Retry.ONCE: 2, Retry.NEVER: 1}
 
 
@@ -112,24 +115,24 @@ class StepRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """A run of steps requested from one host."""
+    """A step range requested from one host."""
 
     request_id: int
     host: str
     pass_id: int
-    run: StepRange
+    step_range: StepRange
     is_hedge: bool
     sent_at: float
 
     @property
-    def step(self) -> int:
+    def first_step(self) -> int:
         """The first step."""
-        return self.run.first
+        return self.step_range.first
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Whether an answer is the first of its run, and the requests that it makes superfluous."""
+    """The result of an answer: whether it was accepted, and the requests that it makes superfluous."""
 
     is_accepted: bool
     cancel: tuple[StepRequest, ...] = ()
@@ -137,7 +140,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class FailureDecision:
-    """Whether a failure ends the pass; if so, the reasons of all failures of the step, and requests to cancel."""
+    """The result of a failure: whether it ends the pass, and then all failures of the step, and requests to cancel."""
 
     is_fatal: bool
     failures: tuple[str, ...] = ()
@@ -184,20 +187,20 @@ class _ScheduledHost(HostStatus):
         return self.state is Liveness.UP and self.num_in_flight < self.num_credits and self.paused_until <= now
 
     def expected_slowness(self, now: float) -> float:
-        """Return how slow it probably is: what was measured long ago counts less, for one request at a time."""
+        """Return the slowness to expect: an idle host's measurement loses weight with time."""
         if self.slowness <= 1.0 or self.num_in_flight:
             return self.slowness
         return 1.0 + (self.slowness - 1.0) * math.exp2(-(now - self.measured_at) / self.forget_s)
 
     @property
     def forgotten_at(self) -> float:
-        """When it no longer counts as slow, if nothing is measured before."""
+        """Time from which the host no longer counts as slow, unless it is measured before."""
         if self.slowness <= _SLOW_FACTOR:
             return -math.inf
         return self.measured_at + self.forget_s * math.log2((self.slowness - 1.0) / (_SLOW_FACTOR - 1.0))
 
     def measure(self, latency_s: float, median_s: float, now: float) -> None:
-        """Average, but believe at once that a slow host has recovered: it gets few requests."""
+        """Average the slowness. One quick answer of a slow host, which gets few requests, proves that it recovered."""
         measured = latency_s / max(median_s, 1e-9)
         is_news = math.isinf(self.measured_at) or measured < _SLOW_FACTOR < self.slowness
         self.slowness = measured if is_news else self.slowness + _WEIGHT * (measured - self.slowness)
@@ -205,14 +208,14 @@ class _ScheduledHost(HostStatus):
         self.forget_s = _FORGET_LATENCIES * max(latency_s, 1e-9)
 
     def pause(self, now: float) -> None:
-        """Send it nothing for a moment, twice as long each time."""
+        """Send the host nothing for a while, twice as long each time."""
         self.paused_until = now + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self.num_pauses, 10))
         self.num_pauses += 1
 
 
 @dataclass(slots=True)
 class _Latencies:
-    """How long the requests of one loader take; cheap validation batches say nothing about training batches."""
+    """The latencies of one loader's requests. Each loader has its own: validation batches may be much cheaper."""
 
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
     in_order: list[float] = field(default_factory=list)
@@ -252,12 +255,12 @@ class _ScheduledPass:
     position: int  # the consumer has taken every step below
     stop_step: int | None
     window: int
-    max_runs: int  # in flight or ready: each has a slot
+    max_ranges: int  # in flight or ready: each range takes a slot
     pace: _Latencies
     cursor: int  # no step from here on was ever put into todo
-    run_length: int = 1
+    range_length: int = 1
     todo: list[StepRange] = field(default_factory=list)  # sorted
-    in_flight: dict[StepRange, list[StepRequest]] = field(default_factory=dict)  # one or two per run
+    in_flight: dict[StepRange, list[StepRequest]] = field(default_factory=dict)  # one or two requests per range
     ready: dict[int, StepRange] = field(default_factory=dict)  # by first step
     failures: dict[int, list[_StepFailure]] = field(default_factory=dict)
     shard_of: Callable[[int], int] | None = None  # shard of a step, for iterable datasets
@@ -283,26 +286,26 @@ class _ScheduledPass:
         return (self.todo[0].first - self.position) / self.window
 
     def has_todo(self) -> bool:
-        """Return whether a run can be requested."""
+        """Return whether a range can be requested."""
         return next(self.todo_from(self.position), None) is not None
 
     def refill(self) -> None:
-        """Add the steps that have come into the window, as far as they make complete runs.
+        """Add the steps that have come into the window, as far as they fill complete ranges.
 
-        What is left of it would else be requested in runs as short as those that were taken.
+        The window moves by one delivered range at a time. Taking less than a range would split all later ranges.
         """
         limit = self.limit
         while self.cursor < limit:
             length = self._next_length()
             if self.cursor + length > limit and self.cursor > self.position:
                 return
-            run = StepRange(self.cursor, min(length, limit - self.cursor))
-            self.todo.append(run)
-            self.cursor = run.stop
+            step_range = StepRange(self.cursor, min(length, limit - self.cursor))
+            self.todo.append(step_range)
+            self.cursor = step_range.stop
 
     def _next_length(self) -> int:
-        """Return how many steps the next run has: at most ``run_length``, and only one shard's."""
-        length = self.run_length if self.stop_step is None else min(self.run_length, self.stop_step - self.cursor)
+        """Return the length of the next range: at most ``range_length``, and only one shard's."""
+        length = self.range_length if self.stop_step is None else min(self.range_length, self.stop_step - self.cursor)
         if self.shard_of is None:
             return length
         steps = range(self.cursor, self.cursor + length)
@@ -310,13 +313,13 @@ class _ScheduledPass:
         return next((step for step in steps if self.shard_of(step) != shard), steps.stop) - self.cursor
 
     def todo_from(self, step: int) -> Iterator[StepRange]:
-        """Yield the TODO runs from a step on: those in the window (one that has shrunk may leave others beyond it).
+        """Yield the TODO ranges in the window, from a step on.
 
-        A run may be sent only if there are slots for all earlier ones, too: if runs that are needed later had all
-        slots, the pass would stand still.
+        A range may be sent only if all earlier ones have slots, too: if ranges that are needed later took all slots,
+        the pass would stand still. TODO may also have ranges beyond the window, if that has shrunk.
         """
         limit = self.limit
-        num_slots = self.max_runs - len(self.in_flight) - len(self.ready)
+        num_slots = self.max_ranges - len(self.in_flight) - len(self.ready)
         for index in range(bisect_left(self.todo, (step, 0)), min(len(self.todo), num_slots)):
             if self.todo[index].first >= limit:
                 return
@@ -339,9 +342,9 @@ class _ScheduledPass:
         shard = 0 if self.shard_of is None else self.shard_of(step)
         if self.assigned_hosts.get(shard) not in {host.host for host in hosts}:
             self.assigned_hosts.pop(shard, None)
-            # Ranks begin with different shards, and so with different hosts.
-            turn = {host.host: (order - shard) % len(hosts) for order, host in enumerate(hosts)}
-            chosen = min(hosts, key=lambda host: (self._load(host, 1), turn[host.host]))
+            # Ranks begin with different shards. Rotating by the shard makes them begin with different hosts, too.
+            rotation = {host.host: (order - shard) % len(hosts) for order, host in enumerate(hosts)}
+            chosen = min(hosts, key=lambda host: (self._load(host, 1), rotation[host.host]))
             self.assigned_hosts[shard] = chosen.host
         return self.assigned_hosts[shard]
 
@@ -355,7 +358,7 @@ class _ScheduledPass:
             self.assigned_hosts[last_shard] = newcomer.host
 
     def _load(self, host: _ScheduledHost, more: int) -> float:
-        """Return the shards per credit that a host would have with so many more shards."""
+        """Return the shards per credit that a host would have with ``more`` shards in addition."""
         num_shards = sum(assigned == host.host for assigned in self.assigned_hosts.values())
         return (num_shards + more) / host.num_credits
 
@@ -391,22 +394,23 @@ class Scheduler:
     # Events of hosts
 
     def host_up(self, name: str, num_credits: int) -> None:
-        """Send a host at most ``num_credits`` requests at a time, at least 1; a new name adds the host."""
+        """Start using a host, with at most ``num_credits`` (at least 1) requests at a time; a new name adds it."""
         host = self._hosts.setdefault(name, _ScheduledHost(name))
-        was = host.state
+        before = host.state
         self._set_state(host, Liveness.UP)
         host.num_credits = num_credits
-        if was is Liveness.DOWN:  # it may be another process now; a host that was only silent keeps its latency
+        # The host may have restarted, so that its latency is no longer valid. A host that was only silent keeps it.
+        if before is Liveness.DOWN:
             host.slowness = 1.0
             host.measured_at = -math.inf
-        if was is not Liveness.UP:
+        if before is not Liveness.UP:
             host.num_pauses = 0
             host.paused_until = -math.inf
             for current in self._passes.values():
                 current.rebalance(host, self._up)
 
     def host_lost(self, name: str, *, is_silent: bool) -> tuple[StepRequest, ...]:
-        """Send a silent or unreachable host nothing until ``host_up``; its requests, returned, go to others."""
+        """Stop using a silent or unreachable host until ``host_up``; return its requests, which go to others."""
         host = self._hosts.setdefault(name, _ScheduledHost(name))
         self._set_state(host, Liveness.SUSPECT if is_silent else Liveness.DOWN)
         lost = self._end_requests([request for request in self._requests.values() if request.host == name])
@@ -432,22 +436,22 @@ class Scheduler:
         """Begin to request the steps of a pass, from ``first_step`` to before ``stop_step`` (None: not known yet).
 
         At most ``window`` steps, at least 1, counted from the oldest that the consumer has not taken, are in flight or
-        ready. ``set_window`` may change that, but there are never more runs than this number. Steps of the same shard
+        ready. ``set_window`` may change that, but there are never more ranges than this number. Steps of the same shard
         (``shard_of``) are requested in order from the same host, as long as it is up and answers. Passes of the same
         ``loader`` share what is known about its pace.
         """
         pace = self._paces.setdefault(loader, _Latencies())
         self._passes[pass_id] = _ScheduledPass(
-            pass_id, first_step, stop_step, window, max_runs=window, pace=pace, cursor=first_step, shard_of=shard_of
+            pass_id, first_step, stop_step, window, max_ranges=window, pace=pace, cursor=first_step, shard_of=shard_of
         )
         self._passes[pass_id].refill()
 
-    def set_window(self, pass_id: int, window: int, run_length: int = 1) -> None:
+    def set_window(self, pass_id: int, window: int, range_length: int = 1) -> None:
         """Change the window of a pass, in steps, and the steps of future requests. Ignores a closed pass."""
         current = self._passes.get(pass_id)
         if current is not None:
             current.window = max(window, 1)
-            current.run_length = run_length
+            current.range_length = range_length
             current.refill()
 
     def set_stop(self, pass_id: int, stop_step: int) -> tuple[StepRequest, ...]:
@@ -457,8 +461,8 @@ class Scheduler:
             return ()
         current.stop_step = stop_step
         current.refill()
-        current.ready = {first: run for first, run in current.ready.items() if first < stop_step}
-        beyond = [r for r in self._requests.values() if r.pass_id == pass_id and r.step >= stop_step]
+        current.ready = {first: step_range for first, step_range in current.ready.items() if first < stop_step}
+        beyond = [r for r in self._requests.values() if r.pass_id == pass_id and r.first_step >= stop_step]
         return self._end_requests(beyond)
 
     def close_pass(self, pass_id: int) -> tuple[StepRequest, ...]:
@@ -477,16 +481,16 @@ class Scheduler:
         if current is None:
             return
         while current.position < step:
-            run = current.ready.pop(current.position, None)
-            if run is None:
+            step_range = current.ready.pop(current.position, None)
+            if step_range is None:
                 raise ValueError(f"Pass {pass_id} cannot advance to step {step}: step {current.position} is not ready.")
-            current.position = run.stop
+            current.position = step_range.stop
         current.refill()
 
     # Events of requests
 
     def completed(self, request_id: int, now: float, work_s: float | None = None) -> Completion:
-        """Accept the first answer to a run of an open pass; any other is rejected, and never an error.
+        """Accept the first answer for a range of an open pass; reject any other, without an error.
 
         Args:
             request_id: Number of the request.
@@ -499,38 +503,45 @@ class Scheduler:
         current = self._passes[request.pass_id]
         work_s = now - request.sent_at if work_s is None else work_s
         self._record_answer(request, current.pace, now, work_s)
-        losers = [other for other in current.in_flight[request.run] if other is not request]
+        losers = [other for other in current.in_flight[request.step_range] if other is not request]
         for loser in losers:
-            # It counts as usual when the hedge ends; a heavy batch is as heavy for the other host.
+            # Ending the request adds the usual work of a hedge. Add the difference for this batch, which is as heavy
+            # for the other host.
             self._hedged_work_s += work_s - current.pace.work_s
             host = self._hosts[loser.host]
             age_s = now - loser.sent_at
-            if age_s > host.slowness * current.pace.median_s:  # a younger request says nothing about the host
+            # A request that is not late yet tells nothing about the host.
+            if age_s > host.slowness * current.pace.median_s:
                 host.measure(age_s, current.pace.median_s, now)
-        current.ready[request.step] = request.run
-        current.failures.pop(request.step, None)
+        current.ready[request.first_step] = request.step_range
+        current.failures.pop(request.first_step, None)
         self._end_requests([request, *losers])
         return Completion(is_accepted=True, cancel=tuple(losers))
 
     def withdraw(self, request: StepRequest) -> None:
-        """Take back a request that was not sent: it says nothing about the host."""
-        self._hosts[request.host].num_hedges -= request.is_hedge
-        self._hedged_work_s -= request.is_hedge * self._passes[request.pass_id].pace.work_s
+        """Take back a request that was not sent. The host is not blamed."""
+        if request.is_hedge:
+            current = self._passes[request.pass_id]
+            self._hedged_work_s -= current.pace.work_s
+            for late in current.in_flight[request.step_range]:
+                self._hosts[late.host].num_hedges -= late is not request
         self._end_requests([request])
 
     def failed(self, request_id: int, now: float, *, retry: Retry, reason: str = "") -> FailureDecision:
         """Record a failure, and retry if ``retry`` allows it; the failure of a superfluous request is ignored.
 
-        The steps of a failed run are requested again one by one, so that only the one that fails counts.
+        The steps of a failed range are requested again one by one, so that only the step that fails counts.
         """
         request = self._requests.get(request_id)
         if request is None:
             return FailureDecision(is_fatal=False)
         current = self._passes[request.pass_id]
         host = self._hosts[request.host]
-        first = request.step
+        first = request.first_step
         failures = current.failures.setdefault(first, [])
-        if request.run.num_steps == 1 and (retry is not Retry.ELSEWHERE or not current.failed_on(first, host.host)):
+        if request.step_range.num_steps == 1 and (
+            retry is not Retry.ELSEWHERE or not current.failed_on(first, host.host)
+        ):
             failures.append(_StepFailure(retry, host.host, reason))
         if retry in (Retry.ELSEWHERE, Retry.LIMITED):
             host.pause(now)
@@ -539,9 +550,9 @@ class Scheduler:
             host.num_retries += 1
             self._end_requests([request], in_single_steps=retry is not Retry.ELSEWHERE)
             return FailureDecision(is_fatal=False)
-        cancel = self._end_requests(list(current.in_flight[request.run]))
-        # Neither TODO nor in flight: the pass cannot get beyond it.
-        current.todo.remove(request.run)
+        cancel = self._end_requests(list(current.in_flight[request.step_range]))
+        # The range is neither TODO nor in flight now, so the pass cannot get beyond it.
+        current.todo.remove(request.step_range)
         return FailureDecision(
             is_fatal=True,
             failures=tuple(failure.reason for failure in failures if failure.retry is not Retry.ELSEWHERE),
@@ -553,7 +564,7 @@ class Scheduler:
     def next_requests(self, now: float) -> list[StepRequest]:
         """Decide what to send now; the caller sends all of it.
 
-        First, late requests that a consumer will wait for are hedged. Then hosts with credits take TODO runs, the least
+        First, hedge late requests that a consumer will wait for. Then give TODO ranges to hosts with credits, the least
         busy host first.
         """
         requests = self._hedge(now)
@@ -587,7 +598,7 @@ class Scheduler:
             late_at = request.sent_at + late_after_s.get(request.pass_id, math.inf)
             if late_at > now and not self._is_hedged(request):
                 times.append(late_at)
-                # All others of the pass were sent later.
+                # All other requests of the pass were sent later.
                 late_after_s.pop(request.pass_id, None)
                 if not late_after_s:
                     break
@@ -603,33 +614,35 @@ class Scheduler:
 
     def _status(self, current: _ScheduledPass) -> PassStatus:
         waiting_for = current.waiting_for
-        requests = (r for requests in current.in_flight.values() for r in requests)
+        requests: list[StepRequest] = []
+        for step_range, in_flight in current.in_flight.items():
+            if step_range.first <= waiting_for < step_range.stop:
+                requests += in_flight
         return PassStatus(
             current.pass_id,
             waiting_for=waiting_for,
-            requests=tuple(r for r in requests if r.step <= waiting_for < r.run.stop),
-            num_todo=sum(run.num_steps for run in current.todo if run.first < current.limit),
-            num_in_flight=sum(run.num_steps for run in current.in_flight),
-            num_ready=sum(run.num_steps for run in current.ready.values()),
+            requests=tuple(requests),
+            num_todo=sum(step_range.num_steps for step_range in current.todo if step_range.first < current.limit),
+            num_in_flight=sum(step_range.num_steps for step_range in current.in_flight),
+            num_ready=sum(step_range.num_steps for step_range in current.ready.values()),
         )
 
     # Requests
 
     def _send(
-        self, host: _ScheduledHost, current: _ScheduledPass, run: StepRange, now: float, *, is_hedge: bool
+        self, host: _ScheduledHost, current: _ScheduledPass, step_range: StepRange, now: float, *, is_hedge: bool
     ) -> StepRequest:
         if not self._requests:
             self._measured_until = now
         request = StepRequest(
-            next(self._request_ids) % _NUM_REQUEST_IDS, host.host, current.pass_id, run, is_hedge, now
+            next(self._request_ids) % _NUM_REQUEST_IDS, host.host, current.pass_id, step_range, is_hedge, now
         )
         self._num_open_hedges += is_hedge
-        host.num_hedges += is_hedge
         host.num_in_flight += 1
         self._requests[request.request_id] = request
-        current.in_flight.setdefault(run, []).append(request)
+        current.in_flight.setdefault(step_range, []).append(request)
         if not is_hedge:
-            del current.todo[bisect_left(current.todo, run)]
+            del current.todo[bisect_left(current.todo, step_range)]
         return request
 
     def _end_requests(self, requests: list[StepRequest], *, in_single_steps: bool = False) -> tuple[StepRequest, ...]:
@@ -641,12 +654,16 @@ class Scheduler:
             if request.is_hedge:
                 self._num_open_hedges -= 1
                 self._hedged_work_s += current.pace.work_s
-            run = request.run
-            current.in_flight[run].remove(request)
-            if not current.in_flight[run]:
-                del current.in_flight[run]
-                if run.first not in current.ready:
-                    again = [StepRange(step, 1) for step in range(run.first, run.stop)] if in_single_steps else [run]
+            step_range = request.step_range
+            current.in_flight[step_range].remove(request)
+            if not current.in_flight[step_range]:
+                del current.in_flight[step_range]
+                if step_range.first not in current.ready:
+                    again = (
+                        [StepRange(step, 1) for step in range(step_range.first, step_range.stop)]
+                        if in_single_steps
+                        else [step_range]
+                    )
                     for part in again:
                         insort(current.todo, part)
         return tuple(requests)
@@ -657,44 +674,44 @@ class Scheduler:
         pace.add(latency_s, work_s)
         host.measure(latency_s, pace.median_s, now)
         if self._typical_slowness(now) > _SLOW_FACTOR:
-            # The loader's batches have become heavier: were it left to the median to notice, all hosts would count as
-            # slow until then, and stand idle.
+            # The loader's batches have become heavier. Until the median shows it, all hosts would count as slow and
+            # stand idle: start a new median.
             pace.forget()
             pace.add(latency_s, work_s)
             for each in self._up:
                 each.slowness = 1.0
-        host.num_completed += request.run.num_steps
+        host.num_completed += request.step_range.num_steps
         host.num_pauses = 0
         self._work_s += work_s
         self._num_completed += 1
-        # Time in which nothing was in flight (a long checkpoint) says nothing about the pace of the hosts.
-        interval_s = (now - self._measured_until) / request.run.num_steps
+        # ``_measured_until`` skips time in which nothing was in flight, such as a long checkpoint.
+        interval_s = (now - self._measured_until) / request.step_range.num_steps
         self._measured_until = now
         self._interval_s += max(_INTERVAL_WEIGHT, 1 / self._num_completed) * (interval_s - self._interval_s)
 
-    # Which host takes which run
+    # Which host takes which range
 
     def _typical_slowness(self, now: float) -> float:
-        """Return the median of all hosts that are up; of two, that of the quicker one."""
+        """Return the median slowness of the hosts that are up; of two hosts, the lower one."""
         slownesses = sorted(host.expected_slowness(now) for host in self._up)
         return slownesses[(len(slownesses) - 1) // 2] if slownesses else 1.0
 
     def _load(self, host: _ScheduledHost, now: float) -> tuple[bool, float]:
-        """Slow hosts come last, so that the others take the steps that are needed first."""
+        """Return a sort key: slow hosts come last, so that others take the steps that are needed first."""
         return host.expected_slowness(now) > _SLOW_FACTOR, host.num_in_flight / host.num_credits
 
     def _choose(
         self, host: _ScheduledHost, passes: Sequence[_ScheduledPass], now: float
     ) -> tuple[_ScheduledPass, StepRange] | None:
-        """Return the run that a host takes: the first that it may, of the pass whose window is emptiest."""
+        """Return the first range that a host may take, preferring the pass whose window is emptiest."""
         slowness = host.expected_slowness(now)
         for current in passes:
             first = current.position
             if slowness > _SLOW_FACTOR and current.shard_of is None and not self._is_last_resort(host, current):
                 first += self._num_steps_in(_SLOW_MARGIN * slowness * current.pace.median_s)
-            for run in current.todo_from(first):
-                if self._may_take(host, current, run.first):
-                    return current, run
+            for step_range in current.todo_from(first):
+                if self._may_take(host, current, step_range.first):
+                    return current, step_range
         return None
 
     def _num_steps_in(self, seconds: float) -> int:
@@ -707,7 +724,7 @@ class Scheduler:
         return current.failed_on_all(current.todo[0].first, others)
 
     def _may_take(self, host: _ScheduledHost, current: _ScheduledPass, step: int) -> bool:
-        """Return whether a step belongs on a host: its shard is there, and it did not fail only there."""
+        """Return whether a host may build a step: the host has its shard, or the step did not fail only there."""
         if current.shard_of is not None and not current.has_raised(step):
             return current.assigned_host(step, self._up) == host.host
         return not current.failed_on(step, host.host) or current.failed_on_all(step, self._up)
@@ -723,15 +740,16 @@ class Scheduler:
             current = self._passes[late.pass_id]
             if late.sent_at + late_after_s[late.pass_id] > now or self._is_hedged(late):
                 continue
-            if late.step < current.position + self._num_steps_in(current.pace.median_s):
+            if late.first_step < current.position + self._num_steps_in(current.pace.median_s):
                 host = self._hedge_host(late, current, now)
                 if host is not None:
-                    hedges.append(self._send(host, current, late.run, now, is_hedge=True))
+                    self._hosts[late.host].num_hedges += 1
+                    hedges.append(self._send(host, current, late.step_range, now, is_hedge=True))
                     late_after_s[late.pass_id] = self._late_after_s(current)
         return hedges
 
     def _is_hedged(self, request: StepRequest) -> bool:
-        return len(self._passes[request.pass_id].in_flight[request.run]) > 1
+        return len(self._passes[request.pass_id].in_flight[request.step_range]) > 1
 
     def _late_after_s(self, current: _ScheduledPass) -> float:
         """Return the age from which requests of a pass are late; infinite if they never are."""
@@ -759,6 +777,6 @@ class Scheduler:
         free = [host for host in others if host.has_credit(now)]
         return min(
             free,
-            key=lambda h: (current.failed_on(late.step, h.host), *self._load(h, now), self._tie_break()),
+            key=lambda h: (current.failed_on(late.first_step, h.host), *self._load(h, now), self._tie_break()),
             default=None,
         )

@@ -1,4 +1,4 @@
-"""Describes hosts, passes and failures for the training process. Pure functions."""
+"""Descriptions of hosts, passes and failures for the training process. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_sm.data.protocol.calls import HostReport
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.errors import DataServiceError
 
-# Errors that a data host reports, and whether a retry can succeed; for all others it cannot.
+# How errors that a data host reports are retried. All other errors are final.
 RETRIES = {
     "RemoteTransformError": Retry.ONCE,
     "WorkerLost": Retry.LIMITED,
@@ -21,7 +21,7 @@ RETRIES = {
     "ShardMoved": Retry.ELSEWHERE,
 }
 
-# Errors that are raised by the same name in the training process.
+# Errors that the training process raises under the same name.
 _ERRORS = ("DataSettingsError", "RemoteTransformError", "BatchTypeError", "BatchTooLargeError")
 
 _NUM_SHOWN_KEYS = 16
@@ -33,7 +33,7 @@ def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -
     Args:
         error: Name of the error that a data host reported last.
         step: The step that failed.
-        decision: All failures of the step: how workers ended and where, or else the complete messages.
+        decision: All failures of the step: how and where workers were lost, or complete error messages.
         keys: Indices of the step.
     """
     if error == "WorkerLost":
@@ -49,12 +49,12 @@ def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -
     return kind(decision.failures[-1])
 
 
-def host_state(link: HostLink, status: HostStatus | None, transfer_s: float) -> HostSnapshot:
+def host_snapshot(link: HostLink, status: HostStatus | None, transfer_s: float) -> HostSnapshot:
     """Describe a data host.
 
     Args:
         link: The connection to it.
-        status: What the scheduler knows about it; None: it was never reached.
+        status: Its status in the scheduler; None: it was never reached.
         transfer_s: Seconds that its answers were in transit.
     """
     status = status or HostStatus(link.name)
@@ -90,7 +90,7 @@ def rank_figures(links: Iterable[HostLink]) -> dict[str, RankFigures]:
     return latest
 
 
-def pass_state(status: PassStatus, now: float) -> PassSnapshot:
+def pass_snapshot(status: PassStatus, now: float) -> PassSnapshot:
     """Describe a pass."""
     requested = [(request.host, now - request.sent_at) for request in status.requests]
     return PassSnapshot(status.waiting_for, requested, status.num_ready, status.num_in_flight)

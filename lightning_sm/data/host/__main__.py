@@ -37,7 +37,7 @@ def main() -> None:
         return
     try:
         host = MainProcess(
-            cloudpickle.loads(serve.payload),
+            cloudpickle.loads(serve.pickled_datamodule),
             serve.settings,
             lambda address: owner.send(Listening(address)),
         )

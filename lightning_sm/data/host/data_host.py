@@ -1,4 +1,4 @@
-"""DataHost: serves a DataModule from this machine, for tests and for clusters that are set up by hand."""
+"""The ``DataHost``, which serves a DataModule from this machine: for tests, and for clusters set up by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAIN_PROCESS = "lightning_sm.data.host"
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 15.0
 
-# The job of hosts and trainers that are set up by hand.
+# Name of the job of hosts and trainers that are set up by hand.
 LOCAL_JOB = "local"
 
 
@@ -39,7 +39,7 @@ class DataHost:
     Its processes import torch and Lightning, which takes as long as in the script. See ``preload``.
 
     Args:
-        datamodule: The user's DataModule, of which no hook has run yet. The data host gets a copy.
+        datamodule: The user's DataModule, before any of its hooks has run. The data host gets a copy.
         address: Where to listen: ``host:port`` (port 0: any free port), or ``unix:path``.
         workers: Worker processes.
         settings: Limits, credentials.
@@ -79,10 +79,10 @@ class DataHost:
 
     @classmethod
     def preload(cls) -> None:
-        """Let a process for the next DataHost import what it needs while this script does so itself.
+        """Start the process of the next DataHost, so that its imports overlap with those of this script.
 
-        Call it before the script's own imports, once for each DataHost. The data host then has the environment
-        variables, the working directory and the module path of that moment::
+        Call it before the script's own imports, once for each DataHost. The data host gets the environment variables,
+        the working directory and the module path of that moment::
 
             from lightning_sm import DataHost
 
@@ -174,7 +174,7 @@ class DataHost:
             try:
                 self._socket.receive(0)
             except TimeoutError:
-                self._process.kill()  # it still imports, and would notice only then
+                self._process.kill()  # it still imports, and would not notice a closed connection before it is done
         with contextlib.suppress(OSError):
             self._socket.close()
         try:
@@ -185,7 +185,7 @@ class DataHost:
 
 
 def _without_trainer(datamodule: Any) -> Any:
-    """Return a copy without the Trainer, which refers to the model."""
+    """Return a copy without the Trainer, which refers to the model: the data host needs neither."""
     if getattr(datamodule, "trainer", None) is None:
         return datamodule
     detached = copy.copy(datamodule)

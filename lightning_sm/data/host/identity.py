@@ -1,4 +1,4 @@
-"""What a dataset is, for comparisons between data hosts, and between a checkpoint and the run that resumes from it."""
+"""The identity of a dataset, compared between data hosts, and between a checkpoint and the run that resumes from it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lightning_sm.errors import DataSettingsError
 def describe_data(dataset: Any, sampler: Any = None) -> list[str]:
     """Return texts that are equal for the same data.
 
-    They are the class and the ``fingerprint()``, if there is one, of the dataset and of each dataset in its attributes,
-    and what each ``Subset`` of these and a ``SubsetRandomSampler`` select: hosts that split the data differently would
-    train on each other's validation samples.
+    The texts cover the class and, if there is one, the ``fingerprint()`` of the dataset and of each dataset in its
+    attributes. They also cover the indices that ``Subset`` and ``SubsetRandomSampler`` select: hosts that split the
+    data differently would train on each other's validation samples.
 
     Args:
         dataset: The dataset.
@@ -48,10 +48,10 @@ def _walk(dataset: Any, seen: set[int]) -> Iterator[str]:
 
 
 def _items(value: Any) -> list[Any]:
-    """Return the values of a container of datasets, such as that of a ``ConcatDataset``, or the value itself."""
+    """Return the items of a container of datasets, such as that in a ``ConcatDataset``; else the value itself."""
     if isinstance(value, (list, tuple, dict)):
         items = list(value.values()) if isinstance(value, dict) else value
-        # One look: it may be a list of a million files.
+        # Look only at the first item: it may be a list of a million files.
         return list(items) if items and isinstance(items[0], Dataset) else []
     return [value]
 
@@ -63,5 +63,5 @@ def _digest(indices: Any) -> str:
             return digest(array)
         return hashlib.blake2b(encode_key(list(indices)), digest_size=8).hexdigest()
     except (TypeError, ValueError, DataSettingsError):
-        # Keys of the user's own classes: their texts may hold addresses, which differ on each host.
+        # Keys of the user's own classes: repr() may show addresses, which differ between hosts.
         return f"{len(indices)} keys"

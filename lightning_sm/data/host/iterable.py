@@ -1,8 +1,8 @@
 """Iterable datasets, cut into virtual shards that do not depend on the shape of the cluster.
 
-Shard v of V is what ``iter(dataset)`` yields when ``get_worker_info()`` returns worker v of V: the protocol by which
-iterable datasets split themselves for ``DataLoader`` workers. A batch is requested by shard and offset, so that any
-worker of any host can continue a shard: it opens the shard and skips to the offset.
+Iterable datasets split themselves over ``DataLoader`` workers by ``get_worker_info()``. Shard v of V is the part that
+the dataset yields when this returns worker v of V. A batch is requested by shard and offset, so that any worker of any
+host can continue a shard: it opens the shard and skips to the offset.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_sm.data.host.seeding import Seed, Seeding
 from lightning_sm.data.plan.seeds import SampleSeeds
 from lightning_sm.data.protocol.spec import BatchSpec, ShardEnd
 
-# Open iterators per shard: ranks that all read the whole dataset need one each, but its buffers may be large.
+# Open iterators per shard. Ranks that all read the whole dataset need one each, but each may have large buffers.
 _MAX_COPIES = 8
 
 _END = object()
@@ -76,11 +76,11 @@ class OpenShards:
             UserCodeError: The user's dataset, transform or collate function failed.
         """
         num_shards, number, offset, is_wanted = spec.keys.tolist()
-        which = _ShardPass(spec.seed, spec.epoch, spec.pass_index, num_shards)
+        shard_pass = _ShardPass(spec.seed, spec.epoch, spec.pass_index, num_shards)
 
         def make(seed: Seed) -> Any:
-            # For a second time the shard opens again: the collate function may have changed the samples.
-            shard = self._shard(which, number, offset)
+            # A second call opens the shard again, because the collate function may have changed the samples.
+            shard = self._shard(shard_pass, number, offset)
             try:
                 with shard.showing_worker_info():
                     samples = shard.samples(offset)
@@ -89,34 +89,34 @@ class OpenShards:
                     if not is_wanted:
                         return ShardEnd(None)
                     if seed:
-                        # Not the state of the samples: it depends on whether the batches before were collated.
+                        # A seed of its own: the state after reading samples depends on which batches were collated.
                         seed(shard.seeds.of_batch(offset, number))
                     return self._loader.collate_fn(samples[0] if self._loader.batch_size is None else samples)
             except Exception as error:
-                # A generator that has raised would seem to be at its end.
+                # After raising, a Python generator looks exhausted: the shard must be opened again.
                 self._open[number].remove(shard)
                 raise UserCodeError(f"batch {offset} of shard {number} of {num_shards}") from error
 
         return self._seeding.run(make, (self._loader.collate_fn,))
 
-    def _shard(self, which: _ShardPass, number: int, offset: int) -> _Shard:
+    def _shard(self, shard_pass: _ShardPass, number: int, offset: int) -> _Shard:
         """Return the open iterator over a shard that is closest before an offset, or a new one."""
         shards = self._open.get(number, [])
-        if shards and shards[-1].next_offset == offset and shards[-1].which == which:
+        if shards and shards[-1].next_offset == offset and shards[-1].shard_pass == shard_pass:
             return shards[-1]
-        shards = [shard for shard in shards if shard.which == which][-_MAX_COPIES:]
+        shards = [shard for shard in shards if shard.shard_pass == shard_pass][-_MAX_COPIES:]
         before = [shard for shard in shards if shard.next_offset <= offset]
         if before:
             shard = max(before, key=lambda shard: shard.next_offset)
             shards.remove(shard)
         else:
-            shard = self._new(which, number)
+            shard = self._new(shard_pass, number)
         self._open[number] = [*shards, shard]
         return shard
 
-    def _new(self, which: _ShardPass, number: int) -> _Shard:
-        seeds = SampleSeeds(which.seed, self._stage, self._index, which.epoch, which.pass_index)
-        return _Shard(self._loader, which, number, seeds)
+    def _new(self, shard_pass: _ShardPass, number: int) -> _Shard:
+        seeds = SampleSeeds(shard_pass.seed, self._stage, self._index, shard_pass.epoch, shard_pass.pass_index)
+        return _Shard(self._loader, shard_pass, number, seeds)
 
 
 def worker_info(worker_id: int, num_workers: int, seed: int, dataset: Any) -> Any:
@@ -133,15 +133,15 @@ def worker_info(worker_id: int, num_workers: int, seed: int, dataset: Any) -> An
 
 
 def show_worker_info(info: Any) -> None:
-    """Make ``torch.utils.data.get_worker_info()`` return what ``worker_info`` has returned, or None."""
+    """Make ``torch.utils.data.get_worker_info()`` return ``info``: a result of ``worker_info``, or None."""
     torch_worker._worker_info = info
 
 
-def _copied(value: Any, known: dict[int, Any]) -> Any:
-    """Copy a dataset, so that several iterators over it in one process do not disturb each other.
+def _copy_dataset(value: Any, known: dict[int, Any]) -> Any:
+    """Copy a dataset, so that several iterators over it in one process do not affect each other.
 
-    This copies the dataset, the datasets that it holds (directly, or in lists, tuples and dicts), and random
-    generators. All else is shared: samples in memory would otherwise be copied for every shard.
+    Copy the dataset, the datasets that it holds (directly, or in lists, tuples and dicts), and random generators. Share
+    everything else: otherwise, samples in memory would be copied for every shard.
 
     Args:
         value: The dataset, or something that it holds.
@@ -157,19 +157,19 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
     elif isinstance(value, Dataset):
         new = known[id(value)] = copy.copy(value)
         for name, attribute in list(getattr(value, "__dict__", {}).items()):
-            new.__dict__[name] = _copied(attribute, known)
+            new.__dict__[name] = _copy_dataset(attribute, known)
     elif isinstance(value, dict) and any(isinstance(item, Dataset) for item in value.values()):
-        new = {name: _copied(item, known) for name, item in value.items()}
+        new = {name: _copy_dataset(item, known) for name, item in value.items()}
     elif type(value) in (list, tuple) and any(isinstance(item, Dataset) for item in value):
-        new = type(value)(_copied(item, known) for item in value)
+        new = type(value)(_copy_dataset(item, known) for item in value)
     return new
 
 
 class _Shard:
     """An open iterator over one virtual shard."""
 
-    def __init__(self, loader: DataLoader[Any], which: _ShardPass, number: int, seeds: SampleSeeds) -> None:
-        self.which = which
+    def __init__(self, loader: DataLoader[Any], shard_pass: _ShardPass, number: int, seeds: SampleSeeds) -> None:
+        self.shard_pass = shard_pass
         self.seeds = seeds
         self.next_offset = 0
         self._number = number
@@ -193,10 +193,10 @@ class _Shard:
         """Make ``get_worker_info()`` return this shard, only for the code of this loader."""
         before = torch_worker._worker_info
         if self._info is None and not self._is_over:
-            # A worker_init_fn may change any part of its dataset.
+            # A worker_init_fn may change any part of the dataset: copy all of it.
             has_init = self._loader.worker_init_fn is not None
-            dataset = copy.deepcopy(self._loader.dataset) if has_init else _copied(self._loader.dataset, {})
-            self._info = worker_info(self._number, self.which.num_shards, self.seeds.of(self._number), dataset)
+            dataset = copy.deepcopy(self._loader.dataset) if has_init else _copy_dataset(self._loader.dataset, {})
+            self._info = worker_info(self._number, self.shard_pass.num_shards, self.seeds.of(self._number), dataset)
         show_worker_info(self._info)
         try:
             yield
@@ -211,21 +211,21 @@ class _Shard:
                 self._loader.worker_init_fn(self._number)
             self._samples = iter(self._info.dataset)
         size = self._loader.batch_size or 1
-        taken = _taken(self._samples, size)
+        taken = _next_samples(self._samples, size)
         if taken and not (self._loader.drop_last and len(taken) < size):
             return taken
         self._is_over = True
-        # They may hold buffers and files.
+        # Let go of buffers and files.
         self._samples = None
         self._info = None
         return None
 
 
-def _taken(samples: Iterator[Any], number: int) -> list[Any]:
+def _next_samples(samples: Iterator[Any], number: int) -> list[Any]:
     """Return the next samples, fewer at the end."""
     if isinstance(samples, GeneratorType):
         return list(islice(samples, number))
-    # islice() calls iter(): a dataset that is its own iterator would start again.
+    # islice() calls iter(), which restarts a dataset that is its own iterator.
     taken: list[Any] = []
     while len(taken) < number and (sample := next(samples, _END)) is not _END:
         taken.append(sample)

@@ -1,4 +1,4 @@
-"""A loader of the user on a data host: its description, the order of its samplers, and its batches."""
+"""A loader of the user on a data host: its description, its sampler's order, and its batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lightning_sm.data.host.sampler import SamplerPass, UserSampler
 from lightning_sm.data.host.seeding import Seed, Seeding
 from lightning_sm.data.ipc.processes import in_fork
 from lightning_sm.data.plan.seeds import SampleSeeds, worker_seed
-from lightning_sm.data.protocol.spec import BatchSpec, LoaderFacts, OrderKind
+from lightning_sm.data.protocol.spec import BatchSpec, LoaderDescription, OrderKind
 from lightning_sm.errors import DataSettingsError
 
 
@@ -39,7 +39,7 @@ class ServedLoader:
 
     Args:
         loader: The user's loader.
-        name: Its place in what ``*_dataloader()`` returned, for messages: ``train_dataloader()["a"]``.
+        name: Its place in the return value of ``*_dataloader()``, for messages: ``train_dataloader()["a"]``.
         stage: "train", "val", "test" or "predict".
         index: Position among the loaders of the stage.
         seed: Seed of the run.
@@ -75,11 +75,11 @@ class ServedLoader:
         versions = [torch.__version__, np.__version__, platform.python_version()]
         cls = type(self._dataset)
         self._sampler = UserSampler(sampler)
-        # Keys that are not integers stay on the data hosts; trainers request their positions instead.
+        # Keys that are not integers stay on the data hosts: trainers request their positions in the order instead.
         self._is_positional = order in ("sampler", "batch_sampler") and not self._sampler.yields_indices(
             in_batches=order == "batch_sampler"
         )
-        self.facts = LoaderFacts(
+        self.description = LoaderDescription(
             name=name,
             order=order,
             num_samples=num_samples,
@@ -97,7 +97,7 @@ class ServedLoader:
     def sampler_order(self, seed: int, epoch: int, pass_index: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Run the user's sampler for one pass.
 
-        Call it in a fork: samplers keep state, and every data host must return the same order.
+        Call it in a fork: samplers keep state, but every data host must return the same order.
 
         Args:
             seed: Base of all random states.
@@ -105,11 +105,11 @@ class ServedLoader:
             pass_index: Number of the pass within the epoch.
 
         Returns:
-            Keys, int64 of shape (samples,); for a batch sampler also the start of each batch, int64 of shape
-            (batches + 1,).
+            Keys, int64 of shape (samples,). For a batch sampler, also the start of each batch, int64 of shape
+            (batches + 1,), where the last item is the end of the last batch.
         """
         batches = self._run_sampler(seed, epoch, pass_index)
-        if self.facts.order == "sampler":
+        if self.description.order == "sampler":
             return np.arange(len(batches)) if self._is_positional else np.array(batches, np.int64), None
         offsets = np.concatenate([[0], np.cumsum([len(batch) for batch in batches], dtype=np.int64)])
         if self._is_positional:
@@ -120,9 +120,9 @@ class ServedLoader:
         """Return a batch, built in the arena if the collate function is torch's own.
 
         Args:
-            spec: Everything that its content depends on.
+            spec: Everything that the batch depends on.
             arena: Memory for the batch.
-            mark: Where the worker notes which sample it is at.
+            mark: Note of the sample that the worker is at.
 
         Raises:
             UserCodeError: The user's dataset, transform or collate function failed.
@@ -130,7 +130,7 @@ class ServedLoader:
         Returns:
             The collated batch, or a ``ShardEnd`` for a shard without a batch at the requested offset.
         """
-        if self.facts.order == "shards":
+        if self.description.order == "shards":
             shards, shard, offset, _ = spec.keys.tolist()
             mark.set_text(f"batch {offset} of shard {shard} of {shards}")
             return self._shards.batch(spec)
@@ -149,7 +149,7 @@ class ServedLoader:
                 seed(seeds.of_batch(spec.step, spec.rank))
             mark.set_text(f"the collate function, for indices {keys[0]!r} to {keys[-1]!r}")
             try:
-                if self.facts.batch_size is None and self.facts.order != "batch_sampler":
+                if self.description.batch_size is None and self.description.order != "batch_sampler":
                     return self._collate(samples[0])
                 return collate_into(self._collate, samples, arena)
             except Exception as error:
@@ -167,16 +167,16 @@ class ServedLoader:
         """
         context: Any = self._loader.multiprocessing_context
         if context is not None and context.get_start_method() != "fork":
-            # Such workers get a pickled copy, without the open files and connections that its __getstate__ leaves out.
+            # Local workers would get a pickled copy, without the open files that the dataset's __getstate__ leaves out.
             self._dataset = pickle.loads(pickle.dumps(self._dataset))  # noqa: S301  # of this process
-            vars(self._loader)["dataset"] = self._dataset  # DataLoader refuses to have it set
-        if self.facts.order == "shards":
+            vars(self._loader)["dataset"] = self._dataset  # DataLoader.__setattr__ refuses to replace it
+        if self.description.order == "shards":
             return
         seed = worker_seed(self._seed, host, self._stage, self._index, worker_id)
         self._worker_info = worker_info(worker_id, num_workers, seed, self._dataset)
         show_worker_info(self._worker_info)
         if self._loader.worker_init_fn is not None:
-            # A generator that it makes from torch.initial_seed() differs between workers, as in a DataLoader.
+            # As in a DataLoader, a generator that it makes from torch.initial_seed() differs between workers.
             seed_all(seed)
             self._loader.worker_init_fn(worker_id)
 
@@ -205,20 +205,20 @@ class ServedLoader:
 
     def _all_keys(self, spec: BatchSpec) -> list[Any]:
         """Return the keys of a pass, for a sampler that does not yield integers."""
-        which = (spec.seed, spec.epoch, spec.pass_index)
-        if self._keys is None or self._keys[0] != which:
-            # In a fork: samplers keep state, and all workers, also later ones, must get the same keys.
-            keys = in_fork(lambda: self._run_sampler(*which))
-            if self.facts.order == "batch_sampler":
+        pass_key = (spec.seed, spec.epoch, spec.pass_index)
+        if self._keys is None or self._keys[0] != pass_key:
+            # In a fork: samplers keep state, but all workers, also those that start later, must get the same keys.
+            keys = in_fork(lambda: self._run_sampler(*pass_key))
+            if self.description.order == "batch_sampler":
                 keys = [key for batch in keys for key in batch]
-            self._keys = (which, keys)
+            self._keys = (pass_key, keys)
         return self._keys[1]
 
     def _run_sampler(self, seed: int, epoch: int, pass_index: int) -> list[Any]:
         def pass_of(epoch: int, pass_index: int) -> SamplerPass:
             return SamplerPass(epoch, SampleSeeds(seed, self._stage, self._index, epoch, pass_index))
 
-        # "test" and "predict" have one pass, whatever the epoch of the training before.
+        # "test" and "predict" have a single pass, whatever epoch training has reached.
         first = self._first_epoch if self._stage in ("train", "val") else epoch
         earlier = [pass_of(past, 0) for past in range(first, epoch)]
         return self._sampler.order(pass_of(epoch, pass_index), earlier)
@@ -275,7 +275,7 @@ def _check_iteration(loader: DataLoader[Any], name: str) -> None:
 def _check_dataset(dataset: Any, name: str) -> None:
     """Check that the workers of an iterable dataset do not wait for each other, as virtual shards open in turn."""
     for cls in type(dataset).__mro__:
-        # StreamingDataset._resume_incr_epoch() (streaming/base/dataset.py): a barrier of all workers of the node.
+        # StreamingDataset._resume_incr_epoch() (streaming/base/dataset.py) is a barrier of all workers of the node.
         if cls.__module__.startswith("streaming.") and cls.__name__ == "StreamingDataset":
             raise DataSettingsError(
                 f"The dataset of {name} is a StreamingDataset of MosaicML, whose workers wait for each other when a "
@@ -289,7 +289,7 @@ def _order_of(loader: DataLoader[Any], stage: str) -> tuple[OrderKind, int | Non
     if isinstance(loader.dataset, IterableDataset):
         return "shards", None, loader.batch_size, loader.drop_last
     batch_sampler: Any = loader.batch_sampler
-    # Lightning predicts every sample.
+    # Lightning predicts every sample, so predict loaders drop nothing.
     may_drop = stage != "predict"
     if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
         if isinstance(batch_sampler, BatchSampler) and not may_drop:
@@ -304,7 +304,7 @@ def _order_of(loader: DataLoader[Any], stage: str) -> tuple[OrderKind, int | Non
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(dataset):
         return "shuffled", len(sampler), size, drop_last
     if type(sampler) is DistributedSampler:
-        # It splits the data over the ranks, as the plan does, but the plan fits any number of ranks without padding.
+        # The plan splits the data over the ranks, too, and needs no padding, whatever their number.
         return (
             "shuffled" if sampler.shuffle else "sequential",
             len(dataset),
@@ -317,7 +317,7 @@ def _order_of(loader: DataLoader[Any], stage: str) -> tuple[OrderKind, int | Non
 def _length_of(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except (TypeError, NotImplementedError):  # what Lightning takes for "no length"
+    except (TypeError, NotImplementedError):  # Lightning treats both as "no length"
         return None
 
 

@@ -1,7 +1,7 @@
 """The main process of a data host: owns the user's DataModule, the worker processes and the gRPC server's process.
 
-It has no threads and never loads gRPC, so that it can fork its workers. It restarts every child that dies. When it dies
-itself, its children die with it.
+It has no threads and never loads gRPC, so that it can fork its workers. It restarts every child that dies; its children
+die when it does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_sm.data.ipc.host_messages import (
     OpenedLoaders,
     RunHook,
     RunSampler,
-    SamplerRun,
+    SamplerOutput,
     Serve,
     TrainerFinished,
     WorkerLost,
@@ -50,10 +50,10 @@ from lightning_sm.job.stopping import GENTLE_SIGNAL
 
 logger = logging.getLogger(__name__)
 
-# One slot is filled while the other is sent.
+# A worker fills one slot while the other is sent.
 _SLOTS_PER_WORKER = 2
 
-# How often in a row the server process may die before a trainer has asked it for loaders.
+# After dying so many times in a row without a trainer's request for loaders, the server process is not restarted.
 _MAX_SERVER_STARTS = 5
 
 # Time for the server process to finish the batches that it is sending, and to notify the trainers.
@@ -61,14 +61,14 @@ _STOP_TIMEOUT_S = 5.0
 
 
 class _Terminated(BaseException):
-    """Interrupts a hook of the user. Not an Exception, so that the user's ``except Exception`` does not catch it."""
+    """The interruption of a user's hook. No Exception, which the hook's own ``except Exception`` would catch."""
 
 
 class MainProcess:
-    """Serves a DataModule from the current process until the trainers have finished.
+    """The data host: serves a DataModule from the current process until the trainers have finished.
 
-    The host has failed if the user's hooks failed when trainers last asked for loaders, and the training failed, too: a
-    training that succeeds did not need those loaders.
+    The host fails if the user's hooks failed at the last request for loaders and training failed, too. A training that
+    succeeded did not need those loaders.
 
     Args:
         datamodule: The user's DataModule.
@@ -81,7 +81,7 @@ class MainProcess:
         self._settings = settings
         self._listening = listening
         self._selector = selectors.DefaultSelector()
-        self._pidfds: dict[int, int] = {}  # by process id, of all children
+        self._pidfds: dict[int, int] = {}  # of all children, by process id
         self._worker_pids: dict[int, int] = {}  # by worker id
         # By opening and worker number: the id of the worker to replace when it dies.
         self._current_ids: dict[tuple[str, int], int] = {}
@@ -91,7 +91,7 @@ class MainProcess:
         self._outcome: Finished | None = None
         self._in_hook = False
         self._job_is_ending = False
-        # The reply to the last request for loaders, if it failed; the trainers cannot continue without them.
+        # The error of the last request for loaders, if it failed: trainers cannot continue without loaders.
         self._problem: Problem | None = None
         self._training_succeeded = False
 
@@ -112,7 +112,7 @@ class MainProcess:
         wakeup, waker = socket.socketpair()
         waker.setblocking(False)
         self._selector.register(wakeup, selectors.EVENT_READ, lambda: self._on_wakeup(wakeup))
-        # Before the handlers: Python restarts an interrupted wait when a handler only sets a flag.
+        # Set before the handlers. Python resumes an interrupted wait if the handler only sets a flag: this wakes it.
         signal.set_wakeup_fd(waker.fileno())
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(GENTLE_SIGNAL, self._on_gentle_signal)
@@ -124,12 +124,12 @@ class MainProcess:
         except _Terminated:
             outcome = self._outcome or Finished("the job was stopped before it served anything")
         finally:
-            # Outcomes that came before or together with SIGTERM, which follows when the trainers have left.
+            # SIGTERM follows soon after the trainers have left: read outcomes that came before it.
             if _is_readable(self._server.fileno(), timeout_s=0.0):
                 self._note_outcomes(self._server.pending())
             self._close()
-            # For the rest of the process: the interpreter takes a second to exit and restores the default handlers. A
-            # signal of the ending job that arrives in this second must not replace the exit code.
+            # Ignored until the process is gone. The interpreter takes a second to exit, and restores default handlers:
+            # a signal of the ending job in this second must not change the exit code.
             for signum in (signal.SIGTERM, GENTLE_SIGNAL):
                 signal.signal(signum, signal.SIG_IGN)
             signal.set_wakeup_fd(-1)
@@ -137,11 +137,11 @@ class MainProcess:
             waker.close()
         if outcome.is_error:
             raise DataServiceError(outcome.reason)
-        # With an owner, the trainers' error is in the owner's own process already.
+        # An owner (``until``) has the error already: it is raised on the trainers in the owner's process.
         problem = self._problem
         if until is None and problem is not None and not self._training_succeeded:
             raise problem.exception(self._settings.name)
-        logger.info("Data host exiting: %s.", outcome.reason)
+        logger.info("Data host done: %s.", outcome.reason)
 
     def _wait_for_outcome(self) -> Finished:
         while True:
@@ -154,13 +154,13 @@ class MainProcess:
         self._outcome = Finished("its owner closed it")
 
     def _on_sigterm(self, *_: object) -> None:
-        """Exit as soon as possible. A hook of the user is interrupted: it may download for hours."""
+        """Exit as soon as possible. Interrupt the user's hook, which may download for hours."""
         self._outcome = Finished("it was terminated (SIGTERM)")
         if self._in_hook:
             raise _Terminated
 
     def _on_gentle_signal(self, *_: object) -> None:
-        """Note that the job is ending. Trainers need batches until all ranks have come to save a checkpoint."""
+        """Note that the job is ending. Serve on: trainers need batches until all ranks save a checkpoint."""
         self._job_is_ending = True
         if self._in_hook and not self._module.loaders:
             raise _Terminated
@@ -187,18 +187,18 @@ class MainProcess:
     def _on_server_messages(self) -> None:
         server = self._server
         messages = server.pending()
-        self._note_outcomes(messages)  # first: SIGTERM may interrupt a hook that another message calls
+        self._note_outcomes(messages)  # before the hooks that other messages run: SIGTERM may interrupt these
         for message in messages:
             match message:
                 case Listening(address):
-                    # A restarted server process must listen where trainers know it.
+                    # If the server process restarts, trainers must find it at the same address.
                     self._settings = replace(self._settings, address=address)
                     self._listening(address)
                 case RunHook(request):
                     self._server_starts = 0
                     self._open(request)
-                case RunSampler(which):
-                    self._run_sampler(which)
+                case RunSampler(loader_pass):
+                    self._run_sampler(loader_pass)
                 case KillWorker(worker):
                     pid = self._worker_pids.get(worker)
                     if pid is not None:
@@ -209,7 +209,7 @@ class MainProcess:
             self._selector.unregister(server)
 
     def _note_outcomes(self, messages: list[Message]) -> None:
-        """Remember whether any trainer succeeded; ``serve`` decides by it whether this host has failed."""
+        """Remember whether any trainer succeeded, for ``serve``, which decides whether this host has failed."""
         if TrainerFinished(is_success=True) in messages:
             self._training_succeeded = True
 
@@ -255,11 +255,11 @@ class MainProcess:
     # Forked children: workers and samplers
 
     def _fork_workers(self, openings: Iterable[str]) -> None:
-        """Fork workers for loaders. Those of other loaders keep their caches and open files, and wait."""
+        """Fork workers for loaders. Workers of other loaders keep their caches and open files, and wait."""
         live = self._module.loaders
         self._current_ids = {place: worker for place, worker in self._current_ids.items() if place[0] in live}
         for opening in openings:
-            # A hook may return an empty list.
+            # A hook may return an empty list, which needs no workers.
             for number in range(self._settings.workers if live[opening] else 0):
                 self._fork_worker(opening, number)
 
@@ -271,7 +271,7 @@ class MainProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
 
         def run() -> None:
-            ours.close()  # a worker with its own copy of the other end would never see that end closed
+            ours.close()  # with a copy of the other end, a worker would never see it closed
             host = self._settings.name or self._settings.address
             num_workers = self._settings.workers
             loaders = {opening: self._module.loaders[opening]}
@@ -301,21 +301,21 @@ class MainProcess:
         mark.close()
         how = describe_exit(status) + (f" at {at}" if at else "")
         was_sent = self._send(WorkerLost(worker_id, how))
-        # Other workers exit on purpose: when their loaders were replaced, or when their server process died.
+        # Do not replace a worker that exits on purpose: its loaders were replaced, or its server process died.
         is_needed = opening in self._module.loaders and self._current_ids.get((opening, number)) == worker_id
         if self._outcome is None and is_needed and was_sent:
             logger.warning("Worker %d %s. Starting a new one.", number, how)
             self._fork_worker(opening, number)
 
-    def _run_sampler(self, which: LoaderPass) -> None:
-        """Run a sampler in a fork: every host starts from the same state, and nothing waits for the sampler."""
+    def _run_sampler(self, loader_pass: LoaderPass) -> None:
+        """Run a sampler in a fork, so that every host starts from the same state, and nothing waits for it."""
         fd = os.memfd_create("lightning_sm_sampler_order", os.MFD_CLOEXEC)
 
         def run() -> None:
             with os.fdopen(os.dup(fd), "wb") as file:
                 try:
-                    loader = self._module.loaders[which.opening][which.loader]
-                    keys, offsets = loader.sampler_order(which.seed, which.epoch, which.pass_index)
+                    loader = self._module.loaders[loader_pass.opening][loader_pass.loader]
+                    keys, offsets = loader.sampler_order(loader_pass.seed, loader_pass.epoch, loader_pass.pass_index)
                     num_batches = BatchPlan(keys, offsets, 0, 1).num_steps  # raises if a batch is empty
                 except Exception as error:  # noqa: BLE001  # the error of the user's sampler is sent to the trainers
                     file.write(Problem.of(error).encode() + b"\n")
@@ -325,7 +325,7 @@ class MainProcess:
                 file.write(np.ascontiguousarray(order, "<i8").data)
 
         def on_exit(status: int) -> None:
-            self._send(SamplerRun(which, describe_exit(status) if status else "", (fd,)))
+            self._send(SamplerOutput(loader_pass, describe_exit(status) if status else "", (fd,)))
             os.close(fd)
 
         self._watch(self._fork(run), on_exit)

@@ -1,4 +1,4 @@
-"""Which sample a worker is at: what its parent can still read when native code has killed it."""
+"""A note of the sample that a worker is at, which its parent can read after native code has killed the worker."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import mmap
 import struct
 
 _MAX_TEXT_BYTES = 200
-# What follows: nothing, an index, or as many bytes of text.
+# The head begins with one of these, or with the number of bytes of the text that follows.
 _NOTHING, _INDEX = 0xFFFE, 0xFFFF
 _HEAD = struct.Struct("<Hq")
 
@@ -14,8 +14,8 @@ _HEAD = struct.Struct("<Hq")
 class SampleMark:
     """A note in memory that a worker shares with its parent. Make it before the fork.
 
-    An exception of the user's code names its sample by itself. SIGSEGV in an image decoder, and SIGKILL for lack of
-    memory, leave only this.
+    An exception of the user's code names its sample. After SIGSEGV in an image decoder, or SIGKILL for lack of memory,
+    only this note is left.
     """
 
     def __init__(self) -> None:

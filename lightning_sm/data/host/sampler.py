@@ -1,4 +1,4 @@
-"""The orders of the user's samplers: another one in each epoch, and the same on every data host."""
+"""The orders of the user's samplers: new in each epoch, and the same on every data host."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lightning_sm.data.plan.seeds import SampleSeeds
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
-# Values that a sampler counts or switches with. Lists and arrays are left out: a sampler that shuffles one in place
-# draws from a generator, which has another seed in each epoch.
+# Types of attributes by which a sampler may count or switch. Not lists and arrays: a sampler that shuffles one in place
+# draws from a generator, which gets a new seed in each epoch.
 _PLAIN = (bool, int, float, str, np.generic, type(None))
 
 
@@ -38,12 +38,11 @@ class UserSampler:
     """A sampler or batch sampler of the user, with the samplers in its attributes.
 
     A local sampler continues where its last pass ended. On a data host, each pass starts from the state that the user's
-    hook left, in a fork, so that all hosts yield the same order, whatever they were asked before. Therefore:
+    hook left, in a fork, so that all hosts yield the same order, whatever was requested before. Therefore:
 
-    - Before each pass, the global generators, and those in the attributes, get seeds of the pass.
-    - If a pass changes a number or string in the attributes, such as a counter, the passes of the earlier epochs are
-      run first. This costs one pass for each earlier epoch. For other samplers of the user's it costs one pass more;
-      for torch's own, nothing.
+    - Before each pass, the global generators, and those in the sampler's attributes, are seeded for the pass.
+    - If a pass changes a number or string in the attributes, such as a counter, the passes of all earlier epochs run
+      first. Finding out costs other samplers of the user's one more pass; torch's own samplers are known not to count.
 
     Args:
         sampler: The sampler; any iterable.
@@ -53,14 +52,14 @@ class UserSampler:
         self._sampler = sampler
 
     def yields_indices(self, *, in_batches: bool) -> bool:
-        """Whether the samples are integers, as far as the first one shows, which a fork draws.
+        """Draw the first sample in a fork, and return whether it is an integer, as then probably all are.
 
         Args:
             in_batches: Whether it is a batch sampler.
         """
         try:
             return bool(in_fork(lambda: self._starts_with_index(in_batches)))
-        except Exception:  # noqa: BLE001  # as with a local loader, the sampler's error is raised when it is iterated
+        except Exception:  # noqa: BLE001  # raised again when a pass runs the sampler, as with a local loader
             return True
 
     def order(self, this: SamplerPass, earlier: Sequence[SamplerPass]) -> list[Any]:
@@ -92,12 +91,12 @@ class UserSampler:
         for sampler in self._parts()[0]:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(this.epoch)
-        # Each its own: generators of equal seeds would draw the same numbers.
+        # With equal seeds, generators would draw the same numbers.
         for number, generator in enumerate(self._parts()[1]):
             _seed(generator, this.seeds.of(["sampler", number]))
 
     def _plain_state(self) -> list[str]:
-        """Return the numbers and strings in the attributes, as text, by which NaN equals itself."""
+        """Return the numbers and strings in the attributes, as text, so that NaN equals itself."""
         return [
             f"{name}={value!r}"
             for sampler in self._parts()[0]
@@ -124,7 +123,7 @@ class UserSampler:
                     take(attribute, is_sampler=name in ("sampler", "batch_sampler"))
             elif isinstance(value, (list, tuple, dict)):
                 items = value.values() if isinstance(value, dict) else value
-                # One look: it may be a list of a million indices.
+                # Look only at the first item: it may be a list of a million indices.
                 if isinstance(next(iter(items), None), (Sampler, *_GENERATORS)):
                     for item in items:
                         take(item)

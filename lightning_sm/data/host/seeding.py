@@ -1,4 +1,4 @@
-"""Seeds only the random generators that a loader's code uses: seeding all three takes 7 us for every sample."""
+"""Seed only the random generators that a loader's code uses: seeding all three takes 7 us for every sample."""
 
 from __future__ import annotations
 

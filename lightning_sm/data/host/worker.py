@@ -1,7 +1,8 @@
 """A worker of a data host: runs the user's dataset, transforms and collate function, one batch after the other.
 
-Workers are forked from the data host's main process, as ``DataLoader`` forks its own. It never loads gRPC and has no
-threads, so that forking it is safe. Forks share the dataset's memory, need no pickling, and start in milliseconds.
+Workers are forked from the data host's main process, as ``DataLoader`` forks its own. The main process never loads gRPC
+and has no threads, so forking it is safe. Forks share the dataset's memory, need no pickling, and start within
+milliseconds.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ def run_worker(
     Args:
         sock: Connection to the server process.
         ring: The slots for finished batches.
-        openings: The loaders that were opened so far, by the name of the request that opened them.
-        mark: Where to note which sample this worker is at.
+        openings: The open loaders, by the name of the request that opened them.
+        mark: Note of the sample that this worker is at.
         host: Name of the data host.
         worker_id: Number of the worker on its host.
         num_workers: Workers on the host.
     """
     kill_with_parent()
-    # Ctrl-C and the launcher's SIGTERM go to the whole process group; workers exit when their socket is closed.
+    # Ctrl-C and the launcher's SIGTERM go to the whole process group, but workers exit only when their socket closes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     keep_freed_memory()
@@ -67,7 +68,7 @@ def run_worker(
         for loaders in openings.values():
             for loader in loaders:
                 loader.enter_worker(host, worker_id, num_workers)
-    except Exception as error:  # noqa: BLE001  # the error of the user's code is the answer to every request
+    except Exception as error:  # noqa: BLE001  # every request is answered with the error of the user's code
         problem = error
     with contextlib.suppress(BrokenPipeError):  # the server process died while this worker built a batch
         requests.send(Ready())
@@ -86,7 +87,7 @@ def _build(
     request: Build, ring: Ring, openings: Mapping[str, Sequence[ServedLoader]], mark: SampleMark
 ) -> tuple[BuiltRange | Failure | ShardEnd, list[EncodedBatch]]:
     started = time.perf_counter()
-    spec = StepRangeSpec.decode(request.payload)
+    spec = StepRangeSpec.decode(request.encoded_spec)
     memory = ring.slot(request.slot)
     batches: list[EncodedBatch] = []
     used = 0
@@ -97,7 +98,7 @@ def _build(
             arena = Arena(memory[start:])
             batch = loader.batch(one, arena, mark)
             if isinstance(batch, ShardEnd):
-                if batches:  # that there are fewer than were requested says so
+                if batches:  # fewer batches than requested mean that the shard ends with them
                     break
                 return batch, []
             structure = encode(batch, arena)

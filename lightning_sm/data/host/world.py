@@ -1,7 +1,7 @@
 """The world that DataModules see on a data host: one process, which reads all of the data.
 
-The data service splits the samples over the ranks. Code that also splits them, by ``torch.distributed`` or by the
-variables of torchrun, must find nothing to split: it would leave out what it takes for the parts of other ranks.
+The data service splits the samples over the ranks. User code that also splits them, by ``torch.distributed`` or by the
+variables of torchrun, must find a world of one: otherwise, it would drop the parts of other ranks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _VARIABLES = {
 
 @contextmanager
 def world_of_one() -> Iterator[None]:
-    """Make ``torch.distributed`` and torchrun's variables tell of a world of one, here and in forks.
+    """Make ``torch.distributed`` and torchrun's variables show a world of one, here and in forks.
 
-    A process group that the user's script has made stays as it is.
+    Keep a process group that the user's script has made.
     """
     before = {name: os.environ.get(name) for name in _VARIABLES}
     os.environ.update(_VARIABLES)
-    # A process group changes it for good: errors of a data host would be marked as those of rank 0.
+    # Creating a process group replaces sys.excepthook for good, and errors of a data host would be marked as rank 0's.
     excepthook = sys.excepthook
     is_ours = torch.distributed.is_available() and not torch.distributed.is_initialized() and _init_group()
     try:
@@ -50,9 +50,9 @@ def world_of_one() -> Iterator[None]:
 def _init_group() -> bool:
     """Make a process group of one process without threads, if this version of torch has one.
 
-    Gloo's groups start three threads, and this process forks. Torch's group for tests starts none, and in a world of
-    one, its collective operations do what Gloo's do (seen in torch 2.14). Its module is private: should a later torch
-    not have it, only DataModules that need a group fail, with torch's own error.
+    Gloo's groups start three threads, but this process forks. Torch's "fake" group for tests starts none, and in a
+    world of one its collectives do what Gloo's do (checked with torch 2.14). The module is private: if a later torch
+    lacks it, only DataModules that need a group fail, with torch's own error.
     """
     with suppress(ImportError):
         from torch.testing._internal.distributed import fake_pg  # registers the backend  # noqa: F401, PLC0415

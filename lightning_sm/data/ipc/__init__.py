@@ -1,1 +1,1 @@
-"""What the processes of one host share: messages, memory, supervision."""
+"""Messages, memory and supervision between processes of one host."""

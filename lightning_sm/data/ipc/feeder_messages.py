@@ -1,4 +1,4 @@
-"""What a training process and its feeder send each other: one class for each kind of message, which is its encoding."""
+"""The messages between a training process and its feeder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_sm import errors
 from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.calls import HeartbeatRequest, LoaderPass, Loaders, OpenRequest, SetUp
 from lightning_sm.data.protocol.figures import BatchFigures, HostFigures, RankFigures
-from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.settings import Credentials
 
 # From the training process
@@ -21,7 +21,7 @@ class Configure(Message):
     Attributes:
         addresses: Addresses of the data hosts.
         credentials: Credentials for them.
-        client: What this rank says with every heartbeat, without figures.
+        client: The heartbeat of this rank, without figures.
         hedge_factor: See ``DataServiceSettings``.
         is_quiet: Whether another rank of this host logs what all of them would.
     """
@@ -35,11 +35,11 @@ class Configure(Message):
 
 @dataclass(frozen=True)
 class OpenLoaders(Message):
-    """Asks all data hosts for the same; answered by ``Opened``.
+    """A request to all data hosts; answered by ``Opened``.
 
     Attributes:
-        request: What goes to the first data host, which runs ``prepare_data`` first.
-        prepares_everywhere: Whether the others do so, too.
+        request: The request to the first data host, which runs ``prepare_data`` first.
+        prepares_everywhere: Whether the others run ``prepare_data``, too.
     """
 
     request: OpenRequest
@@ -48,7 +48,7 @@ class OpenLoaders(Message):
 
 @dataclass(frozen=True)
 class ShareRing(Message):
-    """Shares the memory for the batches of a loader: ring ``number``, of which ``fds`` has the descriptor."""
+    """Memory for the batches of a loader: ring ``number``, of which ``fds`` has the descriptor."""
 
     number: int
     num_slots: int
@@ -58,7 +58,7 @@ class ShareRing(Message):
 
 @dataclass(frozen=True)
 class LoaderPlace:
-    """Which loader of the data hosts a loader stands for, which part of it, and its limits.
+    """The part of a data hosts' loader that a trainer's loader stands for, and its limits.
 
     Attributes:
         request_name: The request with which the data hosts opened their loaders.
@@ -67,7 +67,6 @@ class LoaderPlace:
         rank: This rank among those that split the data; 0 if every rank gets all of it.
         world_size: Number of ranks that split the data.
         seed: Base of all random states.
-        order_version: How epochs are shuffled, see ``SavedPosition``.
         window_batches: Limit of requests in flight or buffered.
         is_window_fixed: Whether it limits the batches, too, although one request may ask for several small ones.
         window_bytes: Limit of their bytes.
@@ -84,7 +83,6 @@ class LoaderPlace:
     rank: int
     world_size: int
     seed: int
-    order_version: int
     window_batches: int
     window_bytes: int
     max_batch_bytes: int
@@ -97,7 +95,7 @@ class LoaderPlace:
 
 @dataclass
 class Position:
-    """Where a pass starts and ends.
+    """The start and the end of a pass.
 
     Attributes:
         epoch: Epoch of the training.
@@ -127,11 +125,11 @@ class PassRequest(Message):
 
     pass_id: int
     place: LoaderPlace
-    loader: LoaderFacts
+    loader: LoaderDescription
     position: Position
 
     @property
-    def which(self) -> LoaderPass:
+    def loader_pass(self) -> LoaderPass:
         """The pass, as data hosts are told of it."""
         place, position = self.place, self.position
         return LoaderPass(place.request_name, place.index, place.seed, position.epoch, position.pass_index)
@@ -139,12 +137,12 @@ class PassRequest(Message):
 
 @dataclass(frozen=True)
 class MeasurePass(PassRequest):
-    """Asks for the length of a pass; answered by ``Length`` or ``Failed``."""
+    """A request for the length of a pass; answered by ``Length`` or ``Failed``."""
 
 
 @dataclass(frozen=True)
 class StartPass(PassRequest):
-    """Asks for the batches of a pass; answered by ``DeliveredRange``, ``EndOfPass`` and ``Failed``.
+    """A request for the batches of a pass; answered by ``DeliveredRange``, ``EndOfPass`` and ``Failed``.
 
     Attributes:
         ring: Number of the ring for them.
@@ -157,12 +155,12 @@ class StartPass(PassRequest):
 
 @dataclass(frozen=True)
 class AskSnapshot(Message):
-    """Asks for a ``FeederSnapshot``."""
+    """A request for a ``FeederSnapshot``."""
 
 
 @dataclass(frozen=True)
 class ShareFigures(Message):
-    """What this rank has measured, for the data hosts and, through them, for rank 0."""
+    """The measurements of this rank, for the data hosts and, through them, for rank 0."""
 
     figures: RankFigures
 
@@ -196,7 +194,7 @@ class Length(Message):
 
 @dataclass(frozen=True)
 class DeliveredRange(Message):
-    """A run of consecutive batches of a pass, in one slot.
+    """The batches of a step range, in one slot.
 
     Attributes:
         pass_id: Number of the pass.
@@ -209,10 +207,10 @@ class DeliveredRange(Message):
         produce_s: Seconds that the worker took for all batches.
         transfer_s: Seconds from request to delivery, without these two.
         num_ready: Batches that are buffered behind these.
-        row: Row of the block that the first batch is in, the second is in the next one, and so on; None: all batches
-            come at once.
+        row: Row of the block that the first batch is in; each further batch is in the next row. None: the batches
+            belong to no block, and follow each other.
         keys: Indices of the samples of each batch; empty if they are not wanted.
-        payload: Where each batch lies, and its structure, as ``frames.pack_batches`` packs them.
+        encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
     """
 
     pass_id: int
@@ -227,7 +225,7 @@ class DeliveredRange(Message):
     num_ready: int
     row: int | None
     keys: list[list[int]]
-    payload: bytes
+    encoded_batches: bytes
 
     def figures(self) -> BatchFigures:
         """Return what one batch of it took, on average."""

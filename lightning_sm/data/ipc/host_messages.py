@@ -17,11 +17,11 @@ class Serve(Message):
 
     Attributes:
         settings: How to serve.
-        payload: The DataModule, pickled, for a process that has none.
+        pickled_datamodule: The DataModule, for a process that has none.
     """
 
     settings: HostSettings
-    payload: bytes = b""
+    pickled_datamodule: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StartFailed(Message):
 
 @dataclass(frozen=True)
 class Finished(Message):
-    """Why a data host stops serving.
+    """The reason why a data host stops serving.
 
     Attributes:
         reason: A clause for the log, or the whole text of the error.
@@ -73,15 +73,15 @@ class OpenedLoaders(Message):
 class RunSampler(Message):
     """To the main process: a pass whose order it must find out."""
 
-    which: LoaderPass
+    loader_pass: LoaderPass
 
 
 @dataclass(frozen=True)
-class SamplerRun(RunSampler):
-    """What the sampler has yielded in a pass.
+class SamplerOutput(RunSampler):
+    """The order of a sampler in a pass.
 
     Attributes:
-        why: How the process that ran the sampler ended, if it crashed.
+        why: How the process that ran the sampler crashed; empty: it did not.
         fds: Memory with a line of JSON, keys and offsets.
     """
 
@@ -149,15 +149,15 @@ class Ready(Message):
 
 @dataclass(frozen=True)
 class Build(Message):
-    """To a worker: what to build in which slot; the payload is an encoded ``StepRangeSpec``."""
+    """To a worker: what to build, an encoded ``StepRangeSpec``, and in which slot."""
 
     slot: int
-    payload: bytes
+    encoded_spec: bytes
 
 
 @dataclass(frozen=True)
 class BuiltRange:
-    """A run of batches in a worker's slot.
+    """The batches of a step range in a worker's slot.
 
     Attributes:
         num_bytes: How many bytes of the slot are batches.
@@ -172,17 +172,17 @@ class BuiltRange:
 
 @dataclass(frozen=True)
 class BuildAnswer(Message):
-    """What has become of a ``Build``.
+    """The answer to a ``Build``.
 
     Attributes:
         slot: Its slot.
         outcome: The batches, or why there are none.
-        payload: Where each batch lies, and its structure, as ``frames.pack_batches`` packs them.
+        encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
     """
 
     slot: int
     outcome: BuiltRange | Failure | ShardEnd
-    payload: bytes = b""
+    encoded_batches: bytes = b""
 
 
 # Between the server process and a network process. A number stands for a request of a stream.
@@ -190,11 +190,11 @@ class BuildAnswer(Message):
 
 @dataclass(frozen=True)
 class Fetch(Message):
-    """To the server process: a trainer's request; the payload is an encoded ``StepRangeSpec``."""
+    """To the server process: a trainer's request, an encoded ``StepRangeSpec``."""
 
     number: int
     stream: int
-    payload: bytes
+    encoded_spec: bytes
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class NewRing(Message):
 
 @dataclass(frozen=True)
 class FetchAnswer(Message):
-    """What has become of a ``Fetch``.
+    """The answer to a ``Fetch``.
 
     Attributes:
         number: Its number.
@@ -237,7 +237,7 @@ class FetchAnswer(Message):
         worker: Id of the worker in whose slot the batches lie.
         slot: The slot.
         queue_s: Seconds from the request until the worker started on it.
-        payload: As of ``BuildAnswer``.
+        encoded_batches: As of ``BuildAnswer``.
     """
 
     number: int
@@ -245,4 +245,4 @@ class FetchAnswer(Message):
     worker: int = 0
     slot: int = 0
     queue_s: float = 0.0
-    payload: bytes = b""
+    encoded_batches: bytes = b""

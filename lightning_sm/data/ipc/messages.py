@@ -22,17 +22,26 @@ _MAX_FDS = 8
 class Message:
     """Base of the messages: each kind is a frozen dataclass, which is its own encoding.
 
-    Fields are JSON values, dataclasses of these, and lists and dicts of such dataclasses, except for two names:
-    ``payload`` is raw bytes, and ``fds`` are file descriptors. These stay open in the sender, and belong to the
-    receiver.
+    Fields are JSON values, dataclasses of these, and lists and dicts of such dataclasses, with two exceptions. At most
+    one field of type ``bytes`` is sent as it is. Descriptors in a field ``fds`` stay open in the sender; the receiver
+    owns its copies.
     """
 
     _kinds: ClassVar[dict[str, type[Message]]] = {}
+    _bytes_field: ClassVar[str | None] = None
 
     def __init_subclass__(cls) -> None:
-        """Register a kind by its name."""
+        """Register a kind by its name.
+
+        Raises:
+            TypeError: Another kind has the name, or the kind has several fields of type ``bytes``.
+        """
         if cls.__name__ in Message._kinds:
             raise TypeError(f"two kinds of message are called {cls.__name__}")
+        names = [name for name, hint in get_type_hints(cls).items() if hint is bytes]
+        if len(names) > 1:
+            raise TypeError(f"{cls.__name__} has {len(names)} fields of type bytes ({', '.join(names)}); 1 is allowed")
+        cls._bytes_field = names[0] if names else None
         Message._kinds[cls.__name__] = cls
 
 
@@ -56,11 +65,11 @@ class MessageSocket:
         Raises:
             BrokenPipeError: The other end is closed.
         """
-        facts = dict(vars(message))  # dataclasses.asdict() would copy each value
-        payload = facts.pop("payload", b"")
-        fds = facts.pop("fds", ())
-        head = json.dumps([type(message).__name__, len(fds), facts], separators=(",", ":"), default=_named).encode()
-        data = b"".join((_LENGTHS.pack(len(head), len(payload)), head, payload))
+        fields = dict(vars(message))  # dataclasses.asdict() would copy each value
+        raw = b"" if message._bytes_field is None else fields.pop(message._bytes_field)
+        fds = fields.pop("fds", ())
+        head = json.dumps([type(message).__name__, len(fds), fields], separators=(",", ":"), default=_named).encode()
+        data = b"".join((_LENGTHS.pack(len(head), len(raw)), head, raw))
         with self._sending:
             sent = socket.send_fds(self._socket, [data], list(fds)) if fds else 0
             if sent < len(data):
@@ -124,19 +133,18 @@ class MessageSocket:
     def _next(self) -> Message | None:
         if len(self._received) < _LENGTHS.size:
             return None
-        head, payload = _LENGTHS.unpack_from(self._received)
-        start = _LENGTHS.size + head
-        stop = start + payload
+        head_bytes, raw_bytes = _LENGTHS.unpack_from(self._received)
+        start = _LENGTHS.size + head_bytes
+        stop = start + raw_bytes
         if len(self._received) < stop:
             return None
-        name, num_fds, facts = json.loads(self._received[_LENGTHS.size : start])
+        name, num_fds, fields = json.loads(self._received[_LENGTHS.size : start])
         kind = Message._kinds[name]
-        fields = kind.__dataclass_fields__  # type: ignore[attr-defined]  # of each kind
-        if "payload" in fields:
-            facts["payload"] = bytes(memoryview(self._received)[start:stop])
-        if "fds" in fields:
-            facts["fds"] = tuple(self._fds.popleft() for _ in range(num_fds))
-        message: Message = _rebuilt(kind, facts)
+        if kind._bytes_field is not None:
+            fields[kind._bytes_field] = bytes(memoryview(self._received)[start:stop])
+        if "fds" in kind.__dataclass_fields__:  # type: ignore[attr-defined]  # of each kind
+            fields["fds"] = tuple(self._fds.popleft() for _ in range(num_fds))
+        message: Message = _rebuild(kind, fields)
         del self._received[:stop]
         return message
 
@@ -145,38 +153,42 @@ def _named(value: Any) -> dict[str, Any]:
     return {type(value).__name__: vars(value)}
 
 
-def _rebuilt(kind: Any, facts: dict[str, Any]) -> Any:
-    """Return a dataclass from its fields, with those in it."""
-    for name, rebuild in _rebuilds(kind).items():
-        facts[name] = rebuild(facts[name])
-    return kind(**facts)
+def _rebuild(kind: Any, fields: dict[str, Any]) -> Any:
+    """Return a dataclass from its fields, with the dataclasses in it."""
+    for name, rebuild in _rebuilders(kind).items():
+        fields[name] = rebuild(fields[name])
+    return kind(**fields)
 
 
 @cache
-def _rebuilds(kind: Any) -> dict[str, Callable[[Any], Any]]:
-    """Return how to rebuild the fields of a dataclass that JSON does not have as they are."""
-    found = ((name, _rebuild_of(hint)) for name, hint in get_type_hints(kind).items())
-    return {name: rebuild for name, rebuild in found if rebuild is not None}
+def _rebuilders(kind: Any) -> dict[str, Callable[[Any], Any]]:
+    """Return functions that rebuild the fields of a dataclass which JSON cannot express."""
+    rebuilders = {}
+    for name, hint in get_type_hints(kind).items():
+        rebuild = _rebuilder(hint)
+        if rebuild is not None:
+            rebuilders[name] = rebuild
+    return rebuilders
 
 
-def _rebuild_of(hint: Any) -> Callable[[Any], Any] | None:
+def _rebuilder(hint: Any) -> Callable[[Any], Any] | None:
     container, inner = get_origin(hint), get_args(hint) or (hint,)
     if container in (list, dict):
-        rebuild = _rebuild_of(inner[-1])
+        rebuild = _rebuilder(inner[-1])
         if rebuild is None:
             return None
         if container is list:
             return lambda values: [rebuild(value) for value in values]
         return lambda values: {name: rebuild(value) for name, value in values.items()}
     kinds = {one.__name__: one for one in inner if isinstance(one, type) and dataclasses.is_dataclass(one)}
-    return partial(_rebuilt_by_name, kinds) if kinds else None
+    return partial(_rebuild_by_name, kinds) if kinds else None
 
 
-def _rebuilt_by_name(kinds: dict[str, Any], value: dict[str, Any] | None) -> Any:
+def _rebuild_by_name(kinds: dict[str, Any], value: dict[str, Any] | None) -> Any:
     if value is None:
         return None
-    ((name, facts),) = value.items()
-    return _rebuilt(kinds[name], facts)
+    ((name, fields),) = value.items()
+    return _rebuild(kinds[name], fields)
 
 
 # A ``Released``, the number of the ring or of the pass, and the slot or step. Writes up to PIPE_BUF bytes are atomic.
@@ -184,7 +196,7 @@ RELEASE = struct.Struct("<IIQ")
 
 
 class Released(IntEnum):
-    """What a record of the release pipe releases."""
+    """The kinds of records in the release pipe."""
 
     SLOT = 1  # number: the ring; value: the slot, which no tensor aliases now
     STEP = 2  # number: the pass; value: all steps below it were taken

@@ -1,1 +1,1 @@
-"""Which samples each step has on each rank."""
+"""The plan: which samples each step has on each rank."""

@@ -13,9 +13,6 @@ from lightning_sm.data.plan.seeds import encode_key
 IndexArray: TypeAlias = npt.NDArray[np.int64]
 _Words: TypeAlias = npt.NDArray[np.uint64]
 
-# How this version shuffles, as checkpoints name it. A run that resumes from version 1 keeps that order.
-ORDER_VERSION = 2
-
 # The multipliers of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), and its
 # increment, which is odd: a bijection of 64-bit numbers.
 _INCREMENT, _FIRST, _SECOND = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -73,7 +70,7 @@ class ShuffledOrder:
 
     def __init__(self, length: int, *, seed: int, epoch: int, pass_index: int = 0, salt: str = "") -> None:
         self._length = length
-        name = encode_key(["lightning_sm.order", ORDER_VERSION, int(seed), int(epoch), int(pass_index), salt])
+        name = encode_key(["lightning_sm.order", int(seed), int(epoch), int(pass_index), salt])
         keys = np.frombuffer(hashlib.shake_256(name).digest(8 * _NUM_ROUNDS), "<u8")
         self._keys = keys.astype(np.uint64).reshape(-1, 2)
         num_rows = _ceil_sqrt(length)
@@ -86,30 +83,20 @@ class ShuffledOrder:
 
     def __getitem__(self, positions: IndexArray, /) -> IndexArray:
         """Return the sample indices at some positions."""
-        values = self._permuted(positions.astype(np.uint64))
+        values = self._permute(positions.astype(np.uint64))
         while (outside := np.flatnonzero(values >= self._length)).size:
-            values[outside] = self._permuted(values[outside])
+            values[outside] = self._permute(values[outside])
         return values.astype(np.int64)
 
-    def _permuted(self, cells: _Words) -> _Words:
+    def _permute(self, cells: _Words) -> _Words:
         row, column = np.divmod(cells, self._columns)
         for first, second in self._keys:
-            row = _moved(row, column, first, self._rows)
-            column = _moved(column, row, second, self._columns)
+            row = _move(row, column, first, self._rows)
+            column = _move(column, row, second, self._columns)
         return row * self._columns + column
 
 
-def sorted_order(length: int, *, seed: int, epoch: int, pass_index: int = 0, salt: str = "") -> IndexArray:
-    """Return the order of version 1, for checkpoints that have it: the stable argsort of raw Philox numbers.
-
-    Arguments are those of ``ShuffledOrder``.
-    """
-    prefix = encode_key(["lightning_sm.order", int(seed), int(epoch), int(pass_index), salt])
-    key = np.frombuffer(hashlib.blake2b(prefix, digest_size=16).digest(), dtype="<u8")
-    return np.argsort(np.random.Philox(key=key).random_raw(length), kind="stable").astype(np.int64, copy=False)
-
-
-def _moved(value: _Words, by: _Words, key: np.uint64, size: np.uint64) -> _Words:
+def _move(value: _Words, by: _Words, key: np.uint64, size: np.uint64) -> _Words:
     """Add a keyed hash of one array to the other, modulo a size below 2 ** 32."""
     mixed = by * _INCREMENT + key
     mixed = (mixed ^ (mixed >> _30)) * _FIRST

@@ -1,4 +1,4 @@
-"""Which samples form which batch, at which step and on which rank. Pure rules over numbers.
+"""The plan of a pass: which samples form which batch, at which step and on which rank. Pure rules over numbers.
 
 Every trainer rank computes its own part of the same plan and requests batches from data hosts by explicit indices;
 data hosts keep no cursor. ``world_size`` counts the trainer ranks only, ``batch_size`` is per rank, and a global batch

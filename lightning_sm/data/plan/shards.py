@@ -85,7 +85,7 @@ class ShardSteps:
     """
 
     num_steps: int | None = None  # unknown until all shards have ended
-    run_length = 1  # batches of each shard in the blocks from here on
+    range_length = 1  # batches of each shard in the blocks from here on
 
     def __init__(self, num_shards: int, rank: int, world_size: int, first: int = 0, stop: int | None = None) -> None:
         check_rank(rank, world_size)
@@ -211,14 +211,14 @@ class ShardSteps:
 
     def _num_rows(self, ticket: int) -> int:
         """Return how many rows a block from a ticket on has; 1: none is worth while there."""
-        if self.run_length == 1 or len(self._shards) > _MAX_SHARDS_IN_BLOCK:
+        if self.range_length == 1 or len(self._shards) > _MAX_SHARDS_IN_BLOCK:
             return 1
         tickets = range(ticket, ticket + len(self._shards))
         num_open = sum(not self._is_empty(self._step_of(each)) for each in tickets)
         if num_open == 1:  # its steps follow each other
             return 1
         # Where the end of the pass cuts a block, batches are requested one by one.
-        return min(self.run_length, (self._wanted_stop - self._next_step) // num_open)
+        return min(self.range_length, (self._wanted_stop - self._next_step) // num_open)
 
     def _add_block(self, first: int, num_rows: int) -> None:
         stop = first + num_rows * len(self._shards)

@@ -1,1 +1,1 @@
-"""What data hosts and feeders say to each other, and how."""
+"""The protocol between data hosts and feeders."""

@@ -11,7 +11,7 @@ from lightning_sm import errors
 from lightning_sm.data.protocol.failures import Failure, with_place
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.from_json import from_json, parse_json
-from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.errors import DataServiceError, WireError
 
 _MAX_DEPTH = 64
@@ -20,7 +20,7 @@ _MAX_DEPTH = 64
 _MAX_REQUEST_BYTES = 1 << 20
 _MAX_NAME_CHARS = 512
 _LONG_TEXTS = ("outcome", "state")
-_MAX_TRAINER_FACTS = 64
+_MAX_TRAINER_VALUES = 64
 
 _HOOKS = ("", "train", "val", "test", "predict")
 _MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
@@ -66,11 +66,11 @@ _Request = TypeVar("_Request", bound=Request)
 
 @dataclass(frozen=True)
 class OpenRequest(Request):
-    """Asks a data host to run ``setup``, if ``loaders`` is empty, or to open the loaders of a hook.
+    """A request to run ``setup``, if ``loaders`` is empty, or to open the loaders of a hook.
 
     Attributes:
-        opening: Name of the request; it begins with the run.
-        run: Number of the run of the Trainer.
+        opening: Name of the request; it begins with ``trainer_run``.
+        trainer_run: Number of the Trainer's run.
         stage: "fit", "validate", "test" or "predict".
         loaders: "train", "val", "test" or "predict".
         epoch: Epoch for which the hook runs.
@@ -83,7 +83,7 @@ class OpenRequest(Request):
     NAME = "Open"
 
     opening: str
-    run: int
+    trainer_run: int
     stage: str
     loaders: str
     epoch: int
@@ -94,26 +94,26 @@ class OpenRequest(Request):
 
     @property
     def hook(self) -> str:
-        """What runs, for messages."""
+        """The hook that runs, for messages."""
         return f"{self.loaders}_dataloader()" if self.loaders else f"setup({self.stage!r})"
 
     def check(self, what: str) -> None:
         """Check that loaders are named after their run, and that the values of the Trainer are few and plain."""
         if self.loaders not in _HOOKS:
             raise WireError(f"The {what} names unknown loaders: {reprlib.repr(self.loaders)}.")
-        if not self.opening.startswith(f"{self.run}/"):
-            raise WireError(f"The {what} is for run {self.run}, but its name is {reprlib.repr(self.opening)}.")
+        if not self.opening.startswith(f"{self.trainer_run}/"):
+            raise WireError(f"The {what} is for run {self.trainer_run}, but its name is {reprlib.repr(self.opening)}.")
         plain = all(value is None or isinstance(value, (bool, int, float, str)) for value in self.trainer.values())
-        if not plain or len(self.trainer) > _MAX_TRAINER_FACTS:
+        if not plain or len(self.trainer) > _MAX_TRAINER_VALUES:
             raise WireError(
                 f"The {what} has {len(self.trainer)} values of the Trainer: {reprlib.repr(self.trainer)}. At most "
-                f"{_MAX_TRAINER_FACTS} numbers and strings are allowed."
+                f"{_MAX_TRAINER_VALUES} numbers and strings are allowed."
             )
 
 
 @dataclass(frozen=True)
 class HeartbeatRequest(Request):
-    """Says that a rank lives; answered by ``HostReport``.
+    """A sign of life of a rank; answered by ``HostReport``.
 
     Attributes:
         client: The rank.
@@ -132,7 +132,7 @@ class HeartbeatRequest(Request):
 
 @dataclass(frozen=True)
 class FinishRequest(Request):
-    """Says that the training of a rank has ended, and how."""
+    """The last message of a rank: how its training ended."""
 
     NAME = "Finish"
 
@@ -159,14 +159,14 @@ class LoaderPass(Request):
     pass_index: int
 
     @property
-    def which(self) -> LoaderPass:
+    def loader_pass(self) -> LoaderPass:
         """The pass, without what is requested of it."""
         return LoaderPass(self.opening, self.loader, self.seed, self.epoch, self.pass_index)
 
 
 @dataclass(frozen=True)
 class ListRequest(LoaderPass):
-    """Asks for the order of a sampler; answered by ``OrderSize`` and, if it is wanted, the part of a rank.
+    """A request for the order of a sampler; answered by ``OrderSize`` and, if it is wanted, the part of a rank.
 
     Attributes:
         rank: Rank whose part it is.
@@ -187,7 +187,7 @@ class ListRequest(LoaderPass):
 
 @dataclass(frozen=True)
 class CountRequest(LoaderPass):
-    """Asks for the batches in every ``num_parts``-th shard of an iterable dataset; answered by ``ShardSizes``.
+    """A request to count the batches in every ``num_parts``-th shard of a dataset; answered by ``ShardSizes``.
 
     Attributes:
         num_shards: Virtual shards of the dataset.
@@ -252,7 +252,7 @@ class Problem(Failure, Reply):
 
 @dataclass(frozen=True)
 class SetUp(Reply):
-    """What ``setup`` has left on the DataModule.
+    """The reply to a request for ``setup``: the attributes that it set on the DataModule.
 
     Attributes:
         attributes: Its plain values, as ``plain_json`` encodes them, by name.
@@ -279,7 +279,7 @@ class Loaders(Reply):
     """
 
     structure: Any
-    loaders: list[LoaderFacts]
+    loaders: list[LoaderDescription]
 
     def check(self, what: str) -> None:
         """Check the structure."""
@@ -288,7 +288,7 @@ class Loaders(Reply):
 
 @dataclass(frozen=True)
 class OrderSize(Reply):
-    """What a sampler yields in one pass.
+    """The size of a sampler's order in one pass.
 
     Attributes:
         num_samples: Samples of all ranks.
@@ -326,14 +326,14 @@ def parse_reply(data: bytes, what: str, *kinds: type[Reply]) -> Any:
     Returns:
         The answer, of one of these kinds.
     """
-    facts = parse_json(data, what)
+    content = parse_json(data, what)
     for kind in kinds:
-        if isinstance(facts, dict) and facts.keys() == {kind.__name__}:
-            reply = from_json(kind, facts[kind.__name__], what)
+        if isinstance(content, dict) and content.keys() == {kind.__name__}:
+            reply = from_json(kind, content[kind.__name__], what)
             reply.check(what)
             return reply
     expected = " or ".join(kind.__name__ for kind in kinds)
-    raise WireError(f"The {what} must be {expected}, not {reprlib.repr(facts)}.")
+    raise WireError(f"The {what} must be {expected}, not {reprlib.repr(content)}.")
 
 
 @dataclass(frozen=True)

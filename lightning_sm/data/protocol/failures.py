@@ -15,7 +15,7 @@ _Failure = TypeVar("_Failure", bound="Failure")
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there are no batches, or no loaders.
+    """The reason why there are no batches, or no loaders.
 
     Attributes:
         error: Name of the error: a class of ``lightning_sm.errors``, or "WorkerLost", "ShardMoved", "NotOpen".

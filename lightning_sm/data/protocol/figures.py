@@ -1,6 +1,6 @@
-"""What a trainer rank measures, and how rank 0 gets it from the others: by the heartbeats that data hosts get anyway.
+"""Measurements of trainer ranks and data hosts. Rank 0 gets those of the other ranks with the data hosts' heartbeats.
 
-A collective call would have to come at the same moment on all ranks, between those of the user, and could hang.
+A collective call would have to come at the same moment on all ranks, between the user's own calls, and could hang.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HOST_SUMS = (
 
 @dataclass(frozen=True)
 class BatchFigures:
-    """What a batch took.
+    """The time and memory of one batch.
 
     Attributes:
         num_bytes: Its bytes.
@@ -144,7 +144,7 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class HostFigures:
-    """What a data host did, summed up since the start of its process, or between two moments.
+    """The work of a data host, summed up since the start of its process, or between two moments.
 
     Attributes:
         name: Its name, with its address.
@@ -159,7 +159,7 @@ class HostFigures:
         transfer_s: Seconds that these were in transit.
         num_retries: Number of this rank's requests that had to be sent again, to this host or to another.
         num_lost: How often this rank lost the connection.
-        num_hedges: Number of this rank's requests that it sent to a second host, too, because this one was late.
+        num_hedges: Number of this rank's requests to it that were late, and were also sent to another host.
     """
 
     name: str

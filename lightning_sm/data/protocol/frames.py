@@ -16,18 +16,18 @@ from lightning_sm.errors import WireError
 MAX_HEADER_BYTES = 64 << 20
 
 _FRAME = struct.Struct("<IBxxxQII")
-_RUN = struct.Struct("<Qdd")
+_HEADER = struct.Struct("<Qdd")
 _COUNT = struct.Struct("<I")
 _BATCH = struct.Struct("<QQI")
 FRAME_BYTES = _FRAME.size
-MAX_STRUCTURE_BYTES = MAX_HEADER_BYTES - _RUN.size
+MAX_STRUCTURE_BYTES = MAX_HEADER_BYTES - _HEADER.size
 
 # A traceback of a million characters, each of which JSON may write as \\u1234.
 _MAX_FAILURE_BYTES = 8 << 20
 
 
 class FrameKind(IntEnum):
-    """What a frame contains."""
+    """The kinds of frames."""
 
     FETCH = 1  # an encoded StepRangeSpec
     CANCEL = 2  # nothing: the trainer no longer wants the answer
@@ -66,7 +66,7 @@ def frames(message: bytes) -> Iterator[tuple[int, int, int, memoryview]]:
 
 
 class EncodedBatch(NamedTuple):
-    """Where a batch lies among the bytes of a run, and its structure."""
+    """The place of a batch among the bytes of a step range, and its structure: the header from ``encode``."""
 
     start: int
     num_bytes: int
@@ -74,7 +74,10 @@ class EncodedBatch(NamedTuple):
 
 
 def pack_batches(batches: Sequence[EncodedBatch]) -> bytes:
-    """Return what ``unpack_batches`` restores; only training processes do so, and all others pass it on."""
+    """Encode batches as a table of their places, and their structures.
+
+    All processes on the way pass ``encoded_batches`` on as they are; the training process unpacks them.
+    """
     table = [_BATCH.pack(batch.start, batch.num_bytes, len(batch.structure)) for batch in batches]
     return b"".join([_COUNT.pack(len(batches)), *table, *(batch.structure for batch in batches)])
 
@@ -83,8 +86,8 @@ def unpack_batches(data: bytes, num_bytes: int) -> list[EncodedBatch]:
     """Restore what ``pack_batches`` packed.
 
     Args:
-        data: The packed batches.
-        num_bytes: How many bytes they have in all.
+        data: The encoded batches.
+        num_bytes: Bytes of all batches together.
 
     Raises:
         WireError: They do not fit into the bytes.
@@ -106,29 +109,29 @@ def unpack_batches(data: bytes, num_bytes: int) -> list[EncodedBatch]:
 
 @dataclass(frozen=True)
 class StepRangeHeader:
-    """What precedes the bytes of a run.
+    """The header of an answer, which precedes the bytes of a step range.
 
     Attributes:
         num_bytes: Bytes that follow in DATA or, before their compression, in COMPRESSED frames.
         queue_s: Seconds that the request waited for a worker.
         produce_s: Seconds that the worker took.
-        batches: What ``pack_batches`` returned.
+        encoded_batches: Result of ``pack_batches``.
     """
 
     num_bytes: int
     queue_s: float
     produce_s: float
-    batches: bytes
+    encoded_batches: bytes
 
     @property
     def num_batches(self) -> int:
-        """How many batches there are: fewer than were requested if a virtual shard ends with them."""
-        num_batches: int = _COUNT.unpack_from(self.batches)[0]
+        """Number of batches; fewer than requested if a virtual shard ends with them."""
+        num_batches: int = _COUNT.unpack_from(self.encoded_batches)[0]
         return num_batches
 
     def encode(self) -> bytes:
         """Return the payload of a HEADER frame."""
-        return _RUN.pack(self.num_bytes, self.queue_s, self.produce_s) + self.batches
+        return _HEADER.pack(self.num_bytes, self.queue_s, self.produce_s) + self.encoded_batches
 
     @classmethod
     def decode(cls, payload: memoryview) -> StepRangeHeader:
@@ -137,13 +140,13 @@ class StepRangeHeader:
         Raises:
             WireError: It is too short or too long.
         """
-        least = _RUN.size + _COUNT.size
+        least = _HEADER.size + _COUNT.size
         if not least <= len(payload) <= MAX_HEADER_BYTES:
             raise WireError(
                 f"The header of batches has {len(payload)} bytes, not between {least} and {MAX_HEADER_BYTES}."
             )
-        num_bytes, queue_s, produce_s = _RUN.unpack_from(payload)
-        return cls(num_bytes, queue_s, produce_s, bytes(payload[_RUN.size :]))
+        num_bytes, queue_s, produce_s = _HEADER.unpack_from(payload)
+        return cls(num_bytes, queue_s, produce_s, bytes(payload[_HEADER.size :]))
 
 
 def parse_failure(payload: memoryview) -> Failure:

@@ -1,4 +1,4 @@
-"""Dataclasses from JSON of another host, which may be anything: type hints say what is taken, and all else refused.
+"""Rebuild dataclasses from JSON of another host, which may be anything: only what the type hints say is accepted.
 
 Both ends have the same version, so unknown fields and values are errors.
 """
@@ -58,25 +58,25 @@ def parse_json(data: bytes, what: str, max_bytes: int = _MAX_BYTES) -> Any:
         raise WireError(f"The {what} is not valid JSON: {reprlib.repr(str(error))}.") from error
 
 
-def from_json(kind: Callable[..., _T], facts: Any, what: str) -> _T:
+def from_json(kind: Callable[..., _T], values: Any, what: str) -> _T:
     """Rebuild a dataclass, with those in it. Fields with a default may be left out.
 
     Args:
         kind: The dataclass. Its fields are plain, literals, dataclasses, lists or dicts of these, or perhaps None.
-        facts: Its fields, as JSON values.
+        values: Its fields, as JSON values.
         what: What it is, for the error.
 
     Raises:
         WireError: A field is missing, unknown, out of range or of another type.
     """
-    if not isinstance(facts, dict):
-        raise WireError(f"For the {what} came {reprlib.repr(facts)}, which is not a JSON object.")
+    if not isinstance(values, dict):
+        raise WireError(f"For the {what} came {reprlib.repr(values)}, which is not a JSON object.")
     hints, required = _fields(kind)
-    if missing := required - facts.keys():
+    if missing := required - values.keys():
         raise WireError(f"Fields are missing in the {what}: {', '.join(sorted(missing))}.")
-    if unknown := facts.keys() - hints.keys():
+    if unknown := values.keys() - hints.keys():
         raise WireError(f"Fields are unknown in the {what}: {reprlib.repr(sorted(unknown))}.")
-    return kind(**{name: _value(value, hints[name], name, what) for name, value in facts.items()})
+    return kind(**{name: _value(value, hints[name], name, what) for name, value in values.items()})
 
 
 @cache

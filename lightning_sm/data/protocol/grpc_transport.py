@@ -114,7 +114,7 @@ class _TokenRefusedError(grpc.RpcError):  # type: ignore[misc]  # grpc has no ty
 
 
 class _Explainer(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]  # grpc has no type information
-    """Says what the trainer knows about the refusal of its token: the data host must not."""
+    """Advice about a refused token, composed on the trainer: the data host tells strangers nothing."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials

@@ -47,11 +47,11 @@ def plain_value(encoded: Any) -> Any:
     Raises:
         WireError: It is not such a value.
     """
-    return _decoded(encoded, 0)
+    return _decode(encoded, 0)
 
 
 class _ValueEncoder:
-    """Ends early with a large value, such as the samples of a dataset in memory."""
+    """The encoder of one value; it stops early at a large one, such as the samples of a dataset in memory."""
 
     def __init__(self) -> None:
         self._left = MAX_PLAIN_BYTES
@@ -76,20 +76,20 @@ class _ValueEncoder:
         return [self.encode(value, depth + 1) for value in values]
 
 
-def _decoded(encoded: Any, depth: int) -> Any:
+def _decode(encoded: Any, depth: int) -> Any:
     if encoded is None or isinstance(encoded, _SCALARS):
         return encoded
     if depth <= 2 * _MAX_DEPTH:
         try:
             match encoded:
                 case [*parts]:
-                    return [_decoded(part, depth + 1) for part in parts]
+                    return [_decode(part, depth + 1) for part in parts]
                 case {"tuple": [*parts], **others} if not others:
-                    return tuple(_decoded(part, depth + 1) for part in parts)
+                    return tuple(_decode(part, depth + 1) for part in parts)
                 case {"set": [*parts], **others} if not others:
-                    return {_decoded(part, depth + 1) for part in parts}
+                    return {_decode(part, depth + 1) for part in parts}
                 case {"dict": [*parts], **others} if not others and all(_is_pair(part) for part in parts):
-                    return {_decoded(key, depth + 1): _decoded(value, depth + 1) for key, value in parts}
+                    return {_decode(key, depth + 1): _decode(value, depth + 1) for key, value in parts}
         except TypeError as error:  # a list or dict cannot be a key
             raise WireError(f"A data host sent an attribute that cannot exist: {reprlib.repr(encoded)}.") from error
     raise WireError(f"A data host sent an attribute that is not a plain value: {reprlib.repr(encoded)}.")

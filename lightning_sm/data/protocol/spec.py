@@ -18,15 +18,15 @@ CHUNK_BYTES = 2 << 20
 # The head of a request is two names and a few numbers; the keys follow as raw int64.
 _MAX_HEAD_BYTES = 1 << 20
 
-# The values of the Trainer that DataModules use to build their loaders; trainers send them to the data hosts.
-TRAINER_FACTS = ("current_epoch", "global_step", "max_epochs", "max_steps", "num_nodes", "num_devices", "world_size")
+# DataModules use these values of the Trainer to build their loaders; trainers send them to the data hosts.
+TRAINER_VALUES = ("current_epoch", "global_step", "max_epochs", "max_steps", "num_nodes", "num_devices", "world_size")
 
 OrderKind = Literal["sequential", "shuffled", "sampler", "batch_sampler", "shards"]
 
 
 @dataclass(frozen=True)
-class LoaderFacts:
-    """What a trainer has to know about a loader of the user.
+class LoaderDescription:
+    """The description of a user's loader, as trainers need it.
 
     Attributes:
         name: Where it is in the return value of ``*_dataloader()``, for messages: ``train_dataloader()["a"]``.

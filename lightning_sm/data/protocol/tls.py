@@ -1,4 +1,4 @@
-"""Reads and checks the user's TLS files, because gRPC would only report later that nothing connects."""
+"""Read and check the user's TLS files: gRPC would report an error only later, when nothing connects."""
 
 from __future__ import annotations
 

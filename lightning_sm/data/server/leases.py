@@ -1,4 +1,4 @@
-"""When a data host may exit: trainers hold leases, and report when they have finished. Pure rules over a given time."""
+"""The leases of trainers, which decide when a data host may exit. Pure rules over a given time."""
 
 from __future__ import annotations
 
@@ -111,9 +111,10 @@ class Leases:
         # A rank that has not connected yet may still be starting, but not for longer than a lease.
         if len(done) < self._num_expected and now - self._last_event < self._lease_s:
             return None
-        outcomes = ", ".join(sorted({self._finished.get(client, "lost connection") for client in done}))
-        ranks = "the trainer rank has" if len(done) == 1 else f"all {len(done)} trainer ranks have"
-        return Finished(f"{ranks} finished ({outcomes})")
+        ranks = {1: "the only rank has", 2: "both ranks have"}.get(len(done), f"all {len(done)} ranks have")
+        outcomes = {self._finished.get(client, "lost connection") for client in done}.difference(_SUCCESSES)
+        problems = f" ({', '.join(sorted(outcomes))})" if outcomes else ""
+        return Finished(f"{ranks} finished{problems}")
 
     def _running(self, now: float) -> list[str]:
         """Return the trainers that have neither finished nor fallen silent."""

@@ -1,4 +1,4 @@
-"""The network processes of a data host, as the server process sees them: it starts them, and answers their requests.
+"""The network processes of a data host, as the server process starts them and answers their requests.
 
 One interpreter sends about 2 GB/s, however many cores there are. The stream of a rank may go to a network process; all
 other calls, and the workers, stay with the server process. So all ranks share all workers.
@@ -80,7 +80,7 @@ class NetworkProcesses:
 
 
 class _Supervisor(threading.Thread):
-    """Starts a network process, passes messages, and starts it again when it ends.
+    """The supervisor of a network process: starts it, passes messages, and starts it again when it exits.
 
     The thread lives as long as the data host: the kernel kills a process when the thread that started it ends.
     """
@@ -174,10 +174,10 @@ class _Requests:
     def handle(self, message: Message) -> None:
         """Do what the network process asks for."""
         match message:
-            case Fetch(number, stream, payload):
+            case Fetch(number, stream, encoded_spec):
                 self._cancels[number] = nothing  # the answer may come before the function that cancels it
                 try:
-                    cancel = self._start((id(self), stream), payload, partial(self._answer, number))
+                    cancel = self._start((id(self), stream), encoded_spec, partial(self._answer, number))
                 except WireError as error:
                     self._answer(number, Failure("WireError", str(error)))
                     return
@@ -228,9 +228,13 @@ class _Requests:
         except OSError:
             logger.debug("A network process has ended; ``close`` follows.")
 
-    def _send_batches(self, number: int, run: ServedRange) -> None:
-        if run.worker not in self._rings:
+    def _send_batches(self, number: int, served: ServedRange) -> None:
+        if served.worker not in self._rings:
             live = self._worker_ids()
-            self._rings = {run.worker, *(self._rings & set(live))}
-            self._socket.send(NewRing(run.worker, live, run.ring.num_slots, run.ring.slot_bytes, (run.ring.fd,)))
-        self._socket.send(FetchAnswer(number, run.built, run.worker, run.slot, run.queue_s, run.batches))
+            self._rings = {served.worker, *(self._rings & set(live))}
+            self._socket.send(
+                NewRing(served.worker, live, served.ring.num_slots, served.ring.slot_bytes, (served.ring.fd,))
+            )
+        self._socket.send(
+            FetchAnswer(number, served.built, served.worker, served.slot, served.queue_s, served.encoded_batches)
+        )

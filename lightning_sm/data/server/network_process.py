@@ -73,21 +73,23 @@ class NetworkProcess:
                 live = set(message.live_workers)
                 self._rings = {worker: ring for worker, ring in self._rings.items() if worker in live}
                 self._rings[message.worker] = Ring(message.fds[0], message.num_slots, message.slot_bytes)
-            case FetchAnswer(number, BuiltRange() as built, worker, slot, queue_s, batches):
+            case FetchAnswer(number, BuiltRange() as built, worker, slot, queue_s, encoded_batches):
                 release = partial(self._send, Release(number))
-                self._answer(number, ServedRange(built, batches, worker, self._rings[worker], slot, queue_s, release))
+                self._answer(
+                    number, ServedRange(built, encoded_batches, worker, self._rings[worker], slot, queue_s, release)
+                )
             case FetchAnswer(number, Failure() | ShardEnd() as answer):
                 self._answer(number, answer)
             case Ping():
                 self._send(message)
 
-    def _start(self, client: object, payload: bytes, answer: Callable[[Answer], None]) -> Callable[[], None]:
+    def _start(self, client: object, encoded_spec: bytes, answer: Callable[[Answer], None]) -> Callable[[], None]:
         """Pass a request on to the server process."""
-        StepRangeSpec.decode(payload)  # raises WireError, which ends the stream of the trainer that sent it
+        StepRangeSpec.decode(encoded_spec)  # raises WireError, which ends the stream of the trainer that sent it
         with self._lock:
             number = next(self._numbers)
             self._answers[number] = answer
-        self._send(Fetch(number, id(client), payload))
+        self._send(Fetch(number, id(client), encoded_spec))
         return partial(self._cancel, number)
 
     def _cancel(self, number: int) -> None:

@@ -22,7 +22,7 @@ from lightning_sm.data.ipc.host_messages import (
     OpenedLoaders,
     RunHook,
     RunSampler,
-    SamplerRun,
+    SamplerOutput,
     Serve,
     TrainerFinished,
     WorkerLost,
@@ -44,7 +44,7 @@ from lightning_sm.data.protocol.calls import (
 )
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.protocol.spec import LoaderFacts, StepRangeSpec
+from lightning_sm.data.protocol.spec import LoaderDescription, StepRangeSpec
 from lightning_sm.data.server.leases import Leases, is_success
 from lightning_sm.data.server.network import NetworkProcesses
 from lightning_sm.data.server.sampler_orders import SamplerOrderCache
@@ -91,7 +91,7 @@ class ServerProcess:
         self._changed = threading.Condition()
         self._requested: set[str] = set()
         self._opened: dict[str, SetUp | Loaders | Problem] = {}
-        self._sampler_orders = SamplerOrderCache(lambda which: self._send(RunSampler(which)))
+        self._sampler_orders = SamplerOrderCache(lambda loader_pass: self._send(RunSampler(loader_pass)))
         self._shard_counts = ShardCounts(self._pool)
         self._fetch = FetchMethod(self._start)
         self._network: NetworkProcesses | None = None
@@ -145,17 +145,19 @@ class ServerProcess:
                     self._leases.expect_no_more()
             case OpenedLoaders(opening, reply):
                 with self._changed:
-                    self._forget_other_runs(opening)
+                    self._forget_other_trainer_runs(opening)
                     self._opened[opening] = reply
                     self._changed.notify_all()
-            case SamplerRun():
+            case SamplerOutput():
                 self._sampler_orders.take(message)
 
-    def _forget_other_runs(self, opening: str) -> None:
-        """Forget the loaders of a run that is over; if a trainer asks for them again, so does this process."""
-        run = opening.partition("/")[0]
-        self._opened = {name: facts for name, facts in self._opened.items() if name.partition("/")[0] == run}
-        self._requested = {name for name in self._requested if name in self._opened or name.partition("/")[0] == run}
+    def _forget_other_trainer_runs(self, opening: str) -> None:
+        """Forget the loaders of an earlier run of the Trainer. If a trainer asks again, so does this process."""
+        trainer_run = opening.partition("/")[0]
+        self._opened = {name: reply for name, reply in self._opened.items() if name.partition("/")[0] == trainer_run}
+        self._requested = {
+            name for name in self._requested if name in self._opened or name.partition("/")[0] == trainer_run
+        }
 
     def _send(self, message: Message) -> None:
         try:
@@ -193,7 +195,7 @@ class ServerProcess:
         return self._shard_counts.answer(wanted, _CALL_TIMEOUT_S, context.is_active).encode()
 
     def _parse_for_loader(
-        self, kind: type[_Request], request: bytes, context: Any, runs: SamplerOrderCache | ShardCounts
+        self, kind: type[_Request], request: bytes, context: Any, cache: SamplerOrderCache | ShardCounts
     ) -> _Request:
         """Parse a request that runs code of a loader, and check that this is open and that not too many run."""
         wanted = _parse(kind.parse, request, context)
@@ -203,17 +205,17 @@ class ServerProcess:
         if (loaders[wanted.loader].order == "shards") is not (kind is CountRequest):
             why = f"{kind.NAME} request for {loaders[wanted.loader].name}, which has a different kind of order"
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
-        if not runs.is_known(wanted):
-            self._check_number(kind.NAME, runs.num_running, context)
+        if not cache.is_known(wanted):
+            self._check_number(kind.NAME, cache.num_running, context)
         return wanted
 
-    def _start(self, client: object, payload: bytes, answer: Callable[[Answer], None]) -> Callable[[], None]:
+    def _start(self, client: object, encoded_spec: bytes, answer: Callable[[Answer], None]) -> Callable[[], None]:
         """Queue a request for the workers, and return what cancels it.
 
         Raises:
             WireError: It is malformed.
         """
-        spec = StepRangeSpec.decode(payload)
+        spec = StepRangeSpec.decode(encoded_spec)
         loaders = self._loaders(spec.opening)
         if not 0 <= spec.loader < len(loaders):
             answer(Failure("NotOpen", self._not_open(spec.opening, spec.loader)))
@@ -221,11 +223,11 @@ class ServerProcess:
         # Only the worker that has the iterator of a virtual shard can continue it.
         is_shard = loaders[spec.loader].order == "shards"
         affinity = (spec.opening, spec.loader, _shard_of(spec)) if is_shard else None
-        task = Task(client, spec.opening, payload, answer, affinity)
+        task = Task(client, spec.opening, encoded_spec, answer, affinity)
         self._pool.submit(task)
         return partial(self._pool.cancel, task)
 
-    def _loaders(self, opening: str) -> list[LoaderFacts]:
+    def _loaders(self, opening: str) -> list[LoaderDescription]:
         reply = self._opened.get(opening)
         return reply.loaders if isinstance(reply, Loaders) else []
 
@@ -233,7 +235,7 @@ class ServerProcess:
         return f"loader {loader} of {opening} is not open on data host {self._settings.name}"
 
     def _check_number(self, name: str, num_running: int, context: Any) -> None:
-        """Refuse a call that would start one more run of the user's code than may be unfinished."""
+        """Refuse a call that would start the user's code while too many calls of it are unfinished."""
         if num_running >= _MAX_RUNNING:
             context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,

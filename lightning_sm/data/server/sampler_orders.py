@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_sm.data.ipc.host_messages import SamplerRun
+from lightning_sm.data.ipc.host_messages import SamplerOutput
 from lightning_sm.data.plan.order import IndexArray
 from lightning_sm.data.plan.samples import BatchPlan, SamplePlan
 from lightning_sm.data.protocol.calls import Crashed, ListRequest, LoaderPass, OrderSize, Problem, Running
@@ -23,7 +23,7 @@ _NUM_KEPT = 2
 
 @dataclass
 class _StoredOrder:
-    """What a sampler yields in one pass.
+    """The order of a sampler in one pass.
 
     Attributes:
         size: Its size and digest, or why there is none.
@@ -37,14 +37,14 @@ class _StoredOrder:
 
 
 class SamplerOrderCache:
-    """Has the samplers run, and keeps the orders of the two newest passes of each loader.
+    """The cache of orders: has samplers run, and keeps the orders of the two newest passes of each loader.
 
     Args:
-        run: Asks the main process to run a sampler; ``take`` gets what it yields.
+        run_sampler: Asks the main process to run a sampler; ``take`` gets its order.
     """
 
-    def __init__(self, run: Callable[[LoaderPass], None]) -> None:
-        self._run = run
+    def __init__(self, run_sampler: Callable[[LoaderPass], None]) -> None:
+        self._run_sampler = run_sampler
         self._changed = threading.Condition()
         self._orders: dict[LoaderPass, _StoredOrder] = {}  # the newest is last
 
@@ -55,9 +55,9 @@ class SamplerOrderCache:
             return sum(order.size == Running() for order in self._orders.values())
 
     def is_known(self, request: LoaderPass) -> bool:
-        """Return whether the sampler has run for a pass, or runs."""
+        """Return whether a sampler has run for a pass, or is running."""
         with self._changed:
-            return request.which in self._orders
+            return request.loader_pass in self._orders
 
     def answer(self, request: ListRequest, timeout_s: float) -> Iterator[bytes]:
         """Yield a line of JSON about the order, and the batches of a rank, if it wants them, as raw int64.
@@ -69,15 +69,15 @@ class SamplerOrderCache:
         Raises:
             ValueError: The rank does not exist, or its batch size is negative.
         """
-        which = request.which
+        loader_pass = request.loader_pass
         with self._changed:
-            if which not in self._orders:
-                self._orders[which] = _StoredOrder(Running())
-                self._run(which)
-            self._changed.wait_for(lambda: self._order(which).size != Running(), timeout_s)
-            order = self._order(which)
+            if loader_pass not in self._orders:
+                self._orders[loader_pass] = _StoredOrder(Running())
+                self._run_sampler(loader_pass)
+            self._changed.wait_for(lambda: self._order(loader_pass).size != Running(), timeout_s)
+            order = self._order(loader_pass)
             if isinstance(order.size, Crashed):  # the sampler runs again for the next trainer that asks
-                self._orders.pop(which, None)
+                self._orders.pop(loader_pass, None)
         if not isinstance(order.size, OrderSize) or order.keys is None or not request.wants_keys:
             yield order.size.encode() + b"\n"
             return
@@ -88,24 +88,27 @@ class SamplerOrderCache:
             for start in range(0, len(data), CHUNK_BYTES):
                 yield bytes(data[start : start + CHUNK_BYTES])
 
-    def take(self, run: SamplerRun) -> None:
-        """Keep what a sampler has yielded."""
-        (fd,) = run.fds
-        which = run.which
-        order = _StoredOrder(Crashed(run.why)) if run.why else _read(fd)
+    def take(self, output: SamplerOutput) -> None:
+        """Keep the order of a sampler."""
+        (fd,) = output.fds
+        loader_pass = output.loader_pass
+        order = _StoredOrder(Crashed(output.why)) if output.why else _read(fd)
         os.close(fd)
         with self._changed:
-            self._orders.pop(which, None)
-            self._orders[which] = order
-            # Those of other runs, and of older passes of this loader. A sampler that runs is awaited.
+            self._orders.pop(loader_pass, None)
+            self._orders[loader_pass] = order
+            # Drop orders of other runs of the Trainer and of older passes of this loader, but none that is awaited.
             done = [key for key, other in self._orders.items() if other.size != Running()]
-            same = [key for key in done if _loader_of(key) == _loader_of(which)]
-            for key in [*same[:-_NUM_KEPT], *(key for key in done if _run_of(key) != _run_of(which))]:
+            same = [key for key in done if _loader_of(key) == _loader_of(loader_pass)]
+            for key in [
+                *same[:-_NUM_KEPT],
+                *(key for key in done if _trainer_run_of(key) != _trainer_run_of(loader_pass)),
+            ]:
                 del self._orders[key]
             self._changed.notify_all()
 
-    def _order(self, which: LoaderPass) -> _StoredOrder:
-        return self._orders.get(which, _StoredOrder(Running()))
+    def _order(self, loader_pass: LoaderPass) -> _StoredOrder:
+        return self._orders.get(loader_pass, _StoredOrder(Running()))
 
 
 def _read(fd: int) -> _StoredOrder:
@@ -127,9 +130,9 @@ def _part(keys: IndexArray, offsets: IndexArray | None, request: ListRequest) ->
     return SamplePlan(keys, request.batch_size, request.drop_last, request.rank, request.world_size).batches()
 
 
-def _run_of(which: LoaderPass) -> str:
-    return which.opening.partition("/")[0]
+def _trainer_run_of(loader_pass: LoaderPass) -> str:
+    return loader_pass.opening.partition("/")[0]
 
 
-def _loader_of(which: LoaderPass) -> tuple[str, int]:
-    return which.opening.rpartition("/")[0], which.loader
+def _loader_of(loader_pass: LoaderPass) -> tuple[str, int]:
+    return loader_pass.opening.rpartition("/")[0], loader_pass.loader

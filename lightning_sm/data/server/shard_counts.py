@@ -1,4 +1,4 @@
-"""Counts the batches of an iterable dataset on a data host: its workers read the shards that are this host's part."""
+"""Count the batches of an iterable dataset on a data host, whose workers read this host's part of the shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_sm.data.protocol.calls import CountRequest, LoaderPass, Problem, 
 from lightning_sm.data.protocol.spec import BatchSpec, ShardEnd, StepRangeSpec
 from lightning_sm.data.server.worker_pool import Answer, ServedRange, Task, WorkerPool
 
-# A batch that no shard has: a worker that is asked for it reads to the end, and answers with the number of batches.
+# An offset that no shard has: a worker that is asked for it reads to the end, and answers with the number of batches.
 _BEHIND_THE_END = 1 << 62
 # Crashes of workers after which the dataset is to blame.
 _MAX_CRASHES = 4
@@ -24,8 +24,8 @@ _PERIOD_S = 0.5
 
 @dataclass(eq=False)
 class _Count:
-    request: StepRangeSpec  # without batches
-    batch: BatchSpec  # without keys
+    spec: StepRangeSpec  # without batches
+    batch_spec: BatchSpec  # without keys
     num_shards: int
     missing: dict[int, Task] = field(default_factory=dict)  # by shard
     sizes: dict[int, int] = field(default_factory=dict)
@@ -92,8 +92,8 @@ class ShardCounts:
 
     def _start(self, request: CountRequest, part: range) -> _Count:
         spec = StepRangeSpec(request.opening, request.loader, ())
-        batch = BatchSpec(request.seed, request.epoch, request.pass_index, 0, 0, np.empty(0, np.int64))
-        count = self._counts[request] = _Count(spec, batch, request.num_shards)
+        batch_spec = BatchSpec(request.seed, request.epoch, request.pass_index, 0, 0, np.empty(0, np.int64))
+        count = self._counts[request] = _Count(spec, batch_spec, request.num_shards)
         over = [key for key, other in self._counts.items() if other.is_over]
         for key in over[:-_NUM_KEPT]:
             del self._counts[key]
@@ -103,7 +103,7 @@ class ShardCounts:
 
     def _submit(self, count: _Count, shard: int) -> None:
         keys = np.array([count.num_shards, shard, _BEHIND_THE_END, 0], np.int64)
-        spec = replace(count.request, batches=(count.batch._replace(keys=keys),))
+        spec = replace(count.spec, batches=(count.batch_spec._replace(keys=keys),))
         task = Task(count, spec.opening, spec.encode(), lambda answer: self._take(count, shard, answer))
         count.missing[shard] = task
         self._pool.submit(task)

@@ -99,12 +99,12 @@ class _RankStream:
         else:
             raise WireError(f"a frame of kind {kind}")
 
-    def _submit(self, request_id: int, payload: bytes) -> None:
+    def _submit(self, request_id: int, encoded_spec: bytes) -> None:
         with self._lock:
             if self._is_closed:
                 return
             self._cancels[request_id] = nothing  # the answer may come before the function that cancels it
-        cancel = self._start(self, payload, partial(self._put, request_id))
+        cancel = self._start(self, encoded_spec, partial(self._put, request_id))
         with self._lock:
             is_pending = request_id in self._cancels
             if is_pending:
@@ -159,11 +159,11 @@ class _RankStream:
     def _encode(self, request_id: int, answer: Answer) -> Iterator[bytes]:
         with self._lock:
             is_wanted = self._cancels.pop(request_id, None) is not None
-        if isinstance(answer, ServedRange) and len(answer.batches) > MAX_STRUCTURE_BYTES:
+        if isinstance(answer, ServedRange) and len(answer.encoded_batches) > MAX_STRUCTURE_BYTES:
             answer.release()
             answer = Failure(
                 "BatchTooLargeError",
-                f"The strings and lists of a batch have {len(answer.batches)} bytes; "
+                f"The strings and lists of a batch have {len(answer.encoded_batches)} bytes; "
                 f"{MAX_STRUCTURE_BYTES} are allowed. Send long strings as bytes or uint8 tensors.",
             )
         if isinstance(answer, ShardEnd):
@@ -185,9 +185,9 @@ def nothing() -> None:
     """Cancel nothing."""
 
 
-def _batch_frames(request_id: int, run: ServedRange) -> Iterator[bytes]:
-    data, built = run.data.data, run.built
-    header = StepRangeHeader(built.num_bytes, run.queue_s, built.produce_s, run.batches).encode()
+def _batch_frames(request_id: int, served: ServedRange) -> Iterator[bytes]:
+    data, built = served.data.data, served.built
+    header = StepRangeHeader(built.num_bytes, served.queue_s, built.produce_s, served.encoded_batches).encode()
     # The header travels with the first piece.
     parts: list[Any] = [frame(request_id, FrameKind.HEADER, len(header)), header]
     kind = FrameKind.COMPRESSED if built.pieces else FrameKind.DATA

@@ -32,11 +32,11 @@ Affinity: TypeAlias = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class ServedRange:
-    """A run of batches that lies in a worker's slot until ``release``.
+    """The batches of a step range, which lie in a worker's slot until ``release``.
 
     Attributes:
         built: Its size, and how it lies there.
-        batches: Where each batch lies, and its structure, as ``frames.pack_batches`` packs them.
+        encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
         worker: Id of the worker.
         ring: Its slots.
         slot: Which of them.
@@ -45,7 +45,7 @@ class ServedRange:
     """
 
     built: BuiltRange
-    batches: bytes
+    encoded_batches: bytes
     worker: int
     ring: Ring
     slot: int
@@ -63,19 +63,19 @@ Answer: TypeAlias = ServedRange | Failure | ShardEnd
 
 @dataclass(eq=False)
 class Task:
-    """A request for a run of batches.
+    """A request for the batches of a step range.
 
     Attributes:
         client: Who sent it; workers are shared fairly between clients.
         opening: Name of the request that opened the loader; each has workers of its own.
-        payload: The encoded ``StepRangeSpec``.
+        encoded_spec: The ``StepRangeSpec``, encoded.
         answer: Called once with the outcome, from any thread; must not block.
         affinity: Tasks of the same virtual shard go to the same worker, which has its iterator.
     """
 
     client: object
     opening: str
-    payload: bytes
+    encoded_spec: bytes
     answer: Callable[[Answer], None]
     affinity: Affinity | None = None
     received: float = field(default_factory=time.perf_counter)
@@ -104,7 +104,7 @@ class _Worker:
 
     @property
     def is_available(self) -> bool:
-        """Whether it can work: not whether it is idle."""
+        """Whether it can work; it may be busy."""
         return self.state is _WorkerState.READY and self.is_connected
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class _Worker:
 
 @dataclass
 class _Work:
-    """How busy the workers are while trainers have more to request.
+    """The load of the workers while trainers have more to request.
 
     While requests wait for a worker, more workers could be used. The time after the last request in which none waits,
     and the last batches are built, does not count. It ends with a request that finds no other.
@@ -150,7 +150,7 @@ class _Work:
 
 
 class WorkerPool:
-    """Gives tasks to idle workers; clients take turns.
+    """The pool: gives tasks to idle workers; clients take turns.
 
     Args:
         kill: Called with the id of a worker that hangs on a cancelled task.
@@ -298,7 +298,7 @@ class WorkerPool:
             worker.task = task
             worker.task_started = time.perf_counter()
             with contextlib.suppress(OSError):  # the worker died; ``lose`` will answer the task
-                worker.socket.send(Build(worker.free_slots.pop(), task.payload))
+                worker.socket.send(Build(worker.free_slots.pop(), task.encoded_spec))
 
     def _next_task(self, workers: list[_Worker]) -> Task | None:
         """Take the next task for one of some workers out of its queue: clients in turn, tasks in their order."""
@@ -408,7 +408,7 @@ class WorkerPool:
                     self._dispatch()
 
             queue_s = worker.task_started - task.received
-            return ServedRange(outcome, message.payload, worker.id, worker.ring, slot, queue_s, release)
+            return ServedRange(outcome, message.encoded_batches, worker.id, worker.ring, slot, queue_s, release)
         worker.free_slots.append(slot)
         if isinstance(outcome, Failure):
             where = ", ".join(filter(None, (outcome.where, f"worker {worker.number}")))

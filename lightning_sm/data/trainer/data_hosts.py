@@ -15,10 +15,9 @@ from typing import Any, cast
 from lightning_sm._lightning import CombinedLoader, IndexBatchSamplerWrapper, LightningDataModule
 from lightning_sm.data.host.data_host import DataHost
 from lightning_sm.data.ipc.feeder_messages import LoaderPlace, OpenLoaders
-from lightning_sm.data.plan.order import ORDER_VERSION
 from lightning_sm.data.plan.shards import default_num_shards, max_slots_in_block
 from lightning_sm.data.protocol.calls import HeartbeatRequest, Loaders, OpenRequest, SetUp
-from lightning_sm.data.protocol.spec import TRAINER_FACTS, LoaderFacts
+from lightning_sm.data.protocol.spec import TRAINER_VALUES, LoaderDescription
 from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings, default_window
 from lightning_sm.data.trainer.feeder_client import FeederClient
@@ -31,7 +30,7 @@ from lightning_sm.errors import DataServiceError
 logger = logging.getLogger(__name__)
 
 # A random number identifies a run of the Trainer, because data hosts may outlive it. Requests carry an int64.
-_RUN_BITS = 62
+_TRAINER_RUN_BITS = 62
 
 # Hooks of the DataModule, of the LightningModule and of the strategy that get batches before they are on the device.
 _COPYING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "batch_to_device")
@@ -70,7 +69,7 @@ class DataHosts:
         self.progress = Progress()
         self.reporter = Reporter(lambda: self.feeder)
         self.datamodule = datamodule
-        self._run = 0
+        self._trainer_run = 0
         self._run_seed = 0
         self._stage = ""
         self._client: FeederClient | None = None
@@ -102,11 +101,11 @@ class DataHosts:
             DataServiceError: The data hosts are unreachable, they serve different data, or the user's code failed
                 there.
         """
-        self._run = secrets.randbits(_RUN_BITS)
+        self._trainer_run = secrets.randbits(_TRAINER_RUN_BITS)
         self._run_seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
         if self._trainer is not None:
             # The seed as well: a script may seed each rank differently, but all must compute the same plan.
-            self._run, self._run_seed = self._trainer.strategy.broadcast((self._run, self._run_seed))
+            self._trainer_run, self._run_seed = self._trainer.strategy.broadcast((self._trainer_run, self._run_seed))
         self._stage = stage
         self.reporter.begin_run()
         self._opened.clear()
@@ -128,7 +127,7 @@ class DataHosts:
             self._opened[stage] = name, *self._open_loaders(stage)
         # The user may call the hook, too. Loaders are the same then, but each CombinedLoader has one iterator.
         _, structure, loaders = self._opened[stage]
-        return _assembled(structure, loaders)
+        return _assemble(structure, loaders)
 
     def end_run(self) -> None:
         """Report the last epoch of a run of the Trainer, and let go of its loaders."""
@@ -197,7 +196,7 @@ class DataHosts:
         trainer = self._trainer
         request = OpenRequest(
             opening=self._request_name(loaders),
-            run=self._run,
+            trainer_run=self._trainer_run,
             stage=self._stage,
             loaders=loaders,
             epoch=self._reload_epoch(loaders),
@@ -205,22 +204,22 @@ class DataHosts:
             seed=self._run_seed,
             prepares=True,
             state=self.state,
-            trainer={name: getattr(trainer, name, None) for name in TRAINER_FACTS},
+            trainer={name: getattr(trainer, name, None) for name in TRAINER_VALUES},
         )
         message = OpenLoaders(request, bool(self.datamodule.prepare_data_per_node))
         return self.feeder.open_loaders(message, self.settings.startup_timeout_s)
 
     def _request_name(self, loaders: str) -> str:
-        """Name of a request for loaders: the same on all ranks, and different for every run and every reload."""
-        return f"{self._run}/{self._stage}/{loaders}/{self._reload_epoch(loaders)}"
+        """Return the name of a request for loaders: equal on all ranks, new for every run and every reload."""
+        return f"{self._trainer_run}/{self._stage}/{loaders}/{self._reload_epoch(loaders)}"
 
     def _reload_epoch(self, loaders: str) -> int:
-        """The epoch for which loaders are opened; 0 if they are for all."""
+        """Return the epoch for which loaders are opened; 0 if they are for all epochs."""
         every = getattr(self._trainer, "reload_dataloaders_every_n_epochs", 0)
         return self._trainer.current_epoch if every and loaders in ("train", "val") else 0
 
     def _ranks(self) -> tuple[int, int]:
-        """Rank and world size."""
+        """Return rank and world size."""
         return (0, 1) if self._trainer is None else (self._trainer.global_rank, self._trainer.world_size)
 
     def _open_loaders(self, stage: str) -> tuple[Any, list[RemoteLoader]]:
@@ -228,26 +227,34 @@ class DataHosts:
         opened = cast("Loaders", self._request_loaders(stage))
         loaders: list[RemoteLoader] = []
         for index, described in enumerate(opened.loaders):
-            facts = described
-            if self._is_overfitting and facts.order in ("shuffled", "sampler") and facts.dataset_length is not None:
+            description = described
+            if (
+                self._is_overfitting
+                and description.order in ("shuffled", "sampler")
+                and description.dataset_length is not None
+            ):
                 # As Lightning does it with a DataLoader: the order of the dataset, in all epochs.
-                facts = replace(facts, order="sequential", num_samples=facts.dataset_length)
-            place = self._place(stage, index, facts)
-            slots = self._slots(stage, index, facts, place)
-            _warn_of_unused_length(facts, place)
-            if facts.order == "shards" and place.rank == 0 and stage == "train":
+                description = replace(description, order="sequential", num_samples=description.dataset_length)
+            place = self._place(stage, index, description)
+            slots = self._slots(stage, index, description, place)
+            _warn_of_unused_length(description, place)
+            if description.order == "shards" and place.rank == 0 and stage == "train":
                 logger.info(
                     "%s: %d virtual shards (data_service.virtual_shards). At most that many workers can read them at a "
                     "time, and each shard may end with a smaller batch.",
-                    facts.name,
+                    description.name,
                     place.num_shards,
                 )
             if self._trainer is not None and self._trainer.is_global_zero and not self._is_overfitting:
-                _warn_of_kept_order(facts, place)
+                _warn_of_kept_order(description, place)
             loader = RemoteLoader(
-                self.feeder, facts, place, slots, lambda loader, iterator: position_of(loader, iterator, self._trainer)
+                self.feeder,
+                description,
+                place,
+                slots,
+                lambda loader, iterator: position_of(loader, iterator, self._trainer),
             )
-            if stage == "predict" and facts.has_indices:
+            if stage == "predict" and description.has_indices:
                 loader.batch_sampler = _SeenIndices()
                 loader.on_indices = loader.batch_sampler.seen_batch_indices.append
             loaders.append(loader)
@@ -273,15 +280,15 @@ class DataHosts:
     def _is_overfitting(self) -> bool:
         return self._trainer is not None and self._stage == "fit" and self._trainer.overfit_batches > 0
 
-    def _slots(self, stage: str, index: int, facts: LoaderFacts, place: LoaderPlace) -> SlotPool:
+    def _slots(self, stage: str, index: int, description: LoaderDescription, place: LoaderPlace) -> SlotPool:
         """Return the memory of the loader that had this place before, if it fits, else new memory."""
         slots = SlotPool(
             self.feeder,
-            facts.name,
+            description.name,
             place.window_batches,
             place.max_batch_bytes,
             is_pinned=not self._copies_batches(),
-            num_in_turn=max_slots_in_block(place.num_shards, place.world_size) if facts.order == "shards" else 1,
+            num_in_turn=max_slots_in_block(place.num_shards, place.world_size) if description.order == "shards" else 1,
         )
         old = self._pools.get((stage, index))
         if old is not None:
@@ -292,14 +299,14 @@ class DataHosts:
         return slots
 
     def _copies_batches(self) -> bool:
-        """Whether the user's own code copies batches to GPUs, on streams that we do not know."""
+        """Return whether the user's own code copies batches to GPUs, on unknown streams."""
         trainer = self._trainer
         objects = (self.datamodule, getattr(trainer, "lightning_module", None), getattr(trainer, "strategy", None))
         return any(_overrides(each, hook) for each in objects for hook in _COPYING_HOOKS)
 
-    def _place(self, stage: str, index: int, facts: LoaderFacts) -> LoaderPlace:
+    def _place(self, stage: str, index: int, description: LoaderDescription) -> LoaderPlace:
         settings = self.settings
-        rank, world_size = self._data_ranks(facts)
+        rank, world_size = self._data_ranks(description)
         origin = self.progress.origin
         num_shards = settings.virtual_shards or (None if origin is None else origin.num_shards(world_size))
         return LoaderPlace(
@@ -309,7 +316,6 @@ class DataHosts:
             rank=rank,
             world_size=world_size,
             seed=self._run_seed if origin is None else origin.seed,
-            order_version=ORDER_VERSION if origin is None else origin.order_version,
             window_batches=settings.window_batches or self._default_window(),
             is_window_fixed=settings.window_batches is not None,
             window_bytes=settings.window_bytes,
@@ -321,15 +327,15 @@ class DataHosts:
             batches_per_pass=settings.batches_per_epoch if stage == "train" else None,
         )
 
-    def _data_ranks(self, facts: LoaderFacts) -> tuple[int, int]:
-        """This rank, and the number of ranks, among those that split the data."""
+    def _data_ranks(self, description: LoaderDescription) -> tuple[int, int]:
+        """Return this rank, and the number of ranks, among those that split the data."""
         trainer = self._trainer
         # The strategy knows which ranks train on the same batches: those of a tensor parallel group, for example.
         ranks = None if trainer is None else trainer.distributed_sampler_kwargs
         if ranks is None:
             return 0, 1
         # It does not concern iterable datasets, which split themselves by rank; on a data host they cannot.
-        splits_itself = facts.is_split or facts.order == "shards"
+        splits_itself = description.is_split or description.order == "shards"
         if not trainer._accelerator_connector.use_distributed_sampler and not splits_itself:
             if trainer.world_size > 1 and trainer.is_global_zero:
                 logger.warning(
@@ -337,7 +343,7 @@ class DataHosts:
                     "serves all ranks, and self.trainer.global_rank is 0 there. To split the data over the ranks, use "
                     "DistributedSampler, or leave use_distributed_sampler on.",
                     trainer.world_size,
-                    facts.name,
+                    description.name,
                 )
             return 0, 1  # every rank gets everything that the sampler yields
         return int(ranks["rank"]), int(ranks["num_replicas"])
@@ -349,7 +355,7 @@ class DataHosts:
 
     def _default_window(self) -> int:
         """Return the window for the workers that the data hosts have, as far as they are known."""
-        hosts = self.feeder.state().hosts[: len(self.addresses)]  # the local workers come last, and late
+        hosts = self.feeder.snapshot().hosts[: len(self.addresses)]  # the local workers come last, and late
         known = [host.workers for host in hosts if host.workers]
         workers = sum(known) * len(self.addresses) // max(1, len(known))
         workers += self.settings.local_workers * (1 if self._trainer is None else self._trainer.num_nodes)
@@ -357,55 +363,60 @@ class DataHosts:
 
 
 class _SeenIndices(IndexBatchSamplerWrapper):
-    """Where Lightning's prediction loop looks for the indices of each batch, for ``BasePredictionWriter``."""
+    """The indices of each batch, where Lightning's prediction loop looks for them, for ``BasePredictionWriter``."""
 
     def __init__(self) -> None:  # Lightning's own takes over the attributes of a batch sampler
         self.seen_batch_indices: list[list[int]] = []
 
 
-def _warn_of_unused_length(facts: LoaderFacts, place: LoaderPlace) -> None:
-    """Say why a loader has no length, although locally it has one."""
-    if facts.order != "shards" or facts.dataset_length is None or place.batches_per_pass is not None:
+def _warn_of_unused_length(description: LoaderDescription, place: LoaderPlace) -> None:
+    """Warn that a loader has no length, although locally it has one."""
+    if description.order != "shards" or description.dataset_length is None or place.batches_per_pass is not None:
         return
     if place.stage == "train" and place.world_size == 1:
-        num_batches = -(-facts.dataset_length // (facts.batch_size or 1))
+        num_batches = -(-description.dataset_length // (description.batch_size or 1))
         logger.warning(
             "%s has no length here, although len() of its dataset is %d: each of its %d shards may end with a smaller "
             "batch. For schedulers that need trainer.estimated_stepping_batches, and for progress bars, set "
             "data_service.batches_per_epoch=%d.",
-            facts.name,
-            facts.dataset_length,
+            description.name,
+            description.dataset_length,
             place.num_shards,
             num_batches,
         )
 
 
-def _warn_of_kept_order(facts: LoaderFacts, place: LoaderPlace) -> None:
-    """Say where the order is another one than without data hosts."""
-    if place.stage == "train" and facts.order == "sequential" and place.world_size > 1 and not facts.is_split:
+def _warn_of_kept_order(description: LoaderDescription, place: LoaderPlace) -> None:
+    """Warn if Lightning would shuffle the loader without data hosts."""
+    if (
+        place.stage == "train"
+        and description.order == "sequential"
+        and place.world_size > 1
+        and not description.is_split
+    ):
         logger.warning(
             "%s does not shuffle, and its %d ranks train in its order. Without data hosts, Lightning shuffles such a "
             "loader on several ranks. To shuffle here too, set shuffle=True.",
-            facts.name,
+            description.name,
             place.world_size,
         )
 
 
 def _overrides(own: Any, hook: str) -> bool:
-    """Whether an object of Lightning has a hook that is neither Lightning's own nor ours, which calls it."""
+    """Return whether an object of Lightning has a hook of the user's: neither Lightning's own nor ours."""
     method = getattr(type(own), hook, None)
     known = ("lightning", "pytorch_lightning", "lightning_sm")
     return method is not None and method.__module__.partition(".")[0] not in known
 
 
-def _assembled(structure: Any, loaders: Sequence[RemoteLoader]) -> Any:
+def _assemble(structure: Any, loaders: Sequence[RemoteLoader]) -> Any:
     """Put the loaders into the structure that the user's hook returned on the data hosts."""
     if isinstance(structure, int):
         return loaders[structure]
     if "dict" in structure:
-        return {key: _assembled(part, loaders) for key, part in structure["dict"]}
+        return {key: _assemble(part, loaders) for key, part in structure["dict"]}
     if "combined" in structure:
-        return CombinedLoader(_assembled(structure["of"], loaders), structure["combined"])
+        return CombinedLoader(_assemble(structure["of"], loaders), structure["combined"])
     kind, parts = next(iter(structure.items()))
-    assembled = [_assembled(part, loaders) for part in parts]
+    assembled = [_assemble(part, loaders) for part in parts]
     return tuple(assembled) if kind == "tuple" else assembled

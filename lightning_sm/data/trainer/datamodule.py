@@ -1,4 +1,4 @@
-"""RemoteDataModule: stands in for the user's DataModule on a trainer, and fetches its batches from the data hosts."""
+"""The ``RemoteDataModule``, which stands in for the user's DataModule on a trainer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COPIED = "numbers, strings, and lists, tuples, sets and dicts of these, up to 6
 
 
 class RemoteDataModule(LightningDataModule):
-    """Fetches the batches of a DataModule from data hosts.
+    """The user's DataModule on a trainer: fetches its batches from data hosts.
 
     ``prepare_data``, ``setup``, ``*_dataloader`` and ``teardown`` run on the data hosts. ``on_before_batch_transfer``,
     ``transfer_batch_to_device``, ``on_after_batch_transfer``, ``state_dict`` and ``load_state_dict`` run here. Other

@@ -1,4 +1,4 @@
-"""Starts the feeder process, and talks to it from the training process. Imports neither gRPC nor torch."""
+"""Start the feeder process, and talk to it from the training process. No gRPC, no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.calls import HeartbeatRequest, Loaders, SetUp
 from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.settings import Credentials
 
 logger = logging.getLogger(__name__)
@@ -37,14 +37,14 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-def _in_turn(
+def _one_thread_at_a_time(
     method: Callable[Concatenate[Any, _Arguments], _Result],
 ) -> Callable[Concatenate[Any, _Arguments], _Result]:
     """Let threads that read loaders take turns. Not for what finalizers call: they may interrupt the one at turn."""
 
     @wraps(method)
     def call(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        with self._turn:
+        with self._lock:
             return method(self, *args, **kwargs)
 
     return call
@@ -79,16 +79,16 @@ class FeederClient:
         os.close(releases)
         self._pid = os.getpid()
         self._is_quiet = is_quiet
-        self._turn = threading.RLock()
+        self._lock = threading.RLock()
         self._inboxes: dict[int, deque[_OfPass]] = {}
         self._opened: dict[str, SetUp | Loaders] = {}
         self._error: kinds.Failed | None = None
-        self._states: list[kinds.FeederSnapshot] = []
+        self._snapshots: list[kinds.FeederSnapshot] = []
         self._num_rings = 0
         self._num_passes = 0
         self._socket.send(kinds.Configure(list(addresses), credentials, client, hedge_factor, is_quiet))
 
-    @_in_turn
+    @_one_thread_at_a_time
     def open_loaders(self, loaders: kinds.OpenLoaders, timeout_s: float) -> SetUp | Loaders:
         """Let all data hosts run ``setup``, or open their loaders; return the reply on which they agree.
 
@@ -109,24 +109,30 @@ class FeederClient:
         self._raise_error(None)
         return self._opened.pop(name)
 
-    @_in_turn
+    @_one_thread_at_a_time
     def add_ring(self, ring: Ring) -> int:
         """Share a ring with the feeder, and return its number."""
         self._num_rings += 1
         self._socket.send(kinds.ShareRing(self._num_rings, ring.num_slots, ring.slot_bytes, (ring.fd,)))
         return self._num_rings
 
-    @_in_turn
+    @_one_thread_at_a_time
     def start_pass(
-        self, place: kinds.LoaderPlace, loader: LoaderFacts, position: kinds.Position, ring: int, *, tells_keys: bool
+        self,
+        place: kinds.LoaderPlace,
+        loader: LoaderDescription,
+        position: kinds.Position,
+        ring: int,
+        *,
+        tells_keys: bool,
     ) -> int:
         """Start a pass over a loader, and return its number."""
         pass_id = self._new_pass()
         self._send(kinds.StartPass(pass_id, place, loader, position, ring, tells_keys))
         return pass_id
 
-    @_in_turn
-    def length(self, place: kinds.LoaderPlace, loader: LoaderFacts, position: kinds.Position) -> kinds.Length:
+    @_one_thread_at_a_time
+    def length(self, place: kinds.LoaderPlace, loader: LoaderDescription, position: kinds.Position) -> kinds.Length:
         """Have a data host determine the length of a pass by running the user's sampler or reading the dataset.
 
         Raises:
@@ -160,7 +166,7 @@ class FeederClient:
         while inbox:
             self._discard(inbox.popleft())
 
-    @_in_turn
+    @_one_thread_at_a_time
     def next(self, pass_id: int, timeout_s: float, poll: Callable[[], bool]) -> _OfPass:
         """Wait for the next batches of a pass, or its end.
 
@@ -179,7 +185,7 @@ class FeederClient:
             f"within {timeout_s:.0f} s (data_service.batch_timeout_s).\n{self.describe()}\n"
             "See the logs of the data hosts for the cause."
         )
-        if any(host.state == "up" for host in self.state().hosts):
+        if any(host.state == "up" for host in self.snapshot().hosts):
             raise errors.DataTimeoutError(f"No batch arrived {end}")
         raise errors.DataHostUnreachableError(f"All data hosts are unreachable, and no batch arrived {end}")
 
@@ -191,34 +197,34 @@ class FeederClient:
         """Release a slot of a ring; may be called from a finalizer, in any thread."""
         self._release(Released.SLOT, ring, slot)
 
-    @_in_turn
-    def state(self) -> kinds.FeederSnapshot:
+    @_one_thread_at_a_time
+    def snapshot(self) -> kinds.FeederSnapshot:
         """Return the feeder's view of hosts and passes."""
         self._send(kinds.AskSnapshot())
         deadline = time.monotonic() + _EXIT_TIMEOUT_S
-        self._states.clear()
-        while not self._states:
+        self._snapshots.clear()
+        while not self._snapshots:
             if not self._receive(deadline - time.monotonic()):
                 raise errors.DataServiceError(f"The feeder process did not answer within {_EXIT_TIMEOUT_S:.0f} s.")
-        return self._states.pop()
+        return self._snapshots.pop()
 
-    @_in_turn
+    @_one_thread_at_a_time
     def share(self, figures: RankFigures) -> None:
-        """Let the data hosts know what this rank has measured; rank 0 finds it in its ``state``."""
+        """Let the data hosts know what this rank has measured; rank 0 finds it in its ``snapshot``."""
         self._send(kinds.ShareFigures(figures))
 
     def describe(self) -> str:
         """Return lines about hosts and passes, for messages."""
         try:
-            state = self.state()
+            snapshot = self.snapshot()
         except errors.DataServiceError as error:  # a message must not end a training
             return f"  {error}"
         lines = []
-        for host in state.hosts:
+        for host in snapshot.hosts:
             why = f" ({host.why})" if host.why else ""
             busy = f", {host.busy} of {host.workers} workers busy" if host.workers else ""
             lines.append(f"  {host.name}: {host.state}{why}{busy}, requests in flight: {host.in_flight}")
-        for one in state.passes:
+        for one in snapshot.passes:
             requests = ", ".join(f"{host} {for_s:.1f} s ago" for host, for_s in one.requested)
             where = f"requested from {requests}" if requests else "not requested"
             lines.append(f"  waiting for batch {one.waiting_for}: {where}; {one.ready} buffered")
@@ -311,8 +317,8 @@ class FeederClient:
         match message:
             case kinds.Opened() as opened:
                 self._opened[opened.opening] = opened.reply
-            case kinds.FeederSnapshot() as state:
-                self._states.append(state)
+            case kinds.FeederSnapshot() as snapshot:
+                self._snapshots.append(snapshot)
             case kinds.Failed(pass_id=None) as error:
                 self._error = error
             case (

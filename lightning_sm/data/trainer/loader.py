@@ -1,4 +1,4 @@
-"""RemoteLoader: replaces the user's DataLoader on a trainer."""
+"""The ``RemoteLoader``, which replaces the user's DataLoader on a trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfPass, LoaderPlace, Position
 from lightning_sm.data.plan.samples import num_steps
 from lightning_sm.data.protocol.figures import BatchFigures
-from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.passes import FIRST_BY_HAND, ShardPasses
 from lightning_sm.data.trainer.slots import SlotPool, SlotRing
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteLoader:
-    """Iterates over the batches of a loader on the data hosts, in a deterministic order.
+    """The loader of a trainer: iterates over the batches of a loader on the data hosts, in a deterministic order.
 
     Args:
         client: The feeder.
-        facts: The data hosts' description of the user's loader.
+        description: The data hosts' description of the user's loader.
         place: Where the loader belongs.
         slots: The memory for its batches.
         position: Called at the first batch of every pass; returns where the pass starts.
@@ -36,12 +36,12 @@ class RemoteLoader:
     def __init__(
         self,
         client: FeederClient,
-        facts: LoaderFacts,
+        description: LoaderDescription,
         place: LoaderPlace,
         slots: SlotPool,
         position: Callable[[RemoteLoader, Iterator[Any]], Position],
     ) -> None:
-        self.facts = facts
+        self.description = description
         self.place = place
         self.slots = slots
         self._client = client
@@ -50,35 +50,38 @@ class RemoteLoader:
         self._sampler_length: tuple[int, int] | None = None  # epoch, number of batches
         self.num_passes = 0
         self._by_hand = -1, 0  # epoch, index of the user's last own pass in it
-        self._shards = ShardPasses(facts.name, place, self._count_on_host) if facts.order == "shards" else None
+        self._shards = (
+            ShardPasses(description.name, place, self._count_on_host) if description.order == "shards" else None
+        )
         # Lightning reads both, to warn about shuffled validation data and to announce epochs.
-        self.sampler = _Shuffled(self) if facts.order == "shuffled" else _Sequential(self)
+        self.sampler = _Shuffled(self) if description.order == "shuffled" else _Sequential(self)
         self.batch_sampler: Any = None
         self.on_epoch: Callable[[int], None] | None = None
-        # With what the batch took (``DeliveredRange.figures``), the seconds that the training loop waited for it, and
-        # those since the batch before.
+        # Called with a batch's figures, the seconds that the training loop waited for it, and the seconds between the
+        # previous batch and the call.
         self.on_batch: Callable[[BatchFigures, float, float | None], None] | None = None
-        self.on_indices: Callable[[list[int]], None] | None = None  # with those of each batch of the Trainer
+        # Called with the indices of each batch of the Trainer.
+        self.on_indices: Callable[[list[int]], None] | None = None
 
     @property
     def batch_size(self) -> int | None:
         """Samples per batch and rank; None if the dataset or the batch sampler sets it."""
-        return self.facts.batch_size
+        return self.description.batch_size
 
     @property
     def drop_last(self) -> bool:
         """Whether an incomplete last batch is dropped."""
-        return self.facts.drop_last
+        return self.description.drop_last
 
     @property
     def num_workers(self) -> int:
         """Workers of the user's loader; data hosts have workers of their own."""
-        return self.facts.num_workers
+        return self.description.num_workers
 
     @property
     def dataset(self) -> RemoteDataset:
-        """What a trainer has of the dataset: its length."""
-        return RemoteDataset(self.facts)
+        """The stand-in for the dataset, of which a trainer has only the length."""
+        return RemoteDataset(self.description)
 
     def __getattr__(self, name: str) -> Any:
         """Explain which attributes of a ``DataLoader`` a trainer has."""
@@ -91,22 +94,27 @@ class RemoteLoader:
 
     def __len__(self) -> int:
         """Return the number of batches in a pass; it is the same on every rank."""
-        facts = self.facts
-        if facts.order == "batch_sampler" or (facts.order == "sampler" and facts.num_samples is None):
+        description = self.description
+        if description.order == "batch_sampler" or (description.order == "sampler" and description.num_samples is None):
             # A data host runs the sampler, and keeps its order for the pass that follows.
             if self._sampler_length is None or self._sampler_length[0] != self.epoch:
                 self._sampler_length = self.epoch, self._count_on_host()[0]
             return self._sampler_length[1]
         if self._shards is not None and (length := self._shards.length) is not None:
             return length
-        if facts.num_samples is None:
-            raise TypeError(f"{facts.name} has no length. For a training loader, set data_service.batches_per_epoch.")
+        if description.num_samples is None:
+            raise TypeError(
+                f"{description.name} has no length. For a training loader, set data_service.batches_per_epoch."
+            )
         return num_steps(
-            facts.num_samples, facts.batch_size, drop_last=facts.drop_last, world_size=self.place.world_size
+            description.num_samples,
+            description.batch_size,
+            drop_last=description.drop_last,
+            world_size=self.place.world_size,
         )
 
     def _count_on_host(self) -> tuple[int, int]:
-        length = self._client.length(self.place, self.facts, Position(epoch=max(self.epoch, 0)))
+        length = self._client.length(self.place, self.description, Position(epoch=max(self.epoch, 0)))
         return length.num_steps, length.num_dropped
 
     def set_epoch(self, epoch: int) -> None:
@@ -123,7 +131,7 @@ class RemoteLoader:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Ignore a state, which may come from a loader in a run without data hosts."""
+        """Ignore a state, which may come from a loader in a run of the Trainer without data hosts."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: a copy in another process gives no batches."""
@@ -149,14 +157,14 @@ class RemoteLoader:
 
 
 class RemoteDataset:
-    """Stands in for the user's dataset, which is on the data hosts.
+    """The stand-in for the user's dataset, which is on the data hosts.
 
     Args:
-        facts: The loader of the dataset.
+        description: The loader of the dataset.
     """
 
-    def __init__(self, facts: LoaderFacts) -> None:
-        self._facts = facts
+    def __init__(self, description: LoaderDescription) -> None:
+        self._description = description
 
     def __len__(self) -> int:
         """Return the number of samples.
@@ -164,23 +172,23 @@ class RemoteDataset:
         Raises:
             TypeError: The user's dataset has no length.
         """
-        if self._facts.dataset_length is None:
-            raise TypeError(f"{self._facts.dataset} ({self._facts.name}) has no length.")
-        return self._facts.dataset_length
+        if self._description.dataset_length is None:
+            raise TypeError(f"{self._description.dataset} ({self._description.name}) has no length.")
+        return self._description.dataset_length
 
     def __getattr__(self, name: str) -> Any:
         """Explain that there is no more of it here."""
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(
-            f"{self.__class__.__name__} has no attribute {name!r}: {self._facts.dataset} ({self._facts.name}) is on "
-            "the data hosts, and a trainer has only its length. Numbers and strings that setup() sets on the "
-            "DataModule are copied to the trainers."
+            f"{self.__class__.__name__} has no attribute {name!r}: {self._description.dataset} "
+            f"({self._description.name}) is on the data hosts, and a trainer has only its length. Numbers and strings "
+            "that setup() sets on the DataModule are copied to the trainers."
         )
 
 
-# What a batch took, and the iterator over the batches of its slot that returns it.
-_DecodedRange: TypeAlias = tuple[BatchFigures, Iterator[Any]]
+# (figures of a batch, iterator over the batches of its slot, which yields it).
+_BatchSource: TypeAlias = tuple[BatchFigures, Iterator[Any]]
 
 
 class _PassIterator(Iterator[Any]):
@@ -194,10 +202,9 @@ class _PassIterator(Iterator[Any]):
         self._pass_id = 0
         self._is_over = False
         self._finalizer: Any = None
-        self._turns: deque[_DecodedRange] = deque()
-        self._rows: defaultdict[int, list[_DecodedRange]] = defaultdict(
-            list
-        )  # of a block of shards that is not complete
+        self._sources: deque[_BatchSource] = deque()  # one for each batch, in the order of delivery
+        # By row: the batches of a block of shards that is not complete.
+        self._block_rows: defaultdict[int, list[_BatchSource]] = defaultdict(list)
         self._end: EndOfPass | None = None
         self._keys: Iterator[list[int]] = iter(())
         self._figures: BatchFigures
@@ -226,9 +233,9 @@ class _PassIterator(Iterator[Any]):
     def _next_batch(self) -> Any:
         if self._ring is None:
             self._ring = self._start(self._loader._start_position(self))
-        while not self._turns:
+        while not self._sources:
             self._receive(self._ring)
-        self._figures, batches = self._turns.popleft()
+        self._figures, batches = self._sources.popleft()
         return next(batches)
 
     def _receive(self, ring: SlotRing) -> None:
@@ -239,22 +246,22 @@ class _PassIterator(Iterator[Any]):
         """
         message = self._end or self._client.next(self._pass_id, self._loader.place.timeout_s, ring.poll)
         if isinstance(message, DeliveredRange):
-            turn = message.figures(), ring.batches(message)
+            source = message.figures(), ring.batches(message)
             self._client.take(message.pass_id, message.first_step + message.num_steps)
             if message.row is None:
-                self._turns.extend([turn] * message.num_steps)
+                self._sources.extend([source] * message.num_steps)
                 self._keys = iter(message.keys)
                 return
             for row in range(message.row, message.row + message.num_steps):
-                self._rows[row].append(turn)
-            self._turns.extend(self._rows.pop(0, ()))
+                self._block_rows[row].append(source)
+            self._sources.extend(self._block_rows.pop(0, ()))
             return
-        for row in sorted(self._rows):
-            self._turns.extend(self._rows[row])
-        self._rows.clear()
+        for row in sorted(self._block_rows):
+            self._sources.extend(self._block_rows[row])
+        self._block_rows.clear()
         if isinstance(message, EndOfPass):
             self._end = message
-            if not self._turns:
+            if not self._sources:
                 self._start_again(message)
 
     def _start(self, position: Position) -> SlotRing:
@@ -262,7 +269,7 @@ class _PassIterator(Iterator[Any]):
         ring = slots.take()
         logger.debug(
             "%s: epoch %d, steps %d to %s",
-            self._loader.facts.name,
+            self._loader.description.name,
             position.epoch,
             position.first_step,
             position.stop_step,
@@ -270,7 +277,7 @@ class _PassIterator(Iterator[Any]):
         self._position = position
         tells_keys = self._loader.on_indices is not None
         self._pass_id = self._client.start_pass(
-            self._loader.place, self._loader.facts, position, ring.number, tells_keys=tells_keys
+            self._loader.place, self._loader.description, position, ring.number, tells_keys=tells_keys
         )
         self._finalizer = weakref.finalize(self, _close_pass, self._client, self._pass_id, slots, ring)
         self._finalizer.atexit = False
@@ -293,8 +300,8 @@ class _PassIterator(Iterator[Any]):
     def close(self) -> None:
         """End the pass, and cancel its requests in flight."""
         self._is_over = True
-        self._turns.clear()
-        self._rows.clear()
+        self._sources.clear()
+        self._block_rows.clear()
         if self._finalizer is not None:
             self._finalizer()
 
@@ -305,7 +312,7 @@ def _close_pass(client: FeederClient, pass_id: int, slots: SlotPool, ring: SlotR
 
 
 class _Announced:
-    """Passes the epoch that Lightning announces to a sampler on to the loader."""
+    """A sampler that passes the epoch which Lightning announces on to the loader."""
 
     _loader: RemoteLoader
 
@@ -315,11 +322,11 @@ class _Announced:
 
 class _Sequential(_Announced, SequentialSampler):
     def __init__(self, loader: RemoteLoader) -> None:
-        super().__init__(range(loader.facts.num_samples or 0))
+        super().__init__(range(loader.description.num_samples or 0))
         self._loader = loader
 
 
 class _Shuffled(_Announced, RandomSampler):
     def __init__(self, loader: RemoteLoader) -> None:
-        super().__init__(range(loader.facts.num_samples or 1))
+        super().__init__(range(loader.description.num_samples or 1))
         self._loader = loader

@@ -8,13 +8,13 @@ from lightning_sm.data.ipc.feeder_messages import FeederSnapshot
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 
 
-def logger_metrics(figures: RankFigures, ready: int, state: FeederSnapshot) -> dict[str, float]:
+def logger_metrics(figures: RankFigures, ready: int, snapshot: FeederSnapshot) -> dict[str, float]:
     """Return the values for Lightning's loggers.
 
     Args:
         figures: What this rank has measured in the epoch.
         ready: Number of buffered batches when the last one was taken.
-        state: ``FeederClient.state()``.
+        snapshot: ``FeederClient.snapshot()``.
     """
     seconds = figures.seconds
     batches = max(1, figures.num_batches)
@@ -27,13 +27,13 @@ def logger_metrics(figures: RankFigures, ready: int, state: FeederSnapshot) -> d
         "data/queue_ms": 1e3 * figures.queue_s / batches,
         "data/produce_ms": 1e3 * figures.produce_s / batches,
         "data/transfer_ms": 1e3 * figures.transfer_s / batches,
-        "data/retries": float(sum(host.num_retries for host in state.hosts)),
-        "data/hedges": float(sum(host.num_hedges for host in state.hosts)),
+        "data/retries": float(sum(host.num_retries for host in snapshot.hosts)),
+        "data/hedges": float(sum(host.num_hedges for host in snapshot.hosts)),
     }
 
 
 def changes(before: Iterable[HostFigures], after: Iterable[HostFigures]) -> Iterator[tuple[str, str]]:
-    """Yield what happened to data hosts between two moments, as events of the run's record: what, and it in words.
+    """Yield events of data hosts between two moments for the run's record, each as its kind and a text.
 
     Args:
         before: The hosts at the first moment, with sums since the start; empty before the first one.
@@ -47,9 +47,9 @@ def changes(before: Iterable[HostFigures], after: Iterable[HostFigures]) -> Iter
         if host.state == "up" and last.state == "down":
             yield "host_back", f"data host {host.name} is back"
         for what, words, number in (
-            ("retry", "repeated", host.num_retries - last.num_retries),
-            ("hedge", "sent to a second host, too", host.num_hedges - last.num_hedges),
+            ("retry", "sent again", host.num_retries - last.num_retries),
+            ("slow_request", "also sent to another host", host.num_hedges - last.num_hedges),
         ):
             if number > 0:
                 requests = "1 request" if number == 1 else f"{number} requests"
-                yield what, f"{requests} to data host {host.name} {words}"
+                yield what, f"{requests} to {host.name} {'was' if number == 1 else 'were'} {words}"

@@ -1,4 +1,4 @@
-"""Where passes over a loader start and end, and how they continue when shards end."""
+"""The starts and ends of passes over a loader, and how they continue when shards end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROUND = 1 << 32
 
 
 class ShardPasses:
-    """Where the passes over one rank's shards of an iterable dataset start and end.
+    """The passes over one rank's shards of an iterable dataset: where they start and end.
 
     Args:
         name: Name of the loader, for messages.

@@ -19,7 +19,7 @@ MAX_COPYING = 4
 
 
 class PinnedSlots:
-    """Page-locks slots of a ring, and releases them after the copies that read them.
+    """The page-locked slots of a ring, released after the copies that read them.
 
     ``.to(device, non_blocking=True)`` returns before the copy is complete. PyTorch tracks such copies for its own
     page-locked memory, but not for memory that is registered: here, a dropped slot is released after events that are
@@ -108,7 +108,7 @@ class _Copy(NamedTuple):
 
 
 class CUDA:
-    """What ``PinnedSlots`` uses of CUDA."""
+    """The part of CUDA that ``PinnedSlots`` uses."""
 
     def register(self, address: int, size: int) -> int:
         """Page-lock memory, and return CUDA's error code."""

@@ -24,8 +24,8 @@ class Progress(Callback):
     ``load_state_dict`` may refuse unknown entries.
 
     Attributes:
-        origin: The position in the checkpoint from which training resumes, else None. With another seed, order or
-            number of shards, the rest of the epoch would have other batches.
+        origin: The position in the checkpoint from which training resumes, else None. With another seed or number
+            of shards, the rest of the epoch would have other batches.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,6 @@ class Progress(Callback):
             epoch=fit_loop.epoch_progress.current.processed,
             batches=fit_loop.epoch_loop.batch_progress.current.processed,
             loaders=_positions(self._loaders),
-            order_version=self._loaders[0].place.order_version,
         )
         checkpoint[_CHECKPOINT_KEY] = position.to_json()
         # With states of loaders in it, Lightning would refuse to resume without data hosts, from stateless loaders.
@@ -113,7 +112,7 @@ def position_of(loader: RemoteLoader, iterator: Iterator[Any], trainer: Any) -> 
         return Position(max(loader.epoch, 0))
     fit_loop = trainer.fit_loop
     epoch = fit_loop.epoch_progress.current.processed
-    if trainer.overfit_batches > 0 and loader.facts.order == "batch_sampler":
+    if trainer.overfit_batches > 0 and loader.description.order == "batch_sampler":
         epoch = 0  # the user's sampler may choose other samples in each epoch
     combined = combined_loader_of(iterator, trainer)
     if combined is None:
@@ -180,5 +179,5 @@ def _evaluation_limit(loader: RemoteLoader, combined: Any, trainer: Any) -> int 
 
 def _positions(loaders: Sequence[RemoteLoader]) -> tuple[LoaderPosition, ...]:
     return tuple(
-        LoaderPosition.of(loader.facts, loader.place.world_size, loader.place.num_shards) for loader in loaders
+        LoaderPosition.of(loader.description, loader.place.world_size, loader.place.num_shards) for loader in loaders
     )

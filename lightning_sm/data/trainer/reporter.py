@@ -1,4 +1,4 @@
-"""Reports measurements of the data service: metrics to the Trainer's loggers, and a word at the end of an epoch."""
+"""Report measurements of the data service: metrics to the Trainer's loggers, and a verdict at the end of an epoch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHARE_PERIOD_S = 0.25
 
 @dataclass
 class _Epoch:
-    """What is known at the first batch of an epoch and, from its last batch on, what the data hosts did in between."""
+    """The figures at the first batch of an epoch and, from its last batch on, those of the data hosts."""
 
     number: int
     before: RankFigures
@@ -37,7 +37,7 @@ class _Epoch:
 
 @dataclass
 class _Sums:
-    """What data hosts and ranks did since the start of their processes."""
+    """The figures of data hosts and ranks since the start of their processes."""
 
     hosts: Sequence[HostFigures]
     ranks: dict[str, RankFigures]
@@ -48,7 +48,7 @@ class _Sums:
         return {name: figures for name, figures in added.items() if figures.num_steps}
 
 
-def _added(one: RankFigures, other: RankFigures) -> RankFigures:
+def _add(one: RankFigures, other: RankFigures) -> RankFigures:
     return RankFigures(**{name: value + getattr(other, name) for name, value in vars(one).items()})
 
 
@@ -76,7 +76,7 @@ class Reporter(Callback):
         self._sync_s = 0.0
         self._epoch: _Epoch | None = None
         self._reported: dict[str, RankFigures] = {}  # by rank, at the last report, or when the run began
-        self._run: _Sums | None = None  # when the run began
+        self._at_run_start: _Sums | None = None  # when the run began
         # The newest that data hosts had of each rank. They drop those of a rank that has finished.
         self._by_rank: dict[str, RankFigures] = {}
         self._waiting = RankFigures()  # what the slowest rank of each reported epoch of the run measured
@@ -89,7 +89,7 @@ class Reporter(Callback):
         """Leave what the ranks have measured in earlier runs of the Trainer out of the next report."""
         self._epoch = None
         self._reported.clear()
-        self._run = None
+        self._at_run_start = None
         self._waiting = RankFigures()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
@@ -98,7 +98,7 @@ class Reporter(Callback):
             self._sync_began = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Note where they end to."""
+        """Note where ranks stop waiting for each other."""
         if self._sync_began is not None:
             self._sync_s += time.perf_counter() - self._sync_began
             self._sync_began = None
@@ -129,14 +129,14 @@ class Reporter(Callback):
         is_due = trainer.loggers and (is_last or own.num_steps % trainer.log_every_n_steps == 0)
         if not is_due and not (is_last and trainer.is_global_zero):
             return
-        state = self._state_or_none()
-        if state is None:
+        snapshot = self._snapshot_or_none()
+        if snapshot is None:
             return
         if is_last:
-            epoch.hosts = state.hosts
+            epoch.hosts = snapshot.hosts
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         for log in trainer.loggers:
-            log.log_metrics(logger_metrics(own, figures.num_ready, state), step=step)
+            log.log_metrics(logger_metrics(own, figures.num_ready, snapshot), step=step)
 
     def end_epoch(self, trainer: Any) -> None:
         """Log the report of the epoch on rank 0, if no progress line has it.
@@ -175,7 +175,7 @@ class Reporter(Callback):
         for sentence in trouble(hosts):
             logger.warning("%s", sentence)
         _, rank = slowest(ranks)
-        self._waiting = _added(self._waiting, rank)
+        self._waiting = _add(self._waiting, rank)
         text = verdict(ranks, hosts)
         return f"data_wait={100 * rank.wait_fraction:.1f}%" + (f" | {text}" if text else "")
 
@@ -192,44 +192,44 @@ class Reporter(Callback):
 
     def run_verdict(self) -> str | None:
         """Return what held up training in the whole run, and what would help; None if nothing did."""
-        now = None if self._run is None else self._sums()
-        if now is None or self._run is None:
+        now = None if self._at_run_start is None else self._sums()
+        if now is None or self._at_run_start is None:
             return None
-        ranks = now.since(self._run.ranks)
+        ranks = now.since(self._at_run_start.ranks)
         if not ranks:
             return None
         rest = now.since(self._reported)  # of an epoch that has no report, because it was interrupted
-        waiting = _added(self._waiting, slowest(rest)[1]) if rest else self._waiting
-        return verdict(ranks, _since(self._run.hosts, now.hosts), waiting)
+        waiting = _add(self._waiting, slowest(rest)[1]) if rest else self._waiting
+        return verdict(ranks, _since(self._at_run_start.hosts, now.hosts), waiting)
 
     def _sums(self) -> _Sums | None:
-        state = self._state_or_none()
-        if state is None:
+        snapshot = self._snapshot_or_none()
+        if snapshot is None:
             return None
-        return _Sums(state.hosts, {**self._by_rank, self._feeder().name: copy.copy(self._figures)})
+        return _Sums(snapshot.hosts, {**self._by_rank, self._feeder().name: copy.copy(self._figures)})
 
     def _begin(self, trainer: Any) -> _Epoch:
         """Take the figures at the first batch of an epoch."""
-        state = self._state_or_none() if trainer.is_global_zero else None
+        snapshot = self._snapshot_or_none() if trainer.is_global_zero else None
         number = trainer.fit_loop.epoch_progress.current.processed
         epoch = _Epoch(number, copy.copy(self._figures))
-        if state is not None:
-            epoch.hosts_before = state.hosts
+        if snapshot is not None:
+            epoch.hosts_before = snapshot.hosts
             self._reported = {**self._by_rank, **self._reported}
         self._reported.setdefault(self._feeder().name, epoch.before)
-        if self._run is None:
-            self._run = _Sums(epoch.hosts_before, dict(self._reported))
+        if self._at_run_start is None:
+            self._at_run_start = _Sums(epoch.hosts_before, dict(self._reported))
         return epoch
 
-    def _state_or_none(self) -> FeederSnapshot | None:
-        """The state, or None if the feeder does not answer: a training must not end because of its statistics."""
+    def _snapshot_or_none(self) -> FeederSnapshot | None:
+        """Return the snapshot; None if the feeder does not answer: statistics must not end a training."""
         try:
-            state = self._feeder().state()
+            snapshot = self._feeder().snapshot()
         except DataServiceError as error:
             logger.warning("There are no statistics of the data service: %s", error)
             return None
-        self._by_rank |= state.ranks
-        return state
+        self._by_rank |= snapshot.ranks
+        return snapshot
 
 
 def data_report(trainer: Any) -> str:

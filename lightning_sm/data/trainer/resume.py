@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lightning_sm.data.plan.order import ORDER_VERSION
-from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.errors import ResumeError
 
-_VERSION = 2
+_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -38,18 +37,20 @@ class LoaderPosition:
     num_shards: int = 0
 
     @classmethod
-    def of(cls, facts: LoaderFacts, world_size: int, num_shards: int = 0) -> LoaderPosition:
+    def of(cls, description: LoaderDescription, world_size: int, num_shards: int = 0) -> LoaderPosition:
         """Describe a loader.
 
         Args:
-            facts: The loader.
+            description: The loader.
             world_size: Number of ranks that split the data.
             num_shards: Number of virtual shards, if it is an iterable dataset.
         """
-        own = cls(facts.name, facts.dataset, facts.identity, (facts.batch_size or 1) * world_size)
-        if facts.order != "shards":
+        own = cls(
+            description.name, description.dataset, description.identity, (description.batch_size or 1) * world_size
+        )
+        if description.order != "shards":
             return own
-        shards = f"{num_shards} virtual shards, world size {world_size}, batch size {facts.batch_size}"
+        shards = f"{num_shards} virtual shards, world size {world_size}, batch size {description.batch_size}"
         return replace(own, shards=shards, num_shards=num_shards)
 
 
@@ -62,14 +63,12 @@ class SavedPosition:
         epoch: Epoch, from 0.
         batches: Batches of the epoch on which every rank has trained.
         loaders: The training loaders.
-        order_version: How epochs are shuffled. A run that resumes from an older checkpoint keeps the order of that.
     """
 
     seed: int
     epoch: int
     batches: int
     loaders: tuple[LoaderPosition, ...]
-    order_version: int = ORDER_VERSION
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values for a checkpoint."""
@@ -84,16 +83,13 @@ class SavedPosition:
         """
         fields = dict(state)
         version = fields.pop("version", None)
-        if version not in (1, _VERSION):
+        if version != _VERSION:
             raise ResumeError(
-                f"The checkpoint has a data position of version {version}, but this lightning_sm reads versions 1 to "
+                f"The checkpoint has a data position of version {version}, but this lightning_sm reads version "
                 f"{_VERSION}. Use the version of lightning_sm that saved the checkpoint."
             )
-        loaders = fields.pop("loaders")
-        if version == 1:
-            fields["order_version"] = 1
-            loaders = [{**each, "num_shards": int(each["shards"].partition(" ")[0] or 0)} for each in loaders]
-        return cls(loaders=tuple(LoaderPosition(**each) for each in loaders), **fields)
+        loaders = tuple(LoaderPosition(**each) for each in fields.pop("loaders"))
+        return cls(loaders=loaders, **fields)
 
     def num_shards(self, world_size: int) -> int | None:
         """Return the number of virtual shards of the run, if so many ranks can share them."""
@@ -117,7 +113,7 @@ class SavedPosition:
                 f"but now it is {len(loaders)}. Resume with the same loaders, or from a checkpoint at the end of an "
                 "epoch."
             )
-        translated = {self._translated(old, new) for old, new in zip(self.loaders, loaders, strict=True)}
+        translated = {self._translate(old, new) for old, new in zip(self.loaders, loaders, strict=True)}
         if len(translated) > 1:
             raise ResumeError(
                 f"The checkpoint was saved within an epoch with {[old.global_batch for old in self.loaders]} samples "
@@ -126,7 +122,7 @@ class SavedPosition:
             )
         return translated.pop()
 
-    def _translated(self, old: LoaderPosition, new: LoaderPosition) -> tuple[int, int]:
+    def _translate(self, old: LoaderPosition, new: LoaderPosition) -> tuple[int, int]:
         if old.identity != new.identity:
             raise ResumeError(
                 f"The checkpoint was saved within an epoch over {old.dataset} ({old.name}, identity {old.identity}), "

@@ -114,7 +114,7 @@ class SlotRing:
         """
         if self._pinned is not None:
             self._pinned.wait()
-        places = unpack_batches(delivery.payload, delivery.num_bytes)
+        places = unpack_batches(delivery.encoded_batches, delivery.num_bytes)
         memory = self._memory(delivery.slot, delivery.num_bytes)
         return (decode(place.structure, memory[place.start : place.start + place.num_bytes]) for place in places)
 

@@ -1,4 +1,4 @@
-"""What held up training in an epoch, if anything did, and what would help. Pure rules over measurements."""
+"""The verdict on an epoch: what held up training, if anything did, and what would help. Pure rules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_sm._text import duration, times
 from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 from lightning_sm.record.bottleneck import NOT_INPUT_BOUND, WORKERS_ARE_BUSY, StepModel, times_as_many
 
-# Less is not worth a word: both a fraction of the epoch, and seconds.
+# Waits below this fraction of the epoch, or this many seconds, are not reported.
 _MIN_FRACTION = NOT_INPUT_BOUND
 _MIN_SECONDS = 1.0
 # The first batch of each epoch cannot be requested ahead; only a large part of an epoch matters.
@@ -72,7 +72,7 @@ def trouble(hosts: Sequence[HostFigures]) -> list[str]:
 
 
 def _slow_rank(ranks: Mapping[str, RankFigures]) -> str | None:
-    """A rank whose own code takes so long that the others wait for it in the backward pass.
+    """Return a sentence about a rank whose own code is so slow that the others wait for it in the backward pass.
 
     Ranks may wait for each other in the forward pass, too, where DistributedDataParallel sends the buffers of rank 0.
     A rank that seems slow, but no slower than others with their waiting for data, may have waited for these.
@@ -96,7 +96,7 @@ def _slow_rank(ranks: Mapping[str, RankFigures]) -> str | None:
 
 
 def _wait(ranks: Mapping[str, RankFigures], hosts: Sequence[HostFigures], waiting: RankFigures | None) -> str | None:
-    """Why training waited for data."""
+    """Return why training waited for data; None if it did not."""
     name, rank = slowest(ranks)
     is_one = waiting is None or rank == waiting
     rank = waiting or rank

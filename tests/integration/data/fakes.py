@@ -14,10 +14,10 @@ from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.protocol import grpc_transport
 from lightning_sm.data.protocol.calls import Loaders, SetUp
 from lightning_sm.data.protocol.frames import FrameKind, frames
-from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.settings import Credentials, DataServiceSettings
 
-LOADER = LoaderFacts(
+LOADER = LoaderDescription(
     name="train_dataloader()",
     order="sequential",
     num_samples=8,
@@ -44,7 +44,7 @@ class FakeHost:
         answer: Makes the messages that answer a request for a batch.
     """
 
-    def __init__(self, answer: Callable[[int], list[bytes]] | None = None, loader: LoaderFacts = LOADER) -> None:
+    def __init__(self, answer: Callable[[int], list[bytes]] | None = None, loader: LoaderDescription = LOADER) -> None:
         self.heartbeat = json.dumps({"name": "fake", "workers": 2, "busy": 0, "queued": 0}).encode()
         self.opened = {"": SetUp({}, []).encode(), "train": Loaders(0, [loader]).encode()}
         self.listed = b""

@@ -144,7 +144,7 @@ class Job:
         module._hosts._stage = "validate"
         request = OpenRequest(
             opening="1/validate//0",
-            run=1,
+            trainer_run=1,
             stage="validate",
             loaders="",
             epoch=0,

@@ -121,7 +121,7 @@ def settled(module, loader, window):
         next(stream)
     deadline, pause = time.monotonic() + 10.0, threading.Event()
     while True:
-        (known,) = module._hosts.feeder.state().passes
+        (known,) = module._hosts.feeder.snapshot().passes
         # Right after a batch was taken, the next is not asked for yet.
         if not known.in_flight and known.ready >= window:
             return stream, known.ready

@@ -46,16 +46,16 @@ class Server:
         self.address = self.main.receive(TIMEOUT_S).address
         self._channel = grpc.insecure_channel(self.address)
 
-    def start(self, name, **facts):
+    def start(self, name, **values):
         """Start a call, and return its future."""
         kind = self._channel.stream_stream if name == "List" else self._channel.unary_unary
-        method, request = kind(grpc_transport.method(name)), json.dumps(facts).encode()
+        method, request = kind(grpc_transport.method(name)), json.dumps(values).encode()
         options = {"metadata": grpc_transport.metadata(credentials()), "timeout": TIMEOUT_S}
         return method(iter([request]), **options) if name == "List" else method.future(request, **options)
 
-    def end(self, name, **facts):
+    def end(self, name, **values):
         """Make a call, and return how it ended: code and text."""
-        call = self.start(name, **facts)
+        call = self.start(name, **values)
         return call.code(), call.details()
 
     def received(self, number, kind):
@@ -132,7 +132,7 @@ def test_only_trainers_that_sent_heartbeats_can_finish(server):
     server.start("Finish", client="rank 0 on algo-1", outcome="ValueError: " + "x" * 100_000).result()
     assert server.received(1, TrainerFinished) == [TrainerFinished(is_success=False)]
     (ended,) = server.received(1, Finished)
-    assert ended.reason.startswith("the trainer rank has finished (ValueError: xxx")
+    assert ended.reason.startswith("the only rank has finished (ValueError: xxx")
     assert len(ended.reason) < 2000
 
 

@@ -180,7 +180,7 @@ def test_a_second_pass_costs_no_slot_of_the_first():
         begun = next(first)
         kept = list(loader)
         kept += list(loader)
-        state = module._hosts.feeder.state()
+        state = module._hosts.feeder.snapshot()
         assert indices([begun, *first]) == list(range(24))
         assert indices(kept) == sorted(2 * list(range(24)))
         assert [(one.num_retries, one.num_hedges) for one in state.hosts] == [(0, 0)]

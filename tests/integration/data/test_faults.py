@@ -143,7 +143,7 @@ class Scene:
     def report(self, name: str) -> HostSnapshot:
         """What the feeder says of a host."""
         address = self.hosts[name].address
-        return next(host for host in self.module._hosts.feeder.state().hosts if host.name in (name, address))
+        return next(host for host in self.module._hosts.feeder.snapshot().hosts if host.name in (name, address))
 
     def until_up(self, name: str) -> None:
         """Wait until the feeder uses a host."""
@@ -738,7 +738,7 @@ class Idle(Callback):
     busy = ()
 
     def on_fit_start(self, trainer, model):
-        hosts = trainer.datamodule._hosts.feeder.state().hosts
+        hosts = trainer.datamodule._hosts.feeder.snapshot().hosts
         self.busy = [(host.busy, host.queued) for host in hosts if host.workers]
 
 
@@ -981,7 +981,7 @@ JOB_ROWS = [
         "end",
         SAME,
         0,
-        (r"Data host exiting: the trainer rank has finished \(finished\)",),
+        (r"Data host done: the only rank has finished\.",),
         act=train,
     ),
     JobRow(
@@ -990,7 +990,7 @@ JOB_ROWS = [
         "mid-epoch",
         "the same exception",
         0,
-        (r"the trainer rank has finished \(ValueError: loss is nan\)",),
+        (r"the only rank has finished \(ValueError: loss is nan\)",),
         act=fail_to_train,
     ),
     JobRow(
@@ -999,7 +999,7 @@ JOB_ROWS = [
         "mid-epoch",
         "",
         0,
-        (r"the trainer rank has finished \(lost connection\)",),
+        (r"the only rank has finished \(lost connection\)",),
         act=vanish,
         settings={"lease_s": 2.0},
     ),
@@ -1019,7 +1019,7 @@ JOB_ROWS = [
         "mid-epoch",
         "",
         0,
-        (r"Data host exiting: it was terminated \(SIGTERM\)",),
+        (r"Data host done: it was terminated \(SIGTERM\)",),
         act=terminate,
         is_proof=True,
     ),
@@ -1029,7 +1029,7 @@ JOB_ROWS = [
         "a hook",
         "",
         0,
-        (r"Data host exiting: it was terminated \(SIGTERM\)",),
+        (r"Data host done: it was terminated \(SIGTERM\)",),
         act=terminate_in_setup,
         does="waits",
     ),
@@ -1039,7 +1039,7 @@ JOB_ROWS = [
         "mid-epoch",
         SAME,
         0,
-        (r"Data host exiting: the trainer rank has finished \(stopped\)",),
+        (r"Data host done: the only rank has finished \(stopped\)",),
         act=stop_gently,
     ),
     JobRow(
@@ -1229,7 +1229,7 @@ def test_a_data_host_that_dies_is_restarted_and_one_that_fails_is_not(launchers,
     assert codes[1] == row.data, logs
     assert launchers.log(DATA).count("Restarting it in 1 s") == (row.data == 0)
     if row.data == 0:
-        assert re.search("the trainer rank has finished|it was terminated", launchers.log(DATA))
+        assert re.search("the only rank has finished|it was terminated", launchers.log(DATA))
     else:
         assert "RemoteTransformError" in launchers.log(TRAINER)
     for host in (TRAINER, DATA):

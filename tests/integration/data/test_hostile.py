@@ -235,7 +235,7 @@ REQUESTS = {
         b"{}",
         *(json.dumps({**OPENING, name: []}).encode() for name in OPENING),
         json.dumps({**OPENING, "opening": "2/fit/x/0", "loaders": "teardown"}).encode(),
-        json.dumps({**OPENING, "run": 10**30}).encode(),
+        json.dumps({**OPENING, "trainer_run": 10**30}).encode(),
     ],
     "Count": [b"1", b"{}", json.dumps(count_request(part="x")).encode()],
     "List": [b"1", b'{"opening": 1}', json.dumps({"opening": "x", "loader": True, "seed": 0}).encode()],
@@ -246,11 +246,11 @@ REQUESTS = {
 
 def spec(opening="", **changed):
     """Return an encoded request for a batch that is right but for what is changed."""
-    run = {"opening": opening, "loader": 0, "compression": ""}
+    spec = {"opening": opening, "loader": 0, "compression": ""}
     batch = {"seed": 0, "epoch": 0, "pass_index": 0, "step": 0, "rank": 0, "keys": np.arange(4)}
     batch.update((name, value) for name, value in changed.items() if name in batch)
-    run.update((name, value) for name, value in changed.items() if name in run)
-    return StepRangeSpec(**run, batches=(BatchSpec(**batch),)).encode()
+    spec.update((name, value) for name, value in changed.items() if name in spec)
+    return StepRangeSpec(**spec, batches=(BatchSpec(**batch),)).encode()
 
 
 # What a data host closes the stream at, and what it answers.

@@ -23,8 +23,8 @@ def test_the_first_rank_of_a_host_reports_a_lost_connection(capfd, is_quiet):
             client = FeederClient([address], credentials(), HeartbeatRequest("rank 1", 2), 3.0, is_quiet=is_quiet)
             request = OpenRequest(**open_request(""))
             client.open_loaders(OpenLoaders(request, prepares_everywhere=True), TIMEOUT_S)
-            until(lambda: client.state().hosts[0].state == "up", "the host is connected", TIMEOUT_S)
-        until(lambda: client.state().hosts[0].num_lost == 1, "the lost connection is counted", TIMEOUT_S)
+            until(lambda: client.snapshot().hosts[0].state == "up", "the host is connected", TIMEOUT_S)
+        until(lambda: client.snapshot().hosts[0].num_lost == 1, "the lost connection is counted", TIMEOUT_S)
     finally:
         if client is not None:
             client.close("finished")

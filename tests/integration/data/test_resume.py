@@ -9,7 +9,6 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_sm import RemoteDataModule
-from lightning_sm.data.plan.order import sorted_order
 from lightning_sm.errors import ResumeError
 
 pytestmark = pytest.mark.processes
@@ -183,22 +182,6 @@ def test_the_rest_is_the_same(hosts, whole, trained, step, shape, reads_number_o
     )
     assert first == whole[:LAST_STEP]
     assert rest == whole[step:]
-
-
-def test_a_checkpoint_of_another_release_keeps_its_order(hosts, trained):
-    """Its epochs were shuffled in another way: the rest comes in that order, also from checkpoints made on the way."""
-    _, folder = trained.until(LAST_STEP, hosts[:1])
-    checkpoint = torch.load(folder / "step=7.ckpt", weights_only=False)
-    position = checkpoint["lightning_sm.data"]
-    del position["order_version"], position["loaders"][0]["num_shards"]
-    position["version"] = 1
-    torch.save(checkpoint, folder / "old.ckpt")
-    stopped = [ModelCheckpoint(folder, filename="newer-{step}", every_n_train_steps=1), StopAt(9)]
-    seen = fit(hosts[1:2], folder, callbacks=stopped, ckpt_path=folder / "old.ckpt")
-    seen += fit(hosts[2:], folder, ckpt_path=folder / "newer-step=9.ckpt")
-    orders = [sorted_order(NUM_SAMPLES, seed=position["seed"], epoch=epoch, salt="train 0") for epoch in (0, 1)]
-    expected = [*orders[0][7 * BATCH_SIZE :].tolist(), *orders[1].tolist()]
-    assert [index for _, _, indices, _ in seen for index in indices] == expected
 
 
 def test_limited_epochs_resume_where_they_were_cut(hosts, whole, trained):

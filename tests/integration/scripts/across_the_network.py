@@ -59,7 +59,7 @@ def train(addresses):
 
 
 def last_host(module):
-    return module._hosts.feeder.state().hosts[-1]
+    return module._hosts.feeder.snapshot().hosts[-1]
 
 
 def wait_for(module, *states):

@@ -104,7 +104,7 @@ def test_the_data_host_serves_and_leaves_without_a_trace(hosts):
     """It serves both trainers, leaves with them, says so, and writes no file."""
     log = log_of(hosts[2])
     assert re.search(r"^Data host algo-\d serves at 127\.0\.0\.\d:\d+ \(workers: \d+\)", log, re.MULTILINE)
-    assert "Data host exiting: all 2 trainer ranks have finished" in log
+    assert "Data host done: both ranks have finished." in log
     assert not files_in(hosts[2] / "output" / "data")
 
 
@@ -134,6 +134,6 @@ def test_a_start_is_short(hosts):
     starts = []
     for host in hosts:
         lines = [line for line in ours(host) if "'extra' matches none" not in line]
-        ends = [n for n, line in enumerate(lines) if line.startswith(("epoch=", "Data host exiting"))]
+        ends = [n for n, line in enumerate(lines) if line.startswith(("epoch=", "Data host done"))]
         starts.append(lines[: ends[0]] if ends else lines)
     assert [len(starts[0]) <= 15, *(len(start) <= 3 for start in starts[1:])] == [True] * 3, starts

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_sm.data.feeder.agreement import LoaderAgreements
 from lightning_sm.data.protocol.calls import Loaders, SetUp
-from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.errors import DataHostMismatchError
 
 
@@ -70,9 +70,11 @@ def test_the_error_has_what_differs_and_nothing_else():
     errors = []
     agreement = LoaderAgreements(2, lambda *_: None)
     for host, loaders in (("a", [("x", 8)]), ("b", [("x", 16), ("y", 8)])):
-        facts = [LoaderFacts(name, "shuffled", 8, size, False, "i", "f", "Fake of 8") for name, size in loaders]
+        descriptions = [
+            LoaderDescription(name, "shuffled", 8, size, False, "i", "f", "Fake of 8") for name, size in loaders
+        ]
         try:
-            agreement.add_reply("o", host, Loaders(0, facts), 0.0)
+            agreement.add_reply("o", host, Loaders(0, descriptions), 0.0)
         except DataHostMismatchError as error:
             errors = str(error).splitlines()
     assert errors[1:3] == [

@@ -33,7 +33,7 @@ def buffer():
 
 def announce(buffer, request_id, num_bytes, produce_s=1.0, num_batches=None):
     """Let the header of an answer come in, by default of as many batches as were requested."""
-    num_batches = buffer.in_flight[request_id].run.num_steps if num_batches is None else num_batches
+    num_batches = buffer.in_flight[request_id].step_range.num_steps if num_batches is None else num_batches
     packed = pack_batches([EncodedBatch(0, num_bytes, b"")] * num_batches)
     buffer.take_header(request_id, StepRangeHeader(num_bytes, 0.0, produce_s, packed))
 
@@ -155,12 +155,12 @@ def test_quick_small_batches_are_requested_together(buffer):
         buffer.reserve(number, StepRange(step, 1))
         answer(buffer, number, b"tiny", produce_s=0.002)
         buffer.free += [run.slot for run in buffer.deliveries()]
-        lengths.append(buffer.run_length)
+        lengths.append(buffer.range_length)
     assert lengths == [2, 4, 5, 5]
     assert buffer.window == 8 * 5
     buffer.reserve(9, StepRange(8, 1))
     answer(buffer, 9, b"slow", produce_s=1.0)
-    assert buffer.run_length == 1
+    assert buffer.range_length == 1
 
 
 @pytest.mark.parametrize(("window_bytes", "num_bytes", "most"), [(1 << 30, 400, 4), (800, 20, 2)])
@@ -171,7 +171,7 @@ def test_runs_fit_into_slots_and_window(buffer, window_bytes, num_bytes, most):
         buffer.reserve(number, StepRange(step, 1))
         answer(buffer, number, bytes(num_bytes), produce_s=0.0001)
         buffer.free += [run.slot for run in buffer.deliveries()]
-    assert buffer.run_length == most
+    assert buffer.range_length == most
 
 
 def test_a_limit_of_the_users_counts_batches(buffer):
@@ -182,7 +182,7 @@ def test_a_limit_of_the_users_counts_batches(buffer):
     for number, step in enumerate((4, 5)):
         buffer.reserve(number, StepRange(step, 1))
         answer(buffer, number, b"tiny", produce_s=0.0001)
-    assert (buffer.run_length, buffer.window) == (2, 16)
+    assert (buffer.range_length, buffer.window) == (2, 16)
 
 
 def test_a_delivery_describes_its_run(buffer):
@@ -210,7 +210,7 @@ def test_another_number_of_batches_than_requested_is_refused(buffer, num_batches
 def test_a_shard_may_end_within_a_run(buffer):
     """What it has is delivered, its other steps are skipped, and the batches of the block come in rows."""
     buffer.plan, buffer.next_step, buffer.taken = ShardSteps(2, 0, 1), 0, 0
-    buffer.plan.run_length = 3
+    buffer.plan.range_length = 3
     for number, first in enumerate((0, 3)):
         buffer.reserve(number, StepRange(first, 3))
     for number, num_batches in enumerate((2, 3)):

@@ -12,10 +12,10 @@ from lightning_sm.data.feeder.agreement import PATIENCE_S
 from lightning_sm.data.feeder.host_link import LinkState
 from lightning_sm.data.feeder.sampler_orders import SamplerOrderClient, lengths, step_plan
 from lightning_sm.data.ipc.feeder_messages import LoaderPlace, PassRequest, Position
-from lightning_sm.data.ipc.host_messages import SamplerRun
+from lightning_sm.data.ipc.host_messages import SamplerOutput
 from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, digest
 from lightning_sm.data.protocol.calls import Crashed, OrderSize, Problem, Running, ShardSizes
-from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.server import sampler_orders as server
 from lightning_sm.errors import (
     DataHostMismatchError,
@@ -26,13 +26,11 @@ from lightning_sm.errors import (
 )
 
 
-def facts(order="sampler", rank=0, world_size=1, num_shards=1, batch_size=4, drop_last=False):
+def pass_request(order="sampler", rank=0, world_size=1, num_shards=1, batch_size=4, drop_last=False):
     """A pass, as the training process describes it."""
-    loader = LoaderFacts("train_dataloader()", order, None, batch_size, drop_last, "i", "f", "Fake")
+    loader = LoaderDescription("train_dataloader()", order, None, batch_size, drop_last, "i", "f", "Fake")
     limits = {"window_batches": 8, "window_bytes": 1 << 20, "max_batch_bytes": 1 << 20, "timeout_s": 60.0}
-    place = LoaderPlace(
-        "1/fit/train/0", 0, "train", rank, world_size, seed=0, order_version=2, num_shards=num_shards, **limits
-    )
+    place = LoaderPlace("1/fit/train/0", 0, "train", rank, world_size, seed=0, num_shards=num_shards, **limits)
     return PassRequest(1, place, loader, Position())
 
 
@@ -46,7 +44,7 @@ class Hosts:
     """
 
     def __init__(self, number=2, keys=(), offsets=None):
-        self.num_bytes, self.num_runs = 0, 0
+        self.num_bytes, self.num_calls = 0, 0
         keys = np.ascontiguousarray(keys, "<i8")
         parts = [keys] if offsets is None else [keys, np.asarray(offsets, "<i8")]
         num_batches = len(keys) if offsets is None else len(offsets) - 1
@@ -78,9 +76,9 @@ class Link:
         self._hosts = hosts
         self.orders = server.SamplerOrderCache(self._run)
 
-    def _run(self, which):
-        self._hosts.num_runs += 1
-        message = SamplerRun(which, "", (os.dup(self._hosts.fd),))
+    def _run(self, loader_pass):
+        self._hosts.num_calls += 1
+        message = SamplerOutput(loader_pass, "", (os.dup(self._hosts.fd),))
         threading.Thread(target=self.orders.take, args=(message,)).start()
 
     def sampler_order(self, request):
@@ -100,7 +98,7 @@ def test_an_order_comes_once_a_host_is_up_and_waiting_for_it_costs_nothing():
     hosts.links["h0"].state = LinkState.CONNECTING
     found = []
     with hosts.orders() as orders:
-        waiting = threading.Thread(target=lambda: found.append(orders.get(facts())))
+        waiting = threading.Thread(target=lambda: found.append(orders.get(pass_request())))
         before = time.process_time()
         waiting.start()
         waiting.join(1.0)
@@ -113,7 +111,8 @@ def test_an_order_comes_once_a_host_is_up_and_waiting_for_it_costs_nothing():
 
 
 @pytest.mark.parametrize(
-    "ask", [lambda orders: orders.get(facts()), lambda orders: lengths(facts("shards", num_shards=8), orders)]
+    "ask",
+    [lambda orders: orders.get(pass_request()), lambda orders: lengths(pass_request("shards", num_shards=8), orders)],
 )
 def test_the_end_of_the_training_ends_the_wait(ask):
     """Whoever waits for hosts that do not come gets an error, in whatever they were waiting."""
@@ -133,7 +132,7 @@ def test_each_rank_gets_its_part_of_a_sampler(size, drop_last):
     order = np.random.default_rng(0).integers(0, 10**12, size)
     with Hosts(2, order).orders() as orders:
         for rank in range(3):
-            asked = facts(rank=rank, world_size=3, drop_last=drop_last)
+            asked = pass_request(rank=rank, world_size=3, drop_last=drop_last)
             own, whole = step_plan(asked, orders), SamplePlan(order, 4, drop_last, rank, 3)
             assert own.num_steps == whole.num_steps == lengths(asked, orders)[0]
             assert [own.batch(step).tolist() for step in range(own.num_steps)] == [
@@ -148,7 +147,7 @@ def test_each_rank_gets_its_batches_of_a_batch_sampler(offsets):
     kind = "sampler" if offsets is None else "batch_sampler"
     with Hosts(2, order, offsets).orders() as orders:
         for rank in range(2):
-            asked = facts(kind, rank=rank, world_size=2, batch_size=None)
+            asked = pass_request(kind, rank=rank, world_size=2, batch_size=None)
             own, whole = step_plan(asked, orders), BatchPlan(order, offsets, rank, 2)
             assert own.num_steps == whole.num_steps == lengths(asked, orders)[0]
             assert [own.batch(step).tolist() for step in range(own.num_steps)] == [
@@ -166,10 +165,10 @@ def test_ten_million_samples_cost_a_trainer_host_its_part():
     hosts = Hosts(16, np.arange(size)[::-1])
     with hosts.orders() as orders:
         for rank in range(8):
-            asked = facts(rank=rank, world_size=64, batch_size=64)
+            asked = pass_request(rank=rank, world_size=64, batch_size=64)
             assert lengths(asked, orders)[0] == -(-size // (64 * 64))
             assert step_plan(asked, orders).batch(1)[0] == size - 1 - 64 * (64 + rank)
-    assert hosts.num_runs == 16
+    assert hosts.num_calls == 16
     assert size < hosts.num_bytes < 1.1 * size  # 8 bytes for each sample of 8 of 64 ranks
 
 
@@ -183,7 +182,7 @@ def test_hosts_that_disagree_are_named():
             DataHostMismatchError, match=r"sampler of train_dataloader\(\):\n  h[01]: digest: \w+\n  h[01]: digest: "
         ),
     ):
-        orders.get(facts())
+        orders.get(pass_request())
     os.close(hosts.links["h1"]._hosts.fd)
 
 
@@ -197,7 +196,7 @@ def test_of_several_hosts_the_odd_one_is_named():
         link.sampler_order = lambda request, answer=link.sampler_order: come.wait(20.0) and answer(request)
     threading.Timer(0.2, come.set).start()
     with hosts.orders() as orders, pytest.raises(DataHostMismatchError, match=r"\(different from most: h0\):"):
-        orders.get(facts())
+        orders.get(pass_request())
     os.close(odd._hosts.fd)
 
 
@@ -211,7 +210,7 @@ def test_a_late_host_that_disagrees_is_reported():
     late.sampler_order = lambda request: may_answer.wait(30.0) and answer(request)
     came = threading.Event()
     with hosts.orders(lambda error: (reported.append(str(error)), came.set()), patience_s=0.1) as orders:
-        assert orders.get(facts()).keys.tolist() == list(range(8))
+        assert orders.get(pass_request()).keys.tolist() == list(range(8))
         may_answer.set()
         assert came.wait(20.0)
     assert "h0" in reported[0]
@@ -242,7 +241,7 @@ def test_an_answer_without_an_order_is_an_error(answer, error, message):
     hosts = Hosts(1, range(8))
     hosts.links["h0"].sampler_order = lambda _: answer.encode() + b"\n"
     with hosts.orders() as orders, pytest.raises(error, match=message):
-        orders.get(facts())
+        orders.get(pass_request())
 
 
 def test_a_sampler_that_crashes_its_process_is_tried_a_few_times():
@@ -251,14 +250,14 @@ def test_a_sampler_that_crashes_its_process_is_tried_a_few_times():
     answers = [Running(), *[Crashed("was killed by SIGKILL")] * 4]
     hosts.links["h0"].sampler_order = lambda _: answers.pop(0).encode() + b"\n"
     with hosts.orders() as orders, pytest.raises(DataServiceError, match="crashed its process 4 times"):
-        orders.get(facts())
+        orders.get(pass_request())
 
 
 def test_hosts_share_the_counting():
     """Each counts its part; the part of one that does not come is counted by the next."""
     hosts = Hosts(3)
     hosts.links["h1"].state = LinkState.CONNECTING
-    asked = facts("shards", rank=1, world_size=2, num_shards=8)
+    asked = pass_request("shards", rank=1, world_size=2, num_shards=8)
     with hosts.orders(patience_s=0.1) as orders:
         steps = lengths(asked, orders)
     assert steps == (sum(10 + shard for shard in range(0, 8, 2)), 4)
@@ -284,4 +283,4 @@ def test_a_count_that_cannot_be_is_an_error(answer, error, message):
     hosts = Hosts(2)
     hosts.links["h1"].count = lambda _: answer.encode()
     with hosts.orders() as orders, pytest.raises(error, match=message):
-        lengths(facts("shards", world_size=2, num_shards=8), orders)
+        lengths(pass_request("shards", world_size=2, num_shards=8), orders)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sm.data.feeder.scheduler import Liveness, Retry, StepRange
-from tests.fakes.schedulers import asked, host_status, make, make_with_runs, warm
+from tests.fakes.schedulers import asked, host_status, make, make_with_ranges, warm
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
@@ -82,7 +82,7 @@ def test_batch_that_kills_workers_is_fatal():
     assert decision.failures == ("on a", "on b", "on a", "on b")
     assert scheduler.next_requests(60.0) == []
     scheduler.set_window(1, 2)
-    assert [r.step for r in scheduler.next_requests(60.0)] == [1]
+    assert [r.first_step for r in scheduler.next_requests(60.0)] == [1]
 
 
 @pytest.mark.parametrize(("hosts", "second"), [(("a", "b"), "b"), (("a",), "a")])
@@ -152,11 +152,11 @@ def test_step_that_failed_on_all_quick_hosts_goes_to_the_slow_one():
 @pytest.mark.parametrize("retry", [Retry.ONCE, Retry.LIMITED, Retry.NEVER])
 def test_a_failed_run_is_requested_again_step_by_step(retry):
     """Only the step that fails counts as failed; the others of its run are requested once more, each by itself."""
-    scheduler, (first, second) = make_with_runs("a")
-    assert (first.run, second.run) == (StepRange(4, 4), StepRange(8, 4))
+    scheduler, (first, second) = make_with_ranges("a")
+    assert (first.step_range, second.step_range) == (StepRange(4, 4), StepRange(8, 4))
     assert not scheduler.failed(first.request_id, 2.0, retry=retry, reason="one of four").is_fatal
     requests = scheduler.next_requests(10.0)
-    assert [request.run for request in requests] == [StepRange(4, 1), StepRange(5, 1), StepRange(6, 1)], (
+    assert [request.step_range for request in requests] == [StepRange(4, 1), StepRange(5, 1), StepRange(6, 1)], (
         "as many as there are slots"
     )
     assert scheduler.failed(requests[1].request_id, 11.0, retry=Retry.NEVER, reason="step 5").failures == ("step 5",)
@@ -167,16 +167,16 @@ def test_a_failed_run_is_requested_again_step_by_step(retry):
 
 def test_a_run_whose_host_was_lost_is_requested_as_a_whole():
     """A lost connection says nothing about the batches."""
-    scheduler, (first, second) = make_with_runs("a", "b")
+    scheduler, (first, second) = make_with_ranges("a", "b")
     assert (first.host, second.host) == ("a", "b")
     scheduler.host_lost("a", is_silent=False)
-    assert [(request.host, request.run) for request in scheduler.next_requests(2.0)] == [("b", StepRange(4, 4))]
+    assert [(request.host, request.step_range) for request in scheduler.next_requests(2.0)] == [("b", StepRange(4, 4))]
 
 
 def test_the_duplicate_of_a_failed_run_may_still_answer():
     """While another host has the same run, its steps are not requested one by one."""
-    scheduler, (first, _) = make_with_runs("a", "b")
-    (hedge,) = (request for request in scheduler.next_requests(50.0) if request.run == first.run)
+    scheduler, (first, _) = make_with_ranges("a", "b")
+    (hedge,) = (request for request in scheduler.next_requests(50.0) if request.step_range == first.step_range)
     assert hedge.is_hedge
     assert not scheduler.failed(first.request_id, 51.0, retry=Retry.ONCE).is_fatal
     assert scheduler.next_requests(51.0) == []

@@ -26,8 +26,8 @@ def hedged():
 def test_late_request_is_sent_to_another_host():
     """After three times the median latency an idle host gets a duplicate, one at a time."""
     scheduler, now, first, hedge = hedged()
-    assert (hedge.host, hedge.step, hedge.is_hedge) == ("b", first.step, True)
-    assert host_status(scheduler, "b").num_hedges == 1
+    assert (hedge.host, hedge.first_step, hedge.is_hedge) == ("b", first.first_step, True)
+    assert host_status(scheduler, "a").num_hedges == 1
     assert scheduler.passes()[0].requests == (first, hedge)
     assert scheduler.next_requests(now + 100.0) == []
     assert scheduler.next_wakeup(now + 100.0) is None
@@ -96,9 +96,9 @@ def test_next_step_is_hedged_before_anything_else_is_sent():
     assert asked(scheduler.next_requests(now)) == [("a", 0), ("b", 1), ("a", 2), ("b", 3)]
     scheduler.completed(13, now + 3.0)
     (hedge,) = scheduler.next_requests(now + 3.0)
-    assert (hedge.host, hedge.step, hedge.is_hedge) == ("b", 0, True)
+    assert (hedge.host, hedge.first_step, hedge.is_hedge) == ("b", 0, True)
     scheduler.completed(11, now + 3.0)
-    assert [(r.step, r.is_hedge) for r in scheduler.next_requests(now + 3.0)] == [(4, False)]
+    assert [(r.first_step, r.is_hedge) for r in scheduler.next_requests(now + 3.0)] == [(4, False)]
 
 
 def test_hedge_goes_to_a_host_where_the_step_has_not_failed():
@@ -108,7 +108,7 @@ def test_hedge_goes_to_a_host_where_the_step_has_not_failed():
     (first,) = scheduler.next_requests(now)
     assert first.host == "a"
     (hedge,) = scheduler.next_requests(now + 9.0)
-    assert (hedge.host, hedge.step) == ("c", 0)
+    assert (hedge.host, hedge.first_step) == ("c", 0)
     scheduler.failed(hedge.request_id, now + 9.0, retry=Retry.ONCE)
     assert asked(scheduler.next_requests(now + 9.0)) == [("b", 0)]
 
@@ -117,11 +117,11 @@ def test_only_what_the_consumer_will_wait_for_is_hedged():
     """A late request for a step that is needed only after some more answers may still be in time."""
     scheduler, now = warm({"a": 1.0, "b": 1.0}, num_credits=2)
     scheduler.open_pass(2, 0, 100, 8)
-    requests = {request.step: request for request in scheduler.next_requests(now)}
+    requests = {request.first_step: request for request in scheduler.next_requests(now)}
     scheduler.completed(requests[3].request_id, now + 1.0)
-    assert [r.step for r in scheduler.next_requests(now + 1.0)] == [4]
+    assert [r.first_step for r in scheduler.next_requests(now + 1.0)] == [4]
     scheduler.host_up("a", 4), scheduler.host_up("b", 4)
-    hedges = [r.step for r in scheduler.next_requests(now + 4.0) if r.is_hedge]
+    hedges = [r.first_step for r in scheduler.next_requests(now + 4.0) if r.is_hedge]
     assert hedges[:1] == [0]
     assert 2 not in hedges, "two answers a second: step 2 is needed in one second at the earliest"
 
@@ -144,7 +144,7 @@ def test_hedges_cost_a_part_of_the_work():
     slow = set()
     for _ in range(400):
         for request in scheduler.next_requests(now):
-            if request.step % 8 == 0:  # heavy, wherever it is built
+            if request.first_step % 8 == 0:  # heavy, wherever it is built
                 slow.add(request.request_id)
         in_flight = {r.request_id: r for r in scheduler._requests.values()}
         now += 1.0
@@ -169,7 +169,7 @@ def test_small_budget_stops_hedges(monkeypatch):
     scheduler.completed(second.request_id, now + 1.0)
     assert scheduler.next_requests(now + 29.0) == []
     (hedge,) = scheduler.next_requests(now + 30.0)
-    assert (hedge.step, hedge.is_hedge, hedge.host) == (0, True, second.host)
+    assert (hedge.first_step, hedge.is_hedge, hedge.host) == (0, True, second.host)
     assert scheduler.completed(hedge.request_id, now + 31.0).cancel == (first,)
 
 
@@ -177,5 +177,5 @@ def test_a_withdrawn_hedge_costs_nothing():
     """A request that found no slot was never sent."""
     scheduler, _, _, hedge = hedged()
     scheduler.withdraw(hedge)
-    assert host_status(scheduler, "b").num_hedges == 0
+    assert host_status(scheduler, "a").num_hedges == 0
     assert host_status(scheduler, "b").num_in_flight == 0

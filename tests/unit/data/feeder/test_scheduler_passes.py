@@ -66,9 +66,9 @@ def test_hungriest_pass_is_served_first():
     assert len(scheduler.next_requests(0.0)) == 6
     scheduler.open_pass(2, 0, 100, 4)
     scheduler.host_up("a", 9)
-    assert [(r.pass_id, r.step) for r in scheduler.next_requests(0.0)] == [(2, 0), (2, 1), (2, 2)]
+    assert [(r.pass_id, r.first_step) for r in scheduler.next_requests(0.0)] == [(2, 0), (2, 1), (2, 2)]
     scheduler.host_up("a", 12)
-    assert [(r.pass_id, r.step) for r in scheduler.next_requests(0.0)] == [(1, 6), (2, 3), (1, 7)]
+    assert [(r.pass_id, r.first_step) for r in scheduler.next_requests(0.0)] == [(1, 6), (2, 3), (1, 7)]
 
 
 def test_late_unknown_and_closed_answers_are_refused():
@@ -111,26 +111,26 @@ def test_window_can_grow_and_shrink():
     """A larger window is used at once; a smaller one lets requests beyond end, and asks again for those that fail."""
     scheduler = make("a", "b", num_credits=4, window=6)
     scheduler.set_window(1, 2)
-    assert [r.step for r in scheduler.next_requests(0.0)] == [0, 1]
+    assert [r.first_step for r in scheduler.next_requests(0.0)] == [0, 1]
     scheduler.set_window(1, 6)
-    assert [r.step for r in scheduler.next_requests(0.0)] == [2, 3, 4, 5]
+    assert [r.first_step for r in scheduler.next_requests(0.0)] == [2, 3, 4, 5]
     scheduler.set_window(1, 3)
     scheduler.failed(5, 1.0, retry=Retry.ELSEWHERE)
     scheduler.completed(4, 1.0)
     assert scheduler.next_requests(5.0) == []
     scheduler.set_window(1, 6)
-    assert [r.step for r in scheduler.next_requests(5.0)] == [5]
+    assert [r.first_step for r in scheduler.next_requests(5.0)] == [5]
 
 
 def test_a_request_is_for_consecutive_steps():
     """Small batches are requested in runs, which move the window as a whole; the last one ends with the pass."""
     scheduler = make("a", num_credits=9, window=4, stop=11)
     scheduler.next_requests(0.0)
-    scheduler.set_window(1, 12, run_length=4)
-    assert [r.run for r in scheduler.next_requests(0.0)] == []
+    scheduler.set_window(1, 12, range_length=4)
+    assert [r.step_range for r in scheduler.next_requests(0.0)] == []
     scheduler.completed(0, 1.0), scheduler.completed(1, 1.0)
     scheduler.advance(1, 2)
-    assert [r.run for r in scheduler.next_requests(1.0)] == [StepRange(4, 4), StepRange(8, 3)]
+    assert [r.step_range for r in scheduler.next_requests(1.0)] == [StepRange(4, 4), StepRange(8, 3)]
     scheduler.completed(2, 1.0), scheduler.completed(3, 1.0), scheduler.completed(4, 1.0)
     status = scheduler.passes()[0]
     assert (status.waiting_for, status.num_ready, status.num_in_flight) == (8, 6, 3)
@@ -143,13 +143,13 @@ def test_a_request_is_for_consecutive_steps():
 def test_no_more_runs_than_slots_are_requested():
     """However many steps the window has, each run in flight or ready needs one of the slots."""
     scheduler = make("a", num_credits=9, window=3)
-    scheduler.set_window(1, 100, run_length=2)
+    scheduler.set_window(1, 100, range_length=2)
     requests = scheduler.next_requests(0.0)
-    assert [r.run for r in requests] == [StepRange(0, 1), StepRange(1, 1), StepRange(2, 1)]
+    assert [r.step_range for r in requests] == [StepRange(0, 1), StepRange(1, 1), StepRange(2, 1)]
     scheduler.completed(0, 1.0)
     assert scheduler.next_requests(1.0) == []
     scheduler.advance(1, 1)
-    assert [r.run for r in scheduler.next_requests(1.0)] == [StepRange(3, 2)]
+    assert [r.step_range for r in scheduler.next_requests(1.0)] == [StepRange(3, 2)]
 
 
 def test_what_is_left_of_the_window_is_no_run():
@@ -157,12 +157,12 @@ def test_what_is_left_of_the_window_is_no_run():
     scheduler = make("a", num_credits=9, window=4)
     scheduler.next_requests(0.0)
     scheduler.completed(0, 1.0)
-    scheduler.set_window(1, 4, run_length=2)
+    scheduler.set_window(1, 4, range_length=2)
     scheduler.advance(1, 1)
     assert scheduler.next_requests(1.0) == []
     scheduler.completed(1, 1.0)
     scheduler.advance(1, 2)
-    assert [r.run for r in scheduler.next_requests(1.0)] == [StepRange(4, 2)]
+    assert [r.step_range for r in scheduler.next_requests(1.0)] == [StepRange(4, 2)]
 
 
 def test_the_status_names_the_requests_for_the_step_that_the_consumer_waits_for():
@@ -178,7 +178,7 @@ def test_the_status_names_the_requests_for_the_step_that_the_consumer_waits_for(
     assert (first.host, first.state, first.slowness, first.num_completed) == ("a", Liveness.UP, 1.0, 1)
     assert (second.host, second.state) == ("b", Liveness.SUSPECT)
     (request,) = scheduler.next_requests(3.0)
-    assert (request.host, request.step, request.sent_at) == ("a", 1, 3.0)
+    assert (request.host, request.first_step, request.sent_at) == ("a", 1, 3.0)
     assert scheduler.passes()[0].requests == (request,)
     assert first.num_in_flight == 1, "a status is a copy"
 

@@ -204,7 +204,7 @@ class Failures:
         if rng.random() >= self.probability:
             return None
         kind = rng.choice([Retry.ELSEWHERE, Retry.LIMITED, Retry.ONCE])
-        seen = self.kinds.setdefault((request.pass_id, request.step), [])
+        seen = self.kinds.setdefault((request.pass_id, request.first_step), [])
         if seen.count(kind) >= {Retry.ELSEWHERE: 9, Retry.LIMITED: 3, Retry.ONCE: 1}[kind]:
             return None
         seen.append(kind)

@@ -1,7 +1,7 @@
 """Failures end with words that name the step, its indices and every host that tried."""
 
 from lightning_sm.data.feeder.scheduler import FailureDecision
-from lightning_sm.data.feeder.status import explain, host_state
+from lightning_sm.data.feeder.status import explain, host_snapshot
 from lightning_sm.errors import DataServiceError, RemoteTransformError
 
 FAILURES = tuple(f"was killed by SIGSEGV on data host {host}" for host in ("algo-2 (a:1)", "b:1", "algo-2 (a:1)"))
@@ -34,6 +34,11 @@ def test_an_error_of_the_user_keeps_its_name():
 
 def test_a_host_that_was_never_reached_is_down():
     """It has the reason, and no numbers."""
-    state = host_state(Link(), None, 0.0)
-    assert (state.name, state.state, state.why, state.num_received) == ("algo-2:1", "down", "unavailable", 0)
-    assert state.workers == 0
+    snapshot = host_snapshot(Link(), None, 0.0)
+    assert (snapshot.name, snapshot.state, snapshot.why, snapshot.num_received) == (
+        "algo-2:1",
+        "down",
+        "unavailable",
+        0,
+    )
+    assert snapshot.workers == 0

@@ -143,7 +143,7 @@ def order(loader, epoch=0):
 def test_another_split_is_other_data():
     """Hosts that split by themselves, with other generators, are found out; on resume, too."""
     splits = [random_split(Numbers(), [7, 3], generator=torch.Generator().manual_seed(seed))[0] for seed in (1, 1, 2)]
-    one, same, other = (served(DataLoader(split)).facts for split in splits)
+    one, same, other = (served(DataLoader(split)).description for split in splits)
     assert one == same
     assert one.identity != other.identity
     assert one.fingerprint != other.fingerprint
@@ -158,9 +158,9 @@ def test_a_loader_that_iterates_in_its_own_way_is_refused(loader_class, method):
 
 def test_other_subclasses_of_dataloader_are_served(monkeypatch):
     """Those that only set something, and torchdata's, which yields the same batches."""
-    assert served(Named(Numbers())).facts.num_samples == 10
+    assert served(Named(Numbers())).description.num_samples == 10
     monkeypatch.setattr(Doubling, "__module__", "torchdata.stateful_dataloader")
-    assert served(Doubling(Numbers())).facts.num_samples == 10
+    assert served(Doubling(Numbers())).description.num_samples == 10
 
 
 def test_a_dataset_whose_workers_wait_for_each_other_is_refused():
@@ -182,8 +182,8 @@ def test_a_dataset_whose_workers_wait_for_each_other_is_refused():
 )
 def test_predictions_drop_nothing(options):
     """Lightning predicts every sample."""
-    assert served(DataLoader(Numbers(), batch_size=4, **options)).facts.drop_last
-    assert not served(DataLoader(Numbers(), batch_size=4, **options), "predict").facts.drop_last
+    assert served(DataLoader(Numbers(), batch_size=4, **options)).description.drop_last
+    assert not served(DataLoader(Numbers(), batch_size=4, **options), "predict").description.drop_last
 
 
 def test_batch_samplers_of_predictions_drop_nothing():
@@ -208,7 +208,7 @@ def test_a_sampler_that_cannot_be_iterated_fails_in_a_pass():
 
 def test_loaders_of_empty_datasets_are_served():
     """A dataset may have nothing for a stage."""
-    assert served(DataLoader(Numbers(0))).facts.num_samples == 0
+    assert served(DataLoader(Numbers(0))).description.num_samples == 0
 
 
 def test_a_sampler_is_as_old_as_its_loader():

@@ -63,10 +63,10 @@ class Rotating(Sampler):
 
     def __init__(self):
         self.order = list(range(LENGTH))
-        self.num_runs = [0]
+        self.num_calls = [0]
 
     def __iter__(self):
-        self.num_runs[0] += 1
+        self.num_calls[0] += 1
         random.shuffle(self.order)
         return iter(self.order)
 
@@ -161,7 +161,7 @@ def test_a_sampler_that_keeps_no_numbers_runs_once_more():
     """Earlier epochs cost one pass in all, unless the sampler counts."""
     sampler = Rotating()
     UserSampler(sampler).order(pass_of(9), [pass_of(epoch) for epoch in range(9)])
-    assert sampler.num_runs == [2]
+    assert sampler.num_calls == [2]
 
 
 def test_samplers_of_torch_run_once(monkeypatch):

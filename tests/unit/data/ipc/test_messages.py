@@ -31,7 +31,7 @@ class Full(Message):
     """A message with everything that a message may have."""
 
     place: Place
-    payload: bytes
+    content: bytes
     fds: tuple[int, ...] = ()
     places: list[Place] = dataclasses.field(default_factory=list)
     by_name: dict[str, Place] = dataclasses.field(default_factory=dict)
@@ -76,16 +76,22 @@ def test_two_kinds_of_one_name_are_refused():
         type("Number", (Message,), {})
 
 
+def test_a_kind_with_two_fields_of_bytes_is_refused():
+    """A message has room for one; the error names both."""
+    with pytest.raises(TypeError, match=r"Pair has 2 fields of type bytes \(first, second\); 1 is allowed"):
+        type("Pair", (Message,), {"__annotations__": {"first": bytes, "second": "bytes"}})
+
+
 def test_a_message_larger_than_the_buffers_arrives(ends):
-    """Large payloads come in many pieces, while several threads send."""
-    payloads = [bytes([number]) * (3 << 20) for number in range(3)]
-    threads = [threading.Thread(target=ends[0].send, args=(Full(Place(0, ""), payload),)) for payload in payloads]
+    """Large contents come in many pieces, while several threads send."""
+    contents = [bytes([number]) * (3 << 20) for number in range(3)]
+    threads = [threading.Thread(target=ends[0].send, args=(Full(Place(0, ""), content),)) for content in contents]
     for thread in threads:
         thread.start()
-    received = [ends[1].receive(5.0).payload for _ in payloads]
+    received = [ends[1].receive(5.0).content for _ in contents]
     for thread in threads:
         thread.join()
-    assert sorted(received) == payloads
+    assert sorted(received) == contents
 
 
 def test_descriptors_go_with_their_message(ends):

@@ -31,7 +31,7 @@ def walk(steps, sizes, window, rng):
         else:
             num_probes += not is_wanted
             steps.skip(step, None if offset < sizes[shard] else sizes[shard])
-        steps.run_length = rng.choice([1, steps.run_length, 2 * steps.run_length])
+        steps.range_length = rng.choice([1, steps.range_length, 2 * steps.range_length])
         while position in answered:
             if position in came:
                 row = steps.row(position)
@@ -67,7 +67,7 @@ def test_the_rest_comes_once_and_in_order(own, world_size, first, stop, window, 
 def test_small_batches_are_requested_in_blocks():
     """Several of a shard, then as many of the next; where they would go beyond the end of the pass, one by one."""
     steps = ShardSteps(3, 0, 1, stop=14)
-    steps.run_length = 2
+    steps.range_length = 2
     shards = [steps.shard(step) for step in range(14)]
     assert shards == [0, 0, 1, 1, 2, 2] * 2 + [0, 1]
     assert [steps.row(step) for step in range(14)] == [0, 1] * 6 + [None, None]
@@ -94,7 +94,7 @@ def hosts_of(scheduler, num_steps, now):
     homes = {}
     for _ in range(num_steps):
         for request in scheduler.next_requests(now):
-            homes.setdefault(request.step % 4, []).append(request.host)
+            homes.setdefault(request.first_step % 4, []).append(request.host)
             scheduler.completed(request.request_id, now)
         position = next(status.waiting_for for status in scheduler.passes())
         scheduler.advance(1, position)
@@ -128,4 +128,4 @@ def test_a_late_shard_is_left_where_it_is():
     for request in requests[1:]:
         scheduler.completed(request.request_id, 1.0)
     assert scheduler.next_requests(19.0) == []
-    assert [hedge.step for hedge in scheduler.next_requests(31.0) if hedge.is_hedge] == [requests[0].step]
+    assert [hedge.first_step for hedge in scheduler.next_requests(31.0) if hedge.is_hedge] == [requests[0].first_step]

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from lightning_sm.data.protocol import calls
 from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.errors import WireError
 from tests.fakes.requests import count_request, list_request, open_request
 
-LOADER = LoaderFacts(
+LOADER = LoaderDescription(
     name="train_dataloader()",
     order="shuffled",
     num_samples=103,

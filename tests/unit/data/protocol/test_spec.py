@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sm.data.protocol.from_json import from_json
-from lightning_sm.data.protocol.spec import BatchSpec, LoaderFacts, StepRangeSpec
+from lightning_sm.data.protocol.spec import BatchSpec, LoaderDescription, StepRangeSpec
 from lightning_sm.errors import WireError
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -76,12 +76,15 @@ def test_bytes_are_a_request_or_refused(data):
 
 def test_loader_facts_survive_the_wire():
     """A description comes out as it went in."""
-    facts = LoaderFacts(**FACTS)
-    assert from_json(LoaderFacts, json.loads(json.dumps(vars(facts))), "description of a loader") == facts
+    description = LoaderDescription(**FACTS)
+    assert (
+        from_json(LoaderDescription, json.loads(json.dumps(vars(description))), "description of a loader")
+        == description
+    )
 
 
 @pytest.mark.parametrize("wrong", [{"num_samples": -1}, {"batch_size": "2"}, {"colour": "red"}])
 def test_malformed_loader_facts_are_refused(wrong):
     """Sizes that cannot be and fields that nobody knows are errors."""
     with pytest.raises(WireError, match=f"description of a loader.*{next(iter(wrong))}"):
-        from_json(LoaderFacts, {**FACTS, **wrong}, "description of a loader")
+        from_json(LoaderDescription, {**FACTS, **wrong}, "description of a loader")

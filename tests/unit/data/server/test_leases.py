@@ -24,7 +24,17 @@ def test_all_have_finished():
     leases.finish("rank 0", "finished", now=2.0)
     assert leases.outcome(3.0) is None
     leases.finish("rank 1", "KeyError: 'x'", now=4.0)
-    assert leases.outcome(5.0) == Finished("all 2 trainer ranks have finished (KeyError: 'x', finished)")
+    assert leases.outcome(5.0) == Finished("both ranks have finished (KeyError: 'x')")
+
+
+def test_the_number_of_ranks_is_in_words():
+    """The reason names the ranks as people do: the only one, both, or all of so many."""
+    for world_size, ranks in ((1, "the only rank has"), (2, "both ranks have"), (3, "all 3 ranks have")):
+        leases = Leases(60.0, 900.0, now=0.0)
+        for rank in range(world_size):
+            leases.heartbeat(f"rank {rank}", world_size, now=1.0)
+            leases.finish(f"rank {rank}", "finished", now=2.0)
+        assert leases.outcome(2.0) == Finished(f"{ranks} finished")
 
 
 def test_a_rank_that_has_not_connected_yet_is_waited_for():
@@ -33,7 +43,7 @@ def test_a_rank_that_has_not_connected_yet_is_waited_for():
     leases.heartbeat("rank 0", 2, now=1.0)
     leases.finish("rank 0", "finished", now=2.0)
     assert leases.outcome(61.0) is None
-    assert leases.outcome(62.0) == Finished("the trainer rank has finished (finished)")
+    assert leases.outcome(62.0) == Finished("the only rank has finished")
 
 
 def test_a_lost_trainer_has_finished():
@@ -41,7 +51,7 @@ def test_a_lost_trainer_has_finished():
     leases = Leases(60.0, 900.0, now=0.0)
     leases.heartbeat("rank 0", 1, now=100.0)
     assert leases.outcome(159.0) is None
-    assert leases.outcome(160.0) == Finished("the trainer rank has finished (lost connection)")
+    assert leases.outcome(160.0) == Finished("the only rank has finished (lost connection)")
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
@@ -63,7 +73,8 @@ def test_trainers_that_may_restart_are_waited_for(outcome):
     if outcome is not None:
         leases.finish("rank 0", outcome, now=100.0)
     assert leases.outcome(999.0) is None
-    assert leases.outcome(1000.0) == Finished(f"the trainer rank has finished ({outcome or 'lost connection'})")
+    problem = "" if outcome == "the process ended" else f" ({outcome or 'lost connection'})"
+    assert leases.outcome(1000.0) == Finished(f"the only rank has finished{problem}")
     leases.heartbeat("rank 0", 1, now=999.0)
     leases.finish("rank 0", "the process ended", now=1001.0)
     assert leases.outcome(1900.0) is None
@@ -75,7 +86,7 @@ def test_an_ending_job_waits_for_no_restart():
     leases.heartbeat("rank 0", 1, now=100.0)
     leases.expect_no_more()
     leases.finish("rank 0", "stopped", now=101.0)
-    assert leases.outcome(101.0) == Finished("the trainer rank has finished (stopped)")
+    assert leases.outcome(101.0) == Finished("the only rank has finished (stopped)")
 
 
 def test_a_host_that_was_started_by_hand_stays():
@@ -130,7 +141,7 @@ def test_an_ending_job_waits_for_no_rank_that_has_not_connected():
     leases.heartbeat("rank 0", 2, now=2.0)
     assert leases.outcome(3.0) is None
     leases.finish("rank 0", "stopped", now=4.0)
-    assert leases.outcome(5.0) == Finished("the trainer rank has finished (stopped)")
+    assert leases.outcome(5.0) == Finished("the only rank has finished (stopped)")
 
 
 def test_an_ending_job_ends_no_lease():
@@ -141,7 +152,7 @@ def test_an_ending_job_ends_no_lease():
     leases.expect_no_more()
     leases.finish("rank 0", "stopped", now=2.0)
     assert leases.outcome(60.0) is None
-    assert leases.outcome(61.0) == Finished("all 2 trainer ranks have finished (lost connection, stopped)")
+    assert leases.outcome(61.0) == Finished("both ranks have finished (lost connection, stopped)")
 
 
 def test_a_job_that_ends_before_a_trainer_connected():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_sm.data.ipc.host_messages import SamplerRun
+from lightning_sm.data.ipc.host_messages import SamplerOutput
 from lightning_sm.data.protocol.calls import Crashed, ListRequest, OrderSize, Running, parse_reply
 from lightning_sm.data.server.sampler_orders import SamplerOrderCache
 from tests.fakes.requests import list_request
@@ -19,11 +19,11 @@ class Main:
         self.asked, self.why = [], ""
         self.orders = SamplerOrderCache(self._run)
 
-    def _run(self, which):
-        self.asked.append((which.opening, which.loader, which.epoch))
+    def _run(self, loader_pass):
+        self.asked.append((loader_pass.opening, loader_pass.loader, loader_pass.epoch))
         fd = os.memfd_create("order")
         os.write(fd, OrderSize(10, 10, "d").encode() + b"\n" + np.arange(10, dtype="<i8").tobytes())
-        self.orders.take(SamplerRun(which, self.why, (fd,)))
+        self.orders.take(SamplerOutput(loader_pass, self.why, (fd,)))
 
     def ask(self, timeout_s=5.0, **changed):
         """Make a request, and return the head of the answer and the numbers behind it."""

@@ -26,7 +26,7 @@ def counts(pool):
 
 def shard_of(task):
     """The shard that a worker is to read to its end."""
-    num_shards, shard, _, is_wanted = StepRangeSpec.decode(task.payload).batches[0].keys.tolist()
+    num_shards, shard, _, is_wanted = StepRangeSpec.decode(task.encoded_spec).batches[0].keys.tolist()
     assert (num_shards, is_wanted) == (8, 0)
     return shard
 

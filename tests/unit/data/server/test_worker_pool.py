@@ -39,9 +39,9 @@ class FakeWorker:
             self.socket.send(Ready())
 
     def next_request(self):
-        """Return the next request: payload and slot."""
+        """Return the next request: encoded_spec and slot."""
         message = self.socket.receive(TIMEOUT_S)
-        return message.payload, message.slot
+        return message.encoded_spec, message.slot
 
     def done(self, slot, value):
         """Answer a request with a batch of one byte."""
@@ -91,10 +91,10 @@ def worker(pool, workers):
     return workers[0]
 
 
-def submit(pool, payload, client="rank 0", opening=OPENING):
+def submit(pool, encoded_spec, client="rank 0", opening=OPENING):
     """Submit a task; return it, and the queue of its answers."""
     answers = queue.Queue()
-    task = Task(client, opening, payload, answers.put)
+    task = Task(client, opening, encoded_spec, answers.put)
     pool.submit(task)
     return task, answers
 
@@ -102,12 +102,12 @@ def submit(pool, payload, client="rank 0", opening=OPENING):
 def test_a_batch_comes_from_the_slot(pool, worker):
     """The answer has the bytes that the worker wrote, until it is released."""
     _, answers = submit(pool, b"a")
-    payload, slot = worker.next_request()
-    assert payload == b"a"
+    encoded_spec, slot = worker.next_request()
+    assert encoded_spec == b"a"
     worker.done(slot, 42)
     answer = answers.get(timeout=TIMEOUT_S)
     assert isinstance(answer, ServedRange)
-    assert (answer.batches, answer.data[: answer.built.num_bytes].tolist()) == (b"header", [42])
+    assert (answer.encoded_batches, answer.data[: answer.built.num_bytes].tolist()) == (b"header", [42])
     answer.release()
 
 
@@ -120,8 +120,8 @@ def test_a_worker_fills_one_slot_while_the_other_is_sent(pool, worker):
         produced.append(answers[number].get(timeout=TIMEOUT_S))
     assert worker.is_idle()
     produced[0].release()
-    payload, slot = worker.next_request()
-    assert payload == b"c"
+    encoded_spec, slot = worker.next_request()
+    assert encoded_spec == b"c"
     worker.done(slot, 3)
     assert answers[2].get(timeout=TIMEOUT_S).data[0] == 3
     assert produced[1].data[0] == 1
@@ -137,8 +137,8 @@ def test_clients_take_turns(pool, workers):
     worker.socket.send(Ready())
     order = []
     for _ in range(4):
-        payload, slot = worker.next_request()
-        order.append(payload)
+        encoded_spec, slot = worker.next_request()
+        order.append(encoded_spec)
         worker.socket.send(BuildAnswer(slot, Failure("RemoteTransformError", "")))
     assert order == [b"a1", b"b1", b"a2", b"a3"]
 
@@ -160,8 +160,8 @@ def test_a_dead_worker_loses_its_batch_and_nothing_else(pool, worker, workers):
     pool.lose(1, "was killed by SIGKILL")
     assert lost.get(timeout=TIMEOUT_S) == Failure("WorkerLost", "was killed by SIGKILL", "worker 0")
     workers.append(FakeWorker(pool, 2))
-    payload, slot = workers[-1].next_request()
-    assert payload == b"b"
+    encoded_spec, slot = workers[-1].next_request()
+    assert encoded_spec == b"b"
     workers[-1].done(slot, 1)
     assert isinstance(kept.get(timeout=TIMEOUT_S), ServedRange)
 
@@ -251,8 +251,8 @@ def test_workers_of_other_loaders_stay_and_take_turns(pool, worker, workers):
     assert (report.workers, report.busy, report.queued) == (1, 1, 1)
     submit(pool, b"b")
     worker.done(slot, 1)
-    payload, slot = workers[1].next_request()
-    assert payload == b"v"
+    encoded_spec, slot = workers[1].next_request()
+    assert encoded_spec == b"v"
     assert worker.is_idle()
     workers[1].done(slot, 2)
     assert worker.next_request()[0] == b"b"

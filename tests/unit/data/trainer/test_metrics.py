@@ -7,7 +7,7 @@ from lightning_sm.data.protocol.figures import HostFigures, RankFigures
 from lightning_sm.data.trainer.metrics import changes, logger_metrics
 
 
-def host(name="algo-2", **facts):
+def host(name="algo-2", **values):
     """The feeder's state of a data host."""
     known = {
         "workers": 4,
@@ -21,7 +21,7 @@ def host(name="algo-2", **facts):
         "built_s": 9.0,
         "transfer_s": 2.0,
     }
-    return HostSnapshot(name, **{**known, **facts})
+    return HostSnapshot(name, **{**known, **values})
 
 
 def test_metrics_are_per_batch_and_per_second():
@@ -64,8 +64,8 @@ def test_a_restarted_host_counts_from_zero():
             [HostFigures("a", num_retries=1)],
             [HostFigures("a", num_retries=3, num_hedges=1)],
             [
-                ("retry", "2 requests to data host a repeated"),
-                ("hedge", "1 request to data host a sent to a second host, too"),
+                ("retry", "2 requests to a were sent again"),
+                ("slow_request", "1 request to a was also sent to another host"),
             ],
         ),
         ([HostFigures("a", num_retries=9)], [HostFigures("a")], []),

@@ -28,11 +28,11 @@ class Feeder:
     def share(self, figures):
         self.shared.append(figures)
 
-    def state(self):
+    def snapshot(self):
         return FeederSnapshot([self.host], [], dict(self.ranks))
 
 
-def make_trainer(epoch=0, **facts):
+def make_trainer(epoch=0, **values):
     """A Trainer in an epoch of three batches; ``taken`` says at which."""
     batches = SimpleNamespace(current=SimpleNamespace(processed=0))
     loop = SimpleNamespace(batch_progress=batches, _batches_that_stepped=0)
@@ -46,7 +46,7 @@ def make_trainer(epoch=0, **facts):
         "is_global_zero": True,
         "max_epochs": 10,
     }
-    return SimpleNamespace(fit_loop=fit_loop, **{**known, **facts})
+    return SimpleNamespace(fit_loop=fit_loop, **{**known, **values})
 
 
 def train(reporter, trainer, wait_s=0.0, busy_s=1.0):
@@ -158,12 +158,12 @@ def test_time_with_other_ranks_is_no_own_time(feeder, reporter, monkeypatch):
 def test_a_feeder_that_does_not_answer_costs_the_statistics_only(feeder, reporter, caplog):
     """A training, or a fit that has ended, goes on without them."""
 
-    def state():
+    def snapshot():
         raise DataServiceError("The feeder process did not answer within 10 s.")
 
     trainer = make_trainer()
     train(reporter, trainer)
-    feeder.state = state
+    feeder.snapshot = snapshot
     with caplog.at_level(logging.WARNING):
         reporter.end_epoch(trainer)
     assert "no statistics of the data service: The feeder process did not answer" in caplog.text

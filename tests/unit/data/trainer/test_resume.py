@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sm.data.plan.samples import SamplePlan
-from lightning_sm.data.protocol.spec import LoaderFacts
+from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.trainer.resume import LoaderPosition, SavedPosition
 from lightning_sm.errors import ResumeError
 
 
 def loader(batch_size=8, ranks=1, *, name="train_dataloader()", identity="i", order="shuffled", shards=0):
     """A training loader on so many ranks."""
-    facts = LoaderFacts(
+    description = LoaderDescription(
         name=name,
         order=order,
         num_samples=1000,
@@ -25,7 +25,7 @@ def loader(batch_size=8, ranks=1, *, name="train_dataloader()", identity="i", or
         fingerprint="f",
         dataset=f"Images {identity}",
     )
-    return LoaderPosition.of(facts, ranks, shards)
+    return LoaderPosition.of(description, ranks, shards)
 
 
 def saved(batches, *loaders):
@@ -42,21 +42,14 @@ def test_it_survives_a_checkpoint():
 def test_another_version_is_refused():
     """Both versions are named."""
     state = {**saved(7, loader()).to_json(), "version": 3}
-    with pytest.raises(ResumeError, match="of version 3, but this lightning_sm reads versions 1 to 2"):
+    with pytest.raises(ResumeError, match="of version 3, but this lightning_sm reads version 1"):
         SavedPosition.from_json(state)
 
 
-def test_a_position_of_version_1_keeps_its_order_and_its_shards():
-    """What releases before wrote: they sorted to shuffle, and had other numbers of shards by default."""
-    images = {"name": "train_dataloader()", "dataset": "Images i", "identity": "i", "global_batch": 8, "shards": ""}
-    texts = {**images, "shards": "48 virtual shards, world size 3, batch size 8"}
-    state = {"version": 1, "seed": 5, "epoch": 3, "batches": 7, "loaders": [images, texts]}
-    position = SavedPosition.from_json(state)
-    assert (position.order_version, saved(7).order_version) == (1, 2)
-    assert [each.num_shards for each in position.loaders] == [0, 48]
+def test_the_number_of_shards_is_kept_where_the_ranks_can_share_them():
+    """The first loader with shards decides; a number that does not divide evenly is not used."""
+    position = saved(7, loader(), loader(8, 3, order="shards", shards=48))
     assert [position.num_shards(ranks) for ranks in (3, 16, 5)] == [48, 48, None]
-    assert SavedPosition.from_json(position.to_json()) == position
-    assert position.batches_for([loader(), loader(8, 3, order="shards", shards=48)]) == (7, 0)
 
 
 @given(

@@ -1,4 +1,4 @@
-"""What a DataModule on a data host sees of the Trainer, and whether it splits the data by rank."""
+"""The stand-in for the Trainer on a data host, which also detects a DataModule that splits the data by rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed
 
-from lightning_sm.data.protocol.spec import TRAINER_FACTS
+from lightning_sm.data.protocol.spec import TRAINER_VALUES
 from lightning_sm.errors import DataSettingsError
 
 _RANKS = ("global_rank", "local_rank", "node_rank")
@@ -18,7 +18,7 @@ _SIZES = ("world_size", "num_devices", "num_nodes")
 
 
 class RankReads:
-    """Which ranks and sizes of the Trainer were read, and where. Both together are how users split data by rank."""
+    """The ranks and sizes of the Trainer that were read, and where: users split data by rank with both together."""
 
     def __init__(self) -> None:
         self._ranks: dict[str, str] = {}
@@ -64,8 +64,8 @@ class RankReads:
         )
 
 
-class TrainerFacts:
-    """Stands in for the ``Trainer``, which a data host does not have.
+class TrainerStandIn:
+    """The stand-in for the ``Trainer``, which a data host does not have.
 
     It has ``current_epoch``, ``global_step``, ``max_epochs``, ``max_steps``, ``num_nodes``, ``num_devices`` and
     ``world_size`` of the Trainer that requested the loaders; 0 for ``global_rank``, ``local_rank`` and ``node_rank``,
@@ -75,12 +75,12 @@ class TrainerFacts:
     hook may pass both to a ``DistributedSampler``.
 
     Args:
-        facts: The values.
+        values: The values.
     """
 
-    def __init__(self, facts: Mapping[str, Any]) -> None:
-        self._facts = {
-            **{name: facts.get(name) for name in TRAINER_FACTS},
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = {
+            **{name: values.get(name) for name in TRAINER_VALUES},
             **dict.fromkeys(_RANKS, 0),
             "is_global_zero": True,
         }
@@ -102,12 +102,12 @@ class TrainerFacts:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_facts":  # of a copy that is not filled yet
             raise AttributeError(name)
-        if name not in self._facts:
+        if name not in self._values:
             raise AttributeError(
-                f"self.trainer.{name} is not available on a data host, only {', '.join(self._facts)}. Pass other "
+                f"self.trainer.{name} is not available on a data host, only {', '.join(self._values)}. Pass other "
                 "values to the DataModule as arguments."
             )
-        value = self._facts[name]
+        value = self._values[name]
         self._reads.note(name, value, _place(sys._getframe(1)))
         if not self._is_in_hook:
             self._reads.check()
@@ -116,7 +116,7 @@ class TrainerFacts:
 
 @contextmanager
 def _noting_ranks_of_torch(reads: RankReads) -> Iterator[None]:
-    """Note where code asks ``torch.distributed`` for its rank, which is 0, but takes the size from the Trainer."""
+    """Note calls of ``torch.distributed.get_rank()``, which returns 0: code may take the size from the Trainer."""
     if not torch.distributed.is_available():
         yield
         return
@@ -125,7 +125,7 @@ def _noting_ranks_of_torch(reads: RankReads) -> Iterator[None]:
     def noted(*args: Any, **kwargs: Any) -> int:
         rank = get_rank(*args, **kwargs)
         reader = sys._getframe(1)
-        # Torch's own DistributedSampler asks for both there, and is understood.
+        # Torch's own DistributedSampler asks for rank and size there: data hosts know how to serve it.
         if not reader.f_globals.get("__name__", "").startswith("torch."):
             reads.note_rank(f"torch.distributed.get_rank()={rank}", _place(reader))
         return rank

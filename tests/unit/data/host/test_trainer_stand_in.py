@@ -8,10 +8,10 @@ import torch.distributed
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_sm.data.host.datamodule import ServedModule
-from lightning_sm.data.host.trainer_facts import TrainerFacts
+from lightning_sm.data.host.trainer_stand_in import TrainerStandIn
 from lightning_sm.data.host.world import world_of_one
 from lightning_sm.data.protocol.calls import Loaders, OpenRequest
-from lightning_sm.data.protocol.spec import TRAINER_FACTS
+from lightning_sm.data.protocol.spec import TRAINER_VALUES
 from lightning_sm.errors import DataSettingsError
 from tests.fakes.hook_module import HookModule
 from tests.fakes.requests import open_request
@@ -21,31 +21,31 @@ FACTS = {"world_size": 8, "num_devices": 4, "num_nodes": 2, "current_epoch": 3}
 
 def test_facts_of_the_trainer_are_there():
     """Epoch, steps and sizes are those of the trainers; the rank is 0, because one data host serves all ranks."""
-    values = {name: number for number, name in enumerate(TRAINER_FACTS)}
-    assert {name: getattr(TrainerFacts(values), name) for name in TRAINER_FACTS} == values
+    values = {name: number for number, name in enumerate(TRAINER_VALUES)}
+    assert {name: getattr(TrainerStandIn(values), name) for name in TRAINER_VALUES} == values
     ranks = ("global_rank", "local_rank", "node_rank", "is_global_zero")
-    assert [getattr(TrainerFacts(values), name) for name in ranks] == [0, 0, 0, True]
+    assert [getattr(TrainerStandIn(values), name) for name in ranks] == [0, 0, 0, True]
 
 
 def test_a_missing_fact_is_none():
     """Without a Trainer there are no values."""
-    assert TrainerFacts({}).max_epochs is None
+    assert TrainerStandIn({}).max_epochs is None
 
 
 def test_anything_else_says_what_to_do():
     """The error names the attribute, the available ones, and what to do."""
     with pytest.raises(AttributeError, match=r"self.trainer.model is not available on a data host, only current_epoch"):
-        _ = TrainerFacts({}).model
+        _ = TrainerStandIn({}).model
 
 
 def test_a_copy_is_one():
     """Datasets that hold the DataModule are copied for each shard."""
-    assert copy.deepcopy(TrainerFacts(FACTS)).world_size == 8
+    assert copy.deepcopy(TrainerStandIn(FACTS)).world_size == 8
 
 
-def opened(facts=FACTS, **hooks):
+def opened(values=FACTS, **hooks):
     """Open the loaders for training, and return the reply."""
-    return ServedModule(HookModule(**hooks)).open(OpenRequest(**open_request(trainer=facts)))
+    return ServedModule(HookModule(**hooks)).open(OpenRequest(**open_request(trainer=values)))
 
 
 def rank_and_size(trainer):
@@ -82,7 +82,7 @@ def test_a_hook_that_splits_by_rank_is_an_error(hook, split):
     reply = opened(**{hook: split})
     assert reply.error == "DataSettingsError"
     assert re.search(r"_rank(\(\))?=0 \(", reply.text)
-    assert reply.text.count("test_trainer_facts.py:") == 2
+    assert reply.text.count("test_trainer_stand_in.py:") == 2
     assert "self.trainer.is_global_zero" in reply.text
 
 
@@ -122,9 +122,9 @@ def test_a_distributed_sampler_may_have_rank_and_size():
 
 def test_code_that_splits_by_rank_later_is_an_error():
     """A dataset in a worker that reads a rank and a size, of the Trainer that it kept."""
-    facts = TrainerFacts(FACTS)
-    with facts.noting_reads():
-        assert facts.global_rank == 0
-    assert facts.world_size == 8
+    values = TrainerStandIn(FACTS)
+    with values.noting_reads():
+        assert values.global_rank == 0
+    assert values.world_size == 8
     with pytest.raises(DataSettingsError, match=r"self\.trainer\.global_rank=0 .* self\.trainer\.world_size=8"):
-        _ = facts.global_rank
+        _ = values.global_rank
