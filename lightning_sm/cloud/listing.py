@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from tabulate import tabulate
-
+from lightning_sm._table import draw_table
 from lightning_sm.cloud.aws import Clients
 from lightning_sm.cloud.hosts import shown_hosts
 
@@ -36,7 +35,7 @@ def training_jobs_table(clients: Clients, text: str | None, status: str | None, 
     rows = [_row(clients.sagemaker.describe_training_job(TrainingJobName=name), now) for name in names]
     if not rows:
         return f"There are no training jobs in {clients.sagemaker.meta.region_name}."
-    return tabulate(rows, ["job", "status", "created (UTC)", "ran", "hosts"], disable_numparse=True)
+    return draw_table(rows, ["job", "status", "created (UTC)", "ran", "hosts"])
 
 
 def _row(description: Mapping[str, Any], now: datetime) -> list[str]:
