@@ -27,7 +27,7 @@ def main() -> None:
     with pause_collector():
         from lightning_sm.data.host.main_process import MainProcess  # noqa: PLC0415 - without the collector
 
-        # It takes most of the time that either Lightning needs for its import, here perhaps before the DataModule comes.
+        # Most of what either Lightning imports, here perhaps before the DataModule comes.
         importlib.import_module("torchmetrics")
         freeze_imports()
     serve = owner.receive()
