@@ -1,9 +1,9 @@
 """Lets Python processes start and end sooner. Loaded by PYTHONPATH.
 
-Start: imports make a million objects that stay, so that the collector takes a quarter of the time of importing Lightning;
-here it looks at them less often, which halves that. And torchmetrics finds no torchvision, SciPy and Matplotlib, which it
-imports wherever they are installed: for metrics of images and sound and for plots, which no test uses. Scripts and other
-packages find them.
+Start: imports make a million objects that stay, so that the collector takes a quarter of the time of importing
+Lightning; here it looks at them less often, which halves that. And torchmetrics finds no torchvision, SciPy and
+Matplotlib, which it imports wherever they are installed: for metrics of images and sound and for plots, which no test
+uses. Scripts and other packages find them.
 
 End: the interpreter's last garbage collections have nothing to look at. All objects of torch and Lightning take them a
 second. What must happen at the end does not depend on a collection, as Python promises none (``object.__del__``).
