@@ -3,14 +3,23 @@ PYTHON ?= python3
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
 VENV := .venv
 BIN := $(VENV)/bin
+# What is installed so far: what the app needs, then what each further target needs besides.
 READY := $(VENV)/.ready
+DEV := $(VENV)/.dev
 TOOLKIT := $(VENV)/.toolkit
-SDK3 := .venv-sdk3
 SPHINX := $(VENV)/.sphinx
+PROOF := $(VENV)/.proof
+SDK3 := .venv-sdk3
 SOURCES := lightning_sm app tests benchmarks docker docs
-PIP := -m pip install --quiet --disable-pip-version-check
+# uv, where it is installed, downloads and unpacks in parallel; make UV= takes pip all the same.
+UV := $(shell command -v uv)
+PIP := -m pip install --quiet --disable-pip-version-check --no-compile
+# Python compiles a module when it is first imported. A training imports a sixth of the files; to compile all of them would
+# take longer than to unpack them.
+install = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python,$(1)/bin/python $(PIP))
+unexport PYTHONDONTWRITEBYTECODE
 # The tests in containers form one group, which takes longest and so starts before the other groups.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help train test proof gpu check lint unit docs diagrams format lock sbom clean
 .DEFAULT_GOAL := help
@@ -22,19 +31,19 @@ train: $(READY) ## set up .venv and train the example app on an emulated cluster
 	$(BIN)/lightning-sm local --group trainer=2 --group data=2 --base-dir outputs -- \
 		app/train.py fit --config app/configs/digits.yaml
 
-test: $(READY) $(TOOLKIT) ## set up .venv and test every property of the product once, with real processes
+test: $(TOOLKIT) ## set up .venv and test every property of the product once, with real processes
 	$(PYTEST) -m "not proof" tests/containers tests/integration tests/unit
 
-proof: test $(SDK3)/.ready $(SPHINX) ## make test, then full matrices, all examples, both SDKs and both Lightnings
+proof: test $(SDK3)/.ready $(SPHINX) $(PROOF) ## make test, then full matrices, all examples, both SDKs and both Lightnings
 	$(PYTEST) -m proof tests/containers tests/integration tests/unit
 
-gpu: $(READY) ## what only a GPU shows: page-locked slots, CUDA graphs, the example app on CUDA
+gpu: $(DEV) ## what only a GPU shows: page-locked slots, CUDA graphs, the example app on CUDA
 	$(BIN)/python -m pytest -rs tests/gpu
 
-check: $(READY) ## what every commit must pass: lint and unit tests
+check: $(DEV) ## what every commit must pass: lint and unit tests
 	@$(MAKE) --no-print-directory --output-sync=target -j2 lint unit
 
-lint: $(READY) ## format, lint, types, import contracts, Dockerfiles
+lint: $(DEV) ## format, lint, types, import contracts, Dockerfiles
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/lint-imports
@@ -42,7 +51,7 @@ lint: $(READY) ## format, lint, types, import contracts, Dockerfiles
 	$(BIN)/hadolint docker/Dockerfile tests/containers/stand_in/Dockerfile tests/containers/routes/Dockerfile
 	$(BIN)/mypy
 
-unit: $(READY) ## unit tests
+unit: $(DEV) ## unit tests
 	$(PYTEST) -q -m "not proof" tests/unit
 
 docs: $(SPHINX) ## build the pages and the reference into outputs/docs/index.html
@@ -52,7 +61,7 @@ docs: $(SPHINX) ## build the pages and the reference into outputs/docs/index.htm
 diagrams: $(SPHINX) ## draw changed Mermaid diagrams for the site (needs Node, Chromium and a network)
 	$(BIN)/python docs/diagrams.py
 
-format: $(READY) ## format the tree and mend what the linter can mend
+format: $(DEV) ## format the tree and mend what the linter can mend
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
@@ -65,7 +74,7 @@ lock: ## freeze the packages of an image that works (IMAGE=lightning-sm) in dock
 
 SBOM ?= outputs/sbom
 AUDIT ?=
-sbom: $(READY) ## list all packages of an image (IMAGE=lightning-sm), and find known vulnerabilities
+sbom: $(PROOF) ## list all packages of an image (IMAGE=lightning-sm), and find known vulnerabilities
 	docker run --rm --interactive --entrypoint python $(IMAGE) - < docker/packages.py \
 		| $(BIN)/python docker/sbom.py $(IMAGE) $(SBOM).cdx.json $(SBOM).requirements.txt
 	$(BIN)/pip-audit --strict --no-deps --disable-pip --progress-spinner off --requirement $(SBOM).requirements.txt $(AUDIT)
@@ -73,34 +82,45 @@ sbom: $(READY) ## list all packages of an image (IMAGE=lightning-sm), and find k
 clean: ## remove virtual environments and outputs
 	rm -rf $(VENV) $(SDK3) outputs
 
-# One resolve for everything: a second one could change torch. lightning-bolts comes without its dependencies, because
-# it asks for pytorch-lightning<2 (see app/bolts_compat.py). With fewer garbage collections, Lightning is imported in four
-# fifths of the time, and most of what the tests wait for is that.
-$(READY): pyproject.toml constraints.txt Makefile
+# One resolve in each step for everything that is installed then: another one could change torch. lightning-bolts comes
+# without its dependencies, because it asks for pytorch-lightning<2 (see app/bolts_compat.py).
+LOCAL = $(call install,$(VENV)) --constraint constraints.txt --editable
+WITH_SDK := '.[vision,report,compression,launch]' --group lint --group test
+
+$(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "make: $(PYTHON) is older than 3.10; name another: make PYTHON=python3.12"; exit 1; }
-	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || \
+	@$(PYTHON) -m venv $(VENV) || \
 		{ rm -rf $(VENV); echo "make: no virtual environment; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
-	$(BIN)/python $(PIP) -c constraints.txt -e '.[vision,dev]'
-	$(BIN)/python $(PIP) --no-deps 'lightning-bolts==0.7.0'
-	@echo 'import gc; gc.set_threshold(50_000, 20, 1000)' > \
-		$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/fewer_collections.pth
+
+$(READY): pyproject.toml constraints.txt Makefile | $(BIN)/pip
+	$(LOCAL) '.[vision,report]'
+	$(call install,$(VENV)) --no-deps 'lightning-bolts==0.7.0'
+	@touch $@
+
+# pip reads dependency groups from 25.1 on.
+$(DEV): $(READY)
+	$(if $(UV),,$(BIN)/python $(PIP) 'pip>=25.1')
+	$(LOCAL) '.[vision,report,compression]' --group lint --group test
 	@touch $@
 
 # The stock toolkit, against which some tests run, compiles a C extension. Without a compiler those tests are skipped.
-$(TOOLKIT): $(READY)
-	$(BIN)/python $(PIP) -c constraints.txt -e '.[vision,dev,launch,container]' || \
-	$(BIN)/python $(PIP) -c constraints.txt -e '.[vision,dev,launch]'
+$(TOOLKIT): $(DEV)
+	$(LOCAL) '.[vision,report,compression,launch,container]' --group lint --group test || $(LOCAL) $(WITH_SDK)
 	@touch $@
 
 $(SPHINX): $(TOOLKIT)
-	$(BIN)/python $(PIP) -c constraints.txt -e '.[vision,dev,launch,docs]'
+	$(LOCAL) $(WITH_SDK) --group docs
+	@touch $@
+
+$(PROOF): $(TOOLKIT)
+	$(LOCAL) $(WITH_SDK) --group proof
 	@touch $@
 
 # Versions 2 and 3 of the SageMaker SDK share a distribution name. sagemaker-train is the part of version 3 that trains;
 # the rest is what lightning-sm submit imports (the package itself comes by PYTHONPATH, without torch).
 $(SDK3)/.ready: Makefile
 	@test -x $(SDK3)/bin/pip || $(PYTHON) -m venv $(SDK3)
-	$(SDK3)/bin/python $(PIP) 'sagemaker-train>=1.27,<2' \
-		'jsonargparse[signatures]>=4.39,<5' 'psutil>=5.9,<8' 'tabulate>=0.9,<1'
+	$(call install,$(SDK3)) 'sagemaker-train>=1.27,<2' \
+		'jsonargparse[signatures]>=4.39,<5' 'psutil>=5.9,<8' 'rich>=13.7,<16'
 	@touch $@

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from data_service import in_child, machine, parser, ratio, service, spread, work_unit
-from tabulate import tabulate
 from wire import Ready
 from wire_baselines import PAYLOADS
+
+from lightning_sm._table import draw_table
 
 SETTLE_S = 0.3  # until the ring is full and the feeder idle
 
@@ -89,7 +90,7 @@ def main() -> None:
         columns.append(ratio(rates["receiving"], rates["undisturbed"], 3))
         table.append([*columns, ratio(rates["receiving_cpu"], rates["undisturbed_cpu"], 3)])
     headers = ["steps/s undisturbed", "steps/s receiving", "GB/s", "ratio", "ratio per CPU second"]
-    sys.stdout.write(machine() + tabulate(table, headers=headers, disable_numparse=True) + "\n")
+    sys.stdout.write(machine() + draw_table(table, headers) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 from data_service import in_turn, machine, ratio, sleep_s, spread
-from tabulate import tabulate
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sm import SageMakerCLI, SageMakerEnvironment, SpotCheckpoint
 from lightning_sm._lightning import Callback, LightningDataModule, LightningModule, ModelCheckpoint, Trainer
+from lightning_sm._table import draw_table
 
 _JOB_TIMEOUT_S = 300.0
 _INTERRUPT_AT = 20
@@ -191,7 +191,7 @@ def main() -> None:
             "worst",
             "exit codes",
         ]
-    sys.stdout.write(machine() + tabulate(rows, headers=headers, disable_numparse=True) + "\n")
+    sys.stdout.write(machine() + draw_table(rows, headers) + "\n")
 
 
 def _row(way: str, runs: list[dict[str, Any]]) -> list[str]:

@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-from tabulate import tabulate
 
+from lightning_sm._table import draw_table
 from lightning_sm.emulator.cluster import ClusterSpec, LocalCluster, LocalHost
 from lightning_sm.job.emulated_service import GroupSpec
 from lightning_sm.job.variables import PARENT_PID
@@ -220,7 +220,7 @@ def main() -> None:
         ]
         for one in endings
     ]
-    sys.stdout.write(tabulate(rows, headers=headers, tablefmt="github") + "\n")
+    sys.stdout.write(draw_table(rows, headers) + "\n")
 
 
 if __name__ == "__main__":

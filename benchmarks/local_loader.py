@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from data_service import busy_step, data_hosts, in_child, in_turn, machine, parser, prepare, ratio, spread
 from pytorch_lightning import LightningDataModule, LightningModule, Trainer
-from tabulate import tabulate
 from torch.utils.data import DataLoader, Dataset
+
+from lightning_sm._table import draw_table
 
 BATCH_SIZE = 32
 NUM_WARM_UP = 10  # batches before the clock starts
@@ -183,7 +184,7 @@ def main() -> None:
         for name, times in results.items()
     ]
     headers = ["loader", "ms per step", f"x {best}"]
-    sys.stdout.write(machine() + tabulate(table, headers=headers, disable_numparse=True) + "\n")
+    sys.stdout.write(machine() + draw_table(table, headers) + "\n")
 
 
 if __name__ == "__main__":

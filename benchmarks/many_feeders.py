@@ -29,8 +29,8 @@ from pathlib import Path
 
 import psutil
 from data_service import machine
-from tabulate import tabulate
 
+from lightning_sm._table import draw_table
 from lightning_sm.data.feeder.host_link import heartbeat_period_s
 from lightning_sm.data.ipc.feeder_messages import HostSnapshot, OpenLoaders
 from lightning_sm.data.ipc.host_messages import Listening, OpenedLoaders, Serve
@@ -351,7 +351,7 @@ def table(num_ranks: int, num_hosts: int, servers: Sequence[Usage], feeders: Seq
     in_all = f"{num_ranks * num_hosts / period_s:.0f}"
     of_both = [[f"{one:.0f}", f"{one:.0f}", in_all] for one in (of_server, of_feeder)]
     rows.append(["heartbeats per s, by the code", *of_both[0], *of_both[1]])
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+    return draw_table(rows, headers)
 
 
 def main() -> None:

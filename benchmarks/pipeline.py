@@ -28,8 +28,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch import Tensor, nn
+
+from lightning_sm._table import draw_table
 
 FORWARD_S = 0.04
 BUBBLE = [
@@ -209,7 +210,7 @@ def main() -> None:
             shown = ", ".join(f"{value:.0f}" for value in ranks)
             rows.append((name, len(ranks), shown, f"{max(ranks) / median(alone):.2f}"))
         headers = ["", "ranks", "MB of each rank (median)", "largest / one process"]
-    sys.stdout.write(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True) + "\n")
+    sys.stdout.write(draw_table(rows, headers) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from data_service import machine, sleep_s
-from tabulate import tabulate
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_sm import SageMakerCLI, SageMakerJob, Topology
 from lightning_sm._lightning import LightningDataModule, LightningModule
+from lightning_sm._table import draw_table
 from lightning_sm.record.runs import read_run
 from lightning_sm.report.figures import Figures
 from lightning_sm.report.sizing import measure
@@ -127,7 +127,7 @@ def main() -> None:
         step_s = run(options, workers).slowest.step_s
         error = f"{100 * (predicted_s / step_s - 1):+.1f} %"
         rows.append([workers, f"{1e3 * predicted_s:.1f}", f"{1e3 * step_s:.1f}", error])
-    table = tabulate(rows, ["workers", "predicted ms", "measured ms", "error"], disable_numparse=True)
+    table = draw_table(rows, ["workers", "predicted ms", "measured ms", "error"])
     sys.stdout.write(
         f"{machine()}\nfrom {first} workers: {1e3 * measured.step_s:.1f} ms a step, {measured.waiting:.0%} waiting; a "
         f"step needs {1e3 * measured.model.cost_s:.1f} ms of work; variation {measured.variation or 0.0:.2f}\n{table}\n"

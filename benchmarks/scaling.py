@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from data_service import in_child, in_turn, machine, parser, prepare, ratio, service, sleep_s, spread
 from pytorch_lightning import LightningDataModule
-from tabulate import tabulate
 from torch.utils.data import DataLoader, Dataset
+
+from lightning_sm._table import draw_table
 
 BATCH_SIZE = 16
 SAMPLE_S = 0.006
@@ -146,7 +147,7 @@ def main() -> None:
         headers = ["hosts x workers", "ms per batch", "rate / (k x rate of one)"]
     else:
         table, headers = seed_table(args.rounds, args.batches or 200, cores), ["hosts", "ms per step", "x alone"]
-    sys.stdout.write(machine() + tabulate(table, headers=headers, disable_numparse=True) + "\n")
+    sys.stdout.write(machine() + draw_table(table, headers) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tabulate import tabulate
-
+from lightning_sm._table import draw_table
 from lightning_sm.data.feeder.scheduler import Scheduler, StepRequest
 from lightning_sm.data.settings import default_window
 
@@ -251,7 +250,7 @@ def main() -> None:
             )
             table.append([name, shape, *simulation.run()])
     headers = ["batches", "ranks x hosts x workers", "share", "use of hosts", "hedges", "wasted work"]
-    sys.stdout.write(tabulate(table, headers=headers, disable_numparse=True) + "\n")
+    sys.stdout.write(draw_table(table, headers) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from data_service import data_hosts, in_child, in_turn, machine, parser, prepare, spread
 from pytorch_lightning import LightningDataModule
-from tabulate import tabulate
 from torch.utils.data import DataLoader, Dataset
+
+from lightning_sm._table import draw_table
 
 NUM_SAMPLES = 1_280_000
 BATCH_SIZE = 256
@@ -137,7 +138,7 @@ def main() -> None:
         results = in_turn({kind: partial(script, kind) for kind in ("plain", "preloaded")}, args.rounds)
         table = [[kind, *map(spread, zip(*times, strict=True))] for kind, times in results.items()]
         headers = ["DataHost in the script", "s to the end of its imports", "s to the first batch"]
-    sys.stdout.write(machine() + tabulate(table, headers=headers, disable_numparse=True) + "\n")
+    sys.stdout.write(machine() + draw_table(table, headers) + "\n")
 
 
 if __name__ == "__main__":

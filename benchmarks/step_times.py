@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from data_service import in_turn, machine, spread
-from tabulate import tabulate
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sm._lightning import Callback, LightningModule, Trainer
+from lightning_sm._table import draw_table
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.record.events import find_files, record_folder
 from lightning_sm.training.callbacks.step_times import StepTimes
@@ -104,7 +104,7 @@ def main() -> None:
     results = in_turn(variants, args.rounds)
     rows = [[name, *(spread([run[kind] for run in runs], 0) for kind in (0, 1))] for name, runs in results.items()]
     headers = ["variant", "CPU time of a step, microseconds", "on the clock"]
-    sys.stdout.write(machine() + tabulate(rows, headers=headers, disable_numparse=True) + "\n")
+    sys.stdout.write(machine() + draw_table(rows, headers) + "\n")
     for kind, words in enumerate(("CPU time", "on the clock")):
         added = [
             (more[kind] - less[kind]) / args.copies

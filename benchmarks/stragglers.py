@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from data_service import frozen, in_child, in_turn, machine, parser, service, sleep_s, spread
 from pytorch_lightning import LightningDataModule
-from tabulate import tabulate
 from torch.utils.data import DataLoader, Dataset
+
+from lightning_sm._table import draw_table
 
 BATCH_SIZE = 4
 SLOW = "one of two 8 x slower"
@@ -117,7 +118,7 @@ def main() -> None:
         runs = in_turn({"frozen": lambda: in_child(epoch, factors=[1.0, 1.0], freeze_at=50, **shared)}, args.rounds)
         headers = ["total_s", "usual_gap_s", "first_gap_s", "worst_gap_s"]
         table = [[spread([run[column] for run in runs["frozen"]], 3) for column in headers]]
-    sys.stdout.write(machine() + tabulate(table, headers=headers, disable_numparse=True) + "\n")
+    sys.stdout.write(machine() + draw_table(table, headers) + "\n")
 
 
 def slow_table(rounds: int, shared: dict[str, Any]) -> tuple[list[list[str]], list[str]]:

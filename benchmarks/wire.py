@@ -22,9 +22,10 @@ import numpy as np
 import torch
 from data_service import in_child, in_turn, machine, parser, ratio, service, spread
 from pytorch_lightning import LightningDataModule
-from tabulate import tabulate
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from wire_baselines import BASELINES, NUM_SOURCES, PAYLOADS, Payload, consume, measure
+
+from lightning_sm._table import draw_table
 
 OURS = "lightning_sm"
 NUM_BATCHES = 1_000_000  # of an epoch; more than any run takes
@@ -155,7 +156,7 @@ def main() -> None:
         table += rows(payload, in_turn(variants, args.rounds))
     headers = ["payload", "transport", "GB/s", "x raw TCP", "x grpcio", "x seed-npsave", "x seed"]
     headers += ["CPU s/GB", "x grpcio", "x seed-npsave", "x seed"]
-    sys.stdout.write(machine() + tabulate(table, headers=headers, disable_numparse=True) + "\n")
+    sys.stdout.write(machine() + draw_table(table, headers) + "\n")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,8 @@ from typing import Any
 
 import numpy as np
 import psutil
-from tabulate import tabulate
+
+from lightning_sm._table import draw_table
 
 LOOPBACK = "127.0.0.1"
 NUM_SOURCES = 4  # batches that the server sends in turn
@@ -343,9 +344,10 @@ def main() -> None:
         for name, runs in zip(args.baseline, zip(*rounds, strict=True), strict=True):
             _, _, speeds, *ends = zip(*(asdict(run).values() for run in runs), strict=True)
             spread = f"{min(speeds):.2f}-{max(speeds):.2f}"
-            rows.append([payload, name, statistics.median(speeds), spread, *map(statistics.median, ends)])
+            medians = [f"{statistics.median(values):.2f}" for values in (speeds, *ends)]
+            rows.append([payload, name, medians[0], spread, *medians[1:]])
     headers = ["payload", "baseline", "GB/s", "min-max", "server CPU s/GB", "client CPU s/GB"]
-    sys.stdout.write(tabulate(rows, headers=headers, floatfmt=".2f") + "\n")
+    sys.stdout.write(draw_table(rows, headers) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
 from docstring_parser import parse as parse_docstring
-from tabulate import tabulate
 
 import lightning_sm
 from lightning_sm import __main__ as program
@@ -150,4 +149,4 @@ def _default(one: dataclasses.Field[Any]) -> str:
 def _table(rows: Sequence[tuple[str, ...]], headers: tuple[str, ...]) -> str:
     # A bar within a cell would begin the next one, and <name> is a placeholder, not HTML.
     safe = [[cell.replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in rows]
-    return tabulate(safe, headers, tablefmt="pipe", disable_numparse=True) + "\n"
+    return "".join(f"| {' | '.join(row)} |\n" for row in [headers, ["---"] * len(headers), *safe])

@@ -6,14 +6,12 @@ import argparse
 import os
 import signal
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 
-from tabulate import tabulate
-
 from lightning_sm._log import command_logger, show_log_lines
+from lightning_sm._table import draw_table
 from lightning_sm._version import __version__
 from lightning_sm.doctor import command as doctor
 from lightning_sm.emulator import options as local
@@ -174,16 +172,15 @@ def _show_settings(env: Mapping[str, str], *, shows_internal: bool) -> int:
     rows = []
     errors = []
     for setting in SETTINGS if shows_internal else USER_SETTINGS:
-        # Not by tabulate's maxcolwidths, which takes 95,110 for a number and fails.
         value = "" if setting.name not in env else shown(setting.name, env[setting.name]) or "(empty)"
-        texts = [value, setting.default_text, setting.meaning]
-        rows.append([setting.name, *map(textwrap.fill, texts, (24, 24, 48))])
+        rows.append([setting.name, value, setting.default_text, setting.meaning])
         try:
             setting.read(env)
         except JobConfigError as error:
             errors.append(str(error))
     headers = ["variable", "value here", "default", "meaning"]
-    sys.stdout.write(tabulate(rows, headers, disable_numparse=True) + "\n")
+    widths = {"value here": 24, "default": 24, "meaning": 48}
+    sys.stdout.write(draw_table(rows, headers, max_widths=widths) + "\n")
     for message in errors:
         _LOG.error("error: %s", message)
     return 2 if errors else 0

@@ -12,6 +12,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
+from lightning_sm._collector import pause_collector
 from lightning_sm.errors import MixedLightningError
 
 _DISTRIBUTIONS = ("pytorch_lightning", "lightning.pytorch")
@@ -66,7 +67,8 @@ if TYPE_CHECKING:
     from pytorch_lightning.trainer.connectors import data_connector
     from pytorch_lightning.utilities import CombinedLoader, rank_zero_only
 else:
-    _root = importlib.import_module(DISTRIBUTION)
+    with pause_collector():
+        _root = importlib.import_module(DISTRIBUTION)
     _callbacks = importlib.import_module(f"{DISTRIBUTION}.callbacks")
     _cli = importlib.import_module(f"{DISTRIBUTION}.cli")
     _fabric = "lightning_fabric" if DISTRIBUTION == "pytorch_lightning" else "lightning.fabric"

@@ -42,20 +42,6 @@ class Clients:
         """What jobs leave."""
         return self._session.client("s3", config=_CONFIG)
 
-    @cached_property
-    def batch(self) -> Any:
-        """AWS Batch.
-
-        Raises:
-            AWSError: The installed boto3 is older than Batch's queues for training jobs.
-        """
-        client = self._session.client("batch", config=_CONFIG)
-        if not hasattr(client, "submit_service_job"):
-            raise AWSError(
-                "The installed boto3 does not support AWS Batch queues for training jobs: pip install --upgrade boto3"
-            )
-        return client
-
 
 def new_session(**settings: str | None) -> boto3.Session:
     """Open a session.

@@ -56,7 +56,7 @@ examples:
   lightning-sm jobs files NAME                        where model, output, checkpoints and TensorBoard files are
   lightning-sm jobs files NAME report.html            copy one file of the output to this folder
 
-NAME is the name of a training job or of a tuning job, or the id of a job in an AWS Batch queue.
+NAME is the name of a training job or of a tuning job.
 
 exit codes: 0 done; logs: that of the job if it has ended (1 if none is known); 2 AWS rejects the request, cannot be
 reached or knows no such job, or wrong arguments
@@ -87,11 +87,7 @@ def main(argv: Sequence[str], clients: Clients | None = None) -> int:
 
 
 def _list(clients: Clients, options: argparse.Namespace) -> int:
-    if options.queue is not None:
-        table = listing.queue_table(clients, options.queue, options.limit)
-    else:
-        table = listing.training_jobs_table(clients, options.text, options.status, options.limit, _now())
-    _write([table])
+    _write([listing.training_jobs_table(clients, options.text, options.status, options.limit, _now())])
     return 0
 
 
@@ -104,13 +100,8 @@ def _logs(clients: Clients, options: argparse.Namespace) -> int:
         _write([f"{found.name} is {found.status}: {tuning_progress(found.description)}"])
         _write([f"lightning-sm jobs logs {name}" for name in names])
         return 0
-    jobs = training_jobs(clients, found)
-    if not jobs:
-        _write([f"{found.name} is {found.status} {reason_of(found.description)}".rstrip()])
-        return 0
-    _write([f"An earlier attempt: lightning-sm jobs logs {job['TrainingJobName']}" for job in jobs[:-1]])
-    _write(_log_of(clients, jobs[-1], options))
-    return exit_code(jobs[-1]) if jobs[-1]["TrainingJobStatus"] in {"Completed", "Failed", "Stopped"} else 0
+    _write(_log_of(clients, found.description, options))
+    return exit_code(found.description) if found.has_ended else 0
 
 
 def _log_of(clients: Clients, job: Mapping[str, Any], options: argparse.Namespace) -> Iterator[str]:
@@ -195,10 +186,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="{" + ",".join(_COMMANDS) + "}")
     add_parser = partial(commands.add_parser, parents=[shared], allow_abbrev=False)
 
-    show = add_parser("list", help="the newest training jobs, or the jobs in a queue")
+    show = add_parser("list", help="the newest training jobs")
     show.add_argument("text", nargs="?", help="only jobs whose name contains this")
     show.add_argument("--status", choices=_STATUSES, help="only jobs with this status")
-    show.add_argument("--queue", help="unfinished jobs in this AWS Batch queue instead (name or ARN)")
     show.add_argument("--limit", type=positive_whole_number, default=20, help="maximum number of jobs (default: 20)")
     show.set_defaults(run=_list)
 

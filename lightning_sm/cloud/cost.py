@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from tabulate import tabulate
-
+from lightning_sm._table import draw_table
 from lightning_sm._text import duration
 from lightning_sm.cloud.hosts import HostGroup, groups_of
 from lightning_sm.errors import JobConfigError
@@ -100,7 +99,7 @@ def shown_bills(bills: Sequence[Bill], prices: Prices) -> str:
         for one in bills
         for group in one.groups
     ]
-    lines = [tabulate(rows, ["job", "status", "group", "hosts", "billed", "cost"], disable_numparse=True), ""]
+    lines = [draw_table(rows, ["job", "status", "group", "hosts", "billed", "cost"]), ""]
     total = math.fsum(_total(one, one.billed_s, prices) for one in bills)
     kept = math.fsum(_total(one, one.kept_s, prices) for one in bills)
     if kept:

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from tabulate import tabulate
-
+from lightning_sm._table import draw_table
 from lightning_sm.errors import AWSError
 
 _ARCHIVES = ("output.tar.gz", "model.tar.gz")
@@ -36,7 +35,7 @@ def places(description: Mapping[str, Any]) -> dict[str, str]:
 
 def shown_places(description: Mapping[str, Any]) -> str:
     """Show the S3 addresses, and that those of a running job are not there yet."""
-    text = str(tabulate(places(description).items(), tablefmt="plain"))
+    text = draw_table(places(description).items())
     if description["TrainingJobStatus"] in {"Completed", "Failed", "Stopped"}:
         return text
     return f"{text}\nThe job is {description['TrainingJobStatus']}: it uploads model and output when it ends."

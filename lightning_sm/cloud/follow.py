@@ -13,7 +13,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from lightning_sm._log import command_logger
 from lightning_sm.cloud.aws import Clients
-from lightning_sm.cloud.find import Found, attempts
+from lightning_sm.cloud.find import Found
 from lightning_sm.cloud.logs import Log
 
 _LOG = command_logger(__name__)
@@ -24,7 +24,6 @@ _LOG_EVERY_S = 4.0
 # found none.
 _LAST_LOOKS = 2
 _FINAL = frozenset({"Completed", "Failed", "Stopped"})
-_FINAL_IN_QUEUE = frozenset({"SUCCEEDED", "FAILED"})
 # The service ends the reason with it: "AlgorithmError: <the failure file>, exit code: 137".
 _EXIT_CODE = re.compile(r"exit code:? (\d+)\s*\.?\s*$")
 
@@ -39,7 +38,7 @@ def follow(clients: Clients, found: Found, *, shows_log: bool, sleep: Sleep = _s
 
     Args:
         clients: Clients of the AWS APIs.
-        found: A training job, a tuning job, or a job in a queue, whose training jobs are followed one after the other.
+        found: A training job or a tuning job.
         shows_log: Whether to write the log. A tuning job has no log of its own: its counts are shown instead.
         sleep: Sleeps for some seconds.
 
@@ -53,8 +52,6 @@ def follow(clients: Clients, found: Found, *, shows_log: bool, sleep: Sleep = _s
     with _how_to_stop(found.name):
         if found.kind == "tuning":
             return _tuning_job(clients, found.name, sleep)
-        if found.kind == "queued":
-            return _queued_job(clients, found.name, sleep, shows_log=shows_log)
         return _training_job(clients, found.name, sleep, shows_log=shows_log)
 
 
@@ -62,14 +59,10 @@ def exit_code(description: Mapping[str, Any]) -> int:
     """Exit code for a job that has ended: 0 if it succeeded, else that of its hosts if the service names one, else 1.
 
     Args:
-        description: Of a training job, a tuning job or a job in a queue.
+        description: Of a training job or a tuning job.
     """
-    status = (
-        description.get("TrainingJobStatus")
-        or description.get("HyperParameterTuningJobStatus")
-        or description.get("status")
-    )
-    if status in {"Completed", "SUCCEEDED"}:
+    status = description.get("TrainingJobStatus") or description.get("HyperParameterTuningJobStatus")
+    if status == "Completed":
         return 0
     match = _EXIT_CODE.search(reason_of(description))
     return int(match[1]) or 1 if match else 1
@@ -77,7 +70,7 @@ def exit_code(description: Mapping[str, Any]) -> int:
 
 def reason_of(description: Mapping[str, Any]) -> str:
     """Why a job failed, in the service's words; empty if it says nothing."""
-    return str(description.get("FailureReason") or description.get("statusReason") or "")
+    return str(description.get("FailureReason", ""))
 
 
 def _training_job(clients: Clients, name: str, sleep: Sleep, *, shows_log: bool) -> Mapping[str, Any]:
@@ -105,24 +98,6 @@ def _training_job(clients: Clients, name: str, sleep: Sleep, *, shows_log: bool)
         sleep(_LOG_EVERY_S)
         looks = 0 if _write_new(log) else looks + 1
     return description
-
-
-def _queued_job(clients: Clients, job_id: str, sleep: Sleep, *, shows_log: bool) -> Mapping[str, Any]:
-    states = _States(f"Job {job_id} in the queue")
-    followed: set[str] = set()
-    reason = ""
-    while True:
-        description: Mapping[str, Any] = clients.batch.describe_service_job(jobId=job_id)
-        states.show(f"{description['status']} {description.get('statusReason', '')}".rstrip())
-        new = [name for name in attempts(description) if name not in followed]
-        if new:
-            # Earlier attempts have ended while nobody looked.
-            followed.update(new)
-            reason = reason_of(_training_job(clients, new[-1], sleep, shows_log=shows_log))
-            continue
-        if description["status"] in _FINAL_IN_QUEUE:
-            return {**description, "FailureReason": reason}
-        sleep(_STATE_EVERY_S)
 
 
 def _tuning_job(clients: Clients, name: str, sleep: Sleep) -> Mapping[str, Any]:

@@ -27,9 +27,6 @@ def stop(clients: Clients, found: Found) -> str:
         return _ended(found)
     if found.status in {"Stopping", "Deleting"}:
         return f"{found.name} is {found.status} already."
-    if found.kind == "queued":
-        clients.batch.terminate_service_job(jobId=found.name, reason="lightning-sm jobs stop")
-        return f"AWS Batch is removing {found.name} from the queue, or stopping its training job if one is running."
     try:
         if found.kind == "tuning":
             clients.sagemaker.stop_hyper_parameter_tuning_job(HyperParameterTuningJobName=found.name)

@@ -16,7 +16,7 @@ _GIB = 1 << 30
 # A data host reads every shard of an iterable dataset to count its batches.
 MAX_SHARDS = 1 << 20
 
-Compression = Literal["zstd", "lz4"]
+Compression = Literal["zstd"]
 
 # 16 cores build batches of images at 1 to 2 GB/s, which one process can send.
 _CPUS_PER_NETWORK_PROCESS = 16
@@ -58,7 +58,7 @@ class DataServiceSettings:
             setup().
         batch_timeout_s: Time in seconds until a batch must have arrived, also if all data hosts are unreachable.
         lease_s: Data hosts exit when no trainer has sent a heartbeat for this time, in seconds.
-        compression: Compress batches on the network with zstd or lz4. Useful for slow networks and compressible data.
+        compression: Compress batches on the network with zstd. Useful for slow networks and compressible data.
         batches_per_epoch: Number of batches per rank in a training pass over an iterable dataset. Shards that end
             earlier restart, and the rest of longer ones is dropped. Default: a single rank reads to the end of the
             data; several ranks need the same number of batches, so the data hosts read the whole dataset once to

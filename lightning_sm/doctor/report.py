@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 
-from tabulate import tabulate
+from lightning_sm._table import draw_table
 
 # Narrower tables break every path; wider ones are hard to read.
 _LEAST_WIDTH = 80
@@ -73,12 +73,8 @@ def table(results: Sequence[Result], width: int) -> str:
         [_printable(result.name), result.status.value, _printable(result.found), _printable(result.advice)]
         for result in results
     ]
-    return tabulate(
-        rows,
-        headers=["check", "status", "found", "what to do"],
-        disable_numparse=True,
-        maxcolwidths=[_NAME_WIDTH, None, found_width, room - found_width],
-    )
+    widths = {"check": _NAME_WIDTH, "found": found_width, "what to do": room - found_width}
+    return draw_table(rows, ["check", "status", "found", "what to do"], max_widths=widths)
 
 
 def summary(results: Sequence[Result], seconds: float) -> str:

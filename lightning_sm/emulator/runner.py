@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from tabulate import tabulate
-
+from lightning_sm._table import draw_table
 from lightning_sm._text import listed
 from lightning_sm.emulator.attempt import Attempt, AttemptOutcome
 from lightning_sm.emulator.cluster import LocalCluster, LocalHost
@@ -126,8 +125,8 @@ def _table(attempts: Sequence[Attempt]) -> str:
     columns["seconds"] = [f"{host.seconds:.1f}" for _, host in rows]
     if any(seconds is not None for seconds in to_exit):
         columns["SIGTERM to exit (s)"] = ["" if seconds is None else f"{seconds:.2f}" for seconds in to_exit]
-    alignment = ["left" if name in {"host", "group", "role"} else "right" for name in columns]
-    return tabulate(columns, headers="keys", disable_numparse=True, colalign=alignment)
+    numbers = columns.keys() - {"host", "group", "role"}
+    return draw_table(zip(*columns.values(), strict=True), list(columns), right=numbers)
 
 
 def _reason(host: LocalHost, exit_code: int) -> str:

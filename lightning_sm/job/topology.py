@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from tabulate import tabulate
-
+from lightning_sm._table import draw_table
 from lightning_sm.errors import TopologyError
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.job.instance_types import is_accelerated, num_gpus
@@ -155,7 +154,7 @@ class Topology:
             for hosts in (self.trainer_hosts, self.data_hosts)
             for row in _shortened([self._row(host, devices) for host in hosts], is_short=is_short)
         ]
-        return tabulate(rows, headers=headers, disable_numparse=True)
+        return draw_table(rows, headers)
 
     def _row(self, host: str, devices: int | None) -> list[str]:
         group = next(group for group in self.groups if host in group.hosts)
@@ -228,7 +227,7 @@ def _groups_table(groups: Sequence[InstanceGroup], data_names: frozenset[str]) -
         ]
         for group in groups
     ]
-    return tabulate(rows, headers=["group", "instance", "role", "hosts"], disable_numparse=True)
+    return draw_table(rows, ["group", "instance", "role", "hosts"])
 
 
 def _port_of(job: SageMakerJob) -> int:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
+from lightning_sm._table import draw_table
 from lightning_sm._text import count, duration, percent, step_time
 from lightning_sm.errors import JobConfigError
 from lightning_sm.job.redaction import yaml_problem
@@ -177,7 +176,7 @@ def as_text(comparison: Comparison, prices: Prices, steps: int | None = None) ->
     """
     steps = steps or comparison.first.steps
     rows = list(_rows(comparison, prices, steps))
-    table = tabulate(rows, headers=["", "A", "B", "B compared to A"], disable_numparse=True)
+    table = draw_table(rows, ["", "A", "B", "B compared to A"])
     return "\n\n".join([sentence(comparison, prices), table, "\n".join(_notes(comparison, prices))])
 
 

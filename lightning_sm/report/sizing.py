@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tabulate import tabulate
-
+from lightning_sm._table import draw_table
 from lightning_sm._text import count, duration, percent, size, step_time
 from lightning_sm.data.settings import default_workers
 from lightning_sm.errors import JobConfigError
@@ -463,7 +462,7 @@ def _table(planned: Sizing, prices: Prices) -> str:
         row += ["" if line.network is None else percent(line.network)] * has_network
         row += ["" if line.cost is None else _range(line.cost, prices.amount)] * has_costs
         rows.append(row)
-    return tabulate(rows, headers=headers, disable_numparse=True)
+    return draw_table(rows, headers)
 
 
 def _range(values: Sequence[float], text: Any) -> str:

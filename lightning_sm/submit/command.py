@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Sequence
 
@@ -18,7 +17,6 @@ from lightning_sm.submit.sdk.version import sdk_version
 _LOG = command_logger(__name__)
 
 _FLAGS = {"--dry-run", "--local", "--cloud", "--keep", "--follow"}
-_QUEUE = re.compile(r"--queue(?=\Z|=)")
 _USAGE = "lightning-sm submit JOB.yaml (--dry-run | --local | --cloud) [--KEY=VALUE ...]"
 _DESCRIPTION = """\
 Submit a training job that is described in a YAML file, with version 2 or 3 of the SageMaker SDK, whichever is
@@ -68,11 +66,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _with_job_option(argv: Sequence[str]) -> list[str]:
-    """Insert --job before a file that is named without it, unless the word may be the value of an option.
-
-    And take the short name of --batch.queue for the long one, whose section may have other options.
-    """
-    words = [_QUEUE.sub("--batch.queue", word) for word in argv]
+    """Insert --job before a file that is named without it, unless the word may be the value of an option."""
+    words = list(argv)
     at = next((index for index, word in enumerate(words) if word not in _FLAGS), len(words))
     if at < len(words) and not words[at].startswith("-"):
         words.insert(at, "--job")
@@ -87,7 +82,6 @@ def _parser() -> ArgumentParser:
     modes.add_argument("--cloud", action="store_true", help="submit the job and wait until it ends")
     parser.add_argument("--wait", type=bool, default=True, help="with --cloud: false returns right after submission")
     parser.add_argument("--follow", action="store_true", help="with --cloud: show the job's log until it ends")
-    parser.add_argument("--queue", type=str | None, help="short for --batch.queue")
     parser.add_argument("--timeout_s", type=PositiveFloat | None, help="with --local: time limit of the job in seconds")
     parser.add_argument("--keep", action="store_true", help="with --local: keep the containers")
     add_arguments(parser)

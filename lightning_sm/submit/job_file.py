@@ -99,27 +99,6 @@ class Retries:
 
 
 @dataclass
-class Batch:
-    """A queue of AWS Batch, which starts the job when there is room for it.
-
-    Attributes:
-        queue: Name or ARN of the queue, which is of the type SAGEMAKER_TRAINING.
-        priority: Within a share, jobs with a higher priority start first (0 to 9999).
-        share: The share of a fair-share queue that the job counts for.
-        quota_share: The quota share of the queue that the job counts for.
-        attempts: Maximum number of times that the job is started, if it fails (1 to 10).
-        timeout_s: Seconds after which an attempt is stopped (at least 60).
-    """
-
-    queue: str
-    priority: int | None = None
-    share: str | None = None
-    quota_share: str | None = None
-    attempts: int = 1
-    timeout_s: int | None = None
-
-
-@dataclass
 class Range:
     """Values of a hyperparameter that a tuning job may try: all from min to max, or those of a list.
 
@@ -217,7 +196,6 @@ class Job:
         vpc: Run the hosts in your own network.
         tags: Tags of the job.
         remote_debug: Allow a shell on the running hosts (SSM).
-        batch: Submit the job to a queue of AWS Batch.
         tune: Run a tuning job: many training jobs with different hyperparameters.
     """
 
@@ -255,7 +233,6 @@ class Job:
     vpc: Vpc | None = None
     tags: dict[str, str] = field(default_factory=dict)
     remote_debug: bool = False
-    batch: Batch | None = None
     tune: Tune | None = None
 
     @property

@@ -18,7 +18,6 @@ from lightning_sm.errors import JobConfigError, SubmitError, TopologyError
 from lightning_sm.job.facts import CODE_CHANNEL, InstanceGroup, SageMakerJob
 from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import DATA_GROUPS, MAX_RESTARTS, MODEL, SETTINGS, misspelled
-from lightning_sm.submit.batch import batch_problems
 from lightning_sm.submit.file_systems import file_system_folder, file_system_problems
 from lightning_sm.submit.job_file import Job
 from lightning_sm.submit.metric_patterns import pattern_problem
@@ -85,7 +84,6 @@ def check(job: Job, mode: Literal["cloud", "local"], region: str | None = None) 
         *_metrics(job),
         *_environment(job),
         *_restarts(job),
-        *batch_problems(job),
         *mlflow_problems(job),
         *tuning_problems(job),
     ]

@@ -34,7 +34,6 @@ _NOT_LOCAL = (
     "training_plan",
     "network_isolation",
     "vpc",
-    "batch",
     "tune",
 )
 # The SDK requires a role in local mode too, and never uses it.
@@ -173,7 +172,6 @@ def for_local_mode(job: Job, folder: Path) -> tuple[Job, list[str]]:
         training_plan=None,
         network_isolation=False,
         vpc=None,
-        batch=None,
         tune=None,
         keep_alive_s=None,
         max_retry_attempts=None,

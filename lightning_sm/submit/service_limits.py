@@ -67,20 +67,17 @@ _UNITS = {"map": "entries", "list": "entries", "string": "characters"}
 _CLASSES = {"Alnum": "a-zA-Z0-9", "L": r"\w", "N": r"\d", "Z": " "}
 
 
-def request_problems(
-    request: Mapping[str, Any], operation: str = "CreateTrainingJob", service: str = "sagemaker"
-) -> list[str]:
+def request_problems(request: Mapping[str, Any], operation: str = "CreateTrainingJob") -> list[str]:
     """Check a request against the API model.
 
     Args:
         request: Arguments of the operation.
         operation: Its name.
-        service: Name of the service.
 
     Returns:
         One line per problem: the keys of the job file, the place in the request, and what is wrong.
     """
-    shape = _input_shape(operation, service)
+    shape = _input_shape(operation)
     report = ParamValidator().validate(request, shape).generate_report()
     return [*report.splitlines(), *_violations(request, shape, "")]
 
@@ -98,7 +95,7 @@ def fitting(value: Mapping[str, Any], structure: str) -> tuple[dict[str, Any], l
         structure: Name of the structure, such as ``HyperParameterTrainingJobDefinition``.
     """
     dropped: list[str] = []
-    return _fitting(value, _service("sagemaker").shape_for(structure), dropped), dropped
+    return _fitting(value, _service().shape_for(structure), dropped), dropped
 
 
 def _fitting(value: Any, shape: Any, dropped: list[str]) -> Any:
@@ -113,13 +110,13 @@ def _fitting(value: Any, shape: Any, dropped: list[str]) -> Any:
 
 
 @cache
-def _service(name: str) -> Any:
-    return botocore.session.get_session().get_service_model(name)
+def _service() -> Any:
+    return botocore.session.get_session().get_service_model("sagemaker")
 
 
 @cache
-def _input_shape(operation: str = "CreateTrainingJob", service: str = "sagemaker") -> Any:
-    return _service(service).operation_model(operation).input_shape
+def _input_shape(operation: str = "CreateTrainingJob") -> Any:
+    return _service().operation_model(operation).input_shape
 
 
 def _violations(value: Any, shape: Any, path: str) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -23,8 +22,7 @@ from lightning_sm.cloud.follow import follow
 from lightning_sm.errors import HyperparameterError, SubmitError
 from lightning_sm.job.redaction import shown, shown_hyperparameters
 from lightning_sm.submit import local_mode
-from lightning_sm.submit.batch import service_job
-from lightning_sm.submit.job_file import Batch, Job, Tune
+from lightning_sm.submit.job_file import Job, Tune
 from lightning_sm.submit.preflight import Findings, check, with_placeholders
 from lightning_sm.submit.request import TrainingRequest, encode_hyperparameters, for_local_mode, make_request
 from lightning_sm.submit.retry import submit_until_capacity
@@ -40,9 +38,8 @@ _LOG = command_logger(__name__)
 def dry_run(job: Job) -> dict[str, Any]:
     """Check a job and return the request that would be sent, as the installed SDK builds it; nothing is sent.
 
-    It is that of CreateTrainingJob; with ``batch`` of SubmitServiceJob, with the training job's request as a mapping
-    instead of text; with ``tune`` of CreateHyperParameterTuningJob. It shows ``(hidden)`` in place of secrets: the
-    job's own, and those of hyperparameters and variables whose names say so.
+    It is that of CreateTrainingJob; with ``tune`` of CreateHyperParameterTuningJob. It shows ``(hidden)`` in place of
+    secrets: the job's own, and those of hyperparameters and variables whose names say so.
 
     Raises:
         AWSError: No region is configured.
@@ -52,10 +49,8 @@ def dry_run(job: Job) -> dict[str, Any]:
     # Placeholder credentials keep the SDK from looking for real ones.
     session = new_session(aws_access_key_id="rehearsal", aws_secret_access_key="rehearsal")  # noqa: S106
     request = _rehearse(job, session, Gate(session))[1]
-    for name, hides in (("serviceRequestPayload", True), ("TrainingJobDefinition", False)):
-        if name in request:
-            part = json.loads(request[name]) if hides else request[name]
-            return {**request, name: _without_secrets(part)}
+    if "TrainingJobDefinition" in request:
+        return {**request, "TrainingJobDefinition": _without_secrets(request["TrainingJobDefinition"])}
     return _without_secrets(request)
 
 
@@ -68,8 +63,8 @@ def send(job: Job, *, wait: bool = True, shows_log: bool = False) -> Mapping[str
         shows_log: Whether to write the job's log to stdout while waiting.
 
     Returns:
-        The last answer of DescribeTrainingJob; with ``batch`` of DescribeServiceJob, with ``tune`` of
-        DescribeHyperParameterTuningJob. Without waiting, only the job's name, or with ``batch`` its id.
+        The last answer of DescribeTrainingJob; with ``tune`` of DescribeHyperParameterTuningJob. Without waiting, only
+        the job's name.
 
     Raises:
         AWSError: Region or credentials are missing.
@@ -86,8 +81,6 @@ def send(job: Job, *, wait: bool = True, shows_log: bool = False) -> Mapping[str
     try:
         if job.tune is not None:
             found = _start_tuning(job.tune, job.name, clients, gate.capture(submit))
-        elif job.batch is not None:
-            found = _put_into_queue(job.batch, clients, gate.capture(submit))
         else:
             watch = partial(_watch, clients, shows_log=shows_log) if wait else None
             return submit_until_capacity(submit, watch, job.retries)
@@ -137,11 +130,6 @@ def _start_tuning(tune: Tune, name: str, clients: Clients, request: Mapping[str,
     return Found("tuning", full_name, {"HyperParameterTuningJobName": full_name})
 
 
-def _put_into_queue(batch: Batch, clients: Clients, request: Mapping[str, Any]) -> Found:
-    answer = clients.batch.submit_service_job(**service_job(batch, request))
-    return Found("queued", answer["jobId"], {"jobId": answer["jobId"], "jobName": answer["jobName"]})
-
-
 def _call_sdk(plan: TrainingRequest, session: boto3.Session) -> str:
     """Let the SDK submit a job; what version 2 prints belongs to stderr, beside our own lines."""
     with contextlib.redirect_stdout(sys.stderr):
@@ -183,10 +171,6 @@ def _checked(job: Job, request: dict[str, Any], findings: Findings) -> dict[str,
         findings.problems += [problem] if problem else request_problems(arguments, "CreateHyperParameterTuningJob")
         return arguments
     findings.problems += request_problems(request)
-    if job.batch is not None:
-        arguments = service_job(job.batch, request)
-        findings.problems += request_problems(arguments, "SubmitServiceJob", "batch")
-        return arguments
     return request
 
 

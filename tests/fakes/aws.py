@@ -17,7 +17,7 @@ from lightning_sm.cloud.aws import Clients
 
 NOW = datetime(2026, 11, 22, 12, 0, tzinfo=timezone.utc)
 _ARN = "arn:aws:sagemaker:us-east-1:111122223333"
-_SERVICES = ("sagemaker", "logs", "s3", "batch")
+_SERVICES = ("sagemaker", "logs", "s3")
 
 
 class StubbedClients(Clients):

@@ -11,13 +11,10 @@ from typing import Any
 # IAM, to which version 3 of the SDK turns about the role: the caller may not look.
 _DENIED = b"<ErrorResponse><Error><Code>AccessDenied</Code><Message>no</Message></Error></ErrorResponse>"
 
-# The id of every job in a queue.
-JOB_ID = "0f1e2d3c-0000-1111-2222-333344445555"
-
 
 @dataclass
 class FakeService:
-    """SageMaker, AWS Batch, CloudWatch Logs, S3 and IAM behind one address.
+    """SageMaker, CloudWatch Logs, S3 and IAM behind one address.
 
     Attributes:
         refusals: Error codes for the next CreateTrainingJob requests; an empty one accepts.
@@ -25,7 +22,6 @@ class FakeService:
         lines: What is logged by host algo-1 of each job.
         requests: CreateTrainingJob requests so far.
         tuning: CreateHyperParameterTuningJob requests so far.
-        queued: SubmitServiceJob requests so far.
         uploads: Paths of S3 objects so far.
         seen: Everything that came, as method and path.
         operations: Names of the API calls among it.
@@ -35,7 +31,6 @@ class FakeService:
     endings: list[dict[str, Any]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     tuning: list[dict[str, Any]] = field(default_factory=list)
-    queued: list[dict[str, Any]] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
     uploads: list[str] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
@@ -75,24 +70,16 @@ class FakeService:
             "NO_PROXY": "127.0.0.1",
         }
 
-    def answer(self, operation: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:  # noqa: PLR0911 - a table
-        """Answer the operations of SageMaker, AWS Batch and CloudWatch Logs.
+    def answer(self, operation: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Answer the operations of SageMaker and CloudWatch Logs.
 
         Args:
-            operation: Its name; of AWS Batch, as in its address.
+            operation: Its name.
             body: Its arguments.
         """
         if operation == "CreateHyperParameterTuningJob":
             self.tuning.append(body)
             return 200, {"HyperParameterTuningJobArn": "arn:aws:x"}
-        if operation == "submitservicejob":
-            self.queued.append(body)
-            self.requests.append(json.loads(body["serviceRequestPayload"]))
-            return 200, {"jobName": body["jobName"], "jobId": JOB_ID}
-        if operation == "describeservicejob":
-            resource = {"name": "TrainingJobArn", "value": f"arn:aws:x/{self.requests[-1]['TrainingJobName']}"}
-            status = "SUCCEEDED" if self.endings[-1]["TrainingJobStatus"] == "Completed" else "FAILED"
-            return 200, {"jobId": JOB_ID, "status": status, "latestAttempt": {"serviceResourceId": resource}}
         if operation == "FilterLogEvents":
             stream = f"{body['logStreamNamePrefix']}algo-1-1700000000"
             events = [
@@ -124,8 +111,6 @@ class _Handler(BaseHTTPRequestHandler):
         """Take an API call."""
         body = self._read()
         operation = self.headers.get("X-Amz-Target", "").partition(".")[2]
-        if self.path.startswith("/v1/"):  # AWS Batch
-            operation = self.path.removeprefix("/v1/")
         if not operation:
             self._reply(403, _DENIED)
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import signal
 import socket
@@ -11,7 +10,7 @@ import traceback
 
 import cloudpickle
 
-from lightning_sm._collector import freeze_imports
+from lightning_sm._collector import freeze_imports, pause_collector
 from lightning_sm._log import show_log_lines
 from lightning_sm.data.ipc.host_messages import Listening, Serve, StartFailed
 from lightning_sm.data.ipc.messages import MessageSocket
@@ -24,14 +23,13 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     show_log_lines()
     owner = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
-    # The training waits for these imports. A fifth of their time is the collector's.
-    gc.disable()
-    from lightning_sm.data.host.main_process import MainProcess  # noqa: PLC0415 - without the collector
+    # The training waits for these imports.
+    with pause_collector():
+        from lightning_sm.data.host.main_process import MainProcess  # noqa: PLC0415 - without the collector
 
-    # It takes most of the time that either Lightning needs for its import, here perhaps before the DataModule comes.
-    importlib.import_module("torchmetrics")
-    freeze_imports()
-    gc.enable()
+        # Most of what either Lightning imports, here perhaps before the DataModule comes.
+        importlib.import_module("torchmetrics")
+        freeze_imports()
     serve = owner.receive()
     if not isinstance(serve, Serve):
         return

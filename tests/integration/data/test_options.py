@@ -72,10 +72,9 @@ def batches(address, **settings):
     return taken, made
 
 
-@pytest.mark.parametrize("compression", ["zstd", pytest.param("lz4", marks=pytest.mark.proof)])
-def test_compressed_batches_are_the_same(address, plain, compression):
+def test_compressed_batches_are_the_same(address, plain):
     """Pieces are compressed on the data host and restored bit for bit."""
-    packed, _ = batches(address, compression=compression)
+    packed, _ = batches(address, compression="zstd")
     for one, other in zip(plain, packed, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -107,5 +106,5 @@ def test_training_begins_before_the_local_workers_listen(address, plain, tmp_pat
 
 def test_an_unknown_compression_is_refused():
     """Before anything is started."""
-    with pytest.raises(DataSettingsError, match="'gzip' is not one of zstd, lz4"):
+    with pytest.raises(DataSettingsError, match="'gzip' is not zstd"):
         RemoteDataModule(Data(make), ["127.0.0.1:1"], settings=DataServiceSettings(compression="gzip"))

@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).parents[3]
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The folder that ``make docs`` fills."""
-    pytest.importorskip("sphinx", reason="the site needs the extra docs: make docs")
+    pytest.importorskip("sphinx", reason="the site needs Sphinx: make docs")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "--nitpicky", "--fail-on-warning", "--keep-going", "--quiet"]
     command += ["--conf-dir", "docs", "--doctree-dir", str(folder / "cache"), ".", str(folder / "html")]

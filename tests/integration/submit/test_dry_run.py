@@ -9,7 +9,7 @@ pytest.importorskip("sagemaker", reason="needs version 2 of the SageMaker SDK (e
 import boto3
 
 from lightning_sm.submit import submit
-from lightning_sm.submit.job_file import Batch, Group, Job, Range, Tune
+from lightning_sm.submit.job_file import Group, Job, Range, Tune
 from lightning_sm.submit.service_limits import request_problems
 
 pytestmark = [pytest.mark.sdk2, pytest.mark.filterwarnings("ignore")]
@@ -33,15 +33,10 @@ def _session(monkeypatch):
 
 
 def test_each_target_gets_the_same_training_job(capsys):
-    """As a request of its own, in the envelope of a queue, as the definition of a tuning job; secrets are hidden."""
+    """As a request of its own, or as the definition of a tuning job; secrets are hidden."""
     plain = submit.dry_run(JOB)
     assert plain["Environment"] == {"HF_TOKEN": "(hidden)", "LIGHTNING_SM_JOB_SECRET": "(hidden)"}
     assert plain["HyperParameters"] == {"lr": "0.1", "text": '"a b"', "api_key": "(hidden)"}
-    queued = submit.dry_run(Job(**{**vars(JOB), "batch": Batch("queue")}))
-    payload = queued["serviceRequestPayload"]
-    assert queued["jobName"] == payload["TrainingJobName"]
-    names = {"TrainingJobName": None}
-    assert {**payload, **names} == {**plain, **names}
     tune = Tune("val_acc", {"lr": Range(0.01, 1)}, "maximize")
     tuning = submit.dry_run(Job(**{**vars(JOB), "tune": tune}))
     assert request_problems(tuning, "CreateHyperParameterTuningJob") == []
@@ -49,4 +44,4 @@ def test_each_target_gets_the_same_training_job(capsys):
     assert definition["StaticHyperParameters"] == {"text": '"a b"', "api_key": "(hidden)"}
     for name in ("Environment", "ResourceConfig", "OutputDataConfig", "RoleArn", "StoppingCondition"):
         assert definition[name] == plain[name]
-    assert "hunter2" not in json.dumps([plain, queued, tuning]) + capsys.readouterr().err
+    assert "hunter2" not in json.dumps([plain, tuning]) + capsys.readouterr().err

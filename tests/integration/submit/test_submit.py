@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.fakes.sagemaker_service import JOB_ID, FakeService
+from tests.fakes.sagemaker_service import FakeService
 
 ROOT = Path(__file__).parents[3]
 SDK3 = ROOT / ".venv-sdk3" / "bin" / "python"
@@ -247,32 +247,6 @@ def test_the_log_of_the_job_is_all_that_is_written_to_stdout(submit, service):
     ended = submit(JOB, "--cloud", "--follow")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == ["algo-1 | epoch=1/2", "algo-1 | epoch=2/2"]
-
-
-@pytest.mark.proof  # the request has unit tests
-def test_a_queue_of_aws_batch_gets_the_same_request(submit, service):
-    """The job is followed to the end of its training job."""
-    service.endings = [COMPLETED]
-    ended = submit(JOB, "--cloud", "--queue=training", "--batch.priority=3")
-    assert ended.returncode == 0, ended.stderr
-    (sent,) = service.queued
-    (payload,) = service.requests
-    del sent["serviceRequestPayload"], payload["Environment"]["LIGHTNING_SM_JOB_SECRET"]
-    del sent["clientToken"]  # botocore's, so that a repeated request makes no second job
-    environment = {key: value for key, value in REQUEST["Environment"].items() if key != "LIGHTNING_SM_JOB_SECRET"}
-    expected = {**REQUEST, "Environment": environment}
-    del expected["Tags"]
-    assert plain(payload) == expected
-    assert sent == {
-        "jobName": payload["TrainingJobName"],
-        "jobQueue": "training",
-        "serviceJobType": "SAGEMAKER_TRAINING",
-        "schedulingPriority": 3,
-        "retryStrategy": {"attempts": 1},
-        "tags": {"project": "digits"},
-    }
-    assert f"To follow it: lightning-sm jobs logs -f {JOB_ID}" in ended.stderr
-    assert f"Job {payload['TrainingJobName']} is Completed" in ended.stderr
 
 
 @pytest.mark.proof  # in make test, test_dry_run.py stands for tuning jobs

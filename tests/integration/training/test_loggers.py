@@ -216,6 +216,7 @@ class TestNames:
 class TestRuns:
     """Runs at services for experiments."""
 
+    @pytest.mark.proof
     @pytest.mark.filterwarnings("default")  # MLflow's own, of the libraries that it uses
     def test_mlflow_continues_the_run_with_the_jobs_tag(self, job, monkeypatch):
         """The second attempt adds to the run of the first; a parameter that has changed becomes a tag."""
@@ -235,6 +236,7 @@ class TestRuns:
         other = attempt(job, logger=MLFlowLogger(tracking_uri=store)).logger
         assert other.run_id != logger.run_id
 
+    @pytest.mark.proof
     def test_wandb_resumes_the_run_of_the_job(self, job, monkeypatch):
         """Each attempt has the same id, and its files lie where they are kept; a Trainer more has another one."""
         monkeypatch.delenv("WANDB_RUN_ID", raising=False)
@@ -251,6 +253,7 @@ class TestRuns:
         assert ids[0][1] == f"{ids[0][0]}-2"
         assert re.fullmatch(r"[0-9a-f]{32}", ids[0][0])
 
+    @pytest.mark.proof
     @pytest.mark.parametrize(
         ("variables", "arguments", "expected"),
         [

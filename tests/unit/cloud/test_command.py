@@ -12,7 +12,7 @@ from botocore.response import StreamingBody
 from lightning_sm.cloud import command
 from lightning_sm.errors import AWSError, JobConfigError
 from tests.fakes.aws import NOW, event, one_host, training_job
-from tests.unit.cloud.test_find import ARN, JOB_ID, service_job, tuning_job
+from tests.unit.cloud.test_find import ARN, tuning_job
 
 
 @pytest.fixture
@@ -99,22 +99,6 @@ def test_the_list_shows_hosts_and_times(run, clients):
     ]
 
 
-def test_the_list_of_a_queue_shows_what_has_not_ended(run, clients):
-    """AWS Batch takes one status at a time; running jobs come first."""
-    for status in ("RUNNING", "STARTING", "SCHEDULED", "RUNNABLE", "PENDING", "SUBMITTED"):
-        jobs = []
-        if status in {"RUNNING", "RUNNABLE"}:
-            name = status.lower()
-            jobs = [{"jobId": JOB_ID, "jobName": name, "serviceJobType": "SAGEMAKER_TRAINING", "createdAt": 0}]
-            jobs[0] |= {"status": status}
-        clients.answers("batch", "list_service_jobs", {"jobSummaryList": jobs}, jobQueue="q", jobStatus=status)
-    _, text = run("list", "--queue", "q")
-    assert [line.split()[:3] for line in text.splitlines()[2:]] == [
-        ["running", JOB_ID, "RUNNING"],
-        ["runnable", JOB_ID, "RUNNABLE"],
-    ]
-
-
 def test_logs_of_a_completed_job_are_in_the_order_of_time(run, clients):
     """With --tail only the last ones."""
     job = training_job(ResourceConfig=one_host())
@@ -153,9 +137,7 @@ def test_logs_of_one_host(run, clients):
 
 
 def test_logs_of_a_job_that_waits_say_so(run, clients):
-    """In the queue of AWS Batch, or before its hosts have started."""
-    clients.answers("batch", "describe_service_job", service_job(status="RUNNABLE"))
-    assert run("logs", JOB_ID) == (0, f"{JOB_ID} is RUNNABLE\n")
+    """Before its hosts have started, there is no log."""
     describes(clients, training_job(status="InProgress", SecondaryStatus="Pending", ResourceConfig=one_host()))
     clients.refuses("logs", "filter_log_events", "ResourceNotFoundException")
     assert run("logs", "job-1") == (0, "job-1 is Pending and has no log yet.\n")
@@ -180,15 +162,12 @@ def test_stopping_a_finished_job_says_that_it_has_ended(run, clients, ends_meanw
     assert run("stop", "job-1") == (0, "job-1 has ended: Completed.\n")
 
 
-def test_tuning_jobs_and_queued_jobs_are_stopped_by_their_own_apis(run, clients):
-    """A training job of theirs alone would be started again."""
+def test_tuning_jobs_are_stopped_by_their_own_api(run, clients):
+    """Stopping one of its training jobs would only make it start the next one."""
     clients.refuses("sagemaker", "describe_training_job", "ValidationException")
     clients.answers("sagemaker", "describe_hyper_parameter_tuning_job", tuning_job())
     clients.answers("sagemaker", "stop_hyper_parameter_tuning_job", {}, HyperParameterTuningJobName="tune-1")
     assert "tune-1" in run("stop", "tune-1")[1]
-    clients.answers("batch", "describe_service_job", service_job("a"))
-    clients.answers("batch", "terminate_service_job", {}, jobId=JOB_ID, reason="lightning-sm jobs stop")
-    assert JOB_ID in run("stop", JOB_ID)[1]
 
 
 def test_cost_takes_prices_from_a_file_and_from_options(run, clients, tmp_path):

@@ -4,11 +4,10 @@ import pytest
 
 pytest.importorskip("botocore", reason="needs boto3 (extra launch)")
 
-from lightning_sm.cloud.find import attempts, find, training_jobs
+from lightning_sm.cloud.find import find, training_jobs
 from lightning_sm.errors import AWSError
 from tests.fakes.aws import NOW, training_job
 
-JOB_ID = "0f1e2d3c-0000-1111-2222-333344445555"
 ARN = "arn:aws:sagemaker:us-east-1:111122223333:training-job/"
 
 
@@ -25,21 +24,6 @@ def tuning_job(name="tune-1", status="InProgress"):
         "CreationTime": NOW,
         "TrainingJobStatusCounters": {"Completed": 1, "InProgress": 1},
         "ObjectiveStatusCounters": {},
-    }
-
-
-def service_job(*names, status="RUNNING"):
-    """An answer of DescribeServiceJob with the training jobs of its attempts."""
-    resources = [{"serviceResourceId": {"name": "TrainingJobArn", "value": ARN + name}} for name in names]
-    return {
-        "jobId": JOB_ID,
-        "jobName": "digits",
-        "jobQueue": "queue",
-        "serviceJobType": "SAGEMAKER_TRAINING",
-        "startedAt": 0,
-        "status": status,
-        "attempts": resources[:-1],
-        "latestAttempt": resources[-1] if resources else {},
     }
 
 
@@ -80,17 +64,6 @@ def test_a_name_that_no_training_job_has_may_be_a_tuning_job(clients):
     assert [job["TrainingJobName"] for job in training_jobs(clients, found)] == ["tune-1-001", "tune-1-002"]
 
 
-def test_a_job_in_a_queue_leads_to_its_training_jobs(clients):
-    """Each attempt has one; the latest is named twice by the service, and counted once."""
-    described = service_job("a-1", "a-2")
-    described["attempts"].append(described["latestAttempt"])
-    clients.answers("batch", "describe_service_job", described, jobId=JOB_ID)
-    found = find(clients, JOB_ID)
-    assert (found.kind, found.name, found.status) == ("queued", JOB_ID, "RUNNING")
-    assert attempts(found.description) == ["a-1", "a-2"]
-    assert attempts(service_job()) == []
-
-
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
@@ -111,10 +84,3 @@ def test_an_unknown_name_is_answered_with_similar_ones(clients, name, hint):
     with pytest.raises(AWSError, match=f"There is no job {name} in us-east-1") as caught:
         find(clients, name)
     assert hint in str(caught.value)
-
-
-def test_an_unknown_id_is_an_error(clients):
-    """AWS Batch has no names to compare it with."""
-    clients.refuses("batch", "describe_service_job", "ClientException")
-    with pytest.raises(AWSError, match=f"has no job {JOB_ID} in us-east-1"):
-        find(clients, JOB_ID)

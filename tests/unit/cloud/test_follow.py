@@ -9,7 +9,7 @@ from botocore.exceptions import ClientError, EndpointConnectionError
 from lightning_sm.cloud.find import Found
 from lightning_sm.cloud.follow import exit_code, follow, tuning_progress
 from tests.fakes.aws import NOW, event, one_host, training_job
-from tests.unit.cloud.test_find import JOB_ID, service_job, tuning_job
+from tests.unit.cloud.test_find import tuning_job
 
 
 def state(status, secondary=None, message="", **changed):
@@ -93,28 +93,6 @@ def test_who_stops_waiting_learns_how_to_stop_the_job(clients, caplog, error):
         assert words in caplog.text
 
 
-def test_a_job_in_a_queue_is_followed_through_its_attempts(clients, caplog):
-    """From the queue to the training job of each attempt, whose exit code is that of the job."""
-    for described in (service_job(status="RUNNABLE"), service_job("job-1")):
-        clients.answers("batch", "describe_service_job", described, jobId=JOB_ID)
-    failed = {"FailureReason": "AlgorithmError: RuntimeError: nan, exit code: 3"}
-    clients.answers("sagemaker", "describe_training_job", state("Failed", **failed), TrainingJobName="job-1")
-    clients.answers("batch", "describe_service_job", service_job("job-1", "job-1b"))
-    second = {**state("Failed", **failed), "TrainingJobName": "job-1b"}
-    clients.answers("sagemaker", "describe_training_job", second, TrainingJobName="job-1b")
-    clients.answers("batch", "describe_service_job", service_job("job-1", "job-1b", status="FAILED"))
-    with caplog.at_level("INFO", "lightning_sm"):
-        ended = follow(clients, Found("queued", JOB_ID, service_job()), shows_log=False, sleep=lambda _: None)
-    assert exit_code(ended) == 3
-    assert [message.partition(" is ")[2] for message in caplog.messages] == [
-        "RUNNABLE",
-        "RUNNING",
-        "Failed: Failed",
-        "Failed: Failed",
-        "FAILED",
-    ]
-
-
 def test_a_tuning_job_shows_its_counts_and_its_best_training_job(clients, caplog):
     """Which has no log of its own."""
     best = {
@@ -150,8 +128,6 @@ def test_a_tuning_job_shows_its_counts_and_its_best_training_job(clients, caplog
         ({"TrainingJobStatus": "Failed", "FailureReason": "a host exited, exit code: 0"}, 1),
         ({"TrainingJobStatus": "Failed"}, 1),
         ({"HyperParameterTuningJobStatus": "Failed"}, 1),
-        ({"status": "SUCCEEDED"}, 0),
-        ({"status": "FAILED", "statusReason": "terminated"}, 1),
     ],
 )
 def test_the_exit_code_is_that_of_the_job(description, code):

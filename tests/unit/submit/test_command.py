@@ -6,7 +6,6 @@ pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
 
 from lightning_sm.errors import SubmitError
 from lightning_sm.submit import command
-from lightning_sm.submit.job_file import Batch, parse_job
 
 pytestmark = pytest.mark.sdk2
 
@@ -17,14 +16,6 @@ def job_file(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("image: x\ngroups:\n  trainer: {instance_type: ml.g5.xlarge}\n")
     return str(path)
-
-
-@pytest.mark.parametrize("words", [["--queue=q"], ["--queue", "q"], ["--batch.queue=q"]])
-def test_the_queue_has_a_short_name(job_file, words):
-    """Beside other options of the queue, in any order."""
-    for argv in ([*words, "--batch.priority=3"], ["--batch.priority=3", *words]):
-        job, _ = parse_job(command._parser(), command._with_job_option(["--cloud", job_file, *argv]))
-        assert job.batch == Batch("q", priority=3)
 
 
 def test_follow_is_a_way_to_wait(job_file):

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("botocore", reason="needs the SageMaker SDK (extra launch)")
 
 from lightning_sm.errors import SubmitError
-from lightning_sm.submit.job_file import Batch, Group, InputChannel, Job, Spot, Tune
+from lightning_sm.submit.job_file import Group, InputChannel, Job, Spot, Tune
 from lightning_sm.submit.preflight import Findings, check, with_placeholders
 
 pytestmark = pytest.mark.sdk2
@@ -82,7 +82,6 @@ def test_a_good_job_has_neither_problems_nor_warnings():
         ({"metric_patterns": {"a": "x="}}, ["metric_patterns.a", "x=", "group"]),
         ({"output": None, "output_kms_key": "alias/a"}, ["output_kms_key", "output is missing"]),
         ({"channels": {"a": InputChannel("fsx://fs-01234567/m/a")}}, ["channels.a.uri", "vpc is missing"]),
-        ({"batch": Batch("q", attempts=0)}, ["batch.attempts is 0"]),
         ({"tune": Tune("val_acc", {}, "maximize"), "groups": {"a": GPU}, "channels": {}}, ["tune.ranges is empty"]),
         ({"role": None}, ["role"]),
         ({"role": "training"}, ["role", "training", "ARN"]),

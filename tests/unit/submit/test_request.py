@@ -11,7 +11,7 @@ import yaml
 from lightning_sm.errors import HyperparameterError
 from lightning_sm.job.hyperparameters import to_argv
 from lightning_sm.job.variables import JOB_SECRET, MODEL
-from lightning_sm.submit.job_file import Batch, Group, InputChannel, Job, Retries, Spot, Tune, Vpc
+from lightning_sm.submit.job_file import Group, InputChannel, Job, Retries, Spot, Tune, Vpc
 from lightning_sm.submit.request import encode_hyperparameters, for_local_mode, make_request
 
 GPU, CPU = Group("ml.g5.xlarge", 2), Group("ml.c5.xlarge")
@@ -157,7 +157,6 @@ def test_local_mode_leaves_out_what_it_has_not():
         output_kms_key="alias/b",
         training_plan="arn:aws:sagemaker:us-east-1:111122223333:training-plan/plan",
         network_isolation=True,
-        batch=Batch("queue"),
         tune=Tune("val_acc", {}, "maximize"),
         keep_alive_s=60,
         channels={"a": InputChannel("s3://b/a", mode="FastFile")},
@@ -175,9 +174,8 @@ def test_local_mode_leaves_out_what_it_has_not():
         "training_plan",
         "network_isolation",
         "vpc",
-        "batch",
         "tune",
         "channels.a",
     ]
-    assert (local.batch, local.tune, local.volume_kms_key, local.output_kms_key, local.training_plan) == (None,) * 5
+    assert (local.tune, local.volume_kms_key, local.output_kms_key, local.training_plan) == (None,) * 4
     assert not local.network_isolation

@@ -10,7 +10,6 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.torch_version import TorchVersion
@@ -21,6 +20,7 @@ from lightning_sm._lightning import (
     Trainer,
     WeightAveraging,
 )
+from lightning_sm._table import draw_table
 from lightning_sm.errors import StrategyError
 from lightning_sm.training.strategies.pipeline.balance import balanced, explicit_split
 from lightning_sm.training.strategies.pipeline.checkpoint import LogicalCheckpoint, synchronize
@@ -364,7 +364,7 @@ class PipelineParallelStrategy(DDPStrategy):
             placement.order,
             self._schedule,
             self._num_microbatches,
-            tabulate(rows, headers=("stage", "ranks, by replica", "layers", "parameters"), disable_numparse=True),
+            draw_table(rows, ("stage", "ranks, by replica", "layers", "parameters")),
         )
 
     # Steps

@@ -1,0 +1,45 @@
+"""Tables as plain text, the same in a terminal, a file and a log."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+# Logs have no width. With the width of a terminal, or rich's default of 80, host names would be broken.
+_UNLIMITED = 1_000_000
+
+
+def draw_table(
+    rows: Iterable[Sequence[object]],
+    headers: Sequence[str] = (),
+    *,
+    right: Collection[str] = (),
+    max_widths: Mapping[str, int] | None = None,
+) -> str:
+    """Return rows of cells as aligned columns, without colours and without blanks at the end of lines.
+
+    Args:
+        rows: The cells of each row. A cell may have several lines; nothing in it is markup.
+        headers: Titles of the columns; none for a table without a header.
+        right: Titles of columns that are aligned to the right.
+        max_widths: Widths, by title, at which the cells of a column are wrapped. Other columns are as wide as their
+            widest cell.
+    """
+    # Imported here: rich takes longer than everything else that the launcher imports to start.
+    from rich.console import Console  # noqa: PLC0415
+    from rich.rule import Rule  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    widths = max_widths or {}
+    cells = [[Text(str(cell)) for cell in row] for row in rows]
+    titles = list(headers) or [""] * max(map(len, cells), default=0)
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in titles:
+        table.add_column(justify="right" if title in right else "left", max_width=widths.get(title), overflow="fold")
+    if headers:
+        table.add_row(*map(Text, headers))
+        table.add_row(*[Rule(characters="-") for _ in headers])
+    for row in cells:
+        table.add_row(*row)
+    drawn = "".join(segment.text for segment in Console(width=_UNLIMITED).render(table))
+    return "\n".join(line.rstrip() for line in drawn.removesuffix("\n").split("\n"))
