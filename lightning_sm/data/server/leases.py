@@ -7,21 +7,9 @@ from collections.abc import Iterable
 from lightning_sm.data.ipc.host_messages import Finished
 from lightning_sm.errors import DataHostMismatchError
 
-# What a ``RemoteDataModule`` reports that is closed after its training, or at the regular end of its process.
-_SUCCESSES = ("finished", "the process ended")
-
 # Without leases, a trainer that was killed must not keep others out for ever.
 _SILENT_S = 60.0
 _MAX_NAMES = 4
-
-
-def is_success(outcome: str) -> bool:
-    """Return whether a training with this outcome had all the batches that it needed.
-
-    Args:
-        outcome: What a trainer reported when it finished.
-    """
-    return outcome in _SUCCESSES
 
 
 class Leases:
@@ -77,7 +65,7 @@ class Leases:
 
         Args:
             client: Name of the trainer rank, for which ``has`` is true.
-            outcome: How its training ended.
+            outcome: How its training ended, for the log.
             now: Time.
         """
         self._finished[client] = outcome

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_sm.data.ipc.host_messages import Finished
-from lightning_sm.data.server.leases import Leases, is_success
+from lightning_sm.data.server.leases import Leases
 from lightning_sm.errors import DataHostMismatchError
 
 
@@ -150,17 +150,3 @@ def test_a_job_that_ends_before_a_trainer_connected():
         leases = Leases(lease_s, 900.0, now=0.0)
         leases.expect_no_more()
         assert leases.outcome(0.0) == Finished("the job was stopped before a trainer connected")
-
-
-@pytest.mark.parametrize(
-    ("outcome", "expected"),
-    [
-        ("finished", True),
-        ("the process ended", True),
-        ("KeyError: 'finished'", False),
-        ("the training process is gone", False),
-    ],
-)
-def test_only_a_regular_end_is_a_success(outcome, expected):
-    """A module that was closed after its training, or at the end of its process, reports a success."""
-    assert is_success(outcome) == expected
