@@ -273,9 +273,9 @@ def alone(base):
 def test_a_hang_restarts_the_script(alone, work):
     """Where a hang would end the job, a restart may be allowed; the new attempt is judged by its own steps."""
     (work / "train.py").write_text(
-        "import pathlib, threading\nfrom lightning_sm.job.control_folder import announce\n"
+        "import pathlib, threading\nfrom lightning_sm.job.control_folder import Phase, announce\n"
         "process, started = announce(), pathlib.Path('started')\n"
-        "for step in range(3):\n    process.beat(0, step, phase='training', may_pause=False)\n"
+        "for step in range(3):\n    process.beat(0, step, phase=Phase.TRAINING)\n"
         "if not started.exists():\n    started.touch()\n    threading.Event().wait(60)\nprint('done', flush=True)\n"
     )
     ended = train(alone, work, "train.py", LIGHTNING_SM_MAX_RESTARTS="1", LIGHTNING_SM_HANG_S="1")

@@ -26,7 +26,7 @@ from lightning_sm.data.ipc.host_messages import Serve
 from lightning_sm.data.ipc.processes import start_module
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
 from lightning_sm.record import events
-from lightning_sm.job.control_folder import announce
+from lightning_sm.job.control_folder import Phase, announce
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.rendezvous import own_address
 from lightning_sm.job.topology import Role, Topology
@@ -41,7 +41,7 @@ if topology.role is Role.DATA:
     settings = HostSettings(address, 3, 1 << 20, None, None, job.current_host, credentials)
     main.send(Serve(settings))
     main.receive(30.0)
-    process.beat(phase="serving data")
+    process.beat(phase=Phase.SERVING)
 else:
     rank = topology.node_rank
     lines = events.open_record(job, f"rank-{rank}")
@@ -53,7 +53,7 @@ else:
 pause = threading.Event()
 while not Path(sys.argv[1]).exists():
     if topology.role is Role.TRAINER:
-        process.beat(rank, 40, 1, "training", may_pause=False)
+        process.beat(rank, 40, 1, Phase.TRAINING)
     pause.wait(0.1)
 if topology.role is Role.DATA:
     main.close()
