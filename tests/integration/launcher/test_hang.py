@@ -6,7 +6,7 @@ from tests.integration.emulators import job_dir, local, processes_of
 
 # The rank on the main host says nothing after its second step. All others do something that may take any time.
 _SCRIPT = """
-import os, threading
+import os, time
 from pathlib import Path
 from lightning_sm.job.control_folder import Phase, announce
 from lightning_sm.job.facts import SageMakerJob
@@ -18,7 +18,7 @@ base = Path(os.environ["SAGEMAKER_BASE_DIR"])
 process = announce()
 
 def stuck_here():
-    threading.Event().wait(120)
+    time.sleep(120)
 
 if topology.role.value == "data":
     process.beat(phase=Phase.SERVING)
@@ -27,7 +27,7 @@ elif topology.node_rank:
 (base / "ready").touch()
 if topology.role.value == "trainer" and topology.node_rank == 0:
     while len(list(base.parent.glob("*/ready"))) < 3:
-        threading.Event().wait(0.01)
+        time.sleep(0.01)
     process.beat(0, 1, 0, Phase.TRAINING)
     process.beat(0, 2, 0, Phase.TRAINING)
 stuck_here()

@@ -19,7 +19,7 @@ TIMEOUT_S = 60
 
 # A trainer that has done 40 steps, and a data host whose server is the real one; both run until there is a file.
 _SCRIPT = """
-import os, sys, threading, time
+import os, sys, time
 from dataclasses import asdict
 from pathlib import Path
 from lightning_sm.data.ipc.host_messages import Serve
@@ -50,11 +50,10 @@ else:
     lines.append(events.Steps(time.time(), step=40, n=40, wall_s=2.0, longest_s=0.1, samples=320, parts=parts))
     lines.append(events.Metrics(time.time(), 40, 1, {"loss": 0.25}))
     lines.event("resumed", "from step 20")
-pause = threading.Event()
 while not Path(sys.argv[1]).exists():
     if topology.role is Role.TRAINER:
         process.beat(rank, 40, 1, Phase.TRAINING)
-    pause.wait(0.1)
+    time.sleep(0.1)
 if topology.role is Role.DATA:
     main.close()
     server.wait(30)
