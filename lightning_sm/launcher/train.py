@@ -390,9 +390,9 @@ class _HostLauncher:
         for other in program.overruled:
             _LOG.info(
                 "%s names the script %s. Ignoring %s, which names %s.",
-                program.origin,
+                program.named_by.value,
                 program.name,
-                other.origin,
+                other.named_by.value,
                 other.name,
             )
         return processes_per_host(self._job, self._topology)

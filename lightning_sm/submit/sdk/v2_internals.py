@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_sm.errors import SDKError
-from lightning_sm.submit.sdk.version import INSTALL_V2
+from lightning_sm.submit.sdk.version import INSTALL_V2, sdk_version
 
 # The oldest and the newest version with which the subclasses were tested.
 OLDEST_TESTED = "2.257.1"
@@ -40,7 +40,7 @@ def missing_sdk(cause: ImportError) -> SDKError:
     installed = _version("sagemaker-train") or _version("sagemaker")
     if installed is None:
         return SDKError(f"{needed}, and no version is installed ({cause}). Install it: {INSTALL_V2}")
-    if not installed.startswith("sagemaker 2."):
+    if sdk_version() == "v3":
         return SDKError(
             f"{needed}, but {installed} is installed, which belongs to version 3. Version 3 has no Estimator, and its "
             f"local mode has no instance groups. Install version 2 in a separate virtual environment: {INSTALL_V2}"
