@@ -227,7 +227,7 @@ def frozen(host: DataHost) -> Iterator[None]:
 
 def sleep_s(seconds: float) -> None:
     """Wait without using a core: a simulated transform or training step."""
-    time.sleep(seconds)  # noqa: TID251  # the time itself is simulated: there is no event to wait for
+    time.sleep(seconds)  # the time itself is simulated: there is no event to wait for
 
 
 def busy_step(units: int) -> None:

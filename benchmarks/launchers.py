@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -92,14 +91,13 @@ class ManyLaunchers:
 
     def __init__(self, cluster: LocalCluster, script: Path, processes: ExitStack) -> None:
         self.hosts = cluster.hosts
-        self._pause = threading.Event()
         self._started = time.monotonic()
         self._processes = {host.name: self._start(host, script, processes) for host in self.hosts}
         self._ended: dict[str, tuple[float, int]] = {}
         self._pids = {host.name: int(self._wait_for(host, "pid")) for host in self.hosts}
         self._wait_for_connections()
         self.start_s = time.monotonic() - self._started
-        self._pause.wait(_SETTLE_S)
+        time.sleep(_SETTLE_S)
 
     def tell_scripts(self, signum: int, *hosts: LocalHost) -> None:
         """Send a signal to the scripts of hosts."""
@@ -121,7 +119,7 @@ class ManyLaunchers:
                 missing = sorted(set(self._processes) - set(self._ended))
                 raise TimeoutError(f"{name}: the launchers of {missing} have not ended within {_TIMEOUT_S:.0f} s.")
             self._collect()
-            self._pause.wait(_POLL_S)
+            time.sleep(_POLL_S)
         told = [float((host.base_dir / "told").read_text()) for host in self.hosts if (host.base_dir / "told").exists()]
         lines = [(host.base_dir / "log").read_bytes().count(b"\n") for host in self.hosts]
         codes = [code for _, code in self._ended.values()]
@@ -163,14 +161,14 @@ class ManyLaunchers:
         while sum(one.status == psutil.CONN_ESTABLISHED for one in main.net_connections("tcp")) < len(self.hosts) - 1:
             if time.monotonic() > self._started + _TIMEOUT_S:
                 raise TimeoutError(f"Not all launchers have connected to that of {self.hosts[0].name}.")
-            self._pause.wait(_POLL_S)
+            time.sleep(_POLL_S)
 
     def _wait_for(self, host: LocalHost, name: str) -> str:
         deadline = self._started + _TIMEOUT_S
         while not (host.base_dir / name).exists():
             if self._processes[host.name].poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{host.name} has not started: {(host.base_dir / 'log').read_text()}")
-            self._pause.wait(_POLL_S)
+            time.sleep(_POLL_S)
         return (host.base_dir / name).read_text()
 
 

@@ -20,7 +20,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -206,7 +205,6 @@ class Feeders:
         self._servers = servers
         self._timeout_s = timeout_s
         self._clients: list[FeederClient] = []
-        self._pause = threading.Event()
         started = time.monotonic()
         self._deadline = started + timeout_s
         try:
@@ -238,7 +236,7 @@ class Feeders:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(client.pid, signal.SIGKILL)
         for client in self._clients:
-            client.close("the benchmark is over")
+            client.close("the benchmark is over", is_success=True)
 
     def _start(self, ranks: Sequence[int], num_ranks: int, credentials: Credentials) -> None:
         """Start some, and wait until they have opened the loader, so that not all imports compete for the cores."""
@@ -273,7 +271,7 @@ class Feeders:
                 raise TimeoutError(
                     f"Links that are not up after {self._timeout_s:.0f} s: {len(missing)} of {len(links)}.\n{named}"
                 )
-            self._pause.wait(_POLL_S)
+            time.sleep(_POLL_S)
 
 
 def _is_down(host: HostSnapshot) -> bool:
@@ -284,7 +282,7 @@ def usages(pids: Sequence[int], seconds: float) -> list[Usage]:
     """Measure processes for some seconds."""
     processes = [psutil.Process(pid) for pid in pids]
     before = [_cpu_s(process) for process in processes]
-    threading.Event().wait(seconds)
+    time.sleep(seconds)
     after = [_cpu_s(process) for process in processes]
     result = []
     for process, (cpu_0, at_0), (cpu_1, at_1) in zip(processes, before, after, strict=True):
@@ -373,7 +371,7 @@ def main() -> None:
         processes.callback(servers.close)
         feeders = Feeders(options.ranks, servers, credentials, timeout_s, with_figures=options.figures)
         processes.callback(feeders.close)
-        threading.Event().wait(2 * heartbeat_period_s(options.ranks))  # until what the start left over is done
+        time.sleep(2 * heartbeat_period_s(options.ranks))  # until what the start left over is done
         lost_before = sum(host.num_lost for _, host in feeders.links())
         psutil.cpu_percent()
         measured = usages([*servers.pids, *feeders.pids], options.seconds)

@@ -52,12 +52,12 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: float, back: float) -> Tensor:
         ctx.back = back
-        time.sleep(there)  # noqa: TID251  # stands in for compute
+        time.sleep(there)  # stands in for compute
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.back)  # noqa: TID251
+        time.sleep(ctx.back)
         return grad, None, None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,11 +24,12 @@ _LOG_EVERY_S = 4.0
 # found none.
 _LAST_LOOKS = 2
 _FINAL = frozenset({"Completed", "Failed", "Stopped"})
-# The service ends the reason with it: "AlgorithmError: <the failure file>, exit code: 137".
+# The service ends the reason with it, and has no field for it: "AlgorithmError: <the failure file>, exit code: 137".
 _EXIT_CODE = re.compile(r"exit code:? (\d+)\s*\.?\s*$")
 
 Sleep = Callable[[float], object]
-_sleep = threading.Event().wait
+# Ctrl-C interrupts it, and nothing else ends a wait for the service.
+_sleep = time.sleep
 
 
 def follow(clients: Clients, found: Found, *, shows_log: bool, sleep: Sleep = _sleep) -> Mapping[str, Any]:

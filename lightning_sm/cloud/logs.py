@@ -18,8 +18,9 @@ from lightning_sm.cloud.hosts import groups_of
 _GROUP = "/aws/sagemaker/TrainingJobs"
 # Events of one host may arrive later than younger ones of another.
 _LATE_MS = 60_000
+# As failure files name hosts. The service passes them on as they are, and names no host of its own.
 _HOST = re.compile(r"algo-\d+")
-# What the launcher logs first.
+# What the launcher logs first. The service says nowhere else in which group it has put a host.
 _BANNER = re.compile(r"\| host (?P<host>\S+), group (?P<group>[^,]+), role \w+")
 _BANNER_FILTER = '"| host" "group" "role"'
 # Of each host that did not fail.

@@ -161,7 +161,7 @@ class EmulatedHost:
             if not new and all(_is_stopped(process) for process in self._frozen):
                 return
             if not new:
-                threading.Event().wait(_POLL_S)
+                time.sleep(_POLL_S)  # the kernel announces neither stopped nor killed processes of others
 
     def thaw(self) -> None:
         """Send SIGCONT to all frozen processes."""
@@ -184,7 +184,7 @@ class EmulatedHost:
         while (left := self._processes()) and time.monotonic() < deadline:
             for process in left:
                 signal_process(process, psutil.Process.kill)
-            threading.Event().wait(_POLL_S)
+            time.sleep(_POLL_S)
         self.forget_frozen()
         self.waiter.join(timeout=_KILL_S)  # so that its exit code is known
 

@@ -5,7 +5,8 @@ a file there: its existence asks for the gentle signal when the job is stopped, 
 stands. Without the launcher (the stock toolkit, a laptop), there is no folder and nothing is written.
 
 Files of the folder: ``process-<pid>`` (one line, see ``Beat``), ``stacks-<pid>`` (made by faulthandler on request),
-``saved.jsonl`` (the checkpoints of an interruption) and ``peers-gone`` (another host has failed).
+``saved.jsonl`` (the checkpoints of an interruption), ``warning-<pid>`` (what the launcher logs if the script succeeds)
+and ``peers-gone`` (another host has failed).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from pathlib import Path
 
@@ -27,18 +29,38 @@ from lightning_sm.job.variables import CONTROL_DIR
 # Asks a process for the stacks of its threads. faulthandler answers in C, also while Python code cannot run. No library
 # uses real-time signals; macOS has none.
 STACKS_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1 - 2) + 2
-# Phases that may take long, but not for ever: the user's ``setup``, loading and saving a checkpoint.
-SETTING_UP, STARTING, SAVING = "setting up to fit", "starting the training", "saving a checkpoint"
-# A step that may compile. It says how long a step may take, too.
-FIRST_STEP = "in the first step"
-# After the fit.
-FINISHING = "finishing"
 _PROCESS = "process-"
 _STACKS = "stacks-"
 _SAVED = "saved.jsonl"
 _PEERS_GONE = "peers-gone"
+_WARNING = "warning-"
 # One write of a line so long replaces the last one whatever its length was.
-_LINE_CHARS = 120
+_LINE_BYTES = 120
+
+
+class Phase(Enum):
+    """What a process does; the value says it to people."""
+
+    STARTING = "starting"
+    SETTING_UP = "setting up"
+    SETTING_UP_FIT = "setting up to fit"  # the user's ``setup``, and loading a checkpoint
+    STARTING_TRAINING = "starting the training"
+    FIRST_STEP = "in the first step"  # which may compile
+    TRAINING = "training"
+    WAITING_FOR_BATCH = "waiting for a batch"
+    ENDING_EPOCH = "ending the epoch"
+    STARTING_VALIDATION = "starting the validation"
+    VALIDATING = "validating"
+    ENDING_VALIDATION = "ending the validation"
+    SAVING = "saving a checkpoint"
+    FINISHING = "finishing"  # after the fit
+    FAILED = "failed"
+    SERVING = "serving data"  # a data host
+
+    @property
+    def may_pause(self) -> bool:
+        """Whether it may take longer than any step: it compiles, saves a checkpoint, or runs the user's own code."""
+        return self not in (Phase.TRAINING, Phase.WAITING_FOR_BATCH, Phase.VALIDATING)
 
 
 @dataclass(frozen=True)
@@ -51,8 +73,8 @@ class Beat:
         rank: Its global rank; -1 before it is known, and for data hosts.
         step: Completed optimizer steps.
         epoch: The epoch, from 0.
-        phase: What it does, such as "training" or "validating".
-        may_pause: Whether what it does may take longer than any step: it compiles, saves a checkpoint, or loads data.
+        phase: What it does.
+        error: The exception with which it failed.
     """
 
     pid: int
@@ -60,8 +82,13 @@ class Beat:
     rank: int = -1
     step: int = 0
     epoch: int = 0
-    phase: str = "starting"
-    may_pause: bool = True
+    phase: Phase = Phase.STARTING
+    error: str = ""
+
+    @property
+    def doing(self) -> str:
+        """What it does, for people."""
+        return f"{self.phase.value} with {self.error}" if self.error else self.phase.value
 
 
 class OwnProcess:
@@ -81,11 +108,11 @@ class OwnProcess:
         self.beat()
 
     def beat(
-        self, rank: int = -1, step: int = 0, epoch: int = 0, phase: str = "starting", *, may_pause: bool = True
+        self, rank: int = -1, step: int = 0, epoch: int = 0, phase: Phase = Phase.STARTING, error: str = ""
     ) -> None:
         """Say where this process stands; see ``Beat``."""
-        line = f"{time.monotonic():.3f} {rank} {step} {epoch} {may_pause:d} {phase}"
-        os.pwrite(self._file, line.ljust(_LINE_CHARS).encode(), 0)
+        line = f"{time.monotonic():.3f} {rank} {step} {epoch} {phase.name} {error}"
+        os.pwrite(self._file, line.encode(errors="replace")[:_LINE_BYTES].ljust(_LINE_BYTES), 0)
 
     def note_saved(self, paths: Sequence[Path]) -> None:
         """Tell the launcher which files of this host belong to the checkpoint of an interruption; maybe none."""
@@ -109,6 +136,23 @@ def announce(env: Mapping[str, str] = os.environ) -> OwnProcess | None:
     folder = CONTROL_DIR.read(env)
     # A process that outlives its launcher finds no folder.
     return None if folder is None or not folder.is_dir() else _announced(os.getpid(), folder)
+
+
+def leave_warning(text: str, env: Mapping[str, str] = os.environ) -> bool:
+    """Let the launcher log a text if the script succeeds; after a failure it would only hide the reason.
+
+    Args:
+        text: What to log.
+        env: Environment variables.
+
+    Returns:
+        Whether there is a launcher.
+    """
+    folder = CONTROL_DIR.read(env)
+    if folder is None or not folder.is_dir():
+        return False
+    (folder / f"{_WARNING}{os.getpid()}").write_text(text, encoding="utf-8")
+    return True
 
 
 @cache
@@ -147,8 +191,9 @@ class ControlFolder:
         for path in sorted(self.path.glob(f"{_PROCESS}*")):
             # Another program may have made it by hand, to get the gentle signal; or is just making it. Or ``clear``
             # removes it, because the script starts again.
-            with contextlib.suppress(ValueError, FileNotFoundError):
-                beats.append(_parsed(int(path.name.removeprefix(_PROCESS)), path.read_text(encoding="utf-8")))
+            with contextlib.suppress(ValueError, KeyError, FileNotFoundError):
+                line = path.read_text(encoding="utf-8", errors="replace")
+                beats.append(_parsed(int(path.name.removeprefix(_PROCESS)), line))
         return beats
 
     def say_peers_gone(self) -> None:
@@ -163,6 +208,10 @@ class ControlFolder:
             return None
         return [Path(json.loads(line)) for line in lines]
 
+    def warnings(self) -> list[str]:
+        """Return what processes of a script that has succeeded want to have logged; once what several say."""
+        return sorted({path.read_text(encoding="utf-8") for path in self.path.glob(f"{_WARNING}*")})
+
     def stacks(self, pid: int) -> str | None:
         """What a process has written of its threads' stacks so far; None if it does not know ``STACKS_SIGNAL``."""
         try:
@@ -174,5 +223,5 @@ class ControlFolder:
 def _parsed(pid: int, line: str) -> Beat:
     if not line.strip():
         return Beat(pid, time.monotonic())
-    at, rank, step, epoch, may_pause, phase = line.split(maxsplit=5)
-    return Beat(pid, float(at), int(rank), int(step), int(epoch), phase.strip(), may_pause == "1")
+    at, rank, step, epoch, phase, *error = line.split(maxsplit=5)
+    return Beat(pid, float(at), int(rank), int(step), int(epoch), Phase[phase], "".join(error).strip())

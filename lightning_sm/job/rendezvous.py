@@ -51,7 +51,7 @@ def wait_for_host(
     *,
     is_reporter: bool = True,
     is_known: Callable[[str], bool] = resolves,
-    pause: Callable[[float], object] | None = None,
+    pause: Callable[[float], object] = time.sleep,
     answer_s: float = _ANSWER_S,
 ) -> None:
     """Wait until the name of a host resolves.
@@ -64,13 +64,12 @@ def wait_for_host(
         is_reporter: Whether this process speaks for its host: it looks up the names of all trainer hosts while that of
             ``host`` is missing, and logs a line for each attempt. One process of each host is enough.
         is_known: Whether an address resolves; called in threads.
-        pause: Waits for a number of seconds. Default: on an event.
+        pause: Waits for a number of seconds; nobody announces that a name resolves now.
         answer_s: After so many seconds a name without an answer counts as missing, while its lookup continues.
 
     Raises:
         HostResolutionError: The name did not resolve in time.
     """
-    pause = pause or threading.Event().wait
     deadline = time.monotonic() + timeout_s
     delay_s = _FIRST_DELAY_S
     lookups = _Lookups(addresses, is_known, answer_s)

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import Any
 
 from lightning_sm.job.topology import Role
 from lightning_sm.job.variables import STOP_SCHEDULE
@@ -52,29 +52,76 @@ MAX_REASON_CHARS = 1024
 _LOST_EXIT_CODE = 1
 
 
+class OutcomeKind(Enum):
+    """How a script, or the whole job, ended. What launchers do about it follows from this, never from the reason."""
+
+    SUCCESS = "success"
+    FAILURE = "failure"
+    HANG = "hang"  # the launcher ended the script, because it made no progress
+    INTERRUPTION = "interruption"  # exit code 143; all other hosts may be interrupted at the same moment
+    LOST = "lost"  # of a job: the launcher of a trainer host vanished
+
+    @classmethod
+    def of_exit_code(cls, exit_code: int) -> OutcomeKind:
+        """Return what an exit code alone says."""
+        if exit_code == INTERRUPTED_EXIT_CODE:
+            return cls.INTERRUPTION
+        return cls.FAILURE if exit_code else cls.SUCCESS
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a script failed, for people.
+
+    Attributes:
+        text: The decisive words first; cut at 1024 characters.
+        headline: The same in one line, for logs. Default: the first two lines, which are the error and its place.
+    """
+
+    text: str
+    headline: str = ""
+
+    def __post_init__(self) -> None:
+        text = self.text[:MAX_REASON_CHARS]
+        object.__setattr__(self, "text", text)
+        headline = self.headline or " ".join(text.splitlines()[:2])
+        object.__setattr__(self, "headline", headline[:MAX_REASON_CHARS])
+
+    def to_message(self) -> dict[str, Any]:
+        """Return its part of a message to another launcher."""
+        return {"reason": self.text, "headline": self.headline}
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> Reason:
+        """Read that part.
+
+        Raises:
+            KeyError: A field is missing.
+        """
+        return cls(str(message["reason"]), str(message["headline"]))
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How the script of one host ended.
 
     Attributes:
+        kind: In what way.
         exit_code: Its exit code; 128 + n if signal n ended it.
-        reason: Why it failed, the decisive words first; cut at 1024 characters. Empty after success.
+        reason: Why it failed; empty after success.
         may_restart: Whether the script may be started again, if the job has restarts left.
     """
 
+    kind: OutcomeKind
     exit_code: int
-    reason: str = ""
+    reason: Reason = Reason("")
     may_restart: bool = False
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", self.reason[:MAX_REASON_CHARS])
-
-    @property
-    def headline(self) -> str:
-        """The reason in one line, for the log: the error and where it was raised, or how the script ended."""
-        first, *others = self.reason.splitlines() or [""]
-        is_tail = first.endswith("last lines of stderr:")
-        return " ".join([first, *(others[-1:] if is_tail else others[:1])])
+    @classmethod
+    def of_exit_code(cls, exit_code: int, reason: Reason | str = "", *, may_restart: bool = False) -> Outcome:
+        """Return the outcome of which the exit code says the kind."""
+        reason = Reason(reason) if isinstance(reason, str) else reason
+        return cls(OutcomeKind.of_exit_code(exit_code), exit_code, reason, may_restart)
 
 
 @dataclass(frozen=True)
@@ -82,38 +129,36 @@ class JobOutcome:
     """How the job ends; the same on all hosts.
 
     Attributes:
-        kind: ``finished`` if all connected trainer hosts succeeded; ``failed`` if the script of a trainer host, or the
-            scripts of all data hosts, failed; ``lost`` if a trainer host vanished.
+        kind: ``SUCCESS`` if all connected trainer hosts succeeded; ``LOST`` if a trainer host vanished; else how the
+            script of the first trainer host to fail, or of the last data host, ended.
         host: The host that failed or vanished first; empty if none did.
-        exit_code: Exit code of its script; 1 for a lost host, 0 if none failed. 143 is SIGTERM: the host was
-            interrupted, and all others may be at the same moment.
-        reason: Why, the decisive words first, in at most 1024 characters; empty if none failed.
+        exit_code: Exit code of its script; 1 for a lost host, 0 if none failed.
+        reason: Why; empty if none failed.
     """
 
-    kind: Literal["finished", "failed", "lost"]
+    kind: OutcomeKind
     host: str = ""
     exit_code: int = 0
-    reason: str = ""
+    reason: Reason = Reason("")
 
     @property
     def is_failure(self) -> bool:
         """Whether a trainer host, or every data host, failed or vanished, so that the others cannot succeed either."""
-        return self.kind != "finished"
-
-    @property
-    def is_interruption(self) -> bool:
-        """Whether the first host to fail was interrupted by SIGTERM."""
-        return self.exit_code == INTERRUPTED_EXIT_CODE
+        return self.kind is not OutcomeKind.SUCCESS
 
     @classmethod
     def lost(cls, host: str, why: str) -> JobOutcome:
-        """The outcome of a job that lost a host.
+        """Return the outcome of a job that lost a host.
 
         Args:
             host: Name of the host.
             why: How its launcher noticed, for people.
         """
-        return cls("lost", host, _LOST_EXIT_CODE, f"Lost host {host}: {why}"[:MAX_REASON_CHARS])
+        return cls(OutcomeKind.LOST, host, _LOST_EXIT_CODE, Reason(f"Lost host {host}: {why}"))
+
+    def to_message(self) -> dict[str, Any]:
+        """Return what is sent to another launcher."""
+        return {"kind": self.kind.value, "host": self.host, "exit_code": self.exit_code, **self.reason.to_message()}
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> JobOutcome:
@@ -123,11 +168,8 @@ class JobOutcome:
             ValueError: The kind is unknown, or the exit code is not a number.
             KeyError: A field is missing.
         """
-        kind = message["kind"]
-        if kind not in ("finished", "failed", "lost"):
-            raise ValueError(f"unknown kind of job outcome: {kind!r}")
-        reason = str(message["reason"])[:MAX_REASON_CHARS]
-        return cls(kind, str(message["host"]), int(message["exit_code"]), reason)
+        reason = Reason.from_message(message)
+        return cls(OutcomeKind(message["kind"]), str(message["host"]), int(message["exit_code"]), reason)
 
 
 class Stop(Enum):
@@ -195,5 +237,5 @@ def ends_script(role: Role, job: JobOutcome, host: str, *, is_stopped: bool) -> 
         return False
     if role is Role.DATA:
         return True
-    has_first_host_left = job.kind == "lost" or job.is_interruption
+    has_first_host_left = job.kind in (OutcomeKind.LOST, OutcomeKind.INTERRUPTION)
     return job.is_failure and not (is_stopped and has_first_host_left)

@@ -65,7 +65,7 @@ class ChildProcess:
         stopped_by: The signal that told this process to stop; None if there was none.
         stopped_at: When it came for the first time, in seconds of ``time.monotonic``.
         end_requested: Whether ``end`` was called.
-        end_run_requested: Whether ``end_run`` was called since ``renew``.
+        end_run_requested: Whether ``end_run`` was called since ``prepare_restart``.
         on_late_signal: Called when a signal arrives after a command has exited.
     """
 
@@ -155,11 +155,11 @@ class ChildProcess:
         self._wake_main_thread()
 
     def end_run(self) -> None:
-        """Like ``end``, but another command may run after ``renew``."""
+        """Like ``end``, but another command may run after ``prepare_restart``."""
         self.end_run_requested = True
         self._wake_main_thread()
 
-    def renew(self) -> None:
+    def prepare_restart(self) -> None:
         """After ``run``, which ``end_run`` may have ended: prepare for the same command once more."""
         # Also processes that have left the group, such as the ranks of a torchrun that was killed: they may hold the
         # ports and the memory of GPUs that the next ones need.
@@ -282,15 +282,14 @@ class ChildProcess:
 
         They may take hours to write predictions. After a stop the schedule ends them.
         """
-        pause = threading.Event()
         next_log = time.monotonic() + _LOG_S
         while running := [beat for beat in self._control.beats() if _is_in_group(beat.pid, group)]:
             if time.monotonic() >= next_log:
                 next_log += _LOG_S
-                ranks = ", ".join(f"rank {beat.rank} ({beat.phase})" for beat in running)
+                ranks = ", ".join(f"rank {beat.rank} ({beat.doing})" for beat in running)
                 _LOG.info("the script has ended. Waiting for its local ranks: %s.", ranks)
             self._reap(group)
-            pause.wait(_POLL_S)
+            time.sleep(_POLL_S)  # nothing announces the end of a process that this one did not start
         codes = [self._exit_codes.get(beat.pid, 0) for beat in self._control.beats()]
         return next(filter(None, codes), 0)
 
@@ -311,7 +310,6 @@ class ChildProcess:
     def _has_group_ended(self, group: int, timeout_s: float) -> bool:
         """Reap the processes of a group; return whether none is left before the time is up."""
         deadline = time.monotonic() + timeout_s
-        pause = threading.Event()
         while True:
             self._reap(group)
             try:
@@ -320,7 +318,7 @@ class ChildProcess:
                 return True
             if time.monotonic() >= deadline:
                 return False
-            pause.wait(_POLL_S)
+            time.sleep(_POLL_S)
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:

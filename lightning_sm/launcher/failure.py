@@ -14,7 +14,7 @@ from pathlib import Path
 from lightning_sm._log import command_logger
 from lightning_sm._text import shortened, times
 from lightning_sm.errors import LightningSMError
-from lightning_sm.job.stopping import MAX_REASON_CHARS
+from lightning_sm.job.stopping import MAX_REASON_CHARS, Reason
 from lightning_sm.job.topology import Role
 from lightning_sm.launcher.tracebacks import ANSI, START, USAGE, USAGE_ERROR, Traceback, cause_of, tracebacks_in
 
@@ -27,9 +27,7 @@ _USAGE_EXIT_CODE = 2
 # A process that signal n killed has exit code 128 + n.
 _SIGNALS = 128
 
-# What SageMakerEnvironment logs at exit when no Trainer has used it. A script that failed has not come so far.
-_ALONE_START = "No Trainer used SageMakerEnvironment."
-_ALONE_END = "Set Trainer(num_nodes="
+# A process that fails says why on stderr alone: as Python prints a traceback, or argparse a wrong command line.
 # The user's exception on a data host, as the trainers raise it: its text, the place, and the traceback from there.
 _REMOTE = re.compile(r"^(?:lightning_sm\.errors\.)?RemoteTransformError: ")
 _OWN_ERROR = re.compile(r"^lightning_sm\.errors\.")
@@ -55,8 +53,8 @@ class Place:
         return f"{self.role.value} host {self.host}{rank}"
 
 
-def failure_reason(stderr_tail: str, exit_code: int, place: Place | None = None, circumstances: str = "") -> str:
-    """Say in at most 1024 characters why a process failed, the decisive words first.
+def failure_reason(stderr_tail: str, exit_code: int, place: Place | None = None, circumstances: str = "") -> Reason:
+    """Say why a process failed.
 
     Args:
         stderr_tail: The end of what the process and its children (the local ranks) wrote to stderr.
@@ -69,7 +67,7 @@ def failure_reason(stderr_tail: str, exit_code: int, place: Place | None = None,
     usage_error = next((index for index, line in enumerate(lines) if USAGE_ERROR.match(line)), None)
     if exit_code == _USAGE_EXIT_CODE and usage_error is not None:
         message = shortened("\n".join(_usage_message(lines[usage_error:])), _MAX_EXCEPTION_CHARS)
-        return f"{message}\n{_where(place, ending)}"
+        return Reason(f"{message}\n{_where(place, ending)}")
     tracebacks = list(tracebacks_in(lines))
     traceback = cause_of(tracebacks)
     if traceback is None and exit_code < _SIGNALS:
@@ -81,12 +79,12 @@ def failure_reason(stderr_tail: str, exit_code: int, place: Place | None = None,
         return _with_place(traceback, tracebacks, place, ending)
     written = [line for line in lines if line]
     where = ending if place is None else f"{ending} on {place}"
-    return _with_last_lines(written, where) if written else f"{where}; nothing was written to stderr"
+    return _with_last_lines(written, where) if written else Reason(f"{where}; nothing was written to stderr")
 
 
 def script_reason(
     stderr_tail: str, exit_code: int, place: Place, *, stopped_by: int | None = None, num_restarts: int = 0
-) -> str:
+) -> Reason:
     """Say why the training script of this host failed.
 
     Args:
@@ -98,7 +96,8 @@ def script_reason(
     """
     reason = failure_reason(stderr_tail, exit_code, place, f"restarted {times(num_restarts)}" if num_restarts else "")
     if stopped_by is not None:
-        reason = f"The job was stopped or interrupted ({signal.Signals(stopped_by).name}). {reason}"
+        stop = f"The job was stopped or interrupted ({signal.Signals(stopped_by).name}). "
+        return Reason(stop + reason.text, stop + reason.headline)
     return reason
 
 
@@ -173,12 +172,7 @@ def write_failure(output_dir: Path, reason: str) -> None:
 
 def _lines(stderr_tail: str) -> list[str]:
     text = ANSI.sub("", stderr_tail).replace("\r\n", "\n").replace("\r", "\n")
-    lines = [line.rstrip() for line in text.split("\n")]
-    start = next((index for index, line in enumerate(lines) if line.startswith(_ALONE_START)), None)
-    if start is not None:
-        end = next((index for index in range(start, len(lines)) if lines[index].startswith(_ALONE_END)), start)
-        del lines[start : end + 1]
-    return lines
+    return [line.rstrip() for line in text.split("\n")]
 
 
 def ending_of(exit_code: int, circumstances: str = "") -> str:
@@ -210,7 +204,7 @@ def _where(place: Place | None, ending: str, verb: str = "on") -> str:
     return ending if place is None else f"{verb} {place} ({ending})"
 
 
-def _with_place(traceback: Traceback, tracebacks: list[Traceback], place: Place | None, ending: str) -> str:
+def _with_place(traceback: Traceback, tracebacks: list[Traceback], place: Place | None, ending: str) -> Reason:
     """The exception, where it was raised, and its frames; of an error on a data host those from there."""
     exception = traceback.exception
     frames = traceback.frames
@@ -221,7 +215,7 @@ def _with_place(traceback: Traceback, tracebacks: list[Traceback], place: Place 
         frames = next((other.frames for other in remote), frames)
         if place is not None:  # the place of the error is part of it
             where = _where(place, ending, "passed on to") if place.role is Role.TRAINER else ending
-    return _with_frames(shortened("\n".join(exception), _MAX_EXCEPTION_CHARS) + f"\n{where}", frames)
+    return Reason(_with_frames(shortened("\n".join(exception), _MAX_EXCEPTION_CHARS) + f"\n{where}", frames))
 
 
 def _with_frames(reason: str, frames: list[str]) -> str:
@@ -237,7 +231,7 @@ def _with_frames(reason: str, frames: list[str]) -> str:
     return shortened(reason, MAX_REASON_CHARS)
 
 
-def _with_last_lines(written: list[str], ending: str) -> str:
+def _with_last_lines(written: list[str], ending: str) -> Reason:
     reason = f"{ending}; last lines of stderr:"
     room = MAX_REASON_CHARS - len(reason)
     kept: list[str] = []
@@ -246,4 +240,4 @@ def _with_last_lines(written: list[str], ending: str) -> str:
         if room < 0 and kept:
             break
         kept.insert(0, line)
-    return shortened("\n".join([reason, *kept]), MAX_REASON_CHARS)
+    return Reason(shortened("\n".join([reason, *kept]), MAX_REASON_CHARS), f"{reason} {written[-1]}")

@@ -12,25 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lightning_sm._log import command_logger
-from lightning_sm.job.control_folder import (
-    FIRST_STEP,
-    SAVING,
-    SETTING_UP,
-    STACKS_SIGNAL,
-    STARTING,
-    Beat,
-    ControlFolder,
-)
+from lightning_sm.job.control_folder import STACKS_SIGNAL, Beat, ControlFolder, Phase
 
 _LOG = command_logger(__name__)
 
-# How the reason of a hang begins. Other hosts that read it save the stacks of their processes, too.
-HANG = "The training hangs:"
 # A step may take much longer than those before it: another batch size, a disk that wakes up, a slow download.
 _TIMES_THE_LONGEST = 20.0
 # A compilation or a checkpoint takes minutes, rarely an hour; a file server that does not answer takes days. What is
 # not listed may be work of the user's own, of any length.
-_LONG_PHASES = (SETTING_UP, STARTING, FIRST_STEP, SAVING)
+_LONG_PHASES = (Phase.SETTING_UP_FIT, Phase.STARTING_TRAINING, Phase.FIRST_STEP, Phase.SAVING)
 _TIMES_IN_LONG_PHASES = 10.0
 # A process that has raised an exception ends within moments, unless its loggers hang, or the script caught it.
 _FAILED_S = 120.0
@@ -45,7 +35,7 @@ class HangRule:
     """Decides whether processes hang. It has no clock and does no I/O.
 
     A process hangs if it has said nothing for ``least_s``, and 20 times as long as ever before, while nothing that it
-    does may pause for so long (see ``Beat``). Before the end of the first step, and in a checkpoint, it may take ten
+    does may pause for so long (see ``Phase``). Before the end of the first step, and in a checkpoint, it may take ten
     times as long.
 
     Args:
@@ -66,16 +56,16 @@ class HangRule:
         """
         for beat in beats:
             last = self._last.get(beat.pid)
-            if last is not None and (not last.may_pause or last.phase == FIRST_STEP):
+            if last is not None and (not last.phase.may_pause or last.phase is Phase.FIRST_STEP):
                 self._longest_s = max(self._longest_s, beat.at - last.at)
             self._last[beat.pid] = beat
         limit_s = max(self._least_s, _TIMES_THE_LONGEST * self._longest_s)
-        failed = [beat for beat in beats if beat.phase.startswith("failed with ") and now - beat.at >= _FAILED_S]
+        failed = [beat for beat in beats if beat.phase is Phase.FAILED and now - beat.at >= _FAILED_S]
         return failed or [beat for beat in beats if now - beat.at >= limit_s * _patience(beat)]
 
 
 def _patience(beat: Beat) -> float:
-    if not beat.may_pause:
+    if not beat.phase.may_pause:
         return 1.0
     return _TIMES_IN_LONG_PHASES if beat.phase in _LONG_PHASES else math.inf
 
@@ -130,7 +120,7 @@ class Watchdog:
 def described(beats: Sequence[Beat], now: float) -> str:
     """Say in one line where processes stand."""
     stands = [
-        f"{'data host' if beat.rank < 0 else f'rank {beat.rank}'} at step {beat.step}, {beat.phase} "
+        f"{'data host' if beat.rank < 0 else f'rank {beat.rank}'} at step {beat.step}, {beat.doing} "
         f"({now - beat.at:.0f} s ago)"
         for beat in sorted(beats, key=lambda beat: beat.rank)
     ]
@@ -155,8 +145,8 @@ def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path) -> 
             os.kill(pid, STACKS_SIGNAL)
     deadline = time.monotonic() + _STACKS_S
     while time.monotonic() < deadline and any(control.stacks(pid) == text for pid, text in before.items()):
-        threading.Event().wait(_POLL_S)
-    threading.Event().wait(_POLL_S)  # the rest of a text that has begun
+        time.sleep(_POLL_S)  # faulthandler only writes, and announces nothing
+    time.sleep(_POLL_S)  # for the rest of a text that has begun
     files = []
     for beat in [beat for beat in beats if beat.pid in before]:
         name = f"rank{beat.rank}" if beat.rank >= 0 else f"process{beat.pid}"
@@ -211,7 +201,7 @@ def save_nccl_traces(control: ControlFolder, folder: Path) -> list[Path]:
         expected.append(control.path / pipe.stem.replace(_NCCL_PIPE, _NCCL_TRACE))
     deadline = time.monotonic() + _STACKS_S
     while time.monotonic() < deadline and not all(trace.exists() for trace in expected):
-        threading.Event().wait(_POLL_S)
+        time.sleep(_POLL_S)  # as faulthandler, NCCL's monitor only writes
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return [Path(shutil.copy(trace, folder / trace.name)) for trace in expected if trace.exists()]

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from signal import Signals
 
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.job.stopping import INTERRUPTED_EXIT_CODE, JobOutcome, Outcome
+from lightning_sm.job.stopping import JobOutcome, Outcome, OutcomeKind
 from lightning_sm.job.topology import Role
 from lightning_sm.job.variables import PARENT_PID, RECORD_DIR
 from lightning_sm.record import events
 from lightning_sm.record.host_use import HostMeter, usable_cpus
 
 _USE_S = 5.0
+_EVENTS = {OutcomeKind.LOST: "host_lost", OutcomeKind.INTERRUPTION: "interruption"}
 # How late the record has a signal at most. Its handler must not write: it may have interrupted a write.
 _SIGNAL_S = 1.0
 
@@ -87,8 +88,9 @@ class HostRecord:
     def on_job_outcome(self, job: JobOutcome) -> None:
         """Write how the job ends, if that happened on another host."""
         if job.is_failure and job.host != self._job.current_host:
-            what = "host_lost" if job.kind == "lost" else "interruption" if job.is_interruption else "failure"
-            text = job.reason if job.kind == "lost" else f"host {job.host}: {job.reason}"
+            what = _EVENTS.get(job.kind, "failure")
+            why = job.reason.text
+            text = why if job.kind is OutcomeKind.LOST else f"host {job.host}: {why}"
             self.event(what, text)
 
     def end(self, outcome: Outcome, *, is_saved: bool) -> None:
@@ -99,16 +101,16 @@ class HostRecord:
             is_saved: Whether a checkpoint of the interruption was saved.
         """
         self._stop_sampling()
-        if outcome.exit_code == 0:
+        if outcome.kind is OutcomeKind.SUCCESS:
             # A data host that was stopped has served all ranks until then.
             what = "succeeded" if self._stopped_by() is None else "stopped"
-        elif outcome.exit_code == INTERRUPTED_EXIT_CODE:
+        elif outcome.kind is OutcomeKind.INTERRUPTION:
             what = "interrupted" if is_saved else "stopped"
         else:
             what = "failed"
         if self._early is not None:  # the script was never known
             self.began([])
-        self._write(events.End(time.time(), what, outcome.exit_code, outcome.reason))
+        self._write(events.End(time.time(), what, outcome.exit_code, outcome.reason.text))
         self._record.close()
 
     def _write(self, line: events.Line) -> None:

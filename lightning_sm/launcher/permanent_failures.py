@@ -23,6 +23,7 @@ def is_permanent_failure(stderr_tail: str, exit_code: int) -> bool:
     """
     if exit_code in _FINAL_EXIT_CODES:
         return True
+    # Python prints "module.Class: message", and nothing else says yet which exception ended the script.
     module, _, name = cause_of_failure(stderr_tail).partition(":")[0].rpartition(".")
     if name in _FINAL_EXCEPTIONS:
         return True

@@ -57,4 +57,4 @@ def write_report(job: SageMakerJob, prices: Mapping[str, float], limit_s: float)
             _LOG.info("report of the run: %s", file)
         else:
             why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            _LOG.warning("the report of the run was not written: %s", why.removeprefix("lightning-sm: error: "))
+            _LOG.warning("the report of the run was not written (%s)", why)

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_sm._linux import terminate_with_parent
@@ -34,6 +35,8 @@ from lightning_sm.job.stopping import (
     FinalOutcome,
     JobOutcome,
     Outcome,
+    OutcomeKind,
+    Reason,
     Stop,
     StopSchedule,
     ends_script,
@@ -60,7 +63,7 @@ from lightning_sm.launcher.failure import (
     script_reason,
     write_failure,
 )
-from lightning_sm.launcher.hang import HANG, Watchdog, nccl_variables, save_nccl_traces, save_stacks
+from lightning_sm.launcher.hang import Watchdog, nccl_variables, save_nccl_traces, save_stacks
 from lightning_sm.launcher.host_record import HostRecord
 from lightning_sm.launcher.peers.connection import Timings, peers_key
 from lightning_sm.launcher.peers.outcome import Restart
@@ -123,17 +126,17 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
         outcome = launcher.run(script, args)
     except LightningSMError as error:
         _LOG.error("error: %s", error)
-        outcome = Outcome(_USAGE_EXIT_CODE, error_reason(error, place))
+        outcome = Outcome.of_exit_code(_USAGE_EXIT_CODE, error_reason(error, place))
     except Exception as error:  # noqa: BLE001 - a bug; SageMaker must still show why the host failed
         _LOG.exception("error in the launcher")
-        outcome = Outcome(1, error_reason(error, place))
+        outcome = Outcome.of_exit_code(1, error_reason(error, place))
     ignore_signals()
     if launcher is not None:
         launcher.write_end(outcome)
     if outcome.exit_code != 0:
         if output_dir is not None:
-            write_failure(output_dir, outcome.reason)
-        _LOG.error("this host ends with exit code %d: %s", outcome.exit_code, outcome.headline)
+            write_failure(output_dir, outcome.reason.text)
+        _LOG.error("this host ends with exit code %d: %s", outcome.exit_code, outcome.reason.headline)
     return outcome.exit_code
 
 
@@ -174,8 +177,8 @@ class _HostLauncher:
         with self._connect() as peers, self._control, self._record:
             child.on_late_signal = peers.stop_waiting
             own, job_outcome = self._run_attempts(peers, script, args)
-            if self._hang_reason and not peers.is_alone:
-                threading.Event().wait(_WAIT_FOR_OTHER_HOSTS_STACKS_S)
+            if own.kind is OutcomeKind.HANG and not peers.is_alone:
+                self._wait(_WAIT_FOR_OTHER_HOSTS_STACKS_S)
             final = self._final_outcome(peers, own, job_outcome)
             if self._job.current_host == self._topology.main_host:
                 self._write_report(final)
@@ -195,30 +198,30 @@ class _HostLauncher:
                         command = self._prepare(name, args)
                 own = self._run_script(peers, *command)
             except Stopped as stopped:
-                own = Outcome(0) if self._is_data_host else Outcome(stopped.exit_code, str(stopped))
+                own = Outcome.of_exit_code(0 if self._is_data_host else stopped.exit_code, str(stopped))
             except LightningSMError as error:
-                self._report(peers, Outcome(_USAGE_EXIT_CODE, error_reason(error, self._place)))
+                self._report(peers, Outcome.of_exit_code(_USAGE_EXIT_CODE, error_reason(error, self._place)))
                 raise
             job_outcome = self._report(peers, own)
             restart = peers.restart
-            has_failed_for_good = own.exit_code != 0 and not own.may_restart
+            has_failed_for_good = own.kind is not OutcomeKind.SUCCESS and not own.may_restart
             if restart is None or (self._is_stopped and has_failed_for_good):
                 return own, job_outcome
             if not peers.wait_for_start():
                 return self._outcome_without_start(peers, own, restart), peers.job_outcome
-            self._child.renew()
+            self._child.prepare_restart()
 
     def _outcome_without_start(self, peers: Peers, own: Outcome, restart: Restart) -> Outcome:
         """How this host ends after it has waited for a restart that never came."""
         stopped_by, job_outcome = self._child.stopped_by, peers.job_outcome
-        if job_outcome is not None and not job_outcome.is_interruption:
+        if job_outcome is not None and job_outcome.kind is not OutcomeKind.INTERRUPTION:
             return own
         # All hosts are mostly stopped at the same moment. Whichever is told first, the failure of this one's script was
         # to be overcome: the service must see an interruption, after which it restarts the job.
         if stopped_by is None:
-            return own if job_outcome is None else Outcome(INTERRUPTED_EXIT_CODE, job_outcome.reason)
+            return own if job_outcome is None else Outcome.of_exit_code(INTERRUPTED_EXIT_CODE, job_outcome.reason)
         doing = f"waiting for restart {restart.number} of {restart.most}. Its cause: {restart.cause}"
-        stopped = Outcome(128 + stopped_by, not_started_reason(stopped_by, doing))
+        stopped = Outcome.of_exit_code(128 + stopped_by, not_started_reason(stopped_by, doing))
         peers.report(stopped)
         return stopped
 
@@ -250,18 +253,21 @@ class _HostLauncher:
         self._hang_reason = ""
         self._may_end_script = True  # first: an order that comes after the next line ends the script
         if peers.restart is not None:
-            return Outcome(INTERRUPTED_EXIT_CODE, "The job restarted before the script began.", may_restart=True)
+            why = "The job restarted before the script began."
+            return Outcome.of_exit_code(INTERRUPTED_EXIT_CODE, why, may_restart=True)
         with Watchdog(child.announced, HANG_S.read(self._env), self._on_hang):
             exit_code = self._run_until_it_ends([*script.command, *argv], script.directory, env)
         if self._hang_reason and exit_code != 0:  # else it has gone on, and ended while its stacks were saved
-            return Outcome(1, self._hang_reason, may_restart=not self._is_stopped)
+            return Outcome(OutcomeKind.HANG, 1, Reason(self._hang_reason), may_restart=not self._is_stopped)
         # The script of a data host whose work is over is ended by these signals. If it ends otherwise, it has failed.
         is_ended_by_stop = child.stopped_by is not None and exit_code == 128 + child.stopped_by
         is_ended_by_job = (child.end_requested or child.end_run_requested) and exit_code in _ENDED
         if self._is_data_host and (is_ended_by_stop or is_ended_by_job):
             exit_code = 0
         if exit_code == 0:
-            return Outcome(0)
+            for warning in self._control.warnings():
+                _LOG.error("%s", warning)
+            return Outcome.of_exit_code(0)
         if is_ended_by_job:
             # Whether a rank left by itself, or was in a collective call of NCCL until SIGKILL, is not its own doing.
             exit_code = INTERRUPTED_EXIT_CODE
@@ -271,9 +277,10 @@ class _HostLauncher:
         reason = script_reason(
             child.stderr_tail, exit_code, self._place, stopped_by=child.stopped_by, num_restarts=self._num_restarts
         )
-        self._record.event("failure", Outcome(exit_code, reason).headline)
+        self._record.event("failure", reason.headline)
         is_final = is_permanent_failure(child.stderr_tail, exit_code) and not child.end_run_requested
-        return Outcome(exit_code, reason, may_restart=not (is_final or self._is_stopped or self._is_data_host))
+        may_restart = not (is_final or self._is_stopped or self._is_data_host)
+        return Outcome.of_exit_code(exit_code, reason, may_restart=may_restart)
 
     def _run_until_it_ends(self, command: Sequence[str], directory: Path, env: Mapping[str, str]) -> int:
         """Run the script. On a data host, restart it if it was killed and the job still needs it."""
@@ -288,9 +295,7 @@ class _HostLauncher:
             )
             self._record.event("restart", f"the data host's script was killed (exit code {exit_code})")
             self._num_restarts += 1
-            deadline = time.monotonic() + pause_s
-            while time.monotonic() < deadline and not child.must_exit:
-                threading.Event().wait(_POLL_S)
+            self._wait(pause_s, lambda: child.must_exit)
             exit_code = 0 if child.must_exit else child.run(command, directory, env)
         return exit_code
 
@@ -298,9 +303,9 @@ class _HostLauncher:
         """Save the stacks of the script's processes, and end it. Called from the thread of the watchdog."""
         files = self._save_stacks()
         stacks = f" Stacks: {', '.join(map(str, files))}." if files else ""
-        reason = f"{HANG} no progress on host {self._job.current_host}. Last seen: {where}."
-        _LOG.error("%s%s", reason, stacks)
-        self._hang_reason = f"{reason}{stacks}"
+        host = self._job.current_host
+        self._hang_reason = f"The training hangs: no progress on host {host}. Last seen: {where}.{stacks}"
+        _LOG.error("%s", self._hang_reason)
         self._record.event("hang", self._hang_reason)
         self._child.kill()
 
@@ -309,9 +314,9 @@ class _HostLauncher:
         stacks = save_stacks(self._control, self._child.announced(), folder)
         return [*stacks, *save_nccl_traces(self._control, folder)]
 
-    def _end_because_of(self, reason: str, end: Callable[[], None]) -> None:
+    def _end_because_of(self, kind: OutcomeKind, end: Callable[[], None]) -> None:
         """End the script because of another host; if that hangs, save the stacks of this one first. Does not block."""
-        if not reason.startswith(HANG):
+        if kind is not OutcomeKind.HANG:
             end()
             return
 
@@ -346,8 +351,15 @@ class _HostLauncher:
         if self._is_stopped or peers.is_alone:
             return
         _LOG.info("this host has saved its checkpoint, but has not been told to stop yet. Waiting for the stop signal.")
-        while not self._is_stopped and time.monotonic() < self._leave_at():
-            threading.Event().wait(_POLL_S)
+        self._wait(self._leave_at() - time.monotonic())
+
+    def _wait(self, seconds: float, is_over: Callable[[], bool] | None = None) -> None:
+        """Wait for some seconds; shorter, if meanwhile this host is told to stop, or ``is_over`` returns true."""
+        is_over = is_over or (lambda: self._is_stopped)
+        deadline = time.monotonic() + seconds
+        while not is_over() and (remaining_s := deadline - time.monotonic()) > 0:
+            # Not on an event: the signal handler would set it, and may interrupt the thread that holds its lock.
+            time.sleep(min(_POLL_S, remaining_s))
 
     def _prepare(self, name: str | None, args: Sequence[str]) -> tuple[Script, list[str], dict[str, str]]:
         """Get the code and install its requirements; return the script, its arguments and its environment."""
@@ -378,9 +390,9 @@ class _HostLauncher:
         for other in program.overruled:
             _LOG.info(
                 "%s names the script %s. Ignoring %s, which names %s.",
-                program.origin,
+                program.named_by.value,
                 program.name,
-                other.origin,
+                other.named_by.value,
                 other.name,
             )
         return processes_per_host(self._job, self._topology)
@@ -423,9 +435,9 @@ class _HostLauncher:
         is_stopped = self._is_stopped
         self._record.on_job_outcome(job)
         # A stop after this is SageMaker's answer to the failure, unless the failure is itself such a stop.
-        self._has_job_failed_first = not is_stopped and not job.is_interruption
+        self._has_job_failed_first = not is_stopped and job.kind is not OutcomeKind.INTERRUPTION
         if ends_script(self._topology.role, job, self._job.current_host, is_stopped=is_stopped):
-            self._end_because_of(job.reason, self._child.end)
+            self._end_because_of(job.kind, self._child.end)
 
     def _on_restart(self, restart: Restart) -> None:
         """End the script, which starts again when those of all trainer hosts have ended. Called as above."""
@@ -435,13 +447,13 @@ class _HostLauncher:
         _LOG.warning("%s: all trainer hosts start again from %s. Cause: %s", restart, start, restart.cause)
         self._record.event("restart", f"{restart}. Cause: {restart.cause}")
         if self._is_data_host:
-            self._end_because_of(restart.cause, lambda: None)
+            self._end_because_of(restart.kind, lambda: None)
         elif self._may_end_script:
-            self._end_because_of(restart.cause, self._child.end_run)
+            self._end_because_of(restart.kind, self._child.end_run)
 
     def _report(self, peers: Peers, own: Outcome) -> JobOutcome | None:
         """Report to the other hosts how the script ended; return the job's outcome, if it becomes known in time."""
-        is_interrupted = own.exit_code == INTERRUPTED_EXIT_CODE and not own.may_restart
+        is_interrupted = own.kind is OutcomeKind.INTERRUPTION and not own.may_restart
         is_saved = self._is_saved = is_interrupted and self._control.saved() is not None
         if is_saved:
             self._stay_until_uploaded()
@@ -449,7 +461,7 @@ class _HostLauncher:
         if is_saved:
             self._leave_last(peers)
             return peers.job_outcome
-        if own.exit_code == 0:
+        if own.kind is OutcomeKind.SUCCESS:
             # A stopped data host has served all ranks; it need not wait for a main host that may be dead.
             must_wait_for_peers = not (self._is_data_host and self._is_stopped)
         else:
@@ -459,7 +471,7 @@ class _HostLauncher:
                 _LOG.warning(
                     "this data host failed. Keeping it alive until training finishes on the remaining data hosts "
                     "(SageMaker stops the job when a host exits with an error). Cause: %s",
-                    own.headline,
+                    own.reason.headline,
                 )
         if must_wait_for_peers:
             return peers.wait_for_peers()
@@ -482,20 +494,20 @@ class _HostLauncher:
         final = final_outcome(self._topology.role, stop, own.exit_code, job, self._job.current_host)
         if final is FinalOutcome.NOT_NEEDED:
             _LOG.warning("training succeeded without this data host, so this host exits with 0.")
-            return Outcome(0)
+            return Outcome.of_exit_code(0)
         if final is FinalOutcome.FAILED_ELSEWHERE and job is not None:
-            is_hang = job.reason.startswith(HANG)
             if job.host == self._topology.main_host:  # which may write a report before it leaves
                 peers.wait_until_main_host_leaves(self._report_s + _AFTER_THE_REPORT_S)
-            threading.Event().wait(_MAIN_HOST_LEAVES_LATER_S + (_WAIT_FOR_OTHER_HOSTS_STACKS_S if is_hang else 0.0))
-            return Outcome(own.exit_code or 1, job.reason)
-        if own.exit_code == 0:
+            stacks_s = _WAIT_FOR_OTHER_HOSTS_STACKS_S if job.kind is OutcomeKind.HANG else 0.0
+            self._wait(_MAIN_HOST_LEAVES_LATER_S + stacks_s)
+            return Outcome.of_exit_code(own.exit_code or 1, job.reason)
+        if own.kind is OutcomeKind.SUCCESS:
             return own
         if not self._is_stopped and is_consequence(self._child.stderr_tail):
             # No other host has failed: the tracebacks that seemed to follow from that are all there is.
             sys.stderr.write(self._child.left_out.decode("utf-8", "replace"))
         if job is not None and job.host == self._job.current_host:
-            return Outcome(own.exit_code, job.reason)  # which names the restarts, too
+            return replace(own, reason=job.reason)  # which names the restarts, too
         return own
 
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from lightning_sm._text import clock_time
 
 # What a line says besides the position and the model's own metrics; each can be a metric of the job.
-RATE, SAMPLES, MEMORY, DATA_WAIT = "steps_per_s", "samples_per_s", "memory_gb", "data_wait"
+_RATE, _SAMPLES, _MEMORY, _DATA_WAIT = "steps_per_s", "samples_per_s", "memory_gb", "data_wait"
 # In the one line that follows a validation: how many there were so far.
-VALIDATION = "validation"
+_VALIDATION = "validation"
 # A number as ``progress_line`` prints it, as one group. CloudWatch accepts neither NaN nor infinity, so they do not
 # match.
 _NUMBER = r"(-?[0-9.]+(?:e[-+][0-9]+)?)"
@@ -26,7 +26,7 @@ def progress_line(
     *,
     num_validations: int | None = None,
     rates: str = "",
-    report: str = "",
+    verdict: str | None = None,
 ) -> str:
     """Return a line of progress.
 
@@ -35,13 +35,13 @@ def progress_line(
         metrics: The model's metrics by name.
         num_validations: How many validations there were, in the first line after one; else None.
         rates: What ``rate_fields`` returned.
-        report: What follows at the end of the line.
+        verdict: What held up the epoch, at the end of the line.
     """
     words = [position]
     if num_validations is not None:
-        words.append(f"{VALIDATION}={num_validations}")
+        words.append(f"{_VALIDATION}={num_validations}")
     words += [f"{name}={value:.6g}" for name, value in metrics.items()]
-    return " ".join(filter(None, [*words, rates, report]))
+    return " ".join(filter(None, [*words, rates, verdict and f"| {verdict}"]))
 
 
 def rate_fields(
@@ -63,15 +63,15 @@ def rate_fields(
     """
     words = []
     if steps_per_s is not None:
-        words.append(f"{RATE}={steps_per_s:.3g}")
+        words.append(f"{_RATE}={steps_per_s:.3g}")
     if samples_per_s is not None:
-        words.append(f"{SAMPLES}={samples_per_s:.4g}")
+        words.append(f"{_SAMPLES}={samples_per_s:.4g}")
     if eta_s is not None:
         words.append(f"eta={clock_time(eta_s)}")
     if memory_bytes is not None:
-        words.append(f"{MEMORY}={memory_bytes / 1e9:.3g}")
+        words.append(f"{_MEMORY}={memory_bytes / 1e9:.3g}")
     if data_wait is not None:
-        words.append(f"{DATA_WAIT}={100 * data_wait:.1f}%")
+        words.append(f"{_DATA_WAIT}={100 * data_wait:.1f}%")
     return " ".join(words)
 
 
@@ -86,4 +86,4 @@ def objective_pattern(name: str) -> str:
     A tuning job takes the last value that it finds, and Hyperband each of them: the lines between two validations would
     repeat an old value.
     """
-    return f" {VALIDATION}=[0-9]+ (?:.* )?{re.escape(name)}={_NUMBER}"
+    return f" {_VALIDATION}=[0-9]+ (?:.* )?{re.escape(name)}={_NUMBER}"

@@ -64,7 +64,7 @@ _CUT = 5.0
 MAX_METRICS = 8
 # More events than these cannot be told apart in a picture.
 _MAX_NUMBERED_EVENTS = 30
-_USUAL_EVENTS = {"checkpoint saved", "retry", "slow_request", "succeeded"}
+_USUAL_EVENTS = {"checkpoint_saved", "retry", "slow_request", "succeeded"}
 
 
 @dataclass(frozen=True)

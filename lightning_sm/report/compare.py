@@ -196,8 +196,8 @@ def as_json(comparison: Comparison, prices: Prices, steps: int | None = None) ->
 def sentence(comparison: Comparison, prices: Prices) -> str:
     """Return the result in a sentence or two."""
     faster = comparison.speed_up
-    words = _speed(faster)
-    speed = f"B {'is' if words.endswith('fast') else 'takes'} {words} as A"
+    verb, words = _verb_and_speed(faster)
+    speed = f"B {verb} {words} as A"
     ratio, price_ratio = comparison.cost_ratio, comparison.price_ratio
     if ratio is None or price_ratio is None:
         return f"{speed}. To compare costs, give the prices of all hosts: --prices FILE or --price TYPE=PER_HOUR."
@@ -309,9 +309,13 @@ def _hosts(run: ComparedRun) -> str:
 
 
 def _speed(ratio: float) -> str:
+    return _verb_and_speed(ratio)[1]
+
+
+def _verb_and_speed(ratio: float) -> tuple[str, str]:
     if f"{ratio:.2f}" == "1.00":
-        return "as fast"
-    return f"{ratio:.3g} times as fast" if ratio >= 1 else f"{1 / ratio:.3g} times as long"
+        return "is", "as fast"
+    return ("is", f"{ratio:.3g} times as fast") if ratio >= 1 else ("takes", f"{1 / ratio:.3g} times as long")
 
 
 def _change(ratio: float) -> str:

@@ -395,7 +395,7 @@ class Figures:
             for line in record.lines:
                 seconds = line.t - self.begin
                 if isinstance(line, Event):
-                    found.append(Happening(seconds, record.head.host, line.what.replace("_", " "), line.text))
+                    found.append(Happening(seconds, record.head.host, line.what, line.text))
                 elif isinstance(line, End) and record.head.who == LAUNCHER:
                     code = "" if line.exit_code is None else f" with exit code {line.exit_code}"
                     found.append(Happening(seconds, record.head.host, line.outcome, f"This host ended{code}."))

@@ -132,7 +132,9 @@ def _sections(run: Figures, prices: Prices, *, is_alone: bool) -> list[Section]:
     notes = []
     if charts.numbered_events(run):
         notes.append("Dotted lines are the numbered events below.")
-    sections = [
+    # Of several runs, one picture shows it side by side.
+    times = Section("Where the time went", _existing(charts.time_shares([run])), tables=(_shares_table([run]),))
+    return [
         Section(
             "Time of a step",
             _existing(charts.step_times(run)),
@@ -141,7 +143,7 @@ def _sections(run: Figures, prices: Prices, *, is_alone: bool) -> list[Section]:
             note=" ".join(notes),
         ),
         Section("What to change", texts=tuple(changes)),
-        Section("Where the time went", _existing(charts.time_shares([run])), tables=(_shares_table([run]),)),
+        *([times] if is_alone else []),
         Section("Hosts", _existing(charts.host_use(run)), tables=_host_tables(run), texts=tuple(_host_notes(run))),
         Section(
             "Loss and metrics",
@@ -152,9 +154,6 @@ def _sections(run: Figures, prices: Prices, *, is_alone: bool) -> list[Section]:
         Section("Events", texts=() if run.events else ("None.",), tables=_event_tables(run)),
         Section("How it was measured", texts=tuple(_method(run, prices)), tables=(_packages_table(run),)),
     ]
-    if not is_alone:
-        sections = [section for section in sections if section.title != "Where the time went"]
-    return sections
 
 
 def _existing(*pictures: Any) -> tuple[Any, ...]:
@@ -291,9 +290,12 @@ def _event_tables(run: Figures) -> tuple[Table, ...]:
     numbers = {id(event): str(number) for number, event in enumerate(numbered, 1)}
     headers = ("", "since the start", "host", "what", "")
 
+    def what(event: Happening) -> str:
+        return event.what.replace("_", " ")
+
     def rows(events: Sequence[Happening]) -> tuple[tuple[str, ...], ...]:
         return tuple(
-            (numbers.get(id(event), ""), duration(max(0.0, event.seconds)), event.host, event.what, event.text)
+            (numbers.get(id(event), ""), duration(max(0.0, event.seconds)), event.host, what(event), event.text)
             for event in events
         )
 

@@ -218,14 +218,13 @@ def sentence(planned: Sizing, prices: Prices) -> str:
     if measured.reason:
         return f"Training waits {percent(measured.waiting)} of the time for data. {measured.reason}"
     where = f" on {count(best.num_hosts, 'data host')}" if planned.has_data_hosts else ""
+    effect = "is the most that the network can feed" if best.limit == "network" else "would remove the wait"
     text = (
-        f"{count(best.workers, 'worker')}{where} would remove the wait: a step would take "
+        f"{count(best.workers, 'worker')}{where} {effect}: a step would take "
         f"{_range(best.step_s, step_time)} instead of {step_time(measured.step_s)}, and "
         f"the job of {count(planned.steps, 'step')} "
         f"{_range(best.seconds, duration)} instead of {duration(first.seconds[0])}."
     )
-    if best.limit == "network":
-        text = text.replace("would remove the wait", "is the most that the network can feed")
     if best.cost and first.cost:
         text += f" The job would cost {_range(best.cost, prices.amount)} instead of {prices.amount(first.cost[0])}."
     return text

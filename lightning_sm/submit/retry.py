@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import re
-import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,7 +30,8 @@ _QUOTA = re.compile(r"is (\d+) Instances.* delta of (\d+) Instances", re.DOTALL)
 # The FailureReason of a job without hosts: "CapacityError: Unable to provision requested ML compute capacity".
 _NO_CAPACITY = "CapacityError"
 
-_sleep = threading.Event().wait
+# Ctrl-C interrupts it, and nothing else ends a wait for capacity.
+_sleep = time.sleep
 
 
 def submit_until_capacity(

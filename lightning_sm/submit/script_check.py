@@ -33,6 +33,7 @@ _TIMEOUT_S = 120.0
 _USAGE_ERROR = 2
 # Scripts without any of these may have no parser at all, and would train here.
 _PARSER = re.compile(r"\b(SageMakerCLI|LightningCLI|ArgumentParser|jsonargparse|auto_cli)\b")
+# The script runs in a process whose stderr is all that it says: a traceback, or the usage error of its parser.
 _OWN_ERROR = re.compile(r"^lightning_sm\.errors\.\w+: ")
 # Where only hosts have files.
 _ON_HOSTS = "/opt/ml"

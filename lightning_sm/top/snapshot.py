@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_sm.errors import DataServiceError, JobConfigError
-from lightning_sm.job.control_folder import FINISHING, Beat, ControlFolder
+from lightning_sm.job.control_folder import Beat, ControlFolder, Phase
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.job.variables import CONTROL_DIR, RECORD_DIR
@@ -25,9 +25,10 @@ _ASK_S = 1.0
 _WINDOW_S = 10.0
 _MAX_EVENTS = 50
 
-STARTING, TRAINING, SILENT = "starting", "training", "silent"
+STARTING, TRAINING, SILENT = Phase.STARTING.value, Phase.TRAINING.value, "silent"
 SERVING, IDLE, NO_ANSWER = "serving", "idle", "no answer"
 SUCCEEDED, FAILED, INTERRUPTED, STOPPED = "succeeded", "failed", "interrupted", "stopped"
+FINISHING = Phase.FINISHING.value
 ELSEWHERE = "not seen from here"
 _AFTER_FIT = {FINISHING, SUCCEEDED, FAILED, INTERRUPTED, STOPPED}
 
@@ -234,7 +235,9 @@ class Watch:
     def _waits(self, now: float, answers: Mapping[str, Answer]) -> dict[str, float]:
         """Part of the time since the last look in which ranks waited for data hosts, by trainer host."""
         figures: dict[str, Mapping[str, float]] = {}
+        hosts: dict[str, str] = {}
         for answer in answers.values():
+            hosts |= (answer.state or {}).get("hosts", {})
             for rank, values in (answer.state or {}).get("figures", {}).items():
                 if rank not in figures or values["num_batches"] > figures[rank]["num_batches"]:
                     figures[rank] = values
@@ -243,7 +246,7 @@ class Watch:
             _, before = self._remember(rank, now, values)
             waited, worked = (values[key] - before[key] for key in ("wait_s", "busy_s"))
             if waited >= 0 and worked >= 0 and waited + worked > 0:
-                shares.setdefault(rank.rpartition(" on ")[2], []).append(waited / (waited + worked))
+                shares.setdefault(hosts[rank], []).append(waited / (waited + worked))
         return {host: sum(found) / len(found) for host, found in shares.items()}
 
     def _remember(self, name: str, now: float, values: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
@@ -289,10 +292,10 @@ def _training(own: Iterable[Writer], beats: Sequence[Beat] | None, wait: float |
         last = min(ranks, key=lambda beat: beat.at)
         age_s = time.monotonic() - last.at
         facts |= {"ranks": len(ranks), "step": min(beat.step for beat in ranks), "epoch": last.epoch + 1}
-        is_silent = age_s > _SILENT_S and not last.may_pause
-        facts["state"] = SILENT if is_silent else last.phase
+        is_silent = age_s > _SILENT_S and not last.phase.may_pause
+        facts["state"] = SILENT if is_silent else last.doing
         if age_s > _SILENT_S:
-            facts["note"] = f"rank {last.rank} {last.phase} for {age_s:.0f} s"
+            facts["note"] = f"rank {last.rank} {last.doing} for {age_s:.0f} s"
     return facts
 
 

@@ -19,6 +19,7 @@ from lightning_sm._lightning import DISTRIBUTION, ClusterEnvironment, rank_zero_
 from lightning_sm._log import show_log_lines
 from lightning_sm._version import __version__
 from lightning_sm.errors import JobConfigError, TopologyError
+from lightning_sm.job.control_folder import leave_warning
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.rank_starter import RankStart, RankStarter, stray_variables
 from lightning_sm.job.rendezvous import RESOLVE_TIMEOUT_S, check_port_is_free, wait_for_host
@@ -410,15 +411,15 @@ def report_if_alone(topology: Topology) -> None:
     if SageMakerEnvironment._consulted or hasattr(sys, "last_value"):  # last_value: an exception ended the process
         return
     SageMakerEnvironment._consulted = True  # log it once, also with several environments
-    logger.error(
-        "No Trainer used SageMakerEnvironment. If this process trained, host %s trained alone, and so did each of the "
-        "%d trainer hosts (%s).\n%s\nSet Trainer(num_nodes=environment.num_nodes): with num_nodes=1 and one device, "
-        "Lightning ignores the cluster. SageMakerCLI sets it for you.",
-        topology.current_host,
-        topology.num_nodes,
-        topology.source,
-        topology.table(),
+    text = (
+        f"No Trainer used SageMakerEnvironment. If this process trained, host {topology.current_host} trained alone, "
+        f"and so did each of the {topology.num_nodes} trainer hosts ({topology.source}).\n{topology.table()}\n"
+        "Set Trainer(num_nodes=environment.num_nodes): with num_nodes=1 and one device, Lightning ignores the cluster. "
+        "SageMakerCLI sets it for you."
     )
+    # No handler at exit knows the exit code. The launcher does, and shows the text after a success.
+    if not leave_warning(text):
+        logger.error("%s", text)
 
 
 def leave_at_exit() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,5 +92,5 @@ def _await_start(engine: subprocess.Popen[bytes], log: Path) -> None:
             return
         if engine.poll() is not None:
             break
-        threading.Event().wait(_POLL_S)
+        time.sleep(_POLL_S)
     raise AssertionError(f"dockerd does not answer within {_START_TIMEOUT_S:.0f} s:\n{log.read_text()}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,7 +15,6 @@ import psutil
 TIMEOUT_S = 90
 # First lines of scripts that look at their host.
 SCRIPT_START = "import os\nbase = os.environ['SAGEMAKER_BASE_DIR']\nhost = os.path.basename(base)\n"
-_PAUSE = threading.Event()
 
 
 def command(jobs: Path, args: Sequence[str]) -> list[str]:
@@ -82,7 +80,7 @@ def until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        _PAUSE.wait(0.02)
+        time.sleep(0.02)
 
 
 def _base_dir(process: psutil.Process) -> str:

@@ -15,7 +15,7 @@ TIMEOUT_S = 90
 # Without MODE it counts steps as a training would: all hosts meet first, rank 0 reports the steps and saves at the end
 # and on SIGTERM, and all go on from what was saved. MODE names another function to run.
 _TRAIN = """
-import json, os, signal, sys, threading, time
+import json, os, signal, sys, time
 from pathlib import Path
 
 import psutil
@@ -48,7 +48,7 @@ def until(condition):
     deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
-        threading.Event().wait(0.005)
+        time.sleep(0.005)
 
 
 def report(step):
@@ -68,7 +68,7 @@ def train(last=20):
     say("starts", step, job.name, topology.main_port, sorted(str(p.relative_to(base)) for p in base.rglob("left")))
     meet()
     while step < last and not told:
-        threading.Event().wait(0.005)
+        time.sleep(0.005)
         step += 1
         report(step)
     if saved and topology.role.value == "trainer" and topology.node_rank == 0:
@@ -100,7 +100,7 @@ def endless():
 def deaf():
     meet()
     report(5)
-    threading.Event().wait(60)
+    time.sleep(60)
 
 
 def stubborn():
@@ -108,13 +108,13 @@ def stubborn():
     if not tried.exists():
         tried.touch()
         report(1)
-        threading.Event().wait(60)
+        time.sleep(60)
 
 
 def with_daemon():
     # Outside its group and session, its parent gone, deaf to SIGTERM, and never at rest: it starts others.
     import subprocess
-    code = "import os, signal, subprocess, sys, threading\\nsignal.signal(15, signal.SIG_IGN)\\n"
+    code = "import os, signal, subprocess, sys\\nsignal.signal(15, signal.SIG_IGN)\\n"
     code += "if not os.fork():\\n    while True: subprocess.run(['sleep', '0.01'])"
     subprocess.run([sys.executable, "-c", code], start_new_session=True)
     (base / "ready").touch()
@@ -176,7 +176,7 @@ def save_longer():
     until(lambda: got)
     if job.current_host == "algo-1":
         until((base.parent / "algo-2" / "output" / "failure").exists)
-        threading.Event().wait(2)
+        time.sleep(2)
         say("saved", got)
     sys.exit(143)
 

@@ -19,7 +19,7 @@ ADDRESSES = SCRIPT_START + "print('addresses', os.environ['LIGHTNING_SM_HOST_ADD
 # A process that leaves its parent and its session, as daemons do, and then outlives its host's launcher.
 DAEMON = """\
 import os, subprocess, sys
-subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait(600)"], start_new_session=True)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 print("left a daemon", flush=True)
 """
 NEEDED = re.compile(r"needs Linux, but this system is macOS\. ")
@@ -49,8 +49,7 @@ def test_failure_of_one_host_ends_the_other(places):
     """The launchers of both hosts talk to each other over the shared address, and each names the failed host."""
     jobs, work = places
     (work / "train.py").write_text(
-        SCRIPT_START + "import threading\nif host == 'algo-2':\n    raise ArithmeticError('too large')\n"
-        "threading.Event().wait(60)\n"
+        SCRIPT_START + "import time\nif host == 'algo-2':\n    raise ArithmeticError('too large')\ntime.sleep(60)\n"
     )
     ended = local(jobs, work, "--group", "trainer=2", "--", "train.py", **MACOS)
     assert ended.returncode == 1
@@ -61,7 +60,7 @@ def test_failure_of_one_host_ends_the_other(places):
 def test_orphans_end_with_the_job(places):
     """A daemon that the script left ends with the job, though it is no child of the emulator here."""
     jobs, work = places
-    (work / "train.py").write_text(DAEMON + "import threading\nthreading.Event().wait(60)\n")
+    (work / "train.py").write_text(DAEMON + "import time\ntime.sleep(60)\n")
     ended = local(
         jobs, work, "--group", "trainer=1", "--fault", "kill-launcher:algo-1@after=2", "--", "train.py", **MACOS
     )

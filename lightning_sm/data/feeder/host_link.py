@@ -174,12 +174,12 @@ class HostLink:
         """
         return self._unary(request, _CALL_TIMEOUT_S)
 
-    def finish(self, outcome: str) -> None:
+    def finish(self, outcome: str, *, is_success: bool) -> None:
         """Tell the host how the training ended, and close the connection."""
         self._closed.set()
         self._nudge.set()
         try:
-            self._unary(FinishRequest(self._client.client, outcome), _FINISH_TIMEOUT_S)
+            self._unary(FinishRequest(self._client.client, outcome, is_success), _FINISH_TIMEOUT_S)
         except grpc.RpcError as error:
             logger.debug("Could not notify data host %s that the training ended: %s", self.name, describe(error))
         self._break_stream()

@@ -30,7 +30,7 @@ from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.data.protocol.calls import Loaders, OpenRequest, Problem, SetUp
-from lightning_sm.data.protocol.failures import Failure, first_line, with_place
+from lightning_sm.data.protocol.failures import Failure, first_line
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.frames import FrameKind, StepRangeHeader, frame, parse_failure
 from lightning_sm.data.protocol.spec import BatchSpec, StepRangeSpec
@@ -122,7 +122,7 @@ class Feeder:
                 case kinds.ShareFigures():
                     self.figures = message.figures
                 case kinds.Finish():
-                    self._finish(message.outcome)
+                    self._finish(message.outcome, is_success=message.is_success)
 
     def _open(self, loaders: kinds.OpenLoaders) -> None:
         request = loaders.request
@@ -212,13 +212,13 @@ class Feeder:
         buffer.free.extend(run.slot for run in buffer.ready.values())
         self._send_requests()
 
-    def _finish(self, outcome: str) -> None:
+    def _finish(self, outcome: str, *, is_success: bool = False) -> None:
         if not self._is_running:
             return
         self._is_running = False
         self._sampler_orders.close()
         with ThreadPoolExecutor(max(1, len(self._links))) as pool:
-            list(pool.map(lambda link: link.finish(outcome), self._links.values()))
+            list(pool.map(lambda link: link.finish(outcome, is_success=is_success), self._links.values()))
 
     # Messages to the training process
 
@@ -373,7 +373,7 @@ class Feeder:
             steps = f"batches of steps {request.first_step} to {request.step_range.stop - 1}"
         place = ", ".join(filter(None, (f"data host {link.name}", failure.where, steps)))
         is_lost = failure.error == "WorkerLost"
-        reason = f"{failure.text} on data host {link.name}" if is_lost else with_place(failure.text, place)
+        reason = f"{failure.text} on data host {link.name}" if is_lost else failure.at(place)
         retry = RETRIES.get(failure.error, Retry.NEVER)
         decision = self._scheduler.failed(request.request_id, time.monotonic(), retry=retry, reason=reason)
         self._requests.pop(request.request_id, None)

@@ -45,7 +45,7 @@ from lightning_sm.data.protocol.calls import LoaderPass, OpenRequest, OrderSize,
 from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataServiceError
-from lightning_sm.job.control_folder import announce
+from lightning_sm.job.control_folder import Phase, announce
 from lightning_sm.job.stopping import GENTLE_SIGNAL
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class MainProcess:
         signal.signal(GENTLE_SIGNAL, self._on_gentle_signal)
         process = announce()
         if process is not None:
-            process.beat(phase="serving data")
+            process.beat(phase=Phase.SERVING)
         try:
             outcome = self._wait_for_outcome()
         except _Terminated:

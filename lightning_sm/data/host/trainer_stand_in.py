@@ -22,7 +22,7 @@ class RankReads:
 
     def __init__(self) -> None:
         self._ranks: dict[str, str] = {}
-        self._sizes: dict[str, str] = {}
+        self._sizes: dict[tuple[str, Any], str] = {}
 
     def note(self, name: str, value: Any, where: str) -> None:
         """Note that an attribute was read.
@@ -35,7 +35,7 @@ class RankReads:
         if name in _RANKS:
             self.note_rank(f"self.trainer.{name}={value}", where)
         elif name in _SIZES and value is not None and value > 1:
-            self._sizes.setdefault(f"self.trainer.{name}={value}", where)
+            self._sizes.setdefault((f"self.trainer.{name}", value), where)
 
     def note_rank(self, rank: str, where: str) -> None:
         """Note that a rank was read.
@@ -54,13 +54,14 @@ class RankReads:
         """
         if not self._ranks or not self._sizes:
             return
-        (rank, rank_where), (size, size_where) = next(iter(self._ranks.items())), next(iter(self._sizes.items()))
+        rank, rank_where = next(iter(self._ranks.items()))
+        (size, value), size_where = next(iter(self._sizes.items()))
         raise DataSettingsError(
-            f"{rank} ({rank_where}) and {size} ({size_where}) were both read, as if to split the data by rank. "
+            f"{rank} ({rank_where}) and {size}={value} ({size_where}) were both read, as if to split the data by rank. "
             "But a data host serves all ranks: its own rank is always 0, and the parts of the other ranks would be "
             "lost. Return loaders over all of the data: the data service splits it over the ranks, and a "
             "DistributedSampler may stay. For what only one rank should do, use self.trainer.is_global_zero. For the "
-            f"batch size per rank, read {size.partition('=')[0]} alone."
+            f"batch size per rank, read {size} alone."
         )
 
 

@@ -167,9 +167,10 @@ class ShareFigures(Message):
 
 @dataclass(frozen=True)
 class Finish(Message):
-    """The last message: how the training ended, for the logs of the data hosts."""
+    """The last message: how the training ended; see ``calls.FinishRequest``."""
 
     outcome: str
+    is_success: bool
 
 
 # From the feeder

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from lightning_sm import errors
-from lightning_sm.data.protocol.failures import Failure, with_place
+from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.from_json import from_json, parse_json
 from lightning_sm.data.protocol.spec import LoaderDescription
@@ -120,6 +120,7 @@ class HeartbeatRequest(Request):
         world_size: Number of ranks of its training.
         figures: What the rank has measured, once it trains.
         wants_figures: Whether the answer is to have the figures of all ranks.
+        host: Its host, for those who look.
     """
 
     NAME = "Heartbeat"
@@ -128,16 +129,24 @@ class HeartbeatRequest(Request):
     world_size: int
     figures: RankFigures | None = None
     wants_figures: bool = False
+    host: str = ""
 
 
 @dataclass(frozen=True)
 class FinishRequest(Request):
-    """The last message of a rank: how its training ended."""
+    """The last message of a rank: how its training ended.
+
+    Attributes:
+        client: Name of the rank.
+        outcome: How it ended, for the log.
+        is_success: Whether it had all the batches that it needed.
+    """
 
     NAME = "Finish"
 
     client: str
     outcome: str
+    is_success: bool = False
 
 
 @dataclass(frozen=True)
@@ -241,7 +250,7 @@ class Problem(Failure, Reply):
             source: What the user's code is, if ``where`` does not say it.
         """
         kind: type[DataServiceError] = getattr(errors, self.error)
-        return kind(with_place(self.text, ", ".join(filter(None, (f"data host {host}", self.where, source)))))
+        return kind(self.at(", ".join(filter(None, (f"data host {host}", self.where, source)))))
 
     def check(self, what: str) -> None:
         """Check that there is such an error."""
@@ -350,6 +359,7 @@ class HostReport:
         built: Requests that they have done.
         built_s: Seconds that these took.
         figures: The figures of each rank, by its name, if they are wanted.
+        hosts: The trainer host of each rank, by the rank's name; in answers to Status only.
         stream_port: Port for the stream of this rank, if it is another than that of the data host; 0: it is not.
     """
 
@@ -363,6 +373,7 @@ class HostReport:
     built_s: float = 0.0
     figures: dict[str, RankFigures] = field(default_factory=dict)
     stream_port: int = 0
+    hosts: dict[str, str] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """Return the bytes of an answer."""

@@ -6,21 +6,9 @@ from lightning_sm._text import listed
 from lightning_sm.data.ipc.host_messages import Finished
 from lightning_sm.errors import DataHostMismatchError
 
-# What a ``RemoteDataModule`` reports that is closed after its training, or at the regular end of its process.
-_SUCCESSES = ("finished", "the process ended")
-
 # Without leases, a trainer that was killed must not keep others out for ever.
 _SILENT_S = 60.0
 _MAX_NAMES = 4
-
-
-def is_success(outcome: str) -> bool:
-    """Return whether a training with this outcome had all the batches that it needed.
-
-    Args:
-        outcome: What a trainer reported when it finished.
-    """
-    return outcome in _SUCCESSES
 
 
 class Leases:
@@ -71,15 +59,15 @@ class Leases:
         if not self._job_is_ending:
             self._num_expected = max(self._num_expected, world_size)
 
-    def finish(self, client: str, outcome: str, now: float) -> None:
+    def finish(self, client: str, problem: str, now: float) -> None:
         """End a lease.
 
         Args:
             client: Name of the trainer rank, for which ``has`` is true.
-            outcome: How its training ended.
+            problem: Why its training ended early, for the log; empty if it had all the batches that it needed.
             now: Time.
         """
-        self._finished[client] = outcome
+        self._finished[client] = problem
         self._last_event = now
 
     def has(self, client: str) -> bool:
@@ -112,9 +100,8 @@ class Leases:
         if len(done) < self._num_expected and now - self._last_event < self._lease_s:
             return None
         ranks = {1: "the only rank has", 2: "both ranks have"}.get(len(done), f"all {len(done)} ranks have")
-        outcomes = {self._finished.get(client, "lost connection") for client in done}.difference(_SUCCESSES)
-        problems = f" ({', '.join(sorted(outcomes))})" if outcomes else ""
-        return Finished(f"{ranks} finished{problems}")
+        problems = sorted({self._finished.get(client, "lost connection") for client in done} - {""})
+        return Finished(f"{ranks} finished ({', '.join(problems)})" if problems else f"{ranks} finished")
 
     def _running(self, now: float) -> list[str]:
         """Return the trainers that have neither finished nor fallen silent."""

@@ -45,7 +45,7 @@ from lightning_sm.data.protocol.calls import (
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.spec import LoaderDescription, StepRangeSpec
-from lightning_sm.data.server.leases import Leases, is_success
+from lightning_sm.data.server.leases import Leases
 from lightning_sm.data.server.network import NetworkProcesses
 from lightning_sm.data.server.sampler_orders import SamplerOrderCache
 from lightning_sm.data.server.shard_counts import ShardCounts
@@ -96,6 +96,7 @@ class ServerProcess:
         self._fetch = FetchMethod(self._start)
         self._network: NetworkProcesses | None = None
         self._figures: dict[str, RankFigures] = {}  # by trainer rank
+        self._hosts: dict[str, str] = {}  # by trainer rank
         handlers = {
             "Open": grpc.unary_unary_rpc_method_handler(self._open),
             "List": grpc.stream_stream_rpc_method_handler(self._list),
@@ -248,6 +249,7 @@ class ServerProcess:
         try:
             with self._leasing:
                 self._leases.heartbeat(beat.client, beat.world_size, time.monotonic())
+                self._hosts[beat.client] = beat.host
                 if beat.figures is not None:
                     self._figures[beat.client] = beat.figures
                 figures = dict(self._figures) if beat.wants_figures else {}
@@ -260,8 +262,8 @@ class ServerProcess:
     def _status(self, _request: bytes, _context: Any) -> bytes:
         """Answer a call that only looks: it needs no lease, and grants none."""
         with self._leasing:
-            figures = dict(self._figures)
-        return self._report(figures).encode()
+            figures, hosts = dict(self._figures), dict(self._hosts)
+        return replace(self._report(figures), hosts=hosts).encode()
 
     def _report(self, figures: dict[str, RankFigures], stream_port: int = 0) -> HostReport:
         # As many workers as configured: the first heartbeat comes before any is forked, and trainers decide by it how
@@ -272,7 +274,7 @@ class ServerProcess:
     def _finish(self, request: bytes, context: Any) -> bytes:
         last = _parse(FinishRequest.parse, request, context)
         client = last.client
-        outcome = last.outcome[:_MAX_OUTCOME_CHARS]
+        problem = "" if last.is_success else last.outcome[:_MAX_OUTCOME_CHARS]
         with self._leasing:
             if not self._leases.has(client):
                 context.abort(
@@ -280,9 +282,10 @@ class ServerProcess:
                     f"{client} has sent no heartbeat to data host {self._settings.name}, which does not wait for it",
                 )
             # Before the answer: as soon as the trainer has it, the trainer may exit, and this host may get SIGTERM.
-            self._send(TrainerFinished(is_success(outcome)))
-            self._leases.finish(client, outcome, time.monotonic())
+            self._send(TrainerFinished(last.is_success))
+            self._leases.finish(client, problem, time.monotonic())
             self._figures.pop(client, None)
+            self._hosts.pop(client, None)
         return b"{}"
 
 

@@ -123,7 +123,7 @@ class ShardCounts:
             else:
                 where = f"{answer.where}, while counting the batches of shard {shard} of {count.num_shards}"
                 error = "RemoteTransformError" if answer.error == "WorkerLost" else answer.error
-                count.problem = Problem(error, answer.text, where)
+                count.problem = Problem(error, answer.text, where, answer.traceback)
                 self._cancel(count)
             self._changed.notify_all()
 

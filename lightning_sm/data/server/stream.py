@@ -21,7 +21,7 @@ from lightning_sm.errors import WireError
 
 logger = logging.getLogger(__name__)
 
-# A traceback may contain the repr of a dataset; its end has the error.
+# A message, and so a traceback, may contain the repr of a dataset; the end of a traceback has the error.
 _MAX_TEXT = 1 << 20
 
 # Answers that are ready at the same time share a message up to this size: a message costs more than a small batch.
@@ -171,7 +171,8 @@ class _RankStream:
             yield frame(request_id, FrameKind.ENDED, value=0 if num_batches is None else num_batches + 1)
             return
         if isinstance(answer, Failure):
-            text = json.dumps(vars(replace(answer, text=answer.text[-_MAX_TEXT:]))).encode()
+            short = replace(answer, text=answer.text[:_MAX_TEXT], traceback=answer.traceback[-_MAX_TEXT:])
+            text = json.dumps(vars(short)).encode()
             yield frame(request_id, FrameKind.FAILURE, len(text)) + text
             return
         try:

@@ -135,15 +135,16 @@ class DataHosts:
             self.reporter.end_epoch(self._trainer)
         self._opened.clear()
 
-    def close(self, outcome: str) -> None:
+    def close(self, outcome: str, *, is_success: bool) -> None:
         """Disconnect this rank, and stop its feeder process.
 
         Args:
             outcome: How the training ended, for the logs of the data hosts.
+            is_success: Whether it had all the batches that it needed.
         """
         self._opened.clear()
         if self._client is not None:
-            self._client.close(outcome)
+            self._client.close(outcome, is_success=is_success)
             self._client = None
         for pool in self._pools.values():
             pool.close()
@@ -161,13 +162,13 @@ class DataHosts:
         addresses = list(self.addresses)
         if self.settings.local_workers:
             addresses.append(self._start_local_workers(world_size))
-        name = f"rank {rank} on {socket.gethostname()}"
-        client = HeartbeatRequest(name, world_size, wants_figures=rank == 0)
+        host = socket.gethostname()
+        client = HeartbeatRequest(f"rank {rank} on {host}", world_size, wants_figures=rank == 0, host=host)
         credentials = Credentials.of(self.settings, self.job)
         read_tls(credentials)  # report an unreadable file here instead of in the feeder process
         is_quiet = self._trainer is not None and self._trainer.local_rank != 0
         feeder = FeederClient(addresses, credentials, client, self.settings.hedge_factor, is_quiet=is_quiet)
-        weakref.finalize(self, feeder.close, "the process ended")
+        weakref.finalize(self, feeder.close, "the process ended", is_success=True)
         return feeder
 
     def _start_local_workers(self, world_size: int) -> str:

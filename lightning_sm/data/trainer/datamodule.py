@@ -215,7 +215,7 @@ class RemoteDataModule(LightningDataModule):
         """
         self._hosts.end_run()
         if self.closes_on_teardown:
-            self.close("finished")
+            self.close()
 
     def on_exception(self, exception: BaseException) -> None:
         """Disconnect from the data hosts: after an exception Lightning does not call ``teardown``.
@@ -226,15 +226,17 @@ class RemoteDataModule(LightningDataModule):
         try:
             self._datamodule.on_exception(exception)
         finally:
-            self.close(f"{type(exception).__name__}: {first_line(str(exception))}")
+            self.close(f"{type(exception).__name__}: {first_line(str(exception))}", is_success=False)
 
-    def close(self, outcome: str = "finished") -> None:
+    def close(self, outcome: str = "finished", *, is_success: bool = True) -> None:
         """Disconnect this rank from the data hosts, and stop its feeder process.
 
         Args:
             outcome: How the training ended, for the logs of the data hosts.
+            is_success: Whether it had all the batches that it needed: a data host that could not open its data has
+                failed only if the training has.
         """
-        self._hosts.close(outcome)
+        self._hosts.close(outcome, is_success=is_success)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped DataModule."""

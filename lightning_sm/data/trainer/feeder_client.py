@@ -230,16 +230,17 @@ class FeederClient:
             lines.append(f"  waiting for batch {one.waiting_for}: {where}; {one.ready} buffered")
         return "\n".join(lines)
 
-    def close(self, outcome: str) -> None:
+    def close(self, outcome: str, *, is_success: bool) -> None:
         """Notify the data hosts of how the training ended, and stop the feeder.
 
         Args:
             outcome: How the training ended, for the logs of the data hosts.
+            is_success: Whether it had all the batches that it needed.
         """
         if self._releases < 0 or os.getpid() != self._pid:
             return
         try:
-            self._socket.send(kinds.Finish(outcome))
+            self._socket.send(kinds.Finish(outcome, is_success))
         except OSError:
             logger.debug("The feeder process has already exited.")
         self._socket.close()

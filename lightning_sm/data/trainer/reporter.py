@@ -17,6 +17,7 @@ from lightning_sm.data.trainer.metrics import logger_metrics
 from lightning_sm.data.trainer.position import batches_taken
 from lightning_sm.data.trainer.verdict import slowest, trouble, verdict
 from lightning_sm.errors import DataServiceError
+from lightning_sm.record.progress import progress_line, rate_fields
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,19 @@ class _Epoch:
     hosts_before: Sequence[HostFigures] = ()
     hosts: Sequence[HostFigures] = ()
     is_reported: bool = False
+
+
+@dataclass(frozen=True)
+class EpochReport:
+    """What the data service has to say about an epoch.
+
+    Attributes:
+        data_wait: The share of the time that the slowest rank waited for data, 0 to 1.
+        verdict: What held up training, and what would help; None if nothing did.
+    """
+
+    data_wait: float
+    verdict: str | None
 
 
 @dataclass
@@ -147,37 +161,36 @@ class Reporter(Callback):
         epoch = self._epoch
         if epoch is None:
             return
-        text = self.report() if trainer.is_global_zero else ""
+        report = self.report() if trainer.is_global_zero else None
         self._epoch = None
-        if text:
+        if report is not None:
             planned = trainer.max_epochs if (trainer.max_epochs or 0) > 0 else "?"
-            logger.info("epoch=%d/%s %s", epoch.number + 1, planned, text)
+            position, waited = f"epoch={epoch.number + 1}/{planned}", rate_fields(data_wait=report.data_wait)
+            logger.info("%s", progress_line(position, {}, rates=waited, verdict=report.verdict))
 
-    def report(self) -> str:
+    def report(self) -> EpochReport | None:
         """Return what is to say about the epoch, once, and log the trouble that data hosts had.
 
         Returns:
-            How long the slowest rank waited for data, and a verdict, if there is one; "" if the epoch had no batches,
-            or has been reported.
+            None if the epoch had no batches, or has been reported.
         """
         epoch = self._epoch
         if epoch is None or epoch.is_reported:
-            return ""
+            return None
         epoch.is_reported = True
         now = self._sums()
         if now is None:
-            return ""
+            return None
         ranks = now.since(self._reported)
         self._reported = now.ranks
         if not ranks:
-            return ""
+            return None
         hosts = _since(epoch.hosts_before, epoch.hosts or now.hosts)
         for sentence in trouble(hosts):
             logger.warning("%s", sentence)
         _, rank = slowest(ranks)
         self._waiting = _add(self._waiting, rank)
-        text = verdict(ranks, hosts)
-        return f"data_wait={100 * rank.wait_fraction:.1f}%" + (f" | {text}" if text else "")
+        return EpochReport(rank.wait_fraction, verdict(ranks, hosts))
 
     def sums(self) -> tuple[list[HostFigures], dict[str, dict[str, float]]] | None:
         """Return what data hosts and ranks did since the start, for the record of the run; None if that is not known.
@@ -232,11 +245,11 @@ class Reporter(Callback):
         return snapshot
 
 
-def data_report(trainer: Any) -> str:
-    """Return what the data service has to say about the epoch that ends, on rank 0; "" without data hosts.
+def data_report(trainer: Any) -> EpochReport | None:
+    """Return what the data service has to say about the epoch that ends, on rank 0; None without data hosts.
 
     Args:
         trainer: The Trainer.
     """
-    reports = (callback.report() for callback in trainer.callbacks if isinstance(callback, Reporter))
-    return " ".join(filter(None, reports))
+    reports = [callback.report() for callback in trainer.callbacks if isinstance(callback, Reporter)]
+    return next((report for report in reports if report is not None), None)

@@ -53,8 +53,7 @@ def _script(job: SageMakerJob, env: Mapping[str, str]) -> str:
     program = find_program(None, job, env)
     submission = find_submission(job, env)
     folder = None if submission is None else unpacked(submission)
+    named_by = program.named_by.value
     if submission is not None and folder is None:
-        return (
-            f"{program.name} ({program.origin}), in the code at {submission.address}, which the doctor does not fetch"
-        )
-    return f"{' '.join(find_script(program, job, env, folder).shown)} ({program.origin})"
+        return f"{program.name} ({named_by}), in the code at {submission.address}, which the doctor does not fetch"
+    return f"{' '.join(find_script(program, job, env, folder).shown)} ({named_by})"

@@ -1,7 +1,7 @@
 """One connection between two launchers: both prove that they belong to the job, then exchange lines of JSON.
 
-    host:  {"protocol": 4, "nonce": "...", "host": "algo-2"}
-    hub:   {"protocol": 4, "nonce": "..."}
+    host:  {"protocol": 5, "nonce": "...", "host": "algo-2"}
+    hub:   {"protocol": 5, "nonce": "..."}
     host:  {"mac": "..."}
     hub:   {"mac": "..."}
 
@@ -20,20 +20,20 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_sm.job.secret import job_key
-from lightning_sm.job.stopping import Outcome
+from lightning_sm.job.stopping import Outcome, OutcomeKind, Reason
 from lightning_sm.job.variables import JOB_SECRET
 
 PeerMessage = dict[str, Any]
 
 # The first two lines stay the same in all versions, so that launchers which differ can say so.
-PROTOCOL = 4
+PROTOCOL = 5
 _NONCE_BYTES = 16
-# 1024 characters of a reason take at most 6144 bytes, as \u0001.
-MAX_LINE_BYTES = 8 * 1024
+# 1024 characters of a reason take at most 6144 bytes, as \u0001, and its headline as many.
+MAX_LINE_BYTES = 16 * 1024
 # For the other end to read what was sent, and to close the connection.
 _LAST_WORDS_S = 0.5
 _ANOTHER_KEY = f"its {JOB_SECRET.name} (or, without one, its job's name) differs from that of this host"
@@ -87,17 +87,27 @@ class Report:
 
     def to_message(self) -> PeerMessage:
         """Return what is sent to the main host."""
-        return {"type": "report", "attempt": self.attempt, **asdict(self.outcome)}
+        outcome = self.outcome
+        return {
+            "type": "report",
+            "attempt": self.attempt,
+            "kind": outcome.kind.value,
+            "exit_code": outcome.exit_code,
+            "may_restart": outcome.may_restart,
+            **outcome.reason.to_message(),
+        }
 
     @classmethod
     def from_message(cls, message: PeerMessage) -> Report:
         """Read what another launcher sent.
 
         Raises:
-            ValueError: A number is none.
+            ValueError: The kind is unknown, or a number is none.
             KeyError: A field is missing.
         """
-        outcome = Outcome(int(message["exit_code"]), str(message["reason"]), bool(message["may_restart"]))
+        reason = Reason.from_message(message)
+        kind, exit_code = OutcomeKind(message["kind"]), int(message["exit_code"])
+        outcome = Outcome(kind, exit_code, reason, bool(message["may_restart"]))
         return cls(int(message["attempt"]), outcome)
 
 

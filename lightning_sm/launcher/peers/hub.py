@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_sm._text import listed
-from lightning_sm.job.stopping import JobOutcome
+from lightning_sm.job.stopping import JobOutcome, OutcomeKind
 from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, Connection, PeerMessage, Report, Timings
 from lightning_sm.launcher.peers.outcome import JobOutcomeTracker, Restart
 
@@ -130,9 +130,9 @@ class Hub:
             self._unreached_at = math.inf
             self._say_who_is_missing()
         if self.restart is not None:
-            self._tell_all("restart", asdict(self.restart), now)
+            self._tell_all("restart", {**asdict(self.restart), "kind": self.restart.kind.value}, now)
         if self.job_outcome is not None:
-            self._tell_all("job_outcome", {**asdict(self.job_outcome), "is_over": self._tracker.is_over}, now)
+            self._tell_all("job_outcome", {**self.job_outcome.to_message(), "is_over": self._tracker.is_over}, now)
         self.absent = self._tracker.absent
         self.awaited = sorted(self._unacknowledged) if self._tracker.is_over else self._tracker.awaited
 
@@ -212,12 +212,17 @@ class Hub:
         outcome = report.outcome
         is_first_report = not self._tracker.has_ended(host)
         self._tracker.reported(host, outcome, time.monotonic(), report.attempt)
-        if host in self._data_hosts and outcome.exit_code != 0 and is_first_report and self.job_outcome is None:
+        if (
+            host in self._data_hosts
+            and outcome.kind is not OutcomeKind.SUCCESS
+            and is_first_report
+            and self.job_outcome is None
+        ):
             _LOG.warning(
                 "The script on data host %s failed with exit code %d. Training continues without it. Cause: %s",
                 host,
                 outcome.exit_code,
-                outcome.headline,
+                outcome.reason.headline,
             )
 
     def _tell_all(self, kind: str, facts: Mapping[str, Any], now: float) -> None:

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from lightning_sm._text import listed, shortened, times
-from lightning_sm.job.stopping import MAX_REASON_CHARS, JobOutcome, Outcome
+from lightning_sm.job.stopping import MAX_REASON_CHARS, JobOutcome, Outcome, OutcomeKind, Reason
 
 # What made a script fail may need a moment to pass: memory that is freed, a file server that comes back.
 _LONGEST_PAUSE_S = 30.0
@@ -44,12 +44,14 @@ class Restart:
     Attributes:
         number: Which restart of the job this is, from 1.
         most: How many there may be.
-        cause: The first failure since the last start, in one line.
+        kind: How the script that failed first since the last start ended.
+        cause: Its failure, in one line.
         may_start: Whether all scripts have ended, and the pause after that is over.
     """
 
     number: int
     most: int
+    kind: OutcomeKind
     cause: str
     may_start: bool = False
 
@@ -61,10 +63,11 @@ class Restart:
         """Read the order that the main host sent.
 
         Raises:
-            ValueError: A number is none.
+            ValueError: The kind is unknown, or a number is none.
             KeyError: A field is missing.
         """
-        return cls(int(message["number"]), int(message["most"]), str(message["cause"]), bool(message["may_start"]))
+        number, most, kind = int(message["number"]), int(message["most"]), OutcomeKind(message["kind"])
+        return cls(number, most, kind, str(message["cause"]), bool(message["may_start"]))
 
 
 @dataclass(frozen=True)
@@ -192,16 +195,18 @@ class JobOutcomeTracker:
         is_trainer = name in self._trainers
         if is_trainer and attempt != self._num_restarts:
             return  # of an attempt that is over
-        ends_restart = self.is_restarting and is_trainer and outcome.exit_code != 0 and not outcome.may_restart
+        ends_restart = (
+            self.is_restarting and is_trainer and outcome.kind is not OutcomeKind.SUCCESS and not outcome.may_restart
+        )
         if self.has_ended(name) and not ends_restart:
             return
         self._change(name, _HostPhase.ENDED, now)
-        if outcome.exit_code == 0:
+        if outcome.kind is OutcomeKind.SUCCESS:
             return
         self._host(name).has_failed = True
         others_can_serve = not is_trainer and not all(host.has_failed for host in self._data_hosts.values())
         if not others_can_serve:
-            self._fail(JobOutcome("failed", name, outcome.exit_code, outcome.reason), outcome, now)
+            self._fail(JobOutcome(outcome.kind, name, outcome.exit_code, outcome.reason), outcome, now)
 
     def update(self, now: float) -> None:
         """Draw the conclusions from the time that has passed."""
@@ -214,7 +219,7 @@ class JobOutcomeTracker:
             self._continue_restart(self._pending, now)
         elif not self.is_over and self._may_all_leave(now):
             self.is_over = True
-            self._decide(JobOutcome("finished"), now)
+            self._decide(JobOutcome(OutcomeKind.SUCCESS), now)
 
     def _fail(self, failure: JobOutcome, outcome: Outcome, now: float) -> None:
         if self.is_restarting and outcome.may_restart:
@@ -222,9 +227,9 @@ class JobOutcomeTracker:
         if self.job_outcome is not None or not outcome.may_restart or self._num_restarts >= self._max_restarts:
             self._decide(failure, now)
             return
-        cause = shortened(outcome.headline, _MAX_CAUSE_CHARS)
+        cause = shortened(outcome.reason.headline, _MAX_CAUSE_CHARS)
         self._first_cause = self._first_cause or cause
-        self.restart = Restart(self._num_restarts + 1, self._max_restarts, cause)
+        self.restart = Restart(self._num_restarts + 1, self._max_restarts, outcome.kind, cause)
         self._pending = _Pending(self.restart, failure, now)
         for name, host in self._trainers.items():
             if not host.is_connected and host.state is _HostPhase.ENDED:
@@ -290,7 +295,7 @@ class JobOutcomeTracker:
         return self._trainers[name] if name in self._trainers else self._data_hosts[name]
 
 
-def _with_notes(reason: str, notes: Sequence[str]) -> str:
+def _with_notes(reason: Reason, notes: Sequence[str]) -> Reason:
     """Add lines to a reason, of which the service shows only so many characters."""
     end = "".join(f"\n{note}" for note in notes)
-    return reason[: MAX_REASON_CHARS - len(end)] + end
+    return Reason(reason.text[: MAX_REASON_CHARS - len(end)] + end, reason.headline)

@@ -1,4 +1,8 @@
-"""``Peers``: one launcher's view of the launchers on the other hosts of the job."""
+"""``Peers``: how a launcher reports to the other launchers of its job, and waits for what follows from their reports.
+
+All communication runs in a thread of its own: on the main host as the ``Hub``, on all others as a ``Client``. A job of
+one host that may not restart has neither.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +42,10 @@ class Peers:
         addresses: IP addresses of hosts that cannot be resolved by name.
         port: Port of the hub, ``Topology.peers_port``.
         bind: Address on which the hub listens.
-        on_job_outcome: Called once, from a thread of this object, as soon as the job's outcome is known; also if it was
-            this host that failed. It must not block.
+        on_job_outcome: Called once, from the thread of this object, as soon as the job's outcome is known; also if it
+            was this host that failed. It must not block.
+        on_restart: Called once for each restart that is ordered, from the same thread. It must not block either.
+        max_restarts: How often the scripts of the trainer hosts may be started again.
         timings: How long things may take. Default: values for the hosts of a cluster.
     """
 
@@ -131,8 +137,8 @@ class Peers:
             timeout_s: The longest wait, in seconds; None for no other limit than those.
 
         Returns:
-            The job's outcome; None if the main host never answered, if this is the only host, or if a restart was
-            ordered.
+            The job's outcome; None if it is not known: a restart was ordered, the main host never answered, there is
+            no other host and no restart, the time is up, or ``stop_waiting`` was called.
         """
         if self._report is not None:
             self._wait(lambda: self.restart is not None, timeout_s)
@@ -179,7 +185,7 @@ class Peers:
             self._news.clear()
 
     def stop_waiting(self) -> None:
-        """Make ``wait_for_peers`` return at once, now and from now on. A signal handler may call it."""
+        """Make all waits return at once, now and from now on. A signal handler may call it."""
         self._must_not_wait = True
         self._wake()
 

@@ -70,10 +70,16 @@ class Preparation:
         address = submission.address
         folder = _empty_folder(job)
         _LOG.info("unpacking the code of the job, %s (%s), into %s.", address, submission.origin, folder)
-        command = [sys.executable, "-m", "lightning_sm.launcher.user_code.archive", address, str(folder)]
-        exit_code = self._run(command, f"fetching {address}")
+        with _scratch_folder() as scratch:
+            error = scratch / "error"
+            module = "lightning_sm.launcher.user_code.archive"
+            exit_code = self._run(
+                [sys.executable, "-m", module, address, str(folder), str(error)], f"fetching {address}"
+            )
+            if error.exists():
+                raise ScriptError(error.read_text(encoding="utf-8"))
         if exit_code:
-            raise ScriptError(failure_reason(self._child.stderr_tail, exit_code).removeprefix("error: "))
+            raise ScriptError(failure_reason(self._child.stderr_tail, exit_code).text)
         return folder
 
     def install(self, script: Script) -> None:

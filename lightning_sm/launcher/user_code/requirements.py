@@ -96,7 +96,7 @@ def failure(output: str, exit_code: int, directory: Path, *, is_protected: bool)
     lines = [line for line in output.splitlines() if line.strip() and not line.startswith("[notice]")]
     first = next((index for index, line in enumerate(lines) if _ERROR.match(line)), None)
     if first is None:
-        return reason + failure_reason(output, exit_code)
+        return reason + failure_reason(output, exit_code).text
     message = _ADVICE.split("\n".join(lines[first:]))[0].rstrip()
     reason += shortened(message, _MAX_REASON_CHARS)
     if is_protected and "(constraint)" in output:

@@ -6,19 +6,24 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 
 from lightning_sm.errors import ScriptError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.hyperparameters import unquoted
 
-COMMAND_LINE = "the command line"
-_HYPERPARAMETER = "hyperparameter sagemaker_program"
-_VARIABLE = "SAGEMAKER_PROGRAM"
-
 # What SDK v2's local_code mode writes, whatever the base folder is.
 _CONTAINER_CODE_DIR = Path("/opt/ml/code")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+class NamedBy(Enum):
+    """Where a script was named; the value says it to people."""
+
+    COMMAND_LINE = "the command line"
+    HYPERPARAMETER = "hyperparameter sagemaker_program"
+    VARIABLE = "SAGEMAKER_PROGRAM"
 
 
 @dataclass(frozen=True)
@@ -27,12 +32,12 @@ class Program:
 
     Attributes:
         name: Path, relative to the code.
-        origin: Where it was named, for messages.
+        named_by: Where it was named.
         overruled: Different names from places with lower priority.
     """
 
     name: str
-    origin: str
+    named_by: NamedBy
     overruled: tuple[Program, ...] = ()
 
 
@@ -91,11 +96,11 @@ def find_program(script: str | None, job: SageMakerJob, env: Mapping[str, str]) 
         ScriptError: No script is named.
     """
     named = [
-        Program(name, origin)
-        for name, origin in (
-            (script, COMMAND_LINE),
-            (unquoted(job.hyperparameters.get("sagemaker_program")), _HYPERPARAMETER),
-            (env.get("SAGEMAKER_PROGRAM"), _VARIABLE),
+        Program(name, named_by)
+        for name, named_by in (
+            (script, NamedBy.COMMAND_LINE),
+            (unquoted(job.hyperparameters.get("sagemaker_program")), NamedBy.HYPERPARAMETER),
+            (env.get("SAGEMAKER_PROGRAM"), NamedBy.VARIABLE),
         )
         if name
     ]
@@ -147,7 +152,7 @@ def find_script(program: Program, job: SageMakerJob, env: Mapping[str, str], sub
             return Script((*_PYTHON, "-m", module), ("-m", module), folder, submitted)
     tried = list(dict.fromkeys(str(folder / program.name) for folder in folders))
     raise ScriptError(
-        f"The training script {program.name!r} does not exist. It was named by {program.origin}. "
+        f"The training script {program.name!r} does not exist. It was named by {program.named_by.value}. "
         f"Tried: {', '.join(tried)}."
     )
 
@@ -157,7 +162,7 @@ _PYTHON = (sys.executable, "-u")
 
 def _folders(program: Program, job: SageMakerJob, env: Mapping[str, str], submitted: Path | None) -> Sequence[Path]:
     # A script of the same name in the image is a different script: entry_point= means the job's code only.
-    if submitted is not None and program.origin == _HYPERPARAMETER:
+    if submitted is not None and program.named_by is NamedBy.HYPERPARAMETER:
         return [submitted]
     folders = [] if submitted is None else [submitted]
     folders.append(Path.cwd())

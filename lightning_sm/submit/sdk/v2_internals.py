@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_sm._version import installed_version
 from lightning_sm.errors import SDKError
-from lightning_sm.submit.sdk.version import INSTALL_V2
+from lightning_sm.submit.sdk.version import INSTALL_V2, sdk_version
 
 # The oldest and the newest version with which the subclasses were tested.
 OLDEST_TESTED = "2.257.1"
@@ -41,7 +41,7 @@ def missing_sdk(cause: ImportError) -> SDKError:
     if version_3 is None and version is None:
         return SDKError(f"{needed}, and no version is installed ({cause}). Install it: {INSTALL_V2}")
     installed = f"sagemaker {version}" if version_3 is None else f"sagemaker-train {version_3}"
-    if version_3 is not None or version is None or not version.startswith("2."):
+    if sdk_version() == "v3":
         return SDKError(
             f"{needed}, but {installed} is installed, which belongs to version 3. Version 3 has no Estimator, and its "
             f"local mode has no instance groups. Install version 2 in a separate virtual environment: {INSTALL_V2}"

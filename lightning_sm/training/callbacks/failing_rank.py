@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from lightning_sm._lightning import Callback, LightningModule, ModelCheckpoint, OnExceptionCheckpoint, Strategy, Trainer
-from lightning_sm.job.control_folder import announce
+from lightning_sm.job.control_folder import Phase, announce
 from lightning_sm.training.callbacks.spot_checkpoint import TrainingInterrupted
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ class FailingRank(Callback):
         sys.stderr.flush()
         process = announce()
         if process is not None:
-            phase = f"failed with {type(exception).__name__}: {exception}"[:_MAX_CHARS]
-            process.beat(trainer.global_rank, trainer.global_step, trainer.current_epoch, " ".join(phase.split()))
+            error = " ".join(f"{type(exception).__name__}: {exception}"[:_MAX_CHARS].split())
+            process.beat(trainer.global_rank, trainer.global_step, trainer.current_epoch, Phase.FAILED, error)
         trainer.save_checkpoint = partial(_save_alone, trainer)  # type: ignore[method-assign]
 
 

@@ -11,8 +11,8 @@ import psutil
 import torch
 
 from lightning_sm._lightning import Callback, LightningModule, ProgressBar, Trainer, rank_zero_only
-from lightning_sm.data.trainer.reporter import data_report
-from lightning_sm.record.progress import DATA_WAIT, progress_line, rate_fields
+from lightning_sm.data.trainer.reporter import EpochReport, data_report
+from lightning_sm.record.progress import progress_line, rate_fields
 from lightning_sm.record.step_clock import Totals
 from lightning_sm.training.callbacks.step_times import StepTimes
 
@@ -79,9 +79,9 @@ class LineProgress(ProgressBar):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch's metrics, and what the data service has to say."""
-        report = data_report(trainer) if self.is_enabled else ""
-        own = self._facts(trainer, has_wait=not report.startswith(DATA_WAIT))
-        self._log(trainer, f"{self._epoch(trainer)} step={trainer.global_step}", own, report)
+        report = data_report(trainer) if self.is_enabled else None
+        position = f"{self._epoch(trainer)} step={trainer.global_step}"
+        self._log(trainer, position, self._facts(trainer, report), None if report is None else report.verdict)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the metrics, unless this is the last batch of an epoch, whose line has them."""
@@ -114,19 +114,21 @@ class LineProgress(ProgressBar):
     def _batch(self, trainer: Trainer, number: int) -> str:
         return f"{self._epoch(trainer)} batch={number}/{self.total_train_batches} step={trainer.global_step}"
 
-    def _log(self, trainer: Trainer, position: str, own: str = "", report: str = "") -> None:
+    def _log(self, trainer: Trainer, position: str, own: str = "", verdict: str | None = None) -> None:
         self._next_line_at = time.monotonic() + self._every_n_seconds
         if self.is_enabled:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             number = self._num_validations if self._has_validated else None
-            logger.info("%s", progress_line(position, metrics, num_validations=number, rates=own, report=report))
+            logger.info("%s", progress_line(position, metrics, num_validations=number, rates=own, verdict=verdict))
         self._has_validated = False
 
-    def _facts(self, trainer: Any, *, has_wait: bool = True) -> str:
+    def _facts(self, trainer: Any, report: EpochReport | None = None) -> str:
         """How fast the run is; "" if nothing measures it, or nobody reads it."""
         times = next((callback for callback in trainer.callbacks if isinstance(callback, StepTimes)), None)
+        # Data hosts know how long the slowest rank waited; StepTimes, how long this one did.
+        reported = None if report is None else report.data_wait
         if times is None or not self.is_enabled:
-            return ""
+            return rate_fields(data_wait=reported)
         totals = times.totals
         new = totals.since(self._shown)
         self._shown = totals
@@ -137,7 +139,7 @@ class LineProgress(ProgressBar):
             samples_per_s=num_replicas * new.samples / new.wall_s if is_known and new.samples else None,
             eta_s=self._eta_s(trainer),
             memory_bytes=_memory_bytes(trainer.strategy.root_device),
-            data_wait=new.share("data_wait") if is_known and has_wait else None,
+            data_wait=new.share("data_wait") if reported is None and is_known else reported,
         )
 
     def _eta_s(self, trainer: Any) -> float | None:

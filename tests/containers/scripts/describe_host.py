@@ -2,7 +2,6 @@
 import json
 import os
 import socket
-import threading
 import time
 from pathlib import Path
 
@@ -23,7 +22,7 @@ def meet(hosts, port):
                 except OSError:
                     if time.monotonic() > deadline:
                         raise
-                    threading.Event().wait(0.1)
+                    time.sleep(0.1)
         for _ in hosts:
             server.accept()[0].close()
 

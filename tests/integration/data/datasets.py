@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class Augmented(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self.delay_s:
-            threading.Event().wait(self.delay_s * (8 if self._is_slow() else 1))
+            time.sleep(self.delay_s * (8 if self._is_slow() else 1))
         return {
             "index": index,
             "torch": torch.rand(3) + index,
@@ -98,7 +98,7 @@ class Sharded(IterableDataset):
         if index == self.breaks_at:
             raise ValueError(f"cannot read {index}")
         if self.delay_s:
-            threading.Event().wait(self.delay_s)
+            time.sleep(self.delay_s)
         return {
             "index": index,
             "torch": torch.rand(2) + index,

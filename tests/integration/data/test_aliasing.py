@@ -3,7 +3,6 @@
 import gc
 import logging
 import os
-import threading
 import time
 from pathlib import Path
 
@@ -119,14 +118,14 @@ def settled(module, loader, window):
     stream = iter(loader)
     for _ in range(10):
         next(stream)
-    deadline, pause = time.monotonic() + 10.0, threading.Event()
+    deadline = time.monotonic() + 10.0
     while True:
         (known,) = module._hosts.feeder.snapshot().passes
         # Right after a batch was taken, the next is not asked for yet.
         if not known.in_flight and known.ready >= window:
             return stream, known.ready
         assert time.monotonic() < deadline, f"the window of {window} batches is not full: {known}"
-        pause.wait(0.02)
+        time.sleep(0.02)
 
 
 def ring_bytes(module):

@@ -161,9 +161,11 @@ def test_a_call_that_only_looks_takes_no_lease(server):
     before = HostReport.parse(server.start("Status").result())
     assert (before.name, before.workers, before.queued, before.figures) == ("algo-9", 2, 0, {})
     figures = RankFigures(num_batches=3)
-    server.start("Heartbeat", client="rank 0 on algo-1", world_size=1, figures=vars(figures)).result()
-    assert HostReport.parse(server.start("Status").result()).figures == {"rank 0 on algo-1": figures}
-    server.start("Finish", client="rank 0 on algo-1", outcome="finished").result()
+    server.start("Heartbeat", client="rank 0 on algo-1", world_size=1, figures=vars(figures), host="algo-1").result()
+    looked = HostReport.parse(server.start("Status").result())
+    assert looked.figures == {"rank 0 on algo-1": figures}
+    assert looked.hosts == {"rank 0 on algo-1": "algo-1"}
+    server.start("Finish", client="rank 0 on algo-1", outcome="finished", is_success=True).result()
     assert server.received(1, TrainerFinished) == [TrainerFinished(is_success=True)]
     server.received(1, Finished)
 

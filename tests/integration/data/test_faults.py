@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -569,7 +568,7 @@ def test_no_random_schedule_of_faults_shows_in_the_stream(tmp_path, seed, record
     def make():
         return DataLoader(Augmented(LONG, 0.001, tmp_path), batch_size=8, shuffle=True)
 
-    gaps, batches, pace = [], [], threading.Event()
+    gaps, batches = [], []
     with (
         ThreadPoolExecutor(3) as starter,
         running(Host("a", make), Host("b", make), Host("c", make)) as hosts,
@@ -581,7 +580,7 @@ def test_no_random_schedule_of_faults_shows_in_the_stream(tmp_path, seed, record
             began = time.perf_counter()
             batches.append(next(stream))
             gaps.append(time.perf_counter() - began)
-            pace.wait(0.005)
+            time.sleep(0.005)
             chaos.act(step)
         assert next(stream, None) is None
         for start in chaos.starting.values():
@@ -863,7 +862,7 @@ def train(job):
     module = job.connected()
     module.teardown("fit")
     module.setup("test")
-    module.close("finished")
+    module.close()
 
 
 def fail_to_train(job):
@@ -909,7 +908,7 @@ def stop_gently(job):
     module = job.connected()
     job.main.send_signal(GENTLE_SIGNAL)
     assert len(list(module.train_dataloader())) == 2
-    module.close("stopped")
+    module.close("stopped", is_success=False)
 
 
 def stop_gently_and_kill_the_server(job):
@@ -937,7 +936,7 @@ def stop_gently_in_setup(job):
     module.close()
 
 
-def train_without(outcome, *, then_terminate=False):
+def train_without(outcome, *, is_success=False, then_terminate=False):
     """The trainer sees the error of the user's hook, ends in some way, and SIGTERM may come right after it."""
 
     def act(job):
@@ -948,7 +947,7 @@ def train_without(outcome, *, then_terminate=False):
             assert re.search(says, str(caught.value))
         if outcome is None:
             os.kill(module._hosts.feeder.pid, signal.SIGKILL)  # the trainer host vanishes
-        module.close(outcome or "")
+        module.close(outcome or "", is_success=is_success)
         if then_terminate:
             job.main.terminate()
 
@@ -1078,7 +1077,7 @@ JOB_ROWS = [
         "opening",
         "RemoteTransformError",
         0,
-        act=train_without("finished", then_terminate=True),
+        act=train_without("finished", is_success=True, then_terminate=True),
         does="raises",
     ),
     JobRow(
@@ -1099,7 +1098,7 @@ JOB_ROWS = [
             "RemoteTransformError",
             int(is_failure),
             FAILED if is_failure else (),
-            act=train_without(outcome, then_terminate=then_terminate),
+            act=train_without(outcome, is_success=not is_failure, then_terminate=then_terminate),
             does="raises",
             settings={"lease_s": 2.0},
             as_script="script" in what,

@@ -60,7 +60,7 @@ def test_a_host_that_comes_back_opens_the_loaders_in_use_and_not_those_of_earlie
         host.opened.asked = ()
         link.reopen()
         assert owner.ups.acquire(timeout=30)
-        link.finish("finished")
+        link.finish("finished", is_success=True)
     assert sorted(host.opened.asked) == ["", "train", "train", "val", "val"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import threading
 import time
 from contextlib import contextmanager
 
@@ -22,9 +21,8 @@ from tests.integration.emulators import (
     until,
 )
 
-_PAUSE = threading.Event()
 # Says on the disk that it runs, and waits for a signal without ever ending by itself in a passing test.
-_WAIT = f"{SCRIPT_START}open(base + '/ready', 'w').close()\nimport threading\nthreading.Event().wait({2 * TIMEOUT_S})\n"
+_WAIT = f"{SCRIPT_START}open(base + '/ready', 'w').close()\nimport time\ntime.sleep({2 * TIMEOUT_S})\n"
 _UNTIL_TOLD = f"""
 deadline = time.monotonic() + {TIMEOUT_S}
 while not os.path.exists('told') and time.monotonic() < deadline:
@@ -44,13 +42,13 @@ def _started(jobs, work, *args, num_hosts):
 def test_failing_host_ends_the_others(jobs, work):
     """When one host fails, the others are stopped at once, and its exit code and reason are those of the job."""
     (work / "train.py").write_text(
-        "import os, sys, threading, time\nfrom pathlib import Path\n"
+        "import os, sys, time\nfrom pathlib import Path\n"
         "base = Path(os.environ['SAGEMAKER_BASE_DIR'])\n(base / 'ready').touch()\n"
         f"deadline = time.monotonic() + {TIMEOUT_S}\n"
         "while len(list(base.parent.glob('*/ready'))) < 3 and time.monotonic() < deadline:\n"
-        "    threading.Event().wait(0.01)\n"
+        "    time.sleep(0.01)\n"
         "if base.name == 'algo-2':\n    print('no more data', file=sys.stderr)\n    sys.exit(9)\n"
-        f"threading.Event().wait({2 * TIMEOUT_S})\n"
+        f"time.sleep({2 * TIMEOUT_S})\n"
     )
     ended = local(jobs, work, "--group", "trainer=3", "--", "train.py")
     assert ended.returncode == 9
@@ -67,12 +65,12 @@ def test_failing_host_ends_the_others(jobs, work):
 _TOGETHER = (
     SCRIPT_START
     + f"""
-import glob, signal, sys, threading, time
+import glob, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 open(base + '/ready', 'w').close()
 deadline = time.monotonic() + {TIMEOUT_S}
 while len(glob.glob(os.path.dirname(base) + '/*/ready')) < 3 and time.monotonic() < deadline:
-    threading.Event().wait(0.01)
+    time.sleep(0.01)
 """
 )
 _USAGE = _TOGETHER + "import argparse\nargparse.ArgumentParser('train.py').parse_args(['--nix'])\n"
@@ -146,7 +144,7 @@ def test_second_signal_kills_at_once(jobs, work):
         while not (line := emulator.stdout.readline()).startswith("Stopping all hosts"):
             assert line
         asked = time.monotonic()
-        _PAUSE.wait(0.7)  # signals that come at nearly the same time count as one
+        time.sleep(0.7)  # signals that come at nearly the same time count as one
         emulator.send_signal(signal.SIGINT)
         assert emulator.wait(TIMEOUT_S) == 130
         assert time.monotonic() - asked < 4

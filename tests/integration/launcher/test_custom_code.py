@@ -297,9 +297,9 @@ def test_the_emulator_runs_shell_scripts(tmp_path, work):
 def test_signals_reach_what_a_shell_script_started(base, work):
     """SIGTERM reaches the Python process below the shell, which ends as it wants to."""
     (work / "train.py").write_text(
-        "import signal, sys, threading\n"
+        "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('leaves', flush=True)))\n"
-        f"print('ready', flush=True)\nthreading.Event().wait({TIMEOUT_S})"
+        f"print('ready', flush=True)\ntime.sleep({TIMEOUT_S})"
     )
     (work / "run.sh").write_text(f"trap 'wait; exit 9' TERM\n{sys.executable} train.py &\nwait\n")
     with started(base, work, "run.sh") as running:

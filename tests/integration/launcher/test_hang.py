@@ -6,9 +6,9 @@ from tests.integration.emulators import job_dir, local, processes_of
 
 # The rank on the main host says nothing after its second step. All others do something that may take any time.
 _SCRIPT = """
-import os, threading
+import os, time
 from pathlib import Path
-from lightning_sm.job.control_folder import announce
+from lightning_sm.job.control_folder import Phase, announce
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Topology
 
@@ -18,18 +18,18 @@ base = Path(os.environ["SAGEMAKER_BASE_DIR"])
 process = announce()
 
 def stuck_here():
-    threading.Event().wait(120)
+    time.sleep(120)
 
 if topology.role.value == "data":
-    process.beat(phase="serving data")
+    process.beat(phase=Phase.SERVING)
 elif topology.node_rank:
-    process.beat(1, 2, 0, "saving a checkpoint")
+    process.beat(1, 2, 0, Phase.SAVING)
 (base / "ready").touch()
 if topology.role.value == "trainer" and topology.node_rank == 0:
     while len(list(base.parent.glob("*/ready"))) < 3:
-        threading.Event().wait(0.01)
-    process.beat(0, 1, 0, "training", may_pause=False)
-    process.beat(0, 2, 0, "training", may_pause=False)
+        time.sleep(0.01)
+    process.beat(0, 1, 0, Phase.TRAINING)
+    process.beat(0, 2, 0, Phase.TRAINING)
 stuck_here()
 """
 

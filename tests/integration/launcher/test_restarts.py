@@ -18,7 +18,7 @@ from tests.integration.launching import failure, train
 # Each start is a line "attempt:pid" in NOTES/<host>. Trainers meet on the port of rank 0 in every attempt: it must be
 # free again for that. Then the second host fails as FAILS says in the first NUM_FAILURES attempts; the other one waits.
 _SCRIPT = """
-import os, signal, socket, subprocess, threading, time
+import os, signal, socket, subprocess, time
 from pathlib import Path
 
 import psutil
@@ -48,7 +48,7 @@ def say(*words):
 def meet():
     deadline = time.monotonic() + 60
     while not lines(topology.data_hosts[0]) and time.monotonic() < deadline:
-        threading.Event().wait(0.01)
+        time.sleep(0.01)
     address = job.addresses[topology.main_host], topology.main_port
     if job.current_host == topology.main_host:
         with socket.create_server(address) as server:
@@ -61,7 +61,7 @@ def meet():
                 assert connection.recv(1) == b"."
                 return
         except ConnectionRefusedError:
-            threading.Event().wait(0.01)
+            time.sleep(0.01)
 
 
 attempt = len(lines(job.current_host)) + 1
@@ -69,7 +69,7 @@ started = [line.split(":") for host in topology.trainer_hosts for line in lines(
 say("left:", [pid for number, pid in started if int(number) < attempt and psutil.pid_exists(int(pid))])
 note(job.current_host, f"{attempt}:{os.getpid()}")
 if topology.role is Role.DATA:
-    threading.Event().wait(60)
+    time.sleep(60)
 if kind == "import" and job.current_host == topology.trainer_hosts[1]:
     import no_such_module
 if kind == "usage":
@@ -81,7 +81,7 @@ meet()
 if kind == "wait":
     if "LIGHTNING_SM_STEP_FILE" in os.environ:
         Path(os.environ["LIGHTNING_SM_STEP_FILE"]).write_text("1 1")
-    threading.Event().wait(60)
+    time.sleep(60)
 if attempt <= num_failures:
     if job.current_host == topology.trainer_hosts[1]:
         if kind == "daemon":  # in a session of its own, as the ranks of torchrun are
@@ -90,7 +90,7 @@ if attempt <= num_failures:
         if kind in ("kill", "daemon"):
             os.kill(os.getpid(), signal.SIGKILL)
         raise ArithmeticError(f"attempt {attempt}")
-    threading.Event().wait(60)
+    time.sleep(60)
 say("daemons:", [psutil.pid_exists(int(pid)) for pid in lines("daemons")])
 """
 
@@ -273,10 +273,10 @@ def alone(base):
 def test_a_hang_restarts_the_script(alone, work):
     """Where a hang would end the job, a restart may be allowed; the new attempt is judged by its own steps."""
     (work / "train.py").write_text(
-        "import pathlib, threading\nfrom lightning_sm.job.control_folder import announce\n"
+        "import pathlib, time\nfrom lightning_sm.job.control_folder import Phase, announce\n"
         "process, started = announce(), pathlib.Path('started')\n"
-        "for step in range(3):\n    process.beat(0, step, phase='training', may_pause=False)\n"
-        "if not started.exists():\n    started.touch()\n    threading.Event().wait(60)\nprint('done', flush=True)\n"
+        "for step in range(3):\n    process.beat(0, step, phase=Phase.TRAINING)\n"
+        "if not started.exists():\n    started.touch()\n    time.sleep(60)\nprint('done', flush=True)\n"
     )
     ended = train(alone, work, "train.py", LIGHTNING_SM_MAX_RESTARTS="1", LIGHTNING_SM_HANG_S="1")
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr

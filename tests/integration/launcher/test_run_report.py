@@ -40,7 +40,8 @@ def test_a_failing_report_is_a_line_in_the_log(job, report, caplog):
     report.mkdir()
     write_report(job, {}, 60.0)
     assert len(caplog.messages) == 1
-    assert f"the report of the run was not written: The report {report} cannot be written" in caplog.messages[0]
+    why = f"lightning-sm: error: The report {report} cannot be written"
+    assert f"the report of the run was not written ({why}" in caplog.messages[0]
 
 
 def test_a_report_that_takes_too_long_is_given_up(job, report, caplog):

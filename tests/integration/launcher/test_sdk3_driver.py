@@ -122,8 +122,8 @@ def test_a_script_gets_its_arguments(base, command):
 def test_a_stop_reaches_a_script_that_our_launcher_started(base):
     """With ``exec`` in the command the launcher takes the place of the driver's shell, which would keep SIGTERM."""
     (base / "input" / "data" / "code" / "wait.py").write_text(
-        "import signal, sys, threading\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n"
-        f"print('ready', flush=True)\nthreading.Event().wait({_TIMEOUT_S})"
+        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n"
+        f"print('ready', flush=True)\ntime.sleep({_TIMEOUT_S})"
     )
     command, env = _driver(base, "exec lightning-sm train wait.py")
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:

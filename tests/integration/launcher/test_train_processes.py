@@ -18,7 +18,7 @@ from tests.integration.hosts import Hosts
 from tests.integration.launching import TIMEOUT_S, failure, started, train, variables_of
 
 # Says when it is ready for signals, and waits for one without ever ending by itself in a passing test.
-_WAIT = f"print('ready', flush=True)\nimport signal, threading\nthreading.Event().wait({TIMEOUT_S})\n"
+_WAIT = f"print('ready', flush=True)\nimport signal, time\ntime.sleep({TIMEOUT_S})\n"
 
 
 def _alive(pid):
@@ -50,7 +50,7 @@ def test_a_signal_to_another_thread_of_the_launcher_reaches_the_script(base, wor
 
 def test_only_processes_that_say_so_get_the_gentle_signal(base, work):
     """A helper that catches SIGUSR2, as all Go programs do, does not keep SIGTERM from the script."""
-    helper = "import signal, threading\nsignal.signal(signal.SIGUSR2, lambda *_: None)\n" + _WAIT
+    helper = "import signal\nsignal.signal(signal.SIGUSR2, lambda *_: None)\n" + _WAIT
     (work / "train.py").write_text(
         "import signal, subprocess, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n"
         f"child = subprocess.Popen([sys.executable, '-c', {helper!r}])\nchild.wait()"
@@ -100,10 +100,7 @@ def test_signal_that_kills_the_script_is_its_exit_code(base, work):
 
 def test_signals_reach_the_whole_group(base, work):
     """Local ranks that the script started get SIGTERM from the launcher, too."""
-    rank = (
-        "import signal, sys, threading\nsignal.signal(15, lambda *_: sys.exit(print('rank stops', flush=True)))\n"
-        + _WAIT
-    )
+    rank = "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(print('rank stops', flush=True)))\n" + _WAIT
     (work / "train.py").write_text(
         "import signal, subprocess, sys\nsignal.signal(15, lambda *_: None)\n"
         f"sys.exit(subprocess.Popen([sys.executable, '-c', {rank!r}]).wait())"
@@ -159,7 +156,7 @@ sys.exit(main(["train", "train.py"]))
 def test_orphans_are_reaped_while_the_script_runs(base, work):
     """Processes that the script leaves to their own end do not become zombies, however long the script runs."""
     (work / "train.py").write_text(
-        "import os, psutil, threading, time\n"
+        "import os, psutil, time\n"
         "launcher = os.getppid()\n"
         "for _ in range(20):\n"
         "    if os.fork() == 0:\n"
@@ -172,7 +169,7 @@ def test_orphans_are_reaped_while_the_script_runs(base, work):
         "    return [one for one in found if one.info == {'ppid': launcher, 'status': psutil.STATUS_ZOMBIE}]\n"
         "deadline = time.monotonic() + 10\n"
         "while zombies() and time.monotonic() < deadline:\n"
-        "    threading.Event().wait(0.02)\n"
+        "    time.sleep(0.02)\n"
         "print('zombies:', len(zombies()))\n"
     )
     ended = train(base, work, "train.py")

@@ -19,14 +19,14 @@ TIMEOUT_S = 60
 
 # A trainer that has done 40 steps, and a data host whose server is the real one; both run until there is a file.
 _SCRIPT = """
-import os, sys, threading, time
+import os, sys, time
 from dataclasses import asdict
 from pathlib import Path
 from lightning_sm.data.ipc.host_messages import Serve
 from lightning_sm.data.ipc.processes import start_module
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings
 from lightning_sm.record import events
-from lightning_sm.job.control_folder import announce
+from lightning_sm.job.control_folder import Phase, announce
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.rendezvous import own_address
 from lightning_sm.job.topology import Role, Topology
@@ -41,7 +41,7 @@ if topology.role is Role.DATA:
     settings = HostSettings(address, 3, 1 << 20, None, None, job.current_host, credentials)
     main.send(Serve(settings))
     main.receive(30.0)
-    process.beat(phase="serving data")
+    process.beat(phase=Phase.SERVING)
 else:
     rank = topology.node_rank
     lines = events.open_record(job, f"rank-{rank}")
@@ -50,11 +50,10 @@ else:
     lines.append(events.Steps(time.time(), step=40, n=40, wall_s=2.0, longest_s=0.1, samples=320, parts=parts))
     lines.append(events.Metrics(time.time(), 40, 1, {"loss": 0.25}))
     lines.event("resumed", "from step 20")
-pause = threading.Event()
 while not Path(sys.argv[1]).exists():
     if topology.role is Role.TRAINER:
-        process.beat(rank, 40, 1, "training", may_pause=False)
-    pause.wait(0.1)
+        process.beat(rank, 40, 1, Phase.TRAINING)
+    time.sleep(0.1)
 if topology.role is Role.DATA:
     main.close()
     server.wait(30)

@@ -8,7 +8,7 @@ from tests.fakes.job_folder import resource_config, write_job
 from tests.integration.launching import failure, started, train
 
 _START = """
-import os, threading
+import os, threading, time
 import torch
 from pytorch_lightning import LightningModule
 from lightning_sm import SageMakerTrainer, SpotCheckpoint
@@ -58,7 +58,7 @@ def test_interrupted_workers_leave_with_their_parent(alone, work):
     """With ddp_fork and the like, the process that waits for its workers ends when they have saved, not 95 s later."""
     (work / "train.py").write_text(
         _START
-        + "Model.act = lambda self, index: print('ready', flush=True) if index == 2 else threading.Event().wait(0.02)\n"
+        + "Model.act = lambda self, index: print('ready', flush=True) if index == 2 else time.sleep(0.02)\n"
         + "if __name__ == '__main__':\n"
         + "    trainer = SageMakerTrainer(strategy='ddp_fork', devices=2, **QUIET)\n"
         + "    trainer.fit(Model())\n    print('fit returned', flush=True)\n"

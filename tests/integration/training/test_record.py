@@ -19,7 +19,7 @@ from tests.integration.emulators import local
 pytestmark = pytest.mark.processes
 
 SCRIPT = """
-import threading
+import time
 import torch
 from pytorch_lightning import LightningDataModule, LightningModule
 from lightning_sm import SageMakerTrainer
@@ -28,7 +28,7 @@ class Slow(torch.utils.data.Dataset):
     def __len__(self):
         return 120
     def __getitem__(self, index):
-        threading.Event().wait(0.02)
+        time.sleep(0.02)
         return torch.rand(2)
 
 class Data(LightningDataModule):

@@ -3,7 +3,7 @@
 import csv
 import logging
 import pickle
-import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -17,12 +17,11 @@ from lightning_sm.record import events
 from lightning_sm.training.callbacks.step_times import StepTimes, _num_samples
 
 LONG_S = 0.02
-_SLEEP = threading.Event()
 
 
 def work():
     """Take long."""
-    _SLEEP.wait(LONG_S)
+    time.sleep(LONG_S)
 
 
 class Slow(torch.utils.data.Dataset):
@@ -221,7 +220,7 @@ def test_a_validation_and_a_checkpoint_are_no_part_of_steps(fit, job):
 
     class Validated(Model):
         def validation_step(self, batch, batch_idx):
-            _SLEEP.wait(0.1)
+            time.sleep(0.1)
             self.log("val_loss", self.line(batch).mean())
 
     totals = fit(Validated(), fast(), fast(), job=job, callbacks=[Saves()])

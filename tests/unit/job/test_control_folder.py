@@ -5,11 +5,10 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import pytest
 
-from lightning_sm.job.control_folder import STACKS_SIGNAL, Beat, ControlFolder, announce
+from lightning_sm.job.control_folder import STACKS_SIGNAL, Beat, ControlFolder, Phase, announce, leave_warning
 from lightning_sm.job.variables import CONTROL_DIR
 
 
@@ -35,10 +34,13 @@ def test_a_process_says_where_it_stands(control, announced):
     assert announced() is process
     (first,) = control.beats()
     assert first == Beat(os.getpid(), first.at)
-    process.beat(3, 1200, 7, "saving a very long checkpoint", may_pause=True)
-    process.beat(3, 1201, 7, "training", may_pause=False)
+    process.beat(3, 1200, 7, Phase.FAILED, "ValueError: " + "\u00e4" * 200)
+    (failed,) = control.beats()
+    assert failed.phase is Phase.FAILED
+    assert failed.doing.startswith("failed with ValueError: \u00e4\u00e4")
+    process.beat(3, 1201, 7, Phase.TRAINING)
     (last,) = control.beats()
-    assert last == replace(last, pid=os.getpid(), rank=3, step=1201, epoch=7, phase="training", may_pause=False)
+    assert last == Beat(os.getpid(), last.at, rank=3, step=1201, epoch=7, phase=Phase.TRAINING)
     assert first.at <= last.at
 
 
@@ -51,9 +53,10 @@ def test_without_a_launcher_nothing_is_announced(tmp_path):
 def test_a_file_made_by_hand_announces_a_process(control):
     """Scripts without lightning_sm touch a file; others in the folder are no processes."""
     (control.path / "process-17").touch()
+    (control.path / "process-18").write_text("1.0 0 0 0 reading")
     (control.path / "process-x").touch()
     (beat,) = control.beats()
-    assert (beat.pid, beat.may_pause) == (17, True)
+    assert (beat.pid, beat.phase) == (17, Phase.STARTING)
     assert control.stacks(17) is None
 
 
@@ -68,6 +71,16 @@ def test_saved_files_and_lost_peers(control, announced):
     assert (control.saved(), process.are_peers_gone()) == ([control.path / "a\nb.ckpt"], True)
     control.clear()
     assert (control.saved(), control.beats(), process.are_peers_gone()) == (None, [], False)
+
+
+def test_a_warning_is_for_the_launcher(control):
+    """What several processes say is said once, and not of an earlier script; without a launcher they say it."""
+    assert not leave_warning("alone", {})
+    assert leave_warning("alone", {CONTROL_DIR.name: str(control.path)})
+    (control.path / "warning-1").write_text("alone")
+    assert control.warnings() == ["alone"]
+    control.clear()
+    assert control.warnings() == []
 
 
 def test_stacks_are_written_on_request(control):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from lightning_sm.job.stopping import (
@@ -10,6 +12,8 @@ from lightning_sm.job.stopping import (
     FinalOutcome,
     JobOutcome,
     Outcome,
+    OutcomeKind,
+    Reason,
     Stop,
     ends_script,
     final_outcome,
@@ -18,10 +22,10 @@ from lightning_sm.job.topology import Role
 
 _HOST = "algo-1"
 _UNKNOWN = None
-_FINISHED = JobOutcome("finished")
-_FAILED_HERE = JobOutcome("failed", _HOST, 7, "ValueError: broken")
-_FAILED_ELSEWHERE = JobOutcome("failed", "algo-2", 7, "ValueError: broken")
-_STOPPED_ELSEWHERE = JobOutcome("failed", "algo-2", INTERRUPTED_EXIT_CODE, "killed by SIGTERM")
+_FINISHED = JobOutcome(OutcomeKind.SUCCESS)
+_FAILED_HERE = JobOutcome(OutcomeKind.FAILURE, _HOST, 7, Reason("ValueError: broken"))
+_FAILED_ELSEWHERE = JobOutcome(OutcomeKind.FAILURE, "algo-2", 7, Reason("ValueError: broken"))
+_STOPPED_ELSEWHERE = JobOutcome(OutcomeKind.INTERRUPTION, "algo-2", INTERRUPTED_EXIT_CODE, Reason("killed by SIGTERM"))
 _LOST_ELSEWHERE = JobOutcome.lost("algo-2", "it closed the connection")
 _ALL = (_UNKNOWN, _FINISHED, _FAILED_HERE, _FAILED_ELSEWHERE, _STOPPED_ELSEWHERE, _LOST_ELSEWHERE)
 _ELSEWHERE = (_FAILED_ELSEWHERE, _STOPPED_ELSEWHERE, _LOST_ELSEWHERE)
@@ -71,21 +75,30 @@ def test_which_outcomes_of_the_job_end_a_script(role, is_stopped, ending):
 
 def test_reasons_are_cut_at_what_sagemaker_shows():
     """Whether a reason comes from the script or from another launcher."""
-    assert Outcome(1, "x" * 5000).reason == "x" * MAX_REASON_CHARS
-    message = {"kind": "failed", "host": "algo-2", "exit_code": 1, "reason": "x" * 5000}
-    assert JobOutcome.from_message(message) == JobOutcome("failed", "algo-2", 1, "x" * MAX_REASON_CHARS)
+    assert Outcome.of_exit_code(1, "x" * 5000).reason.text == "x" * MAX_REASON_CHARS
+    message = {"kind": "failure", "host": "algo-2", "exit_code": 1, "reason": "x" * 5000, "headline": "x" * 5000}
+    assert JobOutcome.from_message(message) == JobOutcome(
+        OutcomeKind.FAILURE, "algo-2", 1, Reason("x" * MAX_REASON_CHARS)
+    )
 
 
 def test_unknown_kind_of_outcome_is_refused():
     """A launcher of another version may send one."""
-    with pytest.raises(ValueError, match="unknown kind of job outcome: 'won'"):
-        JobOutcome.from_message({"kind": "won", "host": "", "exit_code": 0, "reason": ""})
+    with pytest.raises(ValueError, match="'won' is not a valid OutcomeKind"):
+        JobOutcome.from_message({"kind": "won", "host": "", "exit_code": 0, "reason": "", "headline": ""})
 
 
 def test_the_headline_of_a_reason_has_the_error_and_its_place():
     """One line for the log; nothing after a success."""
     reason = 'ValueError: bad shape\non trainer host algo-2, rank 1 (exit code 1)\nFile "train.py", line 3'
-    assert Outcome(1, reason).headline == "ValueError: bad shape on trainer host algo-2, rank 1 (exit code 1)"
-    tail = "exit code 3 on trainer host algo-1; last lines of stderr:\na warning\nno data"
-    assert Outcome(3, tail).headline == "exit code 3 on trainer host algo-1; last lines of stderr: no data"
-    assert Outcome(0).headline == ""
+    assert Reason(reason).headline == "ValueError: bad shape on trainer host algo-2, rank 1 (exit code 1)"
+    assert Outcome.of_exit_code(0).reason.headline == ""
+
+
+def test_the_kind_follows_from_the_exit_code_unless_the_launcher_knows_more():
+    """A hang ends with the exit code of a failure."""
+    kinds = {code: Outcome.of_exit_code(code).kind for code in (0, 1, 2, 137, INTERRUPTED_EXIT_CODE)}
+    failures = dict.fromkeys((1, 2, 137), OutcomeKind.FAILURE)
+    assert kinds == {0: OutcomeKind.SUCCESS, **failures, INTERRUPTED_EXIT_CODE: OutcomeKind.INTERRUPTION}
+    hang = JobOutcome(OutcomeKind.HANG, "algo-2", 1, Reason("no progress\non algo-2\nstacks", "no progress"))
+    assert JobOutcome.from_message(json.loads(json.dumps(hang.to_message()))) == hang

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import traceback
 
 import pytest
 
 from lightning_sm.errors import ScriptError
+from lightning_sm.job.stopping import Reason
 from lightning_sm.job.topology import Role
 from lightning_sm.launcher import failure
 from lightning_sm.launcher.failure import Place, error_reason, is_consequence, script_reason
@@ -43,7 +45,7 @@ socketProgress: Connection closed by remote peer
 
 def failure_reason(stderr_tail, exit_code, place=_PLACE):
     """The reason on the second of two trainer hosts with one process each."""
-    return failure.failure_reason(stderr_tail, exit_code, place)
+    return failure.failure_reason(stderr_tail, exit_code, place).text
 
 
 def _printed(source: str, name: str = "/code/train.py") -> str:
@@ -78,9 +80,12 @@ def test_a_rank_that_printed_its_number_is_named():
 def test_a_data_host_has_no_rank_and_its_restarts_are_counted():
     """The user's error comes first also where the script was restarted before."""
     reason = script_reason(_VALUE_ERROR, 1, Place("algo-3", Role.DATA), num_restarts=2)
-    assert reason.splitlines()[:2] == ["ValueError: bad shape", "on data host algo-3 (exit code 1, restarted 2 times)"]
+    assert reason.text.splitlines()[:2] == [
+        "ValueError: bad shape",
+        "on data host algo-3 (exit code 1, restarted 2 times)",
+    ]
     once = script_reason("", 137, Place("algo-3", Role.DATA), num_restarts=1)
-    assert once.startswith("killed by SIGKILL (exit code 137, restarted once) on data host algo-3; nothing was")
+    assert once.text.startswith("killed by SIGKILL (exit code 137, restarted once) on data host algo-3; nothing was")
 
 
 def test_an_error_before_the_script_starts_names_the_host():
@@ -272,17 +277,14 @@ def test_reason_is_never_longer_than_the_service_keeps(tail):
     assert "exit code 1" in failure_reason(tail, 1)
 
 
-def test_what_the_environment_logs_at_exit_is_no_part_of_a_failure():
-    """That no Trainer used it follows from any exit before the Trainer: neither usage errors nor last lines have it."""
-    alone = (
-        "No Trainer used SageMakerEnvironment. If this process trained, host algo-1 trained alone.\n"
-        "host    group    role\n------  -------  ----\nalgo-1  trainer  trainer\n"
-        "Set Trainer(num_nodes=environment.num_nodes): with one device, Lightning ignores the cluster.\n"
-    )
-    usage = "usage: train.py [-h]\nerror: the following arguments are required: --model.data_path\n"
-    place = "trainer host algo-2, rank 1"
-    assert failure_reason(usage + alone, 2) == f"{usage.splitlines()[1]}\non {place} (exit code 2)"
-    assert failure_reason("no data\n" + alone, 1) == f"exit code 1 on {place}; last lines of stderr:\nno data"
+def test_the_headline_of_last_lines_is_the_very_last():
+    """Of an exception it is the first line and the place; a stop comes before either."""
+    place = Place("algo-1", Role.TRAINER)
+    where = "exit code 3 on trainer host algo-1; last lines of stderr:"
+    assert script_reason("a warning\nno data\n", 3, place) == Reason(f"{where}\na warning\nno data", f"{where} no data")
+    stopped = script_reason(_VALUE_ERROR, 1, place, stopped_by=signal.SIGTERM)
+    stop = "The job was stopped or interrupted (SIGTERM). "
+    assert stopped.headline == f"{stop}ValueError: bad shape on trainer host algo-1 (exit code 1)"
 
 
 @pytest.mark.parametrize("tail", ["Traceback (most recent call last):", '  File "x", line 1\n', "[rank0]: ", "error: "])

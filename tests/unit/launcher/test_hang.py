@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from lightning_sm.job.control_folder import FIRST_STEP, SAVING, SETTING_UP, STARTING, Beat, ControlFolder
+from lightning_sm.job.control_folder import Beat, ControlFolder, Phase
 from lightning_sm.job.variables import CONTROL_DIR
 from lightning_sm.launcher.hang import (
     HangRule,
@@ -19,8 +19,8 @@ from lightning_sm.launcher.hang import (
 )
 
 
-def _training(pid, at, step=0, phase="training", may_pause=False):
-    return Beat(pid, at, rank=pid, step=step, phase=phase, may_pause=may_pause)
+def _training(pid, at, step=0, phase=Phase.TRAINING, error=""):
+    return Beat(pid, at, rank=pid, step=step, phase=phase, error=error)
 
 
 def test_a_process_hangs_when_it_says_nothing_for_long():
@@ -39,11 +39,11 @@ def test_slow_steps_take_their_time():
     assert rule.hanging([_training(0, 5.0)], 105.0) != []
 
 
-@pytest.mark.parametrize(("phase", "limit_s"), [("ending the epoch", 10), (FIRST_STEP, 20 * 50)])
+@pytest.mark.parametrize(("phase", "limit_s"), [(Phase.ENDING_EPOCH, 10), (Phase.FIRST_STEP, 20 * 50)])
 def test_what_may_pause_is_no_hang(phase, limit_s):
     """The end of an epoch or a compilation may take long; only a first step says something about those that follow."""
     rule = HangRule(least_s=10)
-    paused = _training(0, 0.0, phase=phase, may_pause=True)
+    paused = _training(0, 0.0, phase=phase)
     assert rule.hanging([paused], 50.0) == []
     assert rule.hanging([_training(0, 50.0)], 49.0 + limit_s) == []
     assert rule.hanging([_training(0, 50.0)], 50.0 + limit_s) != []
@@ -52,14 +52,14 @@ def test_what_may_pause_is_no_hang(phase, limit_s):
 @pytest.mark.parametrize(
     ("phase", "hangs"),
     [
-        *((phase, True) for phase in (SETTING_UP, STARTING, FIRST_STEP, SAVING)),
-        *((phase, False) for phase in ("ending the epoch", "setting up", "finishing", "serving data")),
+        *((phase, True) for phase in (Phase.SETTING_UP_FIT, Phase.STARTING_TRAINING, Phase.FIRST_STEP, Phase.SAVING)),
+        *((phase, False) for phase in (Phase.ENDING_EPOCH, Phase.SETTING_UP, Phase.FINISHING, Phase.SERVING)),
     ],
 )
 def test_a_checkpoint_and_what_comes_before_the_first_step_end_some_day(phase, hangs):
     """They may take ten times as long as a step; what a script does otherwise takes any time."""
     rule = HangRule(least_s=1200)
-    beats = [_training(0, 0.0, phase=phase, may_pause=True)]
+    beats = [_training(0, 0.0, phase=phase)]
     assert rule.hanging(beats, 11_999.0) == []
     assert rule.hanging(beats, 12_000.0) == (beats if hangs else [])
 
@@ -67,15 +67,15 @@ def test_a_checkpoint_and_what_comes_before_the_first_step_end_some_day(phase, h
 def test_a_process_that_has_failed_must_end():
     """A rank that raised an exception, but whose process does not end, hangs the others."""
     rule = HangRule(least_s=600)
-    failed = _training(1, 0.0, phase="failed with ValueError: no label", may_pause=True)
-    waiting = _training(0, 0.0, phase="training")
+    failed = _training(1, 0.0, phase=Phase.FAILED, error="ValueError: no label")
+    waiting = _training(0, 0.0)
     assert rule.hanging([waiting, failed], 119.0) == []
     assert rule.hanging([waiting, failed], 120.0) == [failed]
 
 
 def test_where_they_stand_in_one_line():
     """Ranks in their order, then how long they have said nothing."""
-    beats = [_training(1, 2.0, step=7, phase="validating"), _training(0, 0.0, step=8)]
+    beats = [_training(1, 2.0, step=7, phase=Phase.VALIDATING), _training(0, 0.0, step=8)]
     assert described(beats, 62.0) == "rank 0 at step 8, training (62 s ago); rank 1 at step 7, validating (60 s ago)"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
-from lightning_sm.job.stopping import JobOutcome, Outcome
+from lightning_sm.job.stopping import JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.job.topology import Role
 from lightning_sm.job.variables import PARENT_PID, RECORD_DIR
 from lightning_sm.launcher.host_record import HostRecord
@@ -35,7 +35,7 @@ def test_what_happens_before_the_command_is_known_comes_after_the_head(tmp_path)
         with launcher.record.span("preparation"):
             assert not launcher.folder.exists()
         launcher.record.began(["train.py", "--lr=0.1"])
-    launcher.record.end(Outcome(0), is_saved=False)
+    launcher.record.end(Outcome.of_exit_code(0), is_saved=False)
     head, span, use, end = launcher.lines()
     assert (head.command, head.who, head.role, head.attempt) == (["train.py", "--lr=0.1"], "launcher", "trainer", 1)
     assert head.hosts == {"algo-1": "trainers", "algo-2": "data"}
@@ -51,7 +51,7 @@ def test_a_script_that_was_never_found_leaves_a_record_too(tmp_path):
     launcher = Launcher(tmp_path)
     with launcher.record:
         pass
-    launcher.record.end(Outcome(2, "there is no train.py"), is_saved=False)
+    launcher.record.end(Outcome.of_exit_code(2, "there is no train.py"), is_saved=False)
     head, _, end = launcher.lines()
     assert head.command == []
     assert end.reason == "there is no train.py"
@@ -75,7 +75,7 @@ def test_how_a_host_ends(tmp_path, exit_code, is_stopped, is_saved, outcome):
     with launcher.record:
         launcher.record.began([])
         launcher.stopped_by = signal.SIGTERM if is_stopped else None
-        launcher.record.end(Outcome(exit_code, "why"), is_saved=is_saved)
+        launcher.record.end(Outcome.of_exit_code(exit_code, "why"), is_saved=is_saved)
     lines = launcher.lines()
     assert lines[-1].outcome == outcome
     texts = [line.text for line in lines if isinstance(line, events.Event)]
@@ -85,10 +85,16 @@ def test_how_a_host_ends(tmp_path, exit_code, is_stopped, is_saved, outcome):
 @pytest.mark.parametrize(
     ("job", "event"),
     [
-        (JobOutcome("finished"), None),
-        (JobOutcome("failed", "algo-1", 1, "own"), None),
-        (JobOutcome("failed", "algo-2", 1, "ValueError: x"), ("failure", "host algo-2: ValueError: x")),
-        (JobOutcome("failed", "algo-2", 143, "stopped"), ("interruption", "host algo-2: stopped")),
+        (JobOutcome(OutcomeKind.SUCCESS), None),
+        (JobOutcome(OutcomeKind.FAILURE, "algo-1", 1, Reason("own")), None),
+        (
+            JobOutcome(OutcomeKind.FAILURE, "algo-2", 1, Reason("ValueError: x")),
+            ("failure", "host algo-2: ValueError: x"),
+        ),
+        (
+            JobOutcome(OutcomeKind.INTERRUPTION, "algo-2", 143, Reason("stopped")),
+            ("interruption", "host algo-2: stopped"),
+        ),
         (JobOutcome.lost("algo-2", "silent"), ("host_lost", "Lost host algo-2: silent")),
     ],
 )

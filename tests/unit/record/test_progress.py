@@ -12,7 +12,7 @@ def test_a_line_has_the_position_first_and_the_report_last():
     speed = rate_fields(
         steps_per_s=12.345, samples_per_s=790.1, eta_s=623.4, memory_bytes=2_100_000_000, data_wait=0.0123
     )
-    line = progress_line("epoch=3/10 step=45", {"val_acc": 0.9333}, num_validations=3, rates=speed, report="| a word")
+    line = progress_line("epoch=3/10 step=45", {"val_acc": 0.9333}, num_validations=3, rates=speed, verdict="a word")
     assert line == (
         "epoch=3/10 step=45 validation=3 val_acc=0.9333 steps_per_s=12.3 samples_per_s=790.1 eta=0:10:23 memory_gb=2.1 "
         "data_wait=1.2% | a word"

@@ -139,7 +139,7 @@ def test_events_of_all_hosts_are_in_the_order_of_time(tmp_path):
     lines = head(1, "algo-2", "launcher"), use(2), Event(BEGIN + 4, "signal", "SIGTERM"), End(BEGIN + 20, "stopped", 0)
     write(tmp_path, *lines, host="algo-2", who="launcher")
     found = [(event.seconds, event.host, event.what) for event in of(tmp_path).events]
-    assert found == [(4.0, "algo-2", "signal"), (9.0, "algo-1", "checkpoint saved"), (20.0, "algo-2", "stopped")]
+    assert found == [(4.0, "algo-2", "signal"), (9.0, "algo-1", "checkpoint_saved"), (20.0, "algo-2", "stopped")]
 
 
 def test_the_verdict_is_that_of_the_log(tmp_path):

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.job.control_folder import OwnProcess
+from lightning_sm.job.control_folder import OwnProcess, Phase
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.job.variables import CONTROL_DIR
 from lightning_sm.record.events import End, FileHead, HostUse, Recorder, Steps
@@ -66,6 +66,7 @@ def state(built, built_s, wait_s=0.0, busy_s=0.0, **facts):
     figures = vars(RankFigures(num_batches=1, wait_s=wait_s, busy_s=busy_s))
     ranks = {"rank 0 on algo-1": figures, "rank 1 on algo-2": figures}
     known = {"workers": 4, "busy": 2, "queued": 5, "built": built, "built_s": built_s, "figures": ranks}
+    known["hosts"] = {"rank 0 on algo-1": "algo-1", "rank 1 on algo-2": "algo-2"}
     return {"algo-3": Answer({**known, **facts})}
 
 
@@ -113,14 +114,14 @@ def test_a_data_host_that_no_trainer_needs_has_not_failed(watch, tmp_path):
     seen = {CONTROL_DIR.name: str(folder)}
     hosts = [RunningHost(job(tmp_path, host), seen, since=990.0) for host in ("algo-1", "algo-2")]
     process = OwnProcess(folder)
-    for phase, expected in (("training", "no answer"), ("finishing", "finishing")):
+    for phase, expected in ((Phase.TRAINING, "no answer"), (Phase.FINISHING, "finishing")):
         FakeDataHosts.answers = state(1, 1.0)
         watch.look(hosts)
         process.beat(0, 7, 1, phase)
         FakeDataHosts.answers = {"algo-3": Answer(problem="does not answer")}
         row = watch.look(hosts).hosts[2]
         assert row.state == expected
-        assert bool(row.note) == (phase == "training")
+        assert bool(row.note) == (phase is Phase.TRAINING)
 
 
 def test_a_rank_that_says_nothing_is_silent(watch, tmp_path, monkeypatch):
@@ -129,7 +130,7 @@ def test_a_rank_that_says_nothing_is_silent(watch, tmp_path, monkeypatch):
     folder.mkdir()
     hosts = running(tmp_path, **{CONTROL_DIR.name: str(folder)})
     process = OwnProcess(folder)
-    process.beat(0, 7, 1, "training", may_pause=False)
+    process.beat(0, 7, 1, Phase.TRAINING)
     row = watch.look(hosts).hosts[0]
     assert (row.state, row.step, row.epoch, row.ranks, row.note) == ("training", 7, 2, 1, "")
     later = time.monotonic() + 75
@@ -138,7 +139,7 @@ def test_a_rank_that_says_nothing_is_silent(watch, tmp_path, monkeypatch):
     assert row.state == "silent"
     assert row.note.startswith("rank 0 training for 75 s")
     monkeypatch.undo()
-    process.beat(0, 7, 1, "saving a checkpoint")
+    process.beat(0, 7, 1, Phase.SAVING)
     monkeypatch.setattr(snapshot.time, "monotonic", lambda: later)
     monkeypatch.setattr(snapshot, "StatusPoller", FakeDataHosts)
     assert watch.look(hosts).hosts[0].state == "saving a checkpoint"

@@ -16,9 +16,9 @@ import pytest
 
 from lightning_sm._lightning import rank_zero_only
 from lightning_sm.errors import JobConfigError, TopologyError
+from lightning_sm.job.control_folder import ControlFolder
 from lightning_sm.job.rank_starter import RANK_VARIABLES
-from lightning_sm.job.variables import RANK_ZERO_PID
-from lightning_sm.launcher.failure import failure_reason
+from lightning_sm.job.variables import CONTROL_DIR, RANK_ZERO_PID
 from lightning_sm.training import environment as module
 from lightning_sm.training.environment import SageMakerEnvironment
 from tests.fakes.job_folder import make_job, resource_config, write_job
@@ -97,12 +97,18 @@ def test_data_host_is_refused_whoever_started_it(variables):
         _environment("algo-1", MIXED, variables=variables)
 
 
-def test_what_is_logged_of_an_unused_environment_is_no_reason(caplog, monkeypatch):
-    """A script that ended before its Trainer was made has another reason, which the launcher shows alone."""
+def test_what_is_said_of_an_unused_environment_is_left_to_the_launcher(caplog, monkeypatch, tmp_path):
+    """A script that failed before its Trainer was made has another reason: the launcher, if any, says this or not."""
     monkeypatch.setattr(logging.getLogger("lightning_sm"), "propagate", True)
+    monkeypatch.setenv(CONTROL_DIR.name, str(tmp_path))
     module.report_if_alone(_environment().topology)
-    (said,) = [text for text in caplog.messages if "trained alone" in text]
-    assert failure_reason(f"no such folder\n{said}\n", 1) == "exit code 1; last lines of stderr:\nno such folder"
+    (said,) = ControlFolder(tmp_path).warnings()
+    assert "trained alone" in said
+    assert said not in caplog.messages
+    monkeypatch.delenv(CONTROL_DIR.name)
+    monkeypatch.setattr(SageMakerEnvironment, "_consulted", False)
+    module.report_if_alone(_environment().topology)
+    assert said in caplog.messages
 
 
 def test_data_groups_can_be_named():

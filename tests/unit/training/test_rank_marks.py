@@ -31,7 +31,7 @@ def test_errors_name_their_rank(capsys):
     text = capsys.readouterr().err
     assert text == "[rank3]: ValueError: a bad sample\n[rank3]: of two lines\n"
     headline = '[rank3]: Traceback (most recent call last):\n[rank3]:   File "x.py", line 7, in f\n[rank3]:     f()\n'
-    reason = failure_reason(headline + text, 1, Place("algo-2", Role.TRAINER))
+    reason = failure_reason(headline + text, 1, Place("algo-2", Role.TRAINER)).text
     assert reason.startswith("ValueError: a bad sample\nof two lines\non trainer host algo-2, rank 3 (exit code 1)")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_sm.data.protocol.failures import describe_exception, first_line, with_place
+from lightning_sm.data.protocol.failures import Failure, first_line
 from lightning_sm.job.topology import Role
 from lightning_sm.launcher.failure import Place, failure_reason
 
@@ -46,7 +46,7 @@ def _syntax():
 )
 def test_the_error_comes_first_then_its_place(function, message, cause):
     """Messages of several lines and chains included; the traceback is complete."""
-    text = with_place(describe_exception(_raised(function)), "data host algo-3 (b:1), index 40")
+    text = Failure.of(_raised(function)).at("data host algo-3 (b:1), index 40")
     assert text.startswith(f"{message}\non data host algo-3 (b:1), index 40\nTraceback (most recent call last):\n")
     assert cause in text
     assert text.endswith(message)
@@ -55,19 +55,20 @@ def test_the_error_comes_first_then_its_place(function, message, cause):
 
 def test_an_error_without_traceback_has_its_place_at_the_end():
     """What lightning_sm itself found is one message."""
-    assert with_place("val_dataloader() is a str.\n", "data host b") == "val_dataloader() is a str.\non data host b"
+    failure = Failure("DataSettingsError", "val_dataloader() is a str.\n")
+    assert failure.at("data host b") == "val_dataloader() is a str.\non data host b"
 
 
 def test_the_launcher_reads_it_as_the_users_own_error():
     """What a rank prints of it becomes a reason with error, sample, data host, trainer host and the user's frames."""
-    text = with_place(describe_exception(_raised(_chained)), "data host algo-3 (b:1), index 40")
+    text = Failure.of(_raised(_chained)).at("data host algo-3 (b:1), index 40")
     printed = (
         'Traceback (most recent call last):\n  File "/code/train.py", line 9, in <module>\n    fit()\n'
         f"lightning_sm.errors.RemoteTransformError: {text}\n"
     )
     for prefix in ("", "[rank1]: "):
         tail = "".join(f"{prefix}{line}\n" for line in printed.splitlines())
-        reason = failure_reason(tail, 1, Place("algo-1", Role.TRAINER, 1)).splitlines()
+        reason = failure_reason(tail, 1, Place("algo-1", Role.TRAINER, 1)).text.splitlines()
         assert reason[:4] == [
             "ValueError: no label",
             "in img_40.jpg",

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_sm.data.ipc.host_messages import Finished
-from lightning_sm.data.server.leases import Leases, is_success
+from lightning_sm.data.server.leases import Leases
 from lightning_sm.errors import DataHostMismatchError
 
 
@@ -21,7 +21,7 @@ def test_all_have_finished():
     leases = Leases(60.0, 900.0, now=0.0)
     for rank in range(2):
         leases.heartbeat(f"rank {rank}", 2, now=1.0)
-    leases.finish("rank 0", "finished", now=2.0)
+    leases.finish("rank 0", "", now=2.0)
     assert leases.outcome(3.0) is None
     leases.finish("rank 1", "KeyError: 'x'", now=4.0)
     assert leases.outcome(5.0) == Finished("both ranks have finished (KeyError: 'x')")
@@ -33,7 +33,7 @@ def test_the_number_of_ranks_is_in_words():
         leases = Leases(60.0, 900.0, now=0.0)
         for rank in range(world_size):
             leases.heartbeat(f"rank {rank}", world_size, now=1.0)
-            leases.finish(f"rank {rank}", "finished", now=2.0)
+            leases.finish(f"rank {rank}", "", now=2.0)
         assert leases.outcome(2.0) == Finished(f"{ranks} finished")
 
 
@@ -41,7 +41,7 @@ def test_a_rank_that_has_not_connected_yet_is_waited_for():
     """One rank may finish before another has started; the host waits for that one for a lease, not longer."""
     leases = Leases(60.0, 900.0, now=0.0)
     leases.heartbeat("rank 0", 2, now=1.0)
-    leases.finish("rank 0", "finished", now=2.0)
+    leases.finish("rank 0", "", now=2.0)
     assert leases.outcome(61.0) is None
     assert leases.outcome(62.0) == Finished("the only rank has finished")
 
@@ -60,23 +60,23 @@ def test_a_trainer_that_comes_back_has_a_lease_again(is_silent):
     leases = Leases(60.0, 900.0, now=0.0)
     leases.heartbeat("rank 0", 1, now=1.0)
     if not is_silent:
-        leases.finish("rank 0", "finished", now=2.0)
+        leases.finish("rank 0", "", now=2.0)
     leases.heartbeat("rank 0", 1, now=100.0)
     assert leases.outcome(101.0) is None
 
 
-@pytest.mark.parametrize("outcome", ["KeyError: 'x'", "the training process is gone", "the process ended", None])
-def test_trainers_that_may_restart_are_waited_for(outcome):
+@pytest.mark.parametrize("problem", ["KeyError: 'x'", "the training process is gone", "", None])
+def test_trainers_that_may_restart_are_waited_for(problem):
     """However they ended or vanished, they have the time of the first start to come back; then the host exits."""
     leases = Leases(60.0, 900.0, now=0.0, may_restart=True)
     leases.heartbeat("rank 0", 1, now=100.0)
-    if outcome is not None:
-        leases.finish("rank 0", outcome, now=100.0)
+    if problem is not None:
+        leases.finish("rank 0", problem, now=100.0)
     assert leases.outcome(999.0) is None
-    problem = "" if outcome == "the process ended" else f" ({outcome or 'lost connection'})"
-    assert leases.outcome(1000.0) == Finished(f"the only rank has finished{problem}")
+    note = " (lost connection)" if problem is None else f" ({problem})" if problem else ""
+    assert leases.outcome(1000.0) == Finished(f"the only rank has finished{note}")
     leases.heartbeat("rank 0", 1, now=999.0)
-    leases.finish("rank 0", "the process ended", now=1001.0)
+    leases.finish("rank 0", "", now=1001.0)
     assert leases.outcome(1900.0) is None
 
 
@@ -93,7 +93,7 @@ def test_a_host_that_was_started_by_hand_stays():
     """Without leases, the host does not exit when all trainers have finished."""
     leases = Leases(None, None, now=0.0)
     leases.heartbeat("rank 0", 1, now=1.0)
-    leases.finish("rank 0", "finished", now=2.0)
+    leases.finish("rank 0", "", now=2.0)
     assert leases.outcome(1e9) is None
 
 
@@ -109,7 +109,7 @@ def test_a_newcomer_must_belong_to_the_training_that_runs():
     expected = r"world size 8, but rank 0, rank 1 to one with world size 2\. A data host serves"
     with pytest.raises(DataHostMismatchError, match=expected):
         leases.heartbeat("rank 2", 8, now=2.0)
-    leases.finish("rank 1", "finished", now=3.0)
+    leases.finish("rank 1", "", now=3.0)
     leases.heartbeat("rank 2", 2, now=4.0)
     leases.heartbeat("rank 3", 8, now=64.0)
     assert [leases.has(f"rank {rank}") for rank in range(5)] == [True, True, True, True, False]
@@ -161,17 +161,3 @@ def test_a_job_that_ends_before_a_trainer_connected():
         leases = Leases(lease_s, 900.0, now=0.0)
         leases.expect_no_more()
         assert leases.outcome(0.0) == Finished("the job was stopped before a trainer connected")
-
-
-@pytest.mark.parametrize(
-    ("outcome", "expected"),
-    [
-        ("finished", True),
-        ("the process ended", True),
-        ("KeyError: 'finished'", False),
-        ("the training process is gone", False),
-    ],
-)
-def test_only_a_regular_end_is_a_success(outcome, expected):
-    """A module that was closed after its training, or at the end of its process, reports a success."""
-    assert is_success(outcome) == expected

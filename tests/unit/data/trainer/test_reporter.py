@@ -8,7 +8,7 @@ import pytest
 
 from lightning_sm.data.ipc.feeder_messages import FeederSnapshot, HostSnapshot
 from lightning_sm.data.protocol.figures import BatchFigures, RankFigures
-from lightning_sm.data.trainer.reporter import Reporter, data_report
+from lightning_sm.data.trainer.reporter import EpochReport, Reporter, data_report
 from lightning_sm.errors import DataServiceError
 
 BATCH = BatchFigures(num_bytes=1000, queue_s=0.0, produce_s=0.5, transfer_s=0.0, num_ready=1)
@@ -74,9 +74,10 @@ def test_the_report_is_about_the_slowest_rank(feeder, reporter):
     train(reporter, make_trainer())
     added = RankFigures(num_batches=12, num_steps=12, wait_s=106.0, busy_s=2.0, produce_s=5.0)
     feeder.ranks["rank 1 on algo-2"] = added
-    text = reporter.report()
-    assert text.startswith("data_wait=75.0% | Rank 1 on algo-2 waits 75% of the time")
-    assert reporter.report() == ""
+    report = reporter.report()
+    assert report.data_wait == pytest.approx(0.75)
+    assert report.verdict.startswith("Rank 1 on algo-2 waits 75% of the time")
+    assert reporter.report() is None
 
 
 def test_a_run_does_not_report_what_came_late_from_the_one_before(feeder, reporter):
@@ -87,14 +88,14 @@ def test_a_run_does_not_report_what_came_late_from_the_one_before(feeder, report
     feeder.ranks["rank 1 on algo-2"] = RankFigures(num_batches=9, num_steps=9, wait_s=100.0)
     reporter.begin_run()
     train(reporter, trainer)
-    assert reporter.report() == "data_wait=0.0%"
+    assert reporter.report() == EpochReport(0.0, None)
 
 
 def test_a_healthy_epoch_has_only_a_number(feeder, reporter):
     """No word more."""
     feeder.ranks["rank 1 on algo-2"] = RankFigures()
     train(reporter, make_trainer(), wait_s=0.25, busy_s=0.75)
-    assert reporter.report() == "data_wait=25.0%"
+    assert reporter.report() == EpochReport(0.25, None)
 
 
 def test_every_rank_shares_its_figures_at_the_end_of_an_epoch(feeder, reporter):
@@ -126,7 +127,7 @@ def test_with_a_progress_line_there_is_no_other(reporter, caplog):
     trainer = make_trainer(callbacks=[object(), reporter])
     with caplog.at_level(logging.INFO):
         train(reporter, trainer)
-        assert data_report(trainer) == "data_wait=0.0%"
+        assert data_report(trainer) == EpochReport(0.0, None)
         reporter.end_epoch(trainer)
     assert not caplog.messages
 
@@ -177,13 +178,13 @@ def test_the_verdict_of_a_run_adds_up_the_slowest_rank_of_each_epoch(feeder, rep
     train(reporter, make_trainer(0), wait_s=4.0)
     feeder.host = replace(feeder.host, busy_s=50.0, capacity_s=50.0)
     feeder.ranks["rank 1 on algo-2"] = other
-    assert reporter.report().startswith("data_wait=80.0%")
+    assert reporter.report().data_wait == pytest.approx(0.8)
     reporter.end_epoch(make_trainer())
     train(reporter, make_trainer(1), busy_s=5.0)
     feeder.host = replace(feeder.host, busy_s=60.0, capacity_s=60.0)
     feeder.ranks["rank 1 on algo-2"] = RankFigures(6, 6, 4, wait_s=8.0, busy_s=12.0, produce_s=18.0)
     assert "Training waits 80% of the time" in reporter.run_verdict()  # also of an epoch that was interrupted
-    assert reporter.report().startswith("data_wait=80.0%")
+    assert reporter.report().data_wait == pytest.approx(0.8)
     assert "Training waits 80% of the time" in reporter.run_verdict()
 
 

@@ -124,14 +124,14 @@ def test_torch_is_not_asked_about_hidden_gpus(make):
     [
         (_WORKING_TORCH, Status.OK, "torch 2.6.0, CUDA 12.4, NCCL 2.21.5; GPUs: 2"),
         ("raise ImportError('libcudart.so.12')", Status.PROBLEM, "ImportError: libcudart.so.12"),
-        ("import threading; threading.Event().wait(60)", Status.WARNING, "No answer"),
+        ("import time; time.sleep(60)", Status.WARNING, "No answer"),
     ],
 )
 def test_torch_answers_fails_or_hangs(make, tmp_path, module, status, expected):
     """What torch sees is shown; an import that fails is a problem with its last words, one that hangs ends in time."""
     (tmp_path / "fake").mkdir()
     (tmp_path / "fake" / "torch.py").write_text(module)
-    context = make(_TWO, PYTHONPATH=str(tmp_path / "fake"), timeout_s=0.5 if "wait" in module else 20.0)
+    context = make(_TWO, PYTHONPATH=str(tmp_path / "fake"), timeout_s=0.5 if "sleep" in module else 20.0)
     (result,) = gpus.torch_cuda(context)
     assert result.status is status
     assert expected in result.found

@@ -32,7 +32,7 @@ FAST = {
     "longest_retry_s": 0.1,
     "tick_s": 0.02,
 }
-BROKEN = Outcome(3, "ValueError: broken")
+BROKEN = Outcome.of_exit_code(3, "ValueError: broken")
 
 
 class Job:

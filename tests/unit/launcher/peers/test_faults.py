@@ -14,7 +14,7 @@ import time
 import pytest
 
 from lightning_sm.job.secret import new_secret
-from lightning_sm.job.stopping import JobOutcome, Outcome
+from lightning_sm.job.stopping import JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.launcher.peers.connection import MAX_LINE_BYTES, PROTOCOL, Report, Timings, peers_key
 from lightning_sm.launcher.peers.hub import Hub
 from lightning_sm.launcher.peers.peers import Peers
@@ -39,7 +39,7 @@ def test_killed_launcher_is_noticed_at_once(exits, lines):
     process = host_process(exits, job, "algo-3")
     joined(lines, "algo-2", "algo-3")
     process.kill()
-    expected = JobOutcome("lost", "algo-3", 1, "Lost host algo-3: it closed the connection")
+    expected = JobOutcome(OutcomeKind.LOST, "algo-3", 1, Reason("Lost host algo-3: it closed the connection"))
     assert hub.received.get(timeout=TIMEOUT_S) == expected
     assert other.received.get(timeout=TIMEOUT_S) == expected
 
@@ -53,8 +53,8 @@ def test_killed_hub_is_noticed(exits, lines):
     process.kill()
     for peers in others.values():
         outcome = peers.received.get(timeout=TIMEOUT_S)
-        assert (outcome.kind, outcome.host, outcome.exit_code) == ("lost", MAIN, 1)
-        peers.report(Outcome(143))
+        assert (outcome.kind, outcome.host, outcome.exit_code) == (OutcomeKind.LOST, MAIN, 1)
+        peers.report(Outcome.of_exit_code(143))
     assert {outcome.host for outcome in outcomes_after_waiting(others).values()} == {MAIN}
 
 
@@ -65,7 +65,7 @@ def test_silent_host_is_noticed(exits, lines):
     process = host_process(exits, job, "algo-2")
     joined(lines, "algo-2")
     process.send_signal(signal.SIGSTOP)
-    expected = JobOutcome("lost", "algo-2", 1, "Lost host algo-2: it sent no heartbeat for 0.5 s")
+    expected = JobOutcome(OutcomeKind.LOST, "algo-2", 1, Reason("Lost host algo-2: it sent no heartbeat for 0.5 s"))
     assert hub.received.get(timeout=TIMEOUT_S) == expected
 
 
@@ -77,7 +77,7 @@ def test_silent_hub_is_noticed(exits, lines):
     lines.wait_for("Host algo-2 was welcomed.")
     process.send_signal(signal.SIGSTOP)
     outcome = peers.received.get(timeout=TIMEOUT_S)
-    assert (outcome.kind, outcome.reason) == ("lost", "Lost host algo-1: it sent no heartbeat for 0.5 s")
+    assert (outcome.kind, outcome.reason.text) == (OutcomeKind.LOST, "Lost host algo-1: it sent no heartbeat for 0.5 s")
 
 
 def test_launcher_that_was_stopped_calls_nobody_silent(exits, lines):
@@ -110,8 +110,8 @@ _STRANGERS = {
     "GET / HTTP/1.1": (b"GET / HTTP/1.1\r\n\r\n", "it sent a line that is not JSON"),
     "binary": (bytes(range(256)) * 4 + b"\n", "it sent a line that is not JSON"),
     "deep": (b"[" * 5000 + b"\n", "it sent a line that is not JSON"),
-    "endless line": (b"x" * (2 * MAX_LINE_BYTES + 1), "it sent a line longer than 8192 bytes"),
-    "endless line with an end": (b"x" * (MAX_LINE_BYTES + 1) + b"\n", "it sent a line longer than 8192 bytes"),
+    "endless line": (b"x" * (2 * MAX_LINE_BYTES + 1), "it sent a line longer than 16384 bytes"),
+    "endless line with an end": (b"x" * (MAX_LINE_BYTES + 1) + b"\n", "it sent a line longer than 16384 bytes"),
     "no object": (b"[1]\n", "it sent JSON that is not an object"),
     "nothing": (b"{}\n", "it speaks version None of the launchers' protocol"),
     "half a line": (b'{"protocol"', "it did not introduce itself within 0.5 s"),
@@ -121,8 +121,8 @@ _STRANGERS = {
 def _end_well(launchers):
     """All hosts succeed, whatever came before."""
     for peers in launchers.values():
-        peers.report(Outcome(0))
-    assert set(outcomes_after_waiting(launchers).values()) == {JobOutcome("finished")}
+        peers.report(Outcome.of_exit_code(0))
+    assert set(outcomes_after_waiting(launchers).values()) == {JobOutcome(OutcomeKind.SUCCESS)}
 
 
 @pytest.mark.parametrize("kind", _STRANGERS)
@@ -152,11 +152,11 @@ def test_whoever_knows_the_job_but_not_its_secret_is_told_nothing(exits, lines):
     job, secret = Job(exits), new_secret()
     job.key = peers_key(job.identity, secret)
     hub = job.start(MAIN)
-    hub.report(Outcome(0))
+    hub.report(Outcome.of_exit_code(0))
     stranger = job.connect()
     assert stranger.introduce("algo-2", peers_key(job.identity, {})) == {"mac": ""}
     with contextlib.suppress(OSError):
-        stranger.send(Report(0, Outcome(1, "forged")).to_message())
+        stranger.send(Report(0, Outcome.of_exit_code(1, "forged")).to_message())
     assert stranger.is_closed()
     why = "its LIGHTNING_SM_JOB_SECRET (or, without one, its job's name) differs from that of this host"
     lines.wait_for(f"Closed a connection from 127.0.0.1: it introduced itself as 'algo-2', but {why}.")
@@ -188,8 +188,8 @@ def test_other_versions_are_named_on_both_sides(exits, lines):
     job = Job(exits)
     with job.make(MAIN):
         stranger = job.connect()
-        assert stranger.introduce("algo-2", job.key, protocol=5) is None
-        lines.wait_for(f"it speaks version 5 of the launchers' protocol, this host version {PROTOCOL}")
+        assert stranger.introduce("algo-2", job.key, protocol=PROTOCOL + 1) is None
+        lines.wait_for(f"it speaks version {PROTOCOL + 1} of the launchers' protocol, this host version {PROTOCOL}")
     with socket.create_server((job.bind, job.port)) as server:
         job.start("algo-2")
         server.settimeout(TIMEOUT_S)
@@ -215,7 +215,7 @@ def test_an_impostor_of_the_hub_is_told_nothing(exits, lines):
             proof = json.loads(hub.line())
             assert proof == {"mac": mac(job.key, b"host", greetings + hub.sent)}
             hub.send(proof)  # the host's own, reflected
-            hub.send({"type": "job_outcome", "kind": "finished", "host": "", "exit_code": 0, "reason": ""})
+            hub.send({"type": "job_outcome", **JobOutcome(OutcomeKind.SUCCESS).to_message()})
             assert hub.line() == b""
         lines.wait_for("No launcher of this job answers on 127.0.0.2")
     assert peers.received.empty()
@@ -223,7 +223,8 @@ def test_an_impostor_of_the_hub_is_told_nothing(exits, lines):
 
 
 @pytest.mark.parametrize(
-    "message", [{"type": "what"}, {"type": "report"}, {**Report(0, Outcome(1)).to_message(), "exit_code": "x"}, {}]
+    "message",
+    [{"type": "what"}, {"type": "report"}, {**Report(0, Outcome.of_exit_code(1)).to_message(), "exit_code": "x"}, {}],
 )
 def test_launcher_that_breaks_the_protocol_counts_as_lost(exits, lines, message):
     """What a launcher of this job must not send ends its connection, and nothing else."""
@@ -232,7 +233,7 @@ def test_launcher_that_breaks_the_protocol_counts_as_lost(exits, lines, message)
     host = job.connect()
     host.introduce("algo-2", job.key)
     host.send(message)
-    assert hub.received.get(timeout=TIMEOUT_S).kind == "lost"
+    assert hub.received.get(timeout=TIMEOUT_S).kind is OutcomeKind.LOST
 
 
 def test_half_a_connection_is_none(exits, lines):
@@ -242,7 +243,7 @@ def test_half_a_connection_is_none(exits, lines):
     host = job.connect()
     host.introduce("algo-2", job.key)
     host.sock.shutdown(socket.SHUT_WR)
-    expected = JobOutcome("lost", "algo-2", 1, "Lost host algo-2: it closed the connection")
+    expected = JobOutcome(OutcomeKind.LOST, "algo-2", 1, Reason("Lost host algo-2: it closed the connection"))
     assert hub.received.get(timeout=TIMEOUT_S) == expected
     assert host.is_closed()
 
@@ -253,10 +254,10 @@ def test_main_host_waits_only_so_long_for_those_that_do_not_listen(exits, lines)
     hub = job.start(MAIN, silence_s=TIMEOUT_S)
     silent = job.connect()
     silent.introduce("algo-2", job.key)
-    silent.send(Report(0, Outcome(0)).to_message())
+    silent.send(Report(0, Outcome.of_exit_code(0)).to_message())
     started = time.monotonic()
-    hub.report(Outcome(0))
-    assert hub.wait_for_peers() == JobOutcome("finished")
+    hub.report(Outcome.of_exit_code(0))
+    assert hub.wait_for_peers() == JobOutcome(OutcomeKind.SUCCESS)
     assert FAST["peers_timeout_s"] <= time.monotonic() - started < TIMEOUT_S / 2
 
 
@@ -266,10 +267,10 @@ def test_launcher_that_ends_without_confirming_is_not_waited_for(exits, lines):
     hub = job.start(MAIN, peers_timeout_s=TIMEOUT_S)
     host = job.connect()
     host.introduce("algo-2", job.key)
-    host.send(Report(0, Outcome(0)).to_message())
+    host.send(Report(0, Outcome.of_exit_code(0)).to_message())
     started = time.monotonic()
-    hub.report(Outcome(0))
-    assert hub.received.get(timeout=TIMEOUT_S) == JobOutcome("finished")
+    hub.report(Outcome.of_exit_code(0))
+    assert hub.received.get(timeout=TIMEOUT_S) == JobOutcome(OutcomeKind.SUCCESS)
     host.sock.close()
     hub.wait_for_peers()
     assert time.monotonic() - started < TIMEOUT_S / 2
@@ -286,7 +287,7 @@ def test_second_connection_of_a_host_replaces_the_first(exits, lines):
     with pytest.raises(queue.Empty):
         hub.received.get(timeout=3 * FAST["reconnect_s"])
     second.sock.close()
-    assert hub.received.get(timeout=TIMEOUT_S).kind == "lost"
+    assert hub.received.get(timeout=TIMEOUT_S).kind is OutcomeKind.LOST
 
 
 def test_a_hub_that_ends_closes_a_connection_that_it_has_just_accepted(exits):
@@ -389,5 +390,5 @@ def test_name_that_does_not_resolve_is_waited_for(exits):
         timings=Timings(**FAST),
     )
     with peers:
-        peers.report(Outcome(0))
+        peers.report(Outcome.of_exit_code(0))
         assert peers.wait_for_peers() is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_sm.job.stopping import JobOutcome, Outcome
+from lightning_sm.job.stopping import JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.launcher.peers.outcome import JobOutcomeTracker
 from tests.unit.launcher.peers.launchers import BROKEN
 
@@ -29,7 +29,7 @@ def test_absent_data_host_is_waited_for_after_a_failure_only():
         tracker = _tracker()
         for host in "ab":
             tracker.joined(host, 0)
-            tracker.reported(host, Outcome(code), 1)
+            tracker.reported(host, Outcome.of_exit_code(code), 1)
         tracker.update(2)
         assert tracker.is_over is is_over
         tracker.update(11)
@@ -43,15 +43,15 @@ def test_training_continues_until_all_data_hosts_have_failed():
         tracker.joined(host, 0)
     tracker.reported("d", BROKEN, 1)
     assert tracker.job_outcome is None
-    tracker.reported("e", Outcome(9, "out of memory"), 2)
-    assert tracker.job_outcome == JobOutcome("failed", "e", 9, "out of memory")
+    tracker.reported("e", Outcome.of_exit_code(9, "out of memory"), 2)
+    assert tracker.job_outcome == JobOutcome(OutcomeKind.FAILURE, "e", 9, Reason("out of memory"))
 
 
 def test_data_hosts_that_succeed_are_no_failure():
     """A data host that has left without an error does not make the next one's failure that of the job."""
     tracker = JobOutcomeTracker(["a"], ["d", "e"], reconnect_s=1, absent_s=10, after_failure_s=100)
     tracker.joined("a", 0)
-    tracker.reported("d", Outcome(0), 1)
+    tracker.reported("d", Outcome.of_exit_code(0), 1)
     tracker.reported("e", BROKEN, 2)
     assert tracker.job_outcome is None
 
@@ -68,7 +68,7 @@ def test_lost_data_host_does_not_decide_the_outcome():
     tracker.update(50.9)
     assert tracker.job_outcome is None
     tracker.update(51)
-    assert tracker.job_outcome == JobOutcome("lost", "b", 1, "Lost host b: it closed the connection")
+    assert tracker.job_outcome == JobOutcome(OutcomeKind.LOST, "b", 1, Reason("Lost host b: it closed the connection"))
 
 
 def test_host_that_ended_is_not_awaited_again():
@@ -76,7 +76,7 @@ def test_host_that_ended_is_not_awaited_again():
     tracker = _tracker()
     tracker.joined("a", 0)
     tracker.joined("b", 0)
-    tracker.reported("b", Outcome(0), 1)
+    tracker.reported("b", Outcome.of_exit_code(0), 1)
     tracker.left("b", 2, "it closed the connection")
     tracker.joined("b", 3)
     tracker.update(50)
@@ -92,15 +92,15 @@ def test_lost_host_that_returns_is_awaited_again():
     tracker.joined("d", 0)
     tracker.left("b", 1, "it closed the connection")
     tracker.update(2)
-    tracker.reported("a", Outcome(143), 3)
+    tracker.reported("a", Outcome.of_exit_code(143), 3)
     tracker.joined("b", 4)
     tracker.update(5)
     assert tracker.awaited == ["b"]
     assert not tracker.is_over
-    tracker.reported("b", Outcome(0), 6)
+    tracker.reported("b", Outcome.of_exit_code(0), 6)
     tracker.update(6)
     assert tracker.is_over
-    assert (tracker.job_outcome.kind, tracker.job_outcome.host) == ("lost", "b")
+    assert (tracker.job_outcome.kind, tracker.job_outcome.host) == (OutcomeKind.LOST, "b")
 
 
 def test_a_failure_names_the_hosts_that_never_came():
@@ -115,7 +115,7 @@ def test_a_failure_names_the_hosts_that_never_came():
         for host in late:
             tracker.joined(host, 100)
         tracker.reported("a", BROKEN, 1800)
-        assert tracker.job_outcome.reason == BROKEN.reason + note
+        assert tracker.job_outcome.reason == Reason(BROKEN.reason.text + note, BROKEN.reason.headline)
     tracker = _tracker()
     tracker.joined("a", 0)
     tracker.reported("a", BROKEN, 1)

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from lightning_sm.job.stopping import JobOutcome, Outcome
+from lightning_sm.job.stopping import JobOutcome, Outcome, OutcomeKind, Reason
 from tests.unit.launcher.peers.launchers import BROKEN, DATA, FAST, MAIN, TIMEOUT_S, Job, joined, outcomes_after_waiting
 
 
@@ -22,11 +22,11 @@ def test_failure_reaches_all_hosts(exits, lines):
     joined(lines, "algo-2", "algo-3", DATA)
     started = time.monotonic()
     launchers["algo-3"].report(BROKEN)
-    expected = JobOutcome("failed", "algo-3", 3, "ValueError: broken")
+    expected = JobOutcome(OutcomeKind.FAILURE, "algo-3", 3, Reason("ValueError: broken"))
     assert {peers.received.get(timeout=TIMEOUT_S) for peers in launchers.values()} == {expected}
     assert time.monotonic() - started < 1
-    launchers["algo-2"].report(Outcome(143, "terminated"))
-    launchers[MAIN].report(Outcome(1, "another"))
+    launchers["algo-2"].report(Outcome.of_exit_code(143, "terminated"))
+    launchers[MAIN].report(Outcome.of_exit_code(1, "another"))
     del launchers[DATA]
     assert set(outcomes_after_waiting(launchers).values()) == {expected}
     assert all(peers.received.empty() for peers in launchers.values())
@@ -41,7 +41,7 @@ def test_nobody_leaves_before_the_last_trainer(exits, lines):
     events = queue.Queue()
 
     def end(host):
-        launchers[host].report(Outcome(0))
+        launchers[host].report(Outcome.of_exit_code(0))
         launchers[host].wait_for_peers()
         events.put(host)
 
@@ -51,13 +51,13 @@ def test_nobody_leaves_before_the_last_trainer(exits, lines):
     with pytest.raises(queue.Empty):
         events.get(timeout=1.5 * FAST["peers_timeout_s"])
     events.put("the last one ends")
-    launchers["algo-3"].report(Outcome(0))
-    assert launchers["algo-3"].wait_for_peers() == JobOutcome("finished")
+    launchers["algo-3"].report(Outcome.of_exit_code(0))
+    assert launchers["algo-3"].wait_for_peers() == JobOutcome(OutcomeKind.SUCCESS)
     for thread in early:
         thread.join(TIMEOUT_S)
     assert events.get() == "the last one ends"
-    assert {peers.received.get(timeout=TIMEOUT_S) for peers in launchers.values()} == {JobOutcome("finished")}
-    assert not JobOutcome("finished").is_failure
+    assert {peers.received.get(timeout=TIMEOUT_S) for peers in launchers.values()} == {JobOutcome(OutcomeKind.SUCCESS)}
+    assert not JobOutcome(OutcomeKind.SUCCESS).is_failure
 
 
 def test_data_host_learns_of_the_end_while_it_serves(exits, lines):
@@ -67,9 +67,9 @@ def test_data_host_learns_of_the_end_while_it_serves(exits, lines):
     joined(lines, "algo-2", DATA)
     data = launchers.pop(DATA)
     for peers in launchers.values():
-        peers.report(Outcome(0))
-    assert set(outcomes_after_waiting(launchers).values()) == {JobOutcome("finished")}
-    assert data.received.get(timeout=TIMEOUT_S) == JobOutcome("finished")
+        peers.report(Outcome.of_exit_code(0))
+    assert set(outcomes_after_waiting(launchers).values()) == {JobOutcome(OutcomeKind.SUCCESS)}
+    assert data.received.get(timeout=TIMEOUT_S) == JobOutcome(OutcomeKind.SUCCESS)
 
 
 def test_failed_data_host_ends_nothing(exits, lines):
@@ -83,9 +83,9 @@ def test_failed_data_host_ends_nothing(exits, lines):
     )
     launchers["data-2"].close()
     lines.wait_for("Lost connection to the launcher on data host data-2: it closed the connection.")
-    launchers[MAIN].report(Outcome(0))
-    assert launchers[MAIN].wait_for_peers() == JobOutcome("finished")
-    assert launchers["data-1"].wait_for_peers() == JobOutcome("finished")
+    launchers[MAIN].report(Outcome.of_exit_code(0))
+    assert launchers[MAIN].wait_for_peers() == JobOutcome(OutcomeKind.SUCCESS)
+    assert launchers["data-1"].wait_for_peers() == JobOutcome(OutcomeKind.SUCCESS)
 
 
 def test_failure_before_anything_else_frees_the_data_hosts(exits):
@@ -94,9 +94,9 @@ def test_failure_before_anything_else_frees_the_data_hosts(exits):
     data, other = job.start(DATA), job.start("algo-2")
     other.report(BROKEN)
     hub = job.start(MAIN)
-    expected = JobOutcome("failed", "algo-2", 3, "ValueError: broken")
+    expected = JobOutcome(OutcomeKind.FAILURE, "algo-2", 3, Reason("ValueError: broken"))
     assert data.received.get(timeout=TIMEOUT_S) == expected
-    hub.report(Outcome(143))
+    hub.report(Outcome.of_exit_code(143))
     assert set(outcomes_after_waiting({"algo-2": other, MAIN: hub}).values()) == {expected}
 
 
@@ -106,10 +106,10 @@ def test_late_host_is_notified_at_once(exits):
     hub, other = job.start(MAIN, peers_timeout_s=TIMEOUT_S, after_failure_s=2 * TIMEOUT_S), job.start("algo-2")
     other.report(BROKEN)
     assert hub.received.get(timeout=TIMEOUT_S).host == "algo-2"
-    hub.report(Outcome(143))
+    hub.report(Outcome.of_exit_code(143))
     late = job.start("algo-3")
     assert late.received.get(timeout=TIMEOUT_S).host == "algo-2"
-    late.report(Outcome(143))
+    late.report(Outcome.of_exit_code(143))
     hosts = {MAIN: hub, "algo-2": other, "algo-3": late}
     assert {outcome.host for outcome in outcomes_after_waiting(hosts).values()} == {"algo-2"}
 
@@ -149,8 +149,8 @@ def test_main_host_waits_only_so_long_for_hosts_that_never_came(exits):
     """Hosts without a launcher of ours are no error: the main host waits peers_timeout_s and calls the job finished."""
     hub = Job(exits, 3, 1).start(MAIN)
     started = time.monotonic()
-    hub.report(Outcome(0))
-    assert hub.wait_for_peers() == JobOutcome("finished")
+    hub.report(Outcome.of_exit_code(0))
+    assert hub.wait_for_peers() == JobOutcome(OutcomeKind.SUCCESS)
     assert FAST["peers_timeout_s"] <= time.monotonic() - started < TIMEOUT_S / 2
 
 
@@ -158,7 +158,7 @@ def test_other_host_waits_only_so_long_for_the_main_host(exits):
     """Where the main host has no launcher of ours, a host ends as it would alone, peers_timeout_s later."""
     peers = Job(exits).start("algo-2")
     started = time.monotonic()
-    peers.report(Outcome(0))
+    peers.report(Outcome.of_exit_code(0))
     assert peers.wait_for_peers() is None
     assert FAST["peers_timeout_s"] <= time.monotonic() - started < TIMEOUT_S / 2
 
@@ -168,7 +168,7 @@ def test_only_host_needs_no_port(exits):
     threads = threading.active_count()
     peers = Job(exits, 1).start(MAIN)
     assert threading.active_count() == threads
-    peers.report(Outcome(1))
+    peers.report(Outcome.of_exit_code(1))
     peers.stop_waiting()
     assert peers.wait_for_peers() is None
 
@@ -177,8 +177,10 @@ def test_interruption_counts_as_failure(exits, lines):
     """A host that SIGTERM ended counts as failed, with exit code 143."""
     launchers = Job(exits).start_all()
     joined(lines, "algo-2")
-    launchers[MAIN].report(Outcome(143, "killed by SIGTERM"))
-    assert launchers["algo-2"].received.get(timeout=TIMEOUT_S) == JobOutcome("failed", MAIN, 143, "killed by SIGTERM")
+    launchers[MAIN].report(Outcome.of_exit_code(143, "killed by SIGTERM"))
+    assert launchers["algo-2"].received.get(timeout=TIMEOUT_S) == JobOutcome(
+        OutcomeKind.INTERRUPTION, MAIN, 143, Reason("killed by SIGTERM")
+    )
 
 
 @pytest.mark.parametrize("character", ["x", "\0", "\n", "\U0001f600", "\ud800", '"'])
@@ -186,8 +188,8 @@ def test_any_reason_arrives(exits, lines, character):
     """A reason of 1024 characters fits into a line, whatever its characters; longer ones are cut."""
     launchers = Job(exits).start_all()
     joined(lines, "algo-2")
-    launchers["algo-2"].report(Outcome(1, character * 5000))
-    reason = launchers[MAIN].received.get(timeout=TIMEOUT_S).reason
+    launchers["algo-2"].report(Outcome.of_exit_code(1, character * 5000))
+    reason = launchers[MAIN].received.get(timeout=TIMEOUT_S).reason.text
     assert reason == character.replace("\ud800", "?") * 1024
 
 
@@ -197,7 +199,7 @@ def test_stop_waiting_ends_the_wait(exits, lines):
     hub = job.start(MAIN, log_s=0.05)
     job.start("algo-2")
     joined(lines, "algo-2")
-    hub.report(Outcome(0))
+    hub.report(Outcome.of_exit_code(0))
     ended = threading.Thread(target=hub.wait_for_peers, daemon=True)
     ended.start()
     lines.wait_for("The script of this host has ended. Waiting for: algo-2.")
@@ -223,7 +225,7 @@ def test_failing_callback_is_logged(exits, lines):
     joined(lines, "algo-2")
     other.report(BROKEN)
     lines.wait_for("The launcher could not act on")
-    hub.report(Outcome(143))
+    hub.report(Outcome.of_exit_code(143))
     assert {outcome.host for outcome in outcomes_after_waiting({MAIN: hub, "algo-2": other}).values()} == {"algo-2"}
 
 
@@ -235,9 +237,9 @@ def test_brief_interruption_of_a_connection_loses_nobody(exits, lines):
         joined(lines, "algo-2")
     again = job.start("algo-2")
     joined(lines, "algo-2")
-    hub.report(Outcome(0))
-    again.report(Outcome(0))
-    assert set(outcomes_after_waiting({MAIN: hub, "algo-2": again}).values()) == {JobOutcome("finished")}
+    hub.report(Outcome.of_exit_code(0))
+    again.report(Outcome.of_exit_code(0))
+    assert set(outcomes_after_waiting({MAIN: hub, "algo-2": again}).values()) == {JobOutcome(OutcomeKind.SUCCESS)}
 
 
 @pytest.mark.parametrize("has_failed", [True, False])
@@ -261,12 +263,12 @@ def test_restarted_hub_learns_everything_again(exits, lines):
     others = {host: job.start(host, reconnect_s=TIMEOUT_S) for host in ("algo-2", "algo-3")}
     with job.make(MAIN):
         joined(lines, "algo-2", "algo-3")
-        others["algo-2"].report(Outcome(0))
+        others["algo-2"].report(Outcome.of_exit_code(0))
     hub = job.start(MAIN)
     joined(lines, "algo-2", "algo-3")
     for peers in (others["algo-3"], hub):
-        peers.report(Outcome(0))
-    assert set(outcomes_after_waiting({**others, MAIN: hub}).values()) == {JobOutcome("finished")}
+        peers.report(Outcome.of_exit_code(0))
+    assert set(outcomes_after_waiting({**others, MAIN: hub}).values()) == {JobOutcome(OutcomeKind.SUCCESS)}
 
 
 def test_fifty_hosts(exits, lines):
@@ -279,7 +281,7 @@ def test_fifty_hosts(exits, lines):
     assert {peers.received.get(timeout=TIMEOUT_S).host for peers in launchers.values()} == {"algo-50"}
     assert time.monotonic() - started < 3
     for peers in launchers.values():
-        peers.report(Outcome(143))
+        peers.report(Outcome.of_exit_code(143))
     assert {outcome.host for outcome in outcomes_after_waiting(launchers).values()} == {"algo-50"}
 
 
@@ -338,7 +340,9 @@ def test_report_is_sent_before_close(exits, lines):
     with job.make("algo-2") as other:
         lines.wait_for("Host algo-2 was welcomed.")
         other.report(BROKEN)
-    assert hub.received.get(timeout=TIMEOUT_S) == JobOutcome("failed", "algo-2", 3, "ValueError: broken")
+    assert hub.received.get(timeout=TIMEOUT_S) == JobOutcome(
+        OutcomeKind.FAILURE, "algo-2", 3, Reason("ValueError: broken")
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -359,7 +363,9 @@ def test_all_survivors_agree(exits, seed):
             launchers[host].close()
             killed.add(host)
         else:
-            launchers[host].report(Outcome(0) if step == "succeed" else Outcome(int(host[-1]), host))
+            launchers[host].report(
+                Outcome.of_exit_code(0) if step == "succeed" else Outcome.of_exit_code(int(host[-1]), host)
+            )
         if chance.random() < 0.5 and host in launchers:
             with contextlib.suppress(queue.Empty):
                 launchers[host].received.get(timeout=chance.choice([0.01, 0.1, 0.5]))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_sm.job.stopping import JobOutcome, Outcome
+from lightning_sm.job.stopping import JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.launcher.peers.connection import Timings
 from lightning_sm.launcher.peers.outcome import JobOutcomeTracker, Restart, pause_s
 
-BROKEN = Outcome(1, "ValueError: broken\non trainer host b (exit code 1)", may_restart=True)
-ENDED = Outcome(143, "killed by SIGTERM", may_restart=True)
+BROKEN = Outcome.of_exit_code(1, "ValueError: broken\non trainer host b (exit code 1)", may_restart=True)
+ENDED = Outcome.of_exit_code(143, "killed by SIGTERM", may_restart=True)
 CAUSE = "ValueError: broken on trainer host b (exit code 1)"
 
 
@@ -37,7 +37,7 @@ def test_all_start_together_when_all_have_ended_and_a_pause_is_over():
     """A failure orders a restart with its cause; the start is ordered for all, however long one takes."""
     tracker = _tracker()
     tracker.reported("b", BROKEN, 10)
-    assert tracker.restart == Restart(1, 2, CAUSE)
+    assert tracker.restart == Restart(1, 2, OutcomeKind.FAILURE, CAUSE)
     tracker.update(60)
     assert not tracker.restart.may_start
     assert tracker.awaited == ["a"]
@@ -45,7 +45,7 @@ def test_all_start_together_when_all_have_ended_and_a_pause_is_over():
     tracker.update(70.9)
     assert not tracker.restart.may_start
     tracker.update(71)
-    assert tracker.restart == Restart(1, 2, CAUSE, may_start=True)
+    assert tracker.restart == Restart(1, 2, OutcomeKind.FAILURE, CAUSE, may_start=True)
     assert (tracker.job_outcome, tracker.is_over, tracker.awaited) == (None, False, ["a", "b"])
 
 
@@ -55,9 +55,9 @@ def test_a_job_that_is_restarted_may_succeed():
     now = _restarted(tracker, 10)
     tracker.reported("a", BROKEN, now, attempt=0)  # sent again on a new connection
     for host in "ab":
-        tracker.reported(host, Outcome(0), now, attempt=1)
+        tracker.reported(host, Outcome.of_exit_code(0), now, attempt=1)
     tracker.update(now)
-    assert (tracker.job_outcome, tracker.is_over) == (JobOutcome("finished"), True)
+    assert (tracker.job_outcome, tracker.is_over) == (JobOutcome(OutcomeKind.SUCCESS), True)
 
 
 def test_pauses_grow():
@@ -69,12 +69,14 @@ def test_the_last_failure_ends_the_job_and_names_the_restarts():
     """The reason is that of the last attempt, with the number of restarts and the first cause, in 1024 characters."""
     tracker = _tracker()
     now = _restarted(tracker, _restarted(tracker, 10))
-    tracker.reported("a", Outcome(137, "killed by SIGKILL\n" + 2000 * "x", may_restart=True), now, attempt=2)
+    tracker.reported(
+        "a", Outcome.of_exit_code(137, "killed by SIGKILL\n" + 2000 * "x", may_restart=True), now, attempt=2
+    )
     outcome = tracker.job_outcome
-    assert (outcome.kind, outcome.host, outcome.exit_code) == ("failed", "a", 137)
-    assert outcome.reason.startswith("killed by SIGKILL\nxxx")
-    assert outcome.reason.endswith(f"xxx\nThe job was restarted 2 times before. First cause: {CAUSE}")
-    assert len(outcome.reason) == 1024
+    assert (outcome.kind, outcome.host, outcome.exit_code) == (OutcomeKind.FAILURE, "a", 137)
+    assert outcome.reason.text.startswith("killed by SIGKILL\nxxx")
+    assert outcome.reason.text.endswith(f"xxx\nThe job was restarted 2 times before. First cause: {CAUSE}")
+    assert len(outcome.reason.text) == 1024
     tracker.reported("b", ENDED, now, attempt=2)
     tracker.update(now)
     assert tracker.is_over
@@ -83,20 +85,24 @@ def test_the_last_failure_ends_the_job_and_names_the_restarts():
 def test_a_long_cause_is_shortened():
     """The cause of a restart leaves room for the reason of the last failure."""
     tracker = _tracker(max_restarts=1)
-    tracker.reported("b", Outcome(1, 1024 * "x", may_restart=True), 10)
+    tracker.reported("b", Outcome.of_exit_code(1, 1024 * "x", may_restart=True), 10)
     assert tracker.restart.cause == 297 * "x" + "..."
 
 
 @pytest.mark.parametrize("max_restarts", [0, 2])
 @pytest.mark.parametrize(
-    "outcome", [Outcome(2, "error: unrecognized arguments"), Outcome(143, "The job was stopped or interrupted")]
+    "outcome",
+    [
+        Outcome.of_exit_code(2, "error: unrecognized arguments"),
+        Outcome.of_exit_code(143, "The job was stopped or interrupted"),
+    ],
 )
 def test_what_would_come_again_and_a_stop_are_no_reason_to_restart(max_restarts, outcome):
     """The job fails as without restarts."""
     tracker = _tracker(max_restarts=max_restarts)
     tracker.reported("a", outcome, 10)
     assert tracker.restart is None
-    assert tracker.job_outcome == JobOutcome("failed", "a", outcome.exit_code, outcome.reason)
+    assert tracker.job_outcome == JobOutcome(outcome.kind, "a", outcome.exit_code, outcome.reason)
 
 
 def test_a_stop_ends_a_restart_that_is_in_progress():
@@ -106,9 +112,9 @@ def test_a_stop_ends_a_restart_that_is_in_progress():
         tracker.reported("b", BROKEN, 10)
         if has_ended:
             tracker.reported("a", ENDED, 10.5)
-        tracker.reported(host, Outcome(143, "stopped"), 10.6)
+        tracker.reported(host, Outcome.of_exit_code(143, "stopped"), 10.6)
         reason = f"stopped\nRestart 1 of 2 was in progress. Its cause: {CAUSE}"
-        assert tracker.job_outcome == JobOutcome("failed", host, 143, reason)
+        assert tracker.job_outcome == JobOutcome(OutcomeKind.INTERRUPTION, host, 143, Reason(reason, "stopped"))
         tracker.update(30)
         assert not tracker.restart.may_start
 
@@ -117,15 +123,15 @@ def test_a_failure_of_two_hosts_is_one_restart():
     """The second host that fails by itself has only ended its script for the restart."""
     tracker = _tracker(max_restarts=1)
     tracker.reported("b", BROKEN, 10)
-    tracker.reported("a", Outcome(1, "RuntimeError: closed by peer", may_restart=True), 10)
+    tracker.reported("a", Outcome.of_exit_code(1, "RuntimeError: closed by peer", may_restart=True), 10)
     tracker.update(11)
-    assert tracker.restart == Restart(1, 1, CAUSE, may_start=True)
+    assert tracker.restart == Restart(1, 1, OutcomeKind.FAILURE, CAUSE, may_start=True)
 
 
 def test_a_host_that_had_finished_starts_again():
     """Its ranks belong to the same process group."""
     tracker = _tracker()
-    tracker.reported("a", Outcome(0), 5)
+    tracker.reported("a", Outcome.of_exit_code(0), 5)
     tracker.reported("b", BROKEN, 10)
     tracker.update(11)
     assert tracker.restart.may_start
@@ -145,17 +151,17 @@ def test_a_host_that_is_lost_during_a_restart_ends_the_job(has_ended):
     assert not tracker.restart.may_start
     tracker.update(25.5)
     reason = f"Lost host a: it closed the connection\nRestart 1 of 2 was in progress. Its cause: {CAUSE}"
-    assert tracker.job_outcome == JobOutcome("lost", "a", 1, reason)
+    assert tracker.job_outcome == JobOutcome(OutcomeKind.LOST, "a", 1, Reason(reason, reason.splitlines()[0]))
 
 
 def test_a_host_that_had_finished_and_gone_is_lost_for_a_restart():
     """It left before the failure, which did not matter then."""
     tracker = _tracker()
-    tracker.reported("a", Outcome(0), 5)
+    tracker.reported("a", Outcome.of_exit_code(0), 5)
     tracker.left("a", 6, "it closed the connection")
     tracker.reported("b", BROKEN, 10)
     tracker.update(25)
-    assert (tracker.job_outcome.kind, tracker.job_outcome.host) == ("lost", "a")
+    assert (tracker.job_outcome.kind, tracker.job_outcome.host) == (OutcomeKind.LOST, "a")
 
 
 def test_a_host_that_reconnects_during_a_restart_reports_again():
@@ -181,7 +187,9 @@ def test_a_host_that_does_not_end_its_script_ends_the_job():
     tracker.update(110)
     outcome = tracker.job_outcome
     assert (outcome.host, outcome.exit_code) == ("b", 1)
-    assert outcome.reason == f"{BROKEN.reason}\nRestart 1 of 2 was abandoned: after 100 s it still waited for a."
+    assert (
+        outcome.reason.text == f"{BROKEN.reason.text}\nRestart 1 of 2 was abandoned: after 100 s it still waited for a."
+    )
 
 
 def test_a_host_that_never_came_is_waited_for_a_short_time():
@@ -203,9 +211,9 @@ def test_data_hosts_go_on():
     """A restart neither waits for data hosts, nor do their failures restart anything."""
     tracker = _tracker(data_hosts="de", joined="abde")
     now = _restarted(tracker, 10)
-    tracker.reported("d", Outcome(9, "out of memory"), now)
+    tracker.reported("d", Outcome.of_exit_code(9, "out of memory"), now)
     assert tracker.job_outcome is None
-    tracker.reported("e", Outcome(9, "out of memory"), now)
+    tracker.reported("e", Outcome.of_exit_code(9, "out of memory"), now)
     assert (tracker.job_outcome.host, tracker.job_outcome.exit_code) == ("e", 9)
     assert tracker.restart.number == 1
 
@@ -219,7 +227,10 @@ def test_the_only_host_restarts_by_the_same_rules():
     tracker.update(11)
     assert tracker.restart.may_start
     tracker.reported("b", BROKEN, 20, attempt=1)
-    assert tracker.job_outcome.reason == f"{BROKEN.reason}\nThe job was restarted once before. First cause: {CAUSE}"
+    assert (
+        tracker.job_outcome.reason.text
+        == f"{BROKEN.reason.text}\nThe job was restarted once before. First cause: {CAUSE}"
+    )
 
 
 def test_a_connection_that_is_made_again_within_seconds_loses_nobody():
@@ -239,4 +250,4 @@ def test_a_connection_that_is_made_again_within_seconds_loses_nobody():
     assert tracker.job_outcome is None
     tracker.left("algo-7", 2000, "it closed the connection")
     tracker.update(2015)
-    assert tracker.job_outcome.kind == "lost"
+    assert tracker.job_outcome.kind is OutcomeKind.LOST

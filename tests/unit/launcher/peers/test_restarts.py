@@ -8,13 +8,13 @@ import threading
 
 import pytest
 
-from lightning_sm.job.stopping import JobOutcome, Outcome
+from lightning_sm.job.stopping import JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.launcher.peers.connection import PROTOCOL
 from lightning_sm.launcher.peers.outcome import Restart
 from tests.unit.launcher.peers.launchers import DATA, MAIN, TIMEOUT_S, Job, joined, outcomes_after_waiting
 
-BROKEN = Outcome(1, "ValueError: broken", may_restart=True)
-ENDED = Outcome(143, "killed by SIGTERM", may_restart=True)
+BROKEN = Outcome.of_exit_code(1, "ValueError: broken", may_restart=True)
+ENDED = Outcome.of_exit_code(143, "killed by SIGTERM", may_restart=True)
 
 
 def _starting(launchers):
@@ -48,15 +48,15 @@ def test_all_trainer_hosts_start_again_together(exits, lines, failing):
     """Whichever host fails, all are told why, and start; data hosts hear of it and have no part in it."""
     launchers = Job(exits, 3, 1).start_all(max_restarts=1)
     joined(lines, "algo-2", "algo-3", DATA)
-    assert _restart(launchers, failing) == Restart(1, 1, "ValueError: broken")
+    assert _restart(launchers, failing) == Restart(1, 1, OutcomeKind.FAILURE, "ValueError: broken")
     assert launchers[DATA].restarts.get(timeout=TIMEOUT_S).cause == "ValueError: broken"
     assert launchers[DATA].restart is None
     trainers = {host: peers for host, peers in launchers.items() if host != DATA}
     assert {peers.restart for peers in trainers.values()} == {None}
     for peers in trainers.values():
-        peers.report(Outcome(0))
-    assert set(outcomes_after_waiting(trainers).values()) == {JobOutcome("finished")}
-    assert launchers[DATA].received.get(timeout=TIMEOUT_S) == JobOutcome("finished")
+        peers.report(Outcome.of_exit_code(0))
+    assert set(outcomes_after_waiting(trainers).values()) == {JobOutcome(OutcomeKind.SUCCESS)}
+    assert launchers[DATA].received.get(timeout=TIMEOUT_S) == JobOutcome(OutcomeKind.SUCCESS)
 
 
 def test_after_the_last_restart_the_job_fails(exits, lines):
@@ -64,17 +64,19 @@ def test_after_the_last_restart_the_job_fails(exits, lines):
     launchers = Job(exits).start_all(max_restarts=1)
     joined(lines, "algo-2")
     _restart(launchers, "algo-2")
-    launchers["algo-2"].report(Outcome(3, "KeyError: last", may_restart=True))
+    launchers["algo-2"].report(Outcome.of_exit_code(3, "KeyError: last", may_restart=True))
     reason = "KeyError: last\nThe job was restarted once before. First cause: ValueError: broken"
     for peers in launchers.values():
-        assert peers.received.get(timeout=TIMEOUT_S) == JobOutcome("failed", "algo-2", 3, reason)
+        assert peers.received.get(timeout=TIMEOUT_S) == JobOutcome(
+            OutcomeKind.FAILURE, "algo-2", 3, Reason(reason, "KeyError: last")
+        )
 
 
 def test_a_host_that_had_finished_is_told_to_start_again(exits, lines):
     """It waits for the others, and its wait ends with the order."""
     launchers = Job(exits).start_all(max_restarts=1)
     joined(lines, "algo-2")
-    launchers[MAIN].report(Outcome(0))
+    launchers[MAIN].report(Outcome.of_exit_code(0))
     waiting = threading.Thread(target=launchers[MAIN].wait_for_peers, daemon=True)
     waiting.start()
     launchers["algo-2"].report(BROKEN)
@@ -95,9 +97,9 @@ def test_a_host_that_is_stopped_ends_the_wait_of_all(exits, lines):
     answers = _starting({host: launchers[host] for host in (MAIN, "algo-2")})
     launchers["algo-2"].stop_waiting()
     assert answers.get(timeout=TIMEOUT_S) == ("algo-2", False)
-    launchers["algo-2"].report(Outcome(143, "stopped"))
+    launchers["algo-2"].report(Outcome.of_exit_code(143, "stopped"))
     assert answers.get(timeout=TIMEOUT_S) == (MAIN, False)
-    assert launchers[MAIN].job_outcome.is_interruption
+    assert launchers[MAIN].job_outcome.kind is OutcomeKind.INTERRUPTION
 
 
 def test_a_host_that_comes_late_takes_part_in_a_restart(exits, lines):
@@ -145,7 +147,7 @@ def test_the_only_host_restarts_without_a_port(exits):
     assert peers.wait_for_decision(TIMEOUT_S) is None
     assert peers.wait_for_start()
     peers.report(BROKEN)
-    assert peers.wait_for_decision(TIMEOUT_S).reason.startswith("ValueError: broken\nThe job was restarted once")
+    assert peers.wait_for_decision(TIMEOUT_S).reason.text.startswith("ValueError: broken\nThe job was restarted once")
 
 
 def test_a_main_host_that_cannot_be_reached_is_named_once(exits, lines):
@@ -187,5 +189,5 @@ def test_hosts_that_never_come_are_named_by_the_main_host(exits, lines):
     assert hub.received.empty()
     hub.report(BROKEN)
     reason = "ValueError: broken\nNo launcher has ever connected from: algo-3, data-1."
-    assert hub.received.get(timeout=TIMEOUT_S).reason == reason
+    assert hub.received.get(timeout=TIMEOUT_S).reason.text == reason
     assert len([line for line in lines.seen if "no launcher has connected" in line]) == 1

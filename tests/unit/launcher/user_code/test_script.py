@@ -10,7 +10,7 @@ from lightning_sm.errors import JobConfigError, ScriptError
 from lightning_sm.launcher.user_code.pip_install import index_variables
 from lightning_sm.launcher.user_code.requirements import constraints, failure
 from lightning_sm.launcher.user_code.script import (
-    COMMAND_LINE,
+    NamedBy,
     Program,
     Submission,
     find_program,
@@ -81,7 +81,7 @@ def test_what_starts_a_file(tmp_path, monkeypatch, name, content, command):
     """Python by the suffix, else the first line's interpreter with one argument, else sh; programs by themselves."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_bytes(content.encode())
-    script = find_script(Program(name, COMMAND_LINE), job_with(), {})
+    script = find_script(Program(name, NamedBy.COMMAND_LINE), job_with(), {})
     assert list(script.command) == [*command, str(tmp_path / name)]
 
 
@@ -89,9 +89,9 @@ def test_a_module_needs_a_setup_py(tmp_path, monkeypatch):
     """Without one, a name that is no file is a mistake."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ScriptError, match=r"'nets\.train' does not exist. It was named by the command line\."):
-        find_script(Program("nets.train", COMMAND_LINE), job_with(base_dir=tmp_path / "ml"), {})
+        find_script(Program("nets.train", NamedBy.COMMAND_LINE), job_with(base_dir=tmp_path / "ml"), {})
     (tmp_path / "setup.py").write_text("")
-    script = find_script(Program("nets.train", COMMAND_LINE), job_with(base_dir=tmp_path / "ml"), {})
+    script = find_script(Program("nets.train", NamedBy.COMMAND_LINE), job_with(base_dir=tmp_path / "ml"), {})
     assert script.shown == ("-m", "nets.train")
 
 

@@ -6,7 +6,7 @@ import pytest
 from pytorch_lightning import Trainer
 from pytorch_lightning.demos.boring_classes import BoringModel
 
-from lightning_sm.job.control_folder import FIRST_STEP, SAVING, SETTING_UP, STARTING
+from lightning_sm.job.control_folder import Phase
 from lightning_sm.training.callbacks import heartbeat
 
 
@@ -17,9 +17,9 @@ class Process:
         self.phases = []
         self.epoch = None
 
-    def beat(self, rank, step, epoch, phase, *, may_pause):
+    def beat(self, rank, step, epoch, phase):
         """Note a phase."""
-        self.phases.append((phase, may_pause))
+        self.phases.append(phase)
         self.epoch = epoch
 
 
@@ -46,13 +46,14 @@ def test_each_part_of_a_fit_has_its_phase(tmp_path, process):
         enable_model_summary=False,
     )
     trainer.fit(BoringModel())
-    steps = [(FIRST_STEP, True), ("waiting for a batch", False), ("training", False), ("waiting for a batch", False)]
-    validation = [("starting the validation", True), ("validating", False), ("ending the validation", True)]
-    assert process.phases[:9] == [(SETTING_UP, True), (STARTING, True), *steps, *validation]
-    assert (SAVING, True) in process.phases[9:]
-    assert process.phases[-1] == ("finishing", True)
+    steps = [Phase.FIRST_STEP, Phase.WAITING_FOR_BATCH, Phase.TRAINING, Phase.WAITING_FOR_BATCH]
+    validation = [Phase.STARTING_VALIDATION, Phase.VALIDATING, Phase.ENDING_VALIDATION]
+    assert process.phases[:9] == [Phase.SETTING_UP_FIT, Phase.STARTING_TRAINING, *steps, *validation]
+    assert [phase for phase in process.phases[:9] if not phase.may_pause] == [*steps[1:], Phase.VALIDATING]
+    assert Phase.SAVING in process.phases[9:]
+    assert process.phases[-1] is Phase.FINISHING
     assert process.epoch == 0, "the last epoch, not one after it"
     trainer.save_checkpoint(tmp_path / "own.ckpt")
-    assert process.phases[-1] == ("finishing", True)
+    assert process.phases[-1] is Phase.FINISHING
     trainer.predict(trainer.model, BoringModel().predict_dataloader())
-    assert process.phases[-1] == ("setting up", True)
+    assert process.phases[-1] is Phase.SETTING_UP

@@ -1,0 +1,234 @@
+"""No code decides by a text for people: kinds do. Of texts that others write, the exceptions below say why."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import lightning_sm
+
+_PACKAGE = Path(lightning_sm.__file__).parent
+_CUTS = {"startswith", "endswith", "partition", "rpartition", "removeprefix", "removesuffix", "split", "rsplit"}
+_SEARCHES = {"find", "rfind", "index", "rindex", "replace", "count"}
+_PATTERNS = {"compile", "match", "search", "sub", "subn", "fullmatch", "findall", "finditer", "split"}
+# Names of what holds a text for people.
+_TEXTS = {"reason", "text", "message", "report", "phase", "headline", "cause", "words", "why"}
+# A letter and a space after it, or a space and a word after it: "failed with ", " on ", "error: ".
+_PHRASE = re.compile(r"[^\W\d_][.:,;!?]? | [^\W\d_]{2}")
+
+_STDERR = "until a process that dies says why in a file, there is only what Python, argparse and torch print"
+_SERVICE = "AWS has no field for it"
+_PARSER = "jsonargparse's errors have no fields"
+_SETTING = "the syntax of a setting or an argument"
+_SECRETS = "hides secrets in whatever a text says"
+# Why each decision is none, or has no other source; by file, and by the constant or the expression.
+_EXCEPTIONS = {
+    "cloud/follow.py": {"_EXIT_CODE": _SERVICE},
+    "cloud/logs.py": {
+        "_BANNER": "which host is in which group, only the host's log says",
+        "_BANNER.search(line.text)": "as above",
+        "_HOST.findall(reason)": _SERVICE,
+    },
+    "data/feeder/host_link.py": {"'larger than max' in detail": "gRPC has no code of its own for it"},
+    "doctor/checks/network.py": {"re.fullmatch('[0-9]{1,5}', text)": _SETTING},
+    "emulator/faults.py": {
+        "_PATTERNS[kind].fullmatch(text, len(name))": _SETTING,
+        "re.split('[:@]', text, maxsplit=1)": _SETTING,
+    },
+    "emulator/options.py": {
+        "_GROUP.fullmatch(text)": _SETTING,
+        "text.partition('=')": _SETTING,
+        r"'\x00' in text": _SETTING,
+    },
+    "job/hyperparameters.py": {
+        "_NOT_YAML": "characters",
+        "_NOT_YAML.search(text)": _SETTING,
+        "text.startswith(('[', '{', '('))": _SETTING,
+    },
+    "job/redaction.py": {"_MENTION.search(text)": _SECRETS, "_GIVEN.search(text)": _SECRETS},
+    "job/variables.py": {
+        "re.fullmatch('[0-9]{1,9}', text)": _SETTING,
+        "text.partition(',')": _SETTING,
+        "text.split(',')": _SETTING,
+    },
+    "launcher/failure.py": {
+        "_REMOTE": _STDERR,
+        "_LIBRARY": _STDERR,
+        "_OWN_ERROR.match(reason)": _STDERR,
+        r"text.split('\n')": _STDERR,
+    },
+    "launcher/log_dedup.py": {
+        "EXCEPTION.match(text)": _STDERR,
+        "RANK.match(text)": _STDERR,
+        "START.search(text)": _STDERR,
+        "USAGE.match(text)": _STDERR,
+        "USAGE_ERROR.match(text)": _STDERR,
+        "WARNING.match(text)": _STDERR,
+        "text.removeprefix(mark)": _STDERR,
+        "text.startswith((' ', 'tip: '))": _STDERR,
+        "text.startswith('  ')": _STDERR,
+        "text.startswith(CHAINED)": _STDERR,
+    },
+    "launcher/toolkit/variables.py": {r"'\x00' not in text": _SETTING},
+    "launcher/tracebacks.py": {
+        "START": _STDERR,
+        "_FRAME": _STDERR,
+        "_CONSEQUENCE": _STDERR,
+        "_LOST_CONNECTION": _STDERR,
+        "_LOST_PEER": _STDERR,
+        "_STOPPED": _STDERR,
+        "USAGE_ERROR": _STDERR,
+        "USAGE": _STDERR,
+        "WARNING": _STDERR,
+        "before[0].startswith('Exception ignored')": _STDERR,
+        "'Error: ' not in traceback.exception[0]": _STDERR,
+        "lines[index - 1].lstrip().startswith('File ')": _STDERR,
+    },
+    "launcher/user_code/pip_install.py": {"_REPOSITORY.fullmatch(text)": _SETTING},
+    "launcher/user_code/requirements.py": {
+        "_ADVICE": "pip says why it failed in its output only",
+        "'No matching distribution found' in message": "as above",
+    },
+    "report/findings.py": {"run.outcome == RUNNING": "the constant is the kind, and says itself to people"},
+    "submit/job_file.py": {
+        "_UNKNOWN_KEY": _PARSER,
+        "_UNKNOWN_KEY.search(message)": _PARSER,
+        """re.search('"(environment|hyperparameters)', message)""": _PARSER,
+        r"re.sub('(?is)(got value: ).*', f'\\g<1>{HIDDEN}', message)": _PARSER,
+    },
+    "submit/retry.py": {"_QUOTA": _SERVICE, "_NO_CAPACITY not in reason": _SERVICE},
+    "submit/script_check.py": {
+        "_ON_HOSTS in message": _STDERR,
+        "'error: ' in line": _STDERR,
+        r"'\n    '.join(lines[start:]).partition('error: ')": _STDERR,
+    },
+    "submit/service_limits.py": {"re.fullmatch(_pattern(pattern), text)": _SETTING},
+    "top/screen.py": {"event.text.split()": "puts a text on one line"},
+    "training/checkpoints/durable_io.py": {
+        "_STREAM_WRITER": "torch raises a RuntimeError for a full disk",
+        "'://' in text": "an address",
+    },
+    "training/checkpoints/newest.py": {
+        r"re.search('GLOBAL ([\\w.]+)', str(error))": "torch's error has no field for it"
+    },
+}
+# What once decided: put back, it must be found.
+_ONCE = r"""
+HANG = "The training hangs:"
+DATA_WAIT = "data_wait"
+_SUCCESSES = ("finished", "the process ended")
+_ALONE_START = "No Trainer used SageMakerEnvironment."
+_TRACEBACK = "Traceback (most recent call last):"
+_BANNER = re.compile(r"\| host (\S+), group (\w+)")
+{}
+"""
+
+
+_VALUES = (ast.Constant, ast.Tuple, ast.List, ast.Set, ast.JoinedStr, ast.BinOp)
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _constants(tree: ast.Module) -> dict[str, ast.expr]:
+    """What the names of a module stand for that are assigned once, or imported from the package."""
+    found: dict[str, ast.expr] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "lightning_sm":
+            path = _PACKAGE.parent / f"{(node.module or '').replace('.', '/')}.py"
+            known = _constants(_tree(path)) if path.is_file() else {}
+            found |= {alias.asname or alias.name: known[alias.name] for alias in node.names if alias.name in known}
+        elif isinstance(node, ast.Assign):
+            (target,) = node.targets
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                found |= {one.id: value for one, value in zip(target.elts, node.value.elts, strict=True)}
+            elif isinstance(target, ast.Name):
+                found[target.id] = node.value
+    return {name: value for name, value in found.items() if isinstance(value, _VALUES)}
+
+
+def _is_phrase(node: ast.AST, constants: dict[str, ast.expr]) -> bool:
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name) and part.id in constants:
+            others = {name: value for name, value in constants.items() if name != part.id}
+            if _is_phrase(constants[part.id], others):
+                return True
+        elif isinstance(part, ast.Constant) and isinstance(part.value, (str, bytes)):
+            value = part.value if isinstance(part.value, str) else part.value.decode("latin-1")
+            if _PHRASE.search(value):
+                return True
+    return False
+
+
+def _is_text(node: ast.expr) -> bool:
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
+    return name in _TEXTS
+
+
+def _is_decision(node: ast.AST, constants: dict[str, ast.expr]) -> bool:
+    """Whether an expression cuts, searches or compares a text for people."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        owner, method = node.func.value, node.func.attr
+        has_phrase = any(_is_phrase(one, constants) for one in node.args)
+        if getattr(owner, "id", None) == "re" or method in _PATTERNS - _CUTS:
+            return any(map(_is_text, node.args)) or (has_phrase and getattr(owner, "id", None) == "re")
+        return (method in _CUTS and _is_text(owner)) or (method in _CUTS | _SEARCHES and has_phrase)
+    if isinstance(node, ast.Compare):
+        is_in_text = isinstance(node.ops[0], (ast.In, ast.NotIn)) and _is_text(node.comparators[0])
+        values = [value for value in (node.left, *node.comparators) if not isinstance(value, ast.Attribute)]
+        return is_in_text or any(_is_phrase(value, constants) for value in values)
+    return False
+
+
+def _decisions(tree: ast.Module) -> Iterator[str]:
+    """Name each decision by the constant that it defines, else as it is written."""
+    constants = _constants(tree)
+    for statement in tree.body:
+        for node in ast.walk(statement):
+            if _is_decision(node, constants):
+                yield ast.unparse(statement.targets[0] if isinstance(statement, ast.Assign) else node)
+
+
+def test_no_text_for_people_decides():
+    """What cuts, searches or compares one is in the table, and all that is in the table exists."""
+    found = {
+        path.relative_to(_PACKAGE).as_posix(): set(_decisions(_tree(path))) for path in sorted(_PACKAGE.rglob("*.py"))
+    }
+    assert {file: names for file, names in found.items() if names} == {
+        file: set(reasons) for file, reasons in _EXCEPTIONS.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "decision",
+    [
+        "job.reason.startswith(HANG)",
+        "reason.startswith(HANG)",
+        "report.startswith(DATA_WAIT)",
+        "line.startswith(_ALONE_START)",
+        "beat.phase.startswith('failed with ')",
+        "first.endswith('last lines of stderr:')",
+        "failure_reason(tail, 2).removeprefix('error: ')",
+        "why.removeprefix('lightning-sm: error: ')",
+        "words.endswith('fast')",
+        "rank.rpartition(' on ')",
+        "text.partition(f'\\n{_TRACEBACK}\\n')",
+        "outcome in _SUCCESSES",
+        "program.origin == 'hyperparameter sagemaker_program'",
+        "section.title != 'Where the time went'",
+        "'the stop was first' in said",
+        "re.search('no progress on host', said)",
+        "_BANNER.match(line.text)",
+    ],
+)
+def test_what_once_decided_would_be_found(decision):
+    """Each of these was in the package, or is written as those were."""
+    assert decision in set(_decisions(ast.parse(_ONCE.format(decision))))
+    assert not set(_decisions(ast.parse("outcome.kind is OutcomeKind.HANG\npath.endswith('.ckpt')\n'a' in names")))
