@@ -53,6 +53,7 @@ class Beat:
         epoch: The epoch, from 0.
         phase: What it does, such as "training" or "validating".
         may_pause: Whether what it does may take longer than any step: it compiles, saves a checkpoint, or loads data.
+        trained_epoch: The epoch of the last training batch that has ended, from 1; 0 before the first one.
     """
 
     pid: int
@@ -62,6 +63,7 @@ class Beat:
     epoch: int = 0
     phase: str = "starting"
     may_pause: bool = True
+    trained_epoch: int = 0
 
 
 class OwnProcess:
@@ -81,10 +83,17 @@ class OwnProcess:
         self.beat()
 
     def beat(
-        self, rank: int = -1, step: int = 0, epoch: int = 0, phase: str = "starting", *, may_pause: bool = True
+        self,
+        rank: int = -1,
+        step: int = 0,
+        epoch: int = 0,
+        phase: str = "starting",
+        *,
+        may_pause: bool = True,
+        trained_epoch: int = 0,
     ) -> None:
         """Say where this process stands; see ``Beat``."""
-        line = f"{time.monotonic():.3f} {rank} {step} {epoch} {may_pause:d} {phase}"
+        line = f"{time.monotonic():.3f} {rank} {step} {epoch} {trained_epoch} {may_pause:d} {phase}"
         os.pwrite(self._file, line.ljust(_LINE_CHARS).encode(), 0)
 
     def note_saved(self, paths: Sequence[Path]) -> None:
@@ -174,5 +183,5 @@ class ControlFolder:
 def _parsed(pid: int, line: str) -> Beat:
     if not line.strip():
         return Beat(pid, time.monotonic())
-    at, rank, step, epoch, may_pause, phase = line.split(maxsplit=5)
-    return Beat(pid, float(at), int(rank), int(step), int(epoch), phase.strip(), may_pause == "1")
+    at, rank, step, epoch, trained_epoch, may_pause, phase = line.split(maxsplit=6)
+    return Beat(pid, float(at), int(rank), int(step), int(epoch), phase.strip(), may_pause == "1", int(trained_epoch))

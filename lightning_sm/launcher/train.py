@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from lightning_sm._linux import terminate_with_parent
 from lightning_sm._log import command_logger
 from lightning_sm.errors import HyperparameterError, JobConfigError, LightningSMError
 from lightning_sm.job.command_line import job_arguments
@@ -45,7 +44,6 @@ from lightning_sm.job.variables import (
     DEVICES,
     HANG_S,
     MAX_RESTARTS,
-    PARENT_PID,
     PEERS_TIMEOUT_S,
     PRICES,
     REPORT_S,
@@ -106,9 +104,6 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
     Returns:
         The script's exit code; 128 + n if signal n killed it; 2 if it could not be started.
     """
-    emulator_pid = PARENT_PID.read(env)
-    if emulator_pid is not None and not terminate_with_parent(emulator_pid):
-        return INTERRUPTED_EXIT_CODE
     output_dir = _output_dir(env)
     if output_dir is not None:
         remove_failure(output_dir)
@@ -150,7 +145,7 @@ class _HostLauncher:
         self._schedule = StopSchedule.from_environment(env)
         folder = CONTROL_DIR.read(env) or Path(tempfile.mkdtemp(prefix="lightning_sm-"))
         self._control = ControlFolder(folder)
-        self._child = ChildProcess(self._schedule, self._control, PARENT_PID.read(env))
+        self._child = ChildProcess(self._schedule, self._control)
         self._preparation = Preparation(self._child, env)
         self._record = HostRecord(job, topology.role, lambda: self._child.stopped_by, env)
         self._report_s = REPORT_S.read(env)
@@ -388,7 +383,7 @@ class _HostLauncher:
     def _environment(
         self, program: Program, script: Script, argv: Sequence[str], devices: int | None
     ) -> dict[str, str]:
-        env = {name: value for name, value in self._env.items() if name != PARENT_PID.name}
+        env = dict(self._env)
         if devices is not None:
             env[DEVICES.name] = str(devices)
         env[CONTROL_DIR.name] = str(self._control.path)

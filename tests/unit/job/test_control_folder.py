@@ -36,9 +36,11 @@ def test_a_process_says_where_it_stands(control, announced):
     (first,) = control.beats()
     assert first == Beat(os.getpid(), first.at)
     process.beat(3, 1200, 7, "saving a very long checkpoint", may_pause=True)
-    process.beat(3, 1201, 7, "training", may_pause=False)
+    process.beat(3, 1201, 7, "training", may_pause=False, trained_epoch=8)
     (last,) = control.beats()
-    assert last == replace(last, pid=os.getpid(), rank=3, step=1201, epoch=7, phase="training", may_pause=False)
+    assert last == replace(
+        last, pid=os.getpid(), rank=3, step=1201, epoch=7, phase="training", may_pause=False, trained_epoch=8
+    )
     assert first.at <= last.at
 
 
