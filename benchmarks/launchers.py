@@ -25,8 +25,8 @@ import psutil
 
 from lightning_sm._table import draw_table
 from lightning_sm.emulator.cluster import ClusterSpec, LocalCluster, LocalHost
+from lightning_sm.emulator.guard import guarded
 from lightning_sm.job.emulated_service import GroupSpec
-from lightning_sm.job.variables import PARENT_PID
 
 # 64 interpreters start one after the other on few CPUs; a launcher that hangs must not hang the benchmark.
 _TIMEOUT_S = 300.0
@@ -138,7 +138,7 @@ class ManyLaunchers:
         with (host.base_dir / "log").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "lightning_sm", "train", str(script)],
-                env={**host.env, PARENT_PID.name: str(os.getpid())},  # so that they end with this process
+                env=dict(host.env),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -191,7 +191,7 @@ def run(name: str, num_hosts: int) -> Ending:
         script = Path(folder) / "wait.py"
         script.write_text(_SCRIPT)
         spec = ClusterSpec(groups=[GroupSpec("trainer", num_hosts)])
-        with LocalCluster(spec, Path(folder) / "jobs") as cluster:
+        with LocalCluster(spec, Path(folder) / "jobs") as cluster, guarded(cluster.job_dir):
             return ManyLaunchers(cluster, script, processes).end(name, CAUSES[name])
 
 

@@ -79,19 +79,6 @@ def handles_signal(pid: int, signum: int, *, or_blocks: bool = False) -> bool | 
     return any(int(mask, 16) >> (signum - 1) & 1 for mask in found)
 
 
-def terminate_with_parent(parent_pid: int) -> bool:
-    """Get SIGTERM when the parent dies (Linux only).
-
-    Args:
-        parent_pid: Process id that the parent had when it started this process.
-
-    Returns:
-        False if the parent is already dead: then no signal comes.
-    """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    return os.getppid() == parent_pid
-
-
 def kill_with_parent() -> None:
     """Get SIGKILL when the thread that started this process dies (Linux only)."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import signal
 import subprocess
@@ -71,14 +70,9 @@ class Context:
         return self._facts[2]
 
     @property
-    def is_emulated(self) -> bool:
+    def shares_machine(self) -> bool:
         """Whether the hosts of the job share this machine, as those of ``lightning-sm local`` do."""
-        if self.job is None:
-            return False
-        try:
-            return ipaddress.ip_address(self.job.addresses.get(self.job.current_host, "")).is_loopback
-        except ValueError:
-            return False
+        return self.job is not None and self.job.shares_machine
 
     # Read in the threads of the checks that need it: a file that hangs hangs only them, until their deadline.
     @cached_property

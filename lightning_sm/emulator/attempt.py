@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import psutil
 
@@ -17,8 +15,11 @@ from lightning_sm._linux import adopt_orphans
 from lightning_sm.emulator.cluster import LocalCluster, LocalHost
 from lightning_sm.emulator.faults import RESUMED, Fault, FaultPlan, Kind, Moment, host_name
 from lightning_sm.emulator.output import Output
-from lightning_sm.emulator.running_host import EmulatedHost, processes_of_job, signal_process
-from lightning_sm.job.variables import HOST_ADDRESSES, REPORT_S, SLOW_NAMES, STEP_FILE
+from lightning_sm.emulator.processes import processes_of_job, signal_process
+from lightning_sm.emulator.running_host import EmulatedHost
+from lightning_sm.emulator.slow_names import resolver_variables
+from lightning_sm.job.control_folder import ControlFolder
+from lightning_sm.job.variables import HOST_ADDRESSES, REPORT_S
 from lightning_sm.launcher.run_report import REPORT_LIMIT_WHEN_STOPPED_S
 from lightning_sm.record.events import FOLDER
 
@@ -93,7 +94,7 @@ class Attempt:
         for host in cluster.hosts:
             self._members.setdefault(host.group, []).append(host.name)
         self._changed = threading.Event()
-        self._step_file = cluster.job_dir / "step"
+        self._position = (0, 0)
         self._waiting: list[tuple[float, LocalHost]] = []
         self._thaws: list[tuple[float, EmulatedHost]] = []
         self._interruption: _Interruption | None = None
@@ -103,11 +104,10 @@ class Attempt:
         """Start all hosts and wait until they end; no process outlives this call."""
         spared = {process.pid for process in psutil.Process().children(recursive=True)}
         adopt_orphans(True)
-        self._step_file.unlink(missing_ok=True)
         self._began_at = time.monotonic()
         delays = {self._host_name(fault): fault.seconds or 0.0 for fault in self._plan.take(Kind.LATE)}
         self._waiting = [(self._began_at + delays.get(host.name, 0.0), host) for host in self._cluster.hosts]
-        variables = self._variables()
+        variables = self._slow_names()
         try:
             while True:
                 self._start_due(variables)
@@ -121,25 +121,24 @@ class Attempt:
         finally:
             self._kill_descendants(spared)
             for host in self.hosts:
-                host.forget_frozen()
                 host.waiter.join(timeout=_GRACE_S)
                 host.reader.join(timeout=_GRACE_S)
             self._output.say_repeats()
             self._say_lost()
             adopt_orphans(False)
 
-    def _variables(self) -> dict[str, str]:
-        """Environment variables of all hosts that faults need."""
-        variables = {STEP_FILE.name: str(self._step_file)} if self._plan.settings.faults else {}
+    def _slow_names(self) -> dict[str, str]:
+        """Environment variables of all hosts by which names do not resolve yet."""
         slow = self._plan.take(Kind.SLOW_DNS)
-        if slow:
-            addresses = HOST_ADDRESSES.read(self._cluster.hosts[0].env)
-            resolves_at: dict[str, float] = {}
-            for fault in slow:
-                name = self._host_name(fault)
-                resolves_at[addresses.get(name, name)] = self._began_at + (fault.seconds or 0.0)
-            variables[SLOW_NAMES.name] = json.dumps(resolves_at)
-        return variables
+        if not slow:
+            return {}
+        env = self._cluster.hosts[0].env
+        addresses = HOST_ADDRESSES.read(env)
+        resolves_at: dict[str, float] = {}
+        for fault in slow:
+            name = self._host_name(fault)
+            resolves_at[addresses.get(name, name)] = self._began_at + (fault.seconds or 0.0)
+        return resolver_variables(self._cluster.job_dir / "resolver", resolves_at, env)
 
     def _start_due(self, variables: Mapping[str, str]) -> None:
         if self._interruption is not None:
@@ -160,7 +159,10 @@ class Attempt:
             self._output.say(f"Host {host.host.name} resumed.")
 
     def _inject_due(self) -> None:
-        moment = Moment(time.monotonic() - self._began_at, *_read_position(self._step_file))
+        if not self._plan.pending:
+            return
+        self._read_position()
+        moment = Moment(time.monotonic() - self._began_at, *self._position)
         for fault in self._plan.due(moment):
             targets = [
                 host for host in self._running() if fault.host is None or host.host.name == self._host_name(fault)
@@ -173,6 +175,12 @@ class Attempt:
             self._output.say(f"Fault {fault.text}: {names} at {moment}.")
             inject()
             self._plan.done(fault)
+
+    def _read_position(self) -> None:
+        """Read how far rank 0 is: its step and epoch at the end of a batch, which stay known when it has exited."""
+        for beat in ControlFolder(self._cluster.main_host.control_dir).beats():
+            if beat.rank == 0 and beat.trained_epoch:
+                self._position = (beat.step, beat.trained_epoch)
 
     def _injection(self, fault: Fault, targets: list[EmulatedHost]) -> Callable[[], object] | None:
         """What injects a fault; None if that is not possible (yet)."""
@@ -339,12 +347,3 @@ class Attempt:
                 signal_process(process, psutil.Process.kill)
             psutil.wait_procs([process for process in left if process.pid not in launchers], timeout=_POLL_S)
             self._pause()
-
-
-def _read_position(path: Path) -> tuple[int, int]:
-    """Step and epoch; zeros while nothing, or only half a line, has been written."""
-    try:
-        step, epoch = path.read_text(encoding="ascii").split()
-        return int(step), int(epoch)
-    except (OSError, ValueError):
-        return 0, 0

@@ -26,7 +26,17 @@ from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.job.hyperparameters import encode
 from lightning_sm.job.secret import new_secret
 from lightning_sm.job.topology import Role, Topology
-from lightning_sm.job.variables import CONTROL_DIR, DEVICES, HOST_ADDRESSES, MAIN_PORT, PREFIX, PRICES, REPORT_S
+from lightning_sm.job.variables import (
+    CONTROL_DIR,
+    DEVICES,
+    HOST_ADDRESSES,
+    INSTALL_REQUIREMENTS,
+    MAIN_PORT,
+    PREFIX,
+    PRICES,
+    REPORT_S,
+    Install,
+)
 
 # Variables that a launcher, a toolkit or another job left in this shell; the hosts would take them for their own.
 _LEAKING_PREFIXES = (PREFIX, "MASTER_", "OMPI_", "PMI", "SAGEMAKER_", "SLURM_", "SM_", "TORCHELASTIC_", "TRAINING_JOB_")
@@ -89,6 +99,7 @@ class LocalHost:
         role: Its role in the job.
         base_dir: The folder that takes the place of ``/opt/ml``.
         env: The complete environment of its processes.
+        control_dir: Where its training processes say how far they are.
         checkpoint_dir: Its checkpoint folder, or None; all hosts may share one.
     """
 
@@ -97,6 +108,7 @@ class LocalHost:
     role: Role
     base_dir: Path
     env: Mapping[str, str]
+    control_dir: Path
     checkpoint_dir: Path | None
 
 
@@ -113,6 +125,7 @@ class LocalCluster:
         checkpoint_dir: Checkpoint folder that all hosts share, or that stands for S3, or None.
         attempt: Number of the current attempt, from 1.
         hosts: The hosts, in the order of their numbers.
+        main_host: The host of rank 0.
         keep: Whether to keep the folders on exit.
 
     Raises:
@@ -145,7 +158,7 @@ class LocalCluster:
             self._lock = create_run_folder(self.job_dir)
             if self.checkpoint_dir is not None:
                 self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-            self.hosts = self._make_hosts(groups, topology)
+            self._make_hosts(groups, topology)
         except OSError as error:
             self._ports.close()
             self.remove()
@@ -194,7 +207,7 @@ class LocalCluster:
             aside.mkdir()
             for host in self.hosts:
                 host.base_dir.rename(aside / host.name)
-            self.hosts = self._make_hosts(groups, _topology(groups, self._stated, self.name))
+            self._make_hosts(groups, _topology(groups, self._stated, self.name))
         except OSError as error:
             raise OutputDirectoryError(f"{error.filename}: cannot be written ({error.strerror}).") from error
 
@@ -215,8 +228,9 @@ class LocalCluster:
         # The seed is a text because the first draws of similar numbers are similar.
         return random.Random(None if seed is None else f"{seed} {self.attempt} {purpose}")  # noqa: S311 - no secret
 
-    def _make_hosts(self, groups: Sequence[InstanceGroup], topology: Topology) -> tuple[LocalHost, ...]:
-        return tuple(self._make_host(name, groups, topology) for name in _host_names(self._spec))
+    def _make_hosts(self, groups: Sequence[InstanceGroup], topology: Topology) -> None:
+        self.hosts = tuple(self._make_host(name, groups, topology) for name in _host_names(self._spec))
+        self.main_host = next(host for host in self.hosts if host.name == topology.main_host)
 
     def _make_host(self, name: str, groups: Sequence[InstanceGroup], topology: Topology) -> LocalHost:
         base_dir = self.job_dir / name
@@ -244,7 +258,8 @@ class LocalCluster:
             "TRAINING_JOB_NAME": self.name,
             CONTROL_DIR.name: str(control_dir),
         }
-        return LocalHost(name, resources["current_group_name"], topology.role_of(name), base_dir, env, checkpoint_dir)
+        role = topology.role_of(name)
+        return LocalHost(name, resources["current_group_name"], role, base_dir, env, control_dir, checkpoint_dir)
 
 
 def _check(spec: ClusterSpec) -> None:
@@ -260,6 +275,11 @@ def _check(spec: ClusterSpec) -> None:
         raise JobConfigError(f"--devices is {spec.devices}; a trainer host needs at least 1 process.")
     if spec.upload_delay_s is not None and not 0 <= spec.upload_delay_s < math.inf:
         raise JobConfigError(f"--upload-delay {spec.upload_delay_s:g}: expected 0 seconds or more.")
+    if INSTALL_REQUIREMENTS.read(spec.environment) in (Install.ALWAYS, Install.UNPROTECTED):
+        raise JobConfigError(
+            f"--env {INSTALL_REQUIREMENTS.name}={spec.environment[INSTALL_REQUIREMENTS.name]}: emulated hosts use the "
+            "packages of this Python, and install none. Leave the variable out, and install the requirements yourself."
+        )
     for name, folder in spec.channels.items():
         if not _CHANNEL_NAME.fullmatch(name) or name in {".", ".."}:
             raise JobConfigError(f"Channel {name!r}: expected at most 64 letters, digits, '.', '-' or '_'.")
@@ -295,6 +315,7 @@ def _shared_environment(spec: ClusterSpec) -> dict[str, str]:
         **{setting.name: os.environ[setting.name] for setting in (REPORT_S, PRICES) if setting.name in os.environ},
         HOST_ADDRESSES.name: json.dumps(dict(zip(hosts, loopback_addresses(len(hosts)), strict=True))),
         **spec.environment,
+        INSTALL_REQUIREMENTS.name: Install.NEVER.value,
     }
 
 

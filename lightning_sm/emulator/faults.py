@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lightning_sm.errors import JobConfigError
-from lightning_sm.job.variables import STEP_FILE
 
 # The service's time from SIGTERM to SIGKILL: "Using Your Own Training Algorithms" (docker stop -t 120).
 SERVICE_GRACE_S = 120.0
 
-HELP = f"""\
+HELP = """\
 faults (--fault, repeatable; each is injected once, in the first attempt that reaches it):
   kill:HOST@WHEN                      SIGKILL to all processes of the host at once
   kill-rank:HOST[/LOCAL_RANK]@WHEN    SIGKILL to one training process (default: local rank 0)
@@ -33,7 +32,8 @@ faults (--fault, repeatable; each is injected once, in the first attempt that re
     epoch=N         after the first step of epoch N (epochs count from 1, as in the progress lines)
     after=SECONDS   since the start of the attempt
     start           as soon as the process runs; for SIGTERM, as soon as the launchers can handle it
-  SageMakerCLI reports the steps. Other scripts can write "STEP EPOCH" to the file {STEP_FILE.name}.
+  SageMakerCLI and SageMakerTrainer report the steps. Any other Trainer does so with the callback Heartbeat from
+  lightning_sm.training.callbacks.heartbeat.
   The next attempt keeps the job's name, hyperparameters and checkpoint folder (without --checkpoints, one in the
   job's folder). All other folders are empty, and hosts are reassigned to groups at random.
 """

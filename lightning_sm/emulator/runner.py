@@ -19,6 +19,7 @@ from lightning_sm._text import listed
 from lightning_sm.emulator.attempt import Attempt, AttemptOutcome
 from lightning_sm.emulator.cluster import LocalCluster, LocalHost
 from lightning_sm.emulator.faults import FaultPlan, FaultSettings
+from lightning_sm.emulator.guard import guarded
 from lightning_sm.emulator.output import Output
 from lightning_sm.job.stopping import MAX_REASON_CHARS
 from lightning_sm.launcher.failure import Place, ending_of
@@ -50,7 +51,8 @@ def run(cluster: LocalCluster, command: Sequence[str], settings: FaultSettings, 
     output = Output(sys.stdout.buffer, [host.name for host in cluster.hosts])
     # Until the last line: a late Ctrl-C must not remove folders that are to be kept.
     with _noted_signals() as signals:
-        attempts, outcome = _run_attempts(cluster, command, output, settings, signals)
+        with guarded(cluster.job_dir):
+            attempts, outcome = _run_attempts(cluster, command, output, settings, signals)
         cluster.keep = not discard or outcome.exit_code != 0
         output.say(_table(attempts))
         output.say("\n".join(_whereabouts(cluster)))

@@ -9,26 +9,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import psutil
 
-from lightning_sm._linux import ADOPTS_ORPHANS, handles_signal
+from lightning_sm._linux import handles_signal
 from lightning_sm.emulator.agent import UploadAgent
 from lightning_sm.emulator.cluster import LocalHost
 from lightning_sm.emulator.output import Output
-from lightning_sm.job.variables import PARENT_PID
+from lightning_sm.emulator.processes import is_alive, processes_of_job, signal_process, variable_of
 
 # Time for processes to end after SIGKILL; only one that waits for a disk or a network folder needs it.
 _KILL_S = 5.0
 # Time for processes to stop after SIGSTOP. A process that waits for a stopped child to start a program never stops.
 _FREEZE_S = 1.0
 _POLL_S = 0.01
-# Kills frozen processes if the emulator dies, because they do not react to the SIGTERM that they receive then. Reads
-# process ids, and kills them at the end of its input, unless _END comes first.
-_END = "end"
-_WATCHDOG = f'while read -r line; do [ "$line" = {_END} ] && exit; pids="$pids $line"; done; kill -KILL $pids'
 
 
 class EmulatedHost:
@@ -69,11 +64,10 @@ class EmulatedHost:
         self._script = os.path.basename(command[0])
         self._changed = changed
         self._frozen: list[psutil.Process] = []
-        self._watchdog: subprocess.Popen[bytes] | None = None
         self._started_at = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lightning_sm", "train", *command],
-            env={**host.env, **variables, PARENT_PID.name: str(os.getpid())},
+            env={**host.env, **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -129,32 +123,22 @@ class EmulatedHost:
         """
         with contextlib.suppress(psutil.NoSuchProcess):
             for script in psutil.Process(self.process.pid).children():
-                if not _is_alive(script) or not self._is_script(script):
+                if not is_alive(script) or not self._is_script(script):
                     continue
                 if local_rank == 0:
                     return script
                 # Children of the rank inherit the variable; the rank itself is the oldest.
                 processes = script.children(recursive=True)
-                ranks = [process for process in processes if _variable(process, "LOCAL_RANK") == str(local_rank)]
+                ranks = [process for process in processes if variable_of(process, "LOCAL_RANK") == str(local_rank)]
                 return min(ranks, key=psutil.Process.create_time, default=None)
         return None
 
     def freeze(self) -> None:
         """Send SIGSTOP to all processes of the host, including those that are just starting."""
-        if self._watchdog is None:
-            self._watchdog = subprocess.Popen(
-                ["/bin/sh", "-c", _WATCHDOG],
-                env={},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
         deadline = time.monotonic() + _FREEZE_S
         while time.monotonic() < deadline:
             new = [process for process in self._processes() if process not in self._frozen]
             for process in new:
-                _write_line(self._watchdog, str(process.pid))
                 signal_process(process, psutil.Process.suspend)
             self._frozen += new
             # A process that was forking when the signal came has its child by the time it is stopped.
@@ -167,15 +151,7 @@ class EmulatedHost:
         """Send SIGCONT to all frozen processes."""
         for process in self._frozen:
             signal_process(process, psutil.Process.resume)
-        self.forget_frozen()
-
-    def forget_frozen(self) -> None:
-        """Stop the watchdog of frozen processes."""
         self._frozen = []
-        if self._watchdog is not None:
-            _write_line(self._watchdog, _END)
-            self._watchdog.communicate()
-            self._watchdog = None
 
     def kill(self) -> None:
         """Send SIGKILL to all processes of the host, which are frozen first, so that none sees another one die."""
@@ -185,7 +161,6 @@ class EmulatedHost:
             for process in left:
                 signal_process(process, psutil.Process.kill)
             time.sleep(_POLL_S)
-        self.forget_frozen()
         self.waiter.join(timeout=_KILL_S)  # so that its exit code is known
 
     def _wait(self) -> None:
@@ -205,54 +180,14 @@ class EmulatedHost:
                 below = {launcher, *launcher.children(recursive=True)}
         # Orphans: the host's folder in their environment shows where they belong.
         others = [process for process in processes_of_job(self.host.base_dir.parent) if process not in below]
-        mine = [process for process in others if _variable(process, "SAGEMAKER_BASE_DIR") == str(self.host.base_dir)]
-        return [process for process in (*below, *mine) if _is_alive(process)]
+        mine = [process for process in others if variable_of(process, "SAGEMAKER_BASE_DIR") == str(self.host.base_dir)]
+        return [process for process in (*below, *mine) if is_alive(process)]
 
     def _is_script(self, process: psutil.Process) -> bool:
         try:
             return any(argument.endswith(self._script) for argument in process.cmdline())
         except psutil.Error:
             return False
-
-
-def processes_of_job(job_dir: Path) -> list[psutil.Process]:
-    """The descendants of this process, orphans included.
-
-    Args:
-        job_dir: Where orphans are not adopted, they are known by a host's folder in this one, in their environment.
-    """
-    found = psutil.Process().children(recursive=True)
-    if not ADOPTS_ORPHANS:
-        others = (process for process in psutil.process_iter() if process not in found)
-        found += [one for one in others if Path(_variable(one, "SAGEMAKER_BASE_DIR") or "/").parent == job_dir]
-    return found
-
-
-def _write_line(process: subprocess.Popen[bytes], line: str) -> None:
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):  # the watchdog was killed
-            process.stdin.write(f"{line}\n".encode())
-            process.stdin.flush()
-
-
-def signal_process(process: psutil.Process, send: Callable[[psutil.Process], None]) -> None:
-    """Call ``psutil.Process.kill``, ``suspend`` or ``resume``, unless the process has already ended."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        send(process)
-
-
-def _variable(process: psutil.Process, name: str) -> str | None:
-    try:
-        return process.environ().get(name)
-    except (psutil.Error, OSError):  # it has ended, or belongs to another user
-        return None
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _is_stopped(process: psutil.Process) -> bool:

@@ -75,6 +75,7 @@ class Beat:
         epoch: The epoch, from 0.
         phase: What it does.
         error: The exception with which it failed.
+        trained_epoch: The epoch of the last training batch that has ended, from 1; 0 before the first one.
     """
 
     pid: int
@@ -84,6 +85,7 @@ class Beat:
     epoch: int = 0
     phase: Phase = Phase.STARTING
     error: str = ""
+    trained_epoch: int = 0
 
     @property
     def doing(self) -> str:
@@ -108,10 +110,17 @@ class OwnProcess:
         self.beat()
 
     def beat(
-        self, rank: int = -1, step: int = 0, epoch: int = 0, phase: Phase = Phase.STARTING, error: str = ""
+        self,
+        rank: int = -1,
+        step: int = 0,
+        epoch: int = 0,
+        phase: Phase = Phase.STARTING,
+        error: str = "",
+        *,
+        trained_epoch: int = 0,
     ) -> None:
         """Say where this process stands; see ``Beat``."""
-        line = f"{time.monotonic():.3f} {rank} {step} {epoch} {phase.name} {error}"
+        line = f"{time.monotonic():.3f} {rank} {step} {epoch} {trained_epoch} {phase.name} {error}"
         os.pwrite(self._file, line.encode(errors="replace")[:_LINE_BYTES].ljust(_LINE_BYTES), 0)
 
     def note_saved(self, paths: Sequence[Path]) -> None:
@@ -223,5 +232,7 @@ class ControlFolder:
 def _parsed(pid: int, line: str) -> Beat:
     if not line.strip():
         return Beat(pid, time.monotonic())
-    at, rank, step, epoch, phase, *error = line.split(maxsplit=5)
-    return Beat(pid, float(at), int(rank), int(step), int(epoch), Phase[phase], "".join(error).strip())
+    at, rank, step, epoch, trained_epoch, phase, *error = line.split(maxsplit=6)
+    return Beat(
+        pid, float(at), int(rank), int(step), int(epoch), Phase[phase], "".join(error).strip(), int(trained_epoch)
+    )

@@ -6,6 +6,7 @@ different part of the container contract. ``SageMakerJob`` reads them in one ord
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import re
@@ -124,6 +125,14 @@ class SageMakerJob:
     def current_group(self) -> InstanceGroup:
         """The instance group of this host."""
         return next(group for group in self.groups if self.current_host in group.hosts)
+
+    @property
+    def shares_machine(self) -> bool:
+        """Whether the hosts of the job share this machine: the address of this one is of the loopback interface."""
+        try:
+            return ipaddress.ip_address(self.addresses.get(self.current_host, "")).is_loopback
+        except ValueError:
+            return False
 
     @property
     def asks_for_smddp(self) -> bool:

@@ -16,7 +16,7 @@ from lightning_sm._text import listed
 from lightning_sm.errors import HostResolutionError, PortInUseError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Topology
-from lightning_sm.job.variables import MAIN_PORT, SLOW_NAMES
+from lightning_sm.job.variables import MAIN_PORT
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,6 @@ _LEAST_ANSWER_S = 0.1
 
 def resolves(address: str) -> bool:
     """Whether a host name or IP address resolves."""
-    if time.monotonic() < SLOW_NAMES.read(os.environ).get(address, 0.0):
-        return False
     try:
         socket.getaddrinfo(address, None)
     except socket.gaierror:

@@ -306,14 +306,6 @@ CONTROL_DIR = Setting[Path | None](
     "on SIGUSR2.",
     is_internal=True,
 )
-PARENT_PID = Setting[int | None](
-    name="LIGHTNING_SM_PARENT_PID",
-    parse=whole_number(*_PIDS),
-    default=None,
-    default_text="not emulated",
-    meaning="Process id of the emulator, with which the launchers of its hosts end.",
-    is_internal=True,
-)
 RANK_ZERO_PID = Setting[int | None](
     name="LIGHTNING_SM_RANK_ZERO_PID",
     parse=whole_number(*_PIDS),
@@ -328,23 +320,6 @@ RECORD_DIR = Setting[Path | None](
     default=None,
     default_text="the next attempt's, in the job's record",
     meaning="Folder for what this attempt of the job writes down of its run.",
-    is_internal=True,
-)
-SLOW_NAMES = Setting[Mapping[str, float]](
-    name="LIGHTNING_SM_SLOW_NAMES",
-    parse=_json_object,
-    default={},
-    default_text="none",
-    meaning="JSON object of address to the time (of time.monotonic) before which it does not resolve: a fault of the "
-    "emulator.",
-    is_internal=True,
-)
-STEP_FILE = Setting[Path | None](
-    name="LIGHTNING_SM_STEP_FILE",
-    parse=Path,
-    default=None,
-    default_text="none",
-    meaning="File to which rank 0 writes its step and epoch, so that the emulator injects faults at a given step.",
     is_internal=True,
 )
 
@@ -364,11 +339,8 @@ SETTINGS: tuple[Setting[Any], ...] = (
     HOST_ADDRESSES,
     JOB_SECRET,
     CONTROL_DIR,
-    PARENT_PID,
     RANK_ZERO_PID,
     RECORD_DIR,
-    SLOW_NAMES,
-    STEP_FILE,
 )
 USER_SETTINGS = tuple(setting for setting in SETTINGS if not setting.is_internal)
 

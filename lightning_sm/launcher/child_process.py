@@ -42,8 +42,6 @@ _PAUSE_S = 0.3
 # To read what a pipe still holds (64 KiB on Linux).
 _DRAIN_S = 2.0
 _POLL_S = 0.05
-# A stage that is not a signal.
-_KILL_IF_ORPHANED = 0
 
 
 def ignore_signals() -> None:
@@ -59,7 +57,6 @@ class ChildProcess:
     Args:
         schedule: What to send to the command, and when, after this process was told to stop.
         control: Where processes of the command announce themselves.
-        parent: Process id of the emulator, with which the command ends; None on SageMaker.
 
     Attributes:
         stopped_by: The signal that told this process to stop; None if there was none.
@@ -69,7 +66,7 @@ class ChildProcess:
         on_late_signal: Called when a signal arrives after a command has exited.
     """
 
-    def __init__(self, schedule: StopSchedule, control: ControlFolder, parent: int | None = None) -> None:
+    def __init__(self, schedule: StopSchedule, control: ControlFolder) -> None:
         self.stopped_by: int | None = None
         self.stopped_at: float | None = None
         self.end_requested = False  # these two are written by any thread; the others below only by the main thread
@@ -82,7 +79,6 @@ class ChildProcess:
         self._control = control
         self._exit_codes: dict[int, int] = {}  # of orphans, by process id
         self._stages: list[tuple[float, int]] = []
-        self._parent = parent
         self._process: subprocess.Popen[bytes] | None = None
         self._tail = bytearray()
         self._condensed = CondensedBytes()
@@ -221,8 +217,6 @@ class ChildProcess:
         self.stopped_by = signum
         if self.stopped_at is None:
             self.stopped_at = now
-        if self._parent is not None:
-            self._stages.append((now + _KILL_GRACE_S, _KILL_IF_ORPHANED))
         if signum != signal.SIGTERM:
             self._send(signum)
         elif not is_repeated:  # timeout(1), and programs that forward what a terminal sent to all, send it twice
@@ -256,13 +250,7 @@ class ChildProcess:
             self._stages += self._end_stages
             self._stages.sort(reverse=True)
         while self._stages and self._stages[-1][0] <= time.monotonic():
-            _, signum = self._stages.pop()
-            if signum != _KILL_IF_ORPHANED:
-                self._send(signum)
-            # Checked only now, not when the signal arrived: the kernel sends it while threads of a killed emulator
-            # still end, and until they have, the emulator is still the parent. If it lives, it sends SIGKILL itself.
-            elif self._parent != os.getppid():
-                self._send(signal.SIGKILL)
+            self._send(self._stages.pop()[1])
         self._set_alarm()
 
     def announced(self) -> list[Beat]:

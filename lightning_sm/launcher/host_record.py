@@ -11,7 +11,7 @@ from signal import Signals
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.stopping import JobOutcome, Outcome, OutcomeKind
 from lightning_sm.job.topology import Role
-from lightning_sm.job.variables import PARENT_PID, RECORD_DIR
+from lightning_sm.job.variables import RECORD_DIR
 from lightning_sm.record import events
 from lightning_sm.record.host_use import HostMeter, usable_cpus
 
@@ -38,7 +38,6 @@ class HostRecord:
         self._role = role
         self._stopped_by = stopped_by
         self._record = events.open_record(job, events.LAUNCHER, env)
-        self._is_emulated = PARENT_PID.read(env) is not None
         self._is_stop_noted = False
         # Lines of the time before the head, which takes the command.
         self._early: list[events.Line] | None = []
@@ -133,7 +132,7 @@ class HostRecord:
             self.event("signal", f"{Signals(signum).name}: this host was told to stop")
 
     def _run(self) -> None:
-        meter = HostMeter(is_emulated=self._is_emulated)
+        meter = HostMeter(is_machine_shared=self._job.shares_machine)
         pacing = events.Pacing(_USE_S)
         due = pacing.next_after(time.monotonic())
         while not self._closing.wait(_SIGNAL_S):

@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_sm._linux import terminate_with_parent
 from lightning_sm._log import command_logger
 from lightning_sm._version import installed_version
 from lightning_sm.errors import HyperparameterError, JobConfigError, LightningSMError
@@ -48,7 +47,6 @@ from lightning_sm.job.variables import (
     DEVICES,
     HANG_S,
     MAX_RESTARTS,
-    PARENT_PID,
     PEERS_TIMEOUT_S,
     PRICES,
     REPORT_S,
@@ -109,9 +107,6 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
     Returns:
         The script's exit code; 128 + n if signal n killed it; 2 if it could not be started.
     """
-    emulator_pid = PARENT_PID.read(env)
-    if emulator_pid is not None and not terminate_with_parent(emulator_pid):
-        return INTERRUPTED_EXIT_CODE
     output_dir = _output_dir(env)
     if output_dir is not None:
         remove_failure(output_dir)
@@ -153,7 +148,7 @@ class _HostLauncher:
         self._schedule = StopSchedule.from_environment(env)
         folder = CONTROL_DIR.read(env) or Path(tempfile.mkdtemp(prefix="lightning_sm-"))
         self._control = ControlFolder(folder)
-        self._child = ChildProcess(self._schedule, self._control, PARENT_PID.read(env))
+        self._child = ChildProcess(self._schedule, self._control)
         self._preparation = Preparation(self._child, env)
         self._record = HostRecord(job, topology.role, lambda: self._child.stopped_by, env)
         self._report_s = REPORT_S.read(env)
@@ -400,7 +395,7 @@ class _HostLauncher:
     def _environment(
         self, program: Program, script: Script, argv: Sequence[str], devices: int | None
     ) -> dict[str, str]:
-        env = {name: value for name, value in self._env.items() if name != PARENT_PID.name}
+        env = dict(self._env)
         if devices is not None:
             env[DEVICES.name] = str(devices)
         env[CONTROL_DIR.name] = str(self._control.path)

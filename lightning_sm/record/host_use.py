@@ -1,8 +1,8 @@
 """How much of a host a job uses: CPUs, memory, network and GPUs.
 
 On SageMaker a container has the whole instance, so that the host's own counters are the job's. In local mode, a limit
-of the container's control group counts. Emulated hosts share a machine: there, only what this process and those below
-it use counts, and the network is left out, because all of it is the loopback interface of all hosts.
+of the container's control group counts. Where hosts share a machine, only what this process and those below it use
+counts, and the network is left out, because all of it is the loopback interface of all hosts.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class HostMeter:
     """Measures what a host does between two calls.
 
     Args:
-        is_emulated: Whether several hosts share this machine.
+        is_machine_shared: Whether the hosts of the job share this machine (``SageMakerJob.shares_machine``).
         cgroup: Folder of the control group's files.
     """
 
-    def __init__(self, *, is_emulated: bool = False, cgroup: Path = _CGROUP) -> None:
-        self._is_emulated = is_emulated
+    def __init__(self, *, is_machine_shared: bool = False, cgroup: Path = _CGROUP) -> None:
+        self._is_machine_shared = is_machine_shared
         self._cgroup = cgroup
         self._cpus = usable_cpus(cgroup)
         self._gpus = Gpus()
@@ -87,7 +87,7 @@ class HostMeter:
     def _take(self) -> tuple[float, float, int, int]:
         """Return the time, the CPU seconds, and the bytes received and sent, each since some start."""
         received = sent = 0
-        if not self._is_emulated:
+        if not self._is_machine_shared:
             for name, counters in psutil.net_io_counters(pernic=True).items():
                 if name != "lo":
                     received += counters.bytes_recv
@@ -96,7 +96,7 @@ class HostMeter:
         return self._before
 
     def _cpu_s(self) -> float:
-        if self._is_emulated:
+        if self._is_machine_shared:
             return sum(_cpu_s_of(process) for process in _own_processes())
         with contextlib.suppress(OSError, ValueError, KeyError):
             # Of the container alone; where it has no group of its own, of the machine.
@@ -107,7 +107,7 @@ class HostMeter:
         return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq")))
 
     def _memory(self) -> int:
-        if self._is_emulated:
+        if self._is_machine_shared:
             return sum(_memory_of(process) for process in _own_processes())
         with contextlib.suppress(OSError, ValueError):
             if self._memory_total < psutil.virtual_memory().total:

@@ -18,7 +18,6 @@ from lightning_sm.training.callbacks.line_progress import own_progress
 from lightning_sm.training.callbacks.local_position import LocalPosition
 from lightning_sm.training.callbacks.outputs import JobOutputs
 from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
-from lightning_sm.training.callbacks.step_report import step_reports
 from lightning_sm.training.callbacks.step_times import StepTimes
 from lightning_sm.training.checkpoints.durable_io import make_durable
 from lightning_sm.training.checkpoints.sharded import install_shard_hooks
@@ -54,7 +53,6 @@ class TrainerSetup:
             ContinuedCurves(),
             Heartbeat(),
             StepTimes(job),
-            *step_reports(),
             self._outputs,
         ]
 

@@ -39,10 +39,15 @@ def local(
 
 
 @contextmanager
-def in_background(jobs: Path, work: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
+def in_background(jobs: Path, work: Path, *args: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """Start an emulator, and end what is left of it and of its jobs."""
     process = subprocess.Popen(
-        command(jobs, args), cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command(jobs, args),
+        cwd=work,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         yield process

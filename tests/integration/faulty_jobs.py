@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from lightning_sm.job.control_folder import announce
+from lightning_sm.job.control_folder import Phase, announce
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Topology
 
@@ -53,8 +53,7 @@ def until(condition):
 
 def report(step):
     if topology.role.value == "trainer" and topology.node_rank == 0:
-        with open(os.environ["LIGHTNING_SM_STEP_FILE"], "w") as file:
-            file.write(f"{step} {1 + step // 10}")
+        announce().beat(0, step, step // 10, Phase.TRAINING, trained_epoch=1 + step // 10)
 
 
 def meet():
@@ -279,7 +278,11 @@ def started():
 
 
 def names():
-    say("names", os.environ.get("LIGHTNING_SM_SLOW_NAMES"), time.monotonic())
+    # In a process that the script starts, as local ranks are.
+    import subprocess
+    code = "from lightning_sm.job.rendezvous import resolves\\n"
+    code += "print('names', resolves('127.0.0.2'), resolves('127.0.0.3'))"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 globals()[mode or "train"]()

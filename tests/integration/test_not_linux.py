@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.emulators import SCRIPT_START, TIMEOUT_S, job_dir, local, processes_of
+from tests.integration.emulators import SCRIPT_START, TIMEOUT_S, in_background, job_dir, local, processes_of, until
 from tests.integration.hosts import REPOSITORY, script
 
 MACOS = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "not_linux"), str(REPOSITORY)])}
@@ -67,6 +67,18 @@ def test_orphans_end_with_the_job(places):
     assert ended.returncode == 137, ended.stdout
     assert "left a daemon" in ended.stdout
     assert processes_of(jobs) == []
+
+
+def test_hosts_end_with_a_killed_emulator(places):
+    """The kernel of macOS sends no signal when a parent dies; the emulator's guard kills the hosts."""
+    jobs, work = places
+    (work / "train.py").write_text(DAEMON + "import threading\nthreading.Event().wait(600)\n")
+    with in_background(jobs, work, "--group", "trainer=2", "--", "train.py", **MACOS) as emulator:
+        for _ in range(2):
+            while not (line := emulator.stdout.readline()).endswith("left a daemon\n"):
+                assert line
+        emulator.kill()
+        until(lambda: not processes_of(jobs), "no process is left", TIMEOUT_S)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,6 @@ def test_elsewhere_nothing_is_asked_of_the_kernel(elsewhere):
     assert _linux.usable_cpus() == os.cpu_count()
     assert _linux.handles_signal(os.getpid(), signal.SIGTERM) is None
     assert _linux.ended_child() is None
-    assert _linux.terminate_with_parent(os.getppid()) is True
 
 
 def test_elsewhere_the_error_names_the_system_and_what_to_do(elsewhere):

@@ -118,7 +118,7 @@ def fabric(context: Context) -> Iterator[Result]:
 def _expectation(context: Context) -> str:
     """What says that there are GPUs here, as the beginning of a sentence; empty if nothing does."""
     job = context.job
-    if job is None or context.is_emulated:  # the emulator's instance types decide roles, not devices
+    if job is None or context.shares_machine:  # the emulator's instance types decide roles, not devices
         return ""
     if job.num_gpus:
         return f"SM_NUM_GPUS is {job.num_gpus},"
@@ -148,7 +148,7 @@ def _query(program: str, context: Context) -> list[tuple[str, str]] | str:
 
 def _contradictions(context: Context, count: int) -> Iterator[Result]:
     job = context.job
-    if context.is_emulated:
+    if context.shares_machine:
         return
     if job is not None and job.num_gpus > count:
         yield problem(

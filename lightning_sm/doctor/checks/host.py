@@ -39,7 +39,7 @@ def signals(context: Context) -> Iterator[Result]:
     first = f"process 1 is {' '.join(command)[:60].strip() or 'unknown'}"
     status = text_of(context.proc / "1" / "status")
     # Process 1 of a laptop or of a virtual machine does not decide how a job ends.
-    is_container = context.job is not None and not context.is_emulated
+    is_container = context.job is not None and not context.shares_machine
     if name in _SHELLS:
         yield warning(
             "signals",

@@ -69,7 +69,7 @@ def hosts(context: Context) -> Iterator[Result]:
         ]
         yield ok("names", listed(texts))
     own = addresses.pop(job.current_host, None)
-    if len(job.hosts) > 1 and not context.is_emulated and own and ipaddress.ip_address(own).is_loopback:
+    if len(job.hosts) > 1 and not context.shares_machine and own and ipaddress.ip_address(own).is_loopback:
         yield warning(
             "names",
             f"{job.current_host}, the name of this host, resolves to {own}, which other hosts cannot reach.",

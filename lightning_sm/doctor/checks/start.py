@@ -33,7 +33,7 @@ def script(context: Context) -> Iterator[Result]:
     """Look for the script that a job on this host starts."""
     job = context.job
     # On hosts of the emulator, only the launcher's command line names the script.
-    if context.is_emulated or (job is None and context.error is not None):
+    if context.shares_machine or (job is None and context.error is not None):
         return
     if job is None:
         if not context.env.get("SAGEMAKER_PROGRAM"):  # a laptop, or an image whose jobs bring their script

@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning_sm._log import command_logger
 from lightning_sm._text import shortened
 from lightning_sm._version import installed_version
-from lightning_sm.job.variables import INSTALL_REQUIREMENTS, PARENT_PID, Install
+from lightning_sm.job.variables import INSTALL_REQUIREMENTS, Install
 from lightning_sm.launcher.failure import failure_reason
 from lightning_sm.launcher.user_code.script import Script
 
@@ -43,11 +43,11 @@ def wanted(script: Script, env: Mapping[str, str]) -> list[str]:
     """
     found = [name for name in (_SETUP, _FILE) if (script.source_dir / name).is_file()]
     stated = INSTALL_REQUIREMENTS.read(env)
-    if stated is Install.NEVER or not found:
+    if not found:
         return []
     names = " and ".join(found)
-    if PARENT_PID.read(env) is not None:
-        _LOG.info("not installing %s of %s: the emulator does not change packages.", names, script.source_dir)
+    if stated is Install.NEVER:
+        _LOG.info("not installing %s of %s: %s=0.", names, script.source_dir, INSTALL_REQUIREMENTS.name)
         return []
     if stated is Install.IF_SUBMITTED and script.submitted is None:
         _LOG.info(

@@ -21,6 +21,7 @@ class Heartbeat(Callback):
         super().__init__()
         self._process: OwnProcess | None = None
         self._is_compiled = False
+        self._trained_epoch = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Announce this process."""
@@ -39,6 +40,7 @@ class Heartbeat(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """A step has ended; the next batch is waited for."""
         self._is_compiled = True
+        self._trained_epoch = trainer.current_epoch + 1
         self._beat(trainer, Phase.WAITING_FOR_BATCH)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -70,4 +72,6 @@ class Heartbeat(Callback):
         if self._process is not None:
             # Lightning counts one more after the last epoch.
             epoch = max(0, trainer.current_epoch - (phase is Phase.FINISHING))
-            self._process.beat(trainer.global_rank, trainer.global_step, epoch, phase)
+            self._process.beat(
+                trainer.global_rank, trainer.global_step, epoch, phase, trained_epoch=self._trained_epoch
+            )

@@ -37,6 +37,7 @@ def test_help_has_examples():
         (["--channel", "x=.", "--channel", "x=."], "'x' is given twice"),
         (["--channel", "a/b=."], "Channel 'a/b'"),
         (["--channel", "..=."], "Channel '..'"),
+        (["--env", "LIGHTNING_SM_INSTALL_REQUIREMENTS=1"], "--env LIGHTNING_SM_INSTALL_REQUIREMENTS=1: emulated hosts"),
         (["--env", "X"], "--env 'X': expected NAME=VALUE"),
         (["--env", "A_TOKEN=x", "--env", "A_TOKEN=y"], "--env 'A_TOKEN=(hidden)': 'A_TOKEN' is given twice"),
         (["--hyperparameters", "nix.json"], "nix.json"),

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from lightning_sm.job.control_folder import Phase, announce
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Role, Topology
 
@@ -79,8 +80,8 @@ if kind == "deaf" and job.current_host == topology.main_host:
     signal.signal(signal.SIGTERM, lambda *_: None)
 meet()
 if kind == "wait":
-    if "LIGHTNING_SM_STEP_FILE" in os.environ:
-        Path(os.environ["LIGHTNING_SM_STEP_FILE"]).write_text("1 1")
+    if job.current_host == topology.main_host:
+        announce().beat(0, 1, 0, Phase.TRAINING, trained_epoch=1)
     time.sleep(60)
 if attempt <= num_failures:
     if job.current_host == topology.trainer_hosts[1]:

@@ -329,13 +329,6 @@ def test_malformed_files_of_the_service_are_reported(base, work):
     assert "resourceconfig.json" in failure(base)
 
 
-def test_launcher_ends_when_its_emulator_is_gone(base, work):
-    """A launcher whose parent is not the announced one starts nothing."""
-    (work / "train.py").write_text("print('started')")
-    ended = train(base, work, "train.py", LIGHTNING_SM_PARENT_PID="0")
-    assert (ended.returncode, ended.stdout) == (143, "")
-
-
 @pytest.mark.parametrize(
     "module", ["lightning_sm.__main__", "lightning_sm.launcher.train", "lightning_sm.emulator.runner"]
 )

@@ -22,8 +22,7 @@ from lightning_sm.emulator.faults import (
     parse,
 )
 from lightning_sm.errors import JobConfigError
-from lightning_sm.job.variables import STEP_FILE
-from lightning_sm.training.callbacks import step_report
+from lightning_sm.job.control_folder import ControlFolder
 
 _HOSTS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
 _SECONDS = st.decimals(0, 99999, places=2).map(str)
@@ -211,45 +210,24 @@ def test_moments_are_shown_as_far_as_they_are_known():
     assert str(Moment(1.25, 7, 2)) == "step 7, epoch 2, 1.2 s"
 
 
-def _trainer(**values):
-    return SimpleNamespace(**{"is_global_zero": True, "global_step": 0, "current_epoch": 0} | values)
+def test_the_position_is_that_of_rank_0_after_a_batch(tmp_path):
+    """Neither the step of a rank that resumes nor an epoch that begins counts before the next batch has ended."""
+    control = ControlFolder(tmp_path)
+    host = SimpleNamespace(name="algo-1", group="trainer", env={}, control_dir=control.path)
+    found = attempt.Attempt(
+        SimpleNamespace(hosts=[host], main_host=host), ["train.py"], None, [], FaultPlan(FaultSettings())
+    )
 
+    def position(pid, line):
+        (tmp_path / f"process-{pid}").write_text(line)
+        found._read_position()
+        return found._position
 
-def _report(callback, **values):
-    callback.on_train_batch_end(_trainer(**values), None, None, None, 0)
-
-
-def test_step_report_is_what_the_emulator_reads(tmp_path):
-    """Each report replaces the last one as a whole, also when the numbers become shorter."""
-    path = tmp_path / "step"
-    callback = step_report.StepReport(path)
-    callback.on_train_start(_trainer(), None)
-    assert attempt._read_position(path) == (0, 0)
-    for step, epoch in ((1, 0), (123456, 12), (7, 1)):
-        _report(callback, global_step=step, current_epoch=epoch)
-        assert attempt._read_position(path) == (step, epoch + 1)
-    callback.teardown(_trainer(), None, "fit")
-    callback.teardown(_trainer(), None, "fit")
-
-
-def test_steps_are_reported_where_the_emulator_asks_for_it():
-    """Without the variable there is no callback."""
-    assert step_report.step_reports({}) == []
-    (callback,) = step_report.step_reports({STEP_FILE.name: "step"})
-    assert isinstance(callback, step_report.StepReport)
-
-
-def test_other_ranks_report_nothing(tmp_path):
-    """Only rank 0 writes."""
-    callback = step_report.StepReport(tmp_path / "step")
-    callback.on_train_start(_trainer(is_global_zero=False), None)
-    _report(callback, is_global_zero=False, global_step=5)
-    callback.teardown(_trainer(), None, "fit")
-    assert not (tmp_path / "step").exists()
-
-
-@pytest.mark.parametrize("text", ["", "5", "5 x\n", "1 2 3\n", "\xff\xff"])
-def test_half_written_positions_count_as_none(tmp_path, text):
-    """An incomplete position is ignored."""
-    (tmp_path / "step").write_text(text, encoding="latin-1")
-    assert attempt._read_position(tmp_path / "step") == (0, 0)
+    assert position(2, "1.0 1 9 4 5 0 training") == (0, 0)
+    assert position(3, "1.0 -1 0 0 0 1 serving data") == (0, 0)
+    assert position(1, "1.0 0 8 1 0 1 starting the training") == (0, 0)
+    assert position(1, "1.1 0 9 1 2 0 waiting for a batch") == (9, 2)
+    assert position(1, "1.2 0 9 2 2 0 training") == (9, 2)
+    assert position(1, "1.3 0 10 2 3 0 waiting for a batch") == (10, 3)
+    control.clear()
+    assert position(1, "") == (10, 3)

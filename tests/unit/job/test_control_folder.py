@@ -38,9 +38,9 @@ def test_a_process_says_where_it_stands(control, announced):
     (failed,) = control.beats()
     assert failed.phase is Phase.FAILED
     assert failed.doing.startswith("failed with ValueError: \u00e4\u00e4")
-    process.beat(3, 1201, 7, Phase.TRAINING)
+    process.beat(3, 1201, 7, Phase.TRAINING, trained_epoch=8)
     (last,) = control.beats()
-    assert last == Beat(os.getpid(), last.at, rank=3, step=1201, epoch=7, phase=Phase.TRAINING)
+    assert last == Beat(os.getpid(), last.at, rank=3, step=1201, epoch=7, phase=Phase.TRAINING, trained_epoch=8)
     assert first.at <= last.at
 
 

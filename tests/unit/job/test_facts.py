@@ -265,6 +265,15 @@ def test_settings_are_read_from_variables(tmp_path):
     assert (job.main_port, job.devices, job.num_gpus, job.name) == (23456, 4, 8, "job-1")
 
 
+@pytest.mark.parametrize(
+    ("addresses", "is_shared"),
+    [({}, False), ({"algo-1": "10.0.0.1"}, False), ({"algo-1": "127.0.0.2"}, True), ({"algo-2": "127.0.0.3"}, False)],
+)
+def test_hosts_share_a_machine_if_the_address_of_this_one_is_local(addresses, is_shared):
+    """Other hosts could not reach it otherwise."""
+    assert SageMakerJob("algo-1", ("algo-1", "algo-2"), (), "test", addresses=addresses).shares_machine == is_shared
+
+
 def test_the_name_comes_from_the_toolkit_where_the_service_does_not_tell(tmp_path):
     """A rank on another host, which the toolkit's mpirun started, has only its variables."""
     write_job(tmp_path, SERVICE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -12,7 +11,6 @@ import pytest
 from lightning_sm.errors import HostResolutionError
 from lightning_sm.job.rendezvous import own_address, resolves, wait_for_host
 from lightning_sm.job.topology import Topology
-from lightning_sm.job.variables import SLOW_NAMES
 from tests.fakes.job_folder import make_job
 
 TOPOLOGY = Topology.from_job(make_job({"gpu": ("algo-1", "algo-2", "algo-3")}, "algo-2"))
@@ -155,12 +153,6 @@ def test_stated_address_stands_for_the_name():
 def test_addresses_resolve_as_they_are():
     """An IP address needs no resolver."""
     assert resolves("127.0.0.2")
-
-
-def test_the_emulator_makes_names_slow(monkeypatch):
-    """An address that the emulator holds back does not resolve before its time has come."""
-    monkeypatch.setenv(SLOW_NAMES.name, json.dumps({"127.0.0.9": time.monotonic() + 60, "127.0.0.8": 0.0}))
-    assert [resolves(f"127.0.0.{number}") for number in (7, 8, 9)] == [True, True, False]
 
 
 ALL = "0.0.0.0"  # noqa: S104 - the warning says so

@@ -23,7 +23,6 @@ from lightning_sm.job.variables import (
     PREPARE_S,
     RECORD_DIR,
     SETTINGS,
-    STEP_FILE,
     STOP_SCHEDULE,
     Install,
     Model,
@@ -89,7 +88,6 @@ def test_the_default_is_what_people_read(setting):
         (INSTALL_REQUIREMENTS, "unprotected", Install.UNPROTECTED),
         (MODEL, "weights", Model.WEIGHTS),
         (HOST_ADDRESSES, '{"algo-1": "10.0.0.1"}', {"algo-1": "10.0.0.1"}),
-        (STEP_FILE, "/tmp/step", Path("/tmp/step")),
         (RECORD_DIR, "/tmp/record/2", Path("/tmp/record/2")),
     ],
 )

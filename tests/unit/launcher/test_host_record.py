@@ -8,7 +8,7 @@ import pytest
 from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.job.stopping import JobOutcome, Outcome, OutcomeKind, Reason
 from lightning_sm.job.topology import Role
-from lightning_sm.job.variables import PARENT_PID, RECORD_DIR
+from lightning_sm.job.variables import RECORD_DIR
 from lightning_sm.launcher.host_record import HostRecord
 from lightning_sm.record import events
 
@@ -20,7 +20,7 @@ class Launcher:
         groups = (InstanceGroup("trainers", ("algo-1",), "ml.g5.xlarge"), InstanceGroup("data", ("algo-2",)))
         job = SageMakerJob("algo-1", ("algo-1", "algo-2"), groups, "test", base_dir=base, name="job")
         self.stopped_by = None
-        self.record = HostRecord(job, role, lambda: self.stopped_by, {PARENT_PID.name: "1"})
+        self.record = HostRecord(job, role, lambda: self.stopped_by, {})
         self.folder = Path(self.record.variables[RECORD_DIR.name])
 
     def lines(self):

@@ -28,10 +28,10 @@ def test_a_container_has_the_cpus_of_its_limit(tmp_path, quota, cpus):
     assert usable_cpus(tmp_path) == min(cpus or unlimited, unlimited)
 
 
-def test_an_emulated_host_counts_its_own_processes(tmp_path):
+def test_a_host_that_shares_its_machine_counts_its_own_processes(tmp_path):
     """Also one that it has started; the network is that of all hosts."""
     (tmp_path / "cpu.max").write_text("100000 100000")
-    meter = HostMeter(is_emulated=True, cgroup=tmp_path)
+    meter = HostMeter(is_machine_shared=True, cgroup=tmp_path)
     began = time.monotonic()
     busy = "import time\nwhile time.process_time() < 0.3: pass"
     subprocess.run([sys.executable, "-c", busy], check=True, timeout=60)

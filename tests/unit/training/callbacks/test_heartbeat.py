@@ -15,11 +15,13 @@ class Process:
 
     def __init__(self):
         self.phases = []
+        self.trained = []
         self.epoch = None
 
-    def beat(self, rank, step, epoch, phase):
-        """Note a phase."""
+    def beat(self, rank, step, epoch, phase, *, trained_epoch):
+        """Note a phase, and what has been trained."""
         self.phases.append(phase)
+        self.trained.append((step, trained_epoch))
         self.epoch = epoch
 
 
@@ -57,3 +59,21 @@ def test_each_part_of_a_fit_has_its_phase(tmp_path, process):
     assert process.phases[-1] is Phase.FINISHING
     trainer.predict(trainer.model, BoringModel().predict_dataloader())
     assert process.phases[-1] is Phase.SETTING_UP
+
+
+def test_an_epoch_counts_as_trained_after_its_first_batch(tmp_path, process):
+    """Faults are injected at the step and the epoch of a batch that has ended, not of one that begins."""
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        max_epochs=2,
+        limit_train_batches=2,
+        limit_val_batches=0,
+        callbacks=[heartbeat.Heartbeat()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BoringModel())
+    assert list(dict.fromkeys(process.trained)) == [(0, 0), (1, 1), (2, 1), (3, 2), (4, 2)]

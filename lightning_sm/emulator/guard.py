@@ -1,0 +1,50 @@
+"""Guard: a process that kills all hosts of an emulated job when the emulator has died, so that none outlives it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from lightning_sm.emulator.processes import processes_below, signal_process
+
+# Between two looks at processes that SIGKILL has not ended yet.
+_POLL_S = 1.0
+
+
+@contextmanager
+def guarded(job_dir: Path) -> Iterator[None]:
+    """Run the guard of a job.
+
+    Args:
+        job_dir: Folder of the job, with one folder per host.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-m", "lightning_sm.emulator.guard", str(job_dir)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # so that Ctrl-C does not reach it
+    ) as guard:
+        try:
+            yield
+        finally:
+            guard.kill()
+
+
+def main() -> None:
+    """Wait until the emulator is gone, then kill all processes of its hosts until none is left."""
+    # Only the emulator holds the other end of this pipe. A host that it has just forked holds it too, until it runs its
+    # own program: so every host has the variable by which it is found.
+    sys.stdin.buffer.read()
+    while left := processes_below(Path(sys.argv[1])):
+        for process in left:
+            signal_process(process, psutil.Process.kill)
+        psutil.wait_procs(left, timeout=_POLL_S)
+
+
+if __name__ == "__main__":
+    main()

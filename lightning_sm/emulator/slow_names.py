@@ -1,0 +1,52 @@
+"""The resolver of emulated hosts: an address that does not resolve before its time (the fault ``slow-dns``).
+
+The emulator puts a ``sitecustomize.py`` on the hosts' PYTHONPATH, which Python loads in every process, ranks included.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+from typing import Any
+
+
+def resolver_variables(folder: Path, resolves_at: Mapping[str, float], env: Mapping[str, str]) -> dict[str, str]:
+    """Make a folder with the hosts' resolver, and return the environment variables that hosts need for it.
+
+    Args:
+        folder: The folder, which may exist.
+        resolves_at: Address to the time (of ``time.monotonic``) from which it resolves.
+        env: The hosts' environment.
+    """
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(
+        f"from {__name__} import hold_back\n\nhold_back({dict(resolves_at)!r}, {str(folder)!r})\n", encoding="utf-8"
+    )
+    paths = [str(folder), *filter(None, [env.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def hold_back(resolves_at: Mapping[str, float], folder: str) -> None:
+    """Let addresses resolve from a given time on in this process, and load the ``sitecustomize`` that this one hides.
+
+    Args:
+        resolves_at: Address to the time (of ``time.monotonic``) from which it resolves.
+        folder: The folder of this ``sitecustomize``.
+    """
+    resolve = socket.getaddrinfo
+
+    def getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if time.monotonic() < resolves_at.get(host, 0.0):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve(host, *args, **kwargs)
+
+    socket.getaddrinfo = getaddrinfo
+    spec = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != folder])
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(module_from_spec(spec))

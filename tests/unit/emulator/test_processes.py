@@ -1,0 +1,35 @@
+"""Which processes belong to the hosts of an emulated job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import psutil
+
+from lightning_sm.emulator.processes import processes_below
+
+_PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "input()"], env={}, stdin=sys.stdin, start_new_session=True)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def _host(base_dir):
+    env = {**os.environ, "SAGEMAKER_BASE_DIR": str(base_dir)}
+    return subprocess.Popen([sys.executable, "-c", _PARENT], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def test_descendants_belong_to_a_host_whatever_their_environment(tmp_path):
+    """Those of another job do not, nor does one that has ended and was not reaped."""
+    with _host(tmp_path / "job" / "algo-1") as host, _host(tmp_path / "job2" / "algo-1") as other:
+        child = int(host.stdout.readline())
+        other.stdout.readline()
+        assert {process.pid for process in processes_below(tmp_path / "job")} == {host.pid, child}
+        psutil.Process(child).kill()
+        host.kill()
+        os.waitid(os.P_PID, host.pid, os.WEXITED | os.WNOWAIT)
+        assert processes_below(tmp_path / "job") == []
