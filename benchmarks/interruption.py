@@ -26,7 +26,7 @@ import torch
 from data_service import in_turn, machine, ratio, sleep_s, spread
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sm import SageMakerCLI, SageMakerEnvironment, SpotCheckpoint
+from lightning_sm import SageMakerCLI, SageMakerEnvironment, SpotCheckpoint, prepare_process
 from lightning_sm._lightning import Callback, LightningDataModule, LightningModule, ModelCheckpoint, Trainer
 from lightning_sm._table import draw_table
 
@@ -105,6 +105,7 @@ def train(way: str, folder: str, step_s: float) -> None:
         SageMakerCLI(Line, Points, trainer_defaults={**quiet, "callbacks": [Clock()], "max_epochs": 1})
         return
     environment = SageMakerEnvironment()
+    prepare_process(environment)
     callbacks = [ModelCheckpoint(folder, save_on_exception=True), Clock()]
     trainer = Trainer(
         num_nodes=environment.num_nodes,

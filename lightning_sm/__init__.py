@@ -1,7 +1,8 @@
 """Run PyTorch Lightning on Amazon SageMaker clusters with one unmodified script.
 
 The names in ``__all__`` are the public API; everything else may change without notice. They are loaded on first use
-(PEP 562): the commands start without torch, which costs 2 to 5 s and 1 GB of address space per process.
+(PEP 562): the commands start without torch, which costs 2 to 5 s and 1 GB of address space per process. The import
+itself makes the strategies known to Lightning's Trainer: ``Trainer(strategy="pipeline")``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_sm._version import __version__
+from lightning_sm.training.strategies.registry import register_with_lightning
 
 if TYPE_CHECKING:
     from lightning_sm.data.batch.types import register_batch_type
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
     from lightning_sm.training.cli import SageMakerCLI
     from lightning_sm.training.environment import SageMakerEnvironment
+    from lightning_sm.training.process import prepare_process
     from lightning_sm.training.strategies.pipeline.strategy import PipelineParallelStrategy
     from lightning_sm.training.strategies.smddp import SMDDPStrategy
     from lightning_sm.training.trainer import SageMakerFabric, SageMakerTrainer
@@ -46,6 +49,7 @@ __all__ = [
     "SpotCheckpoint",
     "Topology",
     "__version__",
+    "prepare_process",
     "register_batch_type",
 ]
 
@@ -67,6 +71,7 @@ _MODULE_OF = {
     "SageMakerTrainer": "lightning_sm.training.trainer",
     "SpotCheckpoint": "lightning_sm.training.callbacks.spot_checkpoint",
     "Topology": "lightning_sm.job.topology",
+    "prepare_process": "lightning_sm.training.process",
     "register_batch_type": "lightning_sm.data.batch.types",
 }
 
@@ -79,3 +84,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+register_with_lightning()

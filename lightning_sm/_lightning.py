@@ -61,7 +61,6 @@ if TYPE_CHECKING:
         FSDPStrategy,
         ModelParallelStrategy,
         Strategy,
-        StrategyRegistry,
     )
     from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
     from pytorch_lightning.trainer.connectors import data_connector
@@ -108,7 +107,6 @@ else:
     MLFlowLogger = _loggers.MLFlowLogger
     MultiProcessingLauncher = importlib.import_module(f"{DISTRIBUTION}.strategies.launchers")._MultiProcessingLauncher
     Strategy = _strategies.Strategy
-    StrategyRegistry = _strategies.StrategyRegistry
     TensorBoardLogger = _loggers.TensorBoardLogger
     TorchCheckpointIO = importlib.import_module(f"{DISTRIBUTION}.plugins.io").TorchCheckpointIO
     WrappingCheckpointIO = importlib.import_module(f"{DISTRIBUTION}.plugins.io.wrapper")._WrappingCheckpointIO
@@ -149,7 +147,6 @@ __all__ = [
     "OnExceptionCheckpoint",
     "ProgressBar",
     "Strategy",
-    "StrategyRegistry",
     "TensorBoardLogger",
     "TorchCheckpointIO",
     "Trainer",

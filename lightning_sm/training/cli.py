@@ -31,10 +31,12 @@ from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.job.command_line import is_toolkit_rendering, job_arguments
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.redaction import shown
+from lightning_sm.job.rendezvous import RESOLVE_TIMEOUT_S
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.training.config_overlay import JobOverlay
-from lightning_sm.training.environment import SageMakerEnvironment, leave_at_exit
-from lightning_sm.training.strategies.registry import register_strategies
+from lightning_sm.training.environment import SageMakerEnvironment
+from lightning_sm.training.group_exit import leave_at_exit
+from lightning_sm.training.process import prepare_process
 from lightning_sm.training.trainer_setup import TrainerSetup, as_list
 
 logger = logging.getLogger(__name__)
@@ -91,7 +93,7 @@ class SageMakerCLI(LightningCLI):
         *args: Any,
         channels: Mapping[str, str] | None = None,
         main_port: int | None = None,
-        resolve_timeout_s: float | None = None,
+        resolve_timeout_s: float = RESOLVE_TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
         settings = inspect.signature(LightningCLI).bind(model_class, datamodule_class, *args, **kwargs).arguments
@@ -99,16 +101,19 @@ class SageMakerCLI(LightningCLI):
         for candidate in (model_class, datamodule_class, settings.get("trainer_class"), *map(type, defaults)):
             check_same_distribution(candidate)
         self._channel_mapping = dict(channels or {})
-        register_strategies()
         self.job = SageMakerJob.from_environment()
-        leave_at_exit()  # also outside SageMaker: two processes on a laptop use Gloo
-        if self.job is not None:
+        if self.job is None:
+            leave_at_exit()  # two processes on a laptop use Gloo, too
+        else:
             freeze_imports()
-            show_log_lines()
             self.topology = Topology.from_job(self.job)
-            self._environment_settings: dict[str, Any] = {"main_port": main_port}
-            if resolve_timeout_s is not None:
-                self._environment_settings["resolve_timeout_s"] = resolve_timeout_s
+            if self.topology.role is Role.DATA:
+                show_log_lines()
+            else:
+                self.environment = SageMakerEnvironment(
+                    self.job, main_port=main_port, resolve_timeout_s=resolve_timeout_s
+                )
+                prepare_process(self.environment, warn_if_unused=False)
             # Without it, a resumed job fails because the config.yaml of its first attempt exists.
             settings["save_config_kwargs"] = {"overwrite": True, **(settings.get("save_config_kwargs") or {})}
         super().__init__(**settings)
@@ -206,7 +211,6 @@ class SageMakerCLI(LightningCLI):
         overlay = JobOverlay(config, explicit[subcommand] if subcommand else explicit)
         is_trainer = self.topology.role is Role.TRAINER
         if is_trainer:
-            self.environment = SageMakerEnvironment(job, **self._environment_settings)
             self._setup = TrainerSetup(job, self.environment)
             overlay.fit_trainer(self.environment)
             overlay.follow_distribution(job, self.environment.num_nodes)

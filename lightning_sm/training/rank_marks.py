@@ -19,46 +19,53 @@ import torch
 Rank: TypeAlias = "Callable[[], int | None]"
 
 
-def mark_errors(rank: Rank) -> None:
+def mark_errors(rank: Rank) -> Callable[[], None]:
     """Mark uncaught exceptions and warnings of this process from now on.
 
     Args:
-        rank: Returns the rank of this process; None while it is the only one of its host. It replaces an earlier one.
+        rank: Returns the rank of this process; None while it is the only one of its host.
+
+    Returns:
+        A function that undoes it.
     """
-    if isinstance(sys.excepthook, _ExceptHook):
-        sys.excepthook.rank = rank
-    else:
-        sys.excepthook = _ExceptHook(rank)
-    if isinstance(warnings.formatwarning, _WarningFormat):
-        warnings.formatwarning.rank = rank
-    else:
-        warnings.formatwarning = _WarningFormat(rank)
+    excepthook, warning_format = _ExceptHook(rank), _WarningFormat(rank)
+    sys.excepthook, warnings.formatwarning = excepthook, warning_format
+
+    def unmark() -> None:
+        # Where another hook, such as torch's, calls one of these by now, it stays and marks nothing.
+        excepthook.rank = warning_format.rank = lambda: None
+        if sys.excepthook is excepthook:
+            sys.excepthook = excepthook.hook
+        if warnings.formatwarning is warning_format:
+            warnings.formatwarning = warning_format.format
+
+    return unmark
 
 
 class _ExceptHook:
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
-        self._hook = sys.excepthook
+        self.hook = sys.excepthook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         rank = self.rank()
         if rank is None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            self._hook(kind, error, trace)  # torch's own hook, which has called this one, adds the marks
+            self.hook(kind, error, trace)  # torch's own hook, which has called this one, adds the marks
             return
         with redirect_stderr(io.StringIO()) as text:
-            self._hook(kind, error, trace)
+            self.hook(kind, error, trace)
         sys.stderr.write(_marked(text.getvalue(), rank))
 
 
 class _WarningFormat:
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
-        self._format = warnings.formatwarning
+        self.format = warnings.formatwarning
 
     def __call__(
         self, message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
-        text = self._format(message, category, filename, lineno, line)
+        text = self.format(message, category, filename, lineno, line)
         rank = self.rank()
         return text if rank is None else _marked(text, rank)
 

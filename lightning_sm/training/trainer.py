@@ -25,9 +25,10 @@ from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Role, Topology
 from lightning_sm.training.callbacks.outputs import JobOutputs
-from lightning_sm.training.environment import SageMakerEnvironment, leave_at_exit
+from lightning_sm.training.environment import SageMakerEnvironment
+from lightning_sm.training.group_exit import leave_at_exit
 from lightning_sm.training.loggers import default_logger, is_fixed
-from lightning_sm.training.strategies.registry import register_strategies
+from lightning_sm.training.process import prepare_process
 from lightning_sm.training.strategies.smddp import distribution_arguments
 from lightning_sm.training.trainer_setup import TrainerSetup, as_list, cluster_arguments
 
@@ -89,19 +90,19 @@ class SageMakerTrainer(Trainer):
         self._data_service = data_service or DataServiceSettings()
         self._served: LightningDataModule | None = None
         self._remote: RemoteDataModule | None = None
-        register_strategies()
-        leave_at_exit()
         if self._job is None:
+            leave_at_exit()
             super().__init__(**kwargs)
             return
         freeze_imports()
-        show_log_lines()
         self._topology = Topology.from_job(self._job)
         if self._topology.role is Role.DATA:
+            show_log_lines()
             # It never trains: the user's accelerator need not exist on this host.
             super().__init__(accelerator="cpu", devices=1, logger=DummyLogger(), enable_checkpointing=False)
             return
         environment = SageMakerEnvironment(self._job)
+        prepare_process(environment, warn_if_unused=False)
         setup = TrainerSetup(self._job, environment)
         settings = {
             **kwargs,
@@ -161,11 +162,12 @@ class SageMakerFabric(Fabric):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        leave_at_exit()
         job = SageMakerJob.from_environment()
-        if job is not None:
-            show_log_lines()
+        if job is None:
+            leave_at_exit()
+        else:
             environment = SageMakerEnvironment(job)
+            prepare_process(environment)
             kwargs.update(cluster_arguments(environment, kwargs))
             kwargs["plugins"] = [*as_list(kwargs.get("plugins")), environment]
         super().__init__(**kwargs)

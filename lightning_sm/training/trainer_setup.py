@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,8 +20,9 @@ from lightning_sm.training.callbacks.spot_checkpoint import SpotCheckpoint
 from lightning_sm.training.callbacks.step_times import StepTimes
 from lightning_sm.training.checkpoints.durable_io import make_durable
 from lightning_sm.training.checkpoints.sharded import install_shard_hooks
-from lightning_sm.training.environment import SageMakerEnvironment, report_if_alone
+from lightning_sm.training.environment import SageMakerEnvironment
 from lightning_sm.training.loggers import ContinuedCurves, continue_runs
+from lightning_sm.training.process import prepare_process
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,6 @@ class TrainerSetup:
     """
 
     def __init__(self, job: SageMakerJob, environment: SageMakerEnvironment) -> None:
-        # The Trainer gets the environment; without one, an error has ended the script before.
-        atexit.unregister(report_if_alone)
         for folder in (job.model_dir, job.host_output_dir, job.checkpoint_dir, job.tensorboard_dir):
             if folder is not None:
                 _check_writable(folder)
@@ -104,7 +102,10 @@ class TrainerSetup:
         # Added afterwards: a Trainer that gets a Checkpoint callback does not add its default ModelCheckpoint.
         if not any(isinstance(callback, SpotCheckpoint) for callback in callbacks):
             callbacks.append(SpotCheckpoint(self._job.checkpoint_dir or self._job.host_output_dir / "checkpoints"))
-        self._environment.announce(trainer.num_devices)
+        # One of the user's own was not known before.
+        environment = used if isinstance(used, SageMakerEnvironment) else self._environment
+        # Not warn_if_unused: the Trainer got the environment, or an error has ended the script before.
+        prepare_process(environment, warn_if_unused=False).announce(environment, trainer.num_devices)
 
     def _with_environment(self, plugins: Sequence[Any], strategy: Any) -> list[Any]:
         candidates = [*plugins, getattr(strategy, "cluster_environment", None)]

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sm import SageMakerCLI
 from lightning_sm.training import loggers
 from lightning_sm.training.callbacks import spot_checkpoint
+from lightning_sm.training.process import PreparedProcess
 from tests.fakes.job_folder import resource_config, write_job
 
 ONE_HOST = {"trainer": ["algo-1"]}
@@ -208,7 +209,9 @@ class Host:
         return cli(model, data, seed_everything_default=1, **kwargs)
 
     def new_process(self) -> None:
-        """Count the Trainers and the runs of loggers from 1, as in a process of its own."""
+        """Count the Trainers and the runs of loggers from 1, and prepare nothing, as in a process of its own."""
+        if PreparedProcess.current is not None:
+            PreparedProcess.current.undo()
         self._monkeypatch.setattr(spot_checkpoint, "_numbers", itertools.count(1))
         self._monkeypatch.setattr(loggers, "_taken", Counter())
 

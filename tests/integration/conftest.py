@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(autouse=True)
-def _restored_rank() -> Iterator[None]:
-    """SageMakerEnvironment tells Lightning's loggers the rank; the next test may be of another."""
+def _not_prepared() -> Iterator[None]:
+    """A job prepares this process for its rank; the next test may be of another."""
     yield
-    adapter = sys.modules.get("lightning_sm._lightning")
-    if adapter is not None:
-        adapter.rank_zero_only.rank = 0
+    module = sys.modules.get("lightning_sm.training.process")
+    if module is not None and module.PreparedProcess.current is not None:
+        module.PreparedProcess.current.undo()
 
 
 @pytest.fixture

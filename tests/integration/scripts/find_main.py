@@ -2,7 +2,9 @@
 
 import sys
 
-from lightning_sm import SageMakerEnvironment
+from lightning_sm import SageMakerEnvironment, prepare_process
 
 if __name__ == "__main__":
-    print("main address:", SageMakerEnvironment(resolve_timeout_s=float(sys.argv[1])).main_address)
+    environment = SageMakerEnvironment(resolve_timeout_s=float(sys.argv[1]))
+    prepare_process(environment)
+    print("main address:", environment.main_address)

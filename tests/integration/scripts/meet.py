@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from pytorch_lightning import LightningModule, Trainer
 
-from lightning_sm import SageMakerEnvironment
+from lightning_sm import SageMakerEnvironment, prepare_process
 
 OUT = Path(os.environ["SAGEMAKER_BASE_DIR"]) / "output"
 INHERITED = os.environ.get("RANK")
@@ -74,6 +74,8 @@ def main():
     settings = json.loads(sys.argv[1])
     for number, stages in enumerate(sys.argv[2:], start=1):
         environment = SageMakerEnvironment()
+        if not os.environ.get("UNPREPARED"):
+            prepare_process(environment)
         trainer = Trainer(
             accelerator="cpu",
             max_steps=1,

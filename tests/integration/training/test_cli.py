@@ -392,9 +392,8 @@ def test_arguments_of_lightning_cli_may_be_given_by_position(host):
     assert (cli.save_config_callback, cli.save_config_kwargs) == (None, {"overwrite": False})
 
 
-def test_a_job_of_one_host_and_one_device_shows_its_table(host, monkeypatch, caplog):
+def test_a_job_of_one_host_and_one_device_shows_its_table(host, caplog):
     """Lightning never asks a lone process for ranks, but the log still says where it runs and with what."""
-    monkeypatch.setattr(SageMakerEnvironment, "_announced", False)
     with caplog.at_level("INFO", logger="lightning_sm"):
         host.make()
     (table,) = (record.getMessage() for record in caplog.records if "node rank" in record.getMessage())

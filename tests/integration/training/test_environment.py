@@ -114,6 +114,29 @@ def test_asked_environment_ends_without_a_complaint(plain):
     assert all("trained alone" not in end.output for end in ended.values())
 
 
+def test_ranks_need_no_prepared_process(hosts):
+    """With a Trainer that just gets the environment, the same four ranks meet in two runs, and no variable is set."""
+    command = script("meet.py", {"devices": 2}, "fit", "fit")
+    ended = hosts.run(dict.fromkeys(hosts.names, command), {"UNPREPARED": "1"})
+    assert [ended[host].code for host in hosts.names] == [0, 0]
+    for stage in ("1 fit", "2 fit"):
+        assert [(rank["host"], rank["rank"], rank["met"]) for rank in hosts.seen(stage)] == [
+            ("algo-1", 0, [0, 1, 2, 3]),
+            ("algo-1", 1, [0, 1, 2, 3]),
+            ("algo-2", 2, [0, 1, 2, 3]),
+            ("algo-2", 3, [0, 1, 2, 3]),
+        ]
+    assert {rank["variables"]["RANK"] for rank in hosts.seen()} == {None}
+
+
+def test_stray_variables_end_a_process_that_is_not_prepared(hosts):
+    """Each host fails at once, with the table of hosts, where a job of such ranks would hang."""
+    ended = hosts.run({"algo-2": script("meet.py", {"devices": 2}, "fit")}, {**STRAYS, "UNPREPARED": "1"})["algo-2"]
+    assert ended.code == 1
+    assert "TopologyError: Neither SageMaker nor the launcher of this process has set LOCAL_RANK=3, " in ended.output
+    assert "call lightning_sm.prepare_process(environment) before the Trainer is made" in ended.output
+
+
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("order", [("algo-1", "algo-2"), ("algo-2", "algo-1")])
 def test_torchrun_decides_on_ranks_and_main_address(hosts, order):

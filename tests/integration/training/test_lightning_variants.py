@@ -152,6 +152,44 @@ def test_a_mix_is_refused(both, base_dir, imports, model, chosen):
     assert f"Import {model} before lightning_sm" in error
 
 
+_PLAIN_TRAINER = """
+import sys
+import {first}
+import {second}
+try:
+    trainer = sys.modules["{trainer}"].Trainer(strategy="pipeline", accelerator="cpu", devices=2, logger=False)
+except Exception as error:
+    print(type(error).__name__, error)
+else:
+    print(type(trainer.strategy).__mro__[1].__module__.partition(".strategies")[0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("variant", "first", "second"),
+    [
+        ("both", "lightning_sm", PYTORCH_LIGHTNING),
+        ("both", LIGHTNING, "lightning_sm"),
+        ("lightning_alone", "lightning_sm", LIGHTNING),
+        ("lightning_alone", LIGHTNING, "lightning_sm"),
+    ],
+)
+def test_a_plain_trainer_finds_our_strategies_by_name(request, base_dir, variant, first, second):
+    """They are those of the Trainer's own distribution, whichever was imported first."""
+    python = request.getfixturevalue(variant)
+    (trainer,) = {first, second} - {"lightning_sm"}
+    ended = python.run(base_dir, code=_PLAIN_TRAINER.format(first=first, second=second, trainer=trainer))
+    assert ended.stdout.strip() == trainer, ended.stderr
+
+
+def test_our_strategies_refuse_the_trainer_of_the_other_distribution(both, base_dir):
+    """The error says what to import first, where Lightning would call the strategy invalid."""
+    imports = {"first": PYTORCH_LIGHTNING, "second": f"lightning_sm, {LIGHTNING}", "trainer": LIGHTNING}
+    ended = both.run(base_dir, code=_PLAIN_TRAINER.format(**imports))
+    assert "MixedLightningError The Trainer is lightning.pytorch's, but lightning_sm was loaded with" in ended.stdout
+    assert "Import lightning.pytorch before lightning_sm" in ended.stdout
+
+
 # One process for all: only __init__ of the CLI runs.
 _CLASSES_OF_THE_OTHER = """
 import json

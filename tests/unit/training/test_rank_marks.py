@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -43,14 +44,17 @@ def test_the_only_process_of_its_host_marks_nothing(capsys):
     assert warnings.formatwarning("soon", UserWarning, "x.py", 7, "f()") == "x.py:7: UserWarning: soon\n  f()\n"
 
 
-def test_the_last_environment_counts(capsys):
-    """A script that makes several Trainers has each line marked once."""
-    mark_errors(lambda: 1)
-    mark_errors(lambda: 2)
-    text = warnings.formatwarning("soon", UserWarning, "x.py", 7, "f()")
-    assert text == "[rank2]: x.py:7: UserWarning: soon\n[rank2]:   f()\n"
+def test_marks_end_when_they_are_undone(capsys):
+    """The hooks of before are back; where another hook has wrapped ours, ours marks nothing."""
+    excepthook, format_warning = sys.excepthook, warnings.formatwarning
+    unmark = mark_errors(lambda: 1)
+    unmark()
+    assert (sys.excepthook, warnings.formatwarning) == (excepthook, format_warning)
+    unmark = mark_errors(lambda: 1)
+    sys.excepthook = partial(sys.excepthook)
+    unmark()
     _print_error()
-    assert "rank1" not in capsys.readouterr().err
+    assert capsys.readouterr().err == "ValueError: a bad sample\nof two lines\n"
 
 
 def test_torch_marks_what_comes_after_the_process_group(capsys, tmp_path):

@@ -1,19 +1,39 @@
-"""The names of strategies on the command line."""
+"""The names of strategies, for a plain Trainer of a script that imports lightning_sm."""
+
+import subprocess
+import sys
 
 import pytest
 
 from lightning_sm import SageMakerTrainer
-from lightning_sm._lightning import StrategyRegistry
 from lightning_sm.errors import StrategyError
-from lightning_sm.training.strategies.registry import register_strategies
+
+_PLAIN_TRAINER = """
+import sys
+{imports}
+if "lightning_sm._lightning" in sys.modules:
+    sys.exit("lightning_sm loaded its strategies, and chose a Lightning, before anything needed it")
+trainer = Trainer(strategy="pipeline", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+print(type(trainer.strategy).__name__)
+"""
 
 
-def test_strategies_are_registered_as_often_as_a_trainer_is_made():
-    """A script may make several Trainers, and a CLI: registering twice is no error."""
-    register_strategies()
-    register_strategies()
-
-    assert "dp" in StrategyRegistry.available_strategies()
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import lightning_sm\nfrom pytorch_lightning import Trainer",
+        "from pytorch_lightning import Trainer\nimport lightning_sm",
+        # A question for the module, as other packages ask, is no import.
+        "import importlib.util\nimport lightning_sm\nimportlib.util.find_spec('pytorch_lightning.strategies')\n"
+        "from pytorch_lightning import Trainer",
+    ],
+    ids=["before Lightning", "after Lightning", "before a question"],
+)
+def test_the_import_of_lightning_sm_registers_strategies(imports):
+    """Lightning's own Trainer finds them by name, in both orders of the imports."""
+    command = [sys.executable, "-c", _PLAIN_TRAINER.format(imports=imports)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.stdout.strip() == "PipelineParallelStrategy", ended.stderr
 
 
 def test_data_parallel_names_the_strategy_that_replaced_it_and_what_becomes_of_the_batch():

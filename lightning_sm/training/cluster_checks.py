@@ -1,0 +1,142 @@
+"""What would make ranks hang or train apart: errors that show the table of hosts, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from lightning_sm.errors import TopologyError
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.rank_starter import RankStart, RankStarter, stray_variables
+from lightning_sm.job.topology import Topology
+from lightning_sm.job.variables import DEVICES
+
+if TYPE_CHECKING:
+    from lightning_sm.training.environment import SageMakerEnvironment
+
+_DEVICES_SETTING = f"{DEVICES.name} (lightning-sm local --devices)"
+
+
+def check_launcher(start: RankStart, job: SageMakerJob, topology: Topology) -> None:
+    """Raise if torchrun or mpirun does not span the trainer hosts.
+
+    Args:
+        start: How this process was started.
+        job: The facts of the job.
+        topology: Roles and ranks of all hosts.
+
+    Raises:
+        TopologyError: The launcher started another number of processes than the hosts make.
+    """
+    devices, world_size = start.devices, start.world_size
+    if devices is None or world_size is None or world_size == devices * topology.num_nodes:
+        return
+    launcher = start.launcher.value
+    advice = ""
+    groups = [group.name for group in job.groups if set(group.hosts) & set(topology.trainer_hosts)]
+    is_one_group = world_size // devices == len(job.current_group.hosts)
+    if start.launcher is RankStarter.TORCHRUN and len(groups) > 1 and is_one_group:
+        # sagemaker 2.257.7, pytorch/estimator.py, _pytorch_distribution_configuration: with torch_distributed, the
+        # names of the groups are not sent; with mpi they are.
+        names = ", ".join(f'"{name}"' for name in groups)
+        advice = (
+            " Each instance group seems to run its own torchrun, because the SDK does not send the instance_groups "
+            "of distribution with torch_distributed. Send them with "
+            f'hyperparameters={{"sagemaker_distribution_instance_groups": [{names}]}}.'
+        )
+    raise TopologyError(
+        f"{launcher} set world size {world_size} and local world size {devices}, but the job needs world "
+        f"size {devices * topology.num_nodes}: trainer hosts x local world size = {topology.num_nodes} x {devices} "
+        f"({topology.source}).\n{topology.table(devices)}\n"
+        f"Start {launcher} on all trainer hosts with the same number of processes on each.{advice}"
+    )
+
+
+def check_world_size(environment: SageMakerEnvironment, size: int, rank: int | None) -> None:
+    """Raise where ranks would hang. Before ddp_spawn, and FSDP with torchrun, Lightning calls no other check.
+
+    Args:
+        environment: The environment.
+        size: The world size that Lightning computed.
+        rank: The global rank that Lightning computed, if it has.
+
+    Raises:
+        TopologyError: They contradict the job.
+    """
+    per_host, rest = divmod(size, environment.num_nodes)
+    expected_rank = environment.node_rank() * per_host + environment.local_rank()
+    if not rest and environment.devices in (None, per_host) and rank in (None, expected_rank):
+        return
+    devices = f", processes on each: {environment.devices}" if environment.devices else ""
+    raise TopologyError(
+        f"Trainer(num_nodes, devices) gives world size {size} and rank {environment.global_rank()} to this process, "
+        f"which contradicts the job (trainer hosts: {environment.num_nodes}{devices}; {environment.topology.source}).\n"
+        f"{environment.topology.table(environment.devices)}\n"
+        f"Set num_nodes={environment.num_nodes} and the same number of devices on every host."
+    )
+
+
+def check_variables(environment: SageMakerEnvironment, size: int, env: Mapping[str, str]) -> None:
+    """Raise if rank variables of a process that is not prepared cannot be Lightning's.
+
+    Lightning sets LOCAL_RANK together with NODE_RANK, MASTER_PORT and WORLD_SIZE, in the processes that it starts and
+    in the one that starts them. A stray LOCAL_RANK would keep it from starting any, and the job would hang.
+
+    Args:
+        environment: The environment, with the rank that Lightning computed.
+        size: The world size that Lightning computed.
+        env: Environment variables.
+
+    Raises:
+        TopologyError: A variable contradicts the job, or LOCAL_RANK stands without its companions.
+    """
+    found = stray_variables(env, environment.start)
+    if environment.start.launcher is not RankStarter.PLAIN or not found:
+        return
+    expected = {
+        "GROUP_RANK": environment.node_rank(),
+        "LOCAL_WORLD_SIZE": size // environment.num_nodes,
+        "MASTER_PORT": environment.main_port,
+        "NODE_RANK": environment.node_rank(),
+        "RANK": environment.global_rank(),
+        "WORLD_SIZE": size,
+    }
+    wrong = [name for name in found if name in expected and env[name] != str(expected[name])]
+    lacking = {"MASTER_PORT", "NODE_RANK", "WORLD_SIZE"} - set(found)
+    if not wrong and not ("LOCAL_RANK" in found and lacking):
+        return
+    stated = ", ".join(f"{name}={env[name]}" for name in found)
+    right = ", ".join(f"{name}={number}" for name, number in expected.items())
+    raise TopologyError(
+        f"Neither SageMaker nor the launcher of this process has set {stated}, and Lightning would have set {right}.\n"
+        f"{environment.topology.table(environment.devices)}\n"
+        "Remove the variables, or call lightning_sm.prepare_process(environment) before the Trainer is made, which "
+        "does."
+    )
+
+
+def check_settings(environment: SageMakerEnvironment, num_devices: int, num_nodes: int) -> None:
+    """Raise if the Trainer's settings contradict the cluster.
+
+    Args:
+        environment: The environment.
+        num_devices: Processes on each trainer host.
+        num_nodes: Number of trainer hosts.
+
+    Raises:
+        TopologyError: They do.
+    """
+    topology, devices = environment.topology, environment.devices
+    if num_nodes != environment.num_nodes:
+        raise TopologyError(
+            f"Trainer(num_nodes={num_nodes}) does not match the number of trainer hosts in the job, "
+            f"{environment.num_nodes} ({topology.source}).\n{topology.table()}\n"
+            f"Set num_nodes={environment.num_nodes}, or use SageMakerCLI and leave num_nodes out."
+        )
+    if devices is not None and num_devices != devices:
+        set_by = environment.start.launcher.value if environment.start.devices else _DEVICES_SETTING
+        raise TopologyError(
+            f"Trainer(devices={num_devices}) does not match the number of processes on each host, "
+            f"{devices}, set by {set_by}.\n{topology.table(devices)}\n"
+            f"Set devices={devices}, or use SageMakerCLI and leave devices out."
+        )

@@ -1,0 +1,293 @@
+"""What a training process needs beside its ranks: clean variables, marked errors, the table of hosts, a clean exit."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import platform
+import socket
+import sys
+from contextlib import ExitStack
+from typing import Any, ClassVar
+
+import torch
+
+from lightning_sm._lightning import DISTRIBUTION, rank_zero_only
+from lightning_sm._log import show_log_lines
+from lightning_sm._version import __version__
+from lightning_sm.job.control_folder import leave_warning
+from lightning_sm.job.rank_starter import RankStarter, stray_variables
+from lightning_sm.job.variables import RANK_ZERO_PID
+from lightning_sm.training.environment import SageMakerEnvironment
+from lightning_sm.training.group_exit import leave_at_exit, stay_at_exit
+from lightning_sm.training.known_warnings import hide_known_warnings
+from lightning_sm.training.rank_marks import mark_errors
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_process(environment: SageMakerEnvironment, *, warn_if_unused: bool = True) -> PreparedProcess:
+    """Set what a training process needs beside its ranks.
+
+    ``SageMakerCLI``, ``SageMakerTrainer`` and ``SageMakerFabric`` call it. A script that passes the environment to a
+    ``Trainer`` of its own calls it before the Trainer is made, in every process. It
+
+    - shows the log lines of ``lightning_sm``, and the table of hosts once Lightning has asked for ranks;
+    - removes rank variables that neither SageMaker nor the launcher has set, with a warning;
+    - lets Lightning's log, uncaught exceptions and warnings know the rank;
+    - points NCCL and Gloo at the job's network interface;
+    - sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE`` and ``GROUP_RANK`` as torchrun would, while Lightning runs;
+    - leaves the process group at exit, and logs an error at exit if no Trainer has used the cluster.
+
+    Further calls for other environments of the process add nothing but their rank.
+
+    Args:
+        environment: The environment that the Trainer gets.
+        warn_if_unused: Log an error at exit if no Trainer has asked for ranks, while the job has several hosts.
+
+    Returns:
+        A handle that undoes all of it.
+    """
+    process = PreparedProcess.current
+    if process is None:
+        process = PreparedProcess.current = PreparedProcess(environment)
+    process.follow(environment)
+    if warn_if_unused and environment.num_nodes > 1:
+        atexit.unregister(process.report_if_unused)
+        atexit.register(process.report_if_unused)
+    return process
+
+
+class PreparedProcess:
+    """What ``prepare_process`` has changed in this process, and changes while Lightning runs.
+
+    Workers of ddp_spawn and ddp_fork get a copy with the environment. There it sets the rank variables, and has the
+    process group left after a run that succeeded.
+
+    Args:
+        environment: The first environment of the process.
+
+    Attributes:
+        current: The one of this process.
+    """
+
+    current: ClassVar[PreparedProcess | None] = None
+
+    def __init__(self, environment: SageMakerEnvironment) -> None:
+        self._environment = environment
+        self._pid = os.getpid()
+        self._is_used = self._is_announced = False
+        self._during_run = _Variables()
+        self._variables = _Variables()
+        self._undo = ExitStack()
+        self._undo.callback(self._variables.restore)
+        self._show_log_lines()
+        self._undo.callback(setattr, rank_zero_only, "rank", rank_zero_only.rank)  # type: ignore[attr-defined]
+        self._undo.callback(mark_errors(lambda: rank_of_several(self._environment)))
+        self._undo.callback(hide_known_warnings())
+        self._remove_stray_variables()
+        self._export_interface()
+        leave_at_exit()
+        self._undo.callback(stay_at_exit)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker needs: it undoes nothing."""
+        return {**vars(self), "_undo": ExitStack()}
+
+    def follow(self, environment: SageMakerEnvironment) -> None:
+        """Take the rank of an environment, and note the runs that Lightning makes with it.
+
+        Args:
+            environment: The environment.
+        """
+        self._environment = environment
+        environment.listener = self
+        # Until the Trainer exists, Lightning derives the rank from LOCAL_RANK alone, and would log once per host.
+        rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]
+
+    def undo(self) -> None:
+        """Put everything back, as if the process had not been prepared."""
+        atexit.unregister(self.report_if_unused)
+        self._during_run.restore()
+        self._undo.close()
+        self._environment.listener = None
+        PreparedProcess.current = None
+
+    def announce(self, environment: SageMakerEnvironment, devices: int) -> None:
+        """Log the table of hosts, once per process.
+
+        With one host and one device Lightning never asks for ranks, so that this sets the rank variables.
+
+        Args:
+            environment: The environment that the Trainer uses.
+            devices: Processes on each trainer host.
+        """
+        if self._is_announced:
+            return
+        self._is_announced = True
+        if environment.num_nodes * devices == 1:
+            self._export_ranks(environment, 1)
+        _report(environment, devices)
+
+    def begin_run(self, environment: SageMakerEnvironment, world_size: int) -> None:
+        """Set the variables by which torchrun tells ranks. Lightning has asked for ranks.
+
+        Args:
+            environment: The environment that Lightning uses.
+            world_size: The number of all processes.
+        """
+        self._is_used = True
+        if self._pid != os.getpid():
+            hide_known_warnings()
+        self.announce(environment, world_size // environment.num_nodes)
+        # Not before Lightning has started the other local ranks, which would inherit the rank of this process.
+        if environment.creates_processes_externally:
+            self._export_ranks(environment, world_size)
+
+    def end_run(self) -> None:
+        """Put the rank variables back, as Lightning's own environment does with WORLD_SIZE.
+
+        In a worker of ddp_spawn, Lightning calls this after success only; after a failure, the peers may be gone.
+        """
+        self._during_run.restore()
+        if self._pid != os.getpid():
+            leave_at_exit()
+
+    def report_if_unused(self) -> None:
+        """Log an error at exit if no Trainer used the environment: with one device, Lightning drops it unread."""
+        if self._is_used or hasattr(sys, "last_value"):  # last_value: an exception ended the process
+            return
+        topology = self._environment.topology
+        text = (
+            "No Trainer used SageMakerEnvironment. If this process trained, "
+            f"host {topology.current_host} trained alone, and so did each of the {topology.num_nodes} trainer hosts "
+            f"({topology.source}).\n{topology.table()}\nSet Trainer(num_nodes=environment.num_nodes): with num_nodes=1 and "
+            "one device, Lightning ignores the cluster. SageMakerCLI sets it for you."
+        )
+        # No handler at exit knows the exit code. The launcher does, and shows the text after a success.
+        if not leave_warning(text):
+            logger.error("%s", text)
+
+    def _show_log_lines(self) -> None:
+        package = logging.getLogger("lightning_sm")
+        self._undo.callback(_restore_logger, package, package.level, package.propagate, list(package.handlers))
+        show_log_lines()
+
+    def _remove_stray_variables(self) -> None:
+        """Remove rank variables of unknown origin, on which Lightning, torch and other libraries would rely."""
+        start = self._environment.start
+        if start.launcher is RankStarter.LIGHTNING:
+            return
+        strays = stray_variables(os.environ, start)
+        if strays:
+            stated = ", ".join(f"{name}={os.environ[name]}" for name in strays)
+            logger.warning("Ignoring %s: not set by SageMaker or by the launcher of this process.", stated)
+        for name in strays:
+            self._variables.set(name, None)
+        if start.launcher is not RankStarter.TORCHRUN:
+            self._variables.set(RANK_ZERO_PID.name, str(os.getpid()))
+
+    def _export_interface(self) -> None:
+        """Point NCCL and Gloo at the job's interface, if this host has it (SDK v3 names one that no host has)."""
+        interface = self._environment.job.network_interface
+        if interface is None:
+            return
+        for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+            if _has_interface(interface):
+                self._variables.set(variable, os.environ.get(variable, interface))
+            elif os.environ.get(variable) == interface:
+                self._variables.set(variable, None)
+                logger.warning("Ignoring %s=%s: this host has no such interface.", variable, interface)
+
+    def _export_ranks(self, environment: SageMakerEnvironment, world_size: int) -> None:
+        """Set the variables by which torchrun tells ranks, for code that asks no process group.
+
+        Lightning sets neither RANK nor LOCAL_WORLD_SIZE. It sets LOCAL_RANK itself, which must not be there before:
+        Lightning takes it for a sign that the local ranks are running.
+
+        Source:
+            What reads them, also in DataLoader workers, which have no process group: WebDataset 1.0
+            (utils.pytorch_worker_info) RANK and WORLD_SIZE, and MosaicML Streaming 0.13 (base/distributed.py) also
+            LOCAL_WORLD_SIZE; LitData 0.2 (utilities/env.py) WORLD_SIZE. s3torchconnector 1.5 asks torch.distributed.
+        """
+        self._during_run.set("RANK", str(environment.global_rank()))
+        self._during_run.set("WORLD_SIZE", str(world_size))
+        self._during_run.set("LOCAL_WORLD_SIZE", str(world_size // environment.num_nodes))
+        self._during_run.set("GROUP_RANK", str(environment.node_rank()))
+        if environment.start.launcher is RankStarter.MPI:  # nothing else sets it there
+            self._during_run.set("LOCAL_RANK", str(environment.local_rank()))
+
+
+class _Variables:
+    """Environment variables that are set for a time."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, str | None] = {}
+
+    def set(self, name: str, value: str | None) -> None:
+        self._before.setdefault(name, os.environ.get(name))
+        _set_variable(name, value)
+
+    def restore(self) -> None:
+        while self._before:
+            _set_variable(*self._before.popitem())
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _restore_logger(package: logging.Logger, level: int, propagate: bool, handlers: list[logging.Handler]) -> None:
+    package.setLevel(level)
+    package.propagate = propagate
+    package.handlers[:] = handlers
+
+
+def rank_of_several(environment: SageMakerEnvironment) -> int | None:
+    """Return the rank of this process, also before the Trainer exists; None while its host has no other.
+
+    Args:
+        environment: The environment of the process.
+    """
+    if not environment.creates_processes_externally:
+        return None
+    devices = environment.devices or int(os.environ.get("WORLD_SIZE", "1")) // environment.num_nodes  # by Lightning
+    return environment.node_rank() * devices + environment.local_rank() if devices > 1 else None
+
+
+def _report(environment: SageMakerEnvironment, devices: int) -> None:
+    start, job, topology = environment.start, environment.job, environment.topology
+    if environment.local_rank() == 0 and environment.node_rank() != topology.node_rank:
+        logger.info(
+            "Host %s has node rank %d: %s orders the hosts differently from the table of hosts.",
+            job.current_host,
+            environment.node_rank(),
+            start.launcher.value,
+        )
+    if environment.global_rank() != 0:
+        return
+    interface = job.network_interface
+    if interface is not None and not _has_interface(interface):
+        interface += " (not on this host)"
+    logger.info(
+        "%s\njob %s, %s, main address %s:%d, interface %s\nlightning_sm %s, %s %s, torch %s, python %s",
+        topology.table(devices, is_short=True),
+        job.name or "(no name)",
+        start.launcher.value,
+        start.main_address or environment.main_host,
+        environment.main_port,
+        interface or "(none)",
+        __version__,
+        DISTRIBUTION,
+        sys.modules[DISTRIBUTION].__version__,
+        torch.__version__,
+        platform.python_version(),
+    )
+
+
+def _has_interface(interface: str) -> bool:
+    return interface in {name for _, name in socket.if_nameindex()}

@@ -1,0 +1,273 @@
+"""What prepare_process does to a process, what it says, and what puts it back."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import pickle
+import sys
+import warnings
+
+import pytest
+
+from lightning_sm._lightning import rank_zero_only
+from lightning_sm.job.control_folder import ControlFolder
+from lightning_sm.job.rank_starter import RANK_VARIABLES
+from lightning_sm.job.variables import CONTROL_DIR, RANK_ZERO_PID
+from lightning_sm.training.process import PreparedProcess, prepare_process
+from tests.fakes.environments import MIXED, make_environment, mpi, torchrun
+
+pytestmark = pytest.mark.usefixtures("fresh_process")
+
+
+@pytest.fixture
+def exit_handlers(monkeypatch):
+    """What is registered with atexit during the test, which has no public list."""
+    handlers = []
+    monkeypatch.setattr(atexit, "register", handlers.append)
+    monkeypatch.setattr(
+        atexit, "unregister", lambda gone: handlers.__setitem__(slice(None), [one for one in handlers if one != gone])
+    )
+    return handlers
+
+
+def _prepared(*args, **kwargs):
+    """The environment of a process that is prepared."""
+    environment = make_environment(*args, **kwargs)
+    prepare_process(environment)
+    return environment
+
+
+def test_what_is_said_of_an_unused_environment_is_left_to_the_launcher(caplog, monkeypatch, tmp_path):
+    """A script that failed before its Trainer was made has another reason: the launcher, if any, says this or not."""
+    monkeypatch.setattr(logging.getLogger("lightning_sm"), "propagate", True)
+    monkeypatch.setenv(CONTROL_DIR.name, str(tmp_path))
+    process = prepare_process(make_environment())
+    process.report_if_unused()
+    (said,) = ControlFolder(tmp_path).warnings()
+    assert "trained alone" in said
+    assert said not in caplog.messages
+    monkeypatch.delenv(CONTROL_DIR.name)
+    process.report_if_unused()
+    assert said in caplog.messages
+
+
+def test_lightning_logs_from_rank_zero_only():
+    """From the start, processes of other hosts are silent where Lightning says things once."""
+    _prepared("algo-2")
+    assert rank_zero_only.rank == 1
+
+
+def test_stray_variables_are_removed_and_named_once(caplog):
+    """Rank variables of unknown origin are gone for every library; what Lightning sets later is left alone."""
+    _prepared(variables={"NODE_RANK": "7", "RANK": "5"})
+    assert caplog.messages == ["Ignoring NODE_RANK=7, RANK=5: not set by SageMaker or by the launcher of this process."]
+    assert not {"NODE_RANK", "RANK"} & set(os.environ)
+    environment = _prepared(variables={"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.2"})  # Lightning, before a fit
+    assert len(caplog.messages) == 1
+    assert os.environ["MASTER_ADDR"] == "127.0.0.2"
+    assert environment.creates_processes_externally
+
+
+def test_stray_variables_under_mpirun_are_removed_once(caplog):
+    """Under mpirun, too, what the first environment's fit set is no stray to the second."""
+    _prepared(variables={**mpi(0), "WORLD_SIZE": "9"})
+    _prepared(variables={"MASTER_ADDR": "127.0.0.2"})
+    assert len(caplog.messages) == 1
+    assert "WORLD_SIZE" not in os.environ
+    assert os.environ["MASTER_ADDR"] == "127.0.0.2"
+
+
+def test_existing_interface_is_exported():
+    """NCCL and Gloo are pointed at the job's interface; what the user set stays."""
+    os.environ["NCCL_SOCKET_IFNAME"] = "^docker0"
+    _prepared(network_interface="lo").set_world_size(2)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "^docker0"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_interface_that_does_not_exist_is_neither_exported_nor_kept(caplog):
+    """An interface that this host has not is dropped with a warning, and reported so; the user's own is kept."""
+    caplog.set_level(logging.INFO, logger="lightning_sm")
+    os.environ.update({"NCCL_SOCKET_IFNAME": "ethwe", "GLOO_SOCKET_IFNAME": "mine"})
+    _prepared(network_interface="ethwe").set_world_size(2)
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+    warning, report = caplog.messages
+    assert warning == "Ignoring NCCL_SOCKET_IFNAME=ethwe: this host has no such interface."
+    assert "interface ethwe (not on this host)" in report
+
+
+def test_rank_variables_wait_until_lightning_has_started_the_local_ranks():
+    """A local rank that Lightning is about to start must not inherit the rank of the process that starts it."""
+    environment = _prepared("algo-2")
+    environment.set_global_rank(2)
+    environment.set_world_size(4)  # Lightning makes the Trainer
+    assert not set(RANK_VARIABLES) & set(os.environ)
+    os.environ["LOCAL_RANK"] = "0"  # it has started the others
+    environment.set_world_size(4)
+    assert _ranks() == {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "mark"),
+    [
+        ({}, ""),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "8"}, ""),  # stray
+        ({RANK_ZERO_PID.name: str(os.getppid()), "LOCAL_RANK": "1", "WORLD_SIZE": "8"}, "[rank5]: "),
+        ({**torchrun(1), "LOCAL_RANK": "1"}, "[rank3]: "),
+        (mpi(3, devices=2, size=4), "[rank3]: "),
+        (mpi(1), ""),
+    ],
+)
+def test_one_of_several_local_ranks_marks_its_warnings(variables, mark):
+    """With the rank that it will have, before the Trainer exists; of Lightning, only those that it has started."""
+    _prepared("algo-2", variables=variables)
+    assert warnings.formatwarning("soon", UserWarning, "x.py", 7, "f()").startswith(f"{mark}x.py:7: UserWarning: soon")
+
+
+def test_rank_variables_under_mpirun():
+    """Under mpirun, which has other names for all of them, they are set, too."""
+    environment = _prepared("algo-2", variables=mpi(3, devices=2, size=4))
+    environment.set_world_size(4)
+    assert _ranks() == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+
+
+def test_rank_variables_of_one_process():
+    """A job of one process has them, too, but for the one that would keep a later Trainer from starting local ranks."""
+    environment = _prepared("algo-1", {"gpu": ("algo-1",)})
+    PreparedProcess.current.announce(environment, devices=1)
+    assert _ranks() == {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+    assert not environment.creates_processes_externally
+
+
+def test_job_without_an_interface_exports_none(monkeypatch):
+    """Without a named interface the libraries choose."""
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    _prepared(network_interface=None).set_world_size(2)
+    assert not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & set(os.environ)
+
+
+def test_table_is_printed_by_rank_zero_once(caplog):
+    """One report for all environments and Trainers of the process."""
+    caplog.set_level(logging.INFO, logger="lightning_sm")
+    for _ in range(2):
+        environment = _prepared("algo-2", MIXED, name="job")
+        environment.set_world_size(4)
+        environment.set_world_size(4)
+    (report,) = caplog.messages
+    rows = [line.split() for line in report.splitlines()]
+    assert rows[2:5] == [
+        ["algo-2*", "gpu", "-", "trainer", "0", "0-1"],
+        ["algo-3", "gpu", "-", "trainer", "1", "2-3"],
+        ["algo-1", "data", "-", "data", "-", "-"],
+    ]
+    assert rows[5][:7] == ["job", "job,", "one", "process", "per", "host,", "main"]
+    assert f"main address algo-2:{environment.main_port}, interface (none)" in report
+
+
+def test_other_ranks_print_no_table(caplog):
+    """Only rank 0 reports."""
+    caplog.set_level(logging.INFO, logger="lightning_sm")
+    _prepared("algo-2").set_world_size(2)
+    assert caplog.messages == []
+
+
+def test_order_of_a_launcher_that_differs_is_told(caplog):
+    """Where torchrun orders the hosts differently from the table, each host says so, and where rank 0 is."""
+    caplog.set_level(logging.INFO, logger="lightning_sm")
+    _prepared("algo-2", variables={**torchrun(0), "LOCAL_RANK": "0"}).set_world_size(4)
+    first, second = caplog.messages
+    assert first == "Host algo-2 has node rank 0: torchrun orders the hosts differently from the table of hosts."
+    assert "torchrun, main address algo-2:7777" in second
+
+
+def _ranks():
+    return {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
+
+
+def _state(exit_handlers):
+    package = logging.getLogger("lightning_sm")
+    return {
+        "os.environ": dict(os.environ),
+        "logger": (package.level, package.propagate, list(package.handlers)),
+        "sys.excepthook": sys.excepthook,
+        "warnings.formatwarning": warnings.formatwarning,
+        "warnings.filters": list(warnings.filters),
+        "atexit": list(exit_handlers),
+        "rank_zero_only.rank": rank_zero_only.rank,
+    }
+
+
+@pytest.mark.parametrize(
+    "variables", [{"NODE_RANK": "7"}, torchrun(1), mpi(1)], ids=["plain, a stray variable", "torchrun", "mpirun"]
+)
+def test_undo_puts_everything_back(monkeypatch, exit_handlers, variables):
+    """After several environments and a run, the process is as it was before the first call."""
+    monkeypatch.setattr(logging.getLogger("lightning_sm"), "level", logging.NOTSET)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    environment = make_environment("algo-2", variables=variables, network_interface="lo")
+    before = _state(exit_handlers)
+    process = prepare_process(environment)
+    assert {name for name, value in _state(exit_handlers).items() if value != before[name]} >= before.keys() - {
+        "os.environ"
+    }
+    assert prepare_process(make_environment("algo-2", network_interface="lo")) is process
+    environment.set_world_size(environment.start.world_size or 2)
+    process.undo()
+    assert _state(exit_handlers) == before
+    assert PreparedProcess.current is None
+
+
+@pytest.mark.parametrize("variables", [torchrun(1), mpi(3, devices=2, size=4)], ids=["torchrun", "mpirun"])
+def test_rank_variables_end_with_the_run_and_come_back_with_the_next(variables):
+    """Lightning's teardown leaves what the launcher had set; hooks and exit handlers stay for the next run."""
+    environment = _prepared("algo-2" if "OMPI_COMM_WORLD_RANK" in variables else "algo-1", variables=variables)
+    excepthook = sys.excepthook
+    before = _ranks()
+    for _ in range(2):
+        environment.set_world_size(4)
+        environment.set_world_size(4)  # when the Trainer is made, and in fit
+        assert {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"} <= _ranks().keys()
+        environment.teardown()
+        assert _ranks() == before
+    assert sys.excepthook is excepthook
+
+
+def test_a_worker_of_ddp_spawn_sets_its_ranks_and_leaves_its_group_after_success(monkeypatch, caplog, exit_handlers):
+    """It gets a copy of the environment, prints no second table, and has nothing of its parent's to undo."""
+    caplog.set_level(logging.INFO, logger="lightning_sm")
+    parents = _prepared("algo-1")
+    parents.set_world_size(4)
+    pickled = pickle.dumps(parents)
+    PreparedProcess.current.undo()
+    caplog.clear()
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    environment = pickle.loads(pickled)  # noqa: S301 - made above
+    environment.set_global_rank(1)
+    environment.set_world_size(4)
+    assert _ranks()["RANK"] == "1"
+    assert exit_handlers == []
+    environment.teardown()
+    assert "RANK" not in _ranks()
+    assert len(exit_handlers) == 1
+    assert caplog.messages == []
+
+
+def test_marks_have_the_rank_of_the_last_environment():
+    """A script that makes several Trainers has each line marked once."""
+    _prepared("algo-2", variables={**torchrun(0), "LOCAL_RANK": "0"})
+    _prepared("algo-2", variables={**torchrun(1), "LOCAL_RANK": "1"})
+    assert warnings.formatwarning("soon", UserWarning, "x.py", 7, "f()").count("[rank3]: ") == 2
+
+
+def test_the_end_is_watched_once_and_only_where_the_trainer_is_the_users_own(exit_handlers):
+    """Where our own classes make the Trainer, an end before that has another reason."""
+    process = prepare_process(make_environment(), warn_if_unused=False)
+    assert process.report_if_unused not in exit_handlers
+    prepare_process(make_environment())
+    prepare_process(make_environment())
+    assert exit_handlers.count(process.report_if_unused) == 1
