@@ -162,8 +162,8 @@ class PreparedProcess:
         text = (
             "No Trainer used SageMakerEnvironment. If this process trained, "
             f"host {topology.current_host} trained alone, and so did each of the {topology.num_nodes} trainer hosts "
-            f"({topology.source}).\n{topology.table()}\nSet Trainer(num_nodes=environment.num_nodes): with num_nodes=1 and "
-            "one device, Lightning ignores the cluster. SageMakerCLI sets it for you."
+            f"({topology.source}).\n{topology.table()}\nSet Trainer(num_nodes=environment.num_nodes): with num_nodes=1 "
+            "and one device, Lightning ignores the cluster. SageMakerCLI sets it for you."
         )
         # No handler at exit knows the exit code. The launcher does, and shows the text after a success.
         if not leave_warning(text):

@@ -223,11 +223,11 @@ def test_the_position_is_that_of_rank_0_after_a_batch(tmp_path):
         found._read_position()
         return found._position
 
-    assert position(2, "1.0 1 9 4 5 0 training") == (0, 0)
-    assert position(3, "1.0 -1 0 0 0 1 serving data") == (0, 0)
-    assert position(1, "1.0 0 8 1 0 1 starting the training") == (0, 0)
-    assert position(1, "1.1 0 9 1 2 0 waiting for a batch") == (9, 2)
-    assert position(1, "1.2 0 9 2 2 0 training") == (9, 2)
-    assert position(1, "1.3 0 10 2 3 0 waiting for a batch") == (10, 3)
+    assert position(2, "1.0 1 9 4 5 TRAINING") == (0, 0)
+    assert position(3, "1.0 -1 0 0 0 SERVING") == (0, 0)
+    assert position(1, "1.0 0 8 1 0 STARTING_TRAINING") == (0, 0)
+    assert position(1, "1.1 0 9 1 2 WAITING_FOR_BATCH") == (9, 2)
+    assert position(1, "1.2 0 9 2 2 TRAINING") == (9, 2)
+    assert position(1, "1.3 0 10 2 3 WAITING_FOR_BATCH") == (10, 3)
     control.clear()
     assert position(1, "") == (10, 3)
