@@ -62,7 +62,7 @@ class _Attribute(str):
 
 
 class _BatchEncoder:
-    """The encoder of one batch: converts it to nodes, and lists the leaves, whose nodes get their offsets at the end."""
+    """The encoder of one batch: converts it to nodes, and lists the leaves, whose nodes get offsets at the end."""
 
     def __init__(self) -> None:
         self._path: list[Any] = []
