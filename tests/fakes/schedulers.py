@@ -30,7 +30,7 @@ def warm(latencies, *, num_credits=1, **options):
 
 
 def make_with_ranges(*hosts, range_length=4, num_ranges=2):
-    """Return a scheduler at step 4 that requests runs of several steps, and its first requests for them."""
+    """Return a scheduler at step 4 that requests ranges of several steps, and its first requests for them."""
     scheduler = make(*hosts, num_credits=9, window=4, stop=4 + range_length * num_ranges)
     for request in scheduler.next_requests(0.0):
         scheduler.completed(request.request_id, 1.0)

@@ -761,15 +761,13 @@ class Scheduler:
             if is_alone:
                 return math.inf
             late = _LATE_SHARD
-        elif not self._can_afford_hedge(current.pace):
-            late = _STUCK
+        else:
+            # The budget, if this hedge and all open ones cost as much as usual.
+            burst = HEDGE_BURST + max((host.num_credits for host in self._up), default=0)
+            cost_s = self._hedged_work_s + (self._num_open_hedges + 1) * current.pace.work_s
+            if cost_s > HEDGE_BUDGET * self._work_s + burst * current.pace.work_s:
+                late = _STUCK
         return late.after_s(current.pace.median_s)
-
-    def _can_afford_hedge(self, pace: _Latencies) -> bool:
-        """Return whether the budget allows one more hedge, if all that are open cost as much as usual."""
-        burst = HEDGE_BURST + max((host.num_credits for host in self._up), default=0)
-        cost_s = self._hedged_work_s + (self._num_open_hedges + 1) * pace.work_s
-        return cost_s <= HEDGE_BUDGET * self._work_s + burst * pace.work_s
 
     def _hedge_host(self, late: StepRequest, current: _ScheduledPass, now: float) -> _ScheduledHost | None:
         """Return the least busy host that can duplicate a request; a slow one only if all others are."""

@@ -110,13 +110,10 @@ class OpenShards:
             shard = max(before, key=lambda shard: shard.next_offset)
             shards.remove(shard)
         else:
-            shard = self._new(shard_pass, number)
+            seeds = SampleSeeds(shard_pass.seed, self._stage, self._index, shard_pass.epoch, shard_pass.pass_index)
+            shard = _Shard(self._loader, shard_pass, number, seeds)
         self._open[number] = [*shards, shard]
         return shard
-
-    def _new(self, shard_pass: _ShardPass, number: int) -> _Shard:
-        seeds = SampleSeeds(shard_pass.seed, self._stage, self._index, shard_pass.epoch, shard_pass.pass_index)
-        return _Shard(self._loader, shard_pass, number, seeds)
 
 
 def worker_info(worker_id: int, num_workers: int, seed: int, dataset: Any) -> Any:

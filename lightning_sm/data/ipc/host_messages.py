@@ -26,7 +26,7 @@ class Serve(Message):
 
 @dataclass(frozen=True)
 class Listening(Message):
-    """Trainers can connect."""
+    """The address at which trainers can connect."""
 
     address: str
 

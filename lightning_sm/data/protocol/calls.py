@@ -315,7 +315,7 @@ class OrderSize(Reply):
 
 @dataclass(frozen=True)
 class ShardSizes(Reply):
-    """Batches in the shards of a part, and in shard 0, which all hosts count: are their data the same?"""
+    """The numbers of batches in the shards of a part, and in shard 0, which all hosts count to compare their data."""
 
     sizes: list[int]
     first: int

@@ -52,7 +52,7 @@ def metadata(credentials: Credentials) -> list[tuple[str, str | bytes]]:
 
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no type information
-    """Refuses calls without the token, of another version, or of another job, before anything is read.
+    """The guard of a server: refuses calls without the token, or of another version or job, before it reads them.
 
     Who does not have the token is told nothing else: the default token follows from the job's name.
 

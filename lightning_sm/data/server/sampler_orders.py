@@ -81,7 +81,13 @@ class SamplerOrderCache:
         if not isinstance(order.size, OrderSize) or order.keys is None or not request.wants_keys:
             yield order.size.encode() + b"\n"
             return
-        keys, offsets = _part(order.keys, order.offsets, request)
+        rank, world_size = request.rank, request.world_size
+        plan: SamplePlan | BatchPlan
+        if order.offsets is not None or request.batch_size == 0:
+            plan = BatchPlan(order.keys, order.offsets, rank, world_size)
+        else:
+            plan = SamplePlan(order.keys, request.batch_size, request.drop_last, rank, world_size)
+        keys, offsets = plan.batches()
         yield replace(order.size, num_keys=len(keys)).encode() + b"\n"
         for part in (keys, offsets):
             data = part.astype("<i8", copy=False).data.cast("B") if len(part) else b""
@@ -122,12 +128,6 @@ def _read(fd: int) -> _StoredOrder:
     values = np.frombuffer(mmap.mmap(fd, 0), "<i8", offset=start)
     keys, offsets = values[: size.num_samples], values[size.num_samples :]
     return _StoredOrder(size, keys, offsets if len(offsets) else None)
-
-
-def _part(keys: IndexArray, offsets: IndexArray | None, request: ListRequest) -> tuple[IndexArray, IndexArray]:
-    if offsets is not None or request.batch_size == 0:
-        return BatchPlan(keys, offsets, request.rank, request.world_size).batches()
-    return SamplePlan(keys, request.batch_size, request.drop_last, request.rank, request.world_size).batches()
 
 
 def _trainer_run_of(loader_pass: LoaderPass) -> str:

@@ -17,7 +17,7 @@ _CHECKPOINT_KEY = "lightning_sm.data"
 
 
 class Progress(Callback):
-    """Saves a Trainer's position in the data in its checkpoints, and restores it.
+    """The callback that saves a Trainer's position in the data in its checkpoints, and restores it.
 
     The position has its own entry in checkpoints. Lightning drops the states of loaders when
     ``estimated_stepping_batches`` is read (issue 20550), and the state of the DataModule is the user's, whose

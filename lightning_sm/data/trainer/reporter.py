@@ -72,7 +72,7 @@ def _since(before: Iterable[HostFigures], after: Iterable[HostFigures]) -> list[
 
 
 class Reporter(Callback):
-    """Measures the training loaders of a rank, and reports those of all ranks on rank 0.
+    """The callback that measures the training loaders of a rank, and reports those of all ranks on rank 0.
 
     Figures of other ranks and of data hosts arrive with heartbeats, about a second later. They are sums since the
     start of the process, of which each report takes what was added: what arrives after it is in the next one.

@@ -69,9 +69,9 @@ def test_answers_come_out_in_order(buffer):
     answer(buffer, 8, b"five!")
     assert list(buffer.deliveries()) == []
     answer(buffer, 7, b"four")
-    runs = list(buffer.deliveries())
-    assert [run.first_step for run in runs] == [4, 5, 6]
-    received = [bytes(buffer.ring.slot(run.slot)[: run.num_bytes]) for run in runs]
+    delivered = list(buffer.deliveries())
+    assert [one.first_step for one in delivered] == [4, 5, 6]
+    received = [bytes(buffer.ring.slot(one.slot)[: one.num_bytes]) for one in delivered]
     assert received == [b"four", b"five!", b"six"]
     assert buffer.next_step == 7
 
@@ -154,7 +154,7 @@ def test_quick_small_batches_are_requested_together(buffer):
     for number, step in enumerate((4, 5, 6, 7)):
         buffer.reserve(number, StepRange(step, 1))
         answer(buffer, number, b"tiny", produce_s=0.002)
-        buffer.free += [run.slot for run in buffer.deliveries()]
+        buffer.free += [one.slot for one in buffer.deliveries()]
         lengths.append(buffer.range_length)
     assert lengths == [2, 4, 5, 5]
     assert buffer.window == 8 * 5
@@ -165,12 +165,12 @@ def test_quick_small_batches_are_requested_together(buffer):
 
 @pytest.mark.parametrize(("window_bytes", "num_bytes", "most"), [(1 << 30, 400, 4), (800, 20, 2)])
 def test_runs_fit_into_slots_and_window(buffer, window_bytes, num_bytes, most):
-    """A run has at most half of a slot of 4096 bytes, and an eighth of the window."""
+    """A range has at most half of a slot of 4096 bytes, and an eighth of the window."""
     buffer.window_bytes = window_bytes
     for number, step in enumerate((4, 5, 6, 7)):
         buffer.reserve(number, StepRange(step, 1))
         answer(buffer, number, bytes(num_bytes), produce_s=0.0001)
-        buffer.free += [run.slot for run in buffer.deliveries()]
+        buffer.free += [one.slot for one in buffer.deliveries()]
     assert buffer.range_length == most
 
 
@@ -185,7 +185,7 @@ def test_a_limit_of_the_users_counts_batches(buffer):
     assert (buffer.range_length, buffer.window) == (2, 16)
 
 
-def test_a_delivery_describes_its_run(buffer):
+def test_a_delivery_describes_its_range(buffer):
     """The training process learns where the batches lie, how long they took, and how many more are ready."""
     buffer.tells_keys = True
     buffer.reserve(0, StepRange(4, 2))
@@ -207,7 +207,7 @@ def test_another_number_of_batches_than_requested_is_refused(buffer, num_batches
         announce(buffer, 0, 10, num_batches=num_batches)
 
 
-def test_a_shard_may_end_within_a_run(buffer):
+def test_a_shard_may_end_within_a_range(buffer):
     """What it has is delivered, its other steps are skipped, and the batches of the block come in rows."""
     buffer.plan, buffer.next_step, buffer.taken = ShardSteps(2, 0, 1), 0, 0
     buffer.plan.range_length = 3
@@ -217,7 +217,7 @@ def test_a_shard_may_end_within_a_run(buffer):
         announce(buffer, number, 0, num_batches=num_batches)
         buffer.accept(number, latency_s=1.0)
     first, second, end = buffer.deliveries()
-    assert [(run.first_step, run.num_steps, run.row) for run in (first, second)] == [(0, 2, 0), (3, 3, 0)]
+    assert [(one.first_step, one.num_steps, one.row) for one in (first, second)] == [(0, 2, 0), (3, 3, 0)]
     assert end == EndOfBlock(1)
     assert buffer.take(6) == 6
     assert [buffer.plan.batch(step).tolist() for step in (6, 7)] == [[2, 1, 3, 1], [2, 1, 4, 1]]

@@ -150,8 +150,8 @@ def test_step_that_failed_on_all_quick_hosts_goes_to_the_slow_one():
 
 
 @pytest.mark.parametrize("retry", [Retry.ONCE, Retry.LIMITED, Retry.NEVER])
-def test_a_failed_run_is_requested_again_step_by_step(retry):
-    """Only the step that fails counts as failed; the others of its run are requested once more, each by itself."""
+def test_a_failed_range_is_requested_again_step_by_step(retry):
+    """Only the step that fails counts as failed; the others of its range are requested once more, each by itself."""
     scheduler, (first, second) = make_with_ranges("a")
     assert (first.step_range, second.step_range) == (StepRange(4, 4), StepRange(8, 4))
     assert not scheduler.failed(first.request_id, 2.0, retry=retry, reason="one of four").is_fatal
@@ -165,7 +165,7 @@ def test_a_failed_run_is_requested_again_step_by_step(retry):
     assert scheduler.passes()[0].waiting_for == 5
 
 
-def test_a_run_whose_host_was_lost_is_requested_as_a_whole():
+def test_a_range_whose_host_was_lost_is_requested_as_a_whole():
     """A lost connection says nothing about the batches."""
     scheduler, (first, second) = make_with_ranges("a", "b")
     assert (first.host, second.host) == ("a", "b")
@@ -173,8 +173,8 @@ def test_a_run_whose_host_was_lost_is_requested_as_a_whole():
     assert [(request.host, request.step_range) for request in scheduler.next_requests(2.0)] == [("b", StepRange(4, 4))]
 
 
-def test_the_duplicate_of_a_failed_run_may_still_answer():
-    """While another host has the same run, its steps are not requested one by one."""
+def test_the_duplicate_of_a_failed_range_may_still_answer():
+    """While another host has the same range, its steps are not requested one by one."""
     scheduler, (first, _) = make_with_ranges("a", "b")
     (hedge,) = (request for request in scheduler.next_requests(50.0) if request.step_range == first.step_range)
     assert hedge.is_hedge

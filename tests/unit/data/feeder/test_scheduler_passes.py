@@ -123,7 +123,7 @@ def test_window_can_grow_and_shrink():
 
 
 def test_a_request_is_for_consecutive_steps():
-    """Small batches are requested in runs, which move the window as a whole; the last one ends with the pass."""
+    """Small batches are requested in ranges, which move the window as a whole; the last one ends with the pass."""
     scheduler = make("a", num_credits=9, window=4, stop=11)
     scheduler.next_requests(0.0)
     scheduler.set_window(1, 12, range_length=4)
@@ -141,7 +141,7 @@ def test_a_request_is_for_consecutive_steps():
 
 
 def test_no_more_runs_than_slots_are_requested():
-    """However many steps the window has, each run in flight or ready needs one of the slots."""
+    """However many steps the window has, each range in flight or ready needs one of the slots."""
     scheduler = make("a", num_credits=9, window=3)
     scheduler.set_window(1, 100, range_length=2)
     requests = scheduler.next_requests(0.0)
@@ -152,8 +152,8 @@ def test_no_more_runs_than_slots_are_requested():
     assert [r.step_range for r in scheduler.next_requests(1.0)] == [StepRange(3, 2)]
 
 
-def test_what_is_left_of_the_window_is_no_run():
-    """A window that moves by less than a run waits until there is room for all of the next one."""
+def test_what_is_left_of_the_window_is_no_range():
+    """A window that moves by less than a range waits until there is room for all of the next one."""
     scheduler = make("a", num_credits=9, window=4)
     scheduler.next_requests(0.0)
     scheduler.completed(0, 1.0)

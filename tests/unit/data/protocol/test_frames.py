@@ -60,7 +60,7 @@ def test_a_failure_is_a_traceback_at_most():
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100), st.binary(max_size=50)), min_size=1))
-def test_the_batches_of_a_run_survive_the_wire(parts):
+def test_the_batches_of_a_range_survive_the_wire(parts):
     """Places and structures come out as they went in."""
     batches = [EncodedBatch(*part) for part in parts]
     assert unpack_batches(pack_batches(batches), 200) == batches
