@@ -228,6 +228,7 @@ def test_the_position_is_that_of_rank_0_after_a_batch(tmp_path):
     assert position(1, "1.0 0 8 1 0 1 starting the training") == (0, 0)
     assert position(1, "1.1 0 9 1 2 0 waiting for a batch") == (9, 2)
     assert position(1, "1.2 0 9 2 2 0 training") == (9, 2)
-    assert position(1, "1.3 0 10 2 3 0 waiting for a batch") == (10, 3)
+    assert position(1, "1.4 0 10 2 3 0 waiting for a batch") == (10, 3)
+    assert position(4, "1.3 0 5 0 1 0 waiting for a batch") == (10, 3)
     control.clear()
     assert position(1, "") == (10, 3)
