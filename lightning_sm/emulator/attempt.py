@@ -178,9 +178,11 @@ class Attempt:
 
     def _read_position(self) -> None:
         """Read how far rank 0 is: its step and epoch at the end of a batch, which stay known when it has exited."""
-        for beat in ControlFolder(self._cluster.main_host.control_dir).beats():
-            if beat.rank == 0 and beat.trained_epoch:
-                self._position = (beat.step, beat.trained_epoch)
+        beats = ControlFolder(self._cluster.main_host.control_dir).beats()
+        trained = [beat for beat in beats if beat.rank == 0 and beat.trained_epoch]
+        if trained:
+            latest = max(trained, key=lambda beat: beat.at)  # each fit of ddp_spawn has another process
+            self._position = (latest.step, latest.trained_epoch)
 
     def _injection(self, fault: Fault, targets: list[EmulatedHost]) -> Callable[[], object] | None:
         """What injects a fault; None if that is not possible (yet)."""

@@ -253,8 +253,9 @@ def test_a_host_that_waits_for_a_restart_is_interrupted_with_the_first_that_is(t
     """One that is not stopped yet when another one is, leaves with 143, too: not with the failure to be overcome."""
 
     def stop_main_host(emulator):
-        launchers = psutil.Process(emulator.pid).children()  # not the scripts, which may still be ending
-        (main,) = (each for each in launchers if each.environ()["SAGEMAKER_BASE_DIR"].endswith("algo-2"))
+        # Launchers and the guard; not the scripts, which may still be ending.
+        children = psutil.Process(emulator.pid).children()
+        (main,) = (each for each in children if each.environ().get("SAGEMAKER_BASE_DIR", "").endswith("algo-2"))
         main.terminate()
 
     ended = _stopped_in_restart(tmp_path, jobs, work, "exception", 3, stop_main_host)

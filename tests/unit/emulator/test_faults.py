@@ -228,6 +228,7 @@ def test_the_position_is_that_of_rank_0_after_a_batch(tmp_path):
     assert position(1, "1.0 0 8 1 0 STARTING_TRAINING") == (0, 0)
     assert position(1, "1.1 0 9 1 2 WAITING_FOR_BATCH") == (9, 2)
     assert position(1, "1.2 0 9 2 2 TRAINING") == (9, 2)
-    assert position(1, "1.3 0 10 2 3 WAITING_FOR_BATCH") == (10, 3)
+    assert position(1, "1.4 0 10 2 3 WAITING_FOR_BATCH") == (10, 3)
+    assert position(4, "1.3 0 5 0 1 WAITING_FOR_BATCH") == (10, 3)
     control.clear()
     assert position(1, "") == (10, 3)
