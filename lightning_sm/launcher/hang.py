@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import math
 import os
 import shutil
@@ -29,6 +30,11 @@ _STACKS_S = 5.0
 _POLL_S = 0.05
 # Names in the control folder, to which torch adds the rank, and the ending of a pipe.
 _NCCL_PIPE, _NCCL_TRACE = "nccl-rank", "nccl-trace-rank"
+# torch's names for the size of the flight recorder and for its files. Since 2.8, the former ones cost a warning on
+# every rank.
+_RECORDER_BEFORE_2_8 = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
+_RECORDER_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 
 
 class HangRule:
@@ -167,17 +173,23 @@ def nccl_variables(control: ControlFolder, env: Mapping[str, str]) -> dict[str, 
 
     Args:
         control: Where it writes them.
-        env: The user's variables, which it leaves alone.
+        env: The user's variables, which it leaves alone, whichever torch they are named for.
 
     Source:
-        PyTorch, ``ProcessGroupNCCL.hpp``. It was never run with NCCL.
+        PyTorch 2.6 to 2.14, ``FlightRecorder.hpp``, ``ProcessGroupNCCL.hpp``. It was never run with NCCL.
     """
-    variables = {
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(control.path / _NCCL_PIPE),
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(control.path / _NCCL_TRACE),
-    }
-    return {} if variables.keys() & env.keys() else variables
+    if {*_RECORDER_BEFORE_2_8, *_RECORDER, _RECORDER_PIPE} & env.keys():
+        return {}
+    size, file = _RECORDER_BEFORE_2_8 if _torch_version() < (2, 8) else _RECORDER
+    return {size: "2000", file: str(control.path / _NCCL_TRACE), _RECORDER_PIPE: str(control.path / _NCCL_PIPE)}
+
+
+def _torch_version() -> tuple[int, ...]:
+    """Return major and minor version of the torch that ranks will load, without loading it."""
+    try:
+        return tuple(int(part) for part in importlib.metadata.version("torch").split(".")[:2])
+    except importlib.metadata.PackageNotFoundError:  # no rank can use NCCL
+        return (0,)
 
 
 def save_nccl_traces(control: ControlFolder, folder: Path) -> list[Path]:

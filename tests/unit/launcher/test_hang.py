@@ -1,5 +1,6 @@
 """When processes count as hanging, and what is saved of them."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -120,11 +121,50 @@ os.mkfifo(pipe)
 reader = os.open(pipe, os.O_RDWR)
 print("ready", flush=True)
 assert os.read(reader, 2) == b"1\\n"
-trace = os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] + "3"
+trace = os.environ["TORCH_FR_DUMP_TEMP_FILE"] + "3"
 with open(trace + ".part", "w") as file:
     file.write("the last collective calls")
 os.rename(trace + ".part", trace)
 """
+
+
+@pytest.mark.parametrize(
+    ("version", "size", "file"),
+    [
+        ("2.6.0", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
+        ("2.7.1+cu126", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
+        ("2.8.0", "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"),
+        ("2.14.1", "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"),
+    ],
+)
+def test_the_flight_recorder_has_the_names_of_the_installed_torch(tmp_path, monkeypatch, version, size, file):
+    """The variables are those that this version reads without a warning; the user's own keep ours away."""
+    monkeypatch.setattr(importlib.metadata, "version", {"torch": version}.__getitem__)
+    with ControlFolder(tmp_path) as control:
+        variables = nccl_variables(control, {})
+        assert variables.keys() == {size, file, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"}
+        assert nccl_variables(control, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "10"}) == {}
+        assert nccl_variables(control, {"TORCH_FR_BUFFER_SIZE": "10"}) == {}
+
+
+_GROUP = """
+import torch
+from torch import distributed
+
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+distributed.all_reduce(torch.ones(1))
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.processes
+def test_the_installed_torch_warns_of_no_variable(tmp_path):
+    """A rank that makes a process group, with which torch reads them, prints nothing."""
+    with ControlFolder(tmp_path) as control:
+        env = {**os.environ, **nccl_variables(control, {})}
+        command = [sys.executable, "-c", _GROUP]
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_nccls_flight_recorder_is_asked_through_its_pipe(tmp_path):
@@ -132,7 +172,6 @@ def test_nccls_flight_recorder_is_asked_through_its_pipe(tmp_path):
     (tmp_path / "control").mkdir()
     with ControlFolder(tmp_path / "control") as control:
         variables = nccl_variables(control, {})
-        assert nccl_variables(control, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "10"}) == {}
         os.mkfifo(control.path / "nccl-rank0.pipe")
         recorder = subprocess.Popen(
             [sys.executable, "-c", _RECORDER], env={**os.environ, **variables}, stdout=subprocess.PIPE
