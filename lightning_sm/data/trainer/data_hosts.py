@@ -227,8 +227,8 @@ class DataHosts:
         """Open the loaders of a stage; return the structure in which the user's hook returned them, and the loaders."""
         opened = cast("Loaders", self._request_loaders(stage))
         loaders: list[RemoteLoader] = []
-        for index, described in enumerate(opened.loaders):
-            description = described
+        for index, original in enumerate(opened.loaders):
+            description = original
             if (
                 self._is_overfitting
                 and description.order in ("shuffled", "sampler")
