@@ -1,0 +1,204 @@
+"""Private names of Lightning and jsonargparse that lightning_sm relies on: what a new version may lack is named here.
+
+Their upper bounds in pyproject.toml are the versions of docs/tested.md. Before a bound is raised, these tests run with
+the new version.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import inspect
+import pkgutil
+from pathlib import Path
+
+import jsonargparse
+import pytest
+
+import lightning_sm
+from lightning_sm._lightning import DISTRIBUTION
+
+PACKAGE = Path(lightning_sm.__file__).parent
+FABRIC = "lightning_fabric" if DISTRIBUTION == "pytorch_lightning" else "lightning.fabric"
+
+_MLFLOW = ("_experiment_name", "_initialized", "_mlflow_client", "_run_id", "_run_name")
+_WANDB = ("_experiment", "_id", "_name", "_save_dir", "_wandb_init")
+# Owner in Lightning (a module, or a class after the colon), its private names, and the files that rely on them.
+LIGHTNING = [
+    (f"{FABRIC}.utilities.distributed", ["_InfiniteBarrier"], ["_lightning.py"]),
+    (f"{FABRIC}.utilities.logger", ["_convert_params", "_flatten_dict"], ["_lightning.py"]),
+    (f"{FABRIC}.utilities.types", ["_PATH"], ["training/checkpoints/durable_io.py"]),
+    (f"{DISTRIBUTION}.overrides.distributed", ["_IndexBatchSamplerWrapper"], ["_lightning.py"]),
+    (f"{DISTRIBUTION}.plugins.io.wrapper", ["_WrappingCheckpointIO"], ["_lightning.py"]),
+    (f"{DISTRIBUTION}.strategies.launchers", ["_MultiProcessingLauncher"], ["_lightning.py"]),
+    (f"{DISTRIBUTION}.trainer.connectors.data_connector", ["_InfiniteBarrier"], ["training/strategies/smddp.py"]),
+    (f"{DISTRIBUTION}.utilities", ["_pytree"], ["training/known_warnings.py"]),
+    (
+        f"{DISTRIBUTION}.plugins.io.wrapper:_WrappingCheckpointIO",
+        ["_checkpoint_io"],
+        ["training/checkpoints/durable_io.py"],
+    ),
+    (f"{DISTRIBUTION}:Trainer", ["_accelerator_connector"], ["data/trainer/data_hosts.py"]),
+    (
+        f"{DISTRIBUTION}:Trainer",
+        ["_checkpoint_connector"],
+        ["training/callbacks/failing_rank.py", "training/checkpoints/resume.py"],
+    ),
+    (f"{DISTRIBUTION}:Trainer", ["_signal_connector"], ["training/callbacks/spot_checkpoint.py"]),
+    (
+        f"{DISTRIBUTION}.trainer.connectors.signal_connector:_SignalConnector",
+        ["_sigterm_notifier_fn"],
+        ["training/callbacks/spot_checkpoint.py"],
+    ),
+    (
+        f"{DISTRIBUTION}.loops.fit_loop:_FitLoop",
+        ["_combined_loader", "_data_fetcher", "_last_train_dl_reload_epoch"],
+        ["training/callbacks/local_position.py"],
+    ),
+    (
+        f"{DISTRIBUTION}.loops.fit_loop:_FitLoop",
+        ["_combined_loader", "_data_fetcher", "_restarting"],
+        ["training/callbacks/spot_checkpoint.py"],
+    ),
+    (
+        f"{DISTRIBUTION}.loops.fit_loop:_FitLoop",
+        ["_combined_loader"],
+        ["data/trainer/position.py", "training/callbacks/step_times.py"],
+    ),
+    (
+        f"{DISTRIBUTION}.loops.evaluation_loop:_EvaluationLoop",
+        ["_combined_loader"],
+        ["data/trainer/position.py", "training/callbacks/spot_checkpoint.py"],
+    ),
+    (f"{DISTRIBUTION}.loops.prediction_loop:_PredictionLoop", ["_combined_loader"], ["data/trainer/position.py"]),
+    (
+        f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
+        ["_batches_that_stepped"],
+        ["data/trainer/reporter.py", "training/callbacks/step_times.py", "training/loggers.py"],
+    ),
+    (
+        f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
+        ["_on_before_fetch", "_on_after_fetch"],
+        ["training/callbacks/step_times.py"],
+    ),
+    (
+        f"{DISTRIBUTION}.loops.training_epoch_loop:_TrainingEpochLoop",
+        ["_broadcast_sigterm_tensor"],
+        ["training/callbacks/spot_checkpoint.py"],
+    ),
+    (
+        f"{DISTRIBUTION}.utilities:CombinedLoader",
+        ["_iterator", "_mode"],
+        ["data/trainer/position.py", "training/callbacks/local_position.py"],
+    ),
+    (f"{DISTRIBUTION}.utilities:CombinedLoader", ["_mode"], ["data/host/loader.py"]),
+    (f"{DISTRIBUTION}.utilities:CombinedLoader", ["_state_dicts"], ["training/callbacks/spot_checkpoint.py"]),
+    (
+        f"{DISTRIBUTION}:LightningModule",
+        ["_compiler_ctx", "_on_before_batch_transfer"],
+        ["training/strategies/pipeline/strategy.py"],
+    ),
+    (f"{DISTRIBUTION}.strategies:ParallelStrategy", ["_layer_sync"], ["training/strategies/pipeline/strategy.py"]),
+    (
+        f"{DISTRIBUTION}.core.optimizer:LightningOptimizer",
+        ["_optimizer"],
+        ["training/strategies/pipeline/strategy.py"],
+    ),
+    (f"{DISTRIBUTION}.strategies:DDPStrategy", ["_configure_launcher"], ["training/strategies/smddp.py"]),
+    (f"{DISTRIBUTION}.strategies:FSDPStrategy", ["_state_dict_type"], ["training/checkpoints/sharded.py"]),
+    (f"{DISTRIBUTION}.loggers:TensorBoardLogger", ["_fs", "_root_dir", "_version"], ["training/loggers.py"]),
+    (f"{DISTRIBUTION}.loggers:TensorBoardLogger", ["_log_graph"], ["training/strategies/pipeline/strategy.py"]),
+    (
+        f"{DISTRIBUTION}.loggers:CSVLogger",
+        ["_experiment", "_fs", "_root_dir", "_save_dir", "_version"],
+        ["training/loggers.py"],
+    ),
+    (
+        f"{DISTRIBUTION}.loggers.csv_logs:ExperimentWriter",
+        ["_check_log_dir_exists", "_fs", "_rewrite_with_new_header"],
+        ["training/loggers.py"],
+    ),
+    (f"{DISTRIBUTION}.loggers:MLFlowLogger", _MLFLOW, ["training/loggers.py"]),
+    (f"{DISTRIBUTION}.loggers:WandbLogger", _WANDB, ["training/loggers.py"]),
+    (f"{DISTRIBUTION}.cli:LightningCLI", ["_get", "_parser", "_subcommand_parsers"], ["training/cli.py"]),
+]
+JSONARGPARSE = {"_action_groups", "_group_actions", "_links_group", "_skip_validation"}
+# Private names of others in the same files.
+OF_OTHERS = {
+    "data/host/iterable.py": {"_worker_info"},  # torch's DataLoader
+    "data/host/trainer_facts.py": {"_getframe"},  # Python
+    "data/trainer/pinning.py": {"_C", "_cuda_hasPrimaryContext"},  # torch
+    "training/callbacks/local_position.py": {"_index_sampler"},  # torch's DataLoader, whose _iterator it uses, too
+    "training/loggers.py": {"_file_name", "_get_file_writer"},  # tensorboard and torch's SummaryWriter
+    "training/rank_barrier.py": {"_get_default_store"},  # torch
+    "training/strategies/pipeline/layers.py": {"_BatchNorm"},  # torch
+    "training/strategies/pipeline/rows.py": {"_fields"},  # named tuples
+    "training/strategies/pipeline/steps.py": {"_modules"},  # torch
+}
+
+
+@pytest.mark.parametrize(("owner", "name"), sorted({(owner, name) for owner, names, _ in LIGHTNING for name in names}))
+def test_lightning_has_the_private_name(owner, name):
+    """A module or class of the installed Lightning has it, or a method of the class sets it on the object."""
+    found = pkgutil.resolve_name(owner)
+    bases = inspect.getmro(found) if inspect.isclass(found) else ()
+    methods = [inspect.unwrap(one) for base in bases for one in vars(base).values() if inspect.isfunction(one)]
+    steps = (step for method in methods for step in dis.get_instructions(method))
+    is_set = any(step.opname == "STORE_ATTR" and step.argval == name for step in steps)
+    files = [file for one, names, files in LIGHTNING for file in files if one == owner and name in names]
+    assert hasattr(found, name) or is_set, f"{owner} has no {name}, which is used in: {', '.join(files)}"
+
+
+def test_jsonargparse_has_the_private_names():
+    """A parser has its groups and its links between arguments, and parses without validation."""
+    parser = jsonargparse.ArgumentParser()
+    parser.add_argument("--a.x")
+    parser.add_argument("--b.x")
+    parser.link_arguments("a.x", "b.x")
+    assert parser._action_groups, "ArgumentParser has no _action_groups, on which training/cli.py relies"
+    (link,) = parser._links_group._group_actions
+    assert link.apply_on == "parse"
+    for parse in (parser.parse_args, parser.parse_object):
+        parse([] if parse == parser.parse_args else {}, _skip_validation=True)
+
+
+def _private_names(tree):
+    """Private names that a file uses, and does not define itself; those that it defines and calls on super()."""
+    defined, used = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defined.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            (defined if of_self and isinstance(node.ctx, ast.Store) else used).add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("lightning_sm"):
+            used.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.keyword) and node.arg:
+            used.add(node.arg)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+            used.update(one.value for one in node.args[1:2] if isinstance(one, ast.Constant))
+    return {name for name in used - defined if name.startswith("_") and not name.startswith("__")}
+
+
+def test_the_table_is_complete():
+    """Each private name that a file of training code uses and nothing of ours defines is in the table, and no other.
+
+    A name that the file itself defines, too, escapes: those are in the table by hand, as those of overridden methods.
+    """
+    files = [
+        PACKAGE / "_lightning.py",
+        *(PACKAGE / "training").rglob("*.py"),
+        *(PACKAGE / "data").rglob("trainer/*.py"),
+    ]
+    files += (PACKAGE / "data" / "host").glob("*.py")
+    sources = {file.relative_to(PACKAGE).as_posix(): file.read_text(encoding="utf-8") for file in files}
+    trees = {file: ast.parse(source) for file, source in sources.items()}
+    ours = {"_hosts"}  # RemoteDataModule's, which data/trainer/position.py reads
+    listed = {(file, name) for _, names, of in LIGHTNING for file in of for name in names}
+    listed |= {(file, name) for file, names in OF_OTHERS.items() for name in names}
+    listed |= {("training/cli.py", name) for name in JSONARGPARSE}
+    used = {(file, name) for file, tree in trees.items() for name in _private_names(tree) - ours}
+    assert used - listed == set()
+    assert {(file, name) for file, name in listed - used if name not in sources[file]} == set()
