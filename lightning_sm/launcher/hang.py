@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import math
 import os
 import shutil
@@ -13,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lightning_sm._log import command_logger
+from lightning_sm._version import installed_version
 from lightning_sm.job.control_folder import STACKS_SIGNAL, Beat, ControlFolder, Phase
 
 _LOG = command_logger(__name__)
@@ -186,10 +186,8 @@ def nccl_variables(control: ControlFolder, env: Mapping[str, str]) -> dict[str, 
 
 def _torch_version() -> tuple[int, ...]:
     """Return major and minor version of the torch that ranks will load, without loading it."""
-    try:
-        return tuple(int(part) for part in importlib.metadata.version("torch").split(".")[:2])
-    except importlib.metadata.PackageNotFoundError:  # no rank can use NCCL
-        return (0,)
+    version = installed_version("torch") or "0"  # without torch, no rank can use NCCL
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def save_nccl_traces(control: ControlFolder, folder: Path) -> list[Path]:
