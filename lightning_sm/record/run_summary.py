@@ -47,9 +47,9 @@ def summary(totals: Totals, *, is_alone: bool = True, on_gpu: bool = False, verd
         for name, words in _SPANS.items()
         if totals.spans.get(name, 0.0) >= _MIN_SPAN_S
     ]
-    steps = "1 step" if totals.n == 1 else f"{totals.n} steps"
+    steps = "1 step" if totals.num_steps == 1 else f"{totals.num_steps} steps"
     whose = "" if is_alone else "Rank 0: "
-    text = f"{whose}{steps} in {seconds_text(totals.wall_s)} ({_each(totals.wall_s / totals.n)} each): {parts}"
+    text = f"{whose}{steps} in {seconds_text(totals.wall_s)} ({_each(totals.wall_s / totals.num_steps)} each): {parts}"
     if not is_alone:
         text += ", waiting for other ranks included in backward"
     if on_gpu:
