@@ -43,7 +43,8 @@ def summary(totals: Totals, *, is_alone: bool = True, on_gpu: bool = False, verd
         if totals.spans.get(name, 0.0) >= _MIN_SPAN_S
     ]
     whose = "" if is_alone else "Rank 0: "
-    steps = f"{count(totals.n, 'step')} in {duration(totals.wall_s)} ({duration(totals.wall_s / totals.n)} each)"
+    each_s = totals.wall_s / totals.num_steps
+    steps = f"{count(totals.num_steps, 'step')} in {duration(totals.wall_s)} ({duration(each_s)} each)"
     text = f"{whose}{steps}: {parts}"
     if not is_alone:
         text += ", waiting for other ranks included in backward"

@@ -18,13 +18,13 @@ class Totals:
     """What has been measured since the start.
 
     Attributes:
-        n: Number of steps.
+        num_steps: Number of steps.
         samples: Samples of their batches.
         parts: Seconds by part.
         spans: Seconds by name of the span.
     """
 
-    n: int = 0
+    num_steps: int = 0
     samples: int = 0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     spans: dict[str, float] = field(default_factory=dict)
@@ -40,13 +40,13 @@ class Totals:
 
     def copy(self) -> Totals:
         """Return a snapshot."""
-        return Totals(self.n, self.samples, dict(self.parts), dict(self.spans))
+        return Totals(self.num_steps, self.samples, dict(self.parts), dict(self.spans))
 
     def since(self, before: Totals) -> Totals:
         """Return what was added since a snapshot."""
         parts = {name: seconds - before.parts[name] for name, seconds in self.parts.items()}
         spans = {name: seconds - before.spans.get(name, 0.0) for name, seconds in self.spans.items()}
-        return Totals(self.n - before.n, self.samples - before.samples, parts, spans)
+        return Totals(self.num_steps - before.num_steps, self.samples - before.samples, parts, spans)
 
 
 @dataclass

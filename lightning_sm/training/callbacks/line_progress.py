@@ -132,10 +132,10 @@ class LineProgress(ProgressBar):
         totals = times.totals
         new = totals.since(self._shown)
         self._shown = totals
-        is_known = new.n > 0 and new.wall_s > 0
+        is_known = new.num_steps > 0 and new.wall_s > 0
         num_replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         return rate_fields(
-            steps_per_s=new.n / new.wall_s if is_known else None,
+            steps_per_s=new.num_steps / new.wall_s if is_known else None,
             samples_per_s=num_replicas * new.samples / new.wall_s if is_known and new.samples else None,
             eta_s=self._eta_s(trainer),
             memory_bytes=_memory_bytes(trainer.strategy.root_device),

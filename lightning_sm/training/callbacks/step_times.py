@@ -335,10 +335,14 @@ class StepTimes(Callback):
         new = totals.since(self._divided)
         gpu = self._gpu.read() if self._gpu is not None else None
         if gpu is not None:
-            new.parts = exposed(new.parts, {name: new.n * seconds for name, seconds in gpu.items()})
+            new.parts = exposed(new.parts, {name: new.num_steps * seconds for name, seconds in gpu.items()})
         for name, seconds in new.parts.items():
             self._totals.parts[name] += seconds
-        self._totals.n, self._totals.samples, self._totals.spans = totals.n, totals.samples, totals.spans
+        self._totals.num_steps, self._totals.samples, self._totals.spans = (
+            totals.num_steps,
+            totals.samples,
+            totals.spans,
+        )
         self._divided = totals
 
     def _write_steps(self, trainer: Trainer) -> None:
@@ -348,7 +352,7 @@ class StepTimes(Callback):
         new = totals.since(self._written)
         self._written = totals
         now = time.time()
-        if not new.n:
+        if not new.num_steps:
             if new.wall_s > 0:
                 self._write(events.Span(now, "between", now - new.wall_s, new.wall_s))
             return
@@ -356,7 +360,7 @@ class StepTimes(Callback):
             events.Steps(
                 t=now,
                 step=trainer.global_step,
-                n=new.n,
+                n=new.num_steps,
                 wall_s=new.wall_s,
                 longest_s=self._clock.longest_s,
                 samples=new.samples,
@@ -391,7 +395,7 @@ class StepTimes(Callback):
         totals = self.totals
         new = totals.since(self._logged)
         self._logged = totals
-        values = {f"time/{name}_ms": 1e3 * seconds / new.n for name, seconds in new.parts.items()}
+        values = {f"time/{name}_ms": 1e3 * seconds / new.num_steps for name, seconds in new.parts.items()}
         values["time/step_ms"] = sum(values.values())
         values["time/input_bound"] = new.share("data_wait")
         for log in trainer.loggers:
@@ -412,7 +416,7 @@ class StepTimes(Callback):
         for remove in self._removals:
             remove()
         self._removals.clear()
-        if trainer.is_global_zero and totals.n:
+        if trainer.is_global_zero and totals.num_steps:
             is_alone = trainer.world_size == 1
             said = self._verdict(trainer, totals)
             logger.info("%s", summary(totals, is_alone=is_alone, on_gpu=self._gpu is not None, verdict=said))

@@ -173,7 +173,7 @@ def test_what_takes_long_is_found(fit, part):
     model = Model()
     model.slow = part
     totals = fit(model, DataLoader(Slow(), 1) if part == "data_wait" else fast())
-    assert totals.n == 5
+    assert totals.num_steps == 5
     assert totals.samples == 5
     assert totals.parts[part] >= 5 * LONG_S
     assert totals.parts[part] == max(totals.parts.values())
@@ -186,7 +186,7 @@ def test_accumulated_gradients(fit, slow):
     model = Model()
     model.slow = slow
     totals = fit(model, fast(), accumulate_grad_batches=3)
-    assert totals.n == 5
+    assert totals.num_steps == 5
     assert totals.parts[slow] >= LONG_S * (5 if slow == "backward" else 2)
 
 
@@ -236,7 +236,7 @@ def test_parts_in_the_record_sum_up(fit, job):
     totals = fit(Model(), DataLoader(Slow(80), 1), job=job)
     steps = lines(job, events.Steps)
     assert len(steps) >= 2
-    assert sum(line.n for line in steps) == totals.n == 79
+    assert sum(line.n for line in steps) == totals.num_steps == 79
     for line in steps:
         assert sum(line.parts.values()) == pytest.approx(line.wall_s, abs=1e-4)
         assert line.longest_s <= line.wall_s
@@ -289,7 +289,7 @@ def test_nothing_is_left_of_it_in_the_trainer(fit):
     model = Model()
     for _ in range(2):
         totals = fit(model, fast())
-        assert totals.n == 5
+        assert totals.num_steps == 5
     loop = model.trainer.fit_loop.epoch_loop
     assert not {"_on_before_fetch", "_on_after_fetch"} & vars(loop).keys()
     assert "run" not in vars(loop.val_loop)

@@ -6,7 +6,7 @@ from lightning_sm.record.step_clock import Totals
 
 def totals(n=40, spans=None, **parts):
     """What a rank has measured."""
-    measured = Totals(n=n, spans=spans or {})
+    measured = Totals(num_steps=n, spans=spans or {})
     measured.parts.update(parts)
     return measured
 

@@ -43,7 +43,7 @@ def test_a_step_has_its_parts():
     clock.end_step(4)
     clock.enter(DATA_WAIT)
     totals = clock.totals
-    assert (totals.n, totals.samples, totals.wall_s) == (1, 4, 8)
+    assert (totals.num_steps, totals.samples, totals.wall_s) == (1, 4, 8)
     assert totals.parts == {
         "data_wait": 1,
         "to_device": 1,
@@ -67,7 +67,7 @@ def test_spans_are_no_part_of_a_step():
     outer = clock.end_span("checkpoint", "validation")
     assert (inner.seconds, outer.seconds) == (1, 3)
     assert clock.totals.spans == {"checkpoint": 1, "validation": 3}
-    assert (clock.totals.n, clock.totals.wall_s) == (0, 1)
+    assert (clock.totals.num_steps, clock.totals.wall_s) == (0, 1)
 
 
 @given(CALLS)
@@ -92,7 +92,7 @@ def test_what_was_added_since_a_snapshot():
     clock.end_span("validation")
     clock.end_step(2)
     new = clock.totals.since(before)
-    assert (new.n, new.samples, new.wall_s, new.spans) == (1, 2, 2, {"validation": 1})
+    assert (new.num_steps, new.samples, new.wall_s, new.spans) == (1, 2, 2, {"validation": 1})
     assert Totals().share("other") == 0
 
 
