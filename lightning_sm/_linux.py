@@ -5,7 +5,9 @@ On macOS scripts train, and emulated jobs without data groups run. Data hosts ne
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -20,6 +22,7 @@ SIGNAL_POLL_S = 1.0
 _IS_LINUX = sys.platform == "linux"
 # Whether ``adopt_orphans`` has an effect. Elsewhere processes whose parent died belong to process 1.
 ADOPTS_ORPHANS = _IS_LINUX
+CGROUP = Path("/sys/fs/cgroup")
 LOOPBACK_INTERFACE = "lo" if _IS_LINUX else "lo0"
 _SYSTEM = {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
 # linux/prctl.h
@@ -46,9 +49,19 @@ def require_linux(what: str, advice: str) -> None:
         raise NeedsLinuxError(f"{what} needs Linux, but this system is {_SYSTEM}. {advice}")
 
 
-def usable_cpus() -> int:
-    """Count the CPUs that this process may use; off Linux, all CPUs of the machine."""
-    return len(os.sched_getaffinity(0)) if _IS_LINUX else os.cpu_count() or 1
+def usable_cpus(cgroup: Path = CGROUP) -> int:
+    """Return how many CPUs this process may use: those that it may run on, and no more than its control group gets.
+
+    Off Linux, all CPUs of the machine.
+
+    Args:
+        cgroup: Folder of the control group's files.
+    """
+    cpus = len(os.sched_getaffinity(0)) if _IS_LINUX else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (cgroup / "cpu.max").read_text(encoding="ascii").split()
+        cpus = min(cpus, math.ceil(int(quota) / int(period)))  # "max" is not a number: no limit
+    return max(1, cpus)
 
 
 def loopback_addresses(count: int) -> list[str]:

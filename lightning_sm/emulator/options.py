@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lightning_sm._linux import require_linux
 from lightning_sm.emulator import faults
 from lightning_sm.emulator.cluster import ClusterSpec, LocalCluster
 from lightning_sm.emulator.run_folders import remove_finished_runs
 from lightning_sm.emulator.runner import run
-from lightning_sm.errors import HyperparameterError, JobConfigError, ScriptError
+from lightning_sm.errors import JobConfigError, ScriptError
 from lightning_sm.job.emulated_service import DEFAULT_INSTANCE_TYPE, GroupSpec
-from lightning_sm.job.redaction import shown_arguments, yaml_problem
+from lightning_sm.job.redaction import shown_arguments
+from lightning_sm.job.yaml_file import read_mapping
 
 EXAMPLES = f"""\
 examples:
@@ -114,10 +113,11 @@ def main(options: argparse.Namespace) -> int:
     if any(fault.kind is faults.Kind.SLOW_DNS for fault in settings.faults):
         require_linux("The fault slow-dns", "Leave it out: the hosts share one address here.")
     channels = _pairs("--channel", "NAME=DIR", options.channel)
+    hyperparameters = options.hyperparameters
     spec = ClusterSpec(
         groups=[_group(text) for text in options.group] or [GroupSpec("trainer", 1)],
         devices=options.devices,
-        hyperparameters=_read_hyperparameters(Path(options.hyperparameters)) if options.hyperparameters else {},
+        hyperparameters=read_mapping(Path(hyperparameters), "file of hyperparameters") if hyperparameters else {},
         channels={name: Path(folder) for name, folder in channels.items()},
         checkpoint_dir=Path(options.checkpoints) if options.checkpoints else None,
         keeps_checkpoints=settings.needs_checkpoints or options.upload_delay is not None,
@@ -174,25 +174,6 @@ def _pairs(option: str, form: str, texts: Sequence[str]) -> dict[str, str]:
             raise JobConfigError(f"{stated}: {name!r} is given twice.")
         pairs[name] = value
     return pairs
-
-
-def _read_hyperparameters(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            values = json.loads(text)
-        else:
-            import yaml  # noqa: PLC0415 - takes 20 ms, which only a YAML file needs
-
-            try:
-                values = yaml.safe_load(text)
-            except yaml.YAMLError as error:
-                raise ValueError(f"not valid YAML ({yaml_problem(error)})") from error
-    except (OSError, ValueError) as error:
-        raise HyperparameterError(f"--hyperparameters {path}: {error}") from error
-    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise HyperparameterError(f"--hyperparameters {path}: expected a mapping from names to values.")
-    return values
 
 
 def _check_script(script: str) -> None:

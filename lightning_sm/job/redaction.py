@@ -102,13 +102,6 @@ def shown_hyperparameters(hyperparameters: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def yaml_problem(error: Exception) -> str:
-    """Return what is wrong with a YAML text, and where, without the line itself, which YAML's own message quotes."""
-    mark = getattr(error, "problem_mark", None)
-    place = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
-    return f"{getattr(error, 'problem', None) or type(error).__name__}{place}"
-
-
 def _says_secret(part: str) -> bool:
     words = [word.lower() for word in _WORD.findall(part)]
     if not _SAYS_SECRET.search("".join(words)):

@@ -29,6 +29,7 @@ _MAX_SHOWN_CHARS = 200
 _MIN_SECRET_CHARS = 32
 
 _Value = TypeVar("_Value")
+_Kind = TypeVar("_Kind", bound=Enum)
 
 
 @dataclass(frozen=True)
@@ -134,21 +135,14 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def _install(text: str) -> Install:
-    try:
-        return Install(text)
-    except ValueError as error:
-        raise ValueError(
-            "expected 0 (install nothing), 1 (install requirements.txt even if it came with the image), or unprotected "
-            "(also replace torch and other packages of the image)"
-        ) from error
+def _one_of(kind: type[_Kind], expected: str) -> Callable[[str], _Kind]:
+    def parse(text: str) -> _Kind:
+        try:
+            return kind(text)
+        except ValueError as error:
+            raise ValueError(f"expected {expected}") from error
 
-
-def _model(text: str) -> Model:
-    try:
-        return Model(text)
-    except ValueError as error:
-        raise ValueError("expected full, weights or none") from error
+    return parse
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -217,7 +211,7 @@ STOP_SCHEDULE = Setting[tuple[float, float]](
 )
 MODEL = Setting[Model](
     name="LIGHTNING_SM_MODEL",
-    parse=_model,
+    parse=_one_of(Model, "full, weights or none"),
     default=Model.FULL,
     default_text="full",
     meaning="What the job leaves in its model directory: full (checkpoint, weights and configuration), weights "
@@ -225,7 +219,11 @@ MODEL = Setting[Model](
 )
 INSTALL_REQUIREMENTS = Setting[Install](
     name="LIGHTNING_SM_INSTALL_REQUIREMENTS",
-    parse=_install,
+    parse=_one_of(
+        Install,
+        "0 (install nothing), 1 (install requirements.txt even if it came with the image), or unprotected (also "
+        "replace torch and other packages of the image)",
+    ),
     default=Install.IF_SUBMITTED,
     default_text="if the code came with the job",
     meaning="Whether to install the code's requirements.txt: 0 never, 1 always, unprotected (always, and pip may "
@@ -323,25 +321,7 @@ RECORD_DIR = Setting[Path | None](
     is_internal=True,
 )
 
-SETTINGS: tuple[Setting[Any], ...] = (
-    DATA_GROUPS,
-    MAIN_PORT,
-    DEVICES,
-    STOP_SCHEDULE,
-    MODEL,
-    INSTALL_REQUIREMENTS,
-    PREPARE_S,
-    PEERS_TIMEOUT_S,
-    MAX_RESTARTS,
-    HANG_S,
-    REPORT_S,
-    PRICES,
-    HOST_ADDRESSES,
-    JOB_SECRET,
-    CONTROL_DIR,
-    RANK_ZERO_PID,
-    RECORD_DIR,
-)
+SETTINGS: tuple[Setting[Any], ...] = tuple(value for value in list(globals().values()) if isinstance(value, Setting))
 USER_SETTINGS = tuple(setting for setting in SETTINGS if not setting.is_internal)
 
 

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from signal import Signals
 
+from lightning_sm._linux import usable_cpus
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.stopping import JobOutcome, Outcome, OutcomeKind
 from lightning_sm.job.topology import Role
 from lightning_sm.job.variables import RECORD_DIR
 from lightning_sm.record import events
-from lightning_sm.record.host_use import HostMeter, usable_cpus
+from lightning_sm.record.host_use import HostMeter
 
 _USE_S = 5.0
 _EVENTS = {OutcomeKind.LOST: "host_lost", OutcomeKind.INTERRUPTION: "interruption"}

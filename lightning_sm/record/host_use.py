@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,22 +16,12 @@ from typing import Any
 
 import psutil
 
+from lightning_sm._linux import CGROUP, usable_cpus
 from lightning_sm.record.events import GpuUse, HostUse
 
 logger = logging.getLogger(__name__)
 
-_CGROUP = Path("/sys/fs/cgroup")
 _GPU_DEVICE = Path("/dev/nvidia0")
-
-
-def usable_cpus(cgroup: Path = _CGROUP) -> int:
-    """Return how many CPUs this process may use: those that it may run on, and no more than its control group gets."""
-    # macOS has no sched_getaffinity.
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = (cgroup / "cpu.max").read_text(encoding="ascii").split()
-        cpus = min(cpus, math.ceil(int(quota) / int(period)))  # "max" is not a number: no limit
-    return max(1, cpus)
 
 
 class CpuMeter:
@@ -60,7 +48,7 @@ class HostMeter:
         cgroup: Folder of the control group's files.
     """
 
-    def __init__(self, *, is_machine_shared: bool = False, cgroup: Path = _CGROUP) -> None:
+    def __init__(self, *, is_machine_shared: bool = False, cgroup: Path = CGROUP) -> None:
         self._is_machine_shared = is_machine_shared
         self._cgroup = cgroup
         self._cpus = usable_cpus(cgroup)

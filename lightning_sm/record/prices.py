@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sm.errors import JobConfigError
-from lightning_sm.job.redaction import yaml_problem
+from lightning_sm.job.yaml_file import read_mapping
 
 FILE_FORMAT = """\
 currency: $            # printed before each amount; default: $
@@ -96,15 +96,8 @@ def read_prices(file: Path | None, flags: Iterable[str]) -> Prices:
 
 
 def _parsed(file: Path) -> dict[str, Any]:
-    import yaml  # noqa: PLC0415 - takes tens of milliseconds, and few commands have prices
-
-    try:
-        fields = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise JobConfigError(f"The file of prices {file} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise JobConfigError(f"The file of prices {file} is not valid YAML: {yaml_problem(error)}.") from error
-    if not isinstance(fields, dict) or not isinstance(fields.get("per_hour"), dict):
+    fields = read_mapping(file, "file of prices")
+    if not isinstance(fields.get("per_hour"), dict):
         raise JobConfigError(f"{file} has no table per_hour. A price file looks like this:\n{FILE_FORMAT}")
     unknown = sorted(map(str, set(fields) - {"currency", "per_hour"}))
     if unknown:

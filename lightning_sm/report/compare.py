@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from lightning_sm._table import draw_table
 from lightning_sm._text import count, duration, percent, step_time
 from lightning_sm.errors import JobConfigError
-from lightning_sm.job.redaction import yaml_problem
+from lightning_sm.job.yaml_file import read_mapping
 from lightning_sm.record.prices import Prices, cost
 from lightning_sm.report.figures import Figures
 
@@ -142,7 +141,7 @@ def read_figures(file: Path) -> ComparedRun:
     Raises:
         JobConfigError: The file cannot be read, or a value is missing or wrong.
     """
-    fields = _parsed(file)
+    fields = read_mapping(file, "file of figures")
     unknown = sorted(map(str, set(fields) - _FIGURES))
     if unknown:
         raise JobConfigError(f"{file}: unknown key {unknown[0]}. A file of figures looks like this:\n{FIGURES_FORMAT}")
@@ -328,21 +327,6 @@ def _change(ratio: float) -> str:
 
 def _optional(value: float | None, text: Any) -> str:
     return "not known" if value is None else str(text(value))
-
-
-def _parsed(file: Path) -> Mapping[str, Any]:
-    import yaml  # noqa: PLC0415 - takes tens of milliseconds, and most runs are recorded
-
-    try:
-        fields = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise JobConfigError(f"{file} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problem = yaml_problem(error)
-        raise JobConfigError(f"{file} is neither the folder of a run nor valid YAML: {problem}.") from error
-    if not isinstance(fields, dict):
-        raise JobConfigError(f"{file} is not a file of figures, which looks like this:\n{FIGURES_FORMAT}")
-    return fields
 
 
 def _number(file: Path, name: str, value: Any, *, whole: bool = False) -> float:

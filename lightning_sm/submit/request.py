@@ -10,14 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from lightning_sm.errors import HyperparameterError
 from lightning_sm.job.facts import CODE_CHANNEL
 from lightning_sm.job.hyperparameters import encode
-from lightning_sm.job.redaction import yaml_problem
 from lightning_sm.job.secret import new_secret
 from lightning_sm.job.variables import MAX_RESTARTS, MODEL
+from lightning_sm.job.yaml_file import read_mapping
 from lightning_sm.submit.file_systems import file_system_folder
 from lightning_sm.submit.job_file import Group, InputChannel, Job
 from lightning_sm.submit.metric_patterns import metric_definitions
@@ -120,9 +117,10 @@ def encode_hyperparameters(job: Job) -> dict[str, str]:
     chooses are left out.
 
     Raises:
-        HyperparameterError: A name or a value cannot be passed on, or the config file is not a mapping.
+        HyperparameterError: A name or a value cannot be passed on.
+        JobConfigError: The config file cannot be read, or is not a mapping.
     """
-    config: dict[str, Any] = {} if job.config is None else _read_config(Path(job.config))
+    config: dict[str, Any] = {} if job.config is None else read_mapping(Path(job.config), "config")
     options: dict[str, Any] = dict(config)
     for name, value in job.hyperparameters.items():
         options |= _flat(name, value) if name in config else {name: value}
@@ -177,18 +175,6 @@ def for_local_mode(job: Job, folder: Path) -> tuple[Job, list[str]]:
         max_retry_attempts=None,
     )
     return local, warnings
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise HyperparameterError(f"config {path}: not valid YAML ({yaml_problem(error)})") from error
-    except (OSError, ValueError) as error:
-        raise HyperparameterError(f"config {path}: {error}") from error
-    if not isinstance(config, dict) or not all(isinstance(name, str) for name in config):
-        raise HyperparameterError(f"config {path}: expected a mapping from names to values.")
-    return config
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:

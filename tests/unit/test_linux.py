@@ -66,10 +66,18 @@ def test_hosts_have_addresses_of_their_own():
     _linux.require_linux("This", "Do that.")
 
 
-def test_elsewhere_nothing_is_asked_of_the_kernel(elsewhere):
+@pytest.mark.parametrize(("quota", "cpus"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", None)])
+def test_a_container_has_the_cpus_of_its_limit(tmp_path, quota, cpus):
+    """Whatever the machine has; "max" is no limit, and neither is a missing file."""
+    unlimited = _linux.usable_cpus(tmp_path)
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert _linux.usable_cpus(tmp_path) == min(cpus or unlimited, unlimited)
+
+
+def test_elsewhere_nothing_is_asked_of_the_kernel(elsewhere, tmp_path):
     """Each capability has its documented substitute."""
     assert _linux.loopback_addresses(2) == ["127.0.0.1", "127.0.0.1"]
-    assert _linux.usable_cpus() == os.cpu_count()
+    assert _linux.usable_cpus(tmp_path) == os.cpu_count()
     assert _linux.handles_signal(os.getpid(), signal.SIGTERM) is None
     assert _linux.ended_child() is None
 

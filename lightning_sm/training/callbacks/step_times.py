@@ -14,13 +14,14 @@ import psutil
 import torch
 
 from lightning_sm._lightning import Callback, LightningModule, Trainer
+from lightning_sm._linux import usable_cpus
 from lightning_sm.data.protocol.figures import HostFigures
 from lightning_sm.data.trainer.metrics import changes
 from lightning_sm.data.trainer.reporter import Reporter
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.record import events
 from lightning_sm.record.bottleneck import local_verdict
-from lightning_sm.record.host_use import CpuMeter, usable_cpus
+from lightning_sm.record.host_use import CpuMeter
 from lightning_sm.record.run_summary import summary
 from lightning_sm.record.step_clock import (
     BACKWARD,

@@ -43,7 +43,7 @@ def test_help_has_examples():
         (["--hyperparameters", "nix.json"], "nix.json"),
         (["--hyperparameters", "broken.json"], "broken.json"),
         (["--hyperparameters", "broken.yaml"], "broken.yaml"),
-        (["--hyperparameters", "list.yaml"], "expected a mapping from names to values"),
+        (["--hyperparameters", "list.yaml"], "is not a mapping from names to values"),
         (["--base-dir", "broken.yaml"], "broken.yaml"),
         (["--checkpoints", "broken.yaml"], "broken.yaml"),
     ],

@@ -78,8 +78,8 @@ def test_code_in_s3_is_unpacked_and_run(base, work, s3):
 
 
 def test_a_script_in_a_subfolder_of_the_source_dir(base, work, s3):
-    """entry_point="cloud/train.py" runs from the top of the source_dir."""
-    _submit(base, s3, {"cloud/train.py": _WHO.format(who="jobs")}, sagemaker_program='"cloud/train.py"')
+    """entry_point="jobs/train.py" runs from the top of the source_dir."""
+    _submit(base, s3, {"jobs/train.py": _WHO.format(who="jobs")}, sagemaker_program='"jobs/train.py"')
     assert _run(base, work, s3).stdout == f"jobs {base}/code\n"
 
 

@@ -46,7 +46,7 @@ _HYPERPARAMETERS = {
     "text": "no json {",
     "unicode": '"\\u00e4\U0001f600"',
     "nested": '{"y": [1, 2], "x": {"b": null, "a": 1e-3}}',
-    "sagemaker_program": '"cloud/train.py"',
+    "sagemaker_program": '"jobs/train.py"',
     "sagemaker_container_log_level": "10",
     "sagemaker_job_name": '"train-1"',
     "sagemaker_region": '"eu-west-1"',
@@ -88,13 +88,13 @@ _JOBS = {
     ),
     "local mode": (
         _LOCAL_MODE,
-        {"sagemaker_program": "cloud/train.py", "sagemaker_submit_directory": "/opt/ml/code"},
+        {"sagemaker_program": "jobs/train.py", "sagemaker_submit_directory": "/opt/ml/code"},
         {},
     ),
     "a topology": (
         {**_LOCAL_MODE, "topology": [{"hostName": "algo-1-x9", "capacityUnitId": "1"}]},
         {},
-        {"SAGEMAKER_PROGRAM": "cloud/train.py", "SAGEMAKER_TRAINING_MODULE": ""},
+        {"SAGEMAKER_PROGRAM": "jobs/train.py", "SAGEMAKER_TRAINING_MODULE": ""},
     ),
 }
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from lightning_sm.record import host_use
-from lightning_sm.record.host_use import CpuMeter, Gpus, HostMeter, usable_cpus
+from lightning_sm.record.host_use import CpuMeter, Gpus, HostMeter
 
 
 def burn(seconds):
@@ -18,14 +18,6 @@ def burn(seconds):
     end = time.process_time() + seconds
     while time.process_time() < end:
         pass
-
-
-@pytest.mark.parametrize(("quota", "cpus"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", None)])
-def test_a_container_has_the_cpus_of_its_limit(tmp_path, quota, cpus):
-    """Whatever the machine has; "max" is no limit, and neither is a missing file."""
-    unlimited = usable_cpus(tmp_path)
-    (tmp_path / "cpu.max").write_text(f"{quota}\n")
-    assert usable_cpus(tmp_path) == min(cpus or unlimited, unlimited)
 
 
 def test_a_host_that_shares_its_machine_counts_its_own_processes(tmp_path):

@@ -137,8 +137,8 @@ def test_the_documented_file_is_valid(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("step_s: [", "neither the folder of a run nor valid YAML"),
-        ("- 1", "not a file of figures"),
+        ("step_s: [", "is not valid YAML"),
+        ("- 1", "file of figures .* is not a mapping"),
         ("{hosts: {a: 1}, step_s: 1, stepsize: 2}", "unknown key stepsize"),
         ("{step_s: 1}", "hosts is None"),
         ("{hosts: {a: 1.5}, step_s: 1}", r"hosts\.a is 1\.5; expected a positive whole number"),

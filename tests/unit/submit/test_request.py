@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_sm.errors import HyperparameterError
+from lightning_sm.errors import JobConfigError
 from lightning_sm.job.hyperparameters import to_argv
 from lightning_sm.job.variables import JOB_SECRET, MODEL
 from lightning_sm.submit.job_file import Group, InputChannel, Job, Retries, Spot, Tune, Vpc
@@ -131,7 +131,7 @@ def test_a_config_file_that_is_none_is_an_error(tmp_path, content):
     """Broken YAML, or something other than names and values; the message names the file."""
     path = tmp_path / "config.yaml"
     path.write_text(content)
-    with pytest.raises(HyperparameterError, match=str(path)):
+    with pytest.raises(JobConfigError, match=str(path)):
         encode_hyperparameters(replace(JOB, config=str(path)))
 
 

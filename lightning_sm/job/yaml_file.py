@@ -1,0 +1,42 @@
+"""The user's own files of names and values, as YAML or JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning_sm.errors import JobConfigError
+
+
+def read_mapping(file: Path, what: str) -> dict[str, Any]:
+    """Read a YAML or JSON file whose keys are names.
+
+    Args:
+        file: The file.
+        what: What it is, for messages, such as "file of prices".
+
+    Raises:
+        JobConfigError: It cannot be read, is malformed, or holds something else.
+    """
+    import yaml  # noqa: PLC0415 - takes tens of milliseconds, and few commands read a file
+
+    try:
+        text = file.read_text(encoding="utf-8")
+        values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise JobConfigError(f"The {what} {file} cannot be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise JobConfigError(f"The {what} {file} is not valid YAML: {yaml_problem(error)}.") from error
+    except ValueError as error:  # not UTF-8, or malformed JSON
+        raise JobConfigError(f"The {what} {file} is malformed: {error}.") from error
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise JobConfigError(f"The {what} {file} is not a mapping from names to values.")
+    return values
+
+
+def yaml_problem(error: Exception) -> str:
+    """Return what is wrong with a YAML text, and where, without the line itself, which YAML's own message quotes."""
+    mark = getattr(error, "problem_mark", None)
+    place = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+    return f"{getattr(error, 'problem', None) or type(error).__name__}{place}"
