@@ -101,5 +101,5 @@ $(SPHINX): $(TOOLKIT)
 $(SDK3)/.ready: Makefile
 	@test -x $(SDK3)/bin/pip || $(PYTHON) -m venv $(SDK3)
 	$(SDK3)/bin/python $(PIP) 'sagemaker-train>=1.27,<2' \
-		'jsonargparse[signatures]>=4.39,<5' 'psutil>=5.9,<8' 'tabulate>=0.9,<1'
+		'jsonargparse[signatures]>=4.39,<4.54' 'psutil>=5.9,<8' 'tabulate>=0.9,<1'
 	@touch $@
