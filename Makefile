@@ -122,5 +122,5 @@ $(PROOF): $(TOOLKIT)
 $(SDK3)/.ready: Makefile
 	@test -x $(SDK3)/bin/pip || $(PYTHON) -m venv $(SDK3)
 	$(call install,$(SDK3)) 'sagemaker-train>=1.27,<2' \
-		'jsonargparse[signatures]>=4.39,<5' 'psutil>=5.9,<8' 'rich>=13.7,<16'
+		'jsonargparse[signatures]>=4.39,<4.54' 'psutil>=5.9,<8' 'rich>=13.7,<16'
 	@touch $@

@@ -1,5 +1,6 @@
 """environment.yml and the Dockerfile ask for what pyproject.toml asks for."""
 
+import importlib.metadata
 import re
 from pathlib import Path
 
@@ -92,3 +93,18 @@ def test_bolts_is_the_same_everywhere():
     ]
     assert found[0] == found[1]
     assert len(found[0]) == 1
+
+
+@pytest.mark.parametrize("name", ["pytorch-lightning", "jsonargparse"])
+def test_no_newer_minor_version_is_accepted_than_was_tested(project, name):
+    """The table of versions has the bounds of pyproject.toml, which end after the newest version that was tested."""
+    (requirement,) = (one for one in map(Requirement, project["dependencies"]) if one.name == name)
+    text = (REPOSITORY / "docs" / "tested.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| `{name}`.*\| ([\d.]+) \| ([\d.]+) \| `([^`]+)`", text, re.MULTILINE)
+    oldest, newest, accepted = row
+    assert set(accepted.split(",")) == {str(one) for one in requirement.specifier if one.operator != "!="}
+    assert oldest in requirement.specifier
+    assert newest in requirement.specifier
+    major, minor = map(int, newest.split(".")[:2])
+    assert f"{major}.{minor + 1}" not in requirement.specifier
+    assert importlib.metadata.version(name) in requirement.specifier

@@ -19,7 +19,7 @@ from tests.integration.hosts import REPOSITORY, SCRIPTS
 pytestmark = [pytest.mark.lightning_variants, pytest.mark.processes]
 
 # The range that pyproject.toml has for pytorch-lightning.
-REQUIREMENT = "lightning>=2.5.3,<3,!=2.6.2,!=2.6.3"
+REQUIREMENT = "lightning>=2.5.3,<2.7,!=2.6.2,!=2.6.3"
 TIMEOUT_S = 120
 PYTORCH_LIGHTNING, LIGHTNING = "pytorch_lightning", "lightning.pytorch"
 
