@@ -1,1 +1,1 @@
-"""``lightning-sm train``: one host of a job, from its start to its exit code."""
+"""``lightning-sm train``, which runs one host of a job from its start to its exit code."""

@@ -1,4 +1,4 @@
-"""Runs a host's commands, each in its own process group: starts them, forwards signals, leaves no process behind."""
+"""The commands of a host, each in its own process group: starts them, forwards signals, leaves no process behind."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from lightning_sm.launcher.log_dedup import CondensedBytes
 
 _LOG = command_logger(__name__)
 
-# Enough for the tracebacks of 8 local ranks with deep stacks; SageMaker shows 1024 characters of it.
+# Enough for the tracebacks of 8 local ranks with deep stacks; SageMaker shows 1024 characters of them.
 _TAIL_BYTES = 64 * 1024
-# After a success, for processes that are no ranks: helpers of loggers send what they still have.
+# After a success, for processes that are not ranks: helpers of loggers still send what they have.
 _LEFTOVERS_GRACE_S = 10.0
 # Between two log lines that name the ranks that are waited for.
 _LOG_S = 60.0
@@ -37,30 +37,30 @@ _LOG_S = 60.0
 _KILL_GRACE_S = 5
 # Between SIGTERM and SIGKILL for the script of a job that failed on another host, so that it can log its state.
 _END_GRACE_S = 15.0
-# A script that pauses for so long has ended its traceback, and its other ranks have printed theirs.
+# After this silence on stderr, treat the tracebacks of all ranks as complete.
 _PAUSE_S = 0.3
-# To read what a pipe still holds (64 KiB on Linux).
+# For reading what the pipe still holds (64 KiB on Linux) after the command has exited.
 _DRAIN_S = 2.0
 _POLL_S = 0.05
 
 
 def ignore_signals() -> None:
-    """Ignore all signals from now on: at exit Python restores their defaults, and a late one would end the process."""
+    """Ignore all signals from now on: at exit Python restores their defaults, so a late one would kill the process."""
     if threading.current_thread() is threading.main_thread():
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(signum, signal.SIG_IGN)
 
 
 class ChildProcess:
-    """Runs one command after the other, each in its own process group, and keeps the last part of its stderr.
+    """A runner of one command after another, each in its own process group, which keeps the end of its stderr.
 
     Args:
-        schedule: What to send to the command, and when, after this process was told to stop.
-        control: Where processes of the command announce themselves.
+        schedule: Which signals to send to the command, and when, after this process was told to stop.
+        control: The folder in which processes of the command announce themselves.
 
     Attributes:
         stopped_by: The signal that told this process to stop; None if there was none.
-        stopped_at: When it came for the first time, in seconds of ``time.monotonic``.
+        stopped_at: When the first such signal came, in seconds of ``time.monotonic``.
         end_requested: Whether ``end`` was called.
         end_run_requested: Whether ``end_run`` was called since ``prepare_restart``.
         on_late_signal: Called when a signal arrives after a command has exited.
@@ -69,7 +69,7 @@ class ChildProcess:
     def __init__(self, schedule: StopSchedule, control: ControlFolder) -> None:
         self.stopped_by: int | None = None
         self.stopped_at: float | None = None
-        self.end_requested = False  # these two are written by any thread; the others below only by the main thread
+        self.end_requested = False  # any thread may write these two; only the main thread writes those below
         self.end_run_requested = False
         self.on_late_signal: Callable[[], None] = lambda: None
         self._end_stages: list[tuple[float, int]] = []
@@ -95,13 +95,14 @@ class ChildProcess:
 
     @property
     def left_out(self) -> bytes:
-        """The last command's tracebacks that were not shown: they may follow from the end of another process."""
+        """The last command's tracebacks that were not shown, because another process's exit may have caused them."""
         return b"".join(self._condensed.condensed.left_out)
 
     def listen(self) -> None:
-        """Handle signals from now on. They are forwarded to the command: SIGTERM by the schedule, SIGINT at once."""
-        # Called before a command starts: a signal that arrives meanwhile must reach it, and must not end the launcher.
-        # The handlers stay: a signal after its exit must not replace its exit code, nor prevent the failure file.
+        """Forward signals to the command from now on: SIGTERM by the schedule, SIGINT at once."""
+        # Called before a command starts: a signal that arrives meanwhile must reach the command, and must not kill the
+        # launcher. The handlers stay: a signal after the command's exit must neither replace its exit code nor prevent
+        # the failure file.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._forward)
             signal.signal(signal.SIGINT, self._forward)
@@ -110,26 +111,27 @@ class ChildProcess:
             self._is_listening = True
 
     def run(self, command: Sequence[str], directory: Path, env: Mapping[str, str]) -> int:
-        """Start a command, forward signals to its process group, and wait until the whole group has ended.
+        """Start a command, forward signals to its process group, and wait until the whole group has exited.
 
         May be called again after that, for another command.
 
         Args:
             command: Program and arguments; no shell is involved.
-            directory: Folder to start it in.
-            env: Its environment.
+            directory: Folder to start the command in.
+            env: Environment of the command.
 
         Returns:
-            Its exit code, or that of a local rank that failed after it had succeeded; 128 + n if signal n killed it.
+            The command's exit code, or that of a local rank that failed after the command had succeeded; 128 + n if
+            signal n killed the process.
 
         Raises:
-            ScriptError: The operating system refused to start it.
+            ScriptError: The operating system refused to start the command.
         """
-        adopt_orphans(True)  # local ranks that outlive the script become our children: wait for them and reap them
+        adopt_orphans(True)  # local ranks that outlive the script become our children, which we wait for and reap
         self._has_exited = False
         self._control.clear()
         self._exit_codes.clear()
-        tail = bytearray()  # a new one: a process of the last command may still write to the old one
+        tail = bytearray()  # a new buffer: a process of the previous command may still write to the old one
         self._tail = tail
         self._condensed = CondensedBytes()
         self.listen()
@@ -141,31 +143,30 @@ class ChildProcess:
             exit_code = self._wait_for_ranks(process.pid)
         self._has_exited = True
         self._end_leftovers(process.pid, _LEFTOVERS_GRACE_S if exit_code == 0 else 0.0)
-        self._process = None  # its number may soon belong to another process
-        copier.join(timeout=_DRAIN_S)  # a process that has left the group may keep the pipe open
+        self._process = None  # its process id may soon belong to another process
+        copier.join(timeout=_DRAIN_S)  # limited, because a process that has left the group may keep the pipe open
         return 128 - exit_code if exit_code < 0 else exit_code
 
     def end(self) -> None:
-        """Let the main thread end the command: SIGTERM, and 15 s later SIGKILL. May be called from any thread."""
+        """Make the main thread end the command: SIGTERM, and 15 s later SIGKILL. Any thread may call this."""
         self.end_requested = True
         self._wake_main_thread()
 
     def end_run(self) -> None:
-        """Like ``end``, but another command may run after ``prepare_restart``."""
+        """End the command like ``end``, but allow another one after ``prepare_restart``."""
         self.end_run_requested = True
         self._wake_main_thread()
 
     def prepare_restart(self) -> None:
-        """After ``run``, which ``end_run`` may have ended: prepare for the same command once more."""
-        # Also processes that have left the group, such as the ranks of a torchrun that was killed: they may hold the
-        # ports and the memory of GPUs that the next ones need.
+        """Prepare to run the same command again, after ``run`` has returned."""
+        # Kill orphans, too, such as the ranks of a killed torchrun: they may hold ports and GPU memory.
         strays = psutil.Process().children(recursive=True)
         for process in strays:
-            with contextlib.suppress(psutil.Error):  # it has just ended
+            with contextlib.suppress(psutil.Error):  # it has just exited
                 process.kill()
         psutil.wait_procs(strays, timeout=_KILL_GRACE_S)
         self.end_run_requested = False
-        # One by one: the handler of a stop adds to the same list.
+        # One by one, because the handler of a stop signal adds to the same list.
         for stage in self._end_stages:
             if stage in self._stages:
                 self._stages.remove(stage)
@@ -173,18 +174,18 @@ class ChildProcess:
 
     def _wake_main_thread(self) -> None:
         main_thread = threading.main_thread().ident
-        # Without a handler the signal would end this process.
+        # Without a handler, SIGALRM would kill this process.
         if self._is_listening and not self._has_exited and main_thread is not None:
-            # To the thread, not to the process: the kernel might give it to another thread that resumes after a
-            # SIGSTOP, and the main thread would wait for the script forever.
+            # Signal the thread, not the process: after a SIGSTOP, the kernel might deliver the signal to another thread
+            # that resumes, and the main thread would wait for the script forever.
             signal.pthread_kill(main_thread, signal.SIGALRM)
 
     def kill(self) -> None:
-        """Kill the command at once, without an end of this process's work. May be called from any thread."""
+        """Kill the command at once; this process goes on with its work. Any thread may call this."""
         self._send(signal.SIGKILL)
 
     def _reap_orphans(self, _signum: int, _frame: FrameType | None) -> None:
-        """Reap processes that the script started and left: they would stay zombies until the job ends."""
+        """Reap orphans that the script started, which would otherwise stay zombies until the job ends."""
         with contextlib.suppress(ChildProcessError):
             while (pid := ended_child()) is not None:
                 if self._process is None or pid == self._process.pid:
@@ -203,7 +204,7 @@ class ChildProcess:
             )
         except OSError as error:
             raise ScriptError(f"{shlex.join(shown_arguments(command))} cannot be started: {error}.") from error
-        if self.stopped_by is not None:  # while the command started
+        if self.stopped_by is not None:  # the signal came while the command was starting
             self._send(self.stopped_by)
         if (self.end_requested or self.end_run_requested) and self._is_listening:
             os.kill(os.getpid(), signal.SIGALRM)
@@ -219,20 +220,20 @@ class ChildProcess:
             self.stopped_at = now
         if signum != signal.SIGTERM:
             self._send(signum)
-        elif not is_repeated:  # timeout(1), and programs that forward what a terminal sent to all, send it twice
+        elif not is_repeated:  # timeout(1) sends SIGTERM twice, as do programs that forward what a terminal sent to all
             self._stop_gently(now)
         self._set_alarm()
 
     def _stop_gently(self, now: float) -> None:
         self._stages.append((now + self._schedule.kill_s, signal.SIGKILL))
-        # Not to one that exits: its interpreter has restored the default, which would end it with the signal's number.
+        # Skip a process that is exiting: its interpreter has restored the default action, which would kill it.
         announced = [beat for beat in self.announced() if handles_signal(beat.pid, GENTLE_SIGNAL) is not False]
         if not announced:
             self._send(signal.SIGTERM)
             return
         self._stages.append((now + self._schedule.term_s, signal.SIGTERM))
         for beat in announced:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
+            with contextlib.suppress(ProcessLookupError):  # it has just exited
                 os.kill(beat.pid, GENTLE_SIGNAL)
 
     def _set_alarm(self) -> None:
@@ -244,7 +245,7 @@ class ChildProcess:
         is_ending = self.end_requested or self.end_run_requested
         if is_ending and self._process is not None and not self._end_stages:
             now = time.monotonic()
-            # A rank would try to save a checkpoint, which takes ranks that are gone.
+            # On SIGTERM, a rank would otherwise try to save a checkpoint together with ranks that are gone.
             self._control.say_peers_gone()
             self._end_stages = [(now, signal.SIGTERM), (now + _END_GRACE_S, signal.SIGKILL)]
             self._stages += self._end_stages
@@ -254,9 +255,9 @@ class ChildProcess:
         self._set_alarm()
 
     def announced(self) -> list[Beat]:
-        """Where the running processes stand that react to the gentle signal, which would end all others."""
+        """Return the beats of the running processes that handle the gentle signal, which would kill any other."""
         beats = self._control.beats()
-        if not beats:  # the watchdog asks every two seconds, and the next line reads all of /proc
+        if not beats:  # the watchdog calls this every two seconds, and the next line reads all of /proc
             return []
         below = {process.pid for process in psutil.Process().children(recursive=True)}
         return [beat for beat in beats if beat.pid in below]
@@ -266,18 +267,18 @@ class ChildProcess:
             _signal_group(self._process.pid, signum)
 
     def _wait_for_ranks(self, group: int) -> int:
-        """Wait for local ranks that have not ended with the script; return the exit code of the first that failed.
+        """Wait for local ranks that outlive the script; return the exit code of the first that failed.
 
-        They may take hours to write predictions. After a stop the schedule ends them.
+        They may take hours to write predictions. After a stop signal, the schedule ends them.
         """
         next_log = time.monotonic() + _LOG_S
         while running := [beat for beat in self._control.beats() if _is_in_group(beat.pid, group)]:
             if time.monotonic() >= next_log:
                 next_log += _LOG_S
                 ranks = ", ".join(f"rank {beat.rank} ({beat.doing})" for beat in running)
-                _LOG.info("the script has ended. Waiting for its local ranks: %s.", ranks)
+                _LOG.info("the script has exited. Waiting for its local ranks: %s.", ranks)
             self._reap(group)
-            time.sleep(_POLL_S)  # nothing announces the end of a process that this one did not start
+            time.sleep(_POLL_S)  # nothing announces the exit of a process that this one did not start
         codes = [self._exit_codes.get(beat.pid, 0) for beat in self._control.beats()]
         return next(filter(None, codes), 0)
 
@@ -287,7 +288,7 @@ class ChildProcess:
                 self._exit_codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
 
     def _end_leftovers(self, group: int, grace_s: float) -> None:
-        """Wait for the remaining processes of the group, then end them."""
+        """Wait for the remaining processes of the group, then terminate them."""
         if self._has_group_ended(group, grace_s):
             return
         _signal_group(group, signal.SIGTERM)
@@ -296,7 +297,7 @@ class ChildProcess:
             self._has_group_ended(group, _KILL_GRACE_S)
 
     def _has_group_ended(self, group: int, timeout_s: float) -> bool:
-        """Reap the processes of a group; return whether none is left before the time is up."""
+        """Reap the processes of a group; return whether all exited before the time was up."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._reap(group)
@@ -310,7 +311,7 @@ class ChildProcess:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a process. Signal handlers run meanwhile, whichever thread received the signal."""
+    """Wait for a process, in short waits between which signal handlers run, whichever thread received the signal."""
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(SIGNAL_POLL_S)
@@ -335,7 +336,7 @@ def _copy_stderr(process: subprocess.Popen[bytes], tail: bytearray, condensed: C
                 has_ended = True
                 shown = condensed.flush()
             if target is not None and not _write_all(target, shown):
-                target = None  # nobody reads our stderr; keep reading the pipe, else the script would block
+                target = None  # nobody reads our stderr; keep emptying the pipe, or the script would block
 
 
 def _write_all(target: int, data: bytes) -> bool:

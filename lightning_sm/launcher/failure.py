@@ -1,7 +1,7 @@
-"""The failure file: what SageMaker shows as the reason of a failed job, and users read first.
+"""The failure file, which SageMaker shows as the reason for a failed job, and which users read first.
 
 SageMaker keeps the first 1024 characters of ``/opt/ml/output/failure``. So the exception comes first, then where it was
-raised, then its traceback. (sagemaker-training begins with the command line, which often fills the space alone.)
+raised, then its traceback. (sagemaker-training begins with the command line, which often fills all the space.)
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lightning_sm.launcher.tracebacks import ANSI, START, USAGE, USAGE_ERROR, Tr
 
 _LOG = command_logger(__name__)
 
-# The exception may take this much, so that the frame that raised it always fits behind it.
+# The exception is cut here, so that the frame that raised it always fits after it.
 _MAX_EXCEPTION_CHARS = 700
-# argparse's, and so jsonargparse's.
+# argparse exits with it, and so does jsonargparse.
 _USAGE_EXIT_CODE = 2
 # A process that signal n killed has exit code 128 + n.
 _SIGNALS = 128
 
-# A process that fails says why on stderr alone: as Python prints a traceback, or argparse a wrong command line.
+# A process that fails says why only on stderr: in Python's traceback, or in argparse's usage error.
 # The user's exception on a data host, as the trainers raise it: its text, the place, and the traceback from there.
 _REMOTE = re.compile(r"^(?:lightning_sm\.errors\.)?RemoteTransformError: ")
 _OWN_ERROR = re.compile(r"^lightning_sm\.errors\.")
@@ -60,7 +60,7 @@ def failure_reason(stderr_tail: str, exit_code: int, place: Place | None = None,
         stderr_tail: The end of what the process and its children (the local ranks) wrote to stderr.
         exit_code: Its exit code; 128 + n if signal n killed it.
         place: Where it ran; None if the reader knows.
-        circumstances: What else the reader should know of how it ended; may be empty.
+        circumstances: What else the reader should know about its exit; may be empty.
     """
     lines = _lines(stderr_tail)
     ending = ending_of(exit_code, circumstances)
@@ -71,7 +71,7 @@ def failure_reason(stderr_tail: str, exit_code: int, place: Place | None = None,
     tracebacks = list(tracebacks_in(lines))
     traceback = cause_of(tracebacks)
     if traceback is None and exit_code < _SIGNALS:
-        # Only consequences: the last one ended the script. (A script that was killed was not ended by them.)
+        # There are only consequences, the last of which ended the script (unless it was killed).
         traceback = next((last for last in reversed(tracebacks) if not last.is_ignored), None)
     if traceback is not None:
         if place is not None and traceback.rank is not None:
@@ -114,7 +114,7 @@ def not_started_reason(stopped_by: int | None, doing: str) -> str:
 
 
 def error_reason(error: Exception, place: Place | None) -> str:
-    """Say why the launcher failed before or besides its script: an error of lightning_sm, or else a bug.
+    """Say why the launcher itself failed: by an error of lightning_sm, or else by a bug.
 
     Args:
         error: The error.
@@ -128,7 +128,7 @@ def error_reason(error: Exception, place: Place | None) -> str:
 
 
 def is_consequence(stderr_tail: str) -> bool:
-    """Whether a script failed only because a process on another host had ended.
+    """Return whether a script failed only because a process on another host had exited.
 
     Args:
         stderr_tail: The end of what the script and its local ranks wrote to stderr.
@@ -138,9 +138,9 @@ def is_consequence(stderr_tail: str) -> bool:
 
 
 def cause_of_failure(stderr_tail: str) -> str:
-    """The exception with which a failure began, as Python printed it; empty if there is none.
+    """Return the exception with which a failure began, as Python printed it; empty if there is none.
 
-    Of an exception in the user's code on a data host, that one.
+    For an exception in the user's code on a data host, this is the user's exception.
 
     Args:
         stderr_tail: The end of what the script and its local ranks wrote to stderr.
@@ -176,11 +176,11 @@ def _lines(stderr_tail: str) -> list[str]:
 
 
 def ending_of(exit_code: int, circumstances: str = "") -> str:
-    """Say how a process ended: "killed by SIGKILL (exit code 137)".
+    """Say how a process exited: "killed by SIGKILL (exit code 137)".
 
     Args:
         exit_code: Its exit code; 128 + n if signal n killed it.
-        circumstances: More about it; may be empty.
+        circumstances: What else to say about it; may be empty.
     """
     more = f", {circumstances}" if circumstances else ""
     try:
@@ -190,7 +190,7 @@ def ending_of(exit_code: int, circumstances: str = "") -> str:
 
 
 def _usage_message(lines: list[str]) -> list[str]:
-    """The error and what explains it, which jsonargparse separates by an empty line: all to the end of the output."""
+    """Return the error and what explains it, which jsonargparse separates by an empty line: all lines to the end."""
     ends = (USAGE, USAGE_ERROR, START)
     message = lines[:1]
     for line in lines[1:]:
@@ -205,7 +205,7 @@ def _where(place: Place | None, ending: str, verb: str = "on") -> str:
 
 
 def _with_place(traceback: Traceback, tracebacks: list[Traceback], place: Place | None, ending: str) -> Reason:
-    """The exception, where it was raised, and its frames; of an error on a data host those from there."""
+    """Return the exception, where it was raised, and its frames; for an error on a data host, the frames from there."""
     exception = traceback.exception
     frames = traceback.frames
     where = _where(place, ending)
@@ -213,15 +213,15 @@ def _with_place(traceback: Traceback, tracebacks: list[Traceback], place: Place 
         exception = [_REMOTE.sub("", exception[0]), *exception[1:]]
         remote = (other for other in tracebacks if other.exception[0] == exception[0])
         frames = next((other.frames for other in remote), frames)
-        if place is not None:  # the place of the error is part of it
+        if place is not None:  # the error's text already names the place
             where = _where(place, ending, "passed on to") if place.role is Role.TRAINER else ending
     return Reason(_with_frames(shortened("\n".join(exception), _MAX_EXCEPTION_CHARS) + f"\n{where}", frames))
 
 
 def _with_frames(reason: str, frames: list[str]) -> str:
-    """Add frames, the nearest first: the raising one, then those in the user's own code."""
+    """Add frames, the innermost first: the raising one, then those in the user's own code."""
     nearest = frames[::-1]
-    # An error of lightning_sm says itself what is wrong; where it is raised does not help.
+    # An error of lightning_sm says what is wrong; the frame that raises it does not help.
     num_raising = 0 if _OWN_ERROR.match(reason) else 1
     wanted = nearest[:num_raising] + [frame for frame in nearest[num_raising:] if not _LIBRARY.search(frame)]
     for frame in wanted:

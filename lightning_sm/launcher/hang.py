@@ -1,4 +1,4 @@
-"""Notice that a host's training processes make no progress, and save what shows where they are."""
+"""The watchdog of a host's training processes: notices that they hang, and saves their stacks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lightning_sm.job.control_folder import STACKS_SIGNAL, Beat, ControlFolder, 
 
 _LOG = command_logger(__name__)
 
-# A step may take much longer than those before it: another batch size, a disk that wakes up, a slow download.
+# A step may take much longer than those before: for another batch size, a disk that wakes up, a slow download.
 _TIMES_THE_LONGEST = 20.0
-# A compilation or a checkpoint takes minutes, rarely an hour; a file server that does not answer takes days. What is
-# not listed may be work of the user's own, of any length.
+# A compilation or a checkpoint takes minutes, rarely an hour; a file server that does not answer takes days. Any phase
+# not listed here may be the user's own work, of any length.
 _LONG_PHASES = (Phase.SETTING_UP_FIT, Phase.STARTING_TRAINING, Phase.FIRST_STEP, Phase.SAVING)
 _TIMES_IN_LONG_PHASES = 10.0
-# A process that has raised an exception ends within moments, unless its loggers hang, or the script caught it.
+# A process that has raised an exception exits within moments, unless its loggers hang or the script caught it.
 _FAILED_S = 120.0
-# For faulthandler to write the stacks, which takes milliseconds, and for NCCL's monitor, which looks every second.
+# For faulthandler, which writes the stacks within milliseconds, and for NCCL's monitor, which checks every second.
 _STACKS_S = 5.0
 _POLL_S = 0.05
-# Names in the control folder, to which torch adds the rank, and the ending of a pipe.
+# Names in the control folder. torch appends the rank, and to a pipe's name also ".pipe".
 _NCCL_PIPE, _NCCL_TRACE = "nccl-rank", "nccl-trace-rank"
-# torch's names for the size of the flight recorder and for its files. Since 2.8, the former ones cost a warning on
+# torch's names for the size of the flight recorder and for its files. Since 2.8, the older names cause a warning on
 # every rank.
 _RECORDER_BEFORE_2_8 = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
@@ -38,14 +38,13 @@ _RECORDER_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 
 
 class HangRule:
-    """Decides whether processes hang. It has no clock and does no I/O.
+    """The rule for whether processes hang. It has no clock and does no I/O.
 
-    A process hangs if it has said nothing for ``least_s``, and 20 times as long as ever before, while nothing that it
-    does may pause for so long (see ``Phase``). Before the end of the first step, and in a checkpoint, it may take ten
-    times as long.
+    A process hangs if it has sent no beat for ``least_s`` and for 20 times the longest interval so far, in a phase that
+    may not pause (see ``Phase``). Before the end of the first step, and in a checkpoint, it may take ten times as long.
 
     Args:
-        least_s: Seconds.
+        least_s: The shortest silence that counts as a hang, in seconds.
     """
 
     def __init__(self, least_s: float) -> None:
@@ -57,7 +56,7 @@ class HangRule:
         """Return the processes that hang.
 
         Args:
-            beats: Where the running processes stand.
+            beats: The last beats of the running processes.
             now: The time.
         """
         for beat in beats:
@@ -80,10 +79,10 @@ class Watchdog:
     """A thread that watches the processes of a script. A context manager.
 
     Args:
-        beats: Returns where the running processes stand.
+        beats: Returns the last beats of the running processes.
         least_s: As in ``HangRule``; 0 turns the watchdog off.
-        on_hang: Called once, from the thread, with what is known of the hang, when processes hang.
-        check_s: Between two checks, in seconds.
+        on_hang: Called once, from the thread, when processes hang, with a description of where they stand.
+        check_s: Seconds between two checks.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class Watchdog:
 
     def _run(self) -> None:
         rule = HangRule(self._least_s)
-        # A launcher that was suspended together with its script sees old beats when it continues: look twice.
+        # A launcher that was suspended together with its script sees old beats when it resumes: check twice.
         was_hanging = False
         while not self._closing.wait(self._check_s):
             beats = self._beats()
@@ -134,17 +133,17 @@ def described(beats: Sequence[Beat], now: float) -> str:
 
 
 def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path) -> list[Path]:
-    """Write the stacks of all threads of processes into files.
+    """Write the stacks of all threads of some processes into files.
 
     Args:
-        control: Where faulthandler writes them.
-        beats: The processes.
-        folder: Where to save them.
+        control: The folder into which faulthandler writes the stacks.
+        beats: The last beats of the processes.
+        folder: Where to save the files.
 
     Returns:
         The files: ``stacks-rank<rank>.txt``.
     """
-    # The signal would end a process that does not know it.
+    # Only to processes that handle the signal: it would kill any other.
     before = {beat.pid: text for beat in beats if (text := control.stacks(beat.pid)) is not None}
     for pid in before:
         with contextlib.suppress(ProcessLookupError):
@@ -169,11 +168,11 @@ def save_stacks(control: ControlFolder, beats: Sequence[Beat], folder: Path) -> 
 
 
 def nccl_variables(control: ControlFolder, env: Mapping[str, str]) -> dict[str, str]:
-    """Return variables with which NCCL's flight recorder notes its last collective calls, and writes them on request.
+    """Return variables that make NCCL's flight recorder keep its last collective calls, and write them on request.
 
     Args:
-        control: Where it writes them.
-        env: The user's variables, which it leaves alone, whichever torch they are named for.
+        control: The folder for its pipes and files.
+        env: The user's variables. If any is the recorder's, whichever torch it is named for, none are returned.
 
     Source:
         PyTorch 2.6 to 2.14, ``FlightRecorder.hpp``, ``ProcessGroupNCCL.hpp``. It was never run with NCCL.
@@ -185,16 +184,16 @@ def nccl_variables(control: ControlFolder, env: Mapping[str, str]) -> dict[str, 
 
 
 def _torch_version() -> tuple[int, ...]:
-    """Return major and minor version of the torch that ranks will load, without loading it."""
+    """Return the major and minor version of the torch that ranks will load, without loading it."""
     version = installed_version("torch") or "0"  # without torch, no rank can use NCCL
     return tuple(int(part) for part in version.split(".")[:2])
 
 
 def save_nccl_traces(control: ControlFolder, folder: Path) -> list[Path]:
-    """Ask the flight recorder of each rank on NCCL for its last collective calls, and copy what it writes.
+    """Ask the flight recorder of each rank that uses NCCL for its last collective calls, and copy what it writes.
 
     Args:
-        control: Where it has its pipes, if there are any.
+        control: The folder with the recorders' pipes, if there are any.
         folder: Where to copy the traces to; torch's ``torchfrtrace`` reads them.
 
     Returns:
@@ -204,14 +203,14 @@ def save_nccl_traces(control: ControlFolder, folder: Path) -> list[Path]:
     for pipe in sorted(control.path.glob(f"{_NCCL_PIPE}*.pipe")):
         try:
             descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:  # its rank has ended
+        except OSError:  # its rank has exited
             continue
         with os.fdopen(descriptor, "wb", buffering=0) as writer:
             writer.write(b"1\n")
         expected.append(control.path / pipe.stem.replace(_NCCL_PIPE, _NCCL_TRACE))
     deadline = time.monotonic() + _STACKS_S
     while time.monotonic() < deadline and not all(trace.exists() for trace in expected):
-        time.sleep(_POLL_S)  # as faulthandler, NCCL's monitor only writes
+        time.sleep(_POLL_S)  # NCCL's monitor only writes, like faulthandler
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return [Path(shutil.copy(trace, folder / trace.name)) for trace in expected if trace.exists()]

@@ -1,4 +1,4 @@
-"""HostRecord: what a launcher writes into the record of the run: how busy its host is, and what happens to it."""
+"""The launcher's part of the record of a run: how busy its host is, and what happens to it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightning_sm.record.host_use import HostMeter
 
 _USE_S = 5.0
 _EVENTS = {OutcomeKind.LOST: "host_lost", OutcomeKind.INTERRUPTION: "interruption"}
-# How late the record has a signal at most. Its handler must not write: it may have interrupted a write.
+# The record notes a signal this late at most: its handler must not write, because it may have interrupted a write.
 _SIGNAL_S = 1.0
 
 
 class HostRecord:
-    """The launcher's file of the record; a context manager that samples the host's use meanwhile.
+    """The launcher's file in the record of the run; a context manager that samples the host's use meanwhile.
 
     Args:
         job: The job.
@@ -40,7 +40,7 @@ class HostRecord:
         self._stopped_by = stopped_by
         self._record = events.open_record(job, events.LAUNCHER, env)
         self._is_stop_noted = False
-        # Lines of the time before the head, which takes the command.
+        # Lines from before the command is known, which must follow the head, and the head contains the command.
         self._early: list[events.Line] | None = []
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -59,7 +59,7 @@ class HostRecord:
         self._stop_sampling()
 
     def began(self, command: Sequence[str]) -> None:
-        """Write who this is, and what it runs.
+        """Write the head of the file: which host this is, and what it runs.
 
         Args:
             command: The command line of the script, without secrets; empty if it is not known.
@@ -86,7 +86,7 @@ class HostRecord:
             self._write(events.Span(time.time(), name, began_at, time.perf_counter() - began))
 
     def on_job_outcome(self, job: JobOutcome) -> None:
-        """Write how the job ends, if that happened on another host."""
+        """Write the job's outcome, if another host caused it."""
         if job.is_failure and job.host != self._job.current_host:
             what = _EVENTS.get(job.kind, "failure")
             why = job.reason.text
@@ -94,21 +94,21 @@ class HostRecord:
             self.event(what, text)
 
     def end(self, outcome: Outcome, *, is_saved: bool) -> None:
-        """Write how this host ends, and close the file.
+        """Write this host's outcome, and close the file.
 
         Args:
-            outcome: How it ends.
+            outcome: The outcome.
             is_saved: Whether a checkpoint of the interruption was saved.
         """
         self._stop_sampling()
         if outcome.kind is OutcomeKind.SUCCESS:
-            # A data host that was stopped has served all ranks until then.
+            # A data host that was stopped served all ranks until then.
             what = "succeeded" if self._stopped_by() is None else "stopped"
         elif outcome.kind is OutcomeKind.INTERRUPTION:
             what = "interrupted" if is_saved else "stopped"
         else:
             what = "failed"
-        if self._early is not None:  # the script was never known
+        if self._early is not None:  # the host stopped before it knew the script
             self.began([])
         self._write(events.End(time.time(), what, outcome.exit_code, outcome.reason.text))
         self._record.close()
@@ -141,5 +141,5 @@ class HostRecord:
             if time.monotonic() >= due:
                 due = pacing.next_after(time.monotonic())
                 self._write(meter.measure())
-        # Also a host that ends before the first line is due has been used.
+        # So that even a host that stops before the first line is due has one.
         self._write(meter.measure())

@@ -1,4 +1,4 @@
-"""What a log shows of several processes: each traceback, usage text and warning once, one line of each consequence."""
+"""The condensed log of several processes: each traceback, usage text and warning once, one line of each consequence."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lightning_sm.launcher.tracebacks import (
 )
 
 _HEADER = b"Traceback (most recent call last):"
-# A partial line that may become one of these is not shown yet.
+# Hold back a partial line that may become one of these.
 _BEGINNINGS = (_HEADER, b"usage: ", b"[rank")
-# A traceback has a headline, a frame and an exception.
+# A traceback has a header and a frame before its exception.
 _MIN_LINES = 2
-# More lines than any traceback or usage text has, so that nothing else is held back for long.
+# More lines than any traceback or usage text has: longer blocks are something else, and are released.
 _MAX_LINES = 1000
-# Of the lines behind a block (the rest of a message) so many are compared with those behind the first one.
+# How many lines after a block (the rest of a message) are compared with those after its first occurrence.
 _MAX_FOLLOWING = 60
-# Blocks that are remembered: a script may log exceptions that it survives for days.
+# How many blocks are remembered: a script may log, for days, exceptions that it survives.
 _MAX_SHOWN = 100
 _MAX_LEFT_OUT = 16
 
@@ -37,7 +37,7 @@ _Key: TypeAlias = tuple[str, ...]
 
 @dataclass
 class _Shown:
-    """A block that was shown: who wrote it, and the lines behind it."""
+    """A block that was shown: who wrote it, and the lines after it."""
 
     source: str
     is_warning: bool = False
@@ -46,24 +46,26 @@ class _Shown:
 
 @dataclass
 class _LogStream:
-    """The lines of one process, or of one rank that marks them."""
+    """The lines of one process, or of one rank that marks its lines."""
 
     held: list[bytes] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    # Behind a block that was shown: which one. Behind one that was not: the lines that need not be shown either.
+    # After a block that was shown, ``behind`` is that block. After a repeated block, ``expected`` holds the lines that
+    # need not be shown either.
     behind: _Shown | None = None
     expected: list[str] = field(default_factory=list)
     is_behind_consequence: bool = False
 
 
 class Condensed:
-    """Decides what to show of the lines that several processes write. It has no clock and does no I/O.
+    """The rule for what to show of the lines that several processes write. It has no clock and does no I/O.
 
     Args:
-        only_across_sources: Whether each source is condensed already, so that only what another one wrote is left out.
+        only_across_sources: Whether each source is condensed already, so that only repeats of other sources are left
+            out.
 
     Attributes:
-        left_out: The tracebacks of consequences, complete.
+        left_out: The complete tracebacks of consequences.
     """
 
     def __init__(self, *, only_across_sources: bool = False) -> None:
@@ -84,10 +86,10 @@ class Condensed:
         return bool(self._repeats)
 
     def feed(self, line: bytes, source: str = "") -> list[bytes]:
-        """Take a line, and return the lines to show now: none while a block is not complete, or is not shown.
+        """Take a line, and return the lines to show now: none while a block is incomplete, or if it is left out.
 
         Args:
-            line: The line, with its end.
+            line: The line, with its line break.
             source: The process that wrote it.
         """
         text = ANSI.sub("", line.decode("utf-8", "replace")).rstrip()
@@ -102,14 +104,14 @@ class Condensed:
             stream.behind, stream.expected = None, []
             return self._shown_once(stream, (text,), [line], source, writer, is_warning=True)
         start = START.search(text)
-        # With a rank in the middle of the line it follows a progress bar, and its other lines are those of the rank.
+        # A traceback whose rank stands in mid-line follows a progress bar; its other lines belong to the rank's stream.
         if USAGE.match(text) or (start is not None and start["rank"] is None):
             stream.held, stream.texts = [line], [text]
             return []
         return [] if self._is_left_out(stream, text) else [line]
 
     def flush(self, source: str = "") -> list[bytes]:
-        """Return what is held back of a process, because it has paused or ended."""
+        """Return the held lines of a process that has paused or exited."""
         lines = []
         for (owner, _), stream in self._streams.items():
             if owner == source:
@@ -118,7 +120,7 @@ class Condensed:
         return lines
 
     def take_repeats(self) -> list[str]:
-        """Return a line for each block that was written again since the last call, with the number of times."""
+        """Return a line for each block that was repeated since the last call, with the number of repeats."""
         lines = []
         for key, writers in self._repeats.items():
             number = writers.total()
@@ -182,7 +184,7 @@ class Condensed:
 
 
 class CondensedBytes:
-    """The same for the output of one process in pieces, which may end within a line, as those of a progress bar do."""
+    """``Condensed`` for the output of one process in pieces, which may end in mid-line, as a progress bar's do."""
 
     def __init__(self) -> None:
         self.condensed = Condensed()
@@ -204,7 +206,7 @@ class CondensedBytes:
         return bool(self._pending) or self.condensed.holds or self.condensed.has_repeats
 
     def flush(self) -> bytes:
-        """Return what is held back, because the process has paused or ended."""
+        """Return what is held back, when the process has paused or exited."""
         tail, self._pending = self._pending, b""
         notes = "".join(f"{line}\n" for line in self.condensed.take_repeats())
         return b"".join(self.condensed.flush()) + tail + notes.encode()

@@ -1,7 +1,7 @@
-"""The report of the run, which the launcher of the main host has written when the job ends, however it ends.
+"""The report of the run, which the main host's launcher has written when the job ends, successfully or not.
 
-Another process writes it: Matplotlib costs memory and seconds, and neither an error nor a hang there may change how the
-job ends.
+A separate process writes it: Matplotlib costs memory and seconds, and neither an error nor a hang there may change the
+job's outcome.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from lightning_sm.record.events import record_folder
 _LOG = command_logger(__name__)
 
 NAME = "report.html"
-# A host that is stopped waits for it.
+# A stopped host waits this long for its report.
 REPORT_LIMIT_WHEN_STOPPED_S = 10.0
 
 
 def write_report(job: SageMakerJob, prices: Mapping[str, float], limit_s: float) -> None:
-    """Write the report into the output data, if training processes have left a record. Raises nothing.
+    """Write the report into the output data, if training processes have left a record. Raise nothing.
 
     Args:
         job: The job.
-        prices: Prices of an hour, by instance type or group.
-        limit_s: How long that may take, in seconds.
+        prices: Hourly prices, by instance type or group.
+        limit_s: The longest time it may take, in seconds.
     """
     folder = record_folder(job)
     if limit_s <= 0 or not any(folder.glob(f"*/{job.current_host}-rank-*.jsonl")):
@@ -37,7 +37,7 @@ def write_report(job: SageMakerJob, prices: Mapping[str, float], limit_s: float)
     command += [] if job.name is None else ["--job", job.name]
     command += [f"--price={name}={price}" for name, price in prices.items()]
     try:
-        # Not in the folder of the user's code, whose modules could hide those of the report.
+        # Not in the folder of the user's code, whose modules could shadow those of the report.
         done = subprocess.run(
             command,
             cwd=job.output_dir,

@@ -1,6 +1,6 @@
-"""What Python, argparse and torch print when a process fails: tracebacks and usage errors, causes and consequences.
+"""The output of Python, argparse and torch when a process fails: tracebacks and usage errors, causes and consequences.
 
-Rules without I/O, for the reason of a failure and for what the log shows of it.
+Rules without I/O, for the reason for a failure and for what the log shows of it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-# A message of several lines (our own tables, CUDA's hints) may be followed by the output of other processes.
+# The output of other processes may follow a message of several lines (our own tables, CUDA's hints): read no further.
 _MAX_EXCEPTION_LINES = 12
 
 ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -20,7 +20,7 @@ START = re.compile(r"(\[rank(?P<rank>\d+)\]: )?(?:Original )?Traceback \(most re
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<name>.+))?')
 EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:: .*|:)?$")
 CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-# Raised because another process exited: the reason of a failure only if there is no other exception.
+# Raised because another process exited: the reason for a failure only if there is no other exception.
 _CONSEQUENCE = re.compile(
     r"SIGTERM|KeyboardInterrupt|SystemExit|ProcessRaisedException|ProcessExitedException"
     r"|^\S+: Caught \w+ in DataLoader worker"
@@ -28,18 +28,19 @@ _CONSEQUENCE = re.compile(
 _LOST_CONNECTION = re.compile(
     r"BrokenPipe|Broken pipe|ConnectionReset|Connection reset|ConnectionRefused|Connection closed by (?:remote )?peer"
 )
-# Messages of NCCL, and of PyTorch for NCCL and TCPStore. They may stand on any line of an exception, after its cause.
+# Messages of NCCL, and of PyTorch for NCCL and TCPStore. They may follow the cause, on any line of an exception.
 _LOST_PEER = re.compile(
     r"remote process exited or there was a network error|ncclRemoteError|NCCL communicator was aborted"
     r"|DistStoreError: (?:Socket Timeout|wait timeout)"
 )
-# Not on the first line where NCCL has lost a peer; and what Lightning raises in the handler of SIGTERM.
+# First lines of what PyTorch raises when NCCL fails, whose loss of a peer is named only on a later line, and of what
+# Lightning raises in its SIGTERM handler.
 _STOPPED = re.compile(r"DistBackendError: NCCL|SIGTERMException")
 # argparse and jsonargparse: "train.py: error: ..." or "error: ...".
 USAGE_ERROR = re.compile(r"^(?:[^\s:]+(?: [\w-]+)*: )?error: .+")
 USAGE = re.compile(r"^usage: ")
-# As Python's warnings.formatwarning has it; the line of source code follows, with two spaces. Lightning leaves out that
-# line and the category where the warning is about its own code.
+# The format of Python's warnings.formatwarning, which adds the line of source code, indented by two spaces. Lightning
+# omits that line and the category when the warning is about its own code.
 WARNING = re.compile(r"^\S.*:\d+: \w*Warning: |^\S*/(?:lightning|lightning_fabric|pytorch_lightning)/\S+\.py:\d+: ")
 
 
@@ -52,7 +53,7 @@ class Traceback:
         exception: The lines of the exception: type and message.
         is_chained: Whether it was raised while the previous exception was handled.
         is_ignored: Whether it was raised where Python ignores exceptions, such as in ``__del__``.
-        rank: The rank that printed it, if it said so.
+        rank: The rank that printed it; None if the lines have no rank.
     """
 
     frames: list[str] = field(default_factory=list)
@@ -63,23 +64,23 @@ class Traceback:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it was raised because another process had ended, or where it ends nothing."""
+        """Whether it was raised because another process had exited, or where Python ignores it."""
         if self.is_ignored or any(pattern.search(self.exception[0]) for pattern in (_CONSEQUENCE, _LOST_CONNECTION)):
             return True
         return any(_LOST_PEER.search(line) for line in self.exception)
 
 
 def may_follow_from_another(exception: str) -> bool:
-    """Whether the first line of an exception is what ranks raise when another process, or the job, has ended.
+    """Return whether an exception is typical of a rank whose peer, or whose job, has ended.
 
     Args:
-        exception: The line. NCCL says only in later ones whether that is its cause.
+        exception: Its first line. With NCCL, only later lines name the cause.
     """
     return any(pattern.search(exception) for pattern in (_LOST_CONNECTION, _LOST_PEER, _STOPPED))
 
 
 def cause_of(tracebacks: Sequence[Traceback]) -> Traceback | None:
-    """The first exception that is not a consequence; in a chain of exceptions, the last such one."""
+    """Return the first exception that is not a consequence; in a chain of exceptions, the last such one."""
     chains: list[list[Traceback]] = []
     for traceback in tracebacks:
         if traceback.is_chained and chains:
@@ -94,10 +95,10 @@ def cause_of(tracebacks: Sequence[Traceback]) -> Traceback | None:
 
 
 def tracebacks_in(lines: Sequence[str]) -> Iterator[Traceback]:
-    """Yield the exceptions that a process and its children printed, in their order.
+    """Yield the exceptions that a process and its children printed, in order.
 
     Args:
-        lines: Lines without colours and trailing spaces.
+        lines: Lines without colours or trailing spaces.
     """
     for index, line in enumerate(lines):
         start = START.search(line)
@@ -110,7 +111,7 @@ def tracebacks_in(lines: Sequence[str]) -> Iterator[Traceback]:
             traceback.is_chained = bool(before) and any(text in before[0] for text in CHAINED)
             traceback.is_ignored = bool(before) and before[0].startswith("Exception ignored")
         elif _FRAME.match(line) and (index == 0 or not lines[index - 1].startswith((" ", "Traceback", "["))):
-            traceback = _parsed(lines[index:])  # a syntax error in the script: Python prints no headline
+            traceback = _parsed(lines[index:])  # a syntax error in the script, for which Python prints no header
             if not traceback.exception or "Error: " not in traceback.exception[0]:
                 continue
         else:
@@ -120,7 +121,7 @@ def tracebacks_in(lines: Sequence[str]) -> Iterator[Traceback]:
 
 
 def _parsed(lines: Sequence[str]) -> Traceback:
-    """Read frames up to the exception, and skip lines that other processes wrote in between."""
+    """Read the frames and the exception after them, skipping lines that other processes wrote in between."""
     traceback = Traceback()
     for index, raw in enumerate(lines):
         line = RANK.sub("", raw)
@@ -140,7 +141,7 @@ def _parsed(lines: Sequence[str]) -> Traceback:
 
 
 def _message(lines: Sequence[str]) -> list[str]:
-    """The first line and the lines that continue it."""
+    """Return the first line and the lines that continue it."""
     message = [lines[0]]
     for line in lines[1:_MAX_EXCEPTION_LINES]:
         if not line or START.search(line):

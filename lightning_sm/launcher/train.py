@@ -1,9 +1,9 @@
-"""The container's entry point, ``lightning-sm train``: runs the training script of one host.
+"""The container's entry point, ``lightning-sm train``, which runs the training script on one host.
 
-SageMaker runs ``docker run <image> train`` on every host. The launcher fetches the job's code if it came with the job,
+SageMaker runs ``docker run <image> train`` on every host. The launcher fetches the code that came with the job, if any,
 turns ``hyperparameters.json`` into a command line, starts the script in its own process group, forwards signals, and
-writes the reason of a failure where SageMaker looks for it. It does the same on trainer and data hosts: the script
-itself knows the role of its host.
+writes the reason for a failure where SageMaker looks for it. It does the same on trainer and data hosts: the script
+itself finds out the role of its host.
 """
 
 from __future__ import annotations
@@ -78,21 +78,22 @@ _LOG = command_logger(__name__)
 
 _USAGE_EXIT_CODE = 2
 # The host that failed first must exit first, so that SageMaker shows its exit code and reason as the job's. Its
-# interpreter needs some tens of milliseconds to exit.
+# interpreter needs some tens of milliseconds to exit: all other hosts wait this long.
 _MAIN_HOST_LEAVES_LATER_S = 1.0
-# The service stops the other hosts when the one that hangs has left. They save their stacks before.
+# SageMaker stops the other hosts when the hanging one exits: give them time to save their stacks first.
 _WAIT_FOR_OTHER_HOSTS_STACKS_S = 3.0
-# A rank may close its connections, on which those of other hosts fail, seconds before its process has ended.
+# When a rank dies, ranks on other hosts can fail seconds before its own launcher sees the exit. Wait this long for the
+# real cause.
 _CONSEQUENCE_S = 10.0
-# Before a data host's script is restarted: memory may be short for a moment. Training continues meanwhile. After four
-# kills a fifth is certain.
+# Pauses before a data host's script is restarted: memory may be short only for a moment, and training continues
+# meanwhile. After four kills, a fifth is certain.
 _RESTART_PAUSES_S = (1.0, 2.0, 4.0)
-# An interrupted host needs some seconds to leave, report or not.
+# After the report, an interrupted host still needs a few seconds to exit.
 _AFTER_THE_REPORT_S = 5.0
 _POLL_S = 0.05
-# Exit codes of a script that was killed, not asked to end.
+# Exit codes of a script that was killed rather than asked to exit.
 _KILLED = frozenset(128 + number for number in signal.valid_signals() - {signal.SIGTERM, signal.SIGINT})
-# Exit codes of a script after the signals of ``ChildProcess.end``.
+# Exit codes that the signals of ``ChildProcess.end`` cause.
 _ENDED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
 
 
@@ -101,7 +102,7 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
 
     Args:
         script: Path of the script. Default: the hyperparameter ``sagemaker_program``, else ``SAGEMAKER_PROGRAM``.
-        args: Arguments for the script. Those from the hyperparameters follow, and take precedence.
+        args: Arguments for the script. Those from the hyperparameters follow them and take precedence.
         env: Environment variables.
 
     Returns:
@@ -131,12 +132,12 @@ def train(script: str | None, args: Sequence[str], env: Mapping[str, str] = os.e
     if outcome.exit_code != 0:
         if output_dir is not None:
             write_failure(output_dir, outcome.reason.text)
-        _LOG.error("this host ends with exit code %d: %s", outcome.exit_code, outcome.reason.headline)
+        _LOG.error("this host exits with code %d: %s", outcome.exit_code, outcome.reason.headline)
     return outcome.exit_code
 
 
 class _HostLauncher:
-    """Runs the script of one host, and agrees with the launchers of the other hosts on how the job ends."""
+    """The launcher of one host: runs the script, and agrees with the other launchers on how the job ends."""
 
     def __init__(self, job: SageMakerJob, topology: Topology, place: Place, env: Mapping[str, str]) -> None:
         self._job = job
@@ -165,7 +166,7 @@ class _HostLauncher:
         """Run the script to its end, and return how this host exits.
 
         Raises:
-            LightningSMError: The script could not be started; the other hosts know.
+            LightningSMError: The script could not be started; the other hosts have been told.
         """
         child = self._child
         child.listen()
@@ -180,10 +181,10 @@ class _HostLauncher:
             return final
 
     def _run_attempts(self, peers: Peers, name: str | None, args: Sequence[str]) -> tuple[Outcome, JobOutcome | None]:
-        """Run the script, report how it ended, and run it again whenever all trainer hosts do.
+        """Run the script, report its outcome, and run it again whenever all trainer hosts restart.
 
         Returns:
-            How the script ended at last, and how the job ends, if that is known.
+            The outcome of the last run of the script, and that of the job if it is known.
         """
         command = None
         while True:
@@ -207,12 +208,12 @@ class _HostLauncher:
             self._child.prepare_restart()
 
     def _outcome_without_start(self, peers: Peers, own: Outcome, restart: Restart) -> Outcome:
-        """How this host ends after it has waited for a restart that never came."""
+        """Return how this host exits after waiting for a restart that never came."""
         stopped_by, job_outcome = self._child.stopped_by, peers.job_outcome
         if job_outcome is not None and job_outcome.kind is not OutcomeKind.INTERRUPTION:
             return own
-        # All hosts are mostly stopped at the same moment. Whichever is told first, the failure of this one's script was
-        # to be overcome: the service must see an interruption, after which it restarts the job.
+        # Stopped while waiting for a restart: report an interruption, not this host's failure, which the restart was
+        # meant to overcome. SageMaker then starts the job again. Another host may have been stopped first.
         if stopped_by is None:
             return own if job_outcome is None else Outcome.of_exit_code(INTERRUPTED_EXIT_CODE, job_outcome.reason)
         doing = f"waiting for restart {restart.number} of {restart.most}. Its cause: {restart.cause}"
@@ -221,13 +222,13 @@ class _HostLauncher:
         return stopped
 
     def write_end(self, outcome: Outcome) -> None:
-        """Write into the record of the run how this host ends, once."""
+        """Write the outcome of this host into the record of the run, once."""
         if not self._is_end_written:
             self._is_end_written = True
             self._record.end(outcome, is_saved=self._is_saved)
 
     def _write_report(self, outcome: Outcome) -> None:
-        """Have the report of the run written, as far as there is time."""
+        """Have the report of the run written, if there is time."""
         self.write_end(outcome)
         limit_s = self._report_s
         if self._is_stopped:
@@ -246,15 +247,15 @@ class _HostLauncher:
     def _run_script(self, peers: Peers, script: Script, argv: Sequence[str], env: Mapping[str, str]) -> Outcome:
         child = self._child
         self._hang_reason = ""
-        self._may_end_script = True  # first: an order that comes after the next line ends the script
+        self._may_end_script = True  # before the next line, so that any restart ordered after it ends the script
         if peers.restart is not None:
-            why = "The job restarted before the script began."
+            why = "The job restarted before the script was started."
             return Outcome.of_exit_code(INTERRUPTED_EXIT_CODE, why, may_restart=True)
         with Watchdog(child.announced, HANG_S.read(self._env), self._on_hang):
             exit_code = self._run_until_it_ends([*script.command, *argv], script.directory, env)
-        if self._hang_reason and exit_code != 0:  # else it has gone on, and ended while its stacks were saved
+        if self._hang_reason and exit_code != 0:  # 0: the script recovered and finished while its stacks were saved
             return Outcome(OutcomeKind.HANG, 1, Reason(self._hang_reason), may_restart=not self._is_stopped)
-        # The script of a data host whose work is over is ended by these signals. If it ends otherwise, it has failed.
+        # A data host whose work is over is ended by these signals, which is a success; any other exit is a failure.
         is_ended_by_stop = child.stopped_by is not None and exit_code == 128 + child.stopped_by
         is_ended_by_job = (child.end_requested or child.end_run_requested) and exit_code in _ENDED
         if self._is_data_host and (is_ended_by_stop or is_ended_by_job):
@@ -264,11 +265,11 @@ class _HostLauncher:
                 _LOG.error("%s", warning)
             return Outcome.of_exit_code(0)
         if is_ended_by_job:
-            # Whether a rank left by itself, or was in a collective call of NCCL until SIGKILL, is not its own doing.
+            # The job ended this script. A rank inside an NCCL collective needs SIGKILL, others exit on SIGTERM: report
+            # the same code for both.
             exit_code = INTERRUPTED_EXIT_CODE
         if not self._is_stopped and is_consequence(child.stderr_tail):
-            # Another host has failed, and its launcher is about to report that.
-            peers.wait_for_decision(_CONSEQUENCE_S)
+            peers.wait_for_decision(_CONSEQUENCE_S)  # for the report of the launcher whose script failed first
         reason = script_reason(
             child.stderr_tail, exit_code, self._place, stopped_by=child.stopped_by, num_restarts=self._num_restarts
         )
@@ -278,7 +279,7 @@ class _HostLauncher:
         return Outcome.of_exit_code(exit_code, reason, may_restart=may_restart)
 
     def _run_until_it_ends(self, command: Sequence[str], directory: Path, env: Mapping[str, str]) -> int:
-        """Run the script. On a data host, restart it if it was killed and the job still needs it."""
+        """Run the script. On a data host, restart it after a kill if the job still needs it."""
         child = self._child
         exit_code = child.run(command, directory, env)
         while self._is_data_host and not child.must_exit:
@@ -295,7 +296,7 @@ class _HostLauncher:
         return exit_code
 
     def _on_hang(self, where: str) -> None:
-        """Save the stacks of the script's processes, and end it. Called from the thread of the watchdog."""
+        """Save the stacks of the script's processes, and kill the script. The watchdog's thread calls this."""
         files = self._save_stacks()
         stacks = f" Stacks: {', '.join(map(str, files))}." if files else ""
         host = self._job.current_host
@@ -310,7 +311,7 @@ class _HostLauncher:
         return [*stacks, *save_nccl_traces(self._control, folder)]
 
     def _end_because_of(self, kind: OutcomeKind, end: Callable[[], None]) -> None:
-        """End the script because of another host; if that hangs, save the stacks of this one first. Does not block."""
+        """End the script because of another host, without blocking; if that host hangs, save the stacks here first."""
         if kind is not OutcomeKind.HANG:
             end()
             return
@@ -323,12 +324,12 @@ class _HostLauncher:
         threading.Thread(target=save_and_end, name="stacks", daemon=True).start()
 
     def _leave_at(self) -> float:
-        """When an interrupted host has to leave at the latest, in seconds of ``time.monotonic``."""
+        """Return when an interrupted host must exit at the latest, in seconds of ``time.monotonic``."""
         child = self._child
         return (child.stopped_at or self._interrupted_at) + self._schedule.kill_s
 
     def _stay_until_uploaded(self) -> None:
-        """After an interruption: wait until the checkpoint is safe."""
+        """Wait, after an interruption, until the checkpoint is uploaded."""
         self._interrupted_at = time.monotonic()
         wait_until_uploaded(
             self._control.saved() or [],
@@ -337,10 +338,10 @@ class _HostLauncher:
         )
 
     def _leave_last(self, peers: Peers) -> None:
-        """After an interruption: wait until the other hosts are safe, and for the signal that stops this host.
+        """Wait, after an interruption, for the reports of the other hosts and for the signal that stops this host.
 
-        The service may judge a job by the first host that exits. If that is one that was not stopped, and exits with an
-        error, the job has failed instead of being interrupted, and is not restarted.
+        SageMaker may judge a job by the first host that exits. If that host exits with an error before it was stopped,
+        the job counts as failed instead of interrupted, and is not restarted.
         """
         peers.wait_for_peers(max(0.0, self._leave_at() - time.monotonic()))
         if self._is_stopped or peers.is_alone:
@@ -349,11 +350,11 @@ class _HostLauncher:
         self._wait(self._leave_at() - time.monotonic())
 
     def _wait(self, seconds: float, is_over: Callable[[], bool] | None = None) -> None:
-        """Wait for some seconds; shorter, if meanwhile this host is told to stop, or ``is_over`` returns true."""
+        """Wait for some seconds, or until ``is_over`` returns true (default: until this host is told to stop)."""
         is_over = is_over or (lambda: self._is_stopped)
         deadline = time.monotonic() + seconds
         while not is_over() and (remaining_s := deadline - time.monotonic()) > 0:
-            # Not on an event: the signal handler would set it, and may interrupt the thread that holds its lock.
+            # Not an event: the signal handler would set it, and could interrupt this thread while it holds the lock.
             time.sleep(min(_POLL_S, remaining_s))
 
     def _prepare(self, name: str | None, args: Sequence[str]) -> tuple[Script, list[str], dict[str, str]]:
@@ -380,8 +381,8 @@ class _HostLauncher:
         return script, argv, self._environment(program, script, argv, devices)
 
     def _introduce(self, banner: str, program: Program) -> int | None:
-        """Log which host this is; return how many processes the job's ``distribution`` asks for on each host."""
-        logging.getLogger("lightning_sm").info("%s", banner)  # begins with the name of the command already
+        """Log which host this is; return the number of processes per host that the job's ``distribution`` asks for."""
+        logging.getLogger("lightning_sm").info("%s", banner)  # already begins with the name of the command
         for other in program.overruled:
             _LOG.info(
                 "%s names the script %s. Ignoring %s, which names %s.",
@@ -402,7 +403,7 @@ class _HostLauncher:
         env |= self._record.variables
         env |= nccl_variables(self._control, env)
         env |= toolkit_variables(self._job, program.name, argv, self._env)
-        # Python puts the script's own folder on sys.path; "from app.model import X" needs the one above app as well.
+        # Python puts only the script's own folder on sys.path; "from app.model import X" needs the folder above app.
         paths = list(script.module_dirs)
         if self._env.get("PYTHONPATH"):
             paths.append(self._env["PYTHONPATH"])
@@ -426,20 +427,20 @@ class _HostLauncher:
         )
 
     def _on_job_outcome(self, job: JobOutcome) -> None:
-        """End the script, if the job's outcome leaves it nothing to do. Called from a thread of the peers."""
+        """End the script if the job's outcome leaves it nothing to do. The thread of ``Peers`` calls this."""
         is_stopped = self._is_stopped
         self._record.on_job_outcome(job)
-        # A stop after this is SageMaker's answer to the failure, unless the failure is itself such a stop.
+        # A stop after this is SageMaker's response to the failure, unless the failure was itself an interruption.
         self._has_job_failed_first = not is_stopped and job.kind is not OutcomeKind.INTERRUPTION
         if ends_script(self._topology.role, job, self._job.current_host, is_stopped=is_stopped):
             self._end_because_of(job.kind, self._child.end)
 
     def _on_restart(self, restart: Restart) -> None:
-        """End the script, which starts again when those of all trainer hosts have ended. Called as above."""
+        """End the script, which restarts when those of all trainer hosts have exited. Called as above."""
         start = "the latest valid checkpoint"
         if self._job.checkpoint_dir is None:
             start = "the beginning, because the job has no checkpoint folder"
-        _LOG.warning("%s: all trainer hosts start again from %s. Cause: %s", restart, start, restart.cause)
+        _LOG.warning("%s: all trainer hosts restart from %s. Cause: %s", restart, start, restart.cause)
         self._record.event("restart", f"{restart}. Cause: {restart.cause}")
         if self._is_data_host:
             self._end_because_of(restart.kind, lambda: None)
@@ -447,7 +448,7 @@ class _HostLauncher:
             self._end_because_of(restart.kind, self._child.end_run)
 
     def _report(self, peers: Peers, own: Outcome) -> JobOutcome | None:
-        """Report to the other hosts how the script ended; return the job's outcome, if it becomes known in time."""
+        """Report the script's outcome to the other hosts; return the job's outcome if it becomes known in time."""
         is_interrupted = own.kind is OutcomeKind.INTERRUPTION and not own.may_restart
         is_saved = self._is_saved = is_interrupted and self._control.saved() is not None
         if is_saved:
@@ -457,10 +458,10 @@ class _HostLauncher:
             self._leave_last(peers)
             return peers.job_outcome
         if own.kind is OutcomeKind.SUCCESS:
-            # A stopped data host has served all ranks; it need not wait for a main host that may be dead.
+            # A stopped data host has served all ranks: do not wait for a main host that may be dead.
             must_wait_for_peers = not (self._is_data_host and self._is_stopped)
         else:
-            # SageMaker ends a job as soon as one of its hosts exits with an error.
+            # SageMaker stops a job as soon as one of its hosts exits with an error.
             must_wait_for_peers = self._is_data_host and len(self._topology.data_hosts) > 1 and not self._is_stopped
             if must_wait_for_peers:
                 _LOG.warning(
@@ -470,19 +471,19 @@ class _HostLauncher:
                 )
         if must_wait_for_peers:
             return peers.wait_for_peers()
-        # A host that failed exits as soon as the others know, so that the reason of the job is its own and not theirs.
-        # If all hosts are stopped, the others need not know.
+        # A host that failed exits as soon as the others have its report, so that SageMaker shows its reason and not
+        # theirs. If this host was stopped, so are the others: they need no report.
         if not self._is_stopped:
             timeout_s = self._timings.peers_timeout_s
-            if self._max_restarts and own.may_restart:  # worth waiting for a connection that was just lost
+            if self._max_restarts and own.may_restart:  # a connection that was just lost may come back
                 timeout_s = max(timeout_s, self._timings.reconnect_s)
             peers.wait_for_decision(timeout_s)
-            # Containers start seconds apart. A host that came too late would be stopped without knowing why.
+            # Containers start seconds apart. A host that connects too late would be stopped without learning why.
             peers.wait_for_absent_hosts(self._timings.peers_timeout_s)
         return peers.job_outcome
 
     def _final_outcome(self, peers: Peers, own: Outcome, job: JobOutcome | None) -> Outcome:
-        """How this host exits."""
+        """Return how this host exits."""
         stop = Stop.NONE
         if self._is_stopped:
             stop = Stop.AFTER_FAILURE if self._has_job_failed_first else Stop.FIRST
@@ -491,7 +492,7 @@ class _HostLauncher:
             _LOG.warning("training succeeded without this data host, so this host exits with 0.")
             return Outcome.of_exit_code(0)
         if final is FinalOutcome.FAILED_ELSEWHERE and job is not None:
-            if job.host == self._topology.main_host:  # which may write a report before it leaves
+            if job.host == self._topology.main_host:  # it may write a report before it exits
                 peers.wait_until_main_host_leaves(self._report_s + _AFTER_THE_REPORT_S)
             stacks_s = _WAIT_FOR_OTHER_HOSTS_STACKS_S if job.kind is OutcomeKind.HANG else 0.0
             self._wait(_MAIN_HOST_LEAVES_LATER_S + stacks_s)
@@ -499,24 +500,24 @@ class _HostLauncher:
         if own.kind is OutcomeKind.SUCCESS:
             return own
         if not self._is_stopped and is_consequence(self._child.stderr_tail):
-            # No other host has failed: the tracebacks that seemed to follow from that are all there is.
+            # No other host has failed: show the tracebacks that were left out as consequences, as there are no others.
             sys.stderr.write(self._child.left_out.decode("utf-8", "replace"))
         if job is not None and job.host == self._job.current_host:
-            return replace(own, reason=job.reason)  # which names the restarts, too
+            return replace(own, reason=job.reason)  # the job's reason names the restarts, too
         return own
 
 
 def restart_pause_s(exit_code: int, num_restarts: int) -> float | None:
-    """When to restart the script of a data host.
+    """Return how long to wait before the script of a data host is restarted.
 
-    The cause of a kill may not occur again; an error of the script itself would.
+    The cause of a kill may pass; an error of the script itself would recur.
 
     Args:
-        exit_code: Its exit code; 128 + n if signal n killed it.
+        exit_code: Exit code of the script; 128 + n if signal n killed it.
         num_restarts: How often it was restarted before.
 
     Returns:
-        Seconds to wait; None if the script must not be restarted.
+        Seconds; None if the script must not be restarted.
     """
     if exit_code in _KILLED and num_restarts < len(_RESTART_PAUSES_S):
         return _RESTART_PAUSES_S[num_restarts]
@@ -528,7 +529,7 @@ def command_line(args: Sequence[str], job: SageMakerJob, directory: Path) -> lis
 
     Args:
         args: Arguments given to the launcher; they come first.
-        job: Its hyperparameters become options, and the files of its ``config`` channel ``--config`` options.
+        job: The job. Its hyperparameters become options, and the files of its ``config`` channel ``--config`` options.
         directory: Working directory of the script.
 
     Raises:
@@ -549,7 +550,7 @@ def command_line(args: Sequence[str], job: SageMakerJob, directory: Path) -> lis
 
 
 def _place(job: SageMakerJob, topology: Topology) -> Place:
-    # With several processes, the one that failed says its rank itself.
+    # With several processes, stderr names the rank that failed.
     is_one_process = (job.devices or job.num_gpus) == 1
     is_rank_known = topology.role is Role.TRAINER and is_one_process
     return Place(job.current_host, topology.role, topology.node_rank if is_rank_known else None)

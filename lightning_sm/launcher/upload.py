@@ -1,7 +1,7 @@
-"""Wait until SageMaker has uploaded the checkpoint of an interruption.
+"""The wait for SageMaker to upload the checkpoint of an interruption.
 
-The service's agent copies the checkpoint folder to S3 while the job runs; whether it still does so when the containers
-have exited is not documented.
+The service's agent copies the checkpoint folder to S3 while the job runs; whether it goes on after the containers have
+exited is not documented.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_sm.job.uploads import UPLOADED, UPLOADING, is_uploaded
 
 _LOG = command_logger(__name__)
 
-# For the agent to notice the first checkpoint of a job, before which there are no markers.
+# For the agent to notice the first checkpoint of a job; there are no markers before.
 _FIRST_MARKER_S = 10.0
 _POLL_S = 0.1
 
@@ -25,10 +25,9 @@ def wait_until_uploaded(files: Sequence[Path], *, has_agent: bool, deadline: Cal
 
     Args:
         files: The files, which exist.
-        has_agent: Whether SageMaker is known to copy their folder to S3. Elsewhere nothing is waited for unless the
-            folder has markers.
-        deadline: Returns when to stop waiting, in seconds of ``time.monotonic``. Asked again and again: a stop signal
-            may come meanwhile.
+        has_agent: Whether SageMaker is known to copy their folder to S3. If not, wait only if the folder has markers.
+        deadline: Returns when to stop waiting, in seconds of ``time.monotonic``. Called repeatedly, because a stop
+            signal may move it.
 
     Returns:
         Whether all files are uploaded, or nobody uploads them.
@@ -39,7 +38,7 @@ def wait_until_uploaded(files: Sequence[Path], *, has_agent: bool, deadline: Cal
     while pending and not _has_markers(pending):
         if time.monotonic() >= min(began_at + first_marker_s, deadline()):
             return True
-        time.sleep(_POLL_S)  # the agent leaves files, and announces nothing; a stop signal moves the deadline
+        time.sleep(_POLL_S)  # the agent leaves files and announces nothing, and a stop signal moves the deadline
     if not pending:
         return True
     _LOG.info("waiting until SageMaker has uploaded the checkpoint: %s.", _named(pending))

@@ -1,4 +1,4 @@
-"""The star's end on all hosts but the main host: connects to the hub, reports to it and receives the job's outcome."""
+"""The end of the star on all other hosts, which connects to the hub, reports to it and receives the job's outcome."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CANCEL_AGAIN_S = 1.0
 
 
 class Client:
-    """Connects to the hub, again whenever the connection is lost. Driven by one thread.
+    """The connection to the hub, which is made again whenever it is lost. Driven by one thread.
 
     Args:
         now: The time, in seconds of ``time.monotonic``.
@@ -32,9 +32,9 @@ class Client:
         on_news: Called when ``tick`` has something to do.
 
     Attributes:
-        job_outcome: How the job ends, once that is known.
+        job_outcome: The job's outcome; None until it is known.
         restart: The last restart that was ordered; None if there was none.
-        awaited: Hosts that must end before this one may.
+        awaited: Hosts that must exit before this one may.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Client:
         self._has_given_up = False
         self._has_logged_stranger = False
         self._unreached_at = now + timings.unreached_s
-        self._why = "no answer yet"  # there is no connection
+        self._why = "no answer yet"  # why there is no connection
 
     @property
     def is_connected(self) -> bool:
@@ -75,7 +75,7 @@ class Client:
         return self._connection is not None
 
     def is_done(self, now: float) -> bool:
-        """Whether this host may end: the job is over, or the hub is lost or never appeared."""
+        """Return whether this host may exit: the job is over, or the hub is lost or never appeared."""
         if self._is_job_over or self._has_given_up:
             return True
         if self._was_welcomed or self._ended_at is None:
@@ -83,7 +83,7 @@ class Client:
         return now - self._ended_at >= self._timings.peers_timeout_s
 
     async def open(self) -> None:
-        """Connect, and stay connected, from now on."""
+        """Connect, and reconnect from now on whenever the connection is lost."""
         self._task = asyncio.create_task(self._stay_connected())
 
     def tick(self, now: float, report: Report | None) -> None:
@@ -91,7 +91,7 @@ class Client:
 
         Args:
             now: The time.
-            report: How the script of this host ended, once it has.
+            report: The outcome of this host's script; None while it runs.
         """
         if report is None:
             self._ended_at = None
@@ -110,21 +110,22 @@ class Client:
         """Close the connection."""
         while self._task is not None and not self._task.done():
             self._task.cancel()
-            # Again, because before Python 3.12 ``wait_for`` may swallow it (CPython issue 86296).
+            # Cancel repeatedly, because before Python 3.12 ``wait_for`` may swallow it (CPython issue 86296).
             await asyncio.wait([self._task], timeout=_CANCEL_AGAIN_S)
 
     async def _stay_connected(self) -> None:
         retry_s = self._timings.first_retry_s
         while not (self._is_job_over or self._has_given_up):
             try:
-                # May block in the resolver. Without a connection, this thread has nothing else to do.
+                # This may block in the resolver, but without a connection, this thread has nothing else to do.
                 address = socket.gethostbyname(self._address[0])
                 opening = asyncio.open_connection(address, self._address[1], limit=MAX_LINE_BYTES)
                 streams = await asyncio.wait_for(opening, self._timings.hello_s)
             except asyncio.TimeoutError:
                 self._why = f"no connection within {self._timings.hello_s:g} s"
             except OSError as error:  # the host has no name yet, there is no route to it, or the hub does not listen
-                # asyncio replaces the system's text by "Connect call failed". The numbers of a resolver are negative.
+                # asyncio replaces the system's text with "Connect call failed": look it up by its number. A resolver's
+                # numbers are negative, and have a text of their own.
                 number = error.errno or 0
                 self._why = os.strerror(number) if number > 0 else error.strerror or str(error)
             else:
@@ -156,7 +157,7 @@ class Client:
         if self._connection is not None:
             self._lost = time.monotonic(), self._why
             self.awaited = [self._main_host]
-            if self.job_outcome is None:  # else it was to be expected, and the log has said why
+            if self.job_outcome is None:  # else the loss was to be expected, and the log has said why
                 _LOG.info("Lost connection to the launcher on %s: %s. Reconnecting.", self._main_host, self._why)
         elif not self._has_logged_stranger:
             self._has_logged_stranger = True

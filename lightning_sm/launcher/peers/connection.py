@@ -1,13 +1,13 @@
-"""One connection between two launchers: both prove that they belong to the job, then exchange lines of JSON.
+"""One connection between two launchers, which prove that they belong to the job, then exchange lines of JSON.
 
     host:  {"protocol": 5, "nonce": "...", "host": "algo-2"}
     hub:   {"protocol": 5, "nonce": "..."}
     host:  {"mac": "..."}
     hub:   {"mac": "..."}
 
-Each MAC is over the first two lines, so that it proves nothing on any other connection. The key follows from the
-secret of the job, which keeps out everybody else. In a job without a secret it follows from the job's name, and only
-separates jobs that meet on one network. A hub tells nothing before it has seen the proof.
+Each MAC covers the first two lines, so that it proves nothing on any other connection. The key is derived from the
+job's secret, which keeps out everybody else. In a job without a secret, it is derived from the job's name, and only
+separates jobs that share a network. A hub reveals nothing before it has seen the proof.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from lightning_sm.job.variables import JOB_SECRET
 
 PeerMessage = dict[str, Any]
 
-# The first two lines stay the same in all versions, so that launchers which differ can say so.
+# The first two lines stay the same in all versions, so that launchers of different versions can say so.
 PROTOCOL = 5
 _NONCE_BYTES = 16
-# 1024 characters of a reason take at most 6144 bytes, as \u0001, and its headline as many.
+# A reason of 1024 characters takes at most 6144 bytes, if each is written as \u0001, and so does its headline.
 MAX_LINE_BYTES = 16 * 1024
-# For the other end to read what was sent, and to close the connection.
+# For the other end to read the last messages, and to close the connection.
 _LAST_WORDS_S = 0.5
 _ANOTHER_KEY = f"its {JOB_SECRET.name} (or, without one, its job's name) differs from that of this host"
 
 
 @dataclass(frozen=True)
 class Timings:
-    """How long things may take, in seconds.
+    """The limits and intervals of the launchers' communication, in seconds.
 
     Attributes:
-        peers_timeout_s: How long a host that has ended waits for hosts that never connected.
+        peers_timeout_s: How long a host whose script has ended waits for hosts that never connected.
         after_failure_s: How long to wait, after a failure, for hosts whose scripts still run. SageMaker gives a stopped
             job 120 s.
-        heartbeat_s: Between two heartbeats of a launcher.
-        silence_s: After how long without heartbeats the connection to a host is closed, as if it had been lost.
-        reconnect_s: How long a lost connection may take to be made again. A reset, and a packet that is lost at every
-            attempt to connect, cost seconds; NCCL's own connections survive more.
-        unreached_s: After how long a host says that it has never reached the main host's launcher, and the main host
+        heartbeat_s: The time between two heartbeats of a launcher.
+        silence_s: After how long without heartbeats a connection is closed, as if it had been lost.
+        reconnect_s: How long a host may take to reconnect. A reset, and a packet that is lost at every attempt to
+            connect, cost seconds; NCCL's own connections survive more.
+        unreached_s: After how long a host logs that it has never reached the main host's launcher, and the main host
             which hosts have never reached it.
-        hello_s: How long a new connection may take until both ends know each other.
-        first_retry_s: Before the second attempt to connect; the pauses double from there.
+        hello_s: How long the two ends of a new connection may take to introduce themselves.
+        first_retry_s: The pause before the second attempt to connect; further pauses double.
         longest_retry_s: The longest of these pauses.
-        log_s: Between two log lines that name the hosts that are waited for.
-        tick_s: Between two checks of all these times.
+        log_s: The time between two log lines that name the awaited hosts.
+        tick_s: The time between two checks of all these limits.
     """
 
     peers_timeout_s: float = 10.0
@@ -75,18 +75,18 @@ class Timings:
 
 @dataclass(frozen=True)
 class Report:
-    """What a launcher reports to the others.
+    """A launcher's report to the others.
 
     Attributes:
         attempt: After how many restarts of the job its script was started.
-        outcome: How it ended.
+        outcome: The outcome of the script.
     """
 
     attempt: int
     outcome: Outcome
 
     def to_message(self) -> PeerMessage:
-        """Return what is sent to the main host."""
+        """Return the message to the main host."""
         outcome = self.outcome
         return {
             "type": "report",
@@ -99,10 +99,10 @@ class Report:
 
     @classmethod
     def from_message(cls, message: PeerMessage) -> Report:
-        """Read what another launcher sent.
+        """Read the message of another launcher.
 
         Raises:
-            ValueError: The kind is unknown, or a number is none.
+            ValueError: The kind is unknown, or a number is malformed.
             KeyError: A field is missing.
         """
         reason = Reason.from_message(message)
@@ -112,23 +112,23 @@ class Report:
 
 
 def peers_key(job_identity: str, env: Mapping[str, str]) -> bytes:
-    """The key by which a job's launchers know each other.
+    """Derive the key by which a job's launchers recognise each other.
 
     Args:
         job_identity: The job's ARN or name.
-        env: Environment variables, which may have the job's secret.
+        env: Environment variables, which may contain the job's secret.
     """
     return job_key("lightning-sm launchers", job_identity, env)
 
 
 class Connection:
-    """One connection of this launcher. It is lost when ``receive`` raises an error.
+    """One connection of this launcher. When ``receive`` raises an error, the connection is lost.
 
     Args:
         reader: From asyncio, with the limit ``MAX_LINE_BYTES``.
         writer: From asyncio.
         key: The key of the job.
-        hello_s: How long it may take until both ends know each other, in seconds.
+        hello_s: How long both ends may take to introduce themselves, in seconds.
 
     Attributes:
         address: IP address of the other end.
@@ -139,7 +139,7 @@ class Connection:
         self._reader = reader
         self._writer = writer
         self._key = key
-        self._greetings = b""  # the lines that the MACs are over
+        self._greetings = b""  # the lines that the MACs cover
         self._received_at = self._heartbeat_at = time.monotonic()
         self._why_lost = "it closed the connection"
         why = f"it did not introduce itself within {hello_s:g} s"
@@ -149,7 +149,9 @@ class Connection:
         """Exchange the first messages with the hub, as the host ``own``.
 
         Raises:
-            OSError, ValueError, TypeError: The other end is not the hub of this job.
+            OSError: The connection is lost, or the other end's version or key differs.
+            ValueError: The other end sent a line that is not JSON.
+            TypeError: The other end sent JSON that is not an object.
         """
         self._greet(host=own)
         _check_protocol(await self._greeting())
@@ -162,17 +164,19 @@ class Connection:
         """Exchange the first messages with a host, and return its name.
 
         Args:
-            is_known: Whether a name is that of another host of the job.
+            is_known: Returns whether a name is that of another host of the job.
 
         Raises:
-            OSError, ValueError, TypeError: The other end is not a launcher of this job.
+            OSError: The connection is lost, or the other end's version or key differs.
+            ValueError: The other end sent a line that is not JSON, or its name is not that of another host.
+            TypeError: The other end sent JSON that is not an object.
         """
         hello = await self._greeting()
         self._greet()
         _check_protocol(hello)
         host = str(hello.get("host"))
         if not self._is_proof(await self.receive(), "host"):
-            self.send({"mac": ""})  # so that it says the same
+            self.send({"mac": ""})  # an invalid proof: the other launcher then logs the mismatch, too
             raise PermissionError(f"it introduced itself as {host!r}, but {_ANOTHER_KEY}")
         if not is_known(host):
             raise ValueError(f"it introduced itself as {host!r}, which is not another host of this job")
@@ -185,20 +189,21 @@ class Connection:
 
         Raises:
             OSError: The connection is lost, or was dropped.
-            ValueError, TypeError: What arrived is not a message.
+            ValueError: The other end sent a line that is not JSON.
+            TypeError: The other end sent JSON that is not an object.
         """
         return _decoded(await self._line())
 
     def send(self, message: PeerMessage) -> None:
-        """Send a message. If the connection is lost, ``receive`` says so."""
+        """Send a message. If the connection is lost, ``receive`` raises the error."""
         self._writer.write(_encoded(message))
 
     def keep_alive(self, now: float, timings: Timings, message: PeerMessage) -> None:
-        """Send a heartbeat when one is due, and drop the connection if the other end sends none. Call it regularly.
+        """Send a heartbeat when one is due, and drop the connection if the other end sends none. Call this regularly.
 
         Args:
             now: The time, in seconds of ``time.monotonic``.
-            timings: How often, and how long to wait for the other end.
+            timings: How often to send one, and how long to wait for the other end's.
             message: The heartbeat.
         """
         if now - self._received_at >= timings.silence_s:
@@ -215,7 +220,7 @@ class Connection:
     async def close(self) -> None:
         """Send the rest, let the other end close the connection, and close it.
 
-        To close it at once, with bytes unread, would be a reset, which could discard what was sent.
+        Closing it at once, with bytes unread, would send a reset, which could discard what was sent.
         """
         self._deadline.cancel()
         abort = self._writer.transport.abort
@@ -234,7 +239,7 @@ class Connection:
             line = await self._reader.readline()
         except ValueError:
             raise ConnectionError(f"it sent a line longer than {MAX_LINE_BYTES} bytes") from None
-        except ConnectionError:  # a killed process leaves either this or an end of file
+        except ConnectionError:  # when the other process was killed, there is either this or an end of file
             line = b""
         if not line.endswith(b"\n"):
             raise ConnectionError(self._why_lost)

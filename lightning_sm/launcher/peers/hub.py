@@ -1,4 +1,4 @@
-"""The main host's end of the star: receives every launcher's report, decides the job's outcome, and sends it to all."""
+"""The main host's end of the star, which receives all reports, decides the job's outcome, and sends it to all hosts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from lightning_sm.launcher.peers.outcome import JobOutcomeTracker, Restart
 
 _LOG = logging.getLogger(__name__)
 
-# Connections that have not introduced themselves: port scanners must not lock hosts out.
+# Connections that have not introduced themselves. At the limit the oldest is dropped, so that port scanners cannot lock
+# hosts out.
 _MAX_STRANGERS = 64
-# Of what a stranger makes this host log.
+# The most that a stranger can make this host log, in one line.
 _MAX_WHY_CHARS = 300
-# Of hosts in one message, which must fit into a line.
+# The most host names in one message, which must fit into a line.
 _MAX_NAMES = 20
 
 
@@ -37,11 +38,11 @@ class Hub:
         address: Where to listen; None if there is no other host.
         key: The key of the job.
         timings: How long things may take.
-        max_restarts: How often the scripts of the trainer hosts may be started again.
+        max_restarts: How often the scripts of the trainer hosts may be restarted.
         on_news: Called when ``tick`` has something to do.
 
     Attributes:
-        awaited: Hosts that must end, or acknowledge the job's end, before this host may end.
+        awaited: Hosts that must exit, or acknowledge the job's outcome, before this host may exit.
         absent: Hosts that have never connected.
 
     Raises:
@@ -92,7 +93,7 @@ class Hub:
 
     @property
     def job_outcome(self) -> JobOutcome | None:
-        """How the job ends, once that is known."""
+        """The job's outcome; None until it is known."""
         return self._tracker.job_outcome
 
     @property
@@ -101,7 +102,7 @@ class Hub:
         return self._tracker.restart
 
     def is_done(self, now: float) -> bool:
-        """Whether this host may end: the job is over, and all connected launchers know it, or do not answer."""
+        """Return whether this host may exit: the job is over, and all connected launchers know it or do not answer."""
         if not self._tracker.is_over:
             return False
         return not self._unacknowledged or now - self._told_at >= self._timings.peers_timeout_s
@@ -118,7 +119,7 @@ class Hub:
 
         Args:
             now: The time.
-            report: How the script of this host ended, once it has.
+            report: The outcome of this host's script; None while it runs.
         """
         if report is not None:
             self._tracker.reported(self._own, report.outcome, now, report.attempt)
@@ -144,11 +145,11 @@ class Hub:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for connection in self._strangers:  # a task that is cancelled before it begins closes nothing
-            connection.drop("this host has ended")
+        for connection in self._strangers:  # a task that is cancelled before it starts closes nothing
+            connection.drop("this host is exiting")
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._is_closed:  # asyncio had accepted the connection before
+        if self._is_closed:  # asyncio accepted the connection before ``close``
             writer.transport.abort()
             return
         if len(self._strangers) >= _MAX_STRANGERS:
@@ -175,7 +176,7 @@ class Hub:
 
     async def _admit(self, connection: Connection) -> str:
         host = await connection.admit(lambda name: name != self._own and self._tracker.has(name))
-        if host in self._hosts:  # half open: a host reconnects only when its own end is closed
+        if host in self._hosts:  # half open, as a host reconnects only after its own end has closed
             self._hosts[host].drop("the host has connected again")
         self._strangers.pop(connection, None)
         self._hosts[host] = connection
@@ -239,7 +240,7 @@ class Hub:
         self._hosts[host].send(message)
 
     def _lost(self, connection: Connection, host: str, why: str) -> None:
-        """Note what the end of a connection means for its host."""
+        """Record the loss of a connection for its host."""
         if not host:
             line = connection.address, why[:_MAX_WHY_CHARS]
             if line not in self._logged_strangers and len(self._logged_strangers) < _MAX_STRANGERS:

@@ -1,7 +1,7 @@
-"""The outcome of a job: which of its hosts run, have ended or are lost, and what that means for all of them.
+"""The outcome of a job, as it follows from which of its hosts run, have ended or are lost.
 
-Rules without I/O. The launcher of the main host keeps this record for the job. The order in which messages reach it is
-the order of events, so that no clocks are compared.
+Rules without I/O. The main host's launcher keeps this record for the job. Events are ordered as their messages arrive
+there, so that no clocks are compared.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from lightning_sm._text import listed, shortened, times
 from lightning_sm.job.stopping import MAX_REASON_CHARS, JobOutcome, Outcome, OutcomeKind, Reason
 
-# What made a script fail may need a moment to pass: memory that is freed, a file server that comes back.
+# The cause of a failure may need a moment to pass: memory that is freed, a file server that comes back.
 _LONGEST_PAUSE_S = 30.0
-# Of a cause, where the job's reason must fit beside it.
+# Causes are cut here, because the job's reason must fit beside them.
 _MAX_CAUSE_CHARS = 300
 
 
@@ -39,14 +39,14 @@ class _TrackedHost:
 
 @dataclass(frozen=True)
 class Restart:
-    """An order to all trainer hosts: end the script, and start it again once all have ended theirs.
+    """An order to all trainer hosts: end the script, and start it again once all scripts have exited.
 
     Attributes:
-        number: Which restart of the job this is, from 1.
+        number: The number of this restart of the job, from 1.
         most: How many there may be.
-        kind: How the script that failed first since the last start ended.
+        kind: The outcome of the script that failed first since the last start.
         cause: Its failure, in one line.
-        may_start: Whether all scripts have ended, and the pause after that is over.
+        may_start: Whether all scripts have exited, and the pause after that is over.
     """
 
     number: int
@@ -63,7 +63,7 @@ class Restart:
         """Read the order that the main host sent.
 
         Raises:
-            ValueError: The kind is unknown, or a number is none.
+            ValueError: The kind is unknown, or a number is malformed.
             KeyError: A field is missing.
         """
         number, most, kind = int(message["number"]), int(message["most"]), OutcomeKind(message["kind"])
@@ -72,7 +72,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A restart that has not started yet, and the failure that it is to overcome."""
+    """A restart that has not started yet, and the failure that it is meant to overcome."""
 
     restart: Restart
     failure: JobOutcome
@@ -80,27 +80,27 @@ class _Pending:
 
 
 def pause_s(number: int) -> float:
-    """Seconds from the end of all scripts to a restart.
+    """Return how many seconds to wait between the exit of all scripts and a restart.
 
     Args:
-        number: Which restart of the job it is, from 1.
+        number: The number of the restart, from 1.
     """
     return min(2.0 ** min(number - 1, 10), _LONGEST_PAUSE_S)
 
 
 class JobOutcomeTracker:
-    """The record of a job's hosts. All times are seconds of one clock, that of the main host.
+    """The record of a job's hosts. All times are in seconds, by the main host's clock.
 
     Args:
         trainers: Hosts whose success or failure is the job's.
-        data_hosts: Hosts that training does without, as long as one is left.
+        data_hosts: Hosts that training can do without, as long as one is left.
         reconnect_s: How long a disconnected host may take to reconnect.
         absent_s: How long to wait for hosts that never connected once all others have ended.
         after_failure_s: How long to wait, after a failure, for hosts that still run.
-        max_restarts: How often the scripts of the trainer hosts may be started again.
+        max_restarts: How often the scripts of the trainer hosts may be restarted.
 
     Attributes:
-        job_outcome: How the job ends, once that is known; it never changes after that.
+        job_outcome: The job's outcome; None until it is known. It never changes after that.
         restart: The last restart that was ordered; None if there was none.
         is_over: Whether no host needs to wait any longer: all trainer hosts have ended or are lost.
     """
@@ -124,7 +124,7 @@ class JobOutcomeTracker:
         self._absent_s = absent_s
         self._after_failure_s = after_failure_s
         self._max_restarts = max_restarts
-        self._num_restarts = 0  # that have started
+        self._num_restarts = 0  # restarts that have started
         self._first_cause = ""
         self._missing: list[str] = []
         self._pending: _Pending | None = None
@@ -143,25 +143,25 @@ class JobOutcomeTracker:
         return [name for name, host in hosts.items() if host.state is _HostPhase.ABSENT]
 
     def has(self, name: str) -> bool:
-        """Whether a host belongs to the job."""
+        """Return whether a host belongs to the job."""
         return name in self._trainers or name in self._data_hosts
 
     def has_ended(self, name: str) -> bool:
-        """Whether the script of a host has ended."""
+        """Return whether the script of a host has ended."""
         return self._host(name).state is _HostPhase.ENDED
 
     @property
     def is_restarting(self) -> bool:
-        """Whether a restart was ordered that has not started yet, so that all scripts are ending."""
+        """Whether a restart was ordered but has not started, so that all scripts are being ended."""
         return self.job_outcome is None and self._pending is not None
 
     def name_missing(self) -> list[str]:
-        """Return the hosts that have never connected, after a time for that. A failure of the job names them, too."""
+        """Return the hosts that have not connected in time. If the job fails, its reason names them, too."""
         self._missing = self.absent
         return self._missing
 
     def joined(self, name: str, now: float) -> None:
-        """Note that a host is connected. A lost host that reconnects before the job is over is waited for again."""
+        """Note that a host is connected. If a lost host reconnects before the job is over, it is awaited again."""
         self._host(name).is_connected = True
         if not self.has_ended(name):
             self._change(name, _HostPhase.RUNNING, now)
@@ -172,29 +172,29 @@ class JobOutcomeTracker:
         Args:
             name: Name of the host.
             now: The time.
-            why: What happened to the connection, for the job's outcome.
+            why: What happened to the connection, for the reason in the job's outcome.
         """
         host = self._host(name)
         host.is_connected = False
         host.why_away = why
-        # A restart needs the launchers of hosts whose scripts have ended, too. When they reconnect, they report again.
+        # A restart also needs the launchers of hosts whose scripts have ended; when they reconnect, they report again.
         if host.state is _HostPhase.RUNNING or (self.is_restarting and self.has_ended(name)):
             self._change(name, _HostPhase.AWAY, now)
 
     def reported(self, name: str, outcome: Outcome, now: float, attempt: int = 0) -> None:
-        """Note how the script of a host ended.
+        """Note the outcome of a host's script.
 
-        Only the first report of an attempt counts. But a host that waits for a restart may be told to stop.
+        Only the first report of an attempt counts, unless the host was told to stop while it waited for a restart.
 
         Args:
             name: Name of the host.
-            outcome: How its script ended.
+            outcome: The outcome of its script.
             now: The time.
-            attempt: After how many restarts of the job this script started; of trainer hosts only.
+            attempt: After how many restarts of the job this script was started; counts for trainer hosts only.
         """
         is_trainer = name in self._trainers
         if is_trainer and attempt != self._num_restarts:
-            return  # of an attempt that is over
+            return  # the report is from an attempt that is over
         ends_restart = (
             self.is_restarting and is_trainer and outcome.kind is not OutcomeKind.SUCCESS and not outcome.may_restart
         )
@@ -223,7 +223,7 @@ class JobOutcomeTracker:
 
     def _fail(self, failure: JobOutcome, outcome: Outcome, now: float) -> None:
         if self.is_restarting and outcome.may_restart:
-            return  # it ended its script for the restart
+            return  # the host ended its script for the restart
         if self.job_outcome is not None or not outcome.may_restart or self._num_restarts >= self._max_restarts:
             self._decide(failure, now)
             return
@@ -236,7 +236,7 @@ class JobOutcomeTracker:
                 self._change(name, _HostPhase.AWAY, now)
 
     def _continue_restart(self, pending: _Pending, now: float) -> None:
-        """Start the scripts again a while after all have ended; fail if one does not end."""
+        """Start the scripts again after a pause once all have exited; fail the job if one does not exit."""
         states = {host.state for host in self._trainers.values()}
         if states == {_HostPhase.ENDED}:
             if now - self._changed_at >= pause_s(pending.restart.number):
@@ -257,8 +257,8 @@ class JobOutcomeTracker:
             return True
         states = {host.state for host in self._trainers.values()}
         if has_failed:
-            # A data host that starts a moment too late would wait for trainers that never come. After success nobody
-            # has to wait: the trainers did reach the data hosts that they needed.
+            # A data host that starts a moment too late would wait for trainers that never come. After a success, nobody
+            # needs to wait: the trainers did reach the data hosts that they needed.
             states |= {host.state for host in self._data_hosts.values()} & {_HostPhase.ABSENT}
         if states <= {_HostPhase.ENDED, _HostPhase.LOST}:
             return True
@@ -296,6 +296,6 @@ class JobOutcomeTracker:
 
 
 def _with_notes(reason: Reason, notes: Sequence[str]) -> Reason:
-    """Add lines to a reason, of which the service shows only so many characters."""
+    """Add lines to a reason, cutting its text so that the whole fits into what SageMaker shows."""
     end = "".join(f"\n{note}" for note in notes)
     return Reason(reason.text[: MAX_REASON_CHARS - len(end)] + end, reason.headline)

@@ -1,4 +1,4 @@
-"""``Peers``: how a launcher reports to the other launchers of its job, and waits for what follows from their reports.
+"""A launcher's connection to the other launchers of its job: it reports to them, and waits for the job's outcome.
 
 All communication runs in a thread of its own: on the main host as the ``Hub``, on all others as a ``Client``. A job of
 one host that may not restart has neither.
@@ -26,7 +26,7 @@ from lightning_sm.launcher.peers.outcome import Restart
 
 _LOG = logging.getLogger(__name__)
 
-# A thread that resolves a name cannot be interrupted. It is a daemon, and ends with the process.
+# A thread that resolves a name cannot be interrupted: after this time, leave it. As a daemon it ends with the process.
 _JOIN_S = 2.0
 
 
@@ -42,10 +42,10 @@ class Peers:
         addresses: IP addresses of hosts that cannot be resolved by name.
         port: Port of the hub, ``Topology.peers_port``.
         bind: Address on which the hub listens.
-        on_job_outcome: Called once, from the thread of this object, as soon as the job's outcome is known; also if it
-            was this host that failed. It must not block.
+        on_job_outcome: Called once, from the thread of this object, as soon as the job's outcome is known, even if this
+            host failed. It must not block.
         on_restart: Called once for each restart that is ordered, from the same thread. It must not block either.
-        max_restarts: How often the scripts of the trainer hosts may be started again.
+        max_restarts: How often the scripts of the trainer hosts may be restarted.
         timings: How long things may take. Default: values for the hosts of a cluster.
     """
 
@@ -102,7 +102,7 @@ class Peers:
 
     @property
     def restart(self) -> Restart | None:
-        """The restart in which the script of this host has to take part next; None if there is none."""
+        """The next restart in which the script of this host must take part; None if there is none."""
         restart = self._restart
         is_ahead = restart is not None and restart.number > self._attempt and self._own in self._trainers
         return restart if is_ahead else None
@@ -120,21 +120,21 @@ class Peers:
         self.close()
 
     def report(self, outcome: Outcome) -> None:
-        """Report to the other hosts how the script of this host ended.
+        """Report the outcome of this host's script to the other hosts.
 
-        Of each attempt only the first report counts, unless this host is told to stop while it waits for a restart.
+        Only the first report of each attempt counts, unless this host is told to stop while it waits for a restart.
         """
         self._report = Report(self._attempt, outcome)
         self._wake()
 
     def wait_for_peers(self, timeout_s: float | None = None) -> JobOutcome | None:
-        """Wait, after ``report``, until all trainer hosts have ended or are lost, or until a restart was ordered.
+        """Wait, after ``report``, until all trainer hosts have ended or are lost, or until a restart is ordered.
 
-        Connected hosts are waited for as long as their scripts run; after a failure, at most for ``after_failure_s``.
-        Hosts that never connected are waited for ``peers_timeout_s``.
+        The wait lasts as long as the scripts of connected hosts run; after a failure, at most ``after_failure_s``. For
+        hosts that never connected, it lasts ``peers_timeout_s``.
 
         Args:
-            timeout_s: The longest wait, in seconds; None for no other limit than those.
+            timeout_s: The longest wait, in seconds; None for no further limit.
 
         Returns:
             The job's outcome; None if it is not known: a restart was ordered, the main host never answered, there is
@@ -145,12 +145,12 @@ class Peers:
         return self._job_outcome
 
     def wait_for_decision(self, timeout_s: float) -> JobOutcome | None:
-        """Wait until it is known how the job ends, or that it restarts; at most for some seconds."""
+        """Wait, for at most some seconds, until the job's outcome is known or a restart is ordered."""
         self._wait(lambda: self._job_outcome is not None or self.restart is not None, timeout_s)
         return self._job_outcome
 
     def wait_for_absent_hosts(self, timeout_s: float) -> None:
-        """Wait until all hosts have connected, and so know how the job ends; only the main host waits.
+        """Wait until all hosts have connected, and so know the job's outcome; only the main host waits.
 
         Args:
             timeout_s: The longest wait, in seconds.
@@ -160,22 +160,22 @@ class Peers:
             self._wait(lambda: not end.absent or self.restart is not None, timeout_s)
 
     def wait_for_start(self) -> bool:
-        """Wait, after a restart was ordered and reported to, until the scripts of all hosts have ended.
+        """Wait, after ``report`` and the order to restart, until the scripts of all hosts have exited.
 
         Returns:
-            Whether the script of this host may start again; False if the job ends, or this host is told to stop.
+            Whether the script of this host may start again; False if the job ends, or if this host is told to stop.
         """
         self._wait(lambda: self._job_outcome is not None or self._may_start)
         restart = self.restart
         if restart is None or self._job_outcome is not None or not self._may_start:
             return False
         self._report = None
-        # An order that came meanwhile is for a start that this host has missed: it has to take part in that one, too.
+        # If another restart was ordered meanwhile, this host has missed a start: it must take part in the new one, too.
         self._attempt = restart.number if restart.may_start else restart.number - 1
         return True
 
     def wait_until_main_host_leaves(self, timeout_s: float) -> None:
-        """Wait until the launcher of the main host has closed its connections; on the main host itself, not at all."""
+        """Wait until the main host's launcher has closed its connections; on the main host, return at once."""
         deadline = time.monotonic() + timeout_s
         while isinstance(self._end, Client) and self._end.is_connected and not self._must_not_wait:
             remaining_s = deadline - time.monotonic()
@@ -185,12 +185,12 @@ class Peers:
             self._news.clear()
 
     def stop_waiting(self) -> None:
-        """Make all waits return at once, now and from now on. A signal handler may call it."""
+        """Make all current and later waits return at once. A signal handler may call this."""
         self._must_not_wait = True
         self._wake()
 
     def close(self) -> None:
-        """Send what was reported, if there is a connection; then release the port and all connections."""
+        """Send the last report, if there is a connection; then release the port and all connections."""
         self._is_closing = True
         self._wake()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -202,7 +202,7 @@ class Peers:
         return restart is not None and (restart.may_start or restart.number > self._attempt + 1)
 
     def _wait(self, is_known: Callable[[], bool], timeout_s: float | None = None) -> None:
-        """Wait until something is known, or until nothing more will be."""
+        """Wait until ``is_known`` returns true, or until nothing more can be learned."""
         now = time.monotonic()
         next_log = now + self._timings.log_s
         deadline = math.inf if timeout_s is None else now + timeout_s
@@ -213,8 +213,8 @@ class Peers:
             if now >= next_log:
                 next_log += self._timings.log_s
                 if self._end.awaited:
-                    _LOG.info("The script of this host has ended. Waiting for: %s.", ", ".join(self._end.awaited))
-            # Not longer: the handler of a signal runs between two waits.
+                    _LOG.info("The script on this host has exited. Waiting for: %s.", ", ".join(self._end.awaited))
+            # No longer than this, because signal handlers run only between two waits.
             self._news.wait(min(SIGNAL_POLL_S, deadline - now))
             self._news.clear()
 
@@ -258,7 +258,7 @@ class Peers:
     def _run(self, end: Hub | Client) -> None:
         try:
             asyncio.run(self._communicate(end))
-        except Exception:  # noqa: BLE001 - the script is worth more than this thread
+        except Exception:  # noqa: BLE001 - without this thread, the script still runs
             _LOG.exception("The launcher of this host failed to communicate with the others. The script continues.")
         finally:
             self._is_done = True
@@ -270,10 +270,10 @@ class Peers:
         try:
             is_closing = False
             while not is_closing:
-                # Read the clock before the pause, in which messages are read: a launcher that was itself suspended must
-                # read the others' heartbeats before it calls them silent.
+                # Read the clock before the pause, during which messages arrive: a launcher that was itself suspended
+                # must read the others' heartbeats before it considers them silent.
                 now = time.monotonic()
-                is_closing = self._is_closing  # read before the last round, which sends what was reported
+                is_closing = self._is_closing  # read before the last round, which sends the last report
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._has_news.wait(), 0 if is_closing else self._timings.tick_s)
                 self._has_news.clear()
@@ -300,10 +300,10 @@ class Peers:
     def _call(self, callback: Callable[[], None], news: object) -> None:
         try:
             callback()
-        except Exception:  # noqa: BLE001 - this thread must not end: the other hosts need it
+        except Exception:  # noqa: BLE001 - this thread must go on: the other hosts need it
             _LOG.exception("The launcher could not act on %s.", news)
 
     def _wake(self) -> None:
-        if self._loop is not None:  # else it has not begun, and looks at everything when it does
-            with contextlib.suppress(RuntimeError):  # it has ended
+        if self._loop is not None:  # else the loop has not started yet, and reads everything when it does
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._has_news.set)

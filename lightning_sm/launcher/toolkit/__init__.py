@@ -1,1 +1,1 @@
-"""What sagemaker-training offers to scripts: its variables, and the SDK's ``distribution``."""
+"""The interface of sagemaker-training to scripts: its variables, and the SDK's ``distribution``."""

@@ -1,7 +1,7 @@
-"""What ``distribution={...}`` of the SageMaker SDK means here.
+"""The meaning of the SageMaker SDK's ``distribution={...}`` for this launcher.
 
 The SDK turns it into hyperparameters, by which sagemaker-training chooses mpirun, torchrun or another library to start
-the ranks. Here Lightning always starts the same ranks, one process per device on every trainer host.
+the ranks. Here, Lightning always starts the same ranks, one process per device on every trainer host.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _GROUPS = "sagemaker_distribution_instance_groups"
 
 
 def processes_per_host(job: SageMakerJob, topology: Topology) -> int | None:
-    """Check the ``distribution`` that a job asks for, and log what differs here.
+    """Check the ``distribution`` that a job asks for, and log how this launcher differs.
 
     Returns:
-        How many processes it asks for on each trainer host; None if it does not say.
+        The number of processes that it asks for on each trainer host; None if it does not say.
 
     Raises:
         TopologyError: It contradicts the job, or asks for a library that only other images have.
@@ -117,7 +117,7 @@ def _number(asked: dict[str, Any], name: str) -> int | None:
 
 
 def _value(text: str) -> Any:
-    """The value of a hyperparameter: framework estimators write JSON, the generic one Python literals."""
+    """Return the value of a hyperparameter: framework estimators write JSON, the generic one Python literals."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
 """The environment variables of sagemaker-training that describe a job to its script: ``SM_HOSTS``, ``SM_HP_*`` etc.
 
-Scripts written for the toolkit read them; lightning_sm itself reads SageMaker's files. They are built here because the
-toolkit's ``Environment`` imports boto3, starts nvidia-smi, neuron-ls and which, creates folders, and changes variables
-of the calling process. A test compares each variable with the toolkit's.
+Scripts written for the toolkit read these variables; lightning_sm itself reads SageMaker's files. They are built here
+because the toolkit's ``Environment`` imports boto3, starts nvidia-smi, neuron-ls and which, creates folders, and
+changes variables of the calling process. A test compares each variable with the toolkit's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PREFIX = "sagemaker_"
 # Hyperparameters that the toolkit does not pass to scripts, besides those with its prefix
 # (params.SAGEMAKER_HYPERPARAMETERS).
 _NOT_FOR_SCRIPTS = ("_tuning_objective_metric", "default_user_module_name")
-# Of those with its prefix, the ones that are not parameters of a framework either.
+# Hyperparameters with the prefix that are not parameters of a framework either.
 _OWN = (
     "program",
     "submit_directory",
@@ -44,7 +44,7 @@ _DISTRIBUTIONS = (
 )
 _SINGLE_GROUP = "homogeneousCluster"
 _INFO = 20
-# Linux, MAX_ARG_STRLEN: one "NAME=value" with its zero byte. With a longer one, no process can be started at all.
+# Linux, MAX_ARG_STRLEN: one "NAME=value" with its zero byte. With a longer one, no process starts at all.
 _MAX_BYTES = 128 * 1024
 
 
@@ -60,8 +60,8 @@ def toolkit_variables(
         env: Environment variables.
 
     Returns:
-        The variables, without those that are too long for an environment. None at all where SageMaker's files are
-        missing: then another launcher has set them already.
+        The variables, without those that are too long for an environment. Empty if SageMaker's files are missing,
+        because then another launcher has already set the variables.
 
     Raises:
         JobConfigError: A file of SageMaker cannot be read.
@@ -89,7 +89,7 @@ def toolkit_variables(
     texts = {
         **{f"SM_{name.upper()}": _text(value) for name, value in variables.items()},
         "CURRENT_HOST": job.current_host,
-        # The toolkit empties these two if the hyperparameters lack them; here the environment's values stay.
+        # The toolkit empties these two if the hyperparameters lack them; here, the environment's values remain.
         "SAGEMAKER_JOB_NAME": _text(own.get("sagemaker_job_name") or env.get("SAGEMAKER_JOB_NAME")),
         "SAGEMAKER_REGION": _text(
             own.get("sagemaker_region") or env.get("AWS_DEFAULT_REGION") or env.get("AWS_REGION")
@@ -114,7 +114,7 @@ _ONLY_IN_TRAINING_ENV = (
 
 
 def _facts(job: SageMakerJob, resources: Mapping[str, Any], entry_point: str, env: Mapping[str, str]) -> dict[str, Any]:
-    """The properties of the toolkit's ``Environment``."""
+    """Return the properties of the toolkit's ``Environment``."""
     for_script, own = _hyperparameters(job)
     not_of_framework = (*_NOT_FOR_SCRIPTS, *(_PREFIX + name for name in _OWN))
     framework = {name: value for name, value in own.items() if name not in not_of_framework}
@@ -178,7 +178,7 @@ def _groups(resources: Mapping[str, Any], job: SageMakerJob, framework: Mapping[
 
 
 def _hyperparameters(job: SageMakerJob) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The hyperparameters of the script, and those of the toolkit, decoded."""
+    """Return the decoded hyperparameters of the script, and those of the toolkit."""
     decoded = {name: _decoded(text) for name, text in job.hyperparameters.items()}
     own = {name for name in decoded if name.startswith(_PREFIX) or name in _NOT_FOR_SCRIPTS}
     for_script = {name: value for name, value in decoded.items() if name not in own}
@@ -205,7 +205,7 @@ def _is_possible(name: str, text: str) -> bool:
     if size <= _MAX_BYTES and not {"=", "\0"} & set(name) and "\0" not in text:
         return True
     _LOG.info(
-        "not setting %.80s for the script: it is too long (%d bytes), or has characters that an environment "
+        "not setting %.80s for the script: its value is too long (%d bytes), or has characters that an environment "
         "variable cannot hold. The job's files contain it.",
         name,
         size,
@@ -214,7 +214,7 @@ def _is_possible(name: str, text: str) -> bool:
 
 
 def _read(job: SageMakerJob, name: str) -> dict[str, Any]:
-    """The whole content of a file that ``SageMakerJob`` has already checked."""
+    """Return the whole content of a file that ``SageMakerJob`` has already checked."""
     path: Path = job.base_dir / "input" / "config" / name
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

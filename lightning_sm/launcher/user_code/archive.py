@@ -1,7 +1,7 @@
 """``python -m lightning_sm.launcher.user_code.archive ADDRESS FOLDER ERROR``: fetch an archive of code and unpack it.
 
-If that is not possible, the file ERROR says why. It runs in its own process, so that the launcher can end it at any
-moment, and need not import boto3 itself.
+If that fails, the file ERROR says why. This runs in its own process, so that the launcher can end it at any moment and
+need not import boto3 itself.
 
 ``sagemaker_training.files.download_and_extract`` does the same, but keeps the image's code if its folder is not empty,
 skips unsafe members with a warning, and has no timeout.
@@ -32,11 +32,11 @@ def unpack(address: str, folder: Path, env: Mapping[str, str] = os.environ) -> N
 
     Args:
         address: ``s3://bucket/key``, or a path.
-        folder: Where to unpack it; exists and is empty.
+        folder: An existing, empty folder to unpack it into.
         env: Environment variables.
 
     Raises:
-        ScriptError: The archive cannot be fetched, is not a tar archive, or has members outside of the folder.
+        ScriptError: The archive cannot be fetched, is not a tar archive, or has members outside the folder.
     """
     with tempfile.TemporaryDirectory(prefix="lightning-sm-") as scratch:
         path = Path(address)
@@ -52,7 +52,7 @@ def _download(address: str, path: Path, env: Mapping[str, str]) -> None:
     key = parts.path.lstrip("/")
     if parts.scheme != "s3" or not bucket or not key:
         raise ScriptError(f"The code's address is {address!r}; expected s3://bucket/key of a tar archive, or a folder.")
-    boto3, botocore = _aws()
+    boto3, botocore = _import_boto3()
     try:
         # boto3 ignores AWS_REGION, which SageMaker sets.
         client = boto3.session.Session().client(
@@ -75,8 +75,8 @@ def _download(address: str, path: Path, env: Mapping[str, str]) -> None:
         raise ScriptError(f"Cannot write the code of the job, {address}, to {path.parent}: {error}.") from error
 
 
-def _aws() -> tuple[Any, Any]:
-    try:  # images have it (it comes with sagemaker-training), laptops may not
+def _import_boto3() -> tuple[Any, Any]:
+    try:  # images have boto3 (it comes with sagemaker-training), laptops may not
         import boto3  # noqa: PLC0415
         import boto3.exceptions  # noqa: PLC0415
         import botocore.config  # noqa: PLC0415

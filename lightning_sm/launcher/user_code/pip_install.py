@@ -21,12 +21,12 @@ _REPOSITORY = re.compile(
     r"arn:[^:]+:codeartifact:(?P<region>[^:]+):(?P<owner>[^:]+):repository/(?P<domain>[^/]+)/(?P<name>.+)"
 )
 _USAGE_EXIT_CODE = 2
-# Users may set these, and any other variable of "pip install --help", themselves.
+# Defaults only: users may set these, and any other variable of "pip install --help", themselves.
 _DEFAULTS = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_ROOT_USER_ACTION": "ignore"}
 
 
 def index_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that make pip install from the repository of ``CA_REPOSITORY_ARN``, if that is set.
+    """Return the variables that make pip install from the repository of ``CA_REPOSITORY_ARN``, if that is set.
 
     Raises:
         JobConfigError: The variable is malformed, or CodeArtifact refuses access.
@@ -61,7 +61,7 @@ def index_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def main() -> int:
-    """Replace this process by pip; return an exit code only if that is not possible."""
+    """Replace this process with pip; return an exit code only if that fails."""
     folder, *arguments = sys.argv[1:]
     try:
         env = {**_DEFAULTS, **os.environ, **index_variables(os.environ)}

@@ -1,4 +1,4 @@
-"""What a host does before its script starts: fetch the code of the job, and install its requirements."""
+"""The preparation of a host before its script starts: fetch the code of the job, and install its requirements."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Stopped(Exception):  # noqa: N818 - not an error
 
 
 class Preparation:
-    """The steps before the script. Each runs in a process that ends when the host is told to end.
+    """The steps before the script. Each runs in a process that is ended when the host is told to end.
 
     Args:
-        child: Runs the processes.
+        child: The runner of these processes.
         env: Environment variables.
 
     Raises:
@@ -57,8 +57,8 @@ class Preparation:
         """Fetch and unpack the code of the job.
 
         Returns:
-            The folder with the code: the submitted folder, if it is one already; ``/opt/ml/code`` if that is empty;
-            else a new folder, as ``/opt/ml/code`` holds code of the image, or of an earlier job in the same container.
+            The folder with the code: the submitted folder, if it is not an archive; ``/opt/ml/code`` if that is empty;
+            else a new folder, because ``/opt/ml/code`` holds code of the image, or of an earlier job in the container.
 
         Raises:
             ScriptError: The code cannot be fetched or unpacked.
@@ -129,21 +129,21 @@ class Preparation:
         timer.daemon = True
         timer.start()
         try:
-            # Python imports modules from its working directory first: start it where there are none.
+            # Python imports modules from its working directory first: start it in a folder without modules.
             exit_code = self._child.run(command, Path("/"), self._env)
         finally:
             timer.cancel()
         if is_late.is_set():
             raise ScriptError(
-                f"Timeout: {doing} took longer than {self._limit_s:g} s ({PREPARE_S.name}). See its last lines in the "
-                "log, and check that the job's network can reach what it waited for."
+                f"Timeout: {doing} took longer than {self._limit_s:g} s ({PREPARE_S.name}). Look at its last lines in "
+                "the log, and check that the job's network can reach what it was waiting for."
             )
         self.check_not_stopped(doing)
         return exit_code
 
 
 def unpacked(submission: Submission) -> Path | None:
-    """The folder of the code that came with the job; None if the code must be fetched or unpacked first.
+    """Return the folder of the code that came with the job; None if the code must be fetched or unpacked first.
 
     Raises:
         ScriptError: There is neither a folder nor a file.

@@ -1,4 +1,4 @@
-"""Whether and how pip installs the requirements of the user's code, without replacing the image's core packages."""
+"""The installation of the user's requirements by pip, without replacing the image's core packages."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _LOG = command_logger(__name__)
 
 _FILE = "requirements.txt"
 _SETUP = "setup.py"
-# The packages that an image is built around keep their versions. Of the other packages that lightning_sm needs, pip may
+# The packages that an image is built around, which keep their versions. Of the others that lightning_sm needs, pip may
 # install any version that lightning_sm works with.
 _PINNED = ("lightning-sm", "torch", "torchvision", "torchaudio", "pytorch-lightning", "lightning")
 _MAX_REASON_CHARS = 600
 _NAME = re.compile(r"[^A-Za-z0-9._-]")
 _ERROR = re.compile(r"\s*(ERROR|error):")
-# What pip adds to a conflict: that the other version is not available, and general advice.
+# The beginnings of what pip adds to a conflict: that the other version is not available, and general advice.
 _ADVICE = re.compile(r"^(Additionally, some packages in|To fix this you could try)", re.MULTILINE)
 
 
 def wanted(script: Script, env: Mapping[str, str]) -> list[str]:
-    """The arguments of pip for what must be installed before the script starts.
+    """Return the arguments of pip for what must be installed before the script starts.
 
-    Like sagemaker-training, this looks for ``requirements.txt`` in the top folder of the code, not in the script's
-    folder below. A ``setup.py`` there makes the code a package, which is installed too.
+    Like sagemaker-training, this looks for ``requirements.txt`` in the top folder of the code, not in the folder of a
+    script below. A ``setup.py`` there makes the code a package, which is installed, too.
 
     Returns:
         For example ``["-r", "requirements.txt"]``; empty if there is nothing to install.
@@ -66,18 +66,18 @@ def wanted(script: Script, env: Mapping[str, str]) -> list[str]:
 
 
 def constraints() -> list[str]:
-    """The versions that pip must keep, as lines of a constraints file."""
+    """Return the versions that pip must keep, as lines of a constraints file."""
     versions = {name: installed_version(name) for name in _PINNED}
     return [f"{name}=={version}" for name, version in versions.items() if version] + list(_needed())
 
 
 def command(arguments: Sequence[str], directory: Path, constraints_file: Path | None) -> list[str]:
-    """The command that runs pip.
+    """Return the command that runs pip.
 
     Args:
         arguments: From ``wanted``.
         directory: Folder of the code.
-        constraints_file: The lines of ``constraints``; None if pip may replace the image's packages.
+        constraints_file: A file with the lines of ``constraints``; None if pip may replace the image's packages.
     """
     options = [] if constraints_file is None else ["-c", str(constraints_file)]
     return [sys.executable, "-m", "lightning_sm.launcher.user_code.pip_install", str(directory), *arguments, *options]
@@ -110,7 +110,7 @@ def failure(output: str, exit_code: int, directory: Path, *, is_protected: bool)
 
 
 def _needed() -> Iterator[str]:
-    """The declared dependencies of lightning_sm, without extras, which pip does not accept in constraints."""
+    """Yield the declared dependencies of lightning_sm, without extras, which pip does not accept in constraints."""
     try:
         declared = importlib.metadata.requires("lightning-sm") or []
     except importlib.metadata.PackageNotFoundError:  # lightning_sm runs from its sources

@@ -1,4 +1,4 @@
-"""Which script a job asks for, and where it is."""
+"""The script that a job asks for, and where it is."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightning_sm.errors import ScriptError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.hyperparameters import unquoted
 
-# What SDK v2's local_code mode writes, whatever the base folder is.
+# The address that SDK v2's local_code mode writes, whatever the base folder is.
 _CONTAINER_CODE_DIR = Path("/opt/ml/code")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 class NamedBy(Enum):
-    """Where a script was named; the value says it to people."""
+    """The place where a script was named; the value is for people."""
 
     COMMAND_LINE = "the command line"
     HYPERPARAMETER = "hyperparameter sagemaker_program"
@@ -56,12 +56,12 @@ class Submission:
 
 @dataclass(frozen=True)
 class Script:
-    """What to start.
+    """The script to start.
 
     Attributes:
         command: Program and first arguments; those of the script follow.
-        shown: The same for people: the path of the script, or ``-m`` and its module.
-        directory: Working directory to start it in.
+        shown: The command for people: the path of the script, or ``-m`` and its module.
+        directory: Working directory of the script.
         submitted: The folder of the code that came with the job, if any; the script may still be part of the image.
     """
 
@@ -77,7 +77,7 @@ class Script:
 
     @property
     def module_dirs(self) -> list[str]:
-        """Where Python looks for modules, the code of the job first."""
+        """The folders in which Python looks for modules, that of the job's code first."""
         return list(dict.fromkeys([str(self.source_dir), str(self.directory)]))
 
 
@@ -85,11 +85,11 @@ def find_program(script: str | None, job: SageMakerJob, env: Mapping[str, str]) 
     """Find out which script to run.
 
     The job's ``entry_point=`` (a hyperparameter) takes precedence over the variable, by which images name a script of
-    their own. In sagemaker-training the image silently wins.
+    their own. In sagemaker-training, the image silently wins.
 
     Args:
-        script: The script that the command line names, if it names one.
-        job: The hyperparameters.
+        script: The script that the command line names, if any.
+        job: The job, for its hyperparameters.
         env: Environment variables.
 
     Raises:
@@ -130,11 +130,11 @@ def find_submission(job: SageMakerJob, env: Mapping[str, str]) -> Submission | N
 
 
 def find_script(program: Program, job: SageMakerJob, env: Mapping[str, str], submitted: Path | None = None) -> Script:
-    """Find the script and how to start it.
+    """Find the script, and the command that starts it.
 
     Args:
-        program: Its name.
-        job: Knows the folders of the container.
+        program: The script's name.
+        job: The job, for the folders of the container.
         env: Environment variables.
         submitted: The folder of the code that came with the job, if any.
 
@@ -161,7 +161,7 @@ _PYTHON = (sys.executable, "-u")
 
 
 def _folders(program: Program, job: SageMakerJob, env: Mapping[str, str], submitted: Path | None) -> Sequence[Path]:
-    # A script of the same name in the image is a different script: entry_point= means the job's code only.
+    # entry_point= names a file of the job's code only: a script of the same name in the image is a different one.
     if submitted is not None and program.named_by is NamedBy.HYPERPARAMETER:
         return [submitted]
     folders = [] if submitted is None else [submitted]
@@ -178,9 +178,9 @@ def _folders(program: Program, job: SageMakerJob, env: Mapping[str, str], submit
 
 
 def _interpreter(path: Path) -> tuple[str, ...]:
-    """What starts a file: Python, the interpreter of its first line, sh, or nothing for a program.
+    """Return what starts a file: Python, the interpreter that its first line names, sh, or nothing for a program.
 
-    Not left to the kernel, as files of an archive or of a mounted folder may lack the permission to be executed.
+    This is not left to the kernel, because files of an archive or of a mounted folder may not be executable.
     """
     if path.suffix == ".py":
         return _PYTHON

@@ -465,7 +465,7 @@ def test_a_restart_changes_no_number(job_of):
     (restarted,) = [cell for cell in MATRIX if cell.arguments == PERIODIC]
     killed, code, output = job_of(restarted)
     assert code == 0, output
-    assert "Restart 1 of 1: all trainer hosts start again from the latest valid checkpoint." in output
+    assert "Restart 1 of 1: all trainer hosts restart from the latest valid checkpoint." in output
     assert re.search(r"Resuming from .*/epoch=1-step=\d+\.ckpt, the latest valid checkpoint of the job", output), output
     assert len(re.findall(r"Data host algo-\d serves at", output)) == 1, output  # which was not restarted
     numbers = numbers_of(undisturbed)

@@ -162,7 +162,7 @@ def test_all_trainer_hosts_start_again_and_the_data_host_goes_on(tmp_path, jobs,
     assert ended.num_starts() == {**dict.fromkeys(ended.trainers, 2), ended.data: 1}
     # Nothing of the first attempt was left on any host when the second began.
     assert ended.output.count("left: []") == 5, ended.output
-    line = f"Restart 1 of 3: all trainer hosts start again from the latest valid checkpoint. Cause: {cause}"
+    line = f"Restart 1 of 3: all trainer hosts restart from the latest valid checkpoint. Cause: {cause}"
     assert ended.output.count(line) == 3, ended.output
     assert not list(jobs.glob("*/*/output/failure"))
     assert not processes_of(jobs)

@@ -202,7 +202,7 @@ def test_stop_waiting_ends_the_wait(exits, lines):
     hub.report(Outcome.of_exit_code(0))
     ended = threading.Thread(target=hub.wait_for_peers, daemon=True)
     ended.start()
-    lines.wait_for("The script of this host has ended. Waiting for: algo-2.")
+    lines.wait_for("The script on this host has exited. Waiting for: algo-2.")
     assert ended.is_alive()
     hub.stop_waiting()
     ended.join(TIMEOUT_S)
