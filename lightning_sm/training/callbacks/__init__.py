@@ -1,1 +1,1 @@
-"""Callbacks that SageMakerCLI and SageMakerTrainer add to a job."""
+"""The callbacks that SageMakerCLI and SageMakerTrainer add to a job."""

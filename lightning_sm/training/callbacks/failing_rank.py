@@ -1,4 +1,4 @@
-"""FailingRank: a rank that raises an exception says so at once, and makes no further collective calls."""
+"""FailingRank: a rank that raises an exception reports it at once, and makes no further collective calls."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lightning_sm.training.callbacks.spot_checkpoint import TrainingInterrupted
 
 logger = logging.getLogger(__name__)
 
-# Of an exception's text in the line that says where a rank stands.
+# A heartbeat is one short line: it holds no more of the exception's text than this.
 _MAX_CHARS = 60
 
 
 class FailingRank(Callback):
-    """Let a rank fail alone.
+    """A callback that lets a rank fail alone.
 
-    When one of several ranks raises an exception, the others wait for it in a collective call. In stock Lightning its
-    callbacks may then make another one (``save_on_exception`` ends with a barrier), the traceback is never printed, and
-    the job hangs until the timeout of the collective. Here the traceback comes first. Checkpoints of an exception are
-    written by the rank alone where each rank has the complete model (DDP), and left out where it has not (FSDP).
+    When one of several ranks raises an exception, the others wait for it in a collective call. In stock Lightning, the
+    callbacks of the failed rank may then make another one (``save_on_exception`` ends with a barrier): the traceback is
+    never printed, and the job hangs until the collective times out. Here the traceback is printed first. The failed
+    rank saves a checkpoint on exception alone if it has the complete model (DDP), and otherwise none (FSDP).
 
     After an interruption, for which ``SpotCheckpoint`` has saved a checkpoint, no second one is written.
 
@@ -36,7 +36,7 @@ class FailingRank(Callback):
         vars(trainer).pop("save_checkpoint", None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Print the traceback, and make checkpoints those of this rank alone."""
+        """Print the traceback, and let this rank save checkpoints alone."""
         if isinstance(exception, TrainingInterrupted):
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, ModelCheckpoint):
@@ -46,7 +46,7 @@ class FailingRank(Callback):
             return
         if trainer.world_size == 1 or not isinstance(exception, Exception):
             return
-        # The hook that prints it when the process ends, which may be minutes away, or never.
+        # Call the hook now. Otherwise it prints when the process exits, which may take minutes, or never happen.
         sys.excepthook(type(exception), exception, exception.__traceback__)
         sys.stderr.flush()
         process = announce()

@@ -1,4 +1,4 @@
-"""Heartbeat: say after each batch where this rank stands, so that the launcher notices a hang."""
+"""Heartbeat: report after each batch where this rank stands, so that the launcher notices a hang."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from lightning_sm.job.control_folder import OwnProcess, Phase, announce
 
 
 class Heartbeat(Callback):
-    """Write the step and what this rank does to its file in the control folder; without a launcher, do nothing.
+    """A callback that writes the step and the phase of this rank to its file in the control folder, if there is one.
 
-    Between two batches of the same epoch or validation a rank soon counts as hanging. Before the end of the first one
-    (compilation), and in a checkpoint, it may take ten times as long, and at the end of an epoch any time.
+    Between two batches of the same epoch or validation, the launcher soon considers a silent rank hung. Before the end
+    of the first batch (compilation) and while it saves a checkpoint, a rank may be silent for ten times as long, and at
+    the end of an epoch for any time.
 
     ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
     """
@@ -30,47 +31,47 @@ class Heartbeat(Callback):
         self._beat(trainer, Phase.SETTING_UP_FIT if stage == "fit" else Phase.SETTING_UP)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The first batch comes next."""
+        """Report that the first batch comes next."""
         self._beat(trainer, Phase.STARTING_TRAINING)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """A step begins."""
+        """Report the start of a step."""
         self._beat(trainer, Phase.TRAINING if self._is_compiled else Phase.FIRST_STEP)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """A step has ended; the next batch is waited for."""
+        """Report the end of a step, and that this rank waits for the next batch."""
         self._is_compiled = True
         self._trained_epoch = trainer.current_epoch + 1
         self._beat(trainer, Phase.WAITING_FOR_BATCH)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What users compute at the end of an epoch may take any time."""
+        """Report the end of an epoch, where the user's code may take any time."""
         self._beat(trainer, Phase.ENDING_EPOCH)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A validation begins."""
+        """Report the start of a validation."""
         self._beat(trainer, Phase.STARTING_VALIDATION)
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """A batch of a validation has ended."""
+        """Report the end of a validation batch."""
         self._beat(trainer, Phase.VALIDATING)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What users compute at the end of a validation may take any time."""
+        """Report the end of a validation, where the user's code may take any time."""
         self._beat(trainer, Phase.ENDING_VALIDATION)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is saved. After the fit the script saves it, and what follows that may take any time."""
+        """Report that a checkpoint is saved, unless the script saves it after the fit and may then take any time."""
         if not trainer.state.finished:
             self._beat(trainer, Phase.SAVING)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The model is exported, and the script continues."""
+        """Report the end of the fit: the model is exported, and the script continues."""
         self._beat(trainer, Phase.FINISHING)
 
     def _beat(self, trainer: Trainer, phase: Phase) -> None:
         if self._process is not None:
-            # Lightning counts one more after the last epoch.
+            # After the last epoch, Lightning's count is one higher.
             epoch = max(0, trainer.current_epoch - (phase is Phase.FINISHING))
             self._process.beat(
                 trainer.global_rank, trainer.global_step, epoch, phase, trained_epoch=self._trained_epoch

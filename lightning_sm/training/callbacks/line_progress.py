@@ -21,21 +21,21 @@ _log_once = rank_zero_only(logger.info)
 
 
 class LineProgress(ProgressBar):
-    """Log a line of progress every few seconds, after each validation, at the end of each epoch and of a run.
+    """A progress bar that logs a line every few seconds, after each validation, and at the end of an epoch and a run.
 
     A line looks like ``epoch=3/10 step=45 validation=3 train_loss=0.411723 val_acc=0.9333 steps_per_s=12.5
     samples_per_s=800 eta=0:10:23 memory_gb=2.1 data_wait=1.2%``: one ``name=value`` for each metric, so that
     ``metric_definitions`` such as ``val_acc=([0-9.eE+-]+)`` find them. Only rank 0 logs.
 
-    - ``validation`` is in the first line after each validation only, so that it can be told from later ones, which
-      repeat its metrics.
-    - ``steps_per_s`` (training batches) and ``data_wait`` are of the time since the last line, without validations,
-      checkpoints and first batches; ``samples_per_s`` is of all ranks. They take ``StepTimes``, which each job has.
+    - ``validation`` is only in the first line after each validation, which sets it apart from later lines that repeat
+      the metrics.
+    - ``steps_per_s`` (training batches) and ``data_wait`` cover the time since the last line, without validations,
+      checkpoints and first batches; ``samples_per_s`` counts all ranks. They need ``StepTimes``, which every job has.
     - ``eta`` is the time left at this rate, validations included.
-    - ``memory_gb`` is the peak GPU memory of rank 0 or, without a GPU, what its process uses, in 10^9 bytes.
+    - ``memory_gb`` is the peak GPU memory of rank 0 or, without a GPU, the memory of its process, in 10^9 bytes.
 
-    In a job with data hosts, the line of an epoch ends with how long the slowest rank waited for data, and with the
-    cause if that is worth a word.
+    In a job with data hosts, the line of an epoch ends with the time that the slowest rank waited for data and, if that
+    matters, with the cause.
 
     Args:
         every_n_seconds: Minimum time between two lines of an epoch, in seconds.
@@ -49,7 +49,7 @@ class LineProgress(ProgressBar):
         self._shown = Totals()
         self._num_validations = 0
         self._has_validated = False  # since the last line
-        self._began: tuple[float, list[tuple[int, int]]] | None = None  # when the first batch ended, and where
+        self._began: tuple[float, list[tuple[int, int]]] | None = None  # when the first batch ended, and progress then
 
     def enable(self) -> None:
         """Log lines (Lightning calls it on rank 0)."""
@@ -75,16 +75,16 @@ class LineProgress(ProgressBar):
         if self._began is None:
             self._began = now, _progress(trainer)
         if now >= self._next_line_at:
-            self._log(trainer, self._batch(trainer, batch_idx + 1), self._facts(trainer))
+            self._log(trainer, self._batch(trainer, batch_idx + 1), self._rates(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the epoch's metrics, and what the data service has to say."""
+        """Log the epoch's metrics, and the data service's verdict."""
         report = data_report(trainer) if self.is_enabled else None
         position = f"{self._epoch(trainer)} step={trainer.global_step}"
-        self._log(trainer, position, self._facts(trainer, report), None if report is None else report.verdict)
+        self._log(trainer, position, self._rates(trainer, report), None if report is None else report.verdict)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the metrics, unless this is the last batch of an epoch, whose line has them."""
+        """Log the metrics, unless the epoch ends now: its own line has them."""
         if trainer.state.fn == "validate":
             self._log(trainer, "validation")
         elif trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -92,7 +92,7 @@ class LineProgress(ProgressBar):
             self._has_validated = True
             is_last_step = 0 < trainer.max_steps <= trainer.global_step
             if not trainer.is_last_batch and not is_last_step:
-                self._log(trainer, self._batch(trainer, _num_batches(trainer)), self._facts(trainer))
+                self._log(trainer, self._batch(trainer, _num_batches(trainer)), self._rates(trainer))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the test metrics."""
@@ -114,18 +114,18 @@ class LineProgress(ProgressBar):
     def _batch(self, trainer: Trainer, number: int) -> str:
         return f"{self._epoch(trainer)} batch={number}/{self.total_train_batches} step={trainer.global_step}"
 
-    def _log(self, trainer: Trainer, position: str, own: str = "", verdict: str | None = None) -> None:
+    def _log(self, trainer: Trainer, position: str, rates: str = "", verdict: str | None = None) -> None:
         self._next_line_at = time.monotonic() + self._every_n_seconds
         if self.is_enabled:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             number = self._num_validations if self._has_validated else None
-            logger.info("%s", progress_line(position, metrics, num_validations=number, rates=own, verdict=verdict))
+            logger.info("%s", progress_line(position, metrics, num_validations=number, rates=rates, verdict=verdict))
         self._has_validated = False
 
-    def _facts(self, trainer: Any, report: EpochReport | None = None) -> str:
-        """How fast the run is; "" if nothing measures it, or nobody reads it."""
+    def _rates(self, trainer: Any, report: EpochReport | None = None) -> str:
+        """Return how fast the run is; without ``StepTimes``, or if this rank logs nothing, only the reported wait."""
         times = next((callback for callback in trainer.callbacks if isinstance(callback, StepTimes)), None)
-        # Data hosts know how long the slowest rank waited; StepTimes, how long this one did.
+        # The data service's report is of the slowest rank, StepTimes of this one.
         reported = None if report is None else report.data_wait
         if times is None or not self.is_enabled:
             return rate_fields(data_wait=reported)
@@ -143,7 +143,7 @@ class LineProgress(ProgressBar):
         )
 
     def _eta_s(self, trainer: Any) -> float | None:
-        """Seconds until the first limit of the training is reached; None if it has none, or it is too early to say."""
+        """Return the seconds until the training reaches its first limit; None if that is unknown, or not yet known."""
         if self._began is None:
             return None
         began_at, before = self._began
@@ -157,16 +157,15 @@ class LineProgress(ProgressBar):
 
 
 def _progress(trainer: Any) -> list[tuple[int, int]]:
-    """How much is done of what limits the training, and the limit: batches, and optimizer steps."""
+    """Return (done, limit) for each limit of the training: batches, and optimizer steps."""
     done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-    # inf for a stream.
-    batches = (trainer.max_epochs or 0) * trainer.num_training_batches
+    batches = (trainer.max_epochs or 0) * trainer.num_training_batches  # inf for a stream
     limits = [(done, batches)] if 0 < batches < float("inf") else []
     return limits + ([(trainer.global_step, trainer.max_steps)] if trainer.max_steps > 0 else [])
 
 
 def _num_batches(trainer: Any) -> int:
-    """Number of batches of this epoch that are over."""
+    """Return the number of batches of this epoch that are done."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
 
 
@@ -177,7 +176,7 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def own_progress(callbacks: Iterable[Callback]) -> list[Callback]:
-    """Return a LineProgress, unless the user has a progress bar; then say what the job lacks.
+    """Return a LineProgress, unless the user has a progress bar; then log what the job lacks.
 
     Args:
         callbacks: All callbacks of the user.

@@ -27,9 +27,9 @@ _CHECKPOINT_KEY = "lightning_sm.random_states"
 
 
 class LocalPosition(Callback):
-    """Resume in the middle of an epoch, with the batch and the random numbers that would have come next.
+    """A callback that resumes in the middle of an epoch, with the batch and the random numbers that would come next.
 
-    Every checkpoint holds random states of each rank: those with which its loaders drew their orders, and that after
+    Every checkpoint holds random states of each rank: those with which its loaders drew their orders, and the one after
     the last step. The orders, and the random numbers of the training process (dropout, augmentation without workers),
     are those of an uninterrupted run. The random numbers that the workers of a DataLoader draw are not.
 
@@ -48,7 +48,7 @@ class LocalPosition(Callback):
         self._loaded = checkpoint.get(_CHECKPOINT_KEY)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the random states of all ranks; a collective call, but for a rank that has failed and saves alone."""
+        """Save the random states of all ranks; a collective call, except on a rank that has failed and saves alone."""
         if self._step_state is None:
             return
         if not (self._loads_in_process or trainer.validating):
@@ -73,8 +73,8 @@ class LocalPosition(Callback):
         self._loads_in_process = any(
             isinstance(loader, DataLoader) and loader.num_workers == 0 for loader in _all_loaders(trainer)
         )
-        # After a resume at the end of an epoch, Lightning has stored the previous epoch here. It would reload the
-        # loaders, and with them the order of epoch 0.
+        # After a resume at the end of an epoch, Lightning has stored the previous epoch here, and would reload the
+        # loaders, which would start over with the order of epoch 0.
         fit_loop._last_train_dl_reload_epoch = trainer.current_epoch
         num_done = int(fit_loop.epoch_loop.batch_progress.current.processed)
         if fit_loop.restarted_mid_epoch and num_done < trainer.num_training_batches:
@@ -90,7 +90,7 @@ class LocalPosition(Callback):
         self._step_state = _SamplerState.now()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Take the loaders of the epoch: ``reload_dataloaders_every_n_epochs`` replaces them."""
+        """Look up the loaders of the epoch: ``reload_dataloaders_every_n_epochs`` replaces them."""
         self._orders = [_RecordedOrder.of(loader) for loader in _resumable_loaders(trainer)]
 
     def on_train_batch_end(
@@ -98,8 +98,8 @@ class LocalPosition(Callback):
     ) -> None:
         """Record the random state after a step if something may draw from it before a checkpoint is saved.
 
-        That is the next batch, if this process loads it, or a validation: a resumed run repeats an interrupted one,
-        and it draws before any of its hooks is called.
+        The next batch does, if this process loads it, and a validation does, before any of its hooks is called. A
+        resumed run repeats an interrupted validation.
         """
         if self._loads_in_process or trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
             self._step_state = _SamplerState.now()
@@ -123,7 +123,7 @@ class LocalPosition(Callback):
 class _SamplerState:
     """The random states of this process, and of a generator.
 
-    It is often taken and rarely saved, so that only saving converts it.
+    States are taken often and saved rarely, so they are converted only when they are saved.
     """
 
     torch_state: torch.Tensor
@@ -183,7 +183,7 @@ def _all_loaders(trainer: Trainer) -> list[Any]:
 
 
 def _resumable_loaders(trainer: Any) -> list[DataLoader[Any]]:
-    """The training loaders whose position this callback can set: DataLoaders that are not stateful themselves."""
+    """Return the training loaders whose position this callback can set: DataLoaders that are not stateful."""
     loaders = _all_loaders(trainer)
     resumable = [
         loader
@@ -192,13 +192,13 @@ def _resumable_loaders(trainer: Any) -> list[DataLoader[Any]]:
         and not isinstance(loader.dataset, IterableDataset)
         and not hasattr(loader, "load_state_dict")
     ]
-    # Together with a stream of unknown length, Lightning fetches a first batch from every loader before any hook.
+    # Next to a stream of unknown length, Lightning fetches a first batch from every loader before any hook.
     is_prefetched = len(resumable) < len(loaders) and trainer.fit_loop._data_fetcher.length is None
     return [] if is_prefetched else resumable
 
 
 def _resume_epoch(trainer: Any, loaders: list[DataLoader[Any]], num_done: int) -> None:
-    """Restart the pass over the training loaders, without its first batches."""
+    """Restart the pass over the training loaders, without its first ``num_done`` batches."""
     is_cycle = trainer.fit_loop._combined_loader._mode == "max_size_cycle"
     for loader in loaders:
         _RecordedOrder.of(loader).skip_next(_num_done_in_cycle(loader, num_done) if is_cycle else num_done)
@@ -212,12 +212,12 @@ def _resume_epoch(trainer: Any, loaders: list[DataLoader[Any]], num_done: int) -
                 num_done,
                 type(getattr(loader, "dataset", loader)).__name__,
             )
-    # Lightning warns that the loaders are not stateful; here they have been set, or the warning above names them.
+    # Silence Lightning's own warning: the loaders are positioned above, or named in a warning of ours.
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
 
 
 def _num_done_in_cycle(loader: DataLoader[Any], num_done: int) -> int:
-    """Number of batches since Lightning last restarted a loader that is shorter than another one."""
+    """Return the number of batches since Lightning last restarted a loader that is shorter than another one."""
     try:
         length = len(loader)
     except TypeError:  # a batch sampler without a length
@@ -226,26 +226,26 @@ def _num_done_in_cycle(loader: DataLoader[Any], num_done: int) -> int:
 
 
 def _restart_iterators(trainer: Any, loaders: list[DataLoader[Any]]) -> None:
-    """Restart the iterators of loaders: they started before any hook, and before samplers had their epoch.
+    """Restart the iterators of loaders, which started before any hook, and before samplers were told the epoch.
 
-    The iterators of other loaders stay: a stream may be readable only once, and a stateful loader has just got its
-    state.
+    The iterators of other loaders are left alone: a stream may be readable only once, and a stateful loader has just
+    been given its state.
     """
     fit_loop = trainer.fit_loop
     combined = fit_loop._combined_loader
     for loader in loaders:
         _RecordedOrder.of(loader).announce_epoch(fit_loop.epoch_progress.current.processed)
     if loaders and len(loaders) == len(combined.flattened):
-        iter(fit_loop._data_fetcher)  # which also fetches a batch if the length is unknown
+        iter(fit_loop._data_fetcher)  # also fetches a batch if the length is unknown
         return
     for loader in loaders:
         combined._iterator.iterators[combined.flattened.index(loader)] = iter(loader)
 
 
 class _RecordedOrder:
-    """Wraps the sampler of a loader: records the random state with which an order is drawn, and can skip first items.
+    """A wrapper of a loader's sampler that records the random state with which an order is drawn, and can skip items.
 
-    Everything else is the wrapped sampler's: Lightning and users look for attributes such as ``sampler`` on it.
+    All other attributes are those of the wrapped sampler: Lightning and users look for some, such as ``sampler``.
     """
 
     def __init__(self, sampler: Any, inner: list[Any]) -> None:
@@ -258,7 +258,7 @@ class _RecordedOrder:
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> _RecordedOrder:
-        """Return the one in a loader; if there is none, put one in."""
+        """Return the wrapper in a loader; put one in if there is none."""
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         if isinstance(sampler, cls):
             return sampler
@@ -287,7 +287,7 @@ class _RecordedOrder:
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore what another run saved: its generator, and the state with which it drew its last order."""
+        """Restore what another run saved: the generator's state, and the state with which it drew its last order."""
         self._drawn_with = None if saved["drawn_with"] is None else _SamplerState.of(saved["drawn_with"])
         if self._generator is not None and saved["generator"] is not None:
             self._generator.set_state(saved["generator"].cpu())
@@ -297,7 +297,7 @@ class _RecordedOrder:
         self._num_skipped = num_skipped
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator: the order is drawn with the first item.
+        # This is a generator function: the order is drawn when the first item is requested.
         num_skipped = self._num_skipped
         self._num_skipped = None
         now = _SamplerState.now(self._generator)
@@ -307,7 +307,7 @@ class _RecordedOrder:
         if num_skipped is not None:
             self._drawn_with.restore(self._generator)
             first = list(itertools.islice(items, num_skipped, num_skipped + 1))
-            if num_skipped > 0:  # else the first batch draws from the state right after the order was drawn
+            if num_skipped > 0:  # else the first batch draws from the state that the order left
                 now.restore()
             yield from first
         yield from items
@@ -320,7 +320,8 @@ class _RecordedOrder:
 
 
 def _set_sampler(loader: Any, sampler: Any) -> None:
-    # DataLoader forbids setting it, because an iterator keeps the old one; with persistent workers, forever.
+    # DataLoader forbids setting it, because an iterator keeps the old one, with persistent workers for ever: set it in
+    # the iterator, too.
     object.__setattr__(loader, "sampler" if loader.batch_sampler is None else "batch_sampler", sampler)
     if loader._iterator is not None:
         loader._iterator._index_sampler = sampler

@@ -37,30 +37,30 @@ MODEL_CHECKPOINT = "model.ckpt"
 MODEL_STATE_DICT = "state_dict.pt"
 MODEL_CONFIG = "config.yaml"
 
-# Most that a stopped job copies while its checkpoint is uploaded: at 100 MB/s, 15 s of its 120 s.
+# A stopped job copies no more than this while its checkpoint is uploaded: at 100 MB/s, 15 s of its 120 s.
 _STOP_BYTES = 1_500_000_000
 
 
 class JobOutputs(Callback):
-    """Set the folders of ``ModelCheckpoint`` callbacks, and export the best model at the end of ``fit``.
+    """A callback that sets the folders of ``ModelCheckpoint`` callbacks, and exports the best model after ``fit``.
 
     Rank 0 writes three files to the model directory: ``model.ckpt`` (the full checkpoint, for
     ``load_from_checkpoint`` and resuming), ``state_dict.pt`` (the plain weights, for ``load_state_dict`` without
-    Lightning) and ``config.yaml`` (the resolved configuration). Of a sharded checkpoint, which is a folder, each host
-    writes the files that it has, and rank 0 gathers the weights for ``state_dict.pt``. ``LIGHTNING_SM_MODEL`` leaves
-    out ``model.ckpt``, or everything.
+    Lightning) and ``config.yaml`` (the resolved configuration). If the checkpoint is sharded, and so a folder, each
+    host writes the files that it has, and rank 0 gathers the weights for ``state_dict.pt``. ``LIGHTNING_SM_MODEL`` can
+    leave out ``model.ckpt``, or everything.
 
-    All ranks wait for the export, because SageMaker's local mode stops all hosts as soon as the first one exits; not in
-    a collective call, whose timeout would fail a job whose model takes longer to copy.
+    All ranks wait for the export, because SageMaker's local mode stops all hosts as soon as the first one exits. They
+    do not wait in a collective call, whose timeout would fail a job whose model takes longer to copy.
 
-    A job that is interrupted or stopped exports its best model so far after the checkpoint is saved.
+    A job that is interrupted or stopped saves its checkpoint first, and then exports its best model so far.
 
     Args:
         job: The job with its folders.
         config: The resolved configuration, as YAML; without one, there is no ``config.yaml``.
 
     Raises:
-        JobConfigError: ``LIGHTNING_SM_MODEL`` has a value that it cannot have.
+        JobConfigError: ``LIGHTNING_SM_MODEL`` has an invalid value.
     """
 
     def __init__(self, job: SageMakerJob, config: str | None = None) -> None:
@@ -80,7 +80,7 @@ class JobOutputs(Callback):
         If the callback has none, it gets the checkpoint directory, if the job has one. A folder below the working
         directory moves below the checkpoint directory, or else below the host's output directory.
 
-        Call it when the Trainer exists: ``fit(ckpt_path="last")`` looks for the file before ``setup``.
+        Call it as soon as the Trainer exists: ``fit(ckpt_path="last")`` looks for the file before ``setup``.
         """
         for callback in trainer.checkpoint_callbacks:
             if not isinstance(callback, ModelCheckpoint):
@@ -131,9 +131,9 @@ class JobOutputs(Callback):
             remove_folder(self._incoming(MODEL_CHECKPOINT))  # where only the weights were wanted
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Export the best model so far if the job is stopped, when its checkpoint is saved; no collective call.
+        """Export the best model so far if the job is stopped and its checkpoint is saved, without collective calls.
 
-        While there is none, that is the model of the checkpoint.
+        If no model is the best yet, export that of the saved checkpoint.
         """
         spots = [one for one in trainer.checkpoint_callbacks if isinstance(one, SpotCheckpoint)]
         saved = next((str(spot.saved) for spot in spots if spot.saved is not None), None)
@@ -142,7 +142,7 @@ class JobOutputs(Callback):
             return
         candidates = [*(found for _, found in self._stated_best(trainer)), saved]
         best = next((path for path in candidates if path is not None and os.path.exists(path)), None)
-        if best is None:  # of another host
+        if best is None:  # only another host has it
             return
         try:
             self._model_dir.mkdir(parents=True, exist_ok=True)
@@ -155,20 +155,21 @@ class JobOutputs(Callback):
             logger.info("The model so far is in %s (from %s).", self._model_dir, os.path.basename(best))
 
     def _export_at_once(self, best: Path, trainer: Trainer) -> bool:
-        """Export what takes no time; returns whether there was something."""
+        """Export what takes little time, and return whether anything was exported."""
         incoming = self._incoming(MODEL_CHECKPOINT)
         if best.is_dir():
-            # Rank 0 alone writes the index: another host that has it has downloaded all files, as rank 0's has.
+            # Only rank 0 writes the index: another host that has one has downloaded all files, as has the host of rank
+            # 0, which exports them.
             if has_index(best) and not trainer.is_global_zero:
                 return False
             files = files_of(best)
             is_little = sum(file.stat().st_size for file in files) <= _STOP_BYTES
-            # Also where only the weights are wanted: to gather them is a collective call.
+            # Even if only the weights are wanted: gathering them would take a collective call.
             is_placed = self._place_shards(best, [str(file.relative_to(best)) for file in files], may_copy=is_little)
             if is_placed and trainer.is_global_zero:
                 self._say_how_to_consolidate(is_deepspeed=(best / "latest").exists())
             return is_placed
-        if not trainer.is_global_zero:  # other hosts have it only from the start of the job
+        if not trainer.is_global_zero:  # another host has it only if it was downloaded when the job started
             return False
         is_little = best.stat().st_size <= _STOP_BYTES
         is_placed = self._model is Model.FULL and self._place(best, incoming, may_copy=is_little)
@@ -181,14 +182,16 @@ class JobOutputs(Callback):
         return is_placed or is_small
 
     def _find_best(self, trainer: Trainer) -> tuple[str | None, dict[str, int] | None]:
-        """Return the best checkpoint, and who has which file of it if it is a folder; the same on all ranks."""
+        """Return the best checkpoint and, if it is a folder, which rank has which file; the same on all ranks."""
         best = trainer.strategy.broadcast(self._best_checkpoint(trainer) if trainer.is_global_zero else None)
         held = None if best is None else self._holders(trainer, best)
         if best is not None and held is not None:
             missing = lacks_shards(trainer.strategy, Path(best), held)
             if missing:
                 if trainer.is_global_zero:
-                    logger.warning("No host has %s of the best checkpoint %s: exporting the latest.", missing[0], best)
+                    logger.warning(
+                        "No host has %s of the best checkpoint %s: exporting the last step.", missing[0], best
+                    )
                 return None, None
         return best, held
 
@@ -207,7 +210,7 @@ class JobOutputs(Callback):
 
     @staticmethod
     def _stated_best(trainer: Trainer) -> Iterator[tuple[str, str | None]]:
-        """Yield the best checkpoint of each callback, and where it is on this host, if it is there."""
+        """Yield the best checkpoint of each callback, and its path on this host; None if it is not there."""
         callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         for callback in sorted(callbacks, key=lambda callback: callback.monitor is None):
             stated = callback.best_model_path
@@ -267,11 +270,11 @@ class JobOutputs(Callback):
         return True
 
     def _place(self, source: Path, target: Path, *, may_copy: bool = True) -> bool:
-        """Link a file, or copy it where a link is impossible; returns whether it was possible and allowed."""
+        """Link a file, or copy it where a link is impossible and copies are allowed; return whether it is in place."""
         target.unlink(missing_ok=True)
         real = Path(os.path.realpath(source))
         folder = self._job.checkpoint_dir
-        # Only in the checkpoint folder are files always replaced by new ones, and never written to again.
+        # Link only from the checkpoint folder: its files are replaced by new ones, and never written to again.
         if folder is not None and real.is_relative_to(os.path.realpath(folder)):
             with suppress(OSError):  # another file system, another mount of this one, or one without links
                 os.link(real, target)
@@ -281,9 +284,9 @@ class JobOutputs(Callback):
         return may_copy
 
     def _complete(self, name: str) -> None:
-        """Give what was written as incoming its final name, instead of what an earlier fit has exported."""
+        """Rename an incoming file or folder to its final name, in place of what an earlier fit exported."""
         incoming, target = self._incoming(name), self._model_dir / name
-        # Neither does rename(2) replace a folder by a file, nor does it anything for two links of the same file.
+        # rename(2) cannot replace a folder by a file, and does nothing if both names are links to the same file.
         remove_folder(target) if target.is_dir() else target.unlink(missing_ok=True)
         os.replace(incoming, target)
 
@@ -297,7 +300,7 @@ class JobOutputs(Callback):
             self._complete(MODEL_CONFIG)
 
     def _incoming(self, name: str) -> Path:
-        """Where a file is written before it gets its final name, so that a killed job leaves no truncated model."""
+        """Return where a file is written before it gets its final name, so that a kill leaves no truncated model."""
         return self._model_dir / f".{name}.incoming"
 
 
@@ -307,7 +310,7 @@ def _exists(path: str) -> bool:
 
 
 def _read_weights(file: Path) -> dict[str, Any]:
-    """Return the weights of a checkpoint; what else is in it, such as the states of optimizers, is not read."""
+    """Return the weights of a checkpoint without reading the rest, such as the states of optimizers."""
     # weights_only=False: this job wrote the file, and hyperparameters in it may be of any type. Only a zip archive,
     # which torch.save writes since 1.6, can be mapped.
     checkpoint = torch.load(file, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(file))

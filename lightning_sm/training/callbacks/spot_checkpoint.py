@@ -35,17 +35,17 @@ logger = logging.getLogger(__name__)
 
 # SIGUSR2 from our launcher; SIGTERM from launchers that know no other (torchrun, mpirun, the stock toolkit).
 STOP_SIGNALS = (GENTLE_SIGNAL, signal.SIGTERM)
-# Tells the Trainers of a script apart, in the order in which it makes them: the same in every attempt.
+# Numbers the Trainers of a script in the order of their creation, which is the same in every attempt.
 _numbers = itertools.count(1)
 _NAME = re.compile(r"interrupted-epoch=(?P<epoch>\d+)-step=(?P<step>\d+)\.ckpt")
 
 
 class TrainingInterrupted(SystemExit):  # not an error: the interpreter exits with its code
-    """Raised in all ranks at the same step, after the checkpoint was saved."""
+    """The exception that every rank raises at the same step, after the checkpoint has been saved."""
 
 
 class _SavedMoment(Enum):
-    """When the current checkpoint is saved: it decides how the saved progress must be corrected."""
+    """The moment at which a checkpoint is saved, which decides how the progress in it is corrected."""
 
     OTHER = "when another callback saves one"
     EPOCH_START = "between two epochs, after the next one has fetched its first batch"
@@ -54,22 +54,22 @@ class _SavedMoment(Enum):
 
 
 class SpotCheckpoint(Checkpoint):
-    """Save a checkpoint and exit when the job is interrupted or stopped (SIGUSR2 or SIGTERM to any rank).
+    """A callback that saves a checkpoint and exits when the job is interrupted or stopped (SIGUSR2 or SIGTERM).
 
-    In a SageMaker job, ``fit`` resumes from the latest valid checkpoint in the job's checkpoint directory (without one,
-    in ``dirpath``), periodic ones included, however the script calls it. A checkpoint of this job wins over
-    ``ckpt_path``, and that over one of an earlier job with the same S3 address. If a script calls ``fit`` several
-    times, each call resumes from its own checkpoints: a checkpoint holds the number of its Trainer, and of the fit with
-    that Trainer.
+    In a SageMaker job, every call of ``fit`` resumes from the latest valid checkpoint in the job's checkpoint directory
+    (without one, in ``dirpath``), periodic checkpoints included. A checkpoint of this job takes precedence over
+    ``ckpt_path``, and ``ckpt_path`` over a checkpoint of an earlier job with the same S3 address. If a script calls
+    ``fit`` several times, each call resumes from its own checkpoints: a checkpoint holds the number of its Trainer, and
+    of the fit with that Trainer.
 
-    The signal handler only sets a flag. About every second the ranks add up their flags (a SUM, which every backend
-    supports), so that all ranks save at the same step and exit together, with code 143. A collective call inside the
-    handler, as in Lightning itself, deadlocks whenever the signal reaches the ranks at different moments (Lightning
-    issue 20806).
+    One signalled rank suffices, and its handler only sets a flag. About every second the ranks add up their flags (a
+    SUM, which every backend supports), so that all ranks save at the same step and exit together, with code 143. A
+    collective call inside the handler, as in Lightning itself, deadlocks whenever the signal reaches the ranks at
+    different moments (Lightning issue 20806).
 
-    The checkpoint is that of a completed step. If a validation was interrupted, the resumed run repeats it from its
-    start, with the same weights. While gradients accumulate nothing is saved, because they would be lost: training
-    continues to the end of the step.
+    The checkpoint is that of a completed step. If a validation was interrupted, the resumed run repeats the validation
+    from its start, with the same weights. While gradients accumulate, nothing is saved, because the gradients would be
+    lost: training continues to the end of the step.
 
     ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job. Without a checkpoint directory, the checkpoint goes
     next to the logs.
@@ -94,35 +94,35 @@ class SpotCheckpoint(Checkpoint):
         self._num_fits = 0
         self._owner = os.getpid()
         self._process: OwnProcess | None = None
-        self._store: str | None = None  # in place of dirpath, in a job that writes its checkpoints there
+        self._store: str | None = None  # an object store, in place of dirpath
         self._is_fit = True
         self._exit_code = INTERRUPTED_EXIT_CODE
         self._is_worker = False
         self._signalled_at: float | None = None
         self.saved: Path | str | None = None
         self._is_stopping = False  # any rank was signalled; the same on all ranks
-        # One for steps and one for validation batches, which take different times.
+        # One per moment: steps and validation batches take different times.
         self._paces: dict[_SavedMoment, Pace] = {}
         self._can_stop_in_validation = False
         self._loader_states: deque[list[dict[str, Any]]] = deque(maxlen=2)
         self._moment = _SavedMoment.OTHER
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Install the signal handlers. They stay after the run, so that a late signal does not disturb its end."""
+        """Install the signal handlers, which remain after the run, so that a late signal does not disturb its end."""
         self._owner = os.getpid()
         self._is_fit = stage == "fit"
         if self._is_fit:
             self._num_fits += 1
             if self._job is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
                 own = self._job.checkpoint_dir or self._dirpath
-                # A host's output folder starts empty, and has another name on each host.
+                # A host's output folder starts empty, and its name differs between hosts: nothing resumes from it.
                 folder = None if own.is_relative_to(self._job.host_output_dir) else own
                 stores = object_stores(trainer)
                 self._store = stores[0] if folder is None and stores else None
                 if folder is not None or stores:
                     resume_from_latest(trainer, folder, self._job, self._fit)
-        # Lightning kills rank 0 of a host when another local rank exits with a code other than 0. The parent of workers
-        # (ddp_spawn) would raise an error.
+        # Lightning kills rank 0 of a host when another local rank exits with a code other than 0, and the parent of
+        # workers (ddp_spawn) raises an error: exit with 0 there.
         self._is_worker = isinstance(trainer.strategy.launcher, MultiProcessingLauncher)
         is_child = self._is_worker or RankStart.detect(os.environ, os.getppid()).launcher is RankStarter.LIGHTNING
         self._exit_code = 0 if is_child else INTERRUPTED_EXIT_CODE
@@ -132,9 +132,10 @@ class SpotCheckpoint(Checkpoint):
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._on_signal)
         self._process = announce()
-        # It broadcasts in every step whether rank 0 got SIGTERM (2.6), which no rank does: the signals are ours.
+        # Lightning 2.6 broadcasts in every step whether its own SIGTERM handler was called on rank 0. It never is: the
+        # handler is ours.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        # Lightning would replace our handler by its own, with the collective call; it takes the handler from here.
+        # Lightning runs this method before our SIGTERM handler. Its own version makes a collective call.
         trainer._signal_connector._sigterm_notifier_fn = self._on_signal  # type: ignore[method-assign,assignment]
 
     @property
@@ -149,16 +150,20 @@ class SpotCheckpoint(Checkpoint):
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
             return
-        # A rank of a job that has failed elsewhere can no longer save: its next collective call would hang.
+        # After a failure on another host, this rank can no longer save: its next collective call would hang.
         if not self._is_fit or (self._process is not None and self._process.are_peers_gone()):
             raise TrainingInterrupted(self._exit_code)
         if self._signalled_at is None:
             self._signalled_at = time.monotonic()
-            # Not a logger: the signal may arrive while one holds its lock.
+            # Not a logger: the signal may arrive while the main thread holds its lock.
             os.write(2, f"{signal.Signals(signum).name}: training will save a checkpoint and exit.\n".encode())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that all ranks start at the same step, and correct how Lightning starts an epoch without any batch."""
+        """Check that all ranks start at the same step, and correct how Lightning resumes before an epoch's first batch.
+
+        Raises:
+            CheckpointError: They do not.
+        """
         own = (trainer.current_epoch, trainer.global_step)
         main = trainer.strategy.broadcast(own)
         (num_different,) = self._sums(trainer, own != main)
@@ -172,7 +177,7 @@ class SpotCheckpoint(Checkpoint):
             epoch_loop.restarting = False  # else Lightning continues as after a step: it validates, or ends the epoch
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Stop between two steps. Not at the end of a step, after which a validation may be due.
+        """Stop between two steps, at the start of the second: at the end of the first, a validation may be due.
 
         If an epoch is a single step, stop between two epochs.
         """
@@ -189,7 +194,7 @@ class SpotCheckpoint(Checkpoint):
             self._loader_states.append(trainer.fit_loop._combined_loader._state_dicts())
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let Lightning end a resumed epoch like any other: while the flag is set, it skips a ReduceLROnPlateau.
+        """Let Lightning end a resumed epoch like any other: while ``_restarting`` is set, it skips a ReduceLROnPlateau.
 
         This is not a moment to stop. Lightning steps a ReduceLROnPlateau only after this hook, and a resumed run would
         not make up for it; with max_steps, a resumed run would end the epoch twice.
@@ -235,7 +240,8 @@ class SpotCheckpoint(Checkpoint):
         self._is_stopping = num_signalled > 0
         if not self._is_stopping:
             return
-        # Stateful loaders have already given the batch of a step that starts: wait for their states from before it.
+        # At the start of a step, stateful loaders have already yielded its batch, and the checkpoint needs their states
+        # from before it: continue until these are recorded.
         needs_states = moment is _SavedMoment.STEP_START and any(trainer.fit_loop._combined_loader._state_dicts())
         if needs_states and len(self._loader_states) <= _num_prefetched(trainer):
             return
@@ -244,8 +250,8 @@ class SpotCheckpoint(Checkpoint):
         else:
             self._save(trainer, moment)
         if self._is_worker:
-            # The parent of the workers waits for results that do not come. It has no handlers, and all that it knows is
-            # saved. Its end sends SIGINT to its workers, which are about to leave.
+            # The parent of the workers would wait for their results for ever: end it. It has no handlers, and all of
+            # its state is saved. When it exits, it sends SIGINT to its workers, which are about to exit themselves.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             if trainer.local_rank == 0:
                 os.kill(os.getppid(), signal.SIGTERM)
@@ -255,7 +261,7 @@ class SpotCheckpoint(Checkpoint):
     def _sums(trainer: Trainer, *values: float) -> list[float]:
         """Sum each value over all ranks; a collective call."""
         tensor = torch.tensor(values, dtype=torch.float32, device=trainer.strategy.root_device)
-        # Not strategy.reduce, which adds a barrier, and reduces over the replicas only with PipelineParallelStrategy.
+        # Not strategy.reduce, which adds a barrier and, with PipelineParallelStrategy, sums over the replicas only.
         if trainer.world_size > 1:
             torch.distributed.all_reduce(tensor)
         sums: list[float] = tensor.tolist()
@@ -273,9 +279,9 @@ class SpotCheckpoint(Checkpoint):
         if self._store is not None:
             path = f"{self._store.rstrip('/')}/{name}"
         trainer.save_checkpoint(path)
-        # Waits for the thread in which AsyncCheckpointIO writes, and raises what failed in it.
+        # Waits for the thread in which AsyncCheckpointIO writes, and raises its exception.
         trainer.strategy.checkpoint_io.teardown()
-        trainer.strategy.barrier("interrupted")  # the other ranks have not written, and would exit too early
+        trainer.strategy.barrier("interrupted")  # without it, ranks that write nothing would exit too early
         if self._process is not None and trainer.local_rank == 0:
             self._process.note_saved(files_of(path) if isinstance(path, Path) else [])
         self.saved = path
@@ -286,15 +292,15 @@ class SpotCheckpoint(Checkpoint):
             )
         elif trainer.is_global_zero:
             logger.info("Interrupted: step %d is saved in %s.", trainer.global_step, path)
-        # On each host, which has the shards of its own ranks.
+        # In folders on each host, because each has the shards of its own ranks; in a store, once.
         if trainer.local_rank == 0 if self._store is None else trainer.is_global_zero:
             self._remove_older_than(trainer.global_step, trainer.current_epoch)
 
     def _remove_older_than(self, step: int, epoch: int) -> None:
-        """Of the checkpoints before this step and epoch, keep the furthest ``keep - 1``.
+        """Remove the checkpoints before this step and epoch, except for the furthest ``keep - 1``.
 
-        Names decide, because after a restart file times are those of the download. Checkpoints that are further come
-        from another job, or from before a rollback, and stay.
+        Names decide: after a restart, file times are those of the download. Checkpoints beyond this step are kept,
+        because they come from another job, or from before a rollback.
         """
         filesystem, root = url_to_fs(self._store or str(self._dirpath))
         older = []
@@ -326,34 +332,35 @@ class SpotCheckpoint(Checkpoint):
 
 
 def _length_of(loader: Any) -> float:
-    """Number of batches; inf for a stream, which may end before the length that it states."""
+    """Return the number of batches; inf for a stream, which may end before the length that it states."""
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         return math.inf
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):  # Lightning, too, takes these for "no length"
+    except (TypeError, NotImplementedError):  # "no length", as in Lightning
         return math.inf
 
 
 def _num_prefetched(trainer: Any) -> int:
-    """Number of batches that Lightning fetches ahead where the length is unknown, to recognize the last batch."""
+    """Return how many batches Lightning fetches ahead where the length is unknown, to recognize the last batch."""
     fetcher = trainer.fit_loop._data_fetcher
     return getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0
 
 
 def _rewind_to_epoch_start(loop: dict[str, Any]) -> None:
-    """Change the progress at the start of an epoch's first step to that before its first batch."""
+    """Rewind the progress from the start of an epoch's first step to before its first batch."""
     progress = loop["epoch_loop.batch_progress"]
     for count in (progress["total"], progress["current"]):
         count["ready"] -= 1
     progress["is_last_batch"] = False
-    loop["state_dict"].pop("combined_loader", None)  # the loader has given that batch; without a state it starts over
+    # The loader has yielded that batch already; without a state it starts over.
+    loop["state_dict"].pop("combined_loader", None)
 
 
 def _rewind_to_step_end(loop: dict[str, Any]) -> None:
-    """Change the progress at the start of a step to that at the end of the previous one.
+    """Rewind the progress from the start of a step to the end of the previous one.
 
-    From there Lightning resumes without validating, stepping schedulers or counting twice. It does not expect a
+    From there, Lightning resumes without validating, stepping schedulers or counting twice. It does not expect a
     checkpoint from the start of a step.
     """
     progress = loop["epoch_loop.batch_progress"]
@@ -365,7 +372,7 @@ def _rewind_to_step_end(loop: dict[str, Any]) -> None:
 
 
 def _rewind_to_validation_start(loop: dict[str, Any]) -> None:
-    """Change the progress during a validation to that during its first batch, so that the validation is repeated."""
+    """Rewind the progress from anywhere in a validation to its first batch, so that the validation is repeated."""
     progress = loop["epoch_loop.val_loop.batch_progress"]
     total = progress["total"]
     current = progress["current"]

@@ -1,4 +1,4 @@
-"""StepTimes: measure where the time of a training goes, write it down while the job runs, and say it at the end."""
+"""StepTimes: measure where training time goes, record it while the job runs, and log a summary at the end."""
 
 from __future__ import annotations
 
@@ -40,39 +40,39 @@ from lightning_sm.training.gpu_timer import GpuTimer
 
 logger = logging.getLogger(__name__)
 
-# Between two lines of the record: of steps, and of what the data hosts did.
+# Seconds between two lines of the record: of steps, and of the data hosts' figures.
 _STEPS_S = 1.0
 _DATA_S = 5.0
-# Waiting for data in a whole run that is not worth a word.
+# If the whole run waited less than this for data, the summary has no verdict on it.
 _MIN_WAIT_S = 1.0
 _MAX_REASON_CHARS = 500
 
 
 class StepTimes(Callback):
-    """Measure the parts of each training step, and what takes time besides.
+    """A callback that measures the parts of each training step, and what takes time between steps.
 
-    A step is one training batch. Its parts are waiting for data, the way to the device (with the hooks of the batch),
-    forward (with setting gradients to zero), backward (with their exchange, which overlaps with it), optimizer (with
-    gradient clipping), and everything else: callbacks, logging, and what no hook tells apart, such as code between the
-    steps of several optimizers. They sum up to the time that has passed. Start-up, the first batch of each epoch,
-    validations and checkpoints are spans of their own.
+    A step is one training batch. Its parts are waiting for data, the transfer to the device (with the batch's hooks),
+    forward (with zeroing the gradients), backward (with the exchange of gradients, which overlaps with it), optimizer
+    (with gradient clipping), and everything else: callbacks, logging, and code that no hook sets apart, such as that
+    between the steps of several optimizers. The parts add up to the elapsed time. Start-up, the first batch of each
+    epoch, validations and checkpoints are spans of their own.
 
-    On a CUDA device, forward, backward and optimizer are what the device needs, measured in every tenth step without
-    waiting for it; a host that waits for data while the device is still busy does not count as waiting.
+    On a CUDA device, forward, backward and optimizer are the device's own times, measured in every tenth step without
+    waiting for the device. Waiting for data while the device is still busy does not count as waiting.
 
-    Rank 0 writes means since the last time to the Trainer's loggers, every ``log_every_n_steps`` batches:
-    ``time/step_ms``, and ``time/data_wait_ms``, ``time/to_device_ms``, ``time/forward_ms``, ``time/backward_ms``,
-    ``time/optimizer_ms``, ``time/other_ms``, whose sum it is; ``time/input_bound`` is the share of waiting for data, 0
-    to 1. In a SageMaker job all ranks write their series to the record of the run (``lightning_sm.record.events``). At
-    the end, rank 0 says in a sentence where the time went.
+    Every ``log_every_n_steps`` batches, rank 0 writes means since the last time to the Trainer's loggers:
+    ``time/step_ms``, and its parts ``time/data_wait_ms``, ``time/to_device_ms``, ``time/forward_ms``,
+    ``time/backward_ms``, ``time/optimizer_ms`` and ``time/other_ms``; ``time/input_bound`` is the share of waiting for
+    data, 0 to 1. In a SageMaker job, all ranks write their series to the record of the run
+    (``lightning_sm.record.events``). At the end, rank 0 logs one sentence on where the time went.
 
     ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
 
     Args:
-        job: The job whose record is written; None: there is none.
+        job: The job whose record to write; None outside a job.
     """
 
-    # Lightning calls what is callable. Each of these calls, which do nothing, would cost a step two microseconds.
+    # Lightning calls only hooks that are callable: each of these two, which do nothing, would cost 2 us per step.
     on_before_zero_grad = None  # type: ignore[assignment]
     on_before_optimizer_step = None  # type: ignore[assignment]
 
@@ -92,8 +92,8 @@ class StepTimes(Callback):
         self._fetch_returns_to = OTHER
         self._optimizer_depth = 0
         self._removals: list[Callable[[], None]] = []
-        # Of the clock, as it was when its time was divided last; and what came of it.
-        self._divided = Totals()
+        # The clock's totals at the last call of _attribute_time, and the totals that resulted from all calls.
+        self._attributed = Totals()
         self._totals = Totals()
         self._written = Totals()
         self._logged = Totals()
@@ -110,13 +110,13 @@ class StepTimes(Callback):
     @property
     def totals(self) -> Totals:
         """What was measured in this run of the Trainer so far."""
-        self._divide()
+        self._attribute_time()
         return self._totals.copy()
 
     # ---- the run, from start to end
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Open the record, and forget an earlier run."""
+        """Open the record, and discard the measurements of an earlier run."""
         own = vars(StepTimes(self._job))
         vars(self).update({name: own[name] for name in own if name not in ("_job", "_record")})
         self._setup_at = time.time()
@@ -166,31 +166,31 @@ class StepTimes(Callback):
         self._clock.begin_span("first_batch")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The first batch of an epoch cannot be fetched ahead: workers may have to start."""
+        """Charge the first batch of an epoch to a span: workers may have to start, so it cannot be fetched ahead."""
         if self._clock is not None and self._has_stepped:
             self._is_first_batch = True
             self._clock.begin_span("first_batch")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """The batch is on its device."""
+        """Begin the forward pass: the batch is on its device."""
         if self._clock is not None:
-            self._optimizer_depth = 0  # the user's code may have caught an error of a step
+            self._optimizer_depth = 0  # not 0 if the last optimizer step raised and the user's code caught it
             self._clock.enter(FORWARD)
             if self._gpu is not None:
                 self._gpu.begin_step(FORWARD)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """The backward pass begins."""
+        """Begin the backward pass."""
         self._enter(BACKWARD)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """It has ended."""
+        """End the backward pass."""
         self._enter(self._after_backward)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A step has ended: write a line of the record, or to loggers, if it is time."""
+        """End the step, and write to the record and to the loggers if they are due."""
         clock = self._clock
         if clock is None:
             return
@@ -222,13 +222,13 @@ class StepTimes(Callback):
             self._write_data(trainer, math.inf)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The export of the model comes next."""
+        """Charge the time from now on to the export of the model."""
         if self._clock is not None:
             self._write_steps(trainer)
             self._clock.begin_span("export")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Say where the time went, and write it down."""
+        """Log where the time went, and close the record."""
         if self._clock is not None:
             self._finish(trainer)
         elif stage != "fit":
@@ -238,7 +238,7 @@ class StepTimes(Callback):
         self._end(events.End(time.time(), "succeeded"))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Do so when the run ends early, too."""
+        """Record the interruption or failure, log where the time went, and close the record."""
         is_interrupted = isinstance(exception, (TrainingInterrupted, KeyboardInterrupt))
         text = " ".join(f"{type(exception).__name__}: {exception}".split())[:_MAX_REASON_CHARS]
         self._event("interruption" if is_interrupted else "failure", text)
@@ -246,10 +246,10 @@ class StepTimes(Callback):
             self._finish(trainer)
         self._end(events.End(time.time(), "interrupted" if is_interrupted else "failed", reason=text))
 
-    # ---- what hooks do not tell
+    # ---- what Lightning has no hooks for
 
     def _observe(self, trainer: Any) -> None:
-        """Learn when batches are fetched, optimizers step, validations run, and checkpoints are saved."""
+        """Time the fetching of batches, optimizer steps, validations and checkpoints by wrapping their methods."""
         loop = trainer.fit_loop.epoch_loop
         begin_profile, end_profile, save = loop._on_before_fetch, loop._on_after_fetch, trainer.save_checkpoint
 
@@ -268,10 +268,10 @@ class StepTimes(Callback):
             path = args[0] if args else kwargs.get("filepath", "")
             self._event("checkpoint_saved", f"step {trainer.global_step} in {path}")
 
-        # At the start of each epoch the fetcher gets these methods.
+        # The fetcher takes these two methods from the loop at the start of each epoch.
         self._replace(loop, "_on_before_fetch", on_before_fetch)
         self._replace(loop, "_on_after_fetch", on_after_fetch)
-        # Its hooks come when the workers of the validation's loader have started.
+        # Lightning calls the validation hooks only after it has started the workers of the validation loader.
         self._replace(loop.val_loop, "run", self._span("validation")(loop.val_loop.run))
         self._replace(trainer, "save_checkpoint", save_checkpoint)
         is_automatic = trainer.lightning_module.automatic_optimization
@@ -284,12 +284,12 @@ class StepTimes(Callback):
 
     def _begin_optimizer(self, is_automatic: bool, *_: Any) -> None:
         self._optimizer_depth += 1
-        # With automatic optimization, forward and backward come within the optimizer's step.
+        # With automatic optimization, forward and backward run within the optimizer's step.
         if not is_automatic and self._optimizer_depth == 1:
             self._enter(OPTIMIZER)
 
     def _end_optimizer(self, is_automatic: bool, *_: Any) -> None:
-        # An optimizer that calls its parent class's step has these hooks called by both.
+        # If an optimizer's step calls the step of its parent class, both call these hooks: count the outer one.
         self._optimizer_depth -= 1
         if self._optimizer_depth == 0:
             self._enter(OTHER if is_automatic else FORWARD)
@@ -316,7 +316,7 @@ class StepTimes(Callback):
     def _begin_fetch(self) -> None:
         clock = self._clock
         if clock is not None:
-            # A training_step that takes an iterator fetches its batches itself.
+            # A training_step that takes an iterator fetches its batches itself: return to the part that it was in.
             self._fetch_returns_to = TO_DEVICE if clock.current == OTHER else clock.current
             clock.enter(DATA_WAIT)
 
@@ -328,23 +328,23 @@ class StepTimes(Callback):
 
     # ---- what is written
 
-    def _divide(self) -> None:
-        """Divide the time since the last call among the parts."""
+    def _attribute_time(self) -> None:
+        """Attribute the time since the last call to the parts of steps."""
         if self._clock is None:
             return
         totals = self._clock.totals
-        new = totals.since(self._divided)
+        delta = totals.since(self._attributed)
         gpu = self._gpu.read() if self._gpu is not None else None
         if gpu is not None:
-            new.parts = exposed(new.parts, {name: new.num_steps * seconds for name, seconds in gpu.items()})
-        for name, seconds in new.parts.items():
+            delta.parts = exposed(delta.parts, {name: delta.num_steps * seconds for name, seconds in gpu.items()})
+        for name, seconds in delta.parts.items():
             self._totals.parts[name] += seconds
         self._totals.num_steps, self._totals.samples, self._totals.spans = (
             totals.num_steps,
             totals.samples,
             totals.spans,
         )
-        self._divided = totals
+        self._attributed = totals
 
     def _write_steps(self, trainer: Trainer) -> None:
         if self._clock is None or self._record is None:
@@ -372,7 +372,7 @@ class StepTimes(Callback):
         self._clock.longest_s = 0.0
 
     def _write_data(self, trainer: Trainer, now: float) -> None:
-        """Write what the data hosts did, on rank 0 of a job that has any, if it is time."""
+        """Write the data hosts' figures, on rank 0 of a job that has data hosts, if a line is due."""
         if self._record is None or self._reporter is None or not trainer.is_global_zero or now < self._next_data_at:
             return
         sums = self._reporter.sums()
@@ -402,12 +402,12 @@ class StepTimes(Callback):
         for log in trainer.loggers:
             log.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
         now = time.perf_counter()
-        if now >= self._next_metrics_at:  # reading values from a GPU waits for it; loggers do it anyway
+        if now >= self._next_metrics_at:  # reading values from a GPU waits for it, which loggers cause anyway
             self._next_metrics_at = now + _STEPS_S
             self._write_metrics(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        """End the clock, and say on rank 0 where the time went."""
+        """Stop the clock, and log on rank 0 where the time went."""
         while self._end_span("first_batch", "validation", "checkpoint", "export"):
             pass
         self._write_steps(trainer)
@@ -419,8 +419,8 @@ class StepTimes(Callback):
         self._removals.clear()
         if trainer.is_global_zero and totals.num_steps:
             is_alone = trainer.world_size == 1
-            said = self._verdict(trainer, totals)
-            logger.info("%s", summary(totals, is_alone=is_alone, on_gpu=self._gpu is not None, verdict=said))
+            verdict = self._verdict(trainer, totals)
+            logger.info("%s", summary(totals, is_alone=is_alone, on_gpu=self._gpu is not None, verdict=verdict))
 
     def _verdict(self, trainer: Trainer, totals: Totals) -> str:
         if self._reporter is not None:
@@ -454,19 +454,19 @@ class StepTimes(Callback):
 
 
 def _num_workers(trainer: Any) -> int:
-    """Worker processes of the training loaders."""
+    """Return the number of worker processes of the training loaders."""
     loader = trainer.fit_loop._combined_loader
     return sum(getattr(one, "num_workers", 0) or 0 for one in (loader.flattened if loader is not None else ()))
 
 
 def _num_samples(batch: Any) -> int:
-    """Length of the first tensor of a batch; 0 if there is none."""
+    """Return the length of the first tensor of a batch; 0 if there is none."""
     while not isinstance(batch, torch.Tensor):
         if isinstance(batch, (list, tuple)):
             if not batch:
                 return 0
             batch = batch[0]
-        elif isinstance(batch, (dict, Mapping)):  # dict first: asking for a Mapping takes longer
+        elif isinstance(batch, (dict, Mapping)):  # dict first: the check for Mapping is slower
             batch = next(iter(batch.values()), None)
         else:
             return 0
@@ -474,7 +474,7 @@ def _num_samples(batch: Any) -> int:
 
 
 def _nothing(_part: int) -> None:
-    """In place of ``StepClock.enter``, where there is no clock."""
+    """Do nothing, in place of ``StepClock.enter``, while there is no clock."""
 
 
 def _enter_both(clock: StepClock, gpu: GpuTimer, part: int) -> None:

@@ -41,5 +41,5 @@ def test_each_host_exports_its_shards_and_rank_0_the_weights(exported, tmp_path,
 
 def test_a_lost_shard_is_named(exported):
     """Once, with what is done instead."""
-    text = "No host has __1_0.distcp of the best checkpoint best.ckpt: exporting the latest."
+    text = "No host has __1_0.distcp of the best checkpoint best.ckpt: exporting the last step."
     assert exported[1].count(text) == 1
