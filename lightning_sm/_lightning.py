@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from lightning_fabric.loggers.logger import rank_zero_experiment
     from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from lightning_fabric.utilities.distributed import _InfiniteBarrier as InfiniteBarrier
-    from lightning_fabric.utilities.logger import _convert_params as convert_parameters
-    from lightning_fabric.utilities.logger import _flatten_dict as flatten_parameters
+    from lightning_fabric.utilities.logger import _convert_params as convert_params
+    from lightning_fabric.utilities.logger import _flatten_dict as flatten_dict
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.callbacks import (
         BatchSizeFinder,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     )
     from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
     from pytorch_lightning.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
-    from pytorch_lightning.loggers.csv_logs import ExperimentWriter as CSVWriter
+    from pytorch_lightning.loggers.csv_logs import ExperimentWriter
     from pytorch_lightning.loggers.logger import DummyLogger
     from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper as IndexBatchSamplerWrapper
     from pytorch_lightning.plugins.io import TorchCheckpointIO
@@ -66,100 +66,34 @@ if TYPE_CHECKING:
     from pytorch_lightning.trainer.connectors import data_connector
     from pytorch_lightning.utilities import CombinedLoader, rank_zero_only
 else:
+    # Lightning's names by module; a private one loses its underscore. Older versions than 2.6 lack WeightAveraging, of
+    # which nothing is an instance then.
+    _FABRIC = "lightning_fabric" if DISTRIBUTION == "pytorch_lightning" else "lightning.fabric"
+    _NAMES = {
+        DISTRIBUTION: "Callback LightningDataModule LightningModule Trainer",
+        f"{DISTRIBUTION}.callbacks": "BatchSizeFinder Checkpoint ModelCheckpoint OnExceptionCheckpoint ProgressBar "
+        "WeightAveraging",
+        f"{DISTRIBUTION}.cli": "ArgsType LightningArgumentParser LightningCLI",
+        f"{DISTRIBUTION}.loggers": "CSVLogger MLFlowLogger TensorBoardLogger WandbLogger",
+        f"{DISTRIBUTION}.loggers.csv_logs": "ExperimentWriter",
+        f"{DISTRIBUTION}.loggers.logger": "DummyLogger rank_zero_experiment",
+        f"{DISTRIBUTION}.overrides.distributed": "_IndexBatchSamplerWrapper",
+        f"{DISTRIBUTION}.plugins.environments": "ClusterEnvironment",
+        f"{DISTRIBUTION}.plugins.io": "TorchCheckpointIO",
+        f"{DISTRIBUTION}.plugins.io.wrapper": "_WrappingCheckpointIO",
+        f"{DISTRIBUTION}.strategies": "DDPStrategy DeepSpeedStrategy FSDPStrategy ModelParallelStrategy Strategy",
+        f"{DISTRIBUTION}.strategies.launchers": "_MultiProcessingLauncher",
+        f"{DISTRIBUTION}.trainer.connectors": "data_connector",
+        f"{DISTRIBUTION}.utilities": "CombinedLoader rank_zero_only",
+        _FABRIC: "Fabric",
+        f"{_FABRIC}.utilities.distributed": "_InfiniteBarrier",
+        f"{_FABRIC}.utilities.logger": "_convert_params _flatten_dict",
+    }
     with pause_collector():
-        _root = importlib.import_module(DISTRIBUTION)
-    _callbacks = importlib.import_module(f"{DISTRIBUTION}.callbacks")
-    _cli = importlib.import_module(f"{DISTRIBUTION}.cli")
-    _fabric = "lightning_fabric" if DISTRIBUTION == "pytorch_lightning" else "lightning.fabric"
-    _environments = importlib.import_module(f"{DISTRIBUTION}.plugins.environments")
-    _loggers = importlib.import_module(f"{DISTRIBUTION}.loggers")
-    _logger = importlib.import_module(f"{DISTRIBUTION}.loggers.logger")
-    _strategies = importlib.import_module(f"{DISTRIBUTION}.strategies")
-    _utilities = importlib.import_module(f"{DISTRIBUTION}.utilities")
-
-    Callback = _root.Callback
-    LightningDataModule = _root.LightningDataModule
-    LightningModule = _root.LightningModule
-    Trainer = _root.Trainer
-    BatchSizeFinder = _callbacks.BatchSizeFinder
-    Checkpoint = _callbacks.Checkpoint
-    ModelCheckpoint = _callbacks.ModelCheckpoint
-    OnExceptionCheckpoint = _callbacks.OnExceptionCheckpoint
-    ProgressBar = _callbacks.ProgressBar
-    # Since Lightning 2.6; before, nothing is an instance of it.
-    WeightAveraging = getattr(_callbacks, "WeightAveraging", ())
-    ArgsType = _cli.ArgsType
-    LightningArgumentParser = _cli.LightningArgumentParser
-    LightningCLI = _cli.LightningCLI
-    ClusterEnvironment = _environments.ClusterEnvironment
-    DDPStrategy = _strategies.DDPStrategy
-    DeepSpeedStrategy = _strategies.DeepSpeedStrategy
-    FSDPStrategy = _strategies.FSDPStrategy
-    ModelParallelStrategy = _strategies.ModelParallelStrategy
-    CSVLogger = _loggers.CSVLogger
-    CSVWriter = importlib.import_module(f"{DISTRIBUTION}.loggers.csv_logs").ExperimentWriter
-    DummyLogger = _logger.DummyLogger
-    Fabric = importlib.import_module(_fabric).Fabric
-    InfiniteBarrier = importlib.import_module(f"{_fabric}.utilities.distributed")._InfiniteBarrier
-    IndexBatchSamplerWrapper = importlib.import_module(
-        f"{DISTRIBUTION}.overrides.distributed"
-    )._IndexBatchSamplerWrapper
-    MLFlowLogger = _loggers.MLFlowLogger
-    MultiProcessingLauncher = importlib.import_module(f"{DISTRIBUTION}.strategies.launchers")._MultiProcessingLauncher
-    Strategy = _strategies.Strategy
-    TensorBoardLogger = _loggers.TensorBoardLogger
-    TorchCheckpointIO = importlib.import_module(f"{DISTRIBUTION}.plugins.io").TorchCheckpointIO
-    WrappingCheckpointIO = importlib.import_module(f"{DISTRIBUTION}.plugins.io.wrapper")._WrappingCheckpointIO
-    WandbLogger = _loggers.WandbLogger
-    _parameters = importlib.import_module(f"{_fabric}.utilities.logger")
-    convert_parameters = _parameters._convert_params
-    data_connector = importlib.import_module(f"{DISTRIBUTION}.trainer.connectors.data_connector")
-    CombinedLoader = _utilities.CombinedLoader
-    flatten_parameters = _parameters._flatten_dict
-    rank_zero_experiment = _logger.rank_zero_experiment
-    rank_zero_only = _utilities.rank_zero_only
-
-__all__ = [
-    "DISTRIBUTION",
-    "ArgsType",
-    "BatchSizeFinder",
-    "CSVLogger",
-    "CSVWriter",
-    "Callback",
-    "Checkpoint",
-    "ClusterEnvironment",
-    "CombinedLoader",
-    "DDPStrategy",
-    "DeepSpeedStrategy",
-    "DummyLogger",
-    "FSDPStrategy",
-    "Fabric",
-    "IndexBatchSamplerWrapper",
-    "InfiniteBarrier",
-    "LightningArgumentParser",
-    "LightningCLI",
-    "LightningDataModule",
-    "LightningModule",
-    "MLFlowLogger",
-    "ModelCheckpoint",
-    "ModelParallelStrategy",
-    "MultiProcessingLauncher",
-    "OnExceptionCheckpoint",
-    "ProgressBar",
-    "Strategy",
-    "TensorBoardLogger",
-    "TorchCheckpointIO",
-    "Trainer",
-    "WandbLogger",
-    "WeightAveraging",
-    "WrappingCheckpointIO",
-    "check_same_distribution",
-    "convert_parameters",
-    "data_connector",
-    "flatten_parameters",
-    "rank_zero_experiment",
-    "rank_zero_only",
-]
+        for _module, _names in _NAMES.items():
+            for _name in _names.split():
+                _default = ((),) if _name == "WeightAveraging" else ()
+                globals()[_name.lstrip("_")] = getattr(importlib.import_module(_module), _name, *_default)
 
 
 def check_same_distribution(candidate: Any) -> None:

@@ -23,14 +23,14 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from lightning_sm._lightning import (
     Callback,
     CSVLogger,
-    CSVWriter,
+    ExperimentWriter,
     LightningModule,
     MLFlowLogger,
     TensorBoardLogger,
     Trainer,
     WandbLogger,
-    convert_parameters,
-    flatten_parameters,
+    convert_params,
+    flatten_dict,
     rank_zero_experiment,
     rank_zero_only,
 )
@@ -175,7 +175,7 @@ class JobCSVLogger(CSVLogger):
         return self._experiment
 
 
-class _JobCSVWriter(CSVWriter):
+class _JobCSVWriter(ExperimentWriter):
     """Continues a file; the names of its columns may change."""
 
     def _check_log_dir_exists(self) -> None:
@@ -241,7 +241,7 @@ class JobMLFlowLogger(MLFlowLogger):
         """Log the parameters; one that the run has with another value becomes a tag."""
         known = self.experiment.get_run(self.run_id).data.params
         new = {}
-        for name, value in flatten_parameters(convert_parameters(params)).items():
+        for name, value in flatten_dict(convert_params(params)).items():
             text = str(value)[:_MAX_TAG_CHARS]
             if known.get(name, text) == text:
                 new[name] = value

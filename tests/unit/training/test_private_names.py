@@ -126,7 +126,7 @@ JSONARGPARSE = {"_action_groups", "_group_actions", "_links_group", "_skip_valid
 # Private names of others in the same files.
 OF_OTHERS = {
     "data/host/iterable.py": {"_worker_info"},  # torch's DataLoader
-    "data/host/trainer_facts.py": {"_getframe"},  # Python
+    "data/host/trainer_stand_in.py": {"_getframe"},  # Python
     "data/trainer/pinning.py": {"_C", "_cuda_hasPrimaryContext"},  # torch
     "training/callbacks/local_position.py": {"_index_sampler"},  # torch's DataLoader, whose _iterator it uses, too
     "training/loggers.py": {"_file_name", "_get_file_writer"},  # tensorboard and torch's SummaryWriter
