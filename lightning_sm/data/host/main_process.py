@@ -23,20 +23,7 @@ from lightning_sm.data.host.datamodule import ServedModule
 from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.worker import run_worker
 from lightning_sm.data.host.world import world_of_one
-from lightning_sm.data.ipc.host_messages import (
-    Finished,
-    JobEnds,
-    KillWorker,
-    Listening,
-    NewWorker,
-    OpenedLoaders,
-    RunHook,
-    RunSampler,
-    SamplerOutput,
-    Serve,
-    TrainerFinished,
-    WorkerLost,
-)
+from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, fork, start_module
 from lightning_sm.data.ipc.ring import Ring
@@ -88,7 +75,7 @@ class MainProcess:
         self._num_forks = 0
         self._server: MessageSocket  # of the newest server process
         self._server_starts = 0
-        self._outcome: Finished | None = None
+        self._outcome: host_messages.Finished | None = None
         self._in_hook = False
         self._job_is_ending = False
         # The error of the last request for loaders, if it failed: trainers cannot continue without loaders.
@@ -122,7 +109,7 @@ class MainProcess:
         try:
             outcome = self._wait_for_outcome()
         except _Terminated:
-            outcome = self._outcome or Finished("the job was stopped before it served anything")
+            outcome = self._outcome or host_messages.Finished("the job was stopped before it served anything")
         finally:
             # SIGTERM follows soon after the trainers have left: read outcomes that came before it.
             if _is_readable(self._server.fileno(), timeout_s=0.0):
@@ -143,7 +130,7 @@ class MainProcess:
             raise problem.exception(self._settings.name)
         logger.info("Data host done: %s.", outcome.reason)
 
-    def _wait_for_outcome(self) -> Finished:
+    def _wait_for_outcome(self) -> host_messages.Finished:
         while True:
             for key, _ in self._selector.select():
                 key.data()
@@ -151,11 +138,11 @@ class MainProcess:
                     return self._outcome
 
     def _on_owner_closed(self) -> None:
-        self._outcome = Finished("its owner closed it")
+        self._outcome = host_messages.Finished("its owner closed it")
 
     def _on_sigterm(self, *_: object) -> None:
         """Exit as soon as possible. Interrupt the user's hook, which may download for hours."""
-        self._outcome = Finished("it was terminated (SIGTERM)")
+        self._outcome = host_messages.Finished("it was terminated (SIGTERM)")
         if self._in_hook:
             raise _Terminated
 
@@ -169,7 +156,7 @@ class MainProcess:
         """Send what the handler of the gentle signal noted."""
         wakeup.recv(4096)
         if self._job_is_ending:
-            self._send(JobEnds())
+            self._send(host_messages.JobEnds())
 
     # The server process
 
@@ -177,11 +164,11 @@ class MainProcess:
         self._server_starts += 1
         process, self._server = start_module("lightning_sm.data.server.process")
         self._watch(process.pid, lambda status: self._on_server_exit(process, status))
-        self._server.send(Serve(self._settings))
+        self._server.send(host_messages.Serve(self._settings))
         for opening, reply in self._module.replies.items():
-            self._server.send(OpenedLoaders(opening, reply))
+            self._server.send(host_messages.OpenedLoaders(opening, reply))
         if self._job_is_ending:
-            self._server.send(JobEnds())
+            self._server.send(host_messages.JobEnds())
         self._selector.register(self._server, selectors.EVENT_READ, self._on_server_messages)
 
     def _on_server_messages(self) -> None:
@@ -190,27 +177,27 @@ class MainProcess:
         self._note_outcomes(messages)  # before the hooks that other messages run: SIGTERM may interrupt these
         for message in messages:
             match message:
-                case Listening(address):
+                case host_messages.Listening(address):
                     # If the server process restarts, trainers must find it at the same address.
                     self._settings = replace(self._settings, address=address)
                     self._listening(address)
-                case RunHook(request):
+                case host_messages.RunHook(request):
                     self._server_starts = 0
                     self._open(request)
-                case RunSampler(loader_pass):
+                case host_messages.RunSampler(loader_pass):
                     self._run_sampler(loader_pass)
-                case KillWorker(worker):
+                case host_messages.KillWorker(worker):
                     pid = self._worker_pids.get(worker)
                     if pid is not None:
                         os.kill(pid, signal.SIGKILL)
-                case Finished():
+                case host_messages.Finished():
                     self._outcome = message
         if server.is_at_end:
             self._selector.unregister(server)
 
     def _note_outcomes(self, messages: list[Message]) -> None:
         """Remember whether any trainer succeeded, for ``serve``, which decides whether this host has failed."""
-        if TrainerFinished(is_success=True) in messages:
+        if host_messages.TrainerFinished(is_success=True) in messages:
             self._training_succeeded = True
 
     def _on_server_exit(self, process: subprocess.Popen[bytes], status: int) -> None:
@@ -222,7 +209,7 @@ class MainProcess:
             reason = (
                 f"The data host's gRPC server {how}, {self._server_starts} times in a row. See the log lines above."
             )
-            self._outcome = Finished(reason, is_error=True)
+            self._outcome = host_messages.Finished(reason, is_error=True)
             return
         logger.warning("The data host's gRPC server %s. Restarting it.", how)
         if self._server.fileno() in {key.fd for key in self._selector.get_map().values()}:
@@ -242,7 +229,7 @@ class MainProcess:
         self._problem = reply if isinstance(reply, Problem) else None
         if self._problem is not None:
             logger.warning("%s failed; trainers get the error: %s", self._problem.where, first_line(self._problem.text))
-        self._send(OpenedLoaders(request.opening, reply))
+        self._send(host_messages.OpenedLoaders(request.opening, reply))
 
     def _send(self, message: Message) -> bool:
         try:
@@ -280,7 +267,7 @@ class MainProcess:
         with ours, theirs:
             pid = self._fork(run)
             self._send(
-                NewWorker(
+                host_messages.NewWorker(
                     worker=worker_id,
                     number=number,
                     opening=opening,
@@ -300,7 +287,7 @@ class MainProcess:
         at = mark.read()
         mark.close()
         how = describe_exit(status) + (f" at {at}" if at else "")
-        was_sent = self._send(WorkerLost(worker_id, how))
+        was_sent = self._send(host_messages.WorkerLost(worker_id, how))
         # Do not replace a worker that exits on purpose: its loaders were replaced, or its server process died.
         is_needed = opening in self._module.loaders and self._current_ids.get((opening, number)) == worker_id
         if self._outcome is None and is_needed and was_sent:
@@ -325,7 +312,7 @@ class MainProcess:
                 file.write(np.ascontiguousarray(order, "<i8").data)
 
         def on_exit(status: int) -> None:
-            self._send(SamplerOutput(loader_pass, describe_exit(status) if status else "", (fd,)))
+            self._send(host_messages.SamplerOutput(loader_pass, describe_exit(status) if status else "", (fd,)))
             os.close(fd)
 
         self._watch(self._fork(run), on_exit)

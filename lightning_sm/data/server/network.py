@@ -14,16 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from lightning_sm.data.ipc.host_messages import (
-    CancelFetch,
-    Fetch,
-    FetchAnswer,
-    Listening,
-    NewRing,
-    Ping,
-    Release,
-    Serve,
-)
+from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.protocol.failures import Failure
@@ -130,7 +121,7 @@ class _Supervisor(threading.Thread):
             )
 
     def _answer_until_it_ends(self, process: subprocess.Popen[bytes], sock: MessageSocket, requests: _Requests) -> None:
-        requests.send(Serve(self._settings))
+        requests.send(host_messages.Serve(self._settings))
         is_asked = False
         while True:
             try:
@@ -140,12 +131,12 @@ class _Supervisor(threading.Thread):
                     process.kill()
                 elif self.port:
                     is_asked = True
-                    requests.send(Ping())
+                    requests.send(host_messages.Ping())
                 continue
             is_asked = False
             if message is None:
                 return
-            if isinstance(message, Listening):
+            if isinstance(message, host_messages.Listening):
                 self.port = int(message.address.rpartition(":")[2])
             else:
                 requests.handle(message)
@@ -174,7 +165,7 @@ class _Requests:
     def handle(self, message: Message) -> None:
         """Do what the network process asks for."""
         match message:
-            case Fetch(number, stream, encoded_spec):
+            case host_messages.Fetch(number, stream, encoded_spec):
                 self._cancels[number] = nothing  # the answer may come before the function that cancels it
                 try:
                     cancel = self._start((id(self), stream), encoded_spec, partial(self._answer, number))
@@ -184,11 +175,11 @@ class _Requests:
                 with self._lock:
                     if number in self._cancels:
                         self._cancels[number] = cancel
-            case CancelFetch(number):
+            case host_messages.CancelFetch(number):
                 with self._lock:
                     cancel = self._cancels.pop(number, nothing)
                 cancel()
-            case Release(number):
+            case host_messages.Release(number):
                 with self._lock:
                     release = self._releases.pop(number)
                 release()
@@ -216,7 +207,7 @@ class _Requests:
             else:
                 self._outbox.put((number, answer))
         else:
-            self.send(FetchAnswer(number, answer))
+            self.send(host_messages.FetchAnswer(number, answer))
 
     def _send_all(self) -> None:
         try:
@@ -233,8 +224,12 @@ class _Requests:
             live = self._worker_ids()
             self._rings = {served.worker, *(self._rings & set(live))}
             self._socket.send(
-                NewRing(served.worker, live, served.ring.num_slots, served.ring.slot_bytes, (served.ring.fd,))
+                host_messages.NewRing(
+                    served.worker, live, served.ring.num_slots, served.ring.slot_bytes, (served.ring.fd,)
+                )
             )
         self._socket.send(
-            FetchAnswer(number, served.built, served.worker, served.slot, served.queue_s, served.encoded_batches)
+            host_messages.FetchAnswer(
+                number, served.built, served.worker, served.slot, served.queue_s, served.encoded_batches
+            )
         )

@@ -13,17 +13,7 @@ from functools import partial
 from itertools import count
 
 from lightning_sm._linux import kill_with_parent
-from lightning_sm.data.ipc.host_messages import (
-    BuiltRange,
-    CancelFetch,
-    Fetch,
-    FetchAnswer,
-    Listening,
-    NewRing,
-    Ping,
-    Release,
-    Serve,
-)
+from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
@@ -61,7 +51,7 @@ class NetworkProcess:
         )
         address = grpc_transport.bind(server, self._settings.address, self._settings.credentials)
         server.start()
-        self._server.send(Listening(address))
+        self._server.send(host_messages.Listening(address))
         while (message := self._server.receive()) is not None:
             self._handle(message)
         self._fetch.close()
@@ -69,18 +59,20 @@ class NetworkProcess:
 
     def _handle(self, message: Message) -> None:
         match message:
-            case NewRing():
+            case host_messages.NewRing():
                 live = set(message.live_workers)
                 self._rings = {worker: ring for worker, ring in self._rings.items() if worker in live}
                 self._rings[message.worker] = Ring(message.fds[0], message.num_slots, message.slot_bytes)
-            case FetchAnswer(number, BuiltRange() as built, worker, slot, queue_s, encoded_batches):
-                release = partial(self._send, Release(number))
+            case host_messages.FetchAnswer(
+                number, host_messages.BuiltRange() as built, worker, slot, queue_s, encoded_batches
+            ):
+                release = partial(self._send, host_messages.Release(number))
                 self._answer(
                     number, ServedRange(built, encoded_batches, worker, self._rings[worker], slot, queue_s, release)
                 )
-            case FetchAnswer(number, Failure() | ShardEnd() as answer):
+            case host_messages.FetchAnswer(number, Failure() | ShardEnd() as answer):
                 self._answer(number, answer)
-            case Ping():
+            case host_messages.Ping():
                 self._send(message)
 
     def _start(self, client: object, encoded_spec: bytes, answer: Callable[[Answer], None]) -> Callable[[], None]:
@@ -89,14 +81,14 @@ class NetworkProcess:
         with self._lock:
             number = next(self._numbers)
             self._answers[number] = answer
-        self._send(Fetch(number, id(client), encoded_spec))
+        self._send(host_messages.Fetch(number, id(client), encoded_spec))
         return partial(self._cancel, number)
 
     def _cancel(self, number: int) -> None:
         with self._lock:
             answer = self._answers.pop(number, None)
         if answer is not None:
-            self._send(CancelFetch(number))
+            self._send(host_messages.CancelFetch(number))
 
     def _answer(self, number: int, answer: Answer) -> None:
         with self._lock:
@@ -116,7 +108,7 @@ def main() -> None:
     kill_with_parent()
     server = connection_to_parent()
     serve = server.receive()
-    if isinstance(serve, Serve):
+    if isinstance(serve, host_messages.Serve):
         NetworkProcess(server, serve.settings).run()
 
 

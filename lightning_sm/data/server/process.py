@@ -13,35 +13,10 @@ from typing import Any, TypeVar
 import grpc
 
 from lightning_sm._linux import kill_with_parent
-from lightning_sm.data.ipc.host_messages import (
-    Finished,
-    JobEnds,
-    KillWorker,
-    Listening,
-    NewWorker,
-    OpenedLoaders,
-    RunHook,
-    RunSampler,
-    SamplerOutput,
-    Serve,
-    TrainerFinished,
-    WorkerLost,
-)
+from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
-from lightning_sm.data.protocol import grpc_transport
-from lightning_sm.data.protocol.calls import (
-    CountRequest,
-    FinishRequest,
-    HeartbeatRequest,
-    HostReport,
-    ListRequest,
-    Loaders,
-    OpenRequest,
-    Problem,
-    Running,
-    SetUp,
-)
+from lightning_sm.data.protocol import calls, grpc_transport
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.spec import LoaderDescription, StepRangeSpec
@@ -57,7 +32,7 @@ from lightning_sm.errors import DataHostMismatchError, DataSettingsError, WireEr
 logger = logging.getLogger(__name__)
 
 _Parsed = TypeVar("_Parsed")
-_Request = TypeVar("_Request", ListRequest, CountRequest)
+_Request = TypeVar("_Request", calls.ListRequest, calls.CountRequest)
 
 # A call that waits for the user's setup() answers "not yet" after this time, so that the trainer can log it.
 _CALL_TIMEOUT_S = 5.0
@@ -83,15 +58,15 @@ class ServerProcess:
     def __init__(self, main: MessageSocket, settings: HostSettings) -> None:
         self._main = main
         self._settings = settings
-        self._pool = WorkerPool(lambda worker: self._send(KillWorker(worker)))
+        self._pool = WorkerPool(lambda worker: self._send(host_messages.KillWorker(worker)))
         self._leases = Leases(
             settings.lease_s, settings.startup_timeout_s, time.monotonic(), may_restart=settings.may_restart
         )
         self._leasing = threading.Lock()
         self._changed = threading.Condition()
         self._requested: set[str] = set()
-        self._opened: dict[str, SetUp | Loaders | Problem] = {}
-        self._sampler_orders = SamplerOrderCache(lambda loader_pass: self._send(RunSampler(loader_pass)))
+        self._opened: dict[str, calls.SetUp | calls.Loaders | calls.Problem] = {}
+        self._sampler_orders = SamplerOrderCache(lambda loader_pass: self._send(host_messages.RunSampler(loader_pass)))
         self._shard_counts = ShardCounts(self._pool)
         self._fetch = FetchMethod(self._start)
         self._network: NetworkProcesses | None = None
@@ -113,11 +88,11 @@ class ServerProcess:
         try:
             address = grpc_transport.bind(self._server, self._settings.address, self._settings.credentials)
         except DataSettingsError as error:
-            self._send(Finished(str(error), is_error=True))
+            self._send(host_messages.Finished(str(error), is_error=True))
             return
         self._network = NetworkProcesses(replace(self._settings, address=address), self._start, self._pool.worker_ids)
         self._server.start()
-        self._send(Listening(address))
+        self._send(host_messages.Listening(address))
         while True:
             try:
                 message = self._main.receive(timeout_s=0.5)
@@ -137,19 +112,19 @@ class ServerProcess:
 
     def _handle(self, message: Message) -> None:
         match message:
-            case NewWorker():
+            case host_messages.NewWorker():
                 self._pool.add(message)
-            case WorkerLost(worker, why):
+            case host_messages.WorkerLost(worker, why):
                 self._pool.lose(worker, why)
-            case JobEnds():
+            case host_messages.JobEnds():
                 with self._leasing:
                     self._leases.expect_no_more()
-            case OpenedLoaders(opening, reply):
+            case host_messages.OpenedLoaders(opening, reply):
                 with self._changed:
                     self._forget_other_trainer_runs(opening)
                     self._opened[opening] = reply
                     self._changed.notify_all()
-            case SamplerOutput():
+            case host_messages.SamplerOutput():
                 self._sampler_orders.take(message)
 
     def _forget_other_trainer_runs(self, opening: str) -> None:
@@ -169,30 +144,30 @@ class ServerProcess:
     # gRPC methods
 
     def _open(self, request: bytes, context: Any) -> bytes:
-        wanted = _parse(OpenRequest.parse, request, context)
+        wanted = _parse(calls.OpenRequest.parse, request, context)
         opening = wanted.opening
         with self._changed:
             if opening not in self._requested:
                 self._check_number("Open", len(self._requested - self._opened.keys()), context)
                 self._requested.add(opening)
-                self._send(RunHook(wanted))
+                self._send(host_messages.RunHook(wanted))
             self._changed.wait_for(lambda: opening in self._opened, _CALL_TIMEOUT_S)
-            reply = self._opened.get(opening, Running())
-            if isinstance(reply, Problem):
+            reply = self._opened.get(opening, calls.Running())
+            if isinstance(reply, calls.Problem):
                 # The hooks run again for the next trainer that asks: the cause may be gone, such as a full disk.
                 self._requested.discard(opening)
                 del self._opened[opening]
         return reply.encode()
 
     def _list(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        wanted = self._parse_for_loader(ListRequest, next(requests, b""), context, self._sampler_orders)
+        wanted = self._parse_for_loader(calls.ListRequest, next(requests, b""), context, self._sampler_orders)
         try:
             yield from self._sampler_orders.answer(wanted, _CALL_TIMEOUT_S)
         except ValueError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     def _count(self, request: bytes, context: Any) -> bytes:
-        wanted = self._parse_for_loader(CountRequest, request, context, self._shard_counts)
+        wanted = self._parse_for_loader(calls.CountRequest, request, context, self._shard_counts)
         return self._shard_counts.answer(wanted, _CALL_TIMEOUT_S, context.is_active).encode()
 
     def _parse_for_loader(
@@ -203,7 +178,7 @@ class ServerProcess:
         loaders = self._loaders(wanted.opening)
         if wanted.loader >= len(loaders):
             context.abort(grpc.StatusCode.NOT_FOUND, self._not_open(wanted.opening, wanted.loader))
-        if (loaders[wanted.loader].order == "shards") is not (kind is CountRequest):
+        if (loaders[wanted.loader].order == "shards") is not (kind is calls.CountRequest):
             why = f"{kind.NAME} request for {loaders[wanted.loader].name}, which has a different kind of order"
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
         if not cache.is_known(wanted):
@@ -230,7 +205,7 @@ class ServerProcess:
 
     def _loaders(self, opening: str) -> list[LoaderDescription]:
         reply = self._opened.get(opening)
-        return reply.loaders if isinstance(reply, Loaders) else []
+        return reply.loaders if isinstance(reply, calls.Loaders) else []
 
     def _not_open(self, opening: str, loader: int) -> str:
         return f"loader {loader} of {opening} is not open on data host {self._settings.name}"
@@ -245,7 +220,7 @@ class ServerProcess:
             )
 
     def _heartbeat(self, request: bytes, context: Any) -> bytes:
-        beat = _parse(HeartbeatRequest.parse, request, context)
+        beat = _parse(calls.HeartbeatRequest.parse, request, context)
         try:
             with self._leasing:
                 self._leases.heartbeat(beat.client, beat.world_size, time.monotonic())
@@ -265,14 +240,14 @@ class ServerProcess:
             figures, hosts = dict(self._figures), dict(self._hosts)
         return replace(self._report(figures), hosts=hosts).encode()
 
-    def _report(self, figures: dict[str, RankFigures], stream_port: int = 0) -> HostReport:
+    def _report(self, figures: dict[str, RankFigures], stream_port: int = 0) -> calls.HostReport:
         # As many workers as configured: the first heartbeat comes before any is forked, and trainers decide by it how
         # many batches to request.
         report = self._pool.report(self._settings.name)
         return replace(report, workers=self._settings.workers, figures=figures, stream_port=stream_port)
 
     def _finish(self, request: bytes, context: Any) -> bytes:
-        last = _parse(FinishRequest.parse, request, context)
+        last = _parse(calls.FinishRequest.parse, request, context)
         client = last.client
         problem = "" if last.is_success else last.outcome[:_MAX_OUTCOME_CHARS]
         with self._leasing:
@@ -282,7 +257,7 @@ class ServerProcess:
                     f"{client} has sent no heartbeat to data host {self._settings.name}, which does not wait for it",
                 )
             # Before the answer: as soon as the trainer has it, the trainer may exit, and this host may get SIGTERM.
-            self._send(TrainerFinished(last.is_success))
+            self._send(host_messages.TrainerFinished(last.is_success))
             self._leases.finish(client, problem, time.monotonic())
             self._figures.pop(client, None)
             self._hosts.pop(client, None)
@@ -313,7 +288,7 @@ def main() -> None:
     kill_with_parent()
     main_process = connection_to_parent()
     serve = main_process.receive()
-    if isinstance(serve, Serve):
+    if isinstance(serve, host_messages.Serve):
         ServerProcess(main_process, serve.settings).run()
 
 
