@@ -48,9 +48,5 @@ def _row(description: Mapping[str, Any], now: datetime) -> list[str]:
         status = description["SecondaryStatus"]
     if description.get("EnableManagedSpotTraining"):
         status = f"{status}, spot"
-    created = _utc(description["CreationTime"].timestamp())
+    created = f"{description['CreationTime'].astimezone(timezone.utc):%Y-%m-%d %H:%M}"
     return [description["TrainingJobName"], status, created, ran, shown_hosts(description)]
-
-
-def _utc(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M")

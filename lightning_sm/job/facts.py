@@ -212,6 +212,7 @@ class SageMakerJob:
         checkpoint = Source.load(config_dir / "checkpointconfig.json")
         tensorboard = Source.load(config_dir / "tensorboardoutputconfig.json")
         name = env.get("TRAINING_JOB_NAME") or env.get("SAGEMAKER_JOB_NAME") or _name_from_toolkit(env)
+        identity = env.get("TRAINING_JOB_ARN") or name
         return cls(
             current_host=current_host,
             hosts=hosts,
@@ -225,7 +226,7 @@ class SageMakerJob:
             checkpoint_uri=checkpoint.optional_text("S3Uri") if checkpoint else None,
             tensorboard_dir=_local_path(tensorboard, base / "output" / "tensorboard"),
             name=name,
-            run_key=_run_key(name, env),
+            run_key=None if identity is None else job_key("runs of loggers", identity, env).hex()[:32],
             num_gpus=_num_gpus(env),
             addresses=HOST_ADDRESSES.read(env),
             data_groups=DATA_GROUPS.read(env),
@@ -356,11 +357,6 @@ def _name_from_toolkit(env: Mapping[str, str]) -> str | None:
     """The job's name for ranks on other hosts: the toolkit's mpirun passes only variables named ``SM_*`` to them."""
     training = Source.from_variable(env, "SM_TRAINING_ENV")
     return training.optional_text("job_name") if training else None
-
-
-def _run_key(name: str | None, env: Mapping[str, str]) -> str | None:
-    identity = env.get("TRAINING_JOB_ARN") or name
-    return None if identity is None else job_key("runs of loggers", identity, env).hex()[:32]
 
 
 def _num_gpus(env: Mapping[str, str]) -> int:

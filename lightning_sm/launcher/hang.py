@@ -179,14 +179,10 @@ def nccl_variables(control: ControlFolder, env: Mapping[str, str]) -> dict[str, 
     """
     if {*_RECORDER_BEFORE_2_8, *_RECORDER, _RECORDER_PIPE} & env.keys():
         return {}
-    size, file = _RECORDER_BEFORE_2_8 if _torch_version() < (2, 8) else _RECORDER
+    torch = installed_version("torch") or "0"  # without torch, no rank can use NCCL
+    is_old = tuple(int(part) for part in torch.split(".")[:2]) < (2, 8)
+    size, file = _RECORDER_BEFORE_2_8 if is_old else _RECORDER
     return {size: "2000", file: str(control.path / _NCCL_TRACE), _RECORDER_PIPE: str(control.path / _NCCL_PIPE)}
-
-
-def _torch_version() -> tuple[int, ...]:
-    """Return the major and minor version of the torch that ranks will load, without loading it."""
-    version = installed_version("torch") or "0"  # without torch, no rank can use NCCL
-    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def save_nccl_traces(control: ControlFolder, folder: Path) -> list[Path]:

@@ -7,17 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lightning_sm._text import times
-from lightning_sm.launcher.tracebacks import (
-    ANSI,
-    CHAINED,
-    EXCEPTION,
-    RANK,
-    START,
-    USAGE,
-    USAGE_ERROR,
-    WARNING,
-    may_follow_from_another,
-)
+from lightning_sm.launcher import tracebacks
 
 _HEADER = b"Traceback (most recent call last):"
 # Hold back a partial line that may become one of these.
@@ -92,20 +82,20 @@ class Condensed:
             line: The line, with its line break.
             source: The process that wrote it.
         """
-        text = ANSI.sub("", line.decode("utf-8", "replace")).rstrip()
-        rank = RANK.match(text)
+        text = tracebacks.ANSI.sub("", line.decode("utf-8", "replace")).rstrip()
+        rank = tracebacks.RANK.match(text)
         mark = rank.group().rstrip() if rank is not None else ""
         text = text.removeprefix(mark).removeprefix(" ") if mark else text
         stream = self._streams.setdefault((source, mark), _LogStream())
         writer = f"{source} {mark.strip('[]: ')}".strip()
         if stream.held:
             return self._continue(stream, line, text, source, writer)
-        if WARNING.match(text):
+        if tracebacks.WARNING.match(text):
             stream.behind, stream.expected = None, []
             return self._shown_once(stream, (text,), [line], source, writer, is_warning=True)
-        start = START.search(text)
+        start = tracebacks.START.search(text)
         # A traceback whose rank stands in mid-line follows a progress bar; its other lines belong to the rank's stream.
-        if USAGE.match(text) or (start is not None and start["rank"] is None):
+        if tracebacks.USAGE.match(text) or (start is not None and start["rank"] is None):
             stream.held, stream.texts = [line], [text]
             return []
         return [] if self._is_left_out(stream, text) else [line]
@@ -132,8 +122,9 @@ class Condensed:
     def _continue(self, stream: _LogStream, line: bytes, text: str, source: str, writer: str) -> list[bytes]:
         stream.held.append(line)
         stream.texts.append(text)
-        is_usage = USAGE.match(stream.texts[0]) is not None
-        if USAGE_ERROR.match(text) if is_usage else (EXCEPTION.match(text) and len(stream.held) > _MIN_LINES):
+        is_usage = tracebacks.USAGE.match(stream.texts[0]) is not None
+        last = tracebacks.USAGE_ERROR if is_usage else tracebacks.EXCEPTION
+        if last.match(text) and (is_usage or len(stream.held) > _MIN_LINES):
             return self._complete(stream, source, writer)
         belongs = text.startswith((" ", "tip: ")) if is_usage else text.startswith("  ")
         if belongs and len(stream.held) < _MAX_LINES:
@@ -146,7 +137,11 @@ class Condensed:
         lines, texts = stream.held, stream.texts
         stream.held, stream.behind, stream.expected, stream.is_behind_consequence = [], None, [], False
         key = tuple(texts[1:])
-        if not self._only_across_sources and not USAGE.match(texts[0]) and may_follow_from_another(key[-1]):
+        if (
+            not self._only_across_sources
+            and not tracebacks.USAGE.match(texts[0])
+            and tracebacks.may_follow_from_another(key[-1])
+        ):
             self.left_out.append(b"".join(lines))
             stream.is_behind_consequence = True
             note = f" ({len(lines) - 1} lines of traceback left out: another process may have ended)\n"
@@ -177,7 +172,7 @@ class Condensed:
             del stream.expected[0]
             return True
         stream.expected = []
-        if stream.is_behind_consequence and (not text or text.startswith(CHAINED)):
+        if stream.is_behind_consequence and (not text or text.startswith(tracebacks.CHAINED)):
             return True
         stream.is_behind_consequence = False
         return False

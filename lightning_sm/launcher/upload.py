@@ -35,7 +35,8 @@ def wait_until_uploaded(files: Sequence[Path], *, has_agent: bool, deadline: Cal
     pending = [file for file in files if not is_uploaded(file)]
     began_at = time.monotonic()
     first_marker_s = _FIRST_MARKER_S if has_agent else 0.0
-    while pending and not _has_markers(pending):
+    folders = {file.parent for file in pending}
+    while pending and not any(any(folder.glob(f"*{end}")) for folder in folders for end in (UPLOADING, UPLOADED)):
         if time.monotonic() >= min(began_at + first_marker_s, deadline()):
             return True
         time.sleep(_POLL_S)  # the agent leaves files and announces nothing, and a stop signal moves the deadline
@@ -55,11 +56,6 @@ def wait_until_uploaded(files: Sequence[Path], *, has_agent: bool, deadline: Cal
         return False
     _LOG.info("uploaded after %.1f s.", seconds)
     return True
-
-
-def _has_markers(files: Sequence[Path]) -> bool:
-    folders = {file.parent for file in files}
-    return any(any(folder.glob(f"*{ending}")) for folder in folders for ending in (UPLOADING, UPLOADED))
 
 
 def _named(files: Sequence[Path]) -> str:

@@ -6,20 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_sm.record.events import (
-    DataService,
-    End,
-    Event,
-    FileHead,
-    HostUse,
-    Line,
-    Metrics,
-    Span,
-    Steps,
-    file_attempt,
-    find_files,
-    from_json,
-)
+from lightning_sm.record import events
 
 # How far back rates look. Lines become rarer the longer a job runs: the newest one always counts.
 _WINDOW_S = 15.0
@@ -38,45 +25,45 @@ class Writer:
         metrics: What the model logged last.
         data: What data hosts and ranks did.
         span: What it did last besides steps.
-        events: What happened.
+        recent_events: What happened.
         end: How it ended.
     """
 
-    head: FileHead
-    steps: deque[Steps] = field(default_factory=lambda: deque(maxlen=_MAX_LINES))
-    use: HostUse | None = None
-    metrics: Metrics | None = None
-    data: DataService | None = None
-    span: Span | None = None
-    events: deque[Event] = field(default_factory=lambda: deque(maxlen=_MAX_EVENTS))
-    end: End | None = None
+    head: events.FileHead
+    steps: deque[events.Steps] = field(default_factory=lambda: deque(maxlen=_MAX_LINES))
+    use: events.HostUse | None = None
+    metrics: events.Metrics | None = None
+    data: events.DataService | None = None
+    span: events.Span | None = None
+    recent_events: deque[events.Event] = field(default_factory=lambda: deque(maxlen=_MAX_EVENTS))
+    end: events.End | None = None
 
-    def recent_steps(self) -> list[Steps]:
+    def recent_steps(self) -> list[events.Steps]:
         """Return the lines of the last seconds before the newest one."""
         if not self.steps:
             return []
         newest = self.steps[-1].t
         return [line for line in self.steps if newest - line.t <= _WINDOW_S]
 
-    def take(self, line: Line) -> None:
+    def take(self, line: events.Line) -> None:
         """Add a line."""
         match line:
-            case FileHead():  # a restarted process continues the file
+            case events.FileHead():  # a restarted process continues the file
                 self.head, self.end = line, None
                 self.steps.clear()
-            case Steps():
+            case events.Steps():
                 self.steps.append(line)
-            case HostUse():
+            case events.HostUse():
                 self.use = line
-            case Metrics():
+            case events.Metrics():
                 self.metrics = line
-            case DataService():
+            case events.DataService():
                 self.data = line
-            case Span():
+            case events.Span():
                 self.span = line
-            case Event():
-                self.events.append(line)
-            case End():
+            case events.Event():
+                self.recent_events.append(line)
+            case events.End():
                 self.end = line
 
 
@@ -98,9 +85,9 @@ class RecordTail:
         Args:
             folders: Folders of the record; they need not exist.
         """
-        files = [path for folder in sorted(folders) if folder.is_dir() for path in find_files(folder)]
-        self.attempt = max(map(file_attempt, files), default=0)
-        current = {path for path in files if file_attempt(path) == self.attempt}
+        files = [path for folder in sorted(folders) if folder.is_dir() for path in events.find_files(folder)]
+        self.attempt = max(map(events.file_attempt, files), default=0)
+        current = {path for path in files if events.file_attempt(path) == self.attempt}
         self._writers = {path: writer for path, writer in self._writers.items() if path in current}
         for path in sorted(current):
             self._read_on(path)
@@ -121,11 +108,11 @@ class RecordTail:
         end = data.rfind(b"\n") + 1  # the rest is still being written
         self._offsets[path] = offset + end
         for text in data[:end].decode(errors="replace").splitlines():
-            line = from_json(text)
+            line = events.from_json(text)
             if line is None:
                 continue
             writer = self._writers.get(path)
             if writer is not None:
                 writer.take(line)
-            elif isinstance(line, FileHead):
+            elif isinstance(line, events.FileHead):
                 self._writers[path] = Writer(line)

@@ -277,7 +277,8 @@ class Figures:
         lines: dict[int, list[Steps]] = defaultdict(list)
         for record in self.run.records:
             if record.head.rank is not None:
-                lines[record.head.rank] += _settled(_lines([record], Steps))
+                own = _lines([record], Steps)
+                lines[record.head.rank] += own[1:] if len(own) >= _LEAST_LINES else own
         return {rank: StepFigures.of(own) for rank, own in sorted(lines.items()) if any(line.n for line in own)}
 
     @cached_property
@@ -429,10 +430,6 @@ def _attempt(number: int, records: Sequence[ProcessRecord]) -> AttemptFigures:
 
 def _lines(records: Iterable[ProcessRecord], kind: type[_L]) -> list[_L]:
     return [line for record in records for line in record.lines if isinstance(line, kind)]
-
-
-def _settled(lines: list[Steps]) -> list[Steps]:
-    return lines[1:] if len(lines) >= _LEAST_LINES else lines
 
 
 _F = TypeVar("_F", RankFigures, HostFigures)

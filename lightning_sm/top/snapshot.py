@@ -320,7 +320,9 @@ def _ended(own: Iterable[Writer]) -> dict[str, Any]:
 
 def _events(writers: Iterable[Writer]) -> list[EventRow]:
     events = [
-        EventRow(event.t, writer.head.host, event.what, event.text) for writer in writers for event in writer.events
+        EventRow(event.t, writer.head.host, event.what, event.text)
+        for writer in writers
+        for event in writer.recent_events
     ]
     return sorted(events, key=lambda event: event.t)[-_MAX_EVENTS:]
 

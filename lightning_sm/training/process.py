@@ -82,7 +82,9 @@ class PreparedProcess:
         self._variables = _Variables()
         self._undo = ExitStack()
         self._undo.callback(self._variables.restore)
-        self._show_log_lines()
+        package = logging.getLogger("lightning_sm")
+        self._undo.callback(_restore_logger, package, package.level, package.propagate, list(package.handlers))
+        show_log_lines()
         self._undo.callback(setattr, rank_zero_only, "rank", rank_zero_only.rank)  # type: ignore[attr-defined]
         self._undo.callback(mark_errors(lambda: rank_of_several(self._environment)))
         self._undo.callback(hide_known_warnings())
@@ -168,11 +170,6 @@ class PreparedProcess:
         # No handler at exit knows the exit code. The launcher does, and shows the text after a success.
         if not leave_warning(text):
             logger.error("%s", text)
-
-    def _show_log_lines(self) -> None:
-        package = logging.getLogger("lightning_sm")
-        self._undo.callback(_restore_logger, package, package.level, package.propagate, list(package.handlers))
-        show_log_lines()
 
     def _remove_stray_variables(self) -> None:
         """Remove rank variables of unknown origin, on which Lightning, torch and other libraries would rely."""

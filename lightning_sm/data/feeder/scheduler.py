@@ -673,7 +673,9 @@ class Scheduler:
         latency_s = now - request.sent_at
         pace.add(latency_s, work_s)
         host.measure(latency_s, pace.median_s, now)
-        if self._typical_slowness(now) > _SLOW_FACTOR:
+        slownesses = sorted(each.expected_slowness(now) for each in self._up)
+        # The median host; of two hosts, the quicker one.
+        if slownesses and slownesses[(len(slownesses) - 1) // 2] > _SLOW_FACTOR:
             # The loader's batches have become heavier. Until the median shows it, all hosts would count as slow and
             # stand idle: start a new median.
             pace.forget()
@@ -690,11 +692,6 @@ class Scheduler:
         self._interval_s += max(_INTERVAL_WEIGHT, 1 / self._num_completed) * (interval_s - self._interval_s)
 
     # Which host takes which range
-
-    def _typical_slowness(self, now: float) -> float:
-        """Return the median slowness of the hosts that are up; of two hosts, the lower one."""
-        slownesses = sorted(host.expected_slowness(now) for host in self._up)
-        return slownesses[(len(slownesses) - 1) // 2] if slownesses else 1.0
 
     def _load(self, host: _ScheduledHost, now: float) -> tuple[bool, float]:
         """Return a sort key: slow hosts come last, so that others take the steps that are needed first."""

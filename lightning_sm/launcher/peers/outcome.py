@@ -262,10 +262,8 @@ class JobOutcomeTracker:
             states |= {host.state for host in self._data_hosts.values()} & {_HostPhase.ABSENT}
         if states <= {_HostPhase.ENDED, _HostPhase.LOST}:
             return True
-        return (
-            states <= {_HostPhase.ENDED, _HostPhase.LOST, _HostPhase.ABSENT}
-            and now - self._changed_at >= self._absent_s
-        )
+        may_end = states <= {_HostPhase.ENDED, _HostPhase.LOST, _HostPhase.ABSENT}
+        return may_end and now - self._changed_at >= self._absent_s
 
     def _decide(self, job_outcome: JobOutcome, now: float, note: str = "") -> None:
         if self.job_outcome is not None:
@@ -275,13 +273,15 @@ class JobOutcomeTracker:
             if self._pending is not None and not note:
                 notes.append(f"{self._pending.restart} was in progress. Its cause: {self._pending.restart.cause}")
             if self._num_restarts:
-                notes.append(
-                    f"The job was restarted {times(self._num_restarts)} before. First cause: {self._first_cause}"
-                )
+                restarted = f"The job was restarted {times(self._num_restarts)} before"
+                notes.append(f"{restarted}. First cause: {self._first_cause}")
             missing = [name for name in self._missing if self._host(name).state is _HostPhase.ABSENT]
             if missing:
                 notes.append(f"No launcher has ever connected from: {listed(missing)}.")
-            job_outcome = replace(job_outcome, reason=_with_notes(job_outcome.reason, notes))
+            # The service shows only so many characters: rather the end of the reason is cut than the notes.
+            end = "".join(f"\n{note}" for note in notes)
+            text = job_outcome.reason.text[: MAX_REASON_CHARS - len(end)] + end
+            job_outcome = replace(job_outcome, reason=Reason(text, job_outcome.reason.headline))
         self.job_outcome = job_outcome
         self._decided_at = now
 
@@ -293,9 +293,3 @@ class JobOutcomeTracker:
 
     def _host(self, name: str) -> _TrackedHost:
         return self._trainers[name] if name in self._trainers else self._data_hosts[name]
-
-
-def _with_notes(reason: Reason, notes: Sequence[str]) -> Reason:
-    """Add lines to a reason, cutting its text so that the whole fits into what SageMaker shows."""
-    end = "".join(f"\n{note}" for note in notes)
-    return Reason(reason.text[: MAX_REASON_CHARS - len(end)] + end, reason.headline)

@@ -19,22 +19,10 @@ from lightning_sm.data.protocol.figures import HostFigures
 from lightning_sm.data.trainer.metrics import changes
 from lightning_sm.data.trainer.reporter import Reporter
 from lightning_sm.job.facts import SageMakerJob
-from lightning_sm.record import events
+from lightning_sm.record import events, step_clock
 from lightning_sm.record.bottleneck import local_verdict
 from lightning_sm.record.host_use import CpuMeter
 from lightning_sm.record.run_summary import summary
-from lightning_sm.record.step_clock import (
-    BACKWARD,
-    DATA_WAIT,
-    FORWARD,
-    OPTIMIZER,
-    OTHER,
-    TO_DEVICE,
-    OpenSpan,
-    StepClock,
-    Totals,
-    exposed,
-)
 from lightning_sm.training.callbacks.spot_checkpoint import TrainingInterrupted
 from lightning_sm.training.gpu_timer import GpuTimer
 
@@ -80,23 +68,23 @@ class StepTimes(Callback):
         super().__init__()
         self._job = job
         self._record: events.Recorder | None = None
-        self._clock: StepClock | None = None
+        self._clock: step_clock.StepClock | None = None
         self._enter: Callable[[int], None] = _nothing
-        self._after_backward = OPTIMIZER
+        self._after_backward = step_clock.OPTIMIZER
         self._gpu: GpuTimer | None = None
         self._reporter: Reporter | None = None
         self._cpu: CpuMeter | None = None
         self._setup_at = 0.0
         self._has_stepped = False
         self._is_first_batch = False
-        self._fetch_returns_to = OTHER
+        self._fetch_returns_to = step_clock.OTHER
         self._optimizer_depth = 0
         self._removals: list[Callable[[], None]] = []
         # The clock's totals at the last call of _attribute_time, and the totals that resulted from all calls.
-        self._attributed = Totals()
-        self._totals = Totals()
-        self._written = Totals()
-        self._logged = Totals()
+        self._attributed = step_clock.Totals()
+        self._totals = step_clock.Totals()
+        self._written = step_clock.Totals()
+        self._logged = step_clock.Totals()
         self._pacing = events.Pacing(_STEPS_S)
         self._next_line_at = 0.0
         self._next_data_at = 0.0
@@ -108,7 +96,7 @@ class StepTimes(Callback):
         return {**vars(StepTimes(self._job))}
 
     @property
-    def totals(self) -> Totals:
+    def totals(self) -> step_clock.Totals:
         """What was measured in this run of the Trainer so far."""
         self._attribute_time()
         return self._totals.copy()
@@ -137,10 +125,10 @@ class StepTimes(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
-        self._clock = StepClock()
+        self._clock = step_clock.StepClock()
         self._cpu = CpuMeter()
         # With manual optimization, the user's code decides what comes next.
-        self._after_backward = OPTIMIZER if pl_module.automatic_optimization else OTHER
+        self._after_backward = step_clock.OPTIMIZER if pl_module.automatic_optimization else step_clock.OTHER
         self._enter = self._clock.enter
         if trainer.strategy.root_device.type == "cuda":
             self._gpu = GpuTimer()
@@ -175,13 +163,13 @@ class StepTimes(Callback):
         """Begin the forward pass: the batch is on its device."""
         if self._clock is not None:
             self._optimizer_depth = 0  # not 0 if the last optimizer step raised and the user's code caught it
-            self._clock.enter(FORWARD)
+            self._clock.enter(step_clock.FORWARD)
             if self._gpu is not None:
-                self._gpu.begin_step(FORWARD)
+                self._gpu.begin_step(step_clock.FORWARD)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Begin the backward pass."""
-        self._enter(BACKWARD)
+        self._enter(step_clock.BACKWARD)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the backward pass."""
@@ -195,7 +183,7 @@ class StepTimes(Callback):
         if clock is None:
             return
         if self._gpu is not None:
-            self._gpu.end_step(OTHER)
+            self._gpu.end_step(step_clock.OTHER)
         now = clock.end_step(_num_samples(batch))
         if not self._has_stepped:
             self._has_stepped = True
@@ -286,13 +274,13 @@ class StepTimes(Callback):
         self._optimizer_depth += 1
         # With automatic optimization, forward and backward run within the optimizer's step.
         if not is_automatic and self._optimizer_depth == 1:
-            self._enter(OPTIMIZER)
+            self._enter(step_clock.OPTIMIZER)
 
     def _end_optimizer(self, is_automatic: bool, *_: Any) -> None:
         # If an optimizer's step calls the step of its parent class, both call these hooks: count the outer one.
         self._optimizer_depth -= 1
         if self._optimizer_depth == 0:
-            self._enter(OTHER if is_automatic else FORWARD)
+            self._enter(step_clock.OTHER if is_automatic else step_clock.FORWARD)
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         """Replace a method of an object until the run ends, unless somebody else has replaced it by then."""
@@ -317,8 +305,8 @@ class StepTimes(Callback):
         clock = self._clock
         if clock is not None:
             # A training_step that takes an iterator fetches its batches itself: return to the part that it was in.
-            self._fetch_returns_to = TO_DEVICE if clock.current == OTHER else clock.current
-            clock.enter(DATA_WAIT)
+            self._fetch_returns_to = step_clock.TO_DEVICE if clock.current == step_clock.OTHER else clock.current
+            clock.enter(step_clock.DATA_WAIT)
 
     def _end_fetch(self) -> None:
         if self._clock is not None:
@@ -336,7 +324,8 @@ class StepTimes(Callback):
         delta = totals.since(self._attributed)
         gpu = self._gpu.read() if self._gpu is not None else None
         if gpu is not None:
-            delta.parts = exposed(delta.parts, {name: delta.num_steps * seconds for name, seconds in gpu.items()})
+            on_gpu = {name: delta.num_steps * seconds for name, seconds in gpu.items()}
+            delta.parts = step_clock.exposed(delta.parts, on_gpu)
         for name, seconds in delta.parts.items():
             self._totals.parts[name] += seconds
         self._totals.num_steps, self._totals.samples, self._totals.spans = (
@@ -422,7 +411,7 @@ class StepTimes(Callback):
             verdict = self._verdict(trainer, totals)
             logger.info("%s", summary(totals, is_alone=is_alone, on_gpu=self._gpu is not None, verdict=verdict))
 
-    def _verdict(self, trainer: Trainer, totals: Totals) -> str:
+    def _verdict(self, trainer: Trainer, totals: step_clock.Totals) -> str:
         if self._reporter is not None:
             return self._reporter.run_verdict() or ""
         if totals.parts["data_wait"] < _MIN_WAIT_S:
@@ -430,7 +419,7 @@ class StepTimes(Callback):
         cpu = self._cpu.share() if self._cpu is not None else None
         return local_verdict(totals.share("data_wait"), _num_workers(trainer), cpu, usable_cpus())
 
-    def _end_span(self, *names: str) -> OpenSpan | None:
+    def _end_span(self, *names: str) -> step_clock.OpenSpan | None:
         span = self._clock.end_span(*names) if self._clock is not None else None
         if span is not None:
             self._write(events.Span(time.time(), span.name, span.began_at, span.seconds))
@@ -477,6 +466,6 @@ def _nothing(_part: int) -> None:
     """Do nothing, in place of ``StepClock.enter``, while there is no clock."""
 
 
-def _enter_both(clock: StepClock, gpu: GpuTimer, part: int) -> None:
+def _enter_both(clock: step_clock.StepClock, gpu: GpuTimer, part: int) -> None:
     clock.enter(part)
     gpu.mark(part)

@@ -31,7 +31,7 @@ def test_only_what_is_new_is_read(tmp_path):
     recorder.append(Event(t=3.0, what="resumed"))
     recorder.append(End(t=4.0, outcome="succeeded"))
     (writer,) = tail.read({tmp_path})
-    assert (writer.use.cpu, [event.what for event in writer.events], writer.end.outcome) == (
+    assert (writer.use.cpu, [event.what for event in writer.recent_events], writer.end.outcome) == (
         0.5,
         ["resumed"],
         "succeeded",

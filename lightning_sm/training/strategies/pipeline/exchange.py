@@ -69,7 +69,8 @@ class Replica:
         if self.position != 0:
             self.send(value, 0)
             return None
-        return [value, *(_to_host(self.receive(position)) for position in range(1, len(self.ranks)))]
+        others = [self.receive(position) for position in range(1, len(self.ranks))]
+        return [value, *apply_to_collection(others, Tensor, lambda tensor: tensor.cpu())]
 
     def _without_tensors(self, value: Any, tensors: list[Tensor]) -> Any:
         def take(tensor: Tensor) -> Any:
@@ -92,7 +93,3 @@ class Replica:
             return tensor
 
         return apply_to_collection(around, _Gap, fill)
-
-
-def _to_host(value: Any) -> Any:
-    return apply_to_collection(value, Tensor, lambda tensor: tensor.cpu())

@@ -211,7 +211,9 @@ def measured_seconds(network: Network, inputs: tuple[Any, ...], device: torch.de
     for layer in network.layers:
         trial = copy.deepcopy(layer).to(device)
         seconds.append(statistics.median(_seconds(trial, inputs, device) for _ in range(_TRIALS)))
-        inputs = (_detached(trial(*inputs)),)
+        # The input of the next layer, with a gradient to compute.
+        detached = tree_map(lambda one: one.detach().requires_grad_(one.is_floating_point()), trial(*inputs))
+        inputs = (detached,)
     return seconds
 
 
@@ -222,8 +224,3 @@ def _seconds(layer: nn.Module, inputs: tuple[Any, ...], device: torch.device) ->
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter() - began
-
-
-def _detached(value: Any) -> Any:
-    """A layer's output as the input of the next, with a gradient to compute."""
-    return tree_map(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), value)
