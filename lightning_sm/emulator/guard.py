@@ -37,8 +37,8 @@ def guarded(job_dir: Path) -> Iterator[None]:
 
 def main() -> None:
     """Wait until the emulator is gone, then kill all processes of its hosts until none is left."""
-    # The emulator holds the other end of this pipe, as does a host that it has just forked, until that host runs its own
-    # program. So at the end of file, every host has the environment variable by which it is found.
+    # The emulator holds the other end of this pipe, as does a host that it has just forked, until the host runs its own
+    # program. So at end of file, every host has the environment variable by which it is found.
     sys.stdin.buffer.read()
     while left := processes_below(Path(sys.argv[1])):
         for process in left:

@@ -65,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--upload-delay",
         type=float,
         metavar="SECONDS",
-        help="give each host a checkpoint folder of its own, as on SageMaker; while it runs, an agent uploads each file "
-        "within SECONDS to the folder of --checkpoints, which stands for S3 (default: hosts share that folder)",
+        help="give each host its own checkpoint folder, as on SageMaker; while the host runs, an agent uploads each "
+        "file within SECONDS to the folder of --checkpoints, which stands for S3 (default: hosts share that folder)",
     )
     parser.add_argument("--fault", action="append", default=[], help="inject a fault, repeatable; see below")
     parser.add_argument(
