@@ -32,7 +32,7 @@ examples:
   on a SageMaker host, with the script and its subcommand named:
     lightning-sm train app/train.py fit
 """
-# Those that get their options and nothing else.
+# The commands that get their options and nothing else.
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "doctor": doctor.main,
     "report": report.report,
@@ -54,16 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LightningSMError as error:
         _LOG.error("error: %s", error)
         return 2
-    except KeyboardInterrupt:  # before the hosts were started; later the emulator handles it
+    except KeyboardInterrupt:  # before the hosts were started; after that, the emulator handles it
         return 128 + signal.SIGINT
 
 
 def _run(argv: list[str]) -> int:
-    if argv[:1] == ["submit"]:  # jsonargparse parses its options, which are the keys of a job file
+    if argv[:1] == ["submit"]:  # jsonargparse parses the options, which are the keys of a job file
         return _submit(argv[1:])
     if argv[:1] == ["jobs"]:
         return _jobs(argv[1:])
-    # argparse drops or keeps "--" depending on its version; what follows it is the script's command line.
+    # argparse drops or keeps "--" depending on its version; the words after it are the script's command line.
     end = argv.index("--") if "--" in argv and argv[0] == "local" else len(argv)
     options = _parser().parse_args(argv[:end])
     if options.subcommand == "train":
@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     page = add_parser(
         "report",
         help="write a page about one run, or about several: where the time went, and what to change",
-        description="Write one HTML file, which opens offline, about recorded runs: several are shown side by side.",
+        description="Write one HTML file about recorded runs, several of them side by side. It opens offline.",
         epilog=report.REPORT_EXAMPLES,
     )
     report.add_report_arguments(page)

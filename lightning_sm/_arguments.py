@@ -1,4 +1,4 @@
-"""Values of the commands' options."""
+"""Parsers of the commands' options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def positive_number(text: str) -> float:
     """Parse a number above zero, for ``type`` of ``argparse``.
 
     Raises:
-        argparse.ArgumentTypeError: It is none.
+        argparse.ArgumentTypeError: The text is not a positive number.
     """
     try:
         value = float(text)
@@ -25,7 +25,7 @@ def positive_whole_number(text: str) -> int:
     """Parse a whole number above zero, for ``type`` of ``argparse``.
 
     Raises:
-        argparse.ArgumentTypeError: It is none.
+        argparse.ArgumentTypeError: The text is not a positive whole number.
     """
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")

@@ -1,8 +1,8 @@
-"""The Lightning that our classes derive from, ``pytorch_lightning`` or ``lightning.pytorch``: chosen once, here.
+"""The Lightning from which our classes derive, ``pytorch_lightning`` or ``lightning.pytorch``, chosen once, here.
 
-The two distributions hold the same code twice, and their classes are different objects: a callback of one is not a
-callback for the other. The one that the script imported first wins; if it imported neither, ``pytorch_lightning``
-wins if it is installed. All other modules of lightning_sm import Lightning's names from this one.
+The two distributions contain the same code, but their classes are different objects: a callback of one is not a
+callback for the other. The one that the script imported first is chosen; if it imported neither, ``pytorch_lightning``
+if it is installed. All other modules of lightning_sm import Lightning's names from this one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What only Linux can do, and what takes its place on macOS: the one file that asks for the system.
+"""The features that only Linux has, and their substitutes on macOS. Only this file asks for the system.
 
-On macOS scripts train, and emulated jobs without data groups run. Data hosts need Linux.
+On macOS, scripts train, and emulated jobs without data groups run. Data hosts need Linux.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from lightning_sm.errors import NeedsLinuxError
 
 # The longest single wait of a main thread that handles signals. Python runs handlers in the main thread, between two
-# instructions; the kernel may give a signal to any other thread, or to this one just before it blocks. A wait without a
-# limit would continue, and the handler of SIGTERM would not run until the script exits by itself.
+# instructions, but the kernel may deliver a signal to any other thread, or to this one just before it blocks. A wait
+# without a limit would then continue, and the SIGTERM handler would not run until the script exits by itself.
 SIGNAL_POLL_S = 1.0
 _IS_LINUX = sys.platform == "linux"
-# Whether ``adopt_orphans`` has an effect. Elsewhere processes whose parent died belong to process 1.
+# Whether ``adopt_orphans`` has an effect. Elsewhere, process 1 adopts processes whose parent died.
 ADOPTS_ORPHANS = _IS_LINUX
 CGROUP = Path("/sys/fs/cgroup")
 LOOPBACK_INTERFACE = "lo" if _IS_LINUX else "lo0"
@@ -43,7 +43,7 @@ def require_linux(what: str, advice: str) -> None:
         advice: What to do elsewhere, as a sentence.
 
     Raises:
-        NeedsLinuxError: It is not.
+        NeedsLinuxError: This system is not Linux.
     """
     if not _IS_LINUX:
         raise NeedsLinuxError(f"{what} needs Linux, but this system is {_SYSTEM}. {advice}")
@@ -73,18 +73,19 @@ def loopback_addresses(count: int) -> list[str]:
 
 
 def handles_signal(pid: int, signum: int, *, or_blocks: bool = False) -> bool | None:
-    """Whether a process has a handler for a signal; None where the kernel does not say (off Linux).
+    """Return whether a process has a handler for a signal; None if the kernel does not say (off Linux).
 
     Args:
-        pid: Process id. A process that has ended handles nothing.
+        pid: Process id. A process that has exited handles nothing.
         signum: Number of the signal.
-        or_blocks: Also true if the process blocks the signal, which then waits until a handler may be there.
+        or_blocks: Whether to return True also if the process blocks the signal, which then stays pending until there
+            may be a handler.
     """
     if not _IS_LINUX:
         return None
     masks = ("SigCgt:", "SigBlk:") if or_blocks else ("SigCgt:",)
     try:
-        # The kernel may cut the process's name off in the middle of a character.
+        # Replace errors, because the kernel may cut the process's name in the middle of a character.
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
@@ -93,19 +94,19 @@ def handles_signal(pid: int, signum: int, *, or_blocks: bool = False) -> bool | 
 
 
 def kill_with_parent() -> None:
-    """Get SIGKILL when the thread that started this process dies (Linux only)."""
+    """Ask the kernel to kill this process when the thread that started it dies (Linux only)."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans(wanted: bool) -> None:
-    """Make processes whose parent died ours instead of init's, so that they can be found, ended and reaped."""
+    """Make this process, not init, the parent of orphaned descendants, so that it can find, kill and reap them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(wanted))
 
 
 def ended_child() -> int | None:
-    """Return the process id of a child that has ended, without reaping it.
+    """Return the process id of a child that has exited, without reaping it.
 
-    None if there is none, and off Linux, where orphans, for which this is, become children of process 1.
+    None if there is none, and off Linux: this is for orphans, which become children of process 1 there.
     """
     if not _IS_LINUX:  # waitid came to macOS with Python 3.13
         return None

@@ -1,4 +1,4 @@
-"""Log lines of lightning_sm: visible by default, those of the commands with the command's name."""
+"""The log lines of lightning_sm, which are visible by default and begin with a command's name in commands."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import logging
 
 
 def command_logger(name: str) -> logging.Logger:
-    """Return a logger whose messages begin with ``lightning-sm: ``, whatever handlers and formatters see them.
+    """Return a logger whose messages begin with ``lightning-sm: ``, whichever handlers and formatters process them.
 
-    For the commands, whose lines stand among those of the scripts that they run.
+    For commands, whose lines appear among those of the scripts that they run.
 
     Args:
         name: Name of the logger.
@@ -19,9 +19,9 @@ def command_logger(name: str) -> logging.Logger:
 
 
 def show_log_lines() -> None:
-    """Write INFO and above of the ``lightning_sm`` loggers: where the script's own logging does, else to stderr."""
+    """Write INFO and above of the ``lightning_sm`` loggers to where the script's own logging goes, else to stderr."""
     logger = logging.getLogger("lightning_sm")
-    if logger.level == logging.NOTSET:  # else root's level counts, which logging.basicConfig() leaves at WARNING
+    if logger.level == logging.NOTSET:  # unset, root's level counts, which logging.basicConfig() leaves at WARNING
         logger.setLevel(logging.INFO)
     if logger.handlers or logging.getLogger().handlers:
         return

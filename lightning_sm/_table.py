@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-# Logs have no width. With the width of a terminal, or rich's default of 80, host names would be broken.
+# Logs have no width: at that of a terminal, or rich's default of 80, lines would break within host names.
 _UNLIMITED = 1_000_000
 
 
@@ -19,12 +19,12 @@ def draw_table(
 
     Args:
         rows: The cells of each row. A cell may have several lines; nothing in it is markup.
-        headers: Titles of the columns; none for a table without a header.
-        right: Titles of columns that are aligned to the right.
+        headers: Titles of the columns; empty for a table without a header.
+        right: Titles of the columns that are aligned to the right.
         max_widths: Widths, by title, at which the cells of a column are wrapped. Other columns are as wide as their
             widest cell.
     """
-    # Imported here: rich takes longer than everything else that the launcher imports to start.
+    # Imported here, because rich takes longer to import than everything else that the launcher needs to start.
     from rich.console import Console  # noqa: PLC0415
     from rich.rule import Rule  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 _MINUTE_S = 60
 _HOUR_S = 3600
-# Below this, seconds have three digits that count; from there on, minutes or hours.
+# Below this, a duration is given in seconds with three significant digits; from here on, in minutes or hours.
 _LONG_S = 120.0
 
 
@@ -22,7 +22,7 @@ def duration(seconds: float) -> str:
 
 
 def step_time(seconds: float) -> str:
-    """Return a short time in milliseconds, a longer one in seconds, with three digits."""
+    """Return a short time in milliseconds, a longer one in seconds, with three significant digits."""
     return f"{1e3 * seconds:.3g} ms" if 0 < seconds < 1 else f"{seconds:.3g} s"
 
 
@@ -41,7 +41,7 @@ def size(num_bytes: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share as a whole percentage; a trace of something is not nothing."""
+    """Return a share as a whole percentage; ``<1%`` for a share that would round to 0%."""
     rounded = f"{100 * share:.0f}%"
     return "<1%" if share > 0 and rounded == "0%" else rounded
 
@@ -57,7 +57,7 @@ def times(number: int) -> str:
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """Join names with commas; of many, only the first."""
+    """Join names with commas; of more than ``most``, only the first."""
     rest = f", ... ({len(names)} in all)" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
 

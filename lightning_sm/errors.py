@@ -1,4 +1,4 @@
-"""Every error that lightning_sm raises on purpose.
+"""The errors that lightning_sm raises on purpose.
 
 The tree::
 
@@ -29,7 +29,7 @@ The tree::
        |- WireError(ValueError)               a message breaks the protocol
        `- ResumeError(ValueError)             a checkpoint's data position does not fit the data
 
-Every error can be built from one string: PyTorch re-raises worker errors as ``type(error)(message)``.
+Every error can be built from one string, because PyTorch re-raises worker errors as ``type(error)(message)``.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class SubmitError(LightningSMError, ValueError):
 
 
 class AWSError(LightningSMError, RuntimeError):
-    """AWS rejects a request, cannot be reached, or does not have what was named."""
+    """AWS rejects a request, cannot be reached, or does not know the named job or file."""
 
 
 class MixedLightningError(LightningSMError, ImportError):

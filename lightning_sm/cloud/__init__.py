@@ -1,1 +1,1 @@
-"""Look after jobs on the service from a laptop, with boto3 alone."""
+"""Tools to look after jobs on the service from a laptop, with boto3 alone."""

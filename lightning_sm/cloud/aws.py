@@ -13,7 +13,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from lightning_sm.errors import AWSError
 
-# Following a job takes hours, in which the API is throttled at times.
+# Retry often: following a job takes hours, during which the API is throttled at times.
 _CONFIG = Config(retries={"mode": "adaptive", "max_attempts": 10})
 
 
@@ -39,7 +39,7 @@ class Clients:
 
     @cached_property
     def s3(self) -> Any:
-        """What jobs leave."""
+        """S3, which holds the files that jobs leave."""
         return self._session.client("s3", config=_CONFIG)
 
 
@@ -62,7 +62,7 @@ def new_session(**settings: str | None) -> boto3.Session:
 
 
 def check_credentials(session: boto3.Session) -> None:
-    """Check that there are credentials; whether they are valid only AWS knows.
+    """Check that there are credentials; only AWS knows whether they are valid.
 
     Raises:
         AWSError: There are none.
@@ -76,7 +76,7 @@ def check_credentials(session: boto3.Session) -> None:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn what botocore raises into an ``AWSError``.
+    """Turn botocore's errors into an ``AWSError``.
 
     Raises:
         AWSError: AWS rejects a request or cannot be reached.
@@ -88,5 +88,5 @@ def one_line_errors() -> Iterator[None]:
 
 
 def error_code(error: ClientError) -> str:
-    """The service's word for an error, such as ``ValidationException``."""
+    """Return the service's word for an error, such as ``ValidationException``."""
     return str(error.response.get("Error", {}).get("Code", ""))

@@ -1,4 +1,4 @@
-"""``lightning-sm jobs``: what runs, what it says, what it costs, what it left."""
+"""``lightning-sm jobs``, which shows jobs on the service, their logs, costs and files, and stops them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_sm.record.prices import read_prices
 _LOG = command_logger(__name__)
 
 _COMMANDS = ("list", "logs", "stop", "cost", "files")
-# What other tools call them.
+# The names that other tools give to these commands.
 _ELSEWHERE = {
     "log": "logs",
     "tail": "logs",
@@ -197,16 +197,16 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("-f", "--follow", action="store_true", help="follow the log until the job ends")
     logs.add_argument("--host", help="only this host's log, such as algo-2")
     logs.add_argument(
-        "--tail", type=positive_whole_number, metavar="N", help="only the last N lines (of a failed job: of each host)"
+        "--tail", type=positive_whole_number, metavar="N", help="only the last N lines (for a failed job: of each host)"
     )
-    logs.add_argument("--all", action="store_true", help="everything in chronological order, also for a failed job")
+    logs.add_argument("--all", action="store_true", help="everything in chronological order, even for a failed job")
     logs.set_defaults(run=_logs)
 
     end = add_parser("stop", help="stop a job; its hosts have 120 s to save a checkpoint")
     end.add_argument("name")
     end.set_defaults(run=_stop)
 
-    price = add_parser("cost", help="what a job costs, by its billable seconds and your prices")
+    price = add_parser("cost", help="the cost of a job, from its billable seconds and your prices")
     price.add_argument("name")
     price.add_argument(
         "--price",
@@ -218,10 +218,10 @@ def _parser() -> argparse.ArgumentParser:
     price.add_argument("--prices", type=Path, metavar="FILE", help="YAML file with prices: {per_hour: {NAME: PRICE}}")
     price.set_defaults(run=_cost)
 
-    left = add_parser("files", help="where model, output, checkpoints are; copies one file of the output")
+    left = add_parser("files", help="where model, output and checkpoints are; or a copy of one output file")
     left.add_argument("name")
     left.add_argument("file", nargs="?", help="end of the path of one file, such as report.html")
-    left.add_argument("--to", metavar="PATH", help="copy it here (default: its name in this folder)")
+    left.add_argument("--to", metavar="PATH", help="where to copy it (default: its name in this folder)")
     left.set_defaults(run=_files)
     return parser
 

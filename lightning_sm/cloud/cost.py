@@ -1,9 +1,9 @@
-"""What jobs cost, from their billable time and the user's prices.
+"""The cost of jobs, from their billable time and the user's prices.
 
 Source:
     SageMaker API, DescribeTrainingJob: ``BillableTimeInSeconds`` is wall-clock time of the cluster, to be multiplied by
     the number of hosts; managed spot training saves ``1 - BillableTimeInSeconds / TrainingTimeInSeconds``. So spot
-    capacity is billed as fewer seconds at the on-demand price. The hosts of a warm pool are billed besides
+    capacity is billed as fewer seconds at the on-demand price. The hosts of a warm pool are billed separately
     (``ResourceRetainedBillableTimeInSeconds``).
 """
 
@@ -24,16 +24,16 @@ from lightning_sm.record.prices import Prices, cost
 
 @dataclass(frozen=True)
 class Bill:
-    """What one training job costs.
+    """The billable time of one training job.
 
     Attributes:
         name: Name of the job.
-        status: The service's word for where it stands.
+        status: The service's word for its status.
         groups: Its hosts.
         billed_s: Billable seconds of each host.
-        training_s: Seconds that the hosts were there; more than ``billed_s`` with spot capacity.
+        training_s: Seconds for which the hosts were in use; more than ``billed_s`` with spot capacity.
         kept_s: Billable seconds of each host in the warm pool after the job.
-        is_estimate: Whether the service has not said yet what is billed.
+        is_estimate: Whether the service has not yet stated the billable time.
         is_spot: Whether the job uses spot capacity.
         is_prepaid: Whether the job uses a training plan.
     """
@@ -50,7 +50,7 @@ class Bill:
 
 
 def bill(description: Mapping[str, Any], now: datetime) -> Bill:
-    """Read the billable time of a job; of one that runs, the time since its training started.
+    """Read the billable time of a job; if it still runs, the time since its training started.
 
     Args:
         description: An answer of DescribeTrainingJob.
@@ -78,8 +78,8 @@ def shown_bills(bills: Sequence[Bill], prices: Prices) -> str:
     """Show what jobs cost, each instance group in a row.
 
     Args:
-        bills: One for each training job.
-        prices: For all of their groups or instance types.
+        bills: The bill of each training job.
+        prices: Prices for all of their groups or instance types.
 
     Raises:
         JobConfigError: Prices are missing; the message names them.

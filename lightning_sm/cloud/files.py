@@ -1,4 +1,4 @@
-"""The files that a job leaves in S3, and one of them on this machine."""
+"""The files that a job leaves in S3: where they are, and a copy of one of them on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ARCHIVES = ("output.tar.gz", "model.tar.gz")
 
 
 def places(description: Mapping[str, Any]) -> dict[str, str]:
-    """Return the S3 addresses of what a job leaves, by what they are.
+    """Return the S3 addresses of a job's files, by kind.
 
     Args:
         description: An answer of DescribeTrainingJob.
@@ -34,7 +34,7 @@ def places(description: Mapping[str, Any]) -> dict[str, str]:
 
 
 def shown_places(description: Mapping[str, Any]) -> str:
-    """Show the S3 addresses, and that those of a running job are not there yet."""
+    """Show the S3 addresses; for a running job, say that it has yet to upload its files."""
     text = draw_table(places(description).items())
     if description["TrainingJobStatus"] in {"Completed", "Failed", "Stopped"}:
         return text
@@ -47,11 +47,11 @@ def fetch(client: Any, description: Mapping[str, Any], name: str, target: Path) 
     Args:
         client: boto3's client of S3.
         description: An answer of DescribeTrainingJob.
-        name: The end of its path, such as ``report.html`` or ``algo-1/report.html``.
+        name: The end of the file's path, such as ``report.html`` or ``algo-1/report.html``.
         target: The file to write; it must not exist.
 
     Returns:
-        Its path in the output.
+        The file's path in the output.
 
     Raises:
         AWSError: There is no such file, there are several, or ``target`` exists.
@@ -64,7 +64,7 @@ def fetch(client: Any, description: Mapping[str, Any], name: str, target: Path) 
     keys = [entry["Key"] for page in pages for entry in page.get("Contents", [])]
     plain = [key for key in keys if _matches(key.removeprefix(folder), name)]
     _check_one(plain, name)
-    # Beside the target, so that a file with its name is always complete.
+    # Write to a folder beside the target first, so that a file with the target's name is always complete.
     with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=f".{target.name}-") as scratch:
         part = Path(scratch, "part")
         if plain:
@@ -81,11 +81,11 @@ def fetch(client: Any, description: Mapping[str, Any], name: str, target: Path) 
                 part.replace(target)
                 return f"{archive}: {found}"
     what = ", ".join(key.removeprefix(folder) for key in keys) or "nothing"
-    raise AWSError(f"There is no file {name} in s3://{bucket}/{folder}, which has {what}.")
+    raise AWSError(f"There is no file {name} in s3://{bucket}/{folder}, which contains {what}.")
 
 
 def _extract(body: IO[bytes], name: str, target: Path) -> str | None:
-    """Write the only member of an archive whose path ends with ``name``; the archive is read as it arrives."""
+    """Read an archive as it arrives, and write its only member whose path ends with ``name``."""
     found: list[str] = []
     with tarfile.open(fileobj=body, mode="r|gz") as archive:
         for member in archive:

@@ -1,4 +1,4 @@
-"""What a name stands for: a training job or a tuning job."""
+"""The lookup of a name, which may be that of a training job or of a tuning job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_sm.cloud.aws import Clients, error_code
 from lightning_sm.errors import AWSError
 
 _MAX_TUNING_NAME_CHARS = 32
-# DescribeTrainingJob says ValidationException of an unknown name, though its model names only ResourceNotFound.
+# For an unknown name, DescribeTrainingJob raises ValidationException, although its model names only ResourceNotFound.
 _UNKNOWN = frozenset({"ValidationException", "ResourceNotFound", "ResourceNotFoundException"})
 
 
@@ -22,7 +22,7 @@ class Found:
     """A job as the service describes it.
 
     Attributes:
-        kind: Which API describes it.
+        kind: The kind of job, and so the API that describes it.
         name: Its name.
         description: The answer of DescribeTrainingJob or DescribeHyperParameterTuningJob.
     """
@@ -33,18 +33,18 @@ class Found:
 
     @property
     def status(self) -> str:
-        """The service's word for where it stands."""
+        """The service's word for its status."""
         key = {"training": "TrainingJobStatus", "tuning": "HyperParameterTuningJobStatus"}[self.kind]
         return str(self.description[key])
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing of it runs any longer."""
+        """Whether no part of it still runs."""
         return self.status in {"Completed", "Failed", "Stopped"}
 
 
 def find(clients: Clients, name: str) -> Found:
-    """Look a job up.
+    """Look up a job.
 
     Args:
         clients: Clients of the AWS APIs.
@@ -77,7 +77,7 @@ def training_jobs(clients: Clients, found: Found) -> list[Mapping[str, Any]]:
 
     Args:
         clients: Clients of the AWS APIs.
-        found: One training job is itself; a tuning job has as many as ran.
+        found: A training job, which consists of itself, or a tuning job.
 
     Returns:
         Answers of DescribeTrainingJob.

@@ -1,4 +1,4 @@
-"""Follow a job until it ends: its states, and its log if asked for."""
+"""The follower of a job until it ends, which shows its states, and its log on request."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ _LOG = command_logger(__name__)
 
 _STATE_EVERY_S = 20.0
 _LOG_EVERY_S = 4.0
-# The last lines of a job arrive after its end. Give up waiting for more after this many looks at the log in a row that
-# found none.
+# The last lines of a job arrive after its end. Give up after this many consecutive reads of the log without a new line.
 _LAST_LOOKS = 2
 _FINAL = frozenset({"Completed", "Failed", "Stopped"})
-# The service ends the reason with it, and has no field for it: "AlgorithmError: <the failure file>, exit code: 137".
+# The service has no field for the exit code, but ends the reason with it: "AlgorithmError: <failure file>, exit code:
+# 137".
 _EXIT_CODE = re.compile(r"exit code:? (\d+)\s*\.?\s*$")
 
 Sleep = Callable[[float], object]
-# Ctrl-C interrupts it, and nothing else ends a wait for the service.
+# A sleep, because Ctrl-C interrupts it, and nothing else ends a wait for the service.
 _sleep = time.sleep
 
 
 def follow(clients: Clients, found: Found, *, shows_log: bool, sleep: Sleep = _sleep) -> Mapping[str, Any]:
     """Wait until a job ends; log every change of its state, and write its log to stdout.
 
-    Ctrl-C or an error stops the waiting, not the job; a warning then says how to stop the job.
+    Ctrl-C or an error ends the wait, not the job; a warning then says how to stop the job.
 
     Args:
         clients: Clients of the AWS APIs.
         found: A training job or a tuning job.
-        shows_log: Whether to write the log. A tuning job has no log of its own: its counts are shown instead.
+        shows_log: Whether to write the log. A tuning job has no log of its own; its counts are shown instead.
         sleep: Sleeps for some seconds.
 
     Returns:
@@ -57,10 +57,10 @@ def follow(clients: Clients, found: Found, *, shows_log: bool, sleep: Sleep = _s
 
 
 def exit_code(description: Mapping[str, Any]) -> int:
-    """Exit code for a job that has ended: 0 if it succeeded, else that of its hosts if the service names one, else 1.
+    """Return the exit code of a job that has ended: 0 for success, else that of its hosts if known, else 1.
 
     Args:
-        description: Of a training job or a tuning job.
+        description: The description of a training job or a tuning job.
     """
     status = description.get("TrainingJobStatus") or description.get("HyperParameterTuningJobStatus")
     if status == "Completed":
@@ -70,7 +70,7 @@ def exit_code(description: Mapping[str, Any]) -> int:
 
 
 def reason_of(description: Mapping[str, Any]) -> str:
-    """Why a job failed, in the service's words; empty if it says nothing."""
+    """Return why a job failed, in the service's words; empty if it gives no reason."""
     return str(description.get("FailureReason", ""))
 
 
@@ -114,7 +114,7 @@ def _tuning_job(clients: Clients, name: str, sleep: Sleep) -> Mapping[str, Any]:
 
 
 def tuning_progress(description: Mapping[str, Any]) -> str:
-    """How far a tuning job is, and its best training job, in words.
+    """Say how many training jobs of a tuning job have ended or run, and which is the best.
 
     Args:
         description: An answer of DescribeHyperParameterTuningJob.
@@ -137,7 +137,7 @@ def tuning_progress(description: Mapping[str, Any]) -> str:
 
 
 class _States:
-    """Logs each new state once."""
+    """A log of states, in which each new one appears once."""
 
     def __init__(self, job: str) -> None:
         self._job = job

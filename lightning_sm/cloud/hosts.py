@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Of a job without instance groups; the service's own name for its only group.
+# The service's name for the only group of a job without instance groups.
 _ONLY_GROUP = "homogeneousCluster"
 
 
@@ -44,5 +44,5 @@ def groups_of(description: Mapping[str, Any]) -> list[HostGroup]:
 
 
 def shown_hosts(description: Mapping[str, Any]) -> str:
-    """The hosts in words, such as ``2 ml.g5.xlarge + 1 ml.c5.xlarge``."""
+    """Return the hosts in words, such as ``2 ml.g5.xlarge + 1 ml.c5.xlarge``."""
     return " + ".join(f"{group.num_hosts} {group.instance_type}" for group in groups_of(description))

@@ -19,7 +19,7 @@ def training_jobs_table(clients: Clients, text: str | None, status: str | None, 
         clients: Clients of the AWS APIs.
         text: Part of their names; None for any.
         status: Their status, such as InProgress; None for any.
-        limit: Maximum number of rows. A request for each finds out its hosts.
+        limit: Maximum number of rows, each of which takes a request for the job's hosts.
         now: The current time.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The log of a job, merged over its hosts, with the reason of a failure first.
+"""The log of a job, merged over its hosts, with the reason for a failure first.
 
 CloudWatch Logs keeps a stream for each host and attempt, ``<job>/algo-<n>-<seconds since the epoch>``.
 """
@@ -16,14 +16,14 @@ from lightning_sm.cloud.aws import error_code
 from lightning_sm.cloud.hosts import groups_of
 
 _GROUP = "/aws/sagemaker/TrainingJobs"
-# Events of one host may arrive later than younger ones of another.
+# Events of one host may arrive later than newer ones of another: read this far back again.
 _LATE_MS = 60_000
-# As failure files name hosts. The service passes them on as they are, and names no host of its own.
+# The names of hosts in failure files, which the service passes on unchanged; it has no field for the host.
 _HOST = re.compile(r"algo-\d+")
-# What the launcher logs first. The service says nowhere else in which group it has put a host.
+# The launcher's first log line. Nothing else says in which group the service has put a host.
 _BANNER = re.compile(r"\| host (?P<host>\S+), group (?P<group>[^,]+), role \w+")
 _BANNER_FILTER = '"| host" "group" "role"'
-# Of each host that did not fail.
+# How many lines of each host that did not fail are shown.
 OTHERS_TAIL = 50
 
 
@@ -52,7 +52,7 @@ class Log:
 
     def __init__(self, client: Any, description: Mapping[str, Any]) -> None:
         self._client = client
-        # With the slash: the streams of job-10 begin with job-1, too.
+        # With the slash, because the streams of job-10 begin with job-1, too.
         self._prefix = f"{description['TrainingJobName']}/"
         groups = groups_of(description)
         self._is_heterogeneous = len(groups) > 1
@@ -61,7 +61,7 @@ class Log:
         self._latest_ms = 0
 
     def new_lines(self) -> Iterator[LogLine]:
-        """Read what has been added since the last call; the first call reads everything.
+        """Read the lines added since the last call; the first call reads everything.
 
         Raises:
             ClientError: AWS rejects the request.
@@ -107,14 +107,14 @@ class Log:
                     logGroupName=_GROUP, logStreamName=stream, limit=count - len(found), startFromHead=False, **token
                 )
                 found = [_line(event, stream) for event in page["events"]] + found
-                # The same token as the one that was sent marks the beginning; pages before it may be empty.
+                # At the beginning of the stream, the answer repeats the token that was sent. Other pages may be empty.
                 if page["nextBackwardToken"] == token.get("nextToken"):
                     break
                 token = {"nextToken": page["nextBackwardToken"]}
         return found
 
     def streams_by_host(self) -> dict[str, list[str]]:
-        """The streams of each host, the oldest first; hosts in the order of their numbers.
+        """Return the streams of each host, the oldest first; hosts in the order of their numbers.
 
         Raises:
             ClientError: AWS rejects the request.
@@ -133,7 +133,7 @@ class Log:
         return dict(sorted(streams.items(), key=lambda item: (len(item[0]), item[0])))
 
     def learn_groups(self) -> None:
-        """Find out which host is in which group: the service assigns them at random, and only the log says how.
+        """Find out which host is in which group, which the service decides at random and only the log says.
 
         Raises:
             ClientError: AWS rejects the request.
@@ -144,11 +144,11 @@ class Log:
                     self._learn_group(_line(event, event["logStreamName"]))
 
     def shown(self, line: LogLine) -> str:
-        """A line with the name of its host, and of its group if the job has several."""
+        """Return a line with the name of its host, and of its group if the job has several."""
         return f"{self.shown_host(line.host)} | {line.text}"
 
     def shown_host(self, host: str) -> str:
-        """The name of a host, and of its group if the job has several and the group is known."""
+        """Return the name of a host, and of its group if the job has several and the group is known."""
         group = self._group_by_host.get(host) if self._is_heterogeneous else None
         return host if group is None else f"{host} {group}"
 
@@ -158,7 +158,7 @@ class Log:
             self._group_by_host[line.host] = banner["group"]
 
     def _pages(self, **arguments: Any) -> Iterator[list[dict[str, Any]]]:
-        """Events, page by page; empty pages before the last one are normal."""
+        """Yield events page by page; pages before the last one may be empty."""
         if "logStreamNames" not in arguments:
             arguments["logStreamNamePrefix"] = self._prefix
         arguments["logGroupName"] = _GROUP
@@ -174,12 +174,12 @@ class Log:
 
 
 def failure_first(log: Log, reason: str, tail: int | None = None) -> Iterator[str]:
-    """The log of a failed job: the reason, the hosts that it names, and the end of the log of each other host.
+    """Yield the log of a failed job: the reason, the logs of hosts that it names, and the end of each other host's log.
 
     Args:
         log: The log.
         reason: The service's reason.
-        tail: Maximum number of lines of each host. Default: all of the hosts that the reason names, 50 of the others.
+        tail: Maximum number of lines per host. Default: all for hosts that the reason names, 50 for the others.
 
     Raises:
         ClientError: AWS rejects a request.
@@ -219,6 +219,6 @@ def _started(stream: str) -> int:
 
 
 def _ignore_missing_log(error: ClientError) -> None:
-    """A job that has not started yet has no log; the first job of an account has not even the group of streams."""
+    """Raise the error, unless there is no log yet: an account's first job does not even have the group of streams."""
     if error_code(error) != "ResourceNotFoundException":
         raise error

@@ -1,4 +1,4 @@
-"""Stop a job."""
+"""The command that stops a job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def stop(clients: Clients, found: Found) -> str:
         found: The job.
 
     Returns:
-        What has been done, for people.
+        What this call has done, for people.
 
     Raises:
         ClientError: AWS rejects the request.
@@ -35,7 +35,7 @@ def stop(clients: Clients, found: Found) -> str:
     except ClientError as error:
         if error_code(error) != "ValidationException":
             raise
-        again = find(clients, found.name)  # it may have ended meanwhile
+        again = find(clients, found.name)  # the job may have ended meanwhile
         if not again.has_ended:
             raise
         return _ended(again)

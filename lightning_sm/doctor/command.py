@@ -31,7 +31,7 @@ exit codes: 0 no problem, 1 at least one (with --strict: or a warning), 2 wrong 
 
 # An import of torch from a cold disk is the slowest check.
 _DEFAULT_TIMEOUT_S = 30.0
-# Where the terminal's width is unknown.
+# If the terminal's size is unknown.
 _DEFAULT_SIZE = (120, 24)
 
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_number,
         default=_DEFAULT_TIMEOUT_S,
         metavar="SECONDS",
-        help=f"time limit of all checks together, also if one hangs (default: {_DEFAULT_TIMEOUT_S:.0f})",
+        help=f"time limit for all checks together, even if one hangs (default: {_DEFAULT_TIMEOUT_S:.0f})",
     )
 
 
@@ -63,17 +63,17 @@ def main(options: argparse.Namespace, env: Mapping[str, str] = os.environ) -> in
 
 
 def _write(text: str) -> bool:
-    """Write to stdout; False if that fails."""
+    """Write to stdout; return False if that fails."""
     if sys.stdout is None:  # the parent process closed it
         return False
     try:
-        # A character that the terminal's encoding lacks must not lose the report.
+        # A character that the terminal's encoding lacks must not prevent the report.
         sys.stdout.buffer.write(f"{text}\n".encode(sys.stdout.encoding or "utf-8", errors="backslashreplace"))
         sys.stdout.buffer.flush()
     except OSError as error:
         # Python would complain again when it closes stdout (Python documentation, "Note on SIGPIPE").
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # else "| head" has read enough
+        if not isinstance(error, BrokenPipeError):  # a broken pipe only means that "| head" has read enough
             _LOG.error("lightning-sm doctor: the report cannot be written: %s.", error.strerror)
             return False
     return True

@@ -1,4 +1,4 @@
-"""What the checks examine: one host, by its variables, files and kernel; and how long they may take."""
+"""The subject of the checks: one host, by its variables, files and kernel; and how long they may take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_sm.errors import LightningSMError
 from lightning_sm.job.facts import SageMakerJob, base_directory
 from lightning_sm.job.topology import Topology
 
-# To report what did not end in time: a tenth of the whole time, and at most this.
+# The time to report calls that did not return: a tenth of the whole time, and at most this.
 _MOST_MARGIN_S = 1.0
 # A killed program closes its pipes at once, unless it hangs in the kernel.
 _KILLED_S = 1.0
@@ -28,11 +28,11 @@ class Context:
     Attributes:
         env: Its environment variables.
         base_dir: The folder that SageMaker calls ``/opt/ml``.
-        ends_at: When all checks must have ended, on the clock of ``time.monotonic``.
-        margin_s: Seconds before that in which a check still reports what did not end.
-        proc: Where the kernel describes processes.
-        sys: Where the kernel describes devices.
-        dev: Folder of the device files.
+        ends_at: When all checks must have ended, in seconds of ``time.monotonic``.
+        margin_s: Seconds before that in which a check still reports calls that did not return.
+        proc: The folder in which the kernel describes processes.
+        sys: The folder in which the kernel describes devices.
+        dev: The folder of the device files.
     """
 
     env: Mapping[str, str]
@@ -45,23 +45,23 @@ class Context:
 
     @classmethod
     def of(cls, env: Mapping[str, str], timeout_s: float) -> Context:
-        """This host, with seconds for all checks together."""
+        """Return this host, with ``timeout_s`` for all checks together."""
         margin_s = min(_MOST_MARGIN_S, timeout_s / 10)
         return cls(env, base_directory(env), time.monotonic() + timeout_s, margin_s)
 
     def seconds(self, most: float) -> float:
-        """How long one call may take: at most the given seconds, and less if less time remains."""
-        # Never 0: a socket would not wait at all, and raise another error.
+        """Return how long one call may take: at most the given seconds, and less if less time remains."""
+        # Never 0, with which a socket would not wait at all, and raise another error.
         return max(0.01, min(most, self.ends_at - self.margin_s - time.monotonic()))
 
     @property
     def job(self) -> SageMakerJob | None:
-        """The job of this host; None off SageMaker and where its files are malformed."""
+        """The job of this host; None off SageMaker, and if its files are malformed."""
         return self._facts[0]
 
     @property
     def topology(self) -> Topology | None:
-        """The layout of the job; None where there is no job, or its groups contradict each other."""
+        """The layout of the job; None if there is no job, or if its groups contradict each other."""
         return self._facts[1]
 
     @property
@@ -74,7 +74,7 @@ class Context:
         """Whether the hosts of the job share this machine, as those of ``lightning-sm local`` do."""
         return self.job is not None and self.job.shares_machine
 
-    # Read in the threads of the checks that need it: a file that hangs hangs only them, until their deadline.
+    # Read in the threads of the checks that need it, so that a file that hangs delays only them, until their deadline.
     @cached_property
     def _facts(self) -> tuple[SageMakerJob | None, Topology | None, LightningSMError | None]:
         job = None
@@ -90,7 +90,7 @@ class Context:
 
 
 def text_of(path: Path) -> str | None:
-    """Read a small file; None if it does not exist or cannot be read."""
+    """Read a small file; return None if it does not exist or cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -102,7 +102,7 @@ def run(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> sub
 
     Raises:
         OSError: The program cannot be started.
-        subprocess.TimeoutExpired: It did not end in time.
+        subprocess.TimeoutExpired: The program did not exit in time.
     """
     process = subprocess.Popen(
         list(command),

@@ -1,4 +1,4 @@
-"""Calls that may hang, side by side, with one deadline: a dead resolver or file system delays no other check."""
+"""Concurrent calls that may hang, with one deadline, so that a dead resolver or file system delays no other check."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class TaskResult(Generic[_Value]):
-    """How one call ended.
+    """The result of one call.
 
     Attributes:
-        value: What it returned, if it returned.
-        error: What it raised, if it raised.
-        seconds: How long it took; None if it did not end in time.
+        value: The value that it returned, if any.
+        error: The exception that it raised, if any.
+        seconds: How long it took; None if it did not return in time.
     """
 
     value: _Value | None = None
@@ -32,8 +32,8 @@ def in_parallel(
 ) -> list[TaskResult[_Value]]:
     """Call a function for each item, each in a thread of its own.
 
-    Threads that do not end within ``timeout_s`` are abandoned: neither ``getaddrinfo`` nor ``statvfs`` can be
-    interrupted. They are daemons, which do not keep the process alive.
+    Threads that do not end within ``timeout_s`` are abandoned, because neither ``getaddrinfo`` nor ``statvfs`` can be
+    interrupted. As daemons, they do not keep the process alive.
     """
     outcomes: list[TaskResult[_Value]] = [TaskResult() for _ in items]
 

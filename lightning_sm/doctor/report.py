@@ -15,12 +15,12 @@ _MOST_WIDTH = 200
 _NAME_WIDTH = 16
 _STATUS_WIDTH = 7
 _GAPS = 6
-# The finding is longer than the advice, which is often empty.
+# The share of the room for findings, which are longer than advice: that is often empty.
 _FOUND_SHARE = 0.58
 
 
 class Status(str, Enum):
-    """How bad a result is."""
+    """The severity of a result."""
 
     OK = "ok"
     WARNING = "warning"
@@ -33,9 +33,9 @@ class Result:
 
     Attributes:
         name: What was checked.
-        status: How bad it is.
+        status: The severity.
         found: What was found.
-        advice: What to do; empty where nothing has to be done.
+        advice: What to do; empty if nothing has to be done.
     """
 
     name: str
@@ -66,7 +66,7 @@ def exit_code(results: Sequence[Result], *, strict: bool = False) -> int:
 
 
 def table(results: Sequence[Result], width: int) -> str:
-    """Draw the results, one row each, for a terminal of that many characters."""
+    """Draw the results, one row each, for a terminal of ``width`` characters."""
     room = min(max(width, _LEAST_WIDTH), _MOST_WIDTH) - _NAME_WIDTH - _STATUS_WIDTH - _GAPS
     found_width = int(room * _FOUND_SHARE)
     rows = [
@@ -106,7 +106,7 @@ def _counted(results: Sequence[Result], status: Status, noun: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Escape control characters and what a terminal cannot show: files and variables may hold anything."""
+    """Escape characters that a terminal cannot show, because files and variables may contain anything."""
     return "".join(
         char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode("ascii") for char in text
     )

@@ -1,4 +1,4 @@
-"""All checks, run side by side, each with its own failure."""
+"""The run of all checks, concurrently, each with its own failure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHECKS: tuple[Check, ...] = (
 
 def examine(context: Context, checks: Sequence[Check] = CHECKS) -> list[Result]:
     """Run all checks and return their results in order; a check that fails or hangs is a result, too."""
-    # Outside of the threads, to keep what a check found before it hung.
+    # Lists outside the threads, to keep what a check found before it hung.
     found: list[list[Result]] = [[] for _ in checks]
 
     def run(index: int) -> None:
@@ -52,6 +52,6 @@ def examine(context: Context, checks: Sequence[Check] = CHECKS) -> list[Result]:
             text = f"The check itself failed: {type(outcome.error).__name__}: {outcome.error}"
             results.append(problem(name, text, "Check what the error names. If nothing is wrong there, report a bug."))
         elif outcome.seconds is None:
-            text = f"The check did not end within {context.ends_at - started:.0f} s."
+            text = f"The check did not finish within {context.ends_at - started:.0f} s."
             results.append(problem(name, text, "A file system, device or resolver hangs. --timeout allows more time."))
     return results

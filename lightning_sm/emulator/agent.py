@@ -1,4 +1,4 @@
-"""SageMaker's agent, which copies a host's checkpoint folder to S3 while it runs, as far as its habits are known."""
+"""A stand-in for SageMaker's agent, which copies a host's checkpoint folder to S3 while it runs, as far as is known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class _Content:
-    """What tells one content of a file from another without reading it."""
+    """The attributes that tell one content of a file from another without reading it."""
 
     inode: int
     size: int
@@ -25,20 +25,20 @@ class _Content:
 
 
 class UploadAgent:
-    """Uploads the changed files of a folder from a thread of its own, until ``stop``.
+    """A thread that uploads the changed files of a folder until ``stop``.
 
-    A file that has changed gets an empty ``<file>.sagemaker-uploading`` beside it, is copied as a whole, and then has
-    ``<file>.sagemaker-uploaded`` instead. A file that is removed is removed from S3. Nothing is flushed at the end.
+    A changed file gets an empty ``<file>.sagemaker-uploading`` beside it, is copied as a whole, and then gets
+    ``<file>.sagemaker-uploaded`` instead. Removing a file here removes it from S3. Nothing is flushed at the end.
 
     Args:
         folder: The host's checkpoint folder, as it was downloaded.
         bucket: The folder that stands for S3.
         host: Name of the host.
-        delay_s: Seconds that the upload of a file takes.
+        delay_s: How long the upload of a file takes, in seconds.
 
     Attributes:
-        lost: Files that were not uploaded as they were when the agent stopped, relative to the folder.
-        error: Why the agent could not go on, if it could not.
+        lost: Files whose last content was not uploaded when the agent stopped, relative to the folder.
+        error: The error that ended the agent, if any.
     """
 
     def __init__(self, folder: Path, bucket: Path, host: str, delay_s: float) -> None:
@@ -47,7 +47,7 @@ class UploadAgent:
         self._folder = folder
         self._bucket = bucket
         self._delay_s = delay_s
-        # S3 shows an object once it is complete.
+        # S3 shows an object only once it is complete, so copy to another name first.
         self._incomplete = bucket / f".{host}.incomplete"
         self._uploaded = self._contents()
         self._uploads: dict[Path, tuple[_Content, float]] = {}
@@ -56,7 +56,7 @@ class UploadAgent:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop at once, also in the middle of a file."""
+        """Stop at once, even in the middle of a file."""
         self._stopped.set()
         self._thread.join()
         contents = self._contents().items()
@@ -92,7 +92,7 @@ class UploadAgent:
                     marker_of(file, UPLOADING).replace(marker_of(file, UPLOADED))
 
     def _copy(self, file: Path) -> bool:
-        """Copy a file as a whole; returns False if the agent was stopped meanwhile."""
+        """Copy a file as a whole; return False if the agent was stopped meanwhile."""
         with file.open("rb") as source, self._incomplete.open("wb") as copy:
             while chunk := source.read(_CHUNK_BYTES):
                 if self._stopped.is_set():

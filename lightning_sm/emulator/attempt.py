@@ -1,4 +1,4 @@
-"""One attempt of an emulated job: start its hosts, inject faults, wait until they end, and leave no process behind."""
+"""One attempt of an emulated job: start its hosts, inject faults, wait until they exit, and leave no process behind."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ from lightning_sm.launcher.run_report import REPORT_LIMIT_WHEN_STOPPED_S
 from lightning_sm.record.events import FOLDER
 
 # From SIGTERM to SIGKILL after a failure: the launchers of the other hosts give their scripts 15 s, and wait 15 s for a
-# main host that is lost.
+# lost main host.
 _FAILURE_GRACE_S = 25.0
-# From SIGTERM to SIGKILL after Ctrl-C, where somebody is waiting at a terminal.
+# From SIGTERM to SIGKILL after Ctrl-C, when somebody is waiting at a terminal.
 _GRACE_S = 5.0
-# timeout(1) sends its signal twice, as do wrappers that forward what the terminal has sent to everyone.
+# timeout(1) sends its signal twice, as do wrappers that forward what the terminal sent to all: within this time, count
+# them as one.
 _ONE_SIGNAL_S = 0.5
 _POLL_S = 0.1
-# While a fault may be due at a step: small models run hundreds of steps per second.
+# While a fault may be due at a step, because small models run hundreds of steps per second.
 _FAULT_POLL_S = 0.005
 
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """How an attempt ended.
+    """The outcome of an attempt.
 
     Attributes:
-        exit_code: 0 if all hosts succeeded; else that of the host that failed first; 128 + n if signal n stopped it.
+        exit_code: 0 if all hosts succeeded; else that of the host that failed first; 128 + n if signal n stopped the
+            job.
         resumes: Whether an interruption or a restart ended the attempt, so that the job resumes in the next one.
         failed: The host whose failure ended the attempt.
     """
@@ -52,7 +54,7 @@ class AttemptOutcome:
 
 @dataclass
 class _Interruption:
-    """A fault that ends the attempt: when hosts receive SIGTERM, and are killed (``time.monotonic()``); who was."""
+    """A fault that ends the attempt: when hosts get SIGTERM and are killed (``time.monotonic``), and who was killed."""
 
     fault: Fault
     sigterms: list[tuple[float, EmulatedHost]]
@@ -87,7 +89,7 @@ class Attempt:
         self._command = command
         self._output = output
         self._signals = signals
-        # How long the main host may take for the report of the run once it is stopped.
+        # How long a stopped main host may take for the report of the run.
         self._report_s = min(REPORT_LIMIT_WHEN_STOPPED_S, REPORT_S.read(cluster.hosts[0].env))
         self._plan = plan
         self._members: dict[str, list[str]] = {}
@@ -101,7 +103,7 @@ class Attempt:
         self._began_at = 0.0
 
     def run(self) -> AttemptOutcome:
-        """Start all hosts and wait until they end; no process outlives this call."""
+        """Start all hosts and wait until they exit; no process outlives this call."""
         spared = {process.pid for process in psutil.Process().children(recursive=True)}
         adopt_orphans(True)
         self._began_at = time.monotonic()
@@ -114,7 +116,7 @@ class Attempt:
                 outcome = self._stopped() or self._ended()
                 if outcome is not None:
                     return outcome
-                # Last, so that a fault is not mistaken for the cause of what happened before it.
+                # Inject last, so that a fault is not mistaken for the cause of an earlier event.
                 self._thaw_due()
                 self._inject_due()
                 self._pause()
@@ -128,7 +130,7 @@ class Attempt:
             adopt_orphans(False)
 
     def _slow_names(self) -> dict[str, str]:
-        """Environment variables of all hosts by which names do not resolve yet."""
+        """Return environment variables for all hosts with which some names do not resolve yet."""
         slow = self._plan.take(Kind.SLOW_DNS)
         if not slow:
             return {}
@@ -170,14 +172,14 @@ class Attempt:
             inject = self._injection(fault, targets) if targets else None
             if inject is None:
                 continue
-            # Announced first: what follows from the fault comes after it in the output.
+            # Announce first, so that the consequences of the fault follow in the output.
             names = ", ".join(target.host.name for target in targets)
             self._output.say(f"Fault {fault.text}: {names} at {moment}.")
             inject()
             self._plan.done(fault)
 
     def _read_position(self) -> None:
-        """Read how far rank 0 is: its step and epoch at the end of a batch, which stay known when it has exited."""
+        """Read the step and epoch of rank 0 at the end of its last batch, which remain known after it has exited."""
         beats = ControlFolder(self._cluster.main_host.control_dir).beats()
         trained = [beat for beat in beats if beat.rank == 0 and beat.trained_epoch]
         if trained:
@@ -185,7 +187,7 @@ class Attempt:
             self._position = (latest.step, latest.trained_epoch)
 
     def _injection(self, fault: Fault, targets: list[EmulatedHost]) -> Callable[[], object] | None:
-        """What injects a fault; None if that is not possible (yet)."""
+        """Return what injects a fault; None if that is not possible (yet)."""
         target = targets[0]
         match fault.kind:
             case Kind.KILL:
@@ -201,7 +203,7 @@ class Attempt:
                 is_possible = not self._waiting and all(target.listens() for target in targets)
             case _:
                 is_possible = True
-        # A second fault that ends the attempt happens in the next one.
+        # If a second fault ends an attempt, it is injected in the next one.
         return partial(self._interrupt, fault, targets) if is_possible and self._interruption is None else None
 
     def _hang(self, fault: Fault, target: EmulatedHost) -> None:
@@ -226,7 +228,7 @@ class Attempt:
         self._interruption = _Interruption(fault, sigterms, kill_at)
 
     def _ended(self) -> AttemptOutcome | None:
-        """The outcome, if all hosts ended, one failed, or an interruption is complete."""
+        """Return the outcome if all hosts have exited, one has failed, or an interruption is complete."""
         if self._interruption is not None:
             return self._interrupted(self._interruption)
         failed = self._first_failed()
@@ -250,7 +252,7 @@ class Attempt:
         running = self._running()
         doomed = [host for host in running if interruption.kill_at[host] <= now]
         for host in doomed:
-            host.freeze()  # all of them, before any host can notice that another is gone
+            host.freeze()  # freeze all of them first, so that none notices another's death
         for host in doomed:
             if interruption.fault.kind is not Kind.RESTART:
                 grace_s = self._plan.settings.grace_s
@@ -266,18 +268,18 @@ class Attempt:
         return AttemptOutcome((failed.exit_code if failed else 0) or 0, resumes=interruption.fault.kind in RESUMED)
 
     def _judged(self, interruption: _Interruption) -> AttemptOutcome | None:
-        """Let the first host that leaves with an error decide, if only one was interrupted.
+        """Let the first host that exits with an error decide, if only one host was interrupted.
 
-        If the service did not stop it, the job has failed, and there is no other attempt. Otherwise the service stops
-        the others.
+        If the service did not stop that host, the job has failed, and there is no other attempt. Otherwise the service
+        stops the other hosts.
         """
         first = self._first_failed()
         if interruption.fault.host is None or first is None or first in interruption.killed:
             return None
         if first.interrupted_at is None:
             self._output.say(
-                f"Host {first.host.name} (group {first.host.group}), which was not interrupted, left first, with exit "
-                f"code {first.exit_code}: the service takes that for a failure."
+                f"Host {first.host.name} (group {first.host.group}), which was not interrupted, exited first, with "
+                f"code {first.exit_code}: SageMaker counts that as a failure of the job."
             )
             self._stop()
             return AttemptOutcome(first.exit_code or 0, failed=first.host)
@@ -289,15 +291,15 @@ class Attempt:
         return None
 
     def _say_lost(self) -> None:
-        """Name the files that no other attempt will find."""
+        """Name the checkpoint files that later attempts will not find."""
         for host in self.hosts:
             if host.agent is not None and host.agent.error is not None:
                 self._output.say(f"The checkpoints of {host.host.name} were not uploaded: {host.agent.error}.")
             elif host.agent is not None:
-                # The last lines of a record come when all else has been uploaded.
+                # Not the record: its last lines are written after everything else has been uploaded.
                 lost = [file for file in host.agent.lost if not file.startswith(f"{FOLDER}/")]
                 if lost:
-                    self._output.say(f"Not uploaded when {host.host.name} ended: {', '.join(lost)}.")
+                    self._output.say(f"Not uploaded when {host.host.name} exited: {', '.join(lost)}.")
 
     def _stopped(self) -> AttemptOutcome | None:
         signum = self._signals[0][0] if self._signals else self._output.broken_by
@@ -325,7 +327,7 @@ class Attempt:
         self._changed.clear()
 
     def _stop(self) -> None:
-        """Send SIGTERM and wait a few seconds, or until a second signal; ``run`` kills the remaining processes."""
+        """Send SIGTERM and wait for some seconds, or until a second signal; ``run`` kills the remaining processes."""
         running = self._running()
         for host in running:
             host.process.terminate()
@@ -337,7 +339,7 @@ class Attempt:
             self._pause()
 
     def _kill_descendants(self, spared: set[int]) -> None:
-        """Kill every process that the hosts left, including daemons, until none is left."""
+        """Kill all processes that the hosts left behind, including daemons, until none remains."""
         launchers = {host.process.pid for host in self.hosts}  # reaped by their own threads
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline:

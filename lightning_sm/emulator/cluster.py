@@ -38,7 +38,8 @@ from lightning_sm.job.variables import (
     Install,
 )
 
-# Variables that a launcher, a toolkit or another job left in this shell; the hosts would take them for their own.
+# Variables that a launcher, a toolkit or another job may have left in this shell: the hosts would mistake them for
+# their own.
 _LEAKING_PREFIXES = (PREFIX, "MASTER_", "OMPI_", "PMI", "SAGEMAKER_", "SLURM_", "SM_", "TORCHELASTIC_", "TRAINING_JOB_")
 _LEAKING_NAMES = frozenset(
     {
@@ -54,7 +55,7 @@ _LEAKING_NAMES = frozenset(
 )
 # Loopback addresses from 127.0.0.2.
 _MAX_HOSTS = 253
-# Each name leads to ports out of 10000; so many occupied ports in a row mean that something else is wrong.
+# Ports are derived from the name, out of 10000: if so many names in a row have no free ports, something else is wrong.
 _NAME_ATTEMPTS = 50
 _CHANNEL_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # API_Channel
 _CHANNEL_CONFIG = {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
@@ -62,7 +63,7 @@ _CHANNEL_CONFIG = {"TrainingInputMode": "File", "S3DistributionType": "FullyRepl
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """What to emulate.
+    """The description of a job to emulate.
 
     Attributes:
         groups: The instance groups.
@@ -72,8 +73,8 @@ class ClusterSpec:
         checkpoint_dir: Checkpoint folder that all hosts share, or None for a job without one.
         keeps_checkpoints: Whether the job needs a checkpoint folder, which is inside its own folder if
             ``checkpoint_dir`` is None.
-        upload_delay_s: Seconds that the upload of a file takes, where each host has a checkpoint folder of its own, and
-            ``checkpoint_dir`` stands for S3. None for a folder that all hosts share.
+        upload_delay_s: How long the upload of a file takes, in seconds, if each host has a checkpoint folder of its own
+            and ``checkpoint_dir`` stands for S3. None for a folder that all hosts share.
         environment: Variables as a user would pass them to ``Estimator(environment=...)``.
         seed: Seed of the assignment of hosts to groups; None for a different one each time, as on the service.
     """
@@ -99,7 +100,7 @@ class LocalHost:
         role: Its role in the job.
         base_dir: The folder that takes the place of ``/opt/ml``.
         env: The complete environment of its processes.
-        control_dir: Where its training processes say how far they are.
+        control_dir: The folder in which its training processes report where they stand.
         checkpoint_dir: Its checkpoint folder, or None; all hosts may share one.
     """
 
@@ -116,7 +117,7 @@ class LocalCluster:
     """The folders of an emulated job; a context manager that removes them unless ``keep`` is set.
 
     Args:
-        spec: What to emulate.
+        spec: The description of the job.
         base_dir: Parent of the job's folder.
 
     Attributes:
@@ -145,7 +146,7 @@ class LocalCluster:
         self._hyperparameters = encode(spec.hyperparameters)
         self._shared = _shared_environment(spec)
         groups = deal_hosts(spec.groups, _host_names(spec), random.Random(spec.seed))  # noqa: S311 - no secret
-        # Without --devices, which the service does not have: hosts with unequal GPUs are to be rejected as there.
+        # Without --devices, which the service does not have: reject hosts with unequal GPUs, as the service would.
         self._stated = {**self._shared, DEVICES.name: spec.environment.get(DEVICES.name, "")}
         self.name, topology, self._ports = _name_with_ports(groups, self._stated)
         base_dir = base_dir.expanduser().absolute()
@@ -192,10 +193,10 @@ class LocalCluster:
             self._lock = -1
 
     def next_attempt(self) -> None:
-        """Reassign the hosts to groups at random, with empty folders at the same paths; only checkpoints stay.
+        """Reassign the hosts to groups at random, with empty folders at the same paths; only checkpoints remain.
 
-        The folders of the last attempt are moved away: a path from there in a checkpoint must not exist, as on the
-        service.
+        The folders of the last attempt are moved away, because a path there that a checkpoint names must not exist, as
+        on the service.
 
         Raises:
             OutputDirectoryError: A folder cannot be created.
@@ -305,13 +306,13 @@ def _shared_environment(spec: ClusterSpec) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(1, usable_cpus() // num_processes)),
         **inherited,
         "CUDA_VISIBLE_DEVICES": "",
-        # Lightning's switch for Apple's GPU (accelerators/mps.py), with which it refuses to train on several hosts.
+        # Lightning's switch against Apple's GPU (accelerators/mps.py), on which it refuses to train on several hosts.
         "DISABLE_MPS": "1",
         "SM_NUM_GPUS": "0",
         "PYTHONUNBUFFERED": "1",
         DEVICES.name: str(spec.devices),
         **new_secret(),
-        # What this machine wants to know of a job, not what the job does.
+        # These two concern what this machine reports about a job, not what the job does.
         **{setting.name: os.environ[setting.name] for setting in (REPORT_S, PRICES) if setting.name in os.environ},
         HOST_ADDRESSES.name: json.dumps(dict(zip(hosts, loopback_addresses(len(hosts)), strict=True))),
         **spec.environment,
@@ -332,7 +333,7 @@ def _name_with_ports(groups: Sequence[InstanceGroup], shared: Mapping[str, str])
         try:
             return name, topology, reserve_ports(topology)
         except PortInUseError as error:
-            if shared.get(MAIN_PORT.name):  # does not depend on the name
+            if shared.get(MAIN_PORT.name):  # a port that does not depend on the name
                 raise
             last = error
     raise PortInUseError(

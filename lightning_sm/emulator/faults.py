@@ -1,4 +1,4 @@
-"""Faults to inject: the syntax of ``--fault``, its checks, and which faults are due. Nothing here touches a process."""
+"""Faults to inject: the syntax of ``--fault``, its checks, and which faults are due. Rules without I/O."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ faults (--fault, repeatable; each is injected once, in the first attempt that re
 
 
 class Kind(Enum):
-    """What a fault does; the value is its name on the command line."""
+    """The kind of a fault; the value is its name on the command line."""
 
     KILL = "kill"
     KILL_RANK = "kill-rank"
@@ -99,11 +99,11 @@ class Fault:
     """One fault.
 
     Attributes:
-        text: As the user wrote it.
-        kind: What it does.
+        text: The text that the user wrote.
+        kind: Its kind.
         host: Name of a host, or its position in a group; None for all hosts.
-        local_rank: Which training process of the host.
-        not_before: The fault is due when the attempt has reached all of these.
+        local_rank: The local rank of the training process.
+        not_before: The fault is due when the attempt has reached all three numbers of this moment.
         at_start: Whether the fault is due as soon as its target runs.
         seconds: ``for``, ``skew``, or the delay; None if not given.
     """
@@ -117,7 +117,7 @@ class Fault:
     seconds: float | None = None
 
     def is_due(self, moment: Moment) -> bool:
-        """Whether the attempt has reached the fault."""
+        """Return whether the attempt has reached the fault."""
         return (
             moment.seconds >= self.not_before.seconds
             and moment.step >= self.not_before.step
@@ -242,7 +242,7 @@ class FaultPlan:
 
     def due(self, moment: Moment) -> list[Fault]:
         """Return the faults that are due. They stay pending until ``done``, as their target may not run yet."""
-        # LATE and SLOW_DNS apply to the start of an attempt, which takes them.
+        # Not LATE and SLOW_DNS, which the start of an attempt takes.
         waiting = [fault for fault in self.pending if fault.kind not in (Kind.LATE, Kind.SLOW_DNS)]
         return [fault for fault in waiting if fault.is_due(moment)]
 

@@ -1,4 +1,4 @@
-"""Guard: a process that kills all hosts of an emulated job when the emulator has died, so that none outlives it."""
+"""The guard, a process that kills all hosts of an emulated job when the emulator has died, so that none outlives it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 
 from lightning_sm.emulator.processes import processes_below, signal_process
 
-# Between two looks at processes that SIGKILL has not ended yet.
+# Between two checks for processes that SIGKILL has not ended yet.
 _POLL_S = 1.0
 
 
@@ -37,8 +37,8 @@ def guarded(job_dir: Path) -> Iterator[None]:
 
 def main() -> None:
     """Wait until the emulator is gone, then kill all processes of its hosts until none is left."""
-    # Only the emulator holds the other end of this pipe. A host that it has just forked holds it too, until it runs its
-    # own program: so every host has the variable by which it is found.
+    # The emulator holds the other end of this pipe, as does a host that it has just forked, until the host runs its own
+    # program. So at end of file, every host has the environment variable by which it is found.
     sys.stdin.buffer.read()
     while left := processes_below(Path(sys.argv[1])):
         for process in left:

@@ -33,7 +33,7 @@ examples:
 
 {faults.HELP}"""
 
-# Runs in the temporary folder, the current one included.
+# How many runs the temporary folder keeps, the current one included.
 _MAX_RUNS = 20
 
 _GROUP = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)=(?P<count>\d{1,4})(?::(?P<type>ml\.[a-z0-9.-]+))?")
@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--upload-delay",
         type=float,
         metavar="SECONDS",
-        help="give each host a checkpoint folder of its own, as on SageMaker, whose files an agent uploads within "
-        "SECONDS, as long as the host runs; the folder of --checkpoints stands for S3 (default: hosts share it)",
+        help="give each host its own checkpoint folder, as on SageMaker; while the host runs, an agent uploads each "
+        "file within SECONDS to the folder of --checkpoints, which stands for S3 (default: hosts share that folder)",
     )
     parser.add_argument("--fault", action="append", default=[], help="inject a fault, repeatable; see below")
     parser.add_argument(
@@ -84,14 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base-dir",
         metavar="DIR",
-        help=f"parent folder for the folders of runs (default: a temporary folder, which keeps the newest {_MAX_RUNS})",
+        help=f"parent folder of the runs' folders (default: a temporary folder that keeps the last {_MAX_RUNS} runs)",
     )
     parser.add_argument("--seed", type=int, help="seed of the random assignment of hosts to groups")
     parser.add_argument(
-        "--discard", action="store_true", help="remove the folders of the hosts after success, the model included"
+        "--discard", action="store_true", help="delete the folders of a run that succeeds, the model included"
     )
     parser.add_argument(
-        "--clean", action="store_true", help="run nothing: remove the folders of all runs that are not in progress"
+        "--clean", action="store_true", help="delete the folders of all runs that are not in progress, and run nothing"
     )
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="-- SCRIPT [ARGS]", help="training script and its arguments"
@@ -133,7 +133,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _clean(base_dir: Path, command: Sequence[str]) -> int:
-    """Remove the runs that are not in progress, and say how much that was; 1 if some could not be removed."""
+    """Remove the runs that are not in progress, and say how many; return 1 if some could not be removed."""
     if command:
         words = " ".join(shown_arguments(command))
         raise JobConfigError(f"--clean runs nothing, but a command follows: {words}. Remove one of them.")
@@ -147,7 +147,7 @@ def _clean(base_dir: Path, command: Sequence[str]) -> int:
 
 
 def _remove_old_runs(base_dir: Path) -> None:
-    """Remove all but the newest runs: they hold checkpoints, and nobody looks into a temporary folder."""
+    """Remove all but the newest runs, which hold checkpoints and lie where nobody looks, in a temporary folder."""
     removal = remove_finished_runs(base_dir, keep=_MAX_RUNS - 1)
     if removal.num_runs:
         sys.stdout.write(f"Removed {removal} from {base_dir}, which keeps the newest {_MAX_RUNS}.\n")

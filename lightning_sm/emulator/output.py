@@ -13,7 +13,7 @@ from lightning_sm.launcher.log_dedup import Condensed
 
 # ANSI colours that are readable on dark and light terminals.
 _COLOURS = (36, 33, 35, 32, 34, 31)
-# A line that does not end must not fill the memory; longer lines are shown in parts.
+# A line without an end must not fill the memory: show longer lines in parts.
 _MAX_LINE_BYTES = 64 * 1024
 
 
@@ -25,7 +25,7 @@ class Output:
         names: Names of all hosts.
 
     Attributes:
-        broken_by: SIGPIPE after the reader of the stream has gone (as in ``| head``), else None.
+        broken_by: SIGPIPE once the reader of the stream is gone (as in ``| head``), else None.
     """
 
     def __init__(self, stream: BinaryIO, names: Sequence[str]) -> None:
@@ -51,14 +51,14 @@ class Output:
                 self._show(host, self._condensed.flush(host.name))
 
     def say_repeats(self) -> None:
-        """Write how often hosts wrote the same traceback or usage text as another host, which is not shown again."""
+        """Write how often hosts repeated a traceback or usage text of another host, which was shown only once."""
         with self._lock:
             for line in self._condensed.take_repeats():
                 self.say(line)
 
     def _show(self, host: LocalHost, lines: Sequence[bytes]) -> None:
         for line in lines:
-            # A progress bar overwrites itself; only its last state is shown.
+            # A progress bar overwrites itself: show only its last state.
             shown = line.rstrip(b"\r\n").rpartition(b"\r")[2]
             self._write(self._prefix[host.name] + shown + b"\n")
 

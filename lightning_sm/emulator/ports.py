@@ -14,8 +14,8 @@ from lightning_sm.job.variables import MAIN_PORT
 def reserve_ports(topology: Topology) -> contextlib.ExitStack:
     """Reserve a job's ports against other emulated jobs, even before its hosts listen on them.
 
-    The UDP port of the same number, which nothing else of the job uses, stands for each port: like it, it belongs to
-    this machine or its network namespace, and is free again when its process has ended.
+    For each port, this binds the UDP port of the same number, which nothing else in the job uses. Like the TCP port, it
+    belongs to this machine or its network namespace, and is free again when its process has exited.
 
     Returns:
         The reservation; close it to release the ports.
@@ -31,7 +31,7 @@ def reserve_ports(topology: Topology) -> contextlib.ExitStack:
 
 
 def _listeners(topology: Topology) -> dict[int, tuple[str, str]]:
-    """What listens on each port, and on which host; the ports of a data host and of a launcher may be the same."""
+    """Return what listens on each port, and on which host; a data host and a launcher may share one port number."""
     listeners = {topology.main_port: ("rank 0", topology.main_host)}
     if len(topology.trainer_hosts) + len(topology.data_hosts) > 1:
         listeners[topology.peers_port] = ("the launcher", topology.main_host)
@@ -45,6 +45,6 @@ def _claim(port: int, claim: socket.socket) -> None:
         claim.bind(("127.0.0.1", port))
     except OSError as error:
         raise PortInUseError(
-            f"Port {port} belongs to another job that lightning-sm local is running on this machine. Wait until it "
-            f"ends, or remove {MAIN_PORT.name} (--env {MAIN_PORT.name}=...): without it each job gets its own ports."
+            f"Port {port} belongs to another job that lightning-sm local is running on this machine. Wait until that "
+            f"job ends, or remove {MAIN_PORT.name} (--env {MAIN_PORT.name}=...) to give each job ports of its own."
         ) from error

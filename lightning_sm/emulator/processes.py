@@ -1,4 +1,4 @@
-"""The processes of emulated hosts: how they are found, and how they get signals though they may end at any moment."""
+"""The processes of emulated hosts: finds them, and sends them signals although they may exit at any moment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def processes_of_job(job_dir: Path) -> list[psutil.Process]:
     """Return the descendants of this process, orphans included.
 
     Args:
-        job_dir: Where orphans are not adopted, they are known by a host's folder in this one, in their environment.
+        job_dir: Folder of the job. Where orphans cannot be adopted, those are found whose environment names a host's
+            folder in it.
     """
     found = psutil.Process().children(recursive=True)
     if not ADOPTS_ORPHANS:
@@ -24,7 +25,7 @@ def processes_of_job(job_dir: Path) -> list[psutil.Process]:
 
 
 def processes_below(job_dir: Path) -> list[psutil.Process]:
-    """Return the live processes whose environment names a host's folder in this one, and all their descendants."""
+    """Return the live processes whose environment names a host's folder in ``job_dir``, and all their descendants."""
     found: dict[psutil.Process, None] = {}
     for process in psutil.process_iter():
         if Path(variable_of(process, "SAGEMAKER_BASE_DIR") or "/").parent == job_dir and is_alive(process):
@@ -35,13 +36,13 @@ def processes_below(job_dir: Path) -> list[psutil.Process]:
 
 
 def signal_process(process: psutil.Process, send: Callable[[psutil.Process], None]) -> None:
-    """Call ``psutil.Process.kill``, ``suspend`` or ``resume``, unless the process has already ended."""
+    """Call ``psutil.Process.kill``, ``suspend`` or ``resume``, unless the process has already exited."""
     with contextlib.suppress(psutil.NoSuchProcess):
         send(process)
 
 
 def variable_of(process: psutil.Process, name: str) -> str | None:
-    """Return an environment variable of a process; None if it has ended, or belongs to another user."""
+    """Return an environment variable of a process; None if the process has exited, or belongs to another user."""
     try:
         return process.environ().get(name)
     except (psutil.Error, OSError):
@@ -49,7 +50,7 @@ def variable_of(process: psutil.Process, name: str) -> str | None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process has not ended; one that only waits to be reaped has."""
+    """Return whether a process still runs; one that only waits to be reaped does not."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""The folders of emulated jobs below one parent: which are in use, and the removal of the others."""
+"""The folders of emulated jobs below one parent: finds which are in use, and removes the others."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-# What ``LocalCluster`` calls its jobs: by time, so that names are in the order of age.
+# The names that ``LocalCluster`` gives to jobs. They begin with the time, so that they sort by age.
 _NAME = re.compile(r"local-\d{8}-\d{6}-[0-9a-f]{4}")
 _LOCK = ".lock"
 
 
 @dataclass(frozen=True)
 class Removal:
-    """What was removed, and what was not.
+    """The result of removing runs.
 
     Attributes:
         num_runs: Number of removed runs.
-        num_bytes: Disk space that they took.
+        num_bytes: The disk space that they took.
         in_use: Names of the runs that are in progress.
         problems: Why other runs could not be removed.
     """
@@ -44,7 +44,7 @@ def create_run_folder(path: Path) -> int:
         path: The folder.
 
     Returns:
-        A descriptor; the run is in use until it is closed, or until this process has ended.
+        A descriptor; the run is in use until it is closed, or until this process has exited.
 
     Raises:
         OSError: It cannot be created.
@@ -63,11 +63,11 @@ def create_run_folder(path: Path) -> int:
 
 
 def remove_finished_runs(base_dir: Path, *, keep: int = 0) -> Removal:
-    """Remove the folders of runs that are not in progress. Other files and folders beside them stay.
+    """Remove the folders of runs that are not in progress. Other files and folders beside them remain.
 
     Args:
         base_dir: The parent of the runs; it need not exist.
-        keep: How many of them to keep, the newest.
+        keep: How many of the newest to keep.
     """
     num_runs = num_bytes = 0
     in_use = []
@@ -85,14 +85,14 @@ def remove_finished_runs(base_dir: Path, *, keep: int = 0) -> Removal:
                     shutil.rmtree(folder)
                     num_runs += 1
                     num_bytes += size
-        except OSError as error:  # noqa: PERF203 - one folder that stays must not keep the others
+        except OSError as error:  # noqa: PERF203 - one folder that cannot be removed must not keep the others
             problems.append(f"{error.filename or folder}: {error.strerror}")
     return Removal(num_runs, num_bytes, tuple(in_use), tuple(problems))
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Take a run for the time of its removal; yields False if it is in progress."""
+    """Lock a run while it is removed; yield False if it is in progress."""
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -105,7 +105,7 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _disk_usage(folder: Path) -> int:
-    """Bytes that a folder takes; channels, which are links, are not part of it."""
+    """Return how many bytes a folder takes, without its channels, which are links."""
     total = 0
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):

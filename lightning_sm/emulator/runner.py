@@ -30,10 +30,10 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(cluster: LocalCluster, command: Sequence[str], settings: FaultSettings, *, discard: bool) -> int:
-    """Run a training script on every host of an emulated job, and wait until all hosts end.
+    """Run a training script on every host of an emulated job, and wait until all hosts have exited.
 
     When a host fails, the others are stopped, as on the service. When this process is stopped, so are the hosts. After
-    an interruption the job resumes in another attempt.
+    an interruption, the job resumes in another attempt.
 
     Args:
         cluster: The hosts. Their folders are kept.
@@ -49,7 +49,7 @@ def run(cluster: LocalCluster, command: Sequence[str], settings: FaultSettings, 
         OutputDirectoryError: The folders of another attempt cannot be created.
     """
     output = Output(sys.stdout.buffer, [host.name for host in cluster.hosts])
-    # Until the last line: a late Ctrl-C must not remove folders that are to be kept.
+    # Note signals until the last line, because a late Ctrl-C must not remove folders that are to be kept.
     with _noted_signals() as signals:
         with guarded(cluster.job_dir):
             attempts, outcome = _run_attempts(cluster, command, output, settings, signals)
@@ -70,10 +70,10 @@ def _run_attempts(
     settings: FaultSettings,
     signals: Sequence[tuple[int, float]],
 ) -> tuple[list[Attempt], AttemptOutcome]:
-    """Run attempts until one is not interrupted, or until there have been enough."""
+    """Run attempts until one is not interrupted, or until there have been as many as the settings allow."""
     plan = FaultPlan(settings)
     attempts: list[Attempt] = []
-    if sys.stdout.isatty():  # nobody watches a file
+    if sys.stdout.isatty():  # output to a file needs no hint
         output.say(f"Job {cluster.name}. To watch it in another terminal: lightning-sm top")
     if settings.needs_checkpoints or cluster.uploads:
         what = "Folder that stands for S3" if cluster.uploads else "Checkpoint folder of all attempts"
@@ -96,14 +96,14 @@ def _noted_signals() -> Iterator[list[tuple[int, float]]]:
     """Note the number and time of every signal that asks this process to stop."""
     signals: list[tuple[int, float]] = []
 
-    # Only takes a note, because it may interrupt the very wait that it would have to end.
+    # The handler only takes a note, because it may interrupt the very wait that it would have to end.
     def note(signum: int, _frame: FrameType | None) -> None:
         signals.append((signum, time.monotonic()))
 
     old = {}
     if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
         for signum in _STOP_SIGNALS:
-            # Signals that nohup, or a shell for its background jobs, has ignored stay ignored.
+            # A signal that nohup ignores, or a shell for its background jobs, must stay ignored.
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 old[signum] = signal.signal(signum, note)
     try:
@@ -114,7 +114,7 @@ def _noted_signals() -> Iterator[list[tuple[int, float]]]:
 
 
 def _table(attempts: Sequence[Attempt]) -> str:
-    """One line per host and attempt: its role and how it ended."""
+    """Draw a table with one line per host and attempt: role, exit code and duration."""
     rows = [(number, host) for number, attempt in enumerate(attempts, 1) for host in attempt.hosts]
     to_exit = [host.seconds_to_exit for _, host in rows]
     columns: dict[str, list[str]] = {}
@@ -132,35 +132,35 @@ def _table(attempts: Sequence[Attempt]) -> str:
 
 
 def _reason(host: LocalHost, exit_code: int) -> str:
-    """The reason for the failure, as SageMaker would show it."""
+    """Return the reason for the failure, as SageMaker would show it."""
     try:
         return (host.base_dir / "output" / "failure").read_text(encoding="utf-8", errors="replace")[:MAX_REASON_CHARS]
-    except FileNotFoundError:  # it was killed as a whole
+    except FileNotFoundError:  # the whole host was killed
         return f"{ending_of(exit_code)} on {Place(host.name, host.role)}, which left no reason"
 
 
 def _whereabouts(cluster: LocalCluster) -> Iterator[str]:
-    """Where to find everything but the model."""
+    """Say where to find everything but the model."""
     if not cluster.keep:
         return
     folders = "algo-*, earlier attempts in attempt-*" if cluster.attempt > 1 else "algo-*"
     yield f"Folders of the hosts: {cluster.job_dir} ({folders}; logs: output/log.txt)"
     for host in cluster.hosts:
         folder = host.base_dir / "output" / "data"
-        # Curves have a line of their own, and the record has commands that find it.
+        # TensorBoard's files have a line of their own, and users reach the record by commands.
         files = [file for file in _files(folder) if not (_EVENT_FILE.search(file) or file.startswith(f"{FOLDER}/"))]
         if files:
             yield f"Output of {host.name}: {folder} ({listed(files)})"
     events = _event_folders(cluster.job_dir)
     if cluster.checkpoint_dir is not None and not cluster.checkpoint_dir.is_relative_to(cluster.job_dir):
-        # Other jobs may have left theirs there.
+        # Only this job's: other jobs may have left files there.
         events += [folder for folder in _event_folders(cluster.checkpoint_dir) if cluster.name in Path(folder).parts]
     if events:
         yield f"TensorBoard: tensorboard --logdir {shlex.quote(os.path.commonpath(events))}"
 
 
 def _models(cluster: LocalCluster) -> Iterator[str]:
-    """Where to find the model: the last lines, because that is what most runs are for."""
+    """Say where to find the model, in the last lines, because most runs are for the model."""
     if not cluster.keep:
         yield "The folders of the hosts, the model included, were removed (--discard)."
         return
@@ -176,5 +176,5 @@ def _files(folder: Path) -> list[str]:
 
 
 def _event_folders(job_dir: Path) -> list[str]:
-    """Folders with TensorBoard's files; not in channels, which are links."""
+    """Return the folders with TensorBoard's files, without those in channels, which are links."""
     return [folder for folder, _, files in os.walk(job_dir) if any(map(_EVENT_FILE.search, files))]

@@ -19,21 +19,22 @@ from lightning_sm.emulator.cluster import LocalHost
 from lightning_sm.emulator.output import Output
 from lightning_sm.emulator.processes import is_alive, processes_of_job, signal_process, variable_of
 
-# Time for processes to end after SIGKILL; only one that waits for a disk or a network folder needs it.
+# Time for processes to exit after SIGKILL; only one that waits for a disk or a network folder needs it.
 _KILL_S = 5.0
-# Time for processes to stop after SIGSTOP. A process that waits for a stopped child to start a program never stops.
+# Time for processes to stop after SIGSTOP. Limited, because a process never stops while it waits for a stopped child to
+# start a program.
 _FREEZE_S = 1.0
 _POLL_S = 0.01
 
 
 class EmulatedHost:
-    """One running host: its launcher, and threads that read its output and wait until it ends.
+    """One running host: its launcher, and threads that read its output and wait until it exits.
 
     Args:
         host: The host.
         command: Training script and its arguments.
         output: Receives the host's lines.
-        changed: Set when the launcher has ended.
+        changed: Set when the launcher has exited.
         variables: Environment variables in addition to those of the host.
         agent: Uploads the host's checkpoints while the launcher runs.
 
@@ -41,10 +42,10 @@ class EmulatedHost:
         host: The host.
         agent: Uploads the host's checkpoints, or None.
         process: The launcher.
-        ended_at: When the launcher ended, by ``time.monotonic()``; None while it runs.
+        ended_at: When the launcher exited, by ``time.monotonic()``; None while it runs.
         interrupted_at: When the launcher received the SIGTERM of an interruption, or None.
-        reader: Copies the host's output.
-        waiter: Waits until the launcher ends.
+        reader: The thread that copies the host's output.
+        waiter: The thread that waits until the launcher exits.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class EmulatedHost:
 
     @property
     def exit_code(self) -> int | None:
-        """128 + n if signal n killed it; None while the host runs."""
+        """The launcher's exit code; 128 + n if signal n killed it; None while the host runs."""
         code = self.process.returncode if self.ended_at is not None else None
         return 128 - code if code is not None and code < 0 else code
 
@@ -91,15 +92,15 @@ class EmulatedHost:
 
     @property
     def seconds_to_exit(self) -> float | None:
-        """Seconds from the SIGTERM of an interruption to the end of the launcher."""
+        """Seconds from the SIGTERM of an interruption to the launcher's exit; None unless both have happened."""
         if self.interrupted_at is None or self.ended_at is None:
             return None
         return max(0.0, self.ended_at - self.interrupted_at)
 
     def listens(self) -> bool:
-        """Whether the launcher would receive SIGTERM as process 1 of a container, as on the service.
+        """Return whether the launcher would receive SIGTERM as process 1 of a container, as on the service.
 
-        The kernel drops every signal to process 1 for which it has no handler ("man 7 pid_namespaces"). True where the
+        The kernel drops every signal to process 1 for which it has no handler ("man 7 pid_namespaces"). True if the
         kernel does not say.
         """
         return handles_signal(self.process.pid, signal.SIGTERM, or_blocks=True) is not False
@@ -119,7 +120,7 @@ class EmulatedHost:
     def training_process(self, local_rank: int) -> psutil.Process | None:
         """Return the process of a local rank, or None if it does not run (yet).
 
-        Local rank 0 is the script itself, also on a host that does not train.
+        Local rank 0 is the script itself, even on a host that does not train.
         """
         with contextlib.suppress(psutil.NoSuchProcess):
             for script in psutil.Process(self.process.pid).children():
@@ -141,11 +142,11 @@ class EmulatedHost:
             for process in new:
                 signal_process(process, psutil.Process.suspend)
             self._frozen += new
-            # A process that was forking when the signal came has its child by the time it is stopped.
+            # A process that was forking when the signal came is stopped only after its child exists, so look again.
             if not new and all(_is_stopped(process) for process in self._frozen):
                 return
             if not new:
-                time.sleep(_POLL_S)  # the kernel announces neither stopped nor killed processes of others
+                time.sleep(_POLL_S)  # the kernel does not announce when other processes' children stop or die
 
     def thaw(self) -> None:
         """Send SIGCONT to all frozen processes."""
@@ -154,7 +155,7 @@ class EmulatedHost:
         self._frozen = []
 
     def kill(self) -> None:
-        """Send SIGKILL to all processes of the host, which are frozen first, so that none sees another one die."""
+        """Freeze all processes of the host, so that none sees another one die, then send them SIGKILL."""
         self.freeze()
         deadline = time.monotonic() + _KILL_S
         while (left := self._processes()) and time.monotonic() < deadline:
@@ -164,7 +165,7 @@ class EmulatedHost:
         self.waiter.join(timeout=_KILL_S)  # so that its exit code is known
 
     def _wait(self) -> None:
-        # One thread per host, so that the times are exact: of hosts that fail together, the first has the reason.
+        # One thread per host, so that the times are exact: of hosts that fail together, the first one has the cause.
         self.process.wait()
         self.ended_at = time.monotonic()
         if self.agent is not None:
@@ -172,13 +173,13 @@ class EmulatedHost:
         self._changed.set()
 
     def _processes(self) -> list[psutil.Process]:
-        """All live processes of the host, including those that lost their parents or left their session."""
+        """Return all live processes of the host, including those that lost their parents or left their session."""
         below: set[psutil.Process] = set()
         with contextlib.suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(self.process.pid)
             if self.ended_at is None:
                 below = {launcher, *launcher.children(recursive=True)}
-        # Orphans: the host's folder in their environment shows where they belong.
+        # Orphans belong to the host whose folder is in their environment.
         others = [process for process in processes_of_job(self.host.base_dir.parent) if process not in below]
         mine = [process for process in others if variable_of(process, "SAGEMAKER_BASE_DIR") == str(self.host.base_dir)]
         return [process for process in (*below, *mine) if is_alive(process)]

@@ -1,4 +1,4 @@
-"""The resolver of emulated hosts: an address that does not resolve before its time (the fault ``slow-dns``).
+"""The resolver of emulated hosts, for which an address does not resolve before its time (the fault ``slow-dns``).
 
 The emulator puts a ``sitecustomize.py`` on the hosts' PYTHONPATH, which Python loads in every process, ranks included.
 """
@@ -21,7 +21,7 @@ def resolver_variables(folder: Path, resolves_at: Mapping[str, float], env: Mapp
 
     Args:
         folder: The folder, which may exist.
-        resolves_at: Address to the time (of ``time.monotonic``) from which it resolves.
+        resolves_at: By address, the time (of ``time.monotonic``) from which it resolves.
         env: The hosts' environment.
     """
     folder.mkdir(exist_ok=True)
@@ -33,10 +33,10 @@ def resolver_variables(folder: Path, resolves_at: Mapping[str, float], env: Mapp
 
 
 def hold_back(resolves_at: Mapping[str, float], folder: str) -> None:
-    """Let addresses resolve from a given time on in this process, and load the ``sitecustomize`` that this one hides.
+    """Let addresses resolve only from a given time on, and load the ``sitecustomize`` that this one hides.
 
     Args:
-        resolves_at: Address to the time (of ``time.monotonic``) from which it resolves.
+        resolves_at: By address, the time (of ``time.monotonic``) from which it resolves.
         folder: The folder of this ``sitecustomize``.
     """
     resolve = socket.getaddrinfo

@@ -1,1 +1,1 @@
-"""What SageMaker says about a job, and the rules that follow from it."""
+"""The facts of a job that SageMaker states, and the rules that follow from them."""

@@ -14,7 +14,7 @@ from lightning_sm.job.redaction import shown
 
 @dataclass(frozen=True)
 class Source:
-    """One JSON object and where it came from.
+    """One JSON object and its origin.
 
     Attributes:
         origin: File or variable that the object came from.
@@ -108,7 +108,7 @@ def parse_json(origin: str, text: str) -> Any:
     """
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError also for numbers of more than 4300 digits
+    except (ValueError, RecursionError) as error:  # numbers of more than 4300 digits raise ValueError, too
         begin = shown("", text)[:80]
         raise JobConfigError(f"{origin}: not valid JSON ({error}); it begins with {begin!r}.") from error
 

@@ -1,4 +1,4 @@
-"""Which input channel feeds which argument: a pure rule over names."""
+"""The routing of input channels to arguments, a pure rule over names."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from lightning_sm.errors import ChannelError
 
 # The names that SageMaker's own examples give to the only or the main channel.
 _MAIN_CHANNELS = ("training", "train")
-# What LightningDataModules and torchvision datasets call the folder of the data.
+# The names that LightningDataModules and torchvision datasets give to the folder of the data.
 _MAIN_PARAMETERS = ("data_dir", "root")
-# Holds configuration files, not data (see ``hyperparameters.to_argv``).
+# The channel of configuration files, not of data (see ``hyperparameters.to_argv``).
 CONFIG_CHANNEL = "config"
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the channels go.
+    """The arguments to which channels go.
 
     Attributes:
-        channel_of: Key of an argument (``data.data_dir``, ``model.weights``) to the name of its channel.
+        channel_of: Name of the channel by the key of its argument (``data.data_dir``, ``model.weights``).
         unused: Channels that fit no argument.
     """
 
@@ -58,7 +58,7 @@ def route(
         )
     channel_of: dict[str, str] = {}
     unused = []
-    # Mapped channels first, then those with a parameter of their own: the others get what remains.
+    # Mapped channels first, then those with a parameter of their own; the others get the remaining parameters.
     for name in sorted(names, key=lambda name: (name not in mapping, f"{_identifier(name)}_dir" not in parameters)):
         key: str | None
         if name in mapping:
@@ -106,7 +106,7 @@ def _mapped_key(channel: str, target: str, parameters: Collection[str]) -> str:
 
 
 def _key(target: str) -> str:
-    """The key of an argument that a mapping names, without ``init_args``."""
+    """Return the key of an argument that a mapping names, without ``init_args``."""
     if "." not in target:
         return f"data.{target}"
     return ".".join(part for part in target.split(".") if part not in ("", "init_args"))

@@ -22,12 +22,12 @@ _CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 def job_arguments(job: SageMakerJob, directory: Path) -> list[str]:
     """Build the arguments of the training script from the facts of a job.
 
-    The files of a channel named ``config`` become ``--config`` options, beyond the service's limit of 2500 characters
-    per hyperparameter. A ``config`` hyperparameter that names one of them selects only that one.
+    The files of a channel named ``config`` become ``--config`` options, to which the service's limit of 2500 characters
+    per hyperparameter does not apply. A ``config`` hyperparameter that names one of these files selects only that one.
 
     Args:
         job: The facts.
-        directory: Folder that relative paths of config files refer to.
+        directory: The folder to which relative paths of config files refer.
 
     Raises:
         HyperparameterError: A hyperparameter cannot become an argument.
@@ -40,11 +40,11 @@ def job_arguments(job: SageMakerJob, directory: Path) -> list[str]:
 
 
 def is_toolkit_rendering(argv: Sequence[str], job: SageMakerJob) -> bool:
-    """Whether sagemaker-training or an SDK v3 driver built a command line from the job's hyperparameters.
+    """Return whether sagemaker-training or an SDK v3 driver built a command line from the job's hyperparameters.
 
     Both write a ``--name value`` pair for each hyperparameter, and lose types (None becomes an empty string, a dict
-    ``a=1,b=2``); ``job_arguments`` keeps them. Other values for the same names are those of a script's author
-    (``run.sh``: ``python train.py --data.batch_size 64``) and count; a line of the log names them.
+    ``a=1,b=2``); ``job_arguments`` keeps them. Other values for the same names come from a script's author
+    (``run.sh``: ``python train.py --data.batch_size 64``) and take precedence; a log line names them.
 
     Args:
         argv: Arguments of this process, without the program.
@@ -67,7 +67,7 @@ def is_toolkit_rendering(argv: Sequence[str], job: SageMakerJob) -> bool:
 
 
 def _renderings(hyperparameter: str) -> set[str]:
-    """The values that either program may write for a hyperparameter, as ``_unquoted`` returns them."""
+    """Return the values that either program may write for a hyperparameter, as ``_unquoted`` returns them."""
     try:
         value = json.loads(hyperparameter)
     except ValueError:
@@ -79,7 +79,7 @@ def _renderings(hyperparameter: str) -> set[str]:
 
 
 def _unquoted(value: str) -> str:
-    """Leave out what a shell between the program and the script may have removed, and JSON's optional blanks."""
+    """Remove the characters that a shell between the program and the script may have removed, and optional blanks."""
     return re.sub(r"[\s'\"\\\\]", "", value)
 
 
@@ -87,7 +87,7 @@ def _in_config_channel(argument: str, job: SageMakerJob, directory: Path) -> str
     """Replace ``--config=name`` by the path in the config channel, unless the file exists elsewhere."""
     option, _, name = argument.partition("=")
     channel = job.channels.get(CONFIG_CHANNEL)
-    # os.path.exists is False where Path.exists raises, for a text that is not a path (an inline config is too long).
+    # For a text that is not a path (an inline config is too long), os.path.exists returns False; Path.exists raises.
     if option != "--config" or channel is None or os.path.exists(directory / name):
         return argument
     path = channel.path / name

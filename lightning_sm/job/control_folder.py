@@ -1,6 +1,6 @@
-"""The folder in which the processes of a script tell their launcher what an exit code comes too late for.
+"""The control folder, in which the processes of a script tell their launcher where they stand while they run.
 
-The launcher names it by ``LIGHTNING_SM_CONTROL_DIR``. Each training process, and the main process of a data host, has
+The launcher names it in ``LIGHTNING_SM_CONTROL_DIR``. Each training process, and the main process of a data host, has
 a file there: its existence asks for the gentle signal when the job is stopped, its content says where the process
 stands. Without the launcher (the stock toolkit, a laptop), there is no folder and nothing is written.
 
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from lightning_sm.job.variables import CONTROL_DIR
 
-# Asks a process for the stacks of its threads. faulthandler answers in C, also while Python code cannot run. No library
+# Asks a process for the stacks of its threads. faulthandler answers in C, even while Python code cannot run. No library
 # uses real-time signals; macOS has none.
 STACKS_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1 - 2) + 2
 _PROCESS = "process-"
@@ -34,12 +34,12 @@ _STACKS = "stacks-"
 _SAVED = "saved.jsonl"
 _PEERS_GONE = "peers-gone"
 _WARNING = "warning-"
-# One write of a line so long replaces the last one whatever its length was.
+# Lines are padded to this length, so that a write replaces the whole last line.
 _LINE_BYTES = 120
 
 
 class Phase(Enum):
-    """What a process does; the value says it to people."""
+    """The phase of a process; the value is for people."""
 
     STARTING = "starting"
     SETTING_UP = "setting up"
@@ -59,23 +59,23 @@ class Phase(Enum):
 
     @property
     def may_pause(self) -> bool:
-        """Whether it may take longer than any step: it compiles, saves a checkpoint, or runs the user's own code."""
+        """Whether it may take longer than any step, as it compiles, saves a checkpoint, or runs the user's own code."""
         return self not in (Phase.TRAINING, Phase.WAITING_FOR_BATCH, Phase.VALIDATING)
 
 
 @dataclass(frozen=True)
 class Beat:
-    """Where a process stands.
+    """The last report of where a process stands.
 
     Attributes:
         pid: The process.
-        at: When it said so, in seconds of ``time.monotonic``, which all processes of a host share.
+        at: When it reported, in seconds of ``time.monotonic``, which all processes of a host share.
         rank: Its global rank; -1 before it is known, and for data hosts.
         step: Completed optimizer steps.
         epoch: The epoch, from 0.
-        phase: What it does.
+        phase: Its phase.
         error: The exception with which it failed.
-        trained_epoch: The epoch of the last training batch that has ended, from 1; 0 before the first one.
+        trained_epoch: The epoch of the last completed training batch, from 1; 0 before the first one.
     """
 
     pid: int
@@ -89,7 +89,7 @@ class Beat:
 
     @property
     def doing(self) -> str:
-        """What it does, for people."""
+        """The phase and the error of the process, for people."""
         return f"{self.phase.value} with {self.error}" if self.error else self.phase.value
 
 
@@ -119,31 +119,31 @@ class OwnProcess:
         *,
         trained_epoch: int = 0,
     ) -> None:
-        """Say where this process stands; see ``Beat``."""
+        """Report where this process stands; see ``Beat``."""
         line = f"{time.monotonic():.3f} {rank} {step} {epoch} {trained_epoch} {phase.name} {error}"
         os.pwrite(self._file, line.encode(errors="replace")[:_LINE_BYTES].ljust(_LINE_BYTES), 0)
 
     def note_saved(self, paths: Sequence[Path]) -> None:
-        """Tell the launcher which files of this host belong to the checkpoint of an interruption; maybe none."""
+        """Tell the launcher which files of this host, if any, belong to the checkpoint of an interruption."""
         with (self._folder / _SAVED).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(str(path)) + "\n" for path in paths)
 
     def are_peers_gone(self) -> bool:
-        """Whether the job has failed on another host, so that collective calls can only hang."""
+        """Return whether the job has failed on another host, so that collective calls can only hang."""
         return (self._folder / _PEERS_GONE).exists()
 
 
 def announce(env: Mapping[str, str] = os.environ) -> OwnProcess | None:
-    """Tell the launcher that this process reacts to the gentle signal; the same object for each call in a process.
+    """Tell the launcher that this process handles the gentle signal.
 
     Args:
         env: Environment variables.
 
     Returns:
-        This process; None without a launcher.
+        This process, as the same object in every call; None without a launcher.
     """
     folder = CONTROL_DIR.read(env)
-    # A process that outlives its launcher finds no folder.
+    # For a process that outlives its launcher, the folder is gone.
     return None if folder is None or not folder.is_dir() else _announced(os.getpid(), folder)
 
 
@@ -186,7 +186,7 @@ class ControlFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A process that has left its group may still write into it.
+        # Ignore errors, because a process that has left its group may still write into the folder.
         shutil.rmtree(self.path, ignore_errors=True)
 
     def clear(self) -> None:
@@ -195,11 +195,11 @@ class ControlFolder:
             path.unlink()
 
     def beats(self) -> list[Beat]:
-        """Where the processes stand that have announced themselves, whether or not they still run."""
+        """Return the beats of all processes that have announced themselves, whether or not they still run."""
         beats = []
         for path in sorted(self.path.glob(f"{_PROCESS}*")):
-            # Another program may have made it by hand, to get the gentle signal; or is just making it. Or ``clear``
-            # removes it, because the script starts again.
+            # Another program may have made the file by hand, to get the gentle signal, or may just be making it. Or
+            # ``clear`` removes it, because the script starts again.
             with contextlib.suppress(ValueError, KeyError, FileNotFoundError):
                 line = path.read_text(encoding="utf-8", errors="replace")
                 beats.append(_parsed(int(path.name.removeprefix(_PROCESS)), line))
@@ -210,7 +210,7 @@ class ControlFolder:
         (self.path / _PEERS_GONE).touch()
 
     def saved(self) -> list[Path] | None:
-        """The files of this host that belong to the checkpoint of an interruption; None if none was saved."""
+        """Return the files of this host that belong to the checkpoint of an interruption; None if none was saved."""
         try:
             lines = (self.path / _SAVED).read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
@@ -218,11 +218,11 @@ class ControlFolder:
         return [Path(json.loads(line)) for line in lines]
 
     def warnings(self) -> list[str]:
-        """Return what processes of a script that has succeeded want to have logged; once what several say."""
+        """Return the texts to log if the script succeeds; a text that several processes left, once."""
         return sorted({path.read_text(encoding="utf-8") for path in self.path.glob(f"{_WARNING}*")})
 
     def stacks(self, pid: int) -> str | None:
-        """What a process has written of its threads' stacks so far; None if it does not know ``STACKS_SIGNAL``."""
+        """Return the stacks that a process has written so far; None if it does not handle ``STACKS_SIGNAL``."""
         try:
             return (self.path / f"{_STACKS}{pid}").read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:

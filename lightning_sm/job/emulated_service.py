@@ -1,6 +1,6 @@
-"""What the service decides about instance groups: which host is in which group, and what each host reads about it.
+"""The service's decisions about instance groups: which host is in which group, and what each host reads about it.
 
-For the emulator and SDK local mode, which replace the service on this machine.
+Made here for the emulator and SDK local mode, which replace the service on this machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class GroupSpec:
     Attributes:
         name: Name of the group; a name that starts with "data" makes its hosts serve data.
         num_hosts: Number of hosts.
-        instance_type: What ``resourceconfig.json`` claims; it decides roles, not speed.
+        instance_type: The type that ``resourceconfig.json`` claims; it decides roles, not speed.
     """
 
     name: str

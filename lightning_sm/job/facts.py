@@ -1,7 +1,8 @@
 """The facts of a SageMaker training job, read once and frozen.
 
 The service, the sagemaker-training toolkit, the local modes of SDK v2 and v3 and users' own images each set a
-different part of the container contract. ``SageMakerJob`` reads them in one order, and keeps where the hosts came from.
+different part of the container contract. ``SageMakerJob`` reads them in a fixed order, and records the source
+of the hosts.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _NUM_GPUS = Setting[int | None](
     default_text="the device files are counted",
     meaning="NVIDIA GPUs of this host.",
 )
-# By which the SDK asks for SageMaker's data parallel library (SMDDP).
+# The hyperparameter by which the SDK asks for SageMaker's data parallel library (SMDDP).
 _SMDDP = "sagemaker_distributed_dataparallel_enabled"
 
 
@@ -73,7 +74,7 @@ class Channel:
 
 @dataclass(frozen=True)
 class SageMakerJob:
-    """What one host of a training job knows about the job.
+    """The facts of a training job that one of its hosts knows.
 
     Attributes:
         current_host: Name of this host, for example ``algo-1``.
@@ -88,13 +89,13 @@ class SageMakerJob:
         checkpoint_uri: S3 address of the checkpoint folder, if the job has one.
         tensorboard_dir: Folder that is uploaded during training, or None if the job has no TensorBoard output.
         name: Name of the training job, if known.
-        run_key: 32 hexadecimal digits by which loggers know the job: the same in every attempt, and other ones in a job
-            of the same name in another account or region. None without a name.
-        num_gpus: NVIDIA GPUs of this host.
-        addresses: Host name to IP address, for hosts that no resolver knows (``LIGHTNING_SM_HOST_ADDRESSES``).
+        run_key: 32 hexadecimal digits by which loggers recognise the job: the same in every attempt, but different for
+            a job of the same name in another account or region. None without a name.
+        num_gpus: Number of NVIDIA GPUs of this host.
+        addresses: IP address by host name, for hosts that no resolver knows (``LIGHTNING_SM_HOST_ADDRESSES``).
         data_groups: Groups that serve data (``LIGHTNING_SM_DATA_GROUPS``), or None to choose by rule.
         main_port: Port of rank 0 (``LIGHTNING_SM_MAIN_PORT``), or None to derive it from the job.
-        devices: Processes on each trainer host (``LIGHTNING_SM_DEVICES``), or None for all accelerators.
+        devices: Number of processes on each trainer host (``LIGHTNING_SM_DEVICES``), or None for all accelerators.
     """
 
     current_host: str
@@ -118,7 +119,7 @@ class SageMakerJob:
 
     @property
     def is_heterogeneous(self) -> bool:
-        """Whether the job has more than one instance group (the key alone proves nothing: it is always there)."""
+        """Whether the job has more than one instance group (the key alone proves nothing, as it is always there)."""
         return len(self.groups) > 1
 
     @property
@@ -128,7 +129,7 @@ class SageMakerJob:
 
     @property
     def shares_machine(self) -> bool:
-        """Whether the hosts of the job share this machine: the address of this one is of the loopback interface."""
+        """Whether the hosts of the job share this machine, in that this one's address is of the loopback interface."""
         try:
             return ipaddress.ip_address(self.addresses.get(self.current_host, "")).is_loopback
         except ValueError:
@@ -147,7 +148,7 @@ class SageMakerJob:
     def has_upload_agent(self) -> bool:
         """Whether the checkpoint folder is a copy, which SageMaker's agent uploads while the job runs.
 
-        Not in an emulated job whose hosts share the folder: there the address is that of the folder itself.
+        It is not in an emulated job whose hosts share the folder: there, the address is that of the folder itself.
         """
         if self.checkpoint_dir is None or self.checkpoint_uri is None:
             return False
@@ -238,9 +239,9 @@ class SageMakerJob:
 def _checkpoint_dir(
     checkpoint: Source | None, base: Path, hyperparameters: Mapping[str, str], name: str | None
 ) -> Path | None:
-    """The checkpoint folder; in a tuning job a folder of the training job's own below it.
+    """Return the checkpoint folder; in a tuning job, the training job's own folder below it.
 
-    All training jobs of a tuning job have the same address in S3, and one would resume from the checkpoint of another.
+    All training jobs of a tuning job have the same address in S3, so one would resume from the checkpoint of another.
     """
     folder = _local_path(checkpoint, base / "checkpoints")
     return folder / name if folder is not None and name is not None and is_tuned(hyperparameters) else folder
@@ -270,7 +271,7 @@ def _read_resources(env: Mapping[str, str], config_dir: Path) -> Source | None:
 
 
 def _groups(resources: Source, hosts: tuple[str, ...]) -> tuple[InstanceGroup, ...]:
-    """The instance groups, checked to be a partition of the hosts."""
+    """Return the instance groups after checking that they partition the hosts."""
     entries = resources.fields.get("instance_groups")
     if entries is None or entries == []:  # v2 and v3 local mode write no groups
         return (InstanceGroup(_SINGLE_GROUP, hosts, resources.optional_text("current_instance_type")),)
@@ -337,12 +338,12 @@ def _channels(env: Mapping[str, str], base: Path, config_dir: Path) -> dict[str,
 def _hyperparameters(env: Mapping[str, str], config_dir: Path) -> dict[str, str]:
     source = Source.load(config_dir / "hyperparameters.json")
     if source is not None:
-        # The API takes strings only; containers that write the file themselves put plain JSON values in.
+        # The API accepts only strings, but containers that write the file themselves use plain JSON values.
         return {name: value if isinstance(value, str) else json.dumps(value) for name, value in source.fields.items()}
     decoded = Source.from_variable(env, "SM_HPS")
     if decoded is None:
         return {}
-    # The toolkit decoded these values; the file holds text, so they become text again.
+    # The toolkit decoded these values; turn them back into text, as in the file.
     return {name: json.dumps(value) for name, value in decoded.fields.items()}
 
 
@@ -354,7 +355,7 @@ def _local_path(source: Source | None, default: Path) -> Path | None:
 
 
 def _name_from_toolkit(env: Mapping[str, str]) -> str | None:
-    """The job's name for ranks on other hosts: the toolkit's mpirun passes only variables named ``SM_*`` to them."""
+    """Return the job's name for ranks on other hosts, to which the toolkit's mpirun passes only ``SM_*`` variables."""
     training = Source.from_variable(env, "SM_TRAINING_ENV")
     return training.optional_text("job_name") if training else None
 

@@ -1,6 +1,6 @@
-"""From ``hyperparameters.json`` to the arguments of a LightningCLI script, and back.
+"""The conversion of ``hyperparameters.json`` to the arguments of a LightningCLI script, and back.
 
-SageMaker keeps text only, and each way to start a job turns values into text of its own kind:
+SageMaker stores only text, and each way to start a job turns values into text of its own kind:
 
 =======================================  ========  ===================  ===============  ===========
 way                                      ``None``  ``{"a": None}``      ``"a b"``        ``1e-3``
@@ -12,27 +12,27 @@ SDK v3, ``ModelTrainer``                 null      {"a": null}          a b     
 
 ``to_argv`` undoes all of them, without knowing which it was and with as little change as possible:
 
-1. If *every* value is valid JSON, the job came by the second way, and JSON strings lose their quotes. What was in
-   quotes is final: none of the rules below touches it. In a tuning job the service writes its own values as raw text
-   beside the others; so there each value that is a JSON string loses its quotes, whatever the others are.
+1. If *every* value is valid JSON, the job came by the second way, and JSON strings lose their quotes. The text that was
+   in quotes is final: none of the rules below changes it. In a tuning job, the service writes its own values as raw
+   text beside the others; so there, each value that is a JSON string loses its quotes, whatever the others are.
 2. ``None`` becomes ``null``; ``nan``, ``inf``, ``NaN``, ``Infinity`` and their negatives become YAML's ``.nan`` and
    ``.inf``, the only spellings that jsonargparse reads as numbers.
 3. Lists, tuples and dicts in Python's notation become JSON. JSON lists and dicts keep their text, unless YAML would
    misread it (``NaN``, surrogate pairs such as an emoji's, unprintable characters, tabs): those are encoded again.
 4. All other text stays as it is, so that a ``str`` parameter receives "007", "1e-3" or "" unchanged.
 
-What the text does not say, no rule can restore:
+No rule can restore what the text does not contain:
 
-- By SDK v3 and the generic Estimator, a string that reads like a value of rules 2 and 3 ("None", "nan", "('a', 1)")
+- With SDK v3 and the generic Estimator, a string that reads like a value of rules 2 and 3 ("None", "nan", "('a', 1)")
   is taken for that value.
-- By the same two ways, if all values happen to be valid JSON, strings with double quotes of their own lose them.
+- With the same two, if all values happen to be valid JSON, strings with double quotes of their own lose them.
 - Python's ``{'a': nan}`` or ``{'a': inf}`` (generic Estimator) is left alone: those are names, not literals.
-- Keys of dicts become strings, as JSON has no others, and tuples become lists.
-- The string "null" and None are one for an ``Optional[str]`` parameter: jsonargparse has no quoting there.
+- Keys of dicts become strings, because JSON has no others, and tuples become lists.
+- The string "null" and None are the same for an ``Optional[str]`` parameter: jsonargparse has no quoting there.
 - The string "--" as a whole value reaches no option: argparse removes it (Python 3.11 and 3.12.1 do, 3.13 does not).
 
 A value longer than SageMaker allows travels in chunks ``key__0``, ``key__1`` and so on, recognised by ``key__0`` and
-at least one more. In rule 1 the chunks that are JSON strings lose their quotes first. The joined text is then an
+at least one more. In rule 1, the chunks that are JSON strings lose their quotes first. The joined text is then an
 ordinary value: JSON in rule 1 if it is valid JSON, else raw text.
 """
 
@@ -69,8 +69,8 @@ _YAML_SPELLING = {
     **dict.fromkeys(("inf", "Infinity"), ".inf"),
     **dict.fromkeys(("-inf", "-Infinity"), "-.inf"),
 }
-# JSON that PyYAML, with which jsonargparse reads values, refuses or reads as something else. It accepts no tabs
-# between tokens, does not join surrogate pairs, folds the line separators 85, 2028 and 2029 and refuses the rest.
+# JSON that PyYAML, with which jsonargparse reads values, refuses or reads as something else: it accepts no tabs between
+# tokens, does not join surrogate pairs, folds the line separators 85, 2028 and 2029, and refuses the rest.
 _NOT_YAML = re.compile(r"NaN|Infinity|\\u[dD][89a-fA-F]|[^\n -~]")
 _ESCAPED_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 
@@ -80,12 +80,12 @@ _NOT_JSON = object()
 def to_argv(hyperparameters: Mapping[str, str], *, config_files: Sequence[str] = ()) -> list[str]:
     """Turn the content of ``hyperparameters.json`` into command line arguments.
 
-    Every option is one ``--key=value``, so that no value is taken for an option or split by a shell. Options are
+    Every option is a single ``--key=value``, so that no value is taken for an option or split by a shell. Options are
     sorted: ``--data={...}`` comes before ``--data.batch_size=32``, and both after the config files that they override.
 
     Args:
-        hyperparameters: Keys and values, undecoded. ``subcommand`` becomes the first argument; ``config`` is a path
-            or a list of paths; keys meant for the toolkit are dropped.
+        hyperparameters: Keys and undecoded values. ``subcommand`` becomes the first argument; ``config`` is a path or a
+            list of paths; keys meant for the toolkit are dropped.
         config_files: Paths of config files that come before those of the ``config`` key.
 
     Returns:
@@ -114,10 +114,10 @@ def encode(config: Mapping[str, Any]) -> dict[str, str]:
     """Turn a configuration into hyperparameters from which ``to_argv`` restores it.
 
     For the generic Estimator and ``ModelTrainer``, which pass strings on as they are. Framework estimators encode
-    by themselves: give them the values, not this. The result is used alone, since one more value that is not JSON
-    would make the quotes of the others count as text (rule 1 above).
+    values themselves: give them the values, not this result. Add nothing to the result, because one more value that is
+    not JSON would make the quotes of the others count as text (rule 1 above).
 
-    A nested dict stays one JSON value: only the script's parser knows whether ``{"data": {"size": 3}}`` is a group of
+    A nested dict remains one JSON value: only the script's parser knows whether ``{"data": {"size": 3}}`` is a group of
     options, a class with ``init_args`` or the value of a dict parameter, and jsonargparse reads JSON for all three.
     Write ``{"data.size": 3}`` for options that belong to no class, or to keep one value tunable.
 
@@ -162,7 +162,7 @@ def encode(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def is_for_toolkit(key: str) -> bool:
-    """Whether a hyperparameter is meant for SageMaker's toolkits or tuner, not for the script.
+    """Return whether a hyperparameter is meant for SageMaker's toolkits or tuner, not for the script.
 
     Args:
         key: Name of the hyperparameter.
@@ -171,7 +171,7 @@ def is_for_toolkit(key: str) -> bool:
 
 
 def is_tuned(hyperparameters: Mapping[str, str]) -> bool:
-    """Whether a training job belongs to a tuning job, which chooses some of its hyperparameters.
+    """Return whether a training job belongs to a tuning job, which chooses some of its hyperparameters.
 
     Args:
         hyperparameters: The content of ``hyperparameters.json``.
@@ -180,7 +180,7 @@ def is_tuned(hyperparameters: Mapping[str, str]) -> bool:
 
 
 def unquoted(text: str | None) -> str | None:
-    """The text of one hyperparameter, without the quotes that framework estimators put around it.
+    """Return the text of one hyperparameter, without the quotes that framework estimators put around it.
 
     Args:
         text: A value of ``hyperparameters.json``, or None.
@@ -192,12 +192,12 @@ def unquoted(text: str | None) -> str | None:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # ValueError also for numbers of more than 4300 digits
+    except (ValueError, RecursionError):  # numbers of more than 4300 digits raise ValueError, too
         return _NOT_JSON
 
 
 def _python_container(text: str) -> Any:
-    """The list, tuple or dict that the text is in Python's notation, else None."""
+    """Return the list, tuple or dict that a text in Python's notation stands for, else None."""
     if not text.startswith(("[", "{", "(")):
         return None
     try:
@@ -210,7 +210,7 @@ def _python_container(text: str) -> Any:
 
 
 def _as_yaml(text: str, *, is_json: bool) -> str:
-    """The text from which jsonargparse reads the value that was meant; see the rules on top of this module."""
+    """Return the text from which jsonargparse reads the intended value; see the rules at the top of this module."""
     value = _json(text)
     if is_json and isinstance(value, str):
         return value
@@ -223,15 +223,12 @@ def _as_yaml(text: str, *, is_json: bool) -> str:
         return text
     try:
         return _dump(container)
-    except (
-        TypeError,
-        RecursionError,
-    ):  # a configuration holds neither sets nor bytes, nor is it that deep: this is text
+    except (TypeError, RecursionError):  # no configuration holds sets or bytes, or is that deep: this is text
         return text
 
 
 def _dump(value: Any) -> str:
-    """JSON that YAML reads as the same value; ``json.dumps`` writes nan and some characters differently."""
+    """Return JSON that YAML reads as the same value; ``json.dumps`` writes nan and some characters differently."""
     if isinstance(value, dict):
         texts = {key if isinstance(key, str) else json.dumps(key): _dump(item) for key, item in value.items()}
         return "{" + ", ".join(f"{_dump(key)}: {text}" for key, text in texts.items()) + "}"
@@ -253,7 +250,7 @@ def _join_chunks(values: Mapping[str, str], *, is_json: bool) -> dict[str, str]:
         if match and f"{match.group(1)}__0" in values:
             chunk_keys.setdefault(match.group(1), {})[int(match.group(2))] = key
     for key, by_index in chunk_keys.items():
-        names = [by_index[index] for index in sorted(by_index)]  # not by name: k__10 comes after k__9
+        names = [by_index[index] for index in sorted(by_index)]  # not sorted by name: k__10 comes after k__9
         if key in values:
             msg = f"Hyperparameters {[key, *names]}: either {key!r} or its chunks, not both."
             raise HyperparameterError(msg)
@@ -271,7 +268,7 @@ def _join_chunks(values: Mapping[str, str], *, is_json: bool) -> dict[str, str]:
 
 
 def _paths(config: str) -> list[str]:
-    """The paths in the text of the ``config`` key; a text that is not a list is one path (or one inline config)."""
+    """Return the paths in the text of the ``config`` key; a text that is not a list is one path or inline config."""
     paths = _json(config)
     if paths is None:
         return []

@@ -1,4 +1,4 @@
-"""Instance types of SageMaker: which have accelerators, and how many GPUs.
+"""The instance types of SageMaker: which have accelerators, and how many GPUs.
 
 Source:
     Amazon EC2 instance types, "Accelerated computing".
@@ -40,18 +40,18 @@ _GPUS = {
 
 
 def is_accelerated(instance_type: str | None) -> bool | None:
-    """Whether the instances have accelerators; None for what is not an EC2 type, such as local mode's "local"."""
+    """Return whether the instances have accelerators; None if this is not an EC2 type, but local mode's "local"."""
     family = _family(instance_type)
     return None if family is None else family in _NVIDIA_FAMILIES | _OTHER_ACCELERATED_FAMILIES
 
 
 def has_gpus(instance_type: str | None) -> bool:
-    """Whether the instances are known to have NVIDIA GPUs."""
+    """Return whether the instances are known to have NVIDIA GPUs."""
     return _family(instance_type) in _NVIDIA_FAMILIES
 
 
 def num_gpus(instance_type: str | None) -> int | None:
-    """GPUs of an instance; 0 for CPU families, None for types that are not listed."""
+    """Return the number of GPUs of an instance; 0 for CPU families, None for types that are not listed."""
     if is_accelerated(instance_type) is False:
         return 0
     family, _, size = (instance_type or "").removeprefix("ml.").partition(".")

@@ -1,8 +1,8 @@
-"""How this process was started, and which ranks its launcher assigned to it.
+"""The start of this process: who started it, and which ranks its launcher assigned to it.
 
-Pure rules over environment variables. Variables such as ``NODE_RANK`` or ``MASTER_ADDR`` survive in base images,
-shells and other launchers, so none counts without proof of the launcher that sets it (Lightning issues 5651 and
-13639: stray values make every host "node 0", or hang the job).
+Pure rules over environment variables. Variables such as ``NODE_RANK`` or ``MASTER_ADDR`` linger in base images, shells
+and other launchers, so none counts without proof of the launcher that sets it (Lightning issues 5651 and 13639: stray
+values make every host "node 0", or hang the job).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import Enum
 from lightning_sm.errors import TopologyError
 from lightning_sm.job.variables import RANK_ZERO_PID
 
-# torchrun and Lightning set them; base images and shells may, too.
+# torchrun and Lightning set these variables; base images and shells may, too.
 RANK_VARIABLES = (
     "GROUP_RANK",
     "LOCAL_RANK",
@@ -28,7 +28,7 @@ RANK_VARIABLES = (
 
 
 class RankStarter(Enum):
-    """Who starts the processes of a host."""
+    """The program that starts the processes of a host."""
 
     PLAIN = "one process per host"
     LIGHTNING = "a local rank that Lightning started"
@@ -43,11 +43,11 @@ class RankStart:
     Attributes:
         launcher: Who started it.
         local_rank: Its position on its host.
-        node_rank: Position of its host as the launcher counts, or None where only the topology knows.
-        devices: Processes on each host, or None where Lightning decides.
-        world_size: Processes in all, or None where Lightning decides.
-        main_address: Address of rank 0, where the launcher chose it.
-        main_port: Port of rank 0, where the launcher chose it.
+        node_rank: Position of its host as the launcher counts; None if only the topology knows.
+        devices: Number of processes on each host; None if Lightning decides.
+        world_size: Number of all processes; None if Lightning decides.
+        main_address: Address of rank 0, if the launcher chose it.
+        main_port: Port of rank 0, if the launcher chose it.
     """
 
     launcher: RankStarter
@@ -108,7 +108,7 @@ class RankStart:
 
 
 def stray_variables(env: Mapping[str, str], launch: RankStart) -> tuple[str, ...]:
-    """Names of the rank variables in ``env`` that the launcher of this process did not set."""
+    """Return the names of the rank variables in ``env`` that the launcher of this process did not set."""
     if launch.launcher in (RankStarter.TORCHRUN, RankStarter.LIGHTNING):
         return ()
     return tuple(name for name in RANK_VARIABLES if name in env)

@@ -1,10 +1,10 @@
-"""What people may see of options, hyperparameters and variables: not the values whose names say that they are secret.
+"""The redaction of options, hyperparameters and variables: values whose names say that they are secret are hidden.
 
-A name says so by the last word of one of its dotted parts: ``trainer.logger.init_args.api_key``, ``HF_TOKEN``,
+The last word of one of the name's dotted parts says so: ``trainer.logger.init_args.api_key``, ``HF_TOKEN``,
 ``db-password``, ``secrets.hub``. ``tokenizer``, ``num_tokens`` and ``token_dim`` end in another word; ``eos_token`` and
 others name a piece of a vocabulary.
 
-What has no name is shown: a secret among positional arguments, or as a part of an address.
+A secret without a name is shown: one among positional arguments, or in an address.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HIDDEN = "(hidden)"
 
 _NAMED = r"(?:token|(?:secret|password|passwd|passphrase|credential|(?:api|access|private|secret)[-_ ]?key)s?)"
 _SAYS_SECRET = re.compile(rf"{_NAMED}\Z")
-# Before "token": the words of tokenizers' special tokens, and of counts.
+# Words before "token" in the names of tokenizers' special tokens, and of counts.
 _OTHER_TOKENS = frozenset(
     {"bos", "cls", "eos", "mask", "max", "min", "num", "pad", "per", "sep", "special", "unk", "unknown"}
 )
@@ -37,7 +37,7 @@ _CONSTANTS = frozenset({"", "null", "none", "~", "true", "false"})
 
 
 def is_secret(name: str) -> bool:
-    """Whether a name says that its value, or what is below it, is secret."""
+    """Return whether a name says that its value, or any value below it, is secret."""
     return any(map(_says_secret, name.split(".")))
 
 
@@ -47,10 +47,10 @@ def shown(name: str, value: Any, hidden: str | None = HIDDEN) -> Any:
     Args:
         name: Name of the option, hyperparameter, field or variable; empty for a value without a name.
         value: Text, which may be JSON, YAML or Python of nested values, or the value itself.
-        hidden: What takes the place of secrets.
+        hidden: The replacement of secrets.
 
     Returns:
-        The same value, text as text, with ``hidden`` in place of secrets. None, true and false are none.
+        The same value, text as text, with ``hidden`` in place of secrets. None, true and false are not secret.
     """
     if is_secret(name):
         return value if _is_constant(value) or _is_size(name, value) else hidden
@@ -70,10 +70,10 @@ def shown_arguments(arguments: Sequence[str], hidden: str | None = HIDDEN) -> li
 
     Args:
         arguments: Its words: ``--name=value``, ``--name value``, ``name=value`` and others.
-        hidden: What takes the place of secrets.
+        hidden: The replacement of secrets.
     """
     words: list[Any] = []
-    is_value = False  # of an option whose name says that it is secret
+    is_value = False  # whether the next word is the value of an option whose name says that it is secret
     for argument in arguments:
         if is_value and not argument.startswith("--"):
             words.append(argument if _is_constant(argument) else hidden)
@@ -110,7 +110,7 @@ def _says_secret(part: str) -> bool:
 
 
 def _plain(option: str) -> str:
-    """The name in an option: without dashes, and without jsonargparse's "+" for another item of a list."""
+    """Return the name in an option, without dashes and without jsonargparse's "+" for another item of a list."""
     return option.lstrip("-+~").rstrip("+")
 
 
@@ -131,7 +131,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _is_size(name: str, value: Any) -> bool:
-    """Whether this is a number below a part of a model that is called "token"."""
+    """Return whether this is a number below a part of a model that is called "token"."""
     *parents, last = name.split(".")
     if _says_secret(last) or any(_says_secret(part) and not part.lower().endswith("token") for part in parents):
         return False
@@ -151,15 +151,16 @@ def _shown_text(text: str, hidden: str | None) -> str | None:
     except RecursionError:
         return hidden
     if isinstance(value, (dict, list, tuple)):
-        is_unchanged = safe == value and not _GIVEN.search(text)  # "given" in a comment, or twice with two values
+        # A secret may be given in a comment, too, or twice with two values, of which the parser keeps one.
+        is_unchanged = safe == value and not _GIVEN.search(text)
         return text if is_unchanged else json.dumps(safe, default=str)
-    if isinstance(value, str) and value != text:  # a quoted text, which may hold JSON in turn
+    if isinstance(value, str) and value != text:  # a quoted text, which may itself contain JSON
         return text if _shown_text(value, hidden) == value else hidden
     return hidden if _GIVEN.search(text) else text
 
 
 def _parsed(text: str) -> Any:
-    """The value that JSON, Python or YAML reads from a text; the text itself if none does."""
+    """Return the value that JSON, Python or YAML reads from a text; the text itself if none does."""
     import yaml  # noqa: PLC0415 - takes tens of milliseconds, and few values mention a secret
 
     for read, errors in (

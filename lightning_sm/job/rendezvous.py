@@ -1,4 +1,4 @@
-"""Before the ranks of a job connect: the main host's name must resolve, and the main port must be free."""
+"""The conditions for the ranks of a job to connect: the main host's name resolves, and the main port is free."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 RESOLVE_TIMEOUT_S = 15 * 60.0
 _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 30.0
-# A resolver that does not answer takes 10 s or more for each name (resolv.conf(5): 2 attempts of 5 s). After this time
+# A resolver that does not answer takes 10 s or more for each name (resolv.conf(5): 2 attempts of 5 s). After this time,
 # the log lists the names that have not resolved yet, while their lookups continue.
 _ANSWER_S = 5.0
-# Past the deadline, for answers that need no network.
+# The wait even past the deadline, for answers that need no network.
 _LEAST_ANSWER_S = 0.1
 
 
 def resolves(address: str) -> bool:
-    """Whether a host name or IP address resolves."""
+    """Return whether a host name or IP address resolves."""
     try:
         socket.getaddrinfo(address, None)
     except socket.gaierror:
@@ -58,12 +58,12 @@ def wait_for_host(
         host: The host to wait for.
         topology: All hosts.
         addresses: IP addresses of hosts that no resolver knows.
-        timeout_s: Seconds to wait, also for a resolver that does not answer.
-        is_reporter: Whether this process speaks for its host: it looks up the names of all trainer hosts while that of
-            ``host`` is missing, and logs a line for each attempt. One process of each host is enough.
-        is_known: Whether an address resolves; called in threads.
-        pause: Waits for a number of seconds; nobody announces that a name resolves now.
-        answer_s: After so many seconds a name without an answer counts as missing, while its lookup continues.
+        timeout_s: Seconds to wait, even for a resolver that does not answer.
+        is_reporter: Whether this process speaks for its host: while the name of ``host`` does not resolve, it looks up
+            those of all trainer hosts, and logs a line for each attempt. One process per host is enough.
+        is_known: Returns whether an address resolves; called in threads.
+        pause: Waits for a number of seconds, because nothing announces that a name now resolves.
+        answer_s: After this many seconds, a name without an answer counts as missing, while its lookup continues.
 
     Raises:
         HostResolutionError: The name did not resolve in time.
@@ -93,10 +93,9 @@ def wait_for_host(
 
 
 class _Lookups:
-    """Lookups of names side by side, each in a thread: ``getaddrinfo`` cannot be interrupted.
+    """Concurrent lookups of names, each in a thread of its own, because ``getaddrinfo`` cannot be interrupted.
 
-    Daemon threads do not keep the process alive. A lookup that has not been answered continues, and is not started
-    again.
+    Daemon threads do not keep the process alive. A lookup without an answer continues, and is not started again.
     """
 
     def __init__(self, addresses: Mapping[str, str], is_known: Callable[[str], bool], answer_s: float) -> None:
@@ -107,7 +106,7 @@ class _Lookups:
         self._answers: dict[str, bool | Exception] = {}
 
     def missing(self, hosts: Iterable[str], deadline: float) -> list[str]:
-        """Look up hosts that did not resolve before; return those that do not resolve, or not in time."""
+        """Look up hosts that have not resolved before; return those that do not resolve, or not in time."""
         names = list(hosts)
         for name in names:
             if name not in self._running and self._answers.get(name) is not True:
@@ -135,7 +134,7 @@ class _Lookups:
 
 
 def check_port_is_free(port: int, host: str, listener: str = "rank 0") -> None:
-    """Fail immediately if a port is taken: torch would leave the other hosts waiting for half an hour.
+    """Raise at once if a port is taken: torch would leave the other hosts waiting for half an hour.
 
     Args:
         port: Port on which this process is about to listen.
@@ -143,7 +142,7 @@ def check_port_is_free(port: int, host: str, listener: str = "rank 0") -> None:
         listener: What listens on the port, for the error message.
 
     Raises:
-        PortInUseError: Another process listens on the port, or this process lacks the permission to.
+        PortInUseError: Another process listens on the port, or this process lacks permission to.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

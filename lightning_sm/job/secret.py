@@ -1,4 +1,4 @@
-"""Keys by which the hosts of a job know each other, all derived from one secret."""
+"""The keys by which the hosts of a job recognise each other, all derived from one secret."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def job_key(purpose: str, job: str, env: Mapping[str, str]) -> bytes:
     accident.
 
     Args:
-        purpose: What the key is for, and the version of the messages that it belongs to.
+        purpose: The purpose of the key, with the version of the messages that it belongs to.
         job: The job's ARN or name.
-        env: Environment variables, which may have the job's secret.
+        env: Environment variables, which may contain the job's secret.
 
     Raises:
         JobConfigError: The secret is too short.

@@ -1,6 +1,6 @@
-"""How a host stops: the signals, their schedule, and the rules for its exit code.
+"""The stop of a host: the signals, their schedule, and the rules for its exit code.
 
-Launcher, ranks and data hosts share these. The rules have no I/O: the launcher applies them.
+Launcher, ranks and data hosts share these. The rules do no I/O; the launcher applies them.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 from lightning_sm.job.topology import Role
 from lightning_sm.job.variables import STOP_SCHEDULE
 
-# Asks a training script to save a checkpoint and exit. Not SIGTERM: on that, Lightning makes a collective call, which
+# Asks a training script to save a checkpoint and exit. Not SIGTERM, on which Lightning makes a collective call, which
 # deadlocks unless all ranks get the signal at the same moment (Lightning issue 20806).
 GENTLE_SIGNAL = signal.SIGUSR2
-# An interrupted run did not succeed. Lightning exits with 0, by which SageMaker would call the job "Completed".
+# An interrupted run has not succeeded. Lightning exits with 0, on which SageMaker would call the job "Completed".
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True)
 class StopSchedule:
-    """What the launcher sends when SageMaker stops the job, and when, in seconds since SageMaker's SIGTERM.
+    """The times at which the launcher sends signals when SageMaker stops the job, in seconds since SageMaker's SIGTERM.
 
-    At 0 s, the gentle signal goes to the processes that handle it. If no process does, all get SIGTERM at 0 s. The
-    launcher's ``ChildProcess`` sends them.
+    At 0 s, the gentle signal goes to the processes that handle it. If none does, all get SIGTERM at 0 s. The launcher's
+    ``ChildProcess`` sends the signals.
 
     Attributes:
         term_s: When processes that still run get SIGTERM. SageMaker itself sends SIGKILL after 120 s.
@@ -46,24 +46,24 @@ class StopSchedule:
         return cls(*STOP_SCHEDULE.read(env))
 
 
-# SageMaker shows this much of a failure, and it fits into one message between launchers in any alphabet.
+# SageMaker shows this many characters of a failure. In any alphabet, they fit into one message between launchers.
 MAX_REASON_CHARS = 1024
-# A lost host reported no exit code; the job failed all the same.
+# A lost host has reported no exit code, but the job has failed.
 _LOST_EXIT_CODE = 1
 
 
 class OutcomeKind(Enum):
-    """How a script, or the whole job, ended. What launchers do about it follows from this, never from the reason."""
+    """The kind of outcome of a script, or of the whole job. Launchers act on this, never on the reason."""
 
     SUCCESS = "success"
     FAILURE = "failure"
-    HANG = "hang"  # the launcher ended the script, because it made no progress
+    HANG = "hang"  # the launcher killed the script because it made no progress
     INTERRUPTION = "interruption"  # exit code 143; all other hosts may be interrupted at the same moment
     LOST = "lost"  # of a job: the launcher of a trainer host vanished
 
     @classmethod
     def of_exit_code(cls, exit_code: int) -> OutcomeKind:
-        """Return what an exit code alone says."""
+        """Return the kind that an exit code alone implies."""
         if exit_code == INTERRUPTED_EXIT_CODE:
             return cls.INTERRUPTION
         return cls.FAILURE if exit_code else cls.SUCCESS
@@ -71,10 +71,10 @@ class OutcomeKind(Enum):
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a script failed, for people.
+    """The reason for a script's failure, for people.
 
     Attributes:
-        text: The decisive words first; cut at 1024 characters.
+        text: The reason, decisive words first; cut at 1024 characters.
         headline: The same in one line, for logs. Default: the first two lines, which are the error and its place.
     """
 
@@ -88,12 +88,12 @@ class Reason:
         object.__setattr__(self, "headline", headline[:MAX_REASON_CHARS])
 
     def to_message(self) -> dict[str, Any]:
-        """Return its part of a message to another launcher."""
+        """Return the fields of the reason in a message to another launcher."""
         return {"reason": self.text, "headline": self.headline}
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Reason:
-        """Read that part.
+        """Read these fields.
 
         Raises:
             KeyError: A field is missing.
@@ -103,12 +103,12 @@ class Reason:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the script of one host ended.
+    """The outcome of one host's script.
 
     Attributes:
-        kind: In what way.
-        exit_code: Its exit code; 128 + n if signal n ended it.
-        reason: Why it failed; empty after success.
+        kind: The kind of outcome.
+        exit_code: Exit code of the script; 128 + n if signal n killed it.
+        reason: Why the script failed; empty after success.
         may_restart: Whether the script may be started again, if the job has restarts left.
     """
 
@@ -119,18 +119,18 @@ class Outcome:
 
     @classmethod
     def of_exit_code(cls, exit_code: int, reason: Reason | str = "", *, may_restart: bool = False) -> Outcome:
-        """Return the outcome of which the exit code says the kind."""
+        """Return an outcome whose kind the exit code implies."""
         reason = Reason(reason) if isinstance(reason, str) else reason
         return cls(OutcomeKind.of_exit_code(exit_code), exit_code, reason, may_restart)
 
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """How the job ends; the same on all hosts.
+    """The outcome of the job, the same on all hosts.
 
     Attributes:
-        kind: ``SUCCESS`` if all connected trainer hosts succeeded; ``LOST`` if a trainer host vanished; else how the
-            script of the first trainer host to fail, or of the last data host, ended.
+        kind: ``SUCCESS`` if all connected trainer hosts succeeded; ``LOST`` if a trainer host vanished; else the kind
+            of outcome of the first trainer host to fail, or of the last data host.
         host: The host that failed or vanished first; empty if none did.
         exit_code: Exit code of its script; 1 for a lost host, 0 if none failed.
         reason: Why; empty if none failed.
@@ -152,12 +152,12 @@ class JobOutcome:
 
         Args:
             host: Name of the host.
-            why: How its launcher noticed, for people.
+            why: What happened to the connection, for people.
         """
         return cls(OutcomeKind.LOST, host, _LOST_EXIT_CODE, Reason(f"Lost host {host}: {why}"))
 
     def to_message(self) -> dict[str, Any]:
-        """Return what is sent to another launcher."""
+        """Return the message to another launcher."""
         return {"kind": self.kind.value, "host": self.host, "exit_code": self.exit_code, **self.reason.to_message()}
 
     @classmethod
@@ -173,7 +173,7 @@ class JobOutcome:
 
 
 class Stop(Enum):
-    """Whether SageMaker, or a user, stopped this host."""
+    """The stop of this host by SageMaker or a user, if any."""
 
     NONE = "it was not stopped"
     FIRST = "it was stopped before any host had failed by itself"
@@ -181,7 +181,7 @@ class Stop(Enum):
 
 
 class FinalOutcome(Enum):
-    """How a host exits."""
+    """The way in which a host exits."""
 
     OWN = "as its own script did"
     NOT_NEEDED = "with 0: training succeeded without this data host"
@@ -189,9 +189,9 @@ class FinalOutcome(Enum):
 
 
 def final_outcome(role: Role, stop: Stop, exit_code: int, job: JobOutcome | None, host: str) -> FinalOutcome:
-    """How this host exits.
+    """Return how this host exits.
 
-    A trainer host never looks successful when another host failed.
+    A trainer host never looks successful when another host has failed.
 
     ======= ============== ======================== ===================
     role    own exit code  job                      this host exits as
@@ -222,9 +222,9 @@ def final_outcome(role: Role, stop: Stop, exit_code: int, job: JobOutcome | None
 
 
 def ends_script(role: Role, job: JobOutcome, host: str, *, is_stopped: bool) -> bool:
-    """Whether the outcome of the job leaves the script of this host nothing to do.
+    """Return whether the outcome of the job leaves the script of this host nothing to do.
 
-    A data host's work ends with the training, however that ended. A trainer host that was stopped keeps its whole
+    A data host's work ends with the training, successful or not. A trainer host that was stopped keeps its whole
     schedule to save a checkpoint, even if another host exits earlier.
 
     Args:

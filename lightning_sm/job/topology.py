@@ -1,7 +1,7 @@
-"""Who does what in a job: roles, ranks, main host and ports, computed identically on every host.
+"""The layout of a job: roles, ranks, main host and ports, computed identically on every host.
 
-Pure rules over the facts of a job. The service shuffles which host lands in which group and leaves the hosts
-of a group unsorted, so that every number here comes from one list: the sorted hosts of all training groups.
+Pure rules over the facts of a job. The service shuffles which host lands in which group and leaves the hosts of a group
+unsorted, so every number here comes from one list: the sorted hosts of all training groups.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from lightning_sm.job.facts import InstanceGroup, SageMakerJob
 from lightning_sm.job.instance_types import is_accelerated, num_gpus
 from lightning_sm.job.variables import DATA_GROUPS, DEVICES
 
-# Ports below Linux's default ephemeral range (32768-60999), where an outgoing connection could sit on one, and
-# away from those of the toolkits (7777 torchrun, 7592 SMDDP).
+# Ports below Linux's default ephemeral range (32768-60999), where an outgoing connection could occupy one, and away
+# from those of the toolkits (7777 torchrun, 7592 SMDDP).
 _FIRST_PORT = 20_000
 _NUM_PORTS = 10_000
 # The other ports of a job lie this far below the main port, outside of both ranges.
@@ -31,7 +31,7 @@ _MAX_ROWS = 4
 
 
 class Role(Enum):
-    """What a host does in a job."""
+    """The role of a host in a job."""
 
     TRAINER = "trainer"
     DATA = "data"
@@ -92,11 +92,11 @@ class Topology:
 
     @property
     def role(self) -> Role:
-        """What this host does."""
+        """The role of this host."""
         return self.role_of(self.current_host)
 
     def role_of(self, host: str) -> Role:
-        """What a host of the job does.
+        """Return the role of a host of the job.
 
         Args:
             host: Name of the host.
@@ -231,6 +231,6 @@ def _groups_table(groups: Sequence[InstanceGroup], data_names: frozenset[str]) -
 
 
 def _port_of(job: SageMakerJob) -> int:
-    """A port that is the same on every host, and probably differs between jobs on the same network."""
+    """Return a port that is the same on every host, and probably differs between jobs on the same network."""
     identity = job.name or " ".join(sorted(job.hosts))
     return _FIRST_PORT + zlib.crc32(identity.encode()) % _NUM_PORTS

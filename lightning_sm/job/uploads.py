@@ -1,22 +1,22 @@
-"""Names by which SageMaker's agent, which copies the checkpoint folder to S3, and the code in the container cooperate.
+"""File names by which the container's code cooperates with SageMaker's agent, which copies checkpoints to S3.
 
-No document states them. They are those that AWS's own code relies on: sagemaker-xgboost-container, for checkpoints, and
-smdebug, which keeps unfinished files in a folder named ``.sagemaker-ignore``.
+No document states them. AWS's own code relies on them: sagemaker-xgboost-container, for checkpoints, and smdebug, which
+keeps unfinished files in a folder named ``.sagemaker-ignore``.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# Ends the names of files that the agent does not upload.
+# The ending of names that the agent does not upload.
 IGNORED = ".sagemaker-ignore"
-# The agent's own files, empty, beside each file: while it uploads it, and when it has.
+# The endings of the agent's own empty files beside each file: during its upload, and after it.
 UPLOADING = ".sagemaker-uploading"
 UPLOADED = ".sagemaker-uploaded"
 
 
 def is_ignored(name: str) -> bool:
-    """Whether the agent does not upload what has this name: unfinished files, and the agent's own."""
+    """Return whether the agent ignores files of this name: unfinished files, and the agent's own."""
     return name.endswith((IGNORED, UPLOADING, UPLOADED))
 
 
@@ -28,19 +28,19 @@ def files_of(path: Path) -> list[Path]:
     """
     below = path.rglob("*") if path.is_dir() else [path]
     files = sorted(file for file in below if file.is_file() and not file.is_symlink())
-    # Without the folders above: the path itself may lie anywhere.
+    # Ignore the names of folders above, because the path itself may lie anywhere.
     return [file for file in files if not any(map(is_ignored, (path.name, *file.relative_to(path).parts)))]
 
 
 def marker_of(file: Path, ending: str) -> Path:
-    """Return where the agent's own file for a file is; ``ending`` is ``UPLOADING`` or ``UPLOADED``."""
+    """Return the path of the agent's own file for a file; ``ending`` is ``UPLOADING`` or ``UPLOADED``."""
     return file.with_name(file.name + ending)
 
 
 def is_uploaded(file: Path) -> bool:
-    """Whether the agent has uploaded a file as it is now, and not only an earlier one of this name."""
+    """Return whether the agent has uploaded this version of a file, and not only an earlier one of the same name."""
     try:
-        # Of an earlier file's upload the time is older. The inode's time of change would not do: a hard link sets it.
+        # The marker of an earlier version's upload is older than the file. Not st_ctime, which a hard link sets.
         return marker_of(file, UPLOADED).stat().st_mtime_ns >= file.stat().st_mtime_ns
     except FileNotFoundError:
         return False

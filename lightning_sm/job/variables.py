@@ -1,7 +1,7 @@
-"""Every environment variable of lightning_sm: its name, its meaning, its default, and how its text is read.
+"""The environment variables of lightning_sm: their names, meanings, defaults and parsers.
 
 This is the only place that spells the names. Readers call ``MAIN_PORT.read(env)``. ``lightning-sm settings``,
-``lightning-sm doctor`` and the reference of the documentation show the same table.
+``lightning-sm doctor`` and the reference pages show the same table.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from lightning_sm.job.redaction import shown
 
 PREFIX = "LIGHTNING_SM_"
 _PIDS = (0, 999_999_999)
-# The service shows 1024 characters of a failure's reason: the value must not displace what is wrong with it.
+# The service shows 1024 characters of a failure's reason: a value must leave room for what is wrong with it.
 _MAX_SHOWN_CHARS = 200
-# What a person would type by hand could be guessed.
+# Shorter secrets, such as those that a person types by hand, could be guessed.
 _MIN_SECRET_CHARS = 32
 
 _Value = TypeVar("_Value")
@@ -39,11 +39,11 @@ class Setting(Generic[_Value]):
     Attributes:
         name: Name of the variable.
         parse: Turns its text into a value. The message of its ValueError says what it expects.
-        default: The value where the variable is unset or empty.
+        default: The value if the variable is unset or empty.
         default_text: The default in words.
-        meaning: What the variable decides, in one sentence.
+        meaning: The meaning of the variable, in one sentence.
         is_internal: Whether only our own processes set it, for the processes that they start.
-        accepts_empty: Whether an empty text is a value, and not the default.
+        accepts_empty: Whether an empty text is a value rather than the default.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Setting(Generic[_Value]):
 
 
 class Install(Enum):
-    """Whether to install the requirements of the user's code."""
+    """The choice whether to install the requirements of the user's code."""
 
     IF_SUBMITTED = ""
     NEVER = "0"
@@ -80,7 +80,7 @@ class Install(Enum):
 
 
 class Model(Enum):
-    """What a job leaves in its model directory."""
+    """The content that a job leaves in its model directory."""
 
     FULL = "full"
     WEIGHTS = "weights"
@@ -103,7 +103,7 @@ def _seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    # Python's waits and timers can be no longer (292 years).
+    # The longest time of Python's waits and timers is 292 years.
     if not 0 <= value <= threading.TIMEOUT_MAX:
         raise ValueError("expected a number of seconds, 0 or more")
     return value
@@ -178,7 +178,7 @@ def _secret(text: str) -> str:
     return text
 
 
-# ---- set by users, in the order of the reference
+# ---- Set by users, in the order of the reference pages.
 
 DATA_GROUPS = Setting[tuple[str, ...] | None](
     name="LIGHTNING_SM_DATA_GROUPS",
@@ -232,7 +232,7 @@ INSTALL_REQUIREMENTS = Setting[Install](
 PREPARE_S = Setting[float](
     name="LIGHTNING_SM_PREPARE_S",
     parse=_positive_seconds,
-    # A job that waits for a network is billed while it waits.
+    # A limit, because a job that waits for a network is billed while it waits.
     default=1800.0,
     default_text="1800",
     meaning="Time limit in seconds, the same for fetching the code and for installing its requirements.",
@@ -293,7 +293,7 @@ JOB_SECRET = Setting[str | None](
     "local make one.",
 )
 
-# ---- passed on by our own processes
+# ---- Passed on by our own processes.
 
 CONTROL_DIR = Setting[Path | None](
     name="LIGHTNING_SM_CONTROL_DIR",
@@ -332,7 +332,7 @@ def misspelled(env: Mapping[str, str]) -> dict[str, str]:
         The name that was probably meant, by the name that is set.
     """
     known = {setting.name for setting in SETTINGS}
-    # Without the prefix, which would make any two names similar.
+    # Compare without the prefix, which would make any two names similar.
     endings = [setting.name.removeprefix(PREFIX) for setting in USER_SETTINGS]
     found = {}
     for name in sorted(env):

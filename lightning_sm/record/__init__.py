@@ -1,1 +1,1 @@
-"""What a run writes down, and how it is read."""
+"""The record of a run, which its processes write down, and its readers."""

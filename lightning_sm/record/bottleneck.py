@@ -1,11 +1,11 @@
-"""What limits the time of a training step, and what more workers would change. Pure functions on plain numbers.
+"""The limit of a training step's time, and the effect of more workers on it. Pure functions on plain numbers.
 
 The model of a step, as in tf.data service's autoscaler: the slowest part sets the pace,
 
     T(W) = max(t0, c / (W * e), wire)
 
 with ``t0`` a step without waiting for data, ``c`` the seconds of work of all workers for the batches of one step, ``W``
-workers that are busy for the share ``e`` of the time, and ``wire`` what network and decoding take for a step.
+workers that are busy for the share ``e`` of the time, and ``wire`` the time of network and decoding for a step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 NOT_INPUT_BOUND = 0.05
 # Workers are the limit if they are busy for this share of the time in which there is something to do.
 WORKERS_ARE_BUSY = 0.8
-# For how much of the time workers are to be busy at most: batches are not all alike.
+# Plan workers to be busy for at most this share of the time, because batches differ.
 _TARGET = 0.9
 # Beyond this many times the measured number of workers, the prediction is a bound, not an estimate.
 _ESTIMATE_UP_TO = 2.0
@@ -27,14 +27,14 @@ _NEAR = 0.8
 
 @dataclass(frozen=True)
 class StepModel:
-    """What a step takes, measured after the first batches.
+    """The time of a step, measured after the first batches.
 
     Attributes:
-        own_s: ``t0``: seconds of a step without waiting: the larger of what host and GPU work.
+        own_s: ``t0``: seconds of a step without waiting, the larger of the host's and the GPU's work.
         cost_s: ``c``: seconds of work of all workers for one step of all ranks.
-        workers: Number of workers when that was measured.
+        workers: Number of workers during the measurement.
         busy: ``e``: the share of the time in which they worked while training waited, 0 to 1.
-        wire_s: Seconds that network and decoding take for one step at the least; 0 if unknown.
+        wire_s: The least time of network and decoding for one step, in seconds; 0 if unknown.
     """
 
     own_s: float
@@ -65,13 +65,13 @@ def more_workers(share: float, busy: float = 1.0) -> float:
 
     Args:
         share: The share of the time that training waits, 0 to 1.
-        busy: The share of that time that the workers work. Half idle workers need no doubling.
+        busy: The share of that time that the workers work: half idle workers need no doubling.
     """
     return busy / max(1e-9, 1.0 - share)
 
 
 def times_as_many(factor: float) -> str:
-    """Say a factor in words: "about 1.8 times as many", and "at most" where it was not measured nearby."""
+    """Say a factor in words: "about 1.8 times as many"; "at most" if it is far from the measurement."""
     return f"{'about' if factor <= _ESTIMATE_UP_TO else 'at most'} {factor:.2g} times as many"
 
 

@@ -1,11 +1,11 @@
-"""The record of a run: what the processes of a job write down while it runs, and how it is read again.
+"""The lines of a run's record, which the processes of a job write while it runs, and how they are read again.
 
 Each process appends lines of JSON to a file of its own, ``<record folder>/<attempt>/<host>-<who>.jsonl``: launchers
-(``launcher``), and training processes (``rank-3``). The folder lies with the checkpoints where the job has any, because
-only they survive an attempt that is killed; else with the output data, which one archive collects from all hosts.
+(``launcher``), and training processes (``rank-3``). The folder lies in the checkpoint folder if the job has one,
+because only that survives a killed attempt; else in the output data, which one archive collects from all hosts.
 
-A file begins with a ``FileHead``; another one follows where a restarted process continues the file. Of each line
-there is a class below, whose ``kind`` names it in JSON. ``t`` is the time in seconds since the Unix epoch; all other
+A file begins with a ``FileHead``; another one follows wherever a restarted process continues the file. Each kind of
+line has a class below, whose ``kind`` names it in JSON. ``t`` is the time in seconds since the Unix epoch; all other
 times are in seconds, too.
 """
 
@@ -33,37 +33,37 @@ logger = logging.getLogger(__name__)
 FOLDER = "lightning-sm-record"
 VERSION = 1
 LAUNCHER = "launcher"
-# The parts of a training step, in the order in which they come. "backward" includes the exchange of gradients, which
-# DistributedDataParallel overlaps with it; "other" is what no hook of Lightning tells apart.
+# The parts of a training step, in order. "backward" includes the exchange of gradients, with which
+# DistributedDataParallel overlaps it; "other" is the time that no hook of Lightning tells apart.
 PARTS = ("data_wait", "to_device", "forward", "backward", "optimizer", "other")
 _PACKAGES = ("lightning-sm", "torch", "pytorch-lightning", "lightning")
 _ENDING = ".jsonl"
-# "algo-1-launcher.jsonl": names of hosts have dashes, too.
+# Such as "algo-1-launcher.jsonl"; names of hosts contain dashes, too.
 _NAME = re.compile(rf"(?P<host>.+)-(?P<who>{LAUNCHER}|rank-\d+)\{_ENDING}")
 
 
 @dataclass(frozen=True)
 class FileHead:
-    """Who writes a file; its first line, and again when a restarted process continues it.
+    """The writer of a file: its first line, and another one whenever a restarted process continues it.
 
     Attributes:
         t: When the process began to write.
         host: Its host.
         who: ``launcher`` or ``rank-<global rank>``.
         job: Name of the job, if it is known.
-        attempt: From 1; the service starts another one after an interruption.
+        attempt: The attempt, from 1; the service starts another one after an interruption.
         group: Instance group of the host.
         role: ``trainer`` or ``data``.
         rank: Global rank; None for a launcher.
         world_size: Number of ranks; None for a launcher.
         hosts: Instance group of each host of the job, by its name.
         instance_types: Instance type of each group, by its name; None if unknown.
-        instance_type: That of this host.
-        cpus: CPUs that the process may use.
-        gpus: GPUs of the host.
+        instance_type: Instance type of this host.
+        cpus: Number of CPUs that the process may use.
+        gpus: Number of GPUs of the host.
         packages: Versions of the packages that matter, by name.
         command: The command line of the script, secrets hidden; empty for ranks.
-        version: Of this format.
+        version: Version of this format.
     """
 
     kind: ClassVar[str] = "file"
@@ -88,12 +88,12 @@ class FileHead:
 
 @dataclass(frozen=True)
 class GpuUse:
-    """What one GPU did.
+    """The use of one GPU.
 
     Attributes:
-        use: Share of the time in which any kernel ran, 0 to 1: it does not say how full the GPU was.
+        use: Share of the time in which any kernel ran, 0 to 1. It does not say how much of the GPU was busy.
         memory_bytes: Memory in use.
-        memory_total_bytes: Memory that it has.
+        memory_total_bytes: All memory of the GPU.
     """
 
     use: float
@@ -103,7 +103,7 @@ class GpuUse:
 
 @dataclass(frozen=True)
 class HostUse:
-    """What a host did since the line before; a launcher writes one every few seconds.
+    """The use of a host since the previous line; a launcher writes one every few seconds.
 
     Attributes:
         t: When it was measured.
@@ -112,7 +112,7 @@ class HostUse:
         memory_total_bytes: Memory that the job may use.
         received_bytes_s: Bytes per second from the network.
         sent_bytes_s: Bytes per second to the network.
-        gpus: Its GPUs; empty where there are none, or NVML is not installed.
+        gpus: Use of its GPUs; empty if there are none, or if NVML is not installed.
     """
 
     kind: ClassVar[str] = "use"
@@ -127,14 +127,14 @@ class HostUse:
 
 @dataclass(frozen=True)
 class Loader:
-    """Where the training batches of a rank come from; written when its training begins.
+    """The source of a rank's training batches; written when its training begins.
 
     Attributes:
-        t: When.
-        is_remote: Whether data hosts build them.
+        t: When it was written.
+        is_remote: Whether data hosts build the batches.
         workers: Worker processes of this rank's loader; 0 if the training process itself builds the batches. Those of
             data hosts are in ``DataService``.
-        cpus: CPUs that this rank's process may use, together with the other ranks of the host.
+        cpus: Number of CPUs that this rank's process may use, together with the other ranks of the host.
         ranks_of_host: Number of ranks on the host.
     """
 
@@ -148,20 +148,20 @@ class Loader:
 
 @dataclass(frozen=True)
 class Steps:
-    """Some training steps of a rank, one after the other. A step is one training batch.
+    """Consecutive training steps of a rank. A step is one training batch.
 
     Spans between the steps, and the first step of a run, are not part of them.
 
     Attributes:
         t: When the last one ended.
-        step: ``trainer.global_step`` after it: optimizer steps.
+        step: ``trainer.global_step`` after it, which counts optimizer steps.
         n: Number of steps.
-        wall_s: How long they took together.
-        longest_s: The longest one.
-        samples: Samples of this rank's batches; 0 if that is unknown.
+        wall_s: Time of all of them together.
+        longest_s: Time of the longest one.
+        samples: Number of samples in this rank's batches; 0 if it is unknown.
         parts: Seconds by part (``PARTS``); their sum is ``wall_s``.
         gpu_parts: Whether forward, backward and optimizer were measured on the GPU, every few steps. Else they are the
-            host's time, which on a GPU only launches the work.
+            time of the host, which only launches the work of a GPU.
     """
 
     kind: ClassVar[str] = "steps"
@@ -177,16 +177,16 @@ class Steps:
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time besides the steps.
+    """A span of time outside the steps.
 
     Attributes:
         t: When it ended.
         name: ``startup`` (from the start of the process until the training begins), ``first_batch`` (until the first
-            batch of an epoch has come; in the first epoch until its first step has ended, which may compile),
-            ``validation``, ``checkpoint``, ``export``, ``test``, ``predict``, ``between`` (what followed the last step,
-            such as the end of an epoch); from launchers ``preparation`` (code and requirements).
+            batch of an epoch arrives; in the first epoch, until its first step has ended, which may compile),
+            ``validation``, ``checkpoint``, ``export``, ``test``, ``predict``, ``between`` (after the last step, such as
+            the end of an epoch); from launchers, ``preparation`` (code and requirements).
         begin: When it began, in the same seconds as ``t``.
-        seconds: How long it took, without other spans within it.
+        seconds: How long it took, without other spans inside it.
     """
 
     kind: ClassVar[str] = "span"
@@ -198,12 +198,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What the model logged; rank 0 writes it.
+    """The metrics that the model logged; rank 0 writes them.
 
     Attributes:
-        t: When.
+        t: When they were written.
         step: ``trainer.global_step``.
-        epoch: From 0.
+        epoch: The epoch, from 0.
         values: The metrics by name; None in place of NaN and infinity.
     """
 
@@ -216,10 +216,10 @@ class Metrics:
 
 @dataclass(frozen=True)
 class DataService:
-    """What data hosts and trainer ranks did, summed up since the start; rank 0 of a job with data hosts writes it.
+    """The work of data hosts and trainer ranks, as sums since the start; rank 0 of a job with data hosts writes it.
 
     Attributes:
-        t: When.
+        t: When it was written.
         hosts: The fields of ``HostFigures`` (lightning_sm.data.protocol.figures) of each data host.
         ranks: The fields of ``RankFigures`` (lightning_sm.data.protocol.figures) by name of the rank.
     """
@@ -232,13 +232,13 @@ class DataService:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened.
+    """An event.
 
     Attributes:
-        t: When.
+        t: When it happened.
         what: ``signal``, ``interruption``, ``restart``, ``host_lost``, ``host_back``, ``retry``, ``slow_request``,
             ``hang``, ``failure``, ``checkpoint_saved`` or ``resumed``.
-        text: It in words.
+        text: The event in words.
     """
 
     kind: ClassVar[str] = "event"
@@ -249,13 +249,13 @@ class Event:
 
 @dataclass(frozen=True)
 class End:
-    """How a launcher, or the run of a rank's Trainer, ended. What was killed has none.
+    """The end of a launcher, or of the run of a rank's Trainer. A killed process writes none.
 
     Attributes:
-        t: When.
+        t: When it ended.
         outcome: ``succeeded``, ``failed``, ``interrupted`` (it can resume from a checkpoint) or ``stopped``.
-        exit_code: Of the host, from its launcher.
-        reason: Why it has not succeeded.
+        exit_code: Exit code of the host, in the launcher's line.
+        reason: Why it did not succeed.
     """
 
     kind: ClassVar[str] = "end"
@@ -281,8 +281,8 @@ def attempt_folder(job: SageMakerJob, who: str, env: Mapping[str, str] = os.envi
 
     Args:
         job: The job.
-        who: As in ``FileHead``. The next attempt follows from this process's own files: those of other hosts may
-            already be there, or not yet.
+        who: As in ``FileHead``. The next attempt follows from this process's own files, because those of other hosts
+            may or may not be there yet.
         env: Environment variables.
     """
     named = RECORD_DIR.read(env)
@@ -294,7 +294,7 @@ def attempt_folder(job: SageMakerJob, who: str, env: Mapping[str, str] = os.envi
 
 
 def file_attempt(path: Path) -> int:
-    """Return the attempt that a file of a record belongs to; 0 if its folder does not say."""
+    """Return the attempt to which a file of a record belongs; 0 if its folder does not say."""
     name = path.parent.name
     return int(name) if name.isdecimal() else 0
 
@@ -310,7 +310,7 @@ def find_files(folder: Path) -> list[Path]:
 
 
 def read_file(path: Path) -> list[Line]:
-    """Read the lines of a file. Anything else is left out, such as a line that a kill has cut short.
+    """Read the lines of a file, skipping malformed ones, such as a line that a kill cut short.
 
     Raises:
         OSError: The file cannot be read.
@@ -326,7 +326,7 @@ def to_json(line: Line) -> str:
 
 
 def from_json(text: str) -> Line | None:
-    """Read a line; None if it is not one, or of a kind that this version does not know."""
+    """Read a line; return None if it is malformed, or of a kind that this version does not know."""
     try:
         values = json.loads(text)
         kind = _KINDS[values.pop("kind")]
@@ -340,10 +340,10 @@ def from_json(text: str) -> Line | None:
 
 
 class Recorder:
-    """Appends lines to the file of this process. Any thread may call it.
+    """The writer of this process's file. Any thread may call it.
 
-    A line is written at once, so that it survives whatever ends the process. Nothing is raised: a job must not end
-    because of its record. What prevents it, such as a full disk, is said once.
+    A line is written at once, so that it survives even a kill of the process. Nothing is raised, because a job must not
+    fail because of its record; an obstacle, such as a full disk, is logged once.
 
     Args:
         path: The file; its folder is made.
@@ -378,7 +378,7 @@ class Recorder:
         self.append(Event(time.time(), what, text))
 
     def close(self) -> None:
-        """Close the file; a later line opens it again."""
+        """Close the file; a later line reopens it."""
         with self._lock:
             if self._file is not None:
                 os.close(self._file)
@@ -388,7 +388,7 @@ class Recorder:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(file).st_size
-        if size and os.pread(file, 1, size - 1) != b"\n":  # a process before was killed within a line
+        if size and os.pread(file, 1, size - 1) != b"\n":  # an earlier process was killed within a line
             os.write(file, b"\n")
         return file
 
@@ -419,12 +419,12 @@ def head_of(
 
     Args:
         job: The job.
-        who: As in ``FileHead``, like all others.
+        who: As in ``FileHead``.
         path: The file.
         role: The host's role.
         rank: Global rank.
         world_size: Number of ranks.
-        cpus: CPUs that the process may use.
+        cpus: Number of CPUs that the process may use.
         command: The command line, without secrets.
     """
     packages = {"python": platform.python_version()}
@@ -450,13 +450,13 @@ def head_of(
 
 
 class Pacing:
-    """How often a series gets a line: often at first, then ever more seldom, so that its file stays small.
+    """The pace of a series of lines: frequent at first, then less and less frequent, so that its file stays small.
 
     The service uploads a file of the checkpoint folder as a whole whenever it has changed.
 
     Args:
         least_s: Seconds between two lines at first.
-        most_s: Seconds between two lines at last, after ``most_s`` times 600.
+        most_s: Seconds between two lines in the end, after 600 times ``most_s``.
     """
 
     def __init__(self, least_s: float, most_s: float = 30.0) -> None:
@@ -472,7 +472,7 @@ class Pacing:
 
 
 def _plain(value: Any) -> Any:
-    """Convert to what JSON has: None for NaN and infinity; fewer digits than a float has."""
+    """Convert a value to JSON's types, with None for NaN and infinity, and floats rounded to six decimals."""
     if isinstance(value, float):
         return round(value, 6) if math.isfinite(value) else None
     if isinstance(value, Mapping):

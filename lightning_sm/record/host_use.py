@@ -1,8 +1,8 @@
-"""How much of a host a job uses: CPUs, memory, network and GPUs.
+"""The use that a job makes of a host: CPUs, memory, network and GPUs.
 
-On SageMaker a container has the whole instance, so that the host's own counters are the job's. In local mode, a limit
-of the container's control group counts. Where hosts share a machine, only what this process and those below it use
-counts, and the network is left out, because all of it is the loopback interface of all hosts.
+On SageMaker, a container has the whole instance, so the host's own counters are the job's. In local mode, a limit of
+the container's control group counts. Where hosts share a machine, only the use by this process and its descendants
+counts, and the network is left out, because all hosts share one loopback interface.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GPU_DEVICE = Path("/dev/nvidia0")
 
 
 class CpuMeter:
-    """Measures how busy the CPUs of this machine are since it was made."""
+    """A meter of how busy this machine's CPUs have been since it was made."""
 
     def __init__(self) -> None:
         self._before = psutil.cpu_times()
@@ -41,7 +41,7 @@ class CpuMeter:
 
 
 class HostMeter:
-    """Measures what a host does between two calls.
+    """A meter of the use of a host between two calls.
 
     Args:
         is_machine_shared: Whether the hosts of the job share this machine (``SageMakerJob.shares_machine``).
@@ -58,7 +58,7 @@ class HostMeter:
         self._take()
 
     def measure(self) -> HostUse:
-        """Return what the host did since the last call, or since this object was made."""
+        """Return the host's use since the last call, or since this object was made."""
         before, after = self._before or self._take(), self._take()
         elapsed_s, cpu_s, received, sent = (max(0.0, new - old) for new, old in zip(after, before, strict=True))
         elapsed_s = max(1e-6, elapsed_s)
@@ -73,7 +73,7 @@ class HostMeter:
         )
 
     def _take(self) -> tuple[float, float, int, int]:
-        """Return the time, the CPU seconds, and the bytes received and sent, each since some start."""
+        """Return the time, the CPU seconds, and the bytes received and sent, each since an arbitrary start."""
         received = sent = 0
         if not self._is_machine_shared:
             for name, counters in psutil.net_io_counters(pernic=True).items():
@@ -87,7 +87,7 @@ class HostMeter:
         if self._is_machine_shared:
             return sum(_cpu_s_of(process) for process in _own_processes())
         with contextlib.suppress(OSError, ValueError, KeyError):
-            # Of the container alone; where it has no group of its own, of the machine.
+            # The container's seconds; if it has no control group of its own, the machine's.
             lines = (self._cgroup / "cpu.stat").read_text(encoding="ascii").splitlines()
             return int(dict(line.split() for line in lines)["usage_usec"]) / 1e6
         times = psutil.cpu_times()
@@ -114,7 +114,7 @@ class Gpus:
     """The NVIDIA GPUs of this host; none without a driver, or without the package nvidia-ml-py.
 
     Args:
-        nvml: The module ``pynvml`` of the package nvidia-ml-py; looked for if None.
+        nvml: The module ``pynvml`` of the package nvidia-ml-py. Default: import it.
     """
 
     def __init__(self, nvml: Any = None) -> None:
@@ -126,7 +126,7 @@ class Gpus:
 
                 self._nvml = pynvml
         except ImportError:
-            # Nobody misses it on a host without GPUs.
+            # Without GPUs, nobody misses it.
             has_gpu = _GPU_DEVICE.exists()
             logger.log(
                 logging.INFO if has_gpu else logging.DEBUG,
@@ -141,7 +141,7 @@ class Gpus:
             logger.debug("The use of GPUs is not recorded: %s.", error)
 
     def measure(self) -> list[GpuUse]:
-        """Return what each GPU does; one that cannot say it, such as a part of a GPU (MIG), is left out."""
+        """Return the use of each GPU, without those that cannot report it, such as a part of a GPU (MIG)."""
         uses = []
         for handle in self._handles:
             with contextlib.suppress(self._nvml.NVMLError):
@@ -157,15 +157,15 @@ def _own_processes() -> list[psutil.Process]:
 
 
 def _cpu_s_of(process: psutil.Process) -> float:
-    """CPU seconds of a process and of its children that have ended."""
+    """Return the CPU seconds of a process and of its children that have exited."""
     try:
         return float(sum(process.cpu_times()[:4]))
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # it has just exited
         return 0.0
 
 
 def _memory_of(process: psutil.Process) -> int:
-    """Memory that a process shares with no other."""
+    """Return the memory that a process shares with no other."""
     try:
         memory = process.memory_info()
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""What hosts cost per hour, as the user says: none is built in, since prices differ by region, contract and year."""
+"""The user's hourly prices of hosts. None are built in, because prices differ by region, contract and year."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ per_hour:              # an instance type, or the name of an instance group
   ml.c5.4xlarge: 0.82
 """
 _DEFAULT_CURRENCY = "$"
-# From here on, amounts have two digits after the point; below, two that count.
+# From here on, amounts have two digits after the point; below, two significant digits.
 _WHOLE = 1.0
 _HOUR_S = 3600.0
 
@@ -28,8 +28,8 @@ class Prices:
     """Prices of hosts.
 
     Attributes:
-        per_hour: Price of an hour by instance type, or by the name of an instance group, which comes first.
-        currency: What is printed before an amount.
+        per_hour: Hourly prices by instance type, or by the name of an instance group, which takes precedence.
+        currency: The text before an amount.
         source: Where the prices come from, for people; empty if there are none.
     """
 
@@ -41,7 +41,7 @@ class Prices:
         return bool(self.per_hour)
 
     def of(self, group: str, instance_type: str | None) -> float | None:
-        """Return the price of an hour of one host, or None if it is unknown.
+        """Return the hourly price of one host; None if it is unknown.
 
         Args:
             group: Name of the host's instance group.
@@ -50,7 +50,7 @@ class Prices:
         return self.per_hour.get(group, self.per_hour.get(instance_type or ""))
 
     def total(self, hosts: Iterable[tuple[str, str | None]]) -> float | None:
-        """Return the price of an hour of all hosts together, or None if that of one is unknown.
+        """Return the hourly price of all hosts together; None if that of one is unknown.
 
         Args:
             hosts: Group and instance type of each host.
@@ -67,16 +67,16 @@ class Prices:
 
 
 def cost(price_per_hour: float, seconds: float) -> float:
-    """Return what hosts cost that together cost ``price_per_hour``, used for ``seconds``."""
+    """Return the cost of using hosts for ``seconds`` that together cost ``price_per_hour``."""
     return price_per_hour * seconds / _HOUR_S
 
 
 def read_prices(file: Path | None, flags: Iterable[str]) -> Prices:
-    """Read the prices that the user gives.
+    """Read the user's prices.
 
     Args:
         file: A YAML or JSON file like ``FILE_FORMAT``.
-        flags: ``NAME=PRICE`` each; they override the file.
+        flags: Texts of the form ``NAME=PRICE``, which override the file.
 
     Raises:
         JobConfigError: The file cannot be read, or a price is not a number.

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 from lightning_sm._text import clock_time
 
-# What a line says besides the position and the model's own metrics; each can be a metric of the job.
+# The fields of a line besides the position and the model's own metrics; each can be a metric of the job.
 _RATE, _SAMPLES, _MEMORY, _DATA_WAIT = "steps_per_s", "samples_per_s", "memory_gb", "data_wait"
-# In the one line that follows a validation: how many there were so far.
+# The number of validations so far, in the one line that follows each validation.
 _VALIDATION = "validation"
 # A number as ``progress_line`` prints it, as one group. CloudWatch accepts neither NaN nor infinity, so they do not
 # match.
@@ -31,11 +31,11 @@ def progress_line(
     """Return a line of progress.
 
     Args:
-        position: Where the run is, such as ``epoch=3/10 step=45``.
+        position: Where the run stands, such as ``epoch=3/10 step=45``.
         metrics: The model's metrics by name.
-        num_validations: How many validations there were, in the first line after one; else None.
-        rates: What ``rate_fields`` returned.
-        verdict: What held up the epoch, at the end of the line.
+        num_validations: The number of validations so far, in the first line after one; else None.
+        rates: The fields that ``rate_fields`` returned.
+        verdict: What held up the epoch; it ends the line.
     """
     words = [position]
     if num_validations is not None:
@@ -52,7 +52,7 @@ def rate_fields(
     memory_bytes: int | None = None,
     data_wait: float | None = None,
 ) -> str:
-    """Return how fast a run is, for its line of progress; what is None is left out.
+    """Return the fields of a line of progress that say how fast the run is, without those that are None.
 
     Args:
         steps_per_s: Training batches of this rank per second.
@@ -83,7 +83,7 @@ def metric_pattern(name: str) -> str:
 def objective_pattern(name: str) -> str:
     """Return the regular expression that finds a metric only in the one line that follows each validation.
 
-    A tuning job takes the last value that it finds, and Hyperband each of them: the lines between two validations would
-    repeat an old value.
+    A tuning job takes the last value that it finds, and Hyperband takes each of them, but the lines between two
+    validations would repeat an old value.
     """
     return f" {_VALIDATION}=[0-9]+ (?:.* )?{re.escape(name)}={_NUMBER}"

@@ -1,11 +1,11 @@
-"""The last words of a run: where its time went."""
+"""The summary at the end of a run, which says where its time went."""
 
 from __future__ import annotations
 
 from lightning_sm._text import count, duration
 from lightning_sm.record.step_clock import Totals
 
-# Of the steps' time, and seconds besides them: less is not named.
+# Leave out parts with a smaller share of the steps' time, and shorter spans.
 _MIN_SHARE = 0.005
 _MIN_SPAN_S = 0.05
 
@@ -28,8 +28,8 @@ def summary(totals: Totals, *, is_alone: bool = True, on_gpu: bool = False, verd
     """Return where the time of a run went, in a sentence or two.
 
     Args:
-        totals: What rank 0 has measured; at least one step.
-        is_alone: Whether it is the only rank. Otherwise it waits for the others in the backward pass.
+        totals: The measurements of rank 0, of at least one step.
+        is_alone: Whether rank 0 is the only rank. Otherwise it waits for the others in the backward pass.
         on_gpu: Whether parts were measured on a GPU.
         verdict: What held up training, as a sentence.
     """

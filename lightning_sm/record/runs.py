@@ -1,4 +1,4 @@
-"""Finds the records of runs in the folders and archives that a job leaves, and puts the files of all hosts together."""
+"""The reader of runs' records, which finds them in a job's folders and archives, and merges the files of all hosts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path, PurePosixPath
 from lightning_sm.errors import JobConfigError
 from lightning_sm.record.events import FOLDER, LAUNCHER, FileHead, Line, file_attempt, find_files, read_file
 
-# Larger ones are not records: that of a process that runs for a month has less.
+# A larger file is not a record: even a process that runs for a month writes less.
 _MAX_FILE_BYTES = 2**30
 
 
 @dataclass(frozen=True)
 class ProcessRecord:
-    """What one process has written; a restarted one has several.
+    """The lines of one process; if it was restarted, there are several records.
 
     Attributes:
         attempt: The attempt of the job, from 1.
-        head: Who wrote it.
-        lines: What follows the head, in the order of writing.
+        head: The head, which says who wrote it.
+        lines: The lines after the head, in the order of writing.
     """
 
     attempt: int
@@ -34,12 +34,12 @@ class ProcessRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the processes of a job have written.
+    """The records of all processes of a job.
 
     Attributes:
         name: Name of the job, or of the folder if the job has none.
         source: The folder or archive that it was read from.
-        records: In the order of attempts, hosts and processes.
+        records: The records, in the order of attempts, hosts and processes.
     """
 
     name: str
@@ -51,8 +51,9 @@ def read_runs(sources: Sequence[Path], job: str | None = None) -> list[RunRecord
     """Read the records of runs.
 
     Args:
-        sources: Folders in or below which records are, or tar archives of such folders. One may hold several jobs: a
-            checkpoint folder that another job has resumed from. The files of one job may be in several of them.
+        sources: Folders with records in or below them, or tar archives of such folders. One source may hold several
+            jobs, such as a checkpoint folder from which another job has resumed. One job's files may be in several
+            sources.
         job: Name of the only job to read. Default: all.
 
     Returns:
@@ -82,7 +83,7 @@ def read_run(source: Path, job: str | None = None) -> RunRecord:
     """Read the record of one run; see ``read_runs``.
 
     Raises:
-        JobConfigError: The source has no record, or those of several jobs of which none is named.
+        JobConfigError: The source has no record, or has those of several jobs and ``job`` names none.
     """
     runs = read_runs([source], job)
     if len(runs) > 1:
@@ -95,7 +96,7 @@ def read_run(source: Path, job: str | None = None) -> RunRecord:
 
 def _run(name: str, found: Iterable[tuple[str, ProcessRecord]]) -> RunRecord:
     found = list(found)
-    # A file may be there twice: on the host, and where it was uploaded to, which may lack its end.
+    # A file may exist twice: on the host, and where it was uploaded, perhaps without its end. Keep the longer one.
     longest: dict[tuple[int, str, str, float], ProcessRecord] = {}
     for _, record in found:
         key = (record.attempt, record.head.host, record.head.who, record.head.t)
@@ -120,7 +121,7 @@ def _records(source: Path) -> list[ProcessRecord]:
 
 
 def _extract(archive: tarfile.TarFile, folder: Path) -> None:
-    """Copy the records of an archive, under names of our own: an archive may name any path."""
+    """Copy the records of an archive under names of our own, because an archive may name any path."""
     for number, member in enumerate(archive):
         path = PurePosixPath(member.name)
         is_record = path.suffix == ".jsonl" and path.parent.name.isdecimal()
@@ -135,7 +136,8 @@ def _extract(archive: tarfile.TarFile, folder: Path) -> None:
 
 def _of_folder(folder: Path) -> list[ProcessRecord]:
     records = [record for path in find_files(folder) for record in _lives(path)]
-    # Without a checkpoint folder a job calls each attempt the first one, because it cannot know of those before.
+    # Without a checkpoint folder, a job cannot know of earlier attempts and numbers each as the first one: count the
+    # launcher's starts.
     starts: dict[tuple[str | None, int, str], set[float]] = defaultdict(set)
     for record in records:
         if record.head.who == LAUNCHER:
@@ -151,7 +153,7 @@ def _launcher(record: ProcessRecord) -> tuple[str | None, int, str]:
 
 
 def _lives(path: Path) -> list[ProcessRecord]:
-    """What each process has written that has gone on with this file."""
+    """Return the records of all processes that have written to a file, one after another."""
     records: list[ProcessRecord] = []
     head: FileHead | None = None
     for is_head, lines in groupby(read_file(path), key=lambda line: isinstance(line, FileHead)):

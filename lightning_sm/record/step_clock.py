@@ -1,4 +1,4 @@
-"""StepClock: divides the time of a training into the parts of its steps, and spans besides. No torch, no Lightning."""
+"""The clock that divides the time of a training into parts of its steps, and spans between. No torch, no Lightning."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from lightning_sm.record.events import PARTS
 
 DATA_WAIT, TO_DEVICE, FORWARD, BACKWARD, OPTIMIZER, OTHER = range(len(PARTS))
-# What the GPU itself measures, if there is one.
+# The parts that the GPU itself measures, if there is one.
 ON_GPU = ("forward", "backward", "optimizer")
 
 
 @dataclass
 class Totals:
-    """What has been measured since the start.
+    """The sums of all measurements since the start.
 
     Attributes:
         num_steps: Number of steps.
-        samples: Samples of their batches.
+        samples: Number of samples in their batches.
         parts: Seconds by part.
         spans: Seconds by name of the span.
     """
@@ -31,11 +31,11 @@ class Totals:
 
     @property
     def wall_s(self) -> float:
-        """Seconds of all steps."""
+        """The seconds of all steps."""
         return sum(self.parts.values())
 
     def share(self, *parts: str) -> float:
-        """Return the share of parts in the steps' time, 0 to 1."""
+        """Return the share of some parts in the steps' time, 0 to 1."""
         return sum(self.parts[name] for name in parts) / max(1e-9, self.wall_s)
 
     def copy(self) -> Totals:
@@ -43,7 +43,7 @@ class Totals:
         return Totals(self.num_steps, self.samples, dict(self.parts), dict(self.spans))
 
     def since(self, before: Totals) -> Totals:
-        """Return what was added since a snapshot."""
+        """Return the sums added since a snapshot."""
         parts = {name: seconds - before.parts[name] for name, seconds in self.parts.items()}
         spans = {name: seconds - before.spans.get(name, 0.0) for name, seconds in self.spans.items()}
         return Totals(self.num_steps - before.num_steps, self.samples - before.samples, parts, spans)
@@ -55,8 +55,8 @@ class OpenSpan:
 
     Attributes:
         name: Its name.
-        began_at: When, in seconds since the Unix epoch.
-        seconds: Its time so far, without that of spans within it.
+        began_at: When it began, in seconds since the Unix epoch.
+        seconds: Its time so far, without that of spans inside it.
     """
 
     name: str
@@ -65,17 +65,17 @@ class OpenSpan:
 
 
 class StepClock:
-    """Charges all time that passes to one part of a step, or to a span, so that the sum is the time that has passed.
+    """A clock that charges all time to a part of a step or to a span, so that the sum is the time that has passed.
 
     Args:
         now: Returns the time in seconds.
 
     Attributes:
-        totals: What was charged so far, up to the last call of any method.
+        totals: The time charged so far, up to the last call of any method.
         longest_s: The longest step since it was set to 0.
     """
 
-    # Each step looks these up some thirty times.
+    # Slots, because each step looks these attributes up some thirty times.
     __slots__ = (
         "_current", "_finished", "_last", "_n", "_now", "_parts", "_samples", "_spans", "_step_s", "longest_s",
     )  # fmt: skip
@@ -104,11 +104,11 @@ class StepClock:
 
     @property
     def totals(self) -> Totals:
-        """What was charged so far."""
+        """The sums of the time charged so far."""
         return Totals(self._n, self._samples, dict(zip(PARTS, self._parts, strict=True)), dict(self._finished))
 
     def enter(self, part: int) -> None:
-        """Charge the time until now to the part before, and from now on to this one."""
+        """Charge the time until now to the previous part, and from now on to this one."""
         now = self._now()
         elapsed_s = now - self._last
         self._last = now
@@ -120,7 +120,7 @@ class StepClock:
         self._current = part
 
     def end_step(self, samples: int) -> float:
-        """End a step, unless a span holds it; what follows is ``OTHER`` of the next one. Return the time."""
+        """End a step, unless it is inside a span, and charge ``OTHER`` of the next step; return the time."""
         self.enter(OTHER)
         if not self._spans:
             self._n += 1
@@ -130,12 +130,12 @@ class StepClock:
         return self._last
 
     def begin_span(self, name: str) -> None:
-        """From now on, charge time to a span, until it ends."""
+        """Charge time to a span from now on, until it ends."""
         self.enter(self._current)
         self._spans.append(OpenSpan(name, time.time()))
 
     def end_span(self, *names: str) -> OpenSpan | None:
-        """End the innermost span, if it has one of these names; time goes to what was before it."""
+        """End the innermost span if it has one of these names; charge time again as before it began."""
         if not self._spans or self._spans[-1].name not in names:
             return None
         self.enter(self._current)
@@ -145,10 +145,10 @@ class StepClock:
 
 
 def exposed(host: Mapping[str, float], gpu: Mapping[str, float]) -> dict[str, float]:
-    """Divide the time of steps by what the GPU did, where the host only launched its work.
+    """Divide the time of steps by the GPU's work, where the host only launched it.
 
-    While the GPU still works on what was launched before, a host that waits for data costs nothing. So the GPU's time
-    comes first, and of the host's waiting there is as much as fits into the rest.
+    While the GPU still does work that was launched before, a host that waits for data costs nothing. So the GPU's time
+    comes first, and only as much of the host's waiting counts as fits into the rest.
 
     Args:
         host: Seconds by part, as the host measured them; their sum is that of the result.

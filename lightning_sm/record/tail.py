@@ -1,4 +1,4 @@
-"""RecordTail: read on in the files of a run's record while the run writes them."""
+"""The reader that follows the files of a run's record while the run writes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_sm.record import events
 
-# How far back rates look. Lines become rarer the longer a job runs: the newest one always counts.
+# The window of rates. Lines become rarer the longer a job runs, so the newest one always counts.
 _WINDOW_S = 15.0
 _MAX_LINES = 64
 _MAX_EVENTS = 50
@@ -16,17 +16,17 @@ _MAX_EVENTS = 50
 
 @dataclass
 class Writer:
-    """What one process of a job has written lately.
+    """The latest lines of one process of a job.
 
     Attributes:
         head: The newest head of its file.
         steps: Its newest steps.
-        use: The use of its host.
-        metrics: What the model logged last.
-        data: What data hosts and ranks did.
-        span: What it did last besides steps.
-        recent_events: What happened.
-        end: How it ended.
+        use: The last use of its host.
+        metrics: The last metrics of the model.
+        data: The last sums of data hosts and ranks.
+        span: The last span besides its steps.
+        recent_events: Its newest events.
+        end: Its end.
     """
 
     head: events.FileHead
@@ -97,7 +97,7 @@ class RecordTail:
         offset = self._offsets.get(path, 0) if path in self._writers else 0
         try:
             with path.open("rb") as file:
-                if file.seek(0, 2) < offset:  # another file by this name
+                if file.seek(0, 2) < offset:  # a new file with this name
                     offset = 0
                     self._writers.pop(path, None)
                 file.seek(offset)

@@ -13,7 +13,7 @@ from lightning_sm.doctor.report import Result, Status, ok, problem
 
 _GIB = 1 << 30
 _MB = 10**6
-# A checkpoint of a model with 400 million parameters and Adam takes 5 GB.
+# One checkpoint of a model with 400 million parameters and Adam takes 5 GB.
 _WARNING_BYTES = 5000 * _MB
 # Below this, not even logs fit.
 _PROBLEM_BYTES = 500 * _MB
@@ -45,7 +45,7 @@ def disk(context: Context) -> Iterator[Result]:
 
 
 def space_status(free_bytes: int) -> Status:
-    """How bad it is that only this much space is free."""
+    """Return the severity of having only this much free space."""
     if free_bytes < _PROBLEM_BYTES:
         return Status.PROBLEM
     return Status.WARNING if free_bytes < _WARNING_BYTES else Status.OK
@@ -65,9 +65,9 @@ def writable(context: Context) -> Iterator[Result]:
 
 
 def _job_folders(context: Context) -> list[Path]:
-    """The folders that the service makes; none off SageMaker."""
+    """Return the folders that the service makes; none off SageMaker."""
     base = context.base_dir
-    # Not only where the job is known: its files may be malformed, or not written yet.
+    # Even if the job is unknown, because its files may be malformed, or not written yet.
     if context.job is None and not os.path.isdir(base):
         return []
     folders = [base, base / "model", base / "output"]
@@ -81,14 +81,14 @@ def _denied(folder: Path, error: OSError) -> str:
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder, or the nearest existing one above it, in which it would be made."""
+    """Return the folder, or the nearest existing one above it, in which it would be made."""
     folder = folder.absolute()
     for candidate in (folder, *folder.parents):
         try:
             candidate.stat()
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except OSError:  # it may exist, but this user may not see it; the caller's own access says why
+        except OSError:  # it may exist without this user's permission to see it; the caller's access then says why
             return candidate
         return candidate
     return folder
@@ -100,10 +100,11 @@ def _write_error(folder: Path) -> OSError | None:
     if unnamed is None:  # not Linux
         return _access_error(nearest)
     try:
-        # A file without a name: the service copies the checkpoint folder to S3 at any moment, deletions included.
+        # A file without a name, because the service may copy the checkpoint folder to S3 at any moment, deletions
+        # included.
         os.close(os.open(nearest, unnamed | os.O_WRONLY, 0o600))
     except OSError as error:
-        # File systems that do not support such files (open(2), O_TMPFILE).
+        # Errors of file systems that do not support such files (open(2), O_TMPFILE).
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
             return error
         return _access_error(nearest)

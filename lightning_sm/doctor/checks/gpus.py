@@ -1,4 +1,4 @@
-"""Checks of GPUs, and of EFA between hosts. torch runs in a process of its own: it may hang, or crash."""
+"""Checks of GPUs, and of EFA between hosts. torch runs in a process of its own, because it may hang or crash."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lightning_sm.job.instance_types import has_gpus
 from lightning_sm.job.redaction import shown
 from lightning_sm.job.variables import DEVICES
 
-# nvidia-smi takes 1 to 5 s where the driver has to load first (no persistence mode).
+# nvidia-smi takes 1 to 5 s if the driver has to load first (no persistence mode).
 _SMI_S = 15.0
-# An import of torch takes 2 s, and tens of seconds from a disk that is lazily loaded.
+# An import of torch takes 2 s, or tens of seconds from a disk that is lazily loaded.
 _TORCH_S = 25.0
 _AMAZON_VENDOR = "0x1d0f"  # PCI ID of Amazon.com, Inc.
 
@@ -58,7 +58,7 @@ def gpus(context: Context) -> Iterator[Result]:
     found = _query(program, context)
     if isinstance(found, str) or not found:
         text = found if isinstance(found, str) else "nvidia-smi lists no GPU."
-        # A machine without GPUs may have a driver all the same.
+        # Not always a problem, because a machine without GPUs may have a driver, too.
         make = problem if expected or num_files else warning
         yield make("GPUs", text, "Check the driver of the instance: nvidia-smi, dmesg.")
         return
@@ -116,7 +116,7 @@ def fabric(context: Context) -> Iterator[Result]:
 
 
 def _expectation(context: Context) -> str:
-    """What says that there are GPUs here, as the beginning of a sentence; empty if nothing does."""
+    """Name what says that there are GPUs here, as the beginning of a sentence; empty if nothing does."""
     job = context.job
     if job is None or context.shares_machine:  # the emulator's instance types decide roles, not devices
         return ""
@@ -136,7 +136,7 @@ def _query(program: str, context: Context) -> list[tuple[str, str]] | str:
     try:
         ended = run([program, "--query-gpu=name,driver_version", "--format=csv,noheader"], context.env, timeout_s)
     except subprocess.TimeoutExpired:
-        return f"nvidia-smi did not end within {timeout_s:.0f} s."
+        return f"nvidia-smi did not exit within {timeout_s:.0f} s."
     except OSError as error:
         return f"nvidia-smi cannot be started: {error}."
     if ended.returncode != 0:
@@ -168,7 +168,7 @@ def _hides_gpus(context: Context) -> bool:
 
 
 def _efa_devices(context: Context) -> list[str]:
-    """Names of the RDMA devices that Amazon made."""
+    """Return the names of the RDMA devices that Amazon made."""
     try:
         devices = sorted((context.sys / "class" / "infiniband").iterdir())
     except OSError:
@@ -178,6 +178,6 @@ def _efa_devices(context: Context) -> list[str]:
 
 def _has_network_plugin(context: Context) -> bool:
     folders = [Path(folder) for folder in context.env.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
-    folders.append(Path(sys.prefix, "lib"))  # conda's NCCL looks for it beside itself
+    folders.append(Path(sys.prefix, "lib"))  # conda's NCCL looks for the plugin beside itself
     is_on_path = any(path for folder in folders for path in folder.glob("libnccl-net*.so*"))
     return is_on_path or ctypes.util.find_library("nccl-net") is not None

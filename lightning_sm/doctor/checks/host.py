@@ -58,6 +58,6 @@ def signals(context: Context) -> Iterator[Result]:
 
 
 def _handles_sigterm(status: str) -> bool:
-    """Whether a process has a handler, by the mask in /proc/PID/status."""
+    """Return whether a process handles SIGTERM, by the mask in its /proc/PID/status."""
     match = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
     return match is not None and bool(int(match[1], 16) >> (signal.SIGTERM - 1) & 1)

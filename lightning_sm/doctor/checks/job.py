@@ -1,4 +1,4 @@
-"""Checks of what the host knows about its job: files of the service, channels, hyperparameters."""
+"""Checks of the host's knowledge of its job: files of the service, channels, hyperparameters."""
 
 from __future__ import annotations
 

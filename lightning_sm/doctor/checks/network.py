@@ -1,4 +1,4 @@
-"""Checks of the network between the hosts: names, connections, the ports of this host."""
+"""Checks of the network between the hosts: names, connections, and the ports of this host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_sm.job.variables import HOST_ADDRESSES, MAIN_PORT
 _LOOKUP_S = 10.0
 # The third SYN leaves after 3 s (RFC 6298: 1 s, then doubled).
 _CONNECT_S = 5.0
-# To collect the results of connections that time out.
+# Time to collect the results of connections that time out.
 _GRACE_S = 0.25
 
 _SECURITY_GROUP = (
@@ -36,7 +36,7 @@ _SECURITY_GROUP = (
 
 
 def data_port(job: SageMakerJob, topology: Topology) -> int:
-    """The port on which data hosts listen, as far as it can be known before the script runs.
+    """Return the port on which data hosts listen, as far as it can be known before the script runs.
 
     A configuration file of the script may set another port than its hyperparameters.
     """
@@ -86,7 +86,7 @@ def own_port(context: Context) -> Iterator[Result]:
     if job is None or topology is None:
         return
     if topology.role is Role.DATA:
-        # The hosts of the emulator have an address each on one machine, and so all listen on the same port.
+        # Each host of the emulator has an address of its own on one machine, so all listen on the same port.
         address = job.addresses.get(job.current_host, "")
         yield _bind(data_port(job, topology), address, "data_service.port")
     elif topology.current_host == topology.main_host:
@@ -100,7 +100,7 @@ def own_port(context: Context) -> Iterator[Result]:
 def _connections(
     context: Context, job: SageMakerJob, topology: Topology, addresses: Mapping[str, str]
 ) -> Iterator[Result]:
-    """Connect to other hosts; a refusal proves that packets arrive, too."""
+    """Connect to other hosts; a refusal also proves that packets arrive."""
     timeout_s = context.seconds(_CONNECT_S)
     ports = {
         host: topology.main_port if topology.role_of(host) is Role.TRAINER else data_port(job, topology)
@@ -140,10 +140,10 @@ def _why_unresolved(outcome: TaskResult[list[str]]) -> str:
 
 
 def _connect(target: tuple[str, int, float]) -> str:
-    """Return what the port of a host does.
+    """Connect to the port of a host, and return its state in words.
 
     Raises:
-        OSError: The host does not answer: TimeoutError where packets are dropped.
+        OSError: The host does not answer; TimeoutError if packets are dropped.
     """
     address, port, timeout_s = target
     try:
@@ -176,7 +176,7 @@ def _bind(
 
 
 def _listener(port: int) -> tuple[str, bool]:
-    """Which process listens on a port, as far as this user may know, and whether ``lightning-sm train`` started it."""
+    """Return which process listens on a port, if this user may know, and whether ``lightning-sm train`` started it."""
     try:
         for connection in psutil.net_connections("tcp"):
             listens = connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port

@@ -1,4 +1,4 @@
-"""Checks of what is installed, by the packages' metadata: an import of torch takes seconds and may fail."""
+"""Checks of the installed packages, by their metadata, because an import of torch takes seconds and may fail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOWN = (
     "nvidia-nccl-cu12",
     "nvidia-nccl-cu13",
 )
-# Either is enough.
+# Either of them is enough.
 _LIGHTNINGS = ("pytorch-lightning", "lightning")
 
 
@@ -38,12 +38,12 @@ def versions(_context: Context) -> Iterator[Result]:
 
 def requirements(_context: Context) -> Iterator[Result]:
     """Find requirements of lightning_sm that are not met; ``pip check`` finds those of other packages."""
-    # Lightning requires this package, so that it is missing where Lightning is.
+    # Imported late: Lightning brings this package along, so without Lightning it may be missing.
     from packaging.requirements import Requirement  # noqa: PLC0415
 
     try:
         lines = metadata.requires("lightning-sm") or []
-    except metadata.PackageNotFoundError:  # run from its sources
+    except metadata.PackageNotFoundError:  # lightning_sm runs from its sources
         return
     has_lightning = any(map(installed_version, _LIGHTNINGS))
     unmet = []

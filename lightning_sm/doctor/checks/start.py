@@ -38,7 +38,7 @@ def script(context: Context) -> Iterator[Result]:
     if job is None:
         if not context.env.get("SAGEMAKER_PROGRAM"):  # a laptop, or an image whose jobs bring their script
             return
-        # An image: what it would start in a job of one host that names no script itself.
+        # For an image, check what it would start in a job of one host that names no script itself.
         job = SageMakerJob("algo-1", ("algo-1",), (), "the image", context.base_dir)
     try:
         yield ok("script", _script(job, context.env))

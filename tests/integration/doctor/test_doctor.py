@@ -138,7 +138,7 @@ def test_file_system_that_hangs_does_not_hang_the_doctor(base):
     ended = _doctor("--json", "--timeout", "1", SAGEMAKER_BASE_DIR=str(base))
     rows = {result["name"]: result for result in _results(ended)}
     assert ended.returncode == 1
-    assert "did not end within 1 s" in rows["facts"]["found"]
+    assert "did not finish within 1 s" in rows["facts"]["found"]
     assert rows["versions"]["status"] == "ok"
 
 

@@ -134,7 +134,7 @@ def test_the_next_attempt_begins_with_what_was_uploaded(jobs, work):
     assert sorted(said_after(ended.stdout, "found")) == [("algo-1", everything), ("algo-2", everything)]
     assert f"Folder that stands for S3: {job_dir(jobs) / 'checkpoints'}" in ended.stdout
     for host in ("algo-1", "algo-2"):
-        assert f"Not uploaded when {host} ended: lost." in ended.stdout
+        assert f"Not uploaded when {host} exited: lost." in ended.stdout
         assert row(ended.stdout, host, 1)[2] == "143"
     assert [name for name in names(job_dir(jobs) / "checkpoints") if name != "deep"] == kept
 
@@ -153,7 +153,7 @@ def test_a_host_that_was_not_interrupted_and_leaves_first_fails_the_job(jobs, wo
     ended = run_faulty(jobs, work, *options, mode="unstopped_leaves_first")
     assert ended.returncode == 3, ended.stdout
     assert re.search(
-        r"^Host algo-1 \(group trainer\), which was not interrupted, left first, .* code 3:", ended.stdout, re.M
+        r"^Host algo-1 \(group trainer\), which was not interrupted, exited first, with code 3:", ended.stdout, re.M
     )
     assert "Attempt 2 of 2" not in ended.stdout
     assert "The job failed:" in ended.stdout

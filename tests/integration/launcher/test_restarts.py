@@ -173,7 +173,7 @@ def test_what_a_script_left_elsewhere_is_gone_before_the_restart(tmp_path, jobs,
     ended = _run(tmp_path, jobs, work, "daemon", 1, 1)
     assert ended.code == 0, ended.output
     assert ended.output.count("daemons: [False]") == 2, ended.output
-    assert "start again from the beginning, because the job has no checkpoint folder. Cause: " in ended.output
+    assert "restart from the beginning, because the job has no checkpoint folder. Cause: " in ended.output
 
 
 def test_after_the_last_restart_the_job_fails_with_all_it_knows(tmp_path, jobs, work):

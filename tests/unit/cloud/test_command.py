@@ -248,7 +248,7 @@ def test_a_missing_file_is_answered_with_what_is_there(run, clients, tmp_path):
     objects(clients, names=["output.tar.gz"])
     content(clients, "output.tar.gz", archive(a_txt="1"))
     with pytest.raises(
-        AWSError, match=r"no file report\.html in s3://bucket/out/job-1/output/, which has output\.tar\.gz"
+        AWSError, match=r"no file report\.html in s3://bucket/out/job-1/output/, which contains output\.tar\.gz"
     ):
         run("files", "job-1", "report.html", "--to", str(tmp_path / "x"))
 

@@ -97,7 +97,7 @@ def test_check_that_hangs_is_a_problem_of_its_own():
     finally:
         release.set()
     assert [result.status for result in results] == [Status.OK, Status.PROBLEM, Status.WARNING]
-    assert "did not end" in results[1].found
+    assert "did not finish" in results[1].found
 
 
 def test_every_check_survives_a_host_without_anything(tmp_path):

@@ -81,8 +81,8 @@ def test_devices_without_nvidia_smi_are_a_warning(make):
     [
         ("echo 'NVIDIA-SMI has failed' >&2; exit 9", "exit code 9: NVIDIA-SMI has failed"),
         ("exit 0", "lists no GPU"),
-        ("exec sleep 60", "did not end"),
-        ("sleep 60", "did not end"),
+        ("exec sleep 60", "did not exit"),
+        ("sleep 60", "did not exit"),
     ],
 )
 def test_nvidia_smi_that_fails_is_a_problem(make, script, expected):
