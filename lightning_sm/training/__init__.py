@@ -1,1 +1,1 @@
-"""What runs inside the training script: the CLI, the cluster environment, callbacks, checkpoints."""
+"""The part that runs inside the training script: the CLI, the cluster environment, callbacks, checkpoints."""

@@ -1,4 +1,4 @@
-"""SageMakerCLI: a LightningCLI that adapts its configuration to a SageMaker job, and is LightningCLI elsewhere."""
+"""SageMakerCLI: a LightningCLI that adapts its configuration to a SageMaker job, and changes nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -53,13 +53,14 @@ class SageMakerCLI(LightningCLI):
     - reads its arguments from the hyperparameters, and runs ``fit`` if they name no subcommand;
     - sets ``trainer.num_nodes``, the devices if a launcher such as torchrun sets their number, and the cluster
       environment;
-    - uses ``SMDDPStrategy`` if the SDK's ``distribution`` asks for it, the job can, and no other strategy is chosen;
+    - uses ``SMDDPStrategy`` if the SDK's ``distribution`` asks for it, the job supports it, and the user has chosen no
+      other strategy;
     - sets arguments of the DataModule to the paths of channels: ``x_dir`` to channel ``x``; ``data_dir`` or ``root``
       to ``training``, ``train`` or the only channel;
     - writes TensorBoard and CSV logs, and checkpoints, to the folders that SageMaker uploads during training, if the
-      job has them, and else to the output data directory (one folder per host). Relative folders in the configuration
-      or in a ``ModelCheckpoint`` become relative to these;
-    - lets loggers of a restarted attempt continue the run and the curves of the attempts before;
+      job has them, and otherwise to the output data directory (one folder per host). Relative folders in the
+      configuration or in a ``ModelCheckpoint`` become relative to these;
+    - lets the loggers of a restarted attempt continue the run and the curves of earlier attempts;
     - saves a checkpoint in the checkpoint directory when the job is interrupted, and resumes from the latest valid one
       whenever ``fit`` is called, by the CLI or by the script (see ``SpotCheckpoint``);
     - writes the best model to the model directory, and the configuration, without secrets (see ``SECURITY.md``);
@@ -71,7 +72,7 @@ class SageMakerCLI(LightningCLI):
     Args:
         model_class: As in ``LightningCLI``.
         datamodule_class: As in ``LightningCLI``.
-        channels: Maps channel names to arguments where the rule above does not fit: to a parameter of the DataModule,
+        channels: Maps channel names to arguments that the rule above does not reach: to a parameter of the DataModule,
             or to a dotted key such as ``model.weights``.
         main_port: Port on which rank 0 listens. Default: derived from the job.
         resolve_timeout_s: Seconds to wait for the main host's name to resolve.
@@ -127,8 +128,8 @@ class SageMakerCLI(LightningCLI):
                 args = self._job_arguments(self.job)
             with _links_postponed([parser, *getattr(self, "_subcommand_parsers", {}).values()]):
                 self.config = _parse(parser, args)
-                # Without defaults and default_config_files, only the user's values remain. The classes that were
-                # chosen stay: without them, jsonargparse does not know the options of their arguments.
+                # Without defaults and default_config_files, only the user's values remain. Pass in the chosen classes:
+                # without them, jsonargparse does not know which options their arguments have.
                 explicit = _parse(parser, args, _classes_only(self.config), defaults=False)
             self._adapt_to_job(self.job, parser, explicit)
         self._take_data_service_settings()
@@ -168,19 +169,19 @@ class SageMakerCLI(LightningCLI):
         return trainer
 
     def _configuration_to_save(self) -> str:
-        """Leave secrets out of what is saved, here and by the ``save_config_callback``; return it as YAML."""
+        """Return the configuration as YAML without secrets, and let the ``save_config_callback`` save none, either."""
         parser = self._parser(self.subcommand)
         config = self.config[self.subcommand] if self.subcommand else self.config
         safe = _without_secrets(config)
         if safe == config:
             return str(parser.dump(config, skip_none=False))
-        # Not validated: a parameter that needs a text, or an existing file, has null now.
+        # Skip validation: a parameter that needs a text, or an existing file, is null now.
         saver = copy.copy(parser)
         saver.dump = partial(parser.dump, skip_validation=True)
         saver.save = partial(parser.save, skip_validation=True)
         if self.save_config_callback is not None:
             make = self.save_config_callback
-            # Lightning only calls it, as it does a class.
+            # Lightning expects a class, but only calls it.
             self.save_config_callback = lambda _parser, _config, **settings: make(saver, safe, **settings)  # type: ignore[assignment]
         return str(saver.dump(safe, skip_none=False))
 
@@ -188,8 +189,8 @@ class SageMakerCLI(LightningCLI):
     def configure_optimizers(lightning_module: LightningModule, optimizer: Any, lr_scheduler: Any = None) -> Any:
         """Give the optimizer of ``--optimizer`` the parameters that the model has by now.
 
-        LightningCLI makes it before strategies shard the model. ModelParallelStrategy then replaces the parameters, and
-        the training would change nothing, without a word.
+        LightningCLI makes the optimizer before strategies shard the model. ModelParallelStrategy then replaces the
+        parameters, and the training would silently change nothing.
         """
         optimizer.param_groups[0]["params"][:] = lightning_module.parameters()
         return LightningCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
@@ -200,7 +201,7 @@ class SageMakerCLI(LightningCLI):
         if not arguments or is_toolkit_rendering(arguments, job):
             arguments = job_arguments(job, Path.cwd())
         subcommands = getattr(self, "_subcommand_parsers", {})
-        # Hyperparameters cannot be positional, so that most jobs name no subcommand.
+        # Hyperparameters cannot be positional, so most jobs name no subcommand.
         if subcommands and not {*subcommands, "-h", "--help"} & set(arguments):
             arguments = ["fit", *arguments]
         return arguments
@@ -222,18 +223,18 @@ class SageMakerCLI(LightningCLI):
         self.config = parser.parse_object({subcommand: overlay.changes} if subcommand else overlay.changes, self.config)
 
     def _take_data_service_settings(self) -> None:
-        """Remove the settings from the configuration if they are defaults, so that ``LightningCLI`` can read it."""
+        """Take the settings, and leave them in the configuration only if not default: LightningCLI cannot read them."""
         subcommand = self.config.get("subcommand")
         config = self.config[subcommand] if subcommand else self.config
         values = config.pop(_DATA_SERVICE)
         self.data_service = DataServiceSettings(**vars(values))
-        # Also outside of a job, where the configuration is saved beside the logs.
+        # The configuration is saved, outside of a job beside the logs: leave out the secret.
         values["token"] = None
         if DataServiceSettings(**vars(values)) != DataServiceSettings():
             config[_DATA_SERVICE] = values
 
     def _datamodule_alone(self) -> LightningDataModule:
-        """Instantiate the DataModule, and of the rest only what links take its arguments from."""
+        """Instantiate the DataModule and the classes from which links take its arguments, and nothing else."""
         parser = self._parser(self.subcommand)
         config = self.config[self.subcommand] if self.subcommand else self.config
         with _instantiates_only("data", parser) as names:
@@ -241,7 +242,7 @@ class SageMakerCLI(LightningCLI):
             for name in names:
                 if name in config:
                     wanted[name] = config[name]
-            # jsonargparse 4.49 renamed it.
+            # jsonargparse 4.49 renamed instantiate_classes.
             instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
             return self._required(instantiate(wanted).get("data"))
 
@@ -254,7 +255,7 @@ class SageMakerCLI(LightningCLI):
 
 @contextmanager
 def _links_postponed(parsers: Sequence[LightningArgumentParser]) -> Iterator[None]:
-    """Parse without links between arguments, whose sources may not be known before defaults and channels."""
+    """Parse without links between arguments: defaults and channels may not have set their sources yet."""
     links = [_links_of(parser) for parser in parsers]
     kept = [list(actions) for actions in links]
     try:
@@ -268,10 +269,10 @@ def _links_postponed(parsers: Sequence[LightningArgumentParser]) -> Iterator[Non
 
 @contextmanager
 def _instantiates_only(name: str, parser: LightningArgumentParser) -> Iterator[set[str]]:
-    """Restrict what a parser instantiates to one class, and those that links to its arguments are computed from.
+    """Restrict what a parser instantiates to one class, and the classes from which links compute its arguments.
 
-    Without it, jsonargparse instantiates each class group, a group that is missing in the configuration without any
-    arguments, and computes all links.
+    Otherwise, jsonargparse computes all links and instantiates every class group; a group that is missing in the
+    configuration is instantiated without arguments.
 
     Yields:
         Names of the classes in the configuration.
@@ -305,7 +306,7 @@ def _instantiates_only(name: str, parser: LightningArgumentParser) -> Iterator[s
 
 
 def _links_of(parser: LightningArgumentParser) -> list[Any]:
-    """The parser's own list of its links between arguments."""
+    """Return the parser's own list of its links between arguments."""
     actions: list[Any] = parser._links_group._group_actions if hasattr(parser, "_links_group") else []
     return actions
 
@@ -348,7 +349,7 @@ def _without_secrets(value: Any, name: str = "") -> Any:
 
 
 def _class_of(section: Any, default: Any) -> Any:
-    """The class that a section of the configuration names; None if it does not exist, which the parser reports."""
+    """Return the class that a section of the configuration names; None if there is none, which the parser reports."""
     if not isinstance(section, Namespace) or "class_path" not in section:
         return default
     try:
@@ -358,7 +359,7 @@ def _class_of(section: Any, default: Any) -> Any:
 
 
 def _required_parameters(maker: Any) -> list[str]:
-    """Parameters of a class or function without a default; ``**kwargs`` stand for those of the base class."""
+    """Return the parameters of a class or function without default; ``**kwargs`` stand for those of the base class."""
     functions = [maker] if callable(maker) else []
     if isinstance(maker, type):
         functions = [vars(base)["__init__"] for base in maker.__mro__ if "__init__" in vars(base)]

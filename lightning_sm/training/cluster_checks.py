@@ -1,4 +1,4 @@
-"""What would make ranks hang or train apart: errors that show the table of hosts, before anything is started."""
+"""Checks for what would make ranks hang or train apart, before any rank starts. The errors show the table of hosts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_launcher(start: RankStart, job: SageMakerJob, topology: Topology) -> N
         topology: Roles and ranks of all hosts.
 
     Raises:
-        TopologyError: The launcher started another number of processes than the hosts make.
+        TopologyError: The launcher's number of processes does not fit the trainer hosts.
     """
     devices, world_size = start.devices, start.world_size
     if devices is None or world_size is None or world_size == devices * topology.num_nodes:
@@ -53,12 +53,12 @@ def check_launcher(start: RankStart, job: SageMakerJob, topology: Topology) -> N
 
 
 def check_world_size(environment: SageMakerEnvironment, size: int, rank: int | None) -> None:
-    """Raise where ranks would hang. Before ddp_spawn, and FSDP with torchrun, Lightning calls no other check.
+    """Raise where ranks would hang. For ddp_spawn, and FSDP with torchrun, Lightning calls no other check.
 
     Args:
         environment: The environment.
         size: The world size that Lightning computed.
-        rank: The global rank that Lightning computed, if it has.
+        rank: The global rank that Lightning computed; None before it has.
 
     Raises:
         TopologyError: They contradict the job.
@@ -77,10 +77,10 @@ def check_world_size(environment: SageMakerEnvironment, size: int, rank: int | N
 
 
 def check_variables(environment: SageMakerEnvironment, size: int, env: Mapping[str, str]) -> None:
-    """Raise if rank variables of a process that is not prepared cannot be Lightning's.
+    """Raise if rank variables of an unprepared process cannot be Lightning's.
 
     Lightning sets LOCAL_RANK together with NODE_RANK, MASTER_PORT and WORLD_SIZE, in the processes that it starts and
-    in the one that starts them. A stray LOCAL_RANK would keep it from starting any, and the job would hang.
+    in the one that starts them. A stray LOCAL_RANK would keep Lightning from starting any, and the job would hang.
 
     Args:
         environment: The environment, with the rank that Lightning computed.
@@ -124,7 +124,7 @@ def check_settings(environment: SageMakerEnvironment, num_devices: int, num_node
         num_nodes: Number of trainer hosts.
 
     Raises:
-        TopologyError: They do.
+        TopologyError: The settings contradict the cluster.
     """
     topology, devices = environment.topology, environment.devices
     if num_nodes != environment.num_nodes:

@@ -23,7 +23,7 @@ _log_once = rank_zero_only(logger.info)
 
 
 class JobOverlay:
-    """Collects the changes that a job makes to a configuration, without overriding what the user set.
+    """The changes that a job makes to a configuration, without overriding what the user set.
 
     Args:
         config: The configuration of one subcommand, or the whole one without subcommands.
@@ -40,11 +40,11 @@ class JobOverlay:
         self.changes: dict[str, Any] = {}
 
     def route_channels(self, job: SageMakerJob, mapping: Mapping[str, str]) -> None:
-        """Set the DataModule's arguments to the paths of the job's channels.
+        """Set arguments of the DataModule to the paths of the job's channels.
 
         Args:
             job: The job with its channels.
-            mapping: Channel name to argument; it comes before the rules of ``channels.route``.
+            mapping: Channel name to argument; it takes precedence over the rules of ``channels.route``.
 
         Raises:
             ChannelError: ``mapping`` names a channel or an argument that does not exist.
@@ -78,7 +78,7 @@ class JobOverlay:
             )
 
     def fill_missing_folders(self, job: SageMakerJob, required: Iterable[str], mapping: Mapping[str, str]) -> None:
-        """On a trainer, set the DataModule's required folders to those of channels that only the data hosts have.
+        """Set the DataModule's required folders, on a trainer, to those of channels that only the data hosts have.
 
         Call it after ``route_channels``.
 
@@ -148,12 +148,12 @@ class JobOverlay:
             _rebase(item, "dirpath", job.host_output_dir)
 
     def _set(self, key: str, value: Any) -> None:
-        if _has(self._config, key):  # the script's own trainer_class need not accept every argument
+        if _has(self._config, key):  # a trainer_class of the script's own need not accept every argument
             _merge(self.changes, _overlay(self._config, key.split("."), value))
 
 
 def _arguments_of(section: Namespace) -> Iterator[str]:
-    """Names of the arguments of a class section, in the flat form or with class_path and init_args."""
+    """Yield the names of the arguments of a class section, flat or with class_path and init_args."""
     arguments = section.get("init_args") if "class_path" in section else section
     yield from vars(arguments) if isinstance(arguments, Namespace) else ()
 
@@ -174,7 +174,7 @@ def _value(config: Any, key: str, default: Any = None) -> Any:
 
 
 def _overlay(config: Any, parts: list[str], value: Any) -> Any:
-    """A nested dict that sets one argument. It repeats each class_path, without which jsonargparse resets the class."""
+    """Return a nested dict that sets one argument, with each class_path, or else jsonargparse would reset the class."""
     if not parts:
         return value
     if isinstance(config, Namespace) and "class_path" in config:
@@ -192,7 +192,7 @@ def _merge(target: dict[str, Any], source: Mapping[str, Any]) -> None:
 
 
 def _class_entries(value: Any) -> Iterator[Namespace]:
-    """The classes in a setting that takes one class, a list of classes, or a plain value."""
+    """Yield the classes in a setting that takes one class, a list of classes, or a plain value."""
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, Namespace):
             yield item

@@ -22,30 +22,30 @@ from lightning_sm.training.mpi_host import main_host_of_mpi
 
 
 class RunListener(Protocol):
-    """What an environment tells of the runs that Lightning makes with it."""
+    """The listener that an environment notifies of the runs that Lightning makes with it."""
 
     def begin_run(self, environment: SageMakerEnvironment, world_size: int) -> None:
-        """Note that Lightning asks for ranks: when it makes the Trainer, and at the start of each run."""
+        """Note that Lightning asks for ranks: when the Trainer is made, and at the start of each run."""
 
     def end_run(self) -> None:
-        """Note that Lightning tears a run down."""
+        """Note that Lightning tears down a run."""
 
 
 class SageMakerEnvironment(ClusterEnvironment):
-    """The cluster environment of a SageMaker training job: a description, which changes nothing in the process.
+    """The cluster environment of a SageMaker training job: a description that changes nothing in the process.
 
     It supports one plain process per host (Lightning then starts the local ranks), ``torchrun`` on every host, and
-    ``mpirun``. ``SageMakerCLI``, ``SageMakerTrainer`` and ``SageMakerFabric`` add it; without them::
+    ``mpirun``. ``SageMakerCLI``, ``SageMakerTrainer`` and ``SageMakerFabric`` add it. Without them, write::
 
         environment = SageMakerEnvironment()
         prepare_process(environment)
         Trainer(plugins=[environment], num_nodes=environment.num_nodes)
 
-    ``prepare_process`` sets what the process needs beside its ranks. Without it, ranks are the same, but rank variables
-    of unknown origin are an error, not removed.
+    ``prepare_process`` sets what the process needs besides its ranks. Without it, ranks are the same, but rank
+    variables of unknown origin are an error instead of being removed.
 
-    Every trainer process must build one. In an mpirun script that uses mpi4py, building it is a collective call: rank 0
-    tells the others its host. A property that did so when it is first read would hang where only some ranks read it.
+    Every trainer process must build one. In an mpirun script that uses mpi4py, the constructor makes a collective call:
+    rank 0 tells the others its host. If a property made it on first read, it would hang when only some ranks read it.
 
     Args:
         job: The facts of the job. Default: read from this host.
@@ -58,7 +58,7 @@ class SageMakerEnvironment(ClusterEnvironment):
         start: How this process was started.
         topology: Roles and ranks of all hosts.
         main_host: The host of rank 0.
-        listener: Told of Lightning's runs; ``prepare_process`` sets it.
+        listener: Notified of Lightning's runs; ``prepare_process`` sets it.
 
     Raises:
         JobConfigError: This is not a host of a SageMaker job, or the job's files are malformed.
@@ -169,7 +169,7 @@ class SageMakerEnvironment(ClusterEnvironment):
                 message has the table of hosts.
         """
         cluster_checks.check_world_size(self, size, self._global_rank)
-        # Later, and in what Lightning starts, such variables are Lightning's own.
+        # Later, and in processes that Lightning starts, such variables are Lightning's own.
         if self._world_size is None and self.listener is None and RANK_ZERO_PID.read(os.environ) != os.getpid():
             cluster_checks.check_variables(self, size, os.environ)
         self._world_size = size
@@ -185,7 +185,7 @@ class SageMakerEnvironment(ClusterEnvironment):
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """Take the rank that Lightning computed, also for Lightning's own log, as its environments do.
+        """Take the rank that Lightning computed and, as its own environments do, set it for Lightning's log.
 
         Args:
             rank: node rank x devices + local rank.

@@ -1,8 +1,7 @@
-"""GpuTimer: how long a CUDA device works on the parts of a step, without ever waiting for it.
+"""GpuTimer: measures how long a CUDA device works on the parts of a step, without ever waiting for the device.
 
-Times on the host say when work was launched. In some of the steps events are recorded in the stream, and read many
-steps later, when the device has passed them. No step is synchronised, and no CUDA graph that is being captured gets an
-event.
+Times on the host only say when work was launched. So some steps record events in the stream, which are read many steps
+later, when the device has passed them. No step is synchronised, and no event goes into a CUDA graph that is captured.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import torch
 from lightning_sm.record.events import PARTS
 from lightning_sm.record.step_clock import ON_GPU
 
-# Every so many steps one is timed; an event costs some microseconds.
+# An event costs some microseconds: time only one step in this many.
 _EVERY_N_STEPS = 10
-# More marks than these in a step (many optimizers) are not recorded.
+# A step with more marks than this (many optimizers) is not timed.
 _MOST_MARKS = 64
-# Steps whose events are not read yet. If the device is so far behind, no further step is timed.
+# While the events of this many steps are unread, the device is far behind: time no further step.
 _MOST_PENDING = 16
 
 
@@ -30,7 +29,7 @@ def _timing_event() -> Any:
 
 
 class GpuTimer:
-    """Times parts of some steps on a CUDA device.
+    """A timer of the parts of some steps on a CUDA device.
 
     Args:
         make_event: Makes an event; it has ``record``, ``query`` and ``elapsed_time`` of ``torch.cuda.Event``.
@@ -51,14 +50,14 @@ class GpuTimer:
         self._means: dict[str, float] = {}
 
     def begin_step(self, part: int) -> None:
-        """A step begins with a part; some are timed."""
+        """Begin a step with a part; only some steps are timed."""
         self._num_steps += 1
         is_due = self._num_steps % _EVERY_N_STEPS == 0 and len(self._pending) < _MOST_PENDING
         self._marks = [] if is_due and not self._is_capturing() else None
         self.mark(part)
 
     def mark(self, part: int) -> None:
-        """From here on, the stream has the work of this part."""
+        """Begin a part: the work that is launched from here on belongs to it."""
         if self._marks is None:
             return
         if len(self._marks) >= _MOST_MARKS or self._is_capturing():
@@ -70,7 +69,7 @@ class GpuTimer:
         self._marks.append((part, event))
 
     def end_step(self, part: int) -> None:
-        """A step ends; the rest of the stream is of another part."""
+        """End a step; ``part`` is that of the work launched from here on."""
         self.mark(part)
         if self._marks:
             self._pending.append(self._marks)
@@ -100,7 +99,7 @@ class GpuTimer:
         try:
             return all(event.query() for _, event in marks)
         except RuntimeError:
-            # After an error on the device, every call raises it. The training has raised it before, or will.
+            # After an error on the device, every call raises it, and so has the training, or it will.
             return False
 
     def _drop(self, marks: list[tuple[int, Any]]) -> None:

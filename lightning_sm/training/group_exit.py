@@ -1,4 +1,4 @@
-"""Leave the process group before the interpreter shuts down."""
+"""The end of the process group, before the interpreter shuts down."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 def leave_at_exit() -> None:
-    """Destroy this process's process group, if it has one by then, before the interpreter shuts down.
+    """Destroy this process's process group at exit, if it has one by then, before the interpreter shuts down.
 
     A Gloo thread that drops its last tensor during the shutdown aborts the process (PyTorch pull request 179291; seen
     in 1 of 8 runs of two hosts, and in 1 of 72 with ddp_spawn), and a finished training would count as failed.
-    Lightning destroys NCCL's groups itself (``_init_dist_connection``), but not Gloo's.
+    Lightning itself destroys NCCL's groups (``_init_dist_connection``), but not Gloo's.
     """
     atexit.unregister(_leave)
     atexit.register(_leave)

@@ -1,4 +1,4 @@
-"""Warnings about Lightning's own code, which each job would print, and which nobody who reads the log can act on."""
+"""Warnings about Lightning's own code, which every job would print, and about which its user can do nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _PYTREE = r"(pytorch_lightning|lightning\.pytorch)\.utilities\._pytree$"
 
 
 def hide_known_warnings() -> Callable[[], None]:
-    """Hide what torch says of the ``LeafSpec`` that Lightning makes for each set of loaders, and nothing else.
+    """Hide torch's warning about the ``LeafSpec`` that Lightning makes for each set of loaders, and no other.
 
     Returns:
-        A function that shows it again.
+        A function that shows the warning again.
 
     Source:
         Lightning 2.6.6, ``utilities/_pytree.py``, with torch 2.14.
@@ -22,7 +22,7 @@ def hide_known_warnings() -> Callable[[], None]:
     added = warnings.filters[0]
 
     def show_again() -> None:
-        if added in warnings.filters:  # warnings.catch_warnings() puts another list there
+        if added in warnings.filters:  # warnings.catch_warnings() replaces the list
             warnings.filters.remove(added)  # type: ignore[attr-defined]  # typeshed has a Sequence
 
     return show_again

@@ -1,7 +1,7 @@
-"""Loggers that go on: a restarted attempt of a job continues the run, the files and the curves of the attempts before.
+"""Continued loggers: a restarted attempt of a job continues the run, the files and the curves of earlier attempts.
 
-What names a run or a folder follows from the job where the user has left it open. Attempts overlap, because an attempt
-resumes from a checkpoint that is older than the last thing it logged: what was logged after the checkpoint is left out.
+Names of runs and folders follow from the job, unless the user has set them. Attempts overlap, because an attempt
+resumes from a checkpoint that is older than what was logged last: what was logged after the checkpoint is left out.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from lightning_sm.job.uploads import IGNORED
 logger = logging.getLogger(__name__)
 
 RUN_TAG = "lightning_sm.run"
-# Parameters whose values differ from those of the first attempt: MLflow refuses to change a parameter.
+# Prefix of tags for parameters that differ from those of the first attempt: MLflow refuses to change a parameter.
 _CHANGED_TAG = "lightning_sm.changed."
-# Of an MLflow server. Values of tags may be longer than those of parameters.
+# An MLflow server accepts longer tags than parameters, but not tags of any length.
 _MAX_TAG_CHARS = 250
 
-# How many runs have a name already, so that those of a script with several Trainers stay apart. Each attempt makes its
-# loggers in the same order.
+# The number of runs that have taken a name, so that a script with several Trainers has several runs. Each attempt makes
+# its loggers in the same order, and so gets the same names.
 _taken: Counter[str] = Counter()
 # A logger that two fits share is continued once: the second fit must not hide what the first has logged.
 _continued: WeakSet[Any] = WeakSet()
 
 
 def log_folder(job: SageMakerJob, *, is_tensorboard: bool) -> Path:
-    """Return the job's folder for files of loggers: one that outlives the attempt, if the job has one."""
+    """Return the job's folder for the files of loggers: one that outlives the attempt, if the job has one."""
     if is_tensorboard and job.tensorboard_dir is not None:
         return job.tensorboard_dir
     return job.checkpoint_dir or job.host_output_dir
@@ -73,12 +73,12 @@ def default_logger(job: SageMakerJob, stated: Any, *, barebones: Any) -> tuple[s
         return "TensorBoardLogger", log_folder(job, is_tensorboard=True)
     if job.tensorboard_dir is not None:
         logger.warning("The job's TensorBoard output needs tensorboard, which is missing: add it to requirements.txt.")
-    # Lightning takes it, too, where TensorBoard is not installed.
+    # Without TensorBoard, Lightning's own default is CSVLogger, too.
     return None if job.checkpoint_dir is None else ("CSVLogger", job.checkpoint_dir)
 
 
 def is_fixed(folder: Any) -> bool:
-    """Whether a folder is absolute, or an address such as s3://."""
+    """Return whether a folder is absolute, or an address such as s3://."""
     return folder is not None and ("://" in str(folder) or Path(folder).is_absolute())
 
 
@@ -112,11 +112,11 @@ def continue_runs(trainer: Trainer, job: SageMakerJob) -> None:
 def comet_arguments(job: SageMakerJob, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments by which a ``CometLogger`` continues the job's experiment.
 
-    Unlike other loggers it starts the experiment when it is made, so that nothing can be set later.
+    Unlike other loggers, it starts the experiment when it is made, so nothing can be set later.
 
     Args:
         job: The job.
-        given: Its arguments so far.
+        given: The logger's arguments so far.
     """
     is_open = given.get("experiment_key") is None and "COMET_EXPERIMENT_KEY" not in os.environ
     if job.run_key is None or not is_open or given.get("mode") not in (None, "get_or_create"):
@@ -126,9 +126,9 @@ def comet_arguments(job: SageMakerJob, given: Mapping[str, Any]) -> dict[str, An
 
 
 class ContinuedCurves(Callback):
-    """Leave out of TensorBoard's and CSV files what earlier attempts logged after the step from which this one resumes.
+    """A callback that hides what earlier attempts logged to TensorBoard and CSV files after the step that resumes.
 
-    Everything else, Lightning has done by then: which checkpoint it resumes from is known only after loggers are made.
+    It cannot be done earlier: the checkpoint to resume from is known only after the loggers have been made.
     ``SageMakerCLI`` and ``SageMakerTrainer`` add it to every job.
     """
 
@@ -137,7 +137,7 @@ class ContinuedCurves(Callback):
         self._is_due = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait for the first step, at which Lightning has corrected the count that it logs by."""
+        """Wait for the first step: by then, Lightning has restored the step count that it logs with."""
         self._is_due = trainer.is_global_zero
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -176,7 +176,7 @@ class JobCSVLogger(CSVLogger):
 
 
 class _JobCSVWriter(ExperimentWriter):
-    """Continues a file; the names of its columns may change."""
+    """A writer that continues a file, whose columns may change."""
 
     def _check_log_dir_exists(self) -> None:
         self._num_earlier = 0
@@ -184,7 +184,7 @@ class _JobCSVWriter(ExperimentWriter):
             return
         rows = self._read()
         self._num_earlier = len(rows)
-        self._write(rows)  # without a row that a kill has torn, and with the columns in Lightning's order
+        self._write(rows)  # without a row that a kill has cut short, and with the columns in Lightning's order
 
     def drop_earlier(self, step: int) -> None:
         """Remove the rows of earlier attempts at this step and after it."""
@@ -200,7 +200,7 @@ class _JobCSVWriter(ExperimentWriter):
         self._write(self._read())
 
     def _read(self) -> list[dict[str, str]]:
-        """Return the rows but for a torn one, and take the names of the columns."""
+        """Return the rows except for one that was cut short, and add their columns to those of this writer."""
         with self._fs.open(self.metrics_file_path, "r", newline="", encoding="utf-8") as file:
             text = file.read()
         reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
@@ -209,8 +209,8 @@ class _JobCSVWriter(ExperimentWriter):
         return rows
 
     def _write(self, rows: list[dict[str, str]]) -> None:
-        """Replace the file in one step: a kill must leave the old one or the new one."""
-        # An object store replaces an object when all of it has arrived.
+        """Replace the file atomically: a kill must leave the old one or the new one."""
+        # An object store replaces an object only when all of it has arrived.
         is_local = isinstance(self._fs, LocalFileSystem)
         path = self.metrics_file_path + IGNORED if is_local else self.metrics_file_path
         with self._fs.open(path, "w", newline="", encoding="utf-8") as file:
@@ -232,13 +232,13 @@ class JobMLFlowLogger(MLFlowLogger):
             self._run_id = self._find_run()
             if self._run_id is not None:
                 logger.info("MLflow: continuing run %s of an earlier attempt.", self._run_id)
-                # It has failed, or nobody has said how it ended.
+                # The earlier attempt marked the run as failed, or could not say how it ended.
                 self._mlflow_client.update_run(self._run_id, status="RUNNING")
         return super().experiment
 
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
-        """Log the parameters; one that the run has with another value becomes a tag."""
+        """Log the parameters; set a tag for one that the run has with another value."""
         known = self.experiment.get_run(self.run_id).data.params
         new = {}
         for name, value in flatten_dict(convert_params(params)).items():
@@ -284,7 +284,7 @@ def _place(one: TensorBoardLogger | CSVLogger, folder: Path) -> None:
 
 
 def _unique(name: str, where: str, between: str = "-") -> str:
-    """Return the name, with a number if the script has taken it already for another run in the same place."""
+    """Return the name, with a number if the script has already taken it for another run in the same place."""
     place = f"{where} {name}"
     _taken[place] += 1
     return name if _taken[place] == 1 else f"{name}{between}{_taken[place]}"
@@ -293,8 +293,8 @@ def _unique(name: str, where: str, between: str = "-") -> str:
 def mark_restart(one: TensorBoardLogger, step: int) -> None:
     """Begin the attempt's file with the mark at which TensorBoard hides earlier events of this step and after it.
 
-    The mark must come before everything that this attempt has logged so far, such as hyperparameters, which has step 0:
-    the file is written again. ``SummaryWriter(purge_step=...)`` writes the mark, but is made before the step is known.
+    The mark must precede everything that this attempt has logged so far, such as hyperparameters at step 0, so the file
+    is written again. ``SummaryWriter(purge_step=...)`` writes the mark, but is made before the step is known.
 
     Args:
         one: The logger, on rank 0.
@@ -302,7 +302,7 @@ def mark_restart(one: TensorBoardLogger, step: int) -> None:
     """
     try:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
-    except ImportError:  # only tensorboardX is installed, whose files this cannot read
+    except ImportError:  # only tensorboardX is installed, whose files cannot be read here
         return
     if not isinstance(one.experiment, SummaryWriter):
         return
@@ -327,7 +327,7 @@ def mark_restart(one: TensorBoardLogger, step: int) -> None:
 
 
 class _MarkedWriters(dict[str, Any]):
-    """The writers of a ``SummaryWriter``; ``add_scalars`` adds one for each of its curves, in a folder of its own."""
+    """The writers of a ``SummaryWriter``, each with a mark; ``add_scalars`` adds one for each of its curves."""
 
     def __init__(self, writers: Mapping[str, Any], step: int) -> None:
         super().__init__(writers)
@@ -341,5 +341,5 @@ class _MarkedWriters(dict[str, Any]):
 
 
 def _is_placeholder(event: Any) -> bool:
-    """Whether it is the -1 that Lightning logs as hp_metric at step 0: a resumed attempt must not log it again."""
+    """Return whether an event is Lightning's hp_metric of -1 at step 0, which a resumed attempt must not log again."""
     return not event.step and any(value.tag == "hp_metric" for value in event.summary.value)

@@ -1,4 +1,4 @@
-"""The host of rank 0 under mpirun, which may order the hosts as in the service's shuffled list, unlike our table."""
+"""The host of rank 0 under mpirun, whose order of hosts may be the service's shuffled list instead of our table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_sm.job.topology import Topology
 
 
 def main_host_of_mpi(start: RankStart, job: SageMakerJob, topology: Topology) -> str:
-    """Find the host of rank 0. Where the script uses mpi4py, it is a collective call.
+    """Find the host of rank 0; a collective call where the script uses mpi4py.
 
     Args:
         start: How mpirun started this process.
@@ -21,14 +21,14 @@ def main_host_of_mpi(start: RankStart, job: SageMakerJob, topology: Topology) ->
         topology: Roles and ranks of all hosts.
 
     Raises:
-        TopologyError: Nothing tells it.
+        TopologyError: The host is unknown.
     """
     own, hosts = job.current_host, topology.trainer_hosts
     if "mpi4py" in sys.modules:
-        # Used only if the script or "python -m mpi4py" (the toolkit's command) has imported it: importing it here
+        # Used only if the script or "python -m mpi4py" (the toolkit's command) has imported mpi4py: importing it here
         # would register MPI_Finalize at exit, where a failing rank and the others wait for each other.
         mpi = importlib.import_module("mpi4py.MPI")
-        if mpi.COMM_WORLD.Get_size() == start.world_size:  # else it loaded the library of another MPI
+        if mpi.COMM_WORLD.Get_size() == start.world_size:  # else mpi4py has loaded the library of another MPI
             return str(mpi.COMM_WORLD.bcast(own, root=0))
     if start.node_rank == 0:
         return own

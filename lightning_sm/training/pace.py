@@ -1,8 +1,8 @@
-"""How often ranks exchange their stop flags. A pure rule: the time is an argument."""
+"""The pace at which ranks exchange their stop flags. A pure rule: the time is an argument."""
 
 from __future__ import annotations
 
-# Beyond this, float32 sums are not exact, and ranks could disagree on the pace.
+# Above this, float32 sums are not exact, and ranks could disagree on the pace.
 _EXACT_IN_FLOAT32 = 1 << 24
 # The first step may take a hundred times as long as later ones (compilation): let the interval grow gradually.
 _MAX_GROWTH = 4
@@ -11,9 +11,9 @@ _MAX_TICKS = 100
 
 
 class Pace:
-    """Counts ticks (steps or validation batches) so that exchanges are a few seconds apart.
+    """A counter of ticks (steps or validation batches) that sets exchanges about ``every_s`` apart.
 
-    All ranks see the same ticks and the same sums, so that all of them exchange at the same tick.
+    All ranks see the same ticks and the same sums, so all of them exchange at the same tick.
 
     Args:
         every_s: Target time between two exchanges, in seconds.
@@ -35,7 +35,7 @@ class Pace:
     def ms_per_tick(self, now: float) -> float:
         """Return this rank's share of the exchange: the mean milliseconds per tick since the last one.
 
-        A whole number, limited so that the sum over all ranks is exact in float32.
+        The share is a whole number, limited so that the sum over all ranks is exact in float32.
 
         Args:
             now: Monotonic time, in seconds.

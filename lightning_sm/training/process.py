@@ -1,4 +1,4 @@
-"""What a training process needs beside its ranks: clean variables, marked errors, the table of hosts, a clean exit."""
+"""The preparation of a training process: clean variables, marked errors, the table of hosts, a clean exit."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_process(environment: SageMakerEnvironment, *, warn_if_unused: bool = True) -> PreparedProcess:
-    """Set what a training process needs beside its ranks.
+    """Prepare this process for training: everything it needs besides its ranks.
 
-    ``SageMakerCLI``, ``SageMakerTrainer`` and ``SageMakerFabric`` call it. A script that passes the environment to a
-    ``Trainer`` of its own calls it before the Trainer is made, in every process. It
+    ``SageMakerCLI``, ``SageMakerTrainer`` and ``SageMakerFabric`` call this function. A script that passes the
+    environment to a ``Trainer`` of its own calls it in every process, before it makes the Trainer. The function
 
     - shows the log lines of ``lightning_sm``, and the table of hosts once Lightning has asked for ranks;
     - removes rank variables that neither SageMaker nor the launcher has set, with a warning;
-    - lets Lightning's log, uncaught exceptions and warnings know the rank;
+    - tells Lightning's log the rank, and marks uncaught exceptions and warnings with it;
     - points NCCL and Gloo at the job's network interface;
     - sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE`` and ``GROUP_RANK`` as torchrun would, while Lightning runs;
-    - leaves the process group at exit, and logs an error at exit if no Trainer has used the cluster.
+    - destroys the process group at exit, and logs an error at exit if no Trainer has used the cluster.
 
-    Further calls for other environments of the process add nothing but their rank.
+    Further calls for other environments of the process change only the rank.
 
     Args:
         environment: The environment that the Trainer gets.
         warn_if_unused: Log an error at exit if no Trainer has asked for ranks, while the job has several hosts.
 
     Returns:
-        A handle that undoes all of it.
+        A handle that can undo everything.
     """
     process = PreparedProcess.current
     if process is None:
@@ -60,16 +60,16 @@ def prepare_process(environment: SageMakerEnvironment, *, warn_if_unused: bool =
 
 
 class PreparedProcess:
-    """What ``prepare_process`` has changed in this process, and changes while Lightning runs.
+    """The changes that ``prepare_process`` has made in this process, and those that it makes while Lightning runs.
 
-    Workers of ddp_spawn and ddp_fork get a copy with the environment. There it sets the rank variables, and has the
-    process group left after a run that succeeded.
+    Workers of ddp_spawn and ddp_fork get a copy with the environment. There, it sets the rank variables, and has the
+    process group destroyed at exit after a run that succeeded.
 
     Args:
         environment: The first environment of the process.
 
     Attributes:
-        current: The one of this process.
+        current: The instance of this process.
     """
 
     current: ClassVar[PreparedProcess | None] = None
@@ -94,11 +94,11 @@ class PreparedProcess:
         self._undo.callback(stay_at_exit)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a worker needs: it undoes nothing."""
+        """Return the state for a worker, which undoes nothing."""
         return {**vars(self), "_undo": ExitStack()}
 
     def follow(self, environment: SageMakerEnvironment) -> None:
-        """Take the rank of an environment, and note the runs that Lightning makes with it.
+        """Take the rank of an environment, and listen for the runs that Lightning makes with it.
 
         Args:
             environment: The environment.
@@ -109,7 +109,7 @@ class PreparedProcess:
         rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]
 
     def undo(self) -> None:
-        """Put everything back, as if the process had not been prepared."""
+        """Restore everything, as if the process had not been prepared."""
         atexit.unregister(self.report_if_unused)
         self._during_run.restore()
         self._undo.close()
@@ -119,7 +119,7 @@ class PreparedProcess:
     def announce(self, environment: SageMakerEnvironment, devices: int) -> None:
         """Log the table of hosts, once per process.
 
-        With one host and one device Lightning never asks for ranks, so that this sets the rank variables.
+        With one host and one device, Lightning never asks for ranks, so this method sets the rank variables.
 
         Args:
             environment: The environment that the Trainer uses.
@@ -133,7 +133,7 @@ class PreparedProcess:
         _report(environment, devices)
 
     def begin_run(self, environment: SageMakerEnvironment, world_size: int) -> None:
-        """Set the variables by which torchrun tells ranks. Lightning has asked for ranks.
+        """Set torchrun's rank variables, now that Lightning has asked for ranks.
 
         Args:
             environment: The environment that Lightning uses.
@@ -148,7 +148,7 @@ class PreparedProcess:
             self._export_ranks(environment, world_size)
 
     def end_run(self) -> None:
-        """Put the rank variables back, as Lightning's own environment does with WORLD_SIZE.
+        """Restore the rank variables, as Lightning's own environment does with WORLD_SIZE.
 
         In a worker of ddp_spawn, Lightning calls this after success only; after a failure, the peers may be gone.
         """
@@ -167,12 +167,12 @@ class PreparedProcess:
             f"({topology.source}).\n{topology.table()}\nSet Trainer(num_nodes=environment.num_nodes): with num_nodes=1 "
             "and one device, Lightning ignores the cluster. SageMakerCLI sets it for you."
         )
-        # No handler at exit knows the exit code. The launcher does, and shows the text after a success.
+        # An exit handler does not know the exit code. The launcher does, and logs the text if the script succeeds.
         if not leave_warning(text):
             logger.error("%s", text)
 
     def _remove_stray_variables(self) -> None:
-        """Remove rank variables of unknown origin, on which Lightning, torch and other libraries would rely."""
+        """Remove rank variables of unknown origin: Lightning, torch and other libraries would rely on them."""
         start = self._environment.start
         if start.launcher is RankStarter.LIGHTNING:
             return
@@ -198,13 +198,13 @@ class PreparedProcess:
                 logger.warning("Ignoring %s=%s: this host has no such interface.", variable, interface)
 
     def _export_ranks(self, environment: SageMakerEnvironment, world_size: int) -> None:
-        """Set the variables by which torchrun tells ranks, for code that asks no process group.
+        """Set torchrun's rank variables, for code that does not ask the process group.
 
-        Lightning sets neither RANK nor LOCAL_WORLD_SIZE. It sets LOCAL_RANK itself, which must not be there before:
-        Lightning takes it for a sign that the local ranks are running.
+        Lightning sets neither RANK nor LOCAL_WORLD_SIZE. It sets LOCAL_RANK itself, which must not be set before:
+        Lightning would conclude that the local ranks are running.
 
         Source:
-            What reads them, also in DataLoader workers, which have no process group: WebDataset 1.0
+            Readers, also in DataLoader workers, which have no process group: WebDataset 1.0
             (utils.pytorch_worker_info) RANK and WORLD_SIZE, and MosaicML Streaming 0.13 (base/distributed.py) also
             LOCAL_WORLD_SIZE; LitData 0.2 (utilities/env.py) WORLD_SIZE. s3torchconnector 1.5 asks torch.distributed.
         """
@@ -217,7 +217,7 @@ class PreparedProcess:
 
 
 class _Variables:
-    """Environment variables that are set for a time."""
+    """Environment variables that are set, and restored later."""
 
     def __init__(self) -> None:
         self._before: dict[str, str | None] = {}
@@ -245,7 +245,7 @@ def _restore_logger(package: logging.Logger, level: int, propagate: bool, handle
 
 
 def rank_of_several(environment: SageMakerEnvironment) -> int | None:
-    """Return the rank of this process, also before the Trainer exists; None while its host has no other.
+    """Return the rank of this process, even before the Trainer exists; None while it is the only one on its host.
 
     Args:
         environment: The environment of the process.

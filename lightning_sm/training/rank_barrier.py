@@ -1,4 +1,4 @@
-"""Wait for all ranks where one of them may need longer than any collective call may take."""
+"""A barrier for all ranks, for work that may take longer than the timeout of collective calls."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _SAY_EVERY_S = 60.0
-# The largest models need less; a rank that is lost ends the job in other ways.
+# The largest models take less; a lost rank ends the job in other ways.
 _LIMIT_S = 12 * 60 * 60.0
-# The same on all ranks, which meet in the same order.
+# Numbers the barriers: all ranks reach them in the same order.
 _numbers = itertools.count(1)
 
 
 def wait_for_all_ranks(purpose: str) -> None:
-    """Return when all ranks have called this function; without a process group, at once.
+    """Wait until all ranks have called this function; without a process group, return at once.
 
-    It asks the store of the process group. A barrier would fail after the strategy's timeout, 30 minutes by default,
-    and with NCCL end the process.
+    The ranks count each other in the store of the process group. A collective barrier would fail after the strategy's
+    timeout, 30 minutes by default, and with NCCL kill the process.
 
     Args:
-        purpose: What the ranks do before, for the log, such as "export the model".
+        purpose: What the ranks do first, for the log, such as "export the model".
     """
     number = next(_numbers)
     if not distributed.is_initialized():
@@ -36,7 +36,7 @@ def wait_for_all_ranks(purpose: str) -> None:
     store.add(done, 1)
     _wait_for_count(store, done, purpose)
     store.add(left, 1)
-    if distributed.get_rank() == 0:  # the store lives in its process, which may end now
+    if distributed.get_rank() == 0:  # its process holds the store, and may exit when this returns
         _wait_for_count(store, left, "leave")
 
 
@@ -51,4 +51,4 @@ def _wait_for_count(store: Any, key: str, purpose: str) -> None:
         if now - said_at > _SAY_EVERY_S and distributed.get_rank() == 0:
             said_at = now
             logger.info("Waiting for %d of %d ranks to %s.", num_missing, num_ranks, purpose)
-        time.sleep(_POLL_S)  # a store tells nobody that a count has changed
+        time.sleep(_POLL_S)  # a store does not notify anyone of a changed count

@@ -1,7 +1,7 @@
-"""Mark lines about errors and warnings with the rank that prints them: the ranks of a host share one log.
+"""Marks of the rank on lines of errors and warnings: the ranks of a host share one log.
 
 torch.distributed marks uncaught exceptions (``[rank1]: ``), but only once there is a process group. The launcher reads
-the marks: it shows what several ranks print once, and names the rank in the reason of a failure.
+the marks: it shows only once what several ranks print, and names the rank in the reason for a failure.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def mark_errors(rank: Rank) -> Callable[[], None]:
         rank: Returns the rank of this process; None while it is the only one of its host.
 
     Returns:
-        A function that undoes it.
+        A function that removes the marks again.
     """
     excepthook, warning_format = _ExceptHook(rank), _WarningFormat(rank)
     sys.excepthook, warnings.formatwarning = excepthook, warning_format
 
     def unmark() -> None:
-        # Where another hook, such as torch's, calls one of these by now, it stays and marks nothing.
+        # If another hook, such as torch's, calls one of these by now, that one stays in place and marks nothing.
         excepthook.rank = warning_format.rank = lambda: None
         if sys.excepthook is excepthook:
             sys.excepthook = excepthook.hook

@@ -1,4 +1,4 @@
-"""SageMakerTrainer and SageMakerFabric: for scripts without LightningCLI, what SageMakerCLI does for those with it."""
+"""SageMakerTrainer and SageMakerFabric: what SageMakerCLI is to LightningCLI, for scripts that do without it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _with_remote_data(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(trainer: SageMakerTrainer, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(trainer, *args, **kwargs).arguments
-        # Lightning also takes a DataModule in the place of the loaders.
+        # Lightning also accepts a DataModule in place of the loaders.
         for name in ("train_dataloaders", "dataloaders"):
             if isinstance(given.get(name), LightningDataModule):
                 given["datamodule"] = given.pop(name)
@@ -59,23 +59,24 @@ class SageMakerTrainer(Trainer):
     Outside SageMaker it is ``Trainer``. In a SageMaker job it also
 
     - sets ``num_nodes``, the devices if a launcher such as torchrun sets their number, and the cluster environment;
-    - uses ``SMDDPStrategy`` if the SDK's ``distribution`` asks for it, the job can, and no other strategy is chosen;
+    - uses ``SMDDPStrategy`` if the SDK's ``distribution`` asks for it, the job supports it, and the user has chosen no
+      other strategy;
     - writes TensorBoard and CSV logs, and checkpoints, to the folders that SageMaker uploads during training, if the
-      job has them, and else to the output data directory (one folder per host). Relative folders of
+      job has them, and otherwise to the output data directory (one folder per host). Relative folders of
       ``default_root_dir``, of TensorBoard and CSV loggers and of ``ModelCheckpoint`` become relative to these;
-    - lets loggers of a restarted attempt continue the run and the curves of the attempts before;
+    - lets the loggers of a restarted attempt continue the run and the curves of earlier attempts;
     - saves a checkpoint when the job is interrupted, and resumes from the latest valid one (see ``SpotCheckpoint``);
     - writes the best model to the model directory at the end of ``fit``;
     - logs progress as lines, unless the user has another progress bar;
     - on the hosts of data groups, serves the batches of the first DataModule that ``fit``, ``validate``, ``test`` or
       ``predict`` gets, and exits when the trainers have finished; on the trainers, fetches the batches from there.
 
-    Hyperparameters and channels stay the script's business: the launcher passes hyperparameters as ``--name=value``,
-    and ``SageMakerJob.from_environment()`` has the folders of the channels.
+    Hyperparameters and channels are left to the script: the launcher passes hyperparameters as ``--name=value``, and
+    ``SageMakerJob.from_environment()`` has the folders of the channels.
 
     Args:
         data_service: Settings of the data service.
-        **kwargs: Arguments of ``Trainer``. They win, and one that contradicts the cluster is an error.
+        **kwargs: Arguments of ``Trainer``. They take precedence; one that contradicts the cluster is an error.
 
     Raises:
         JobConfigError: The job's files are malformed.
@@ -84,7 +85,7 @@ class SageMakerTrainer(Trainer):
     """
 
     def __init__(self, *, data_service: DataServiceSettings | None = None, **kwargs: Any) -> None:
-        # SageMakerCLI has done all of it for a Trainer of its own.
+        # SageMakerCLI has set up the Trainer that it makes.
         is_set_up = any(isinstance(callback, JobOutputs) for callback in as_list(kwargs.get("callbacks")))
         self._job = None if is_set_up else SageMakerJob.from_environment()
         self._data_service = data_service or DataServiceSettings()
@@ -98,7 +99,7 @@ class SageMakerTrainer(Trainer):
         self._topology = Topology.from_job(self._job)
         if self._topology.role is Role.DATA:
             show_log_lines()
-            # It never trains: the user's accelerator need not exist on this host.
+            # A data host never trains, and need not have the user's accelerator.
             super().__init__(accelerator="cpu", devices=1, logger=DummyLogger(), enable_checkpointing=False)
             return
         environment = SageMakerEnvironment(self._job)
@@ -113,7 +114,7 @@ class SageMakerTrainer(Trainer):
         super().__init__(**{**settings, **setup.arguments(settings, as_list(settings.get("callbacks")))})
         setup.complete(self)
 
-    if not TYPE_CHECKING:  # to a type checker they are Trainer's own
+    if not TYPE_CHECKING:  # type checkers see Trainer's own methods
         fit = _with_remote_data(Trainer.fit)
         validate = _with_remote_data(Trainer.validate)
         test = _with_remote_data(Trainer.test)
@@ -125,7 +126,7 @@ class SageMakerTrainer(Trainer):
             return datamodule
         if datamodule is None:
             if self._remote is not None and method != "fit":
-                return None  # Lightning uses that of fit again
+                return None  # Lightning reuses the DataModule of fit
             advice = "Put the DataLoaders into a LightningDataModule and pass it as datamodule"
             raise no_datamodule(self._topology, f"{method}() got", advice)
         if self._topology.role is Role.DATA:
@@ -149,12 +150,12 @@ class SageMakerFabric(Fabric):
     """The ``Fabric`` of a script that runs unchanged on a laptop, on one host and on a cluster.
 
     Outside SageMaker it is ``Fabric``. In a SageMaker job it also sets ``num_nodes``, the devices if a launcher sets
-    their number, and the cluster environment. Logs, checkpoints, the model and resuming are the script's business:
+    their number, and the cluster environment. Logs, checkpoints, the model and resuming are left to the script:
     ``SageMakerJob.from_environment()`` has the folders. Fabric has no hook for an interruption, and no DataModule that
     data hosts could serve.
 
     Args:
-        **kwargs: Arguments of ``Fabric``. They win, and one that contradicts the cluster is an error.
+        **kwargs: Arguments of ``Fabric``. They take precedence; one that contradicts the cluster is an error.
 
     Raises:
         JobConfigError: The job's files are malformed.

@@ -1,4 +1,4 @@
-"""What a SageMaker job adds to a Trainer: cluster environment, callbacks, folders, durable checkpoints."""
+"""The additions of a SageMaker job to a Trainer: cluster environment, callbacks, folders, durable checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerSetup:
-    """Adds to a Trainer what the job needs, and leaves alone what the user has set.
+    """The setup of a Trainer: adds what the job needs, and leaves alone what the user has set.
 
     Args:
         job: The job.
@@ -61,7 +61,7 @@ class TrainerSetup:
 
         Args:
             given: The user's arguments of the Trainer, or those that a ``trainer_class`` function accepts.
-            callbacks: All callbacks of the user's, from wherever they come.
+            callbacks: All callbacks of the user, from every source.
             config: The resolved configuration as YAML, to be saved next to the model; None if there is none.
 
         Raises:
@@ -102,9 +102,9 @@ class TrainerSetup:
         # Added afterwards: a Trainer that gets a Checkpoint callback does not add its default ModelCheckpoint.
         if not any(isinstance(callback, SpotCheckpoint) for callback in callbacks):
             callbacks.append(SpotCheckpoint(self._job.checkpoint_dir or self._job.host_output_dir / "checkpoints"))
-        # One of the user's own was not known before.
+        # Only now is an environment of the user's own known.
         environment = used if isinstance(used, SageMakerEnvironment) else self._environment
-        # Not warn_if_unused: the Trainer got the environment, or an error has ended the script before.
+        # No warn_if_unused: the Trainer has the environment, or an error has ended the script by now.
         prepare_process(environment, warn_if_unused=False).announce(environment, trainer.num_devices)
 
     def _with_environment(self, plugins: Sequence[Any], strategy: Any) -> list[Any]:
@@ -165,11 +165,11 @@ def _check_writable(folder: Path) -> None:
 
 
 def _num_devices(setting: Any) -> int | None:
-    """Number of processes per host that a ``devices`` setting states; None if it states none ("auto", -1)."""
+    """Return the processes per host that a ``devices`` setting states; None if it states none ("auto", -1)."""
     if isinstance(setting, str):
         numbers = [part for part in setting.split(",") if part.strip()]
         if not all(part.strip().lstrip("-").isdecimal() for part in numbers):
-            return None  # "auto", or invalid: Lightning's own check names the fault
+            return None  # "auto", or invalid: Lightning's own check reports it
         setting = int(numbers[0]) if len(numbers) == 1 else numbers
     if isinstance(setting, list):
         return len(setting)

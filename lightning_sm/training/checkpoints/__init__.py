@@ -1,1 +1,1 @@
-"""Which checkpoint a job resumes from, and how checkpoints are written."""
+"""Checkpoints: choosing the one from which a job resumes, and writing them."""

@@ -1,4 +1,4 @@
-"""Write checkpoints atomically into a folder that SageMaker copies to S3 in the background."""
+"""Atomic writing of checkpoints into a folder that SageMaker copies to S3 in the background."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from lightning_fabric.plugins import CheckpointIO
     from lightning_fabric.utilities.types import _PATH
 
-# torch.save reports a full disk as a RuntimeError: of PytorchStreamWriter, of its source file, or of its stream.
+# torch.save reports a full disk as a RuntimeError that names PytorchStreamWriter, its source file, or its stream.
 _STREAM_WRITER = re.compile(r"PytorchStreamWriter|inline_container|iostream error")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 # Not an attribute: strategies that spawn pickle the Trainer, and a lock cannot be pickled.
 _removals = threading.Lock()
-# Folders that this process has cleaned: later, another host that shares the folder may be writing there.
+# Folders that this process has cleaned. Clean each only once: later, another host that shares it may be writing there.
 _cleaned: set[Path] = set()
 
 
 class DurableCheckpointIO(WrappingCheckpointIO):
-    """Let another CheckpointIO write under a name that SageMaker's agent ignores, and rename what is complete.
+    """A wrapper that lets a CheckpointIO write under names that SageMaker's agent ignores, and renames complete files.
 
     SageMaker copies the checkpoint folder to S3 file by file whenever a file changes: half a file that it finds there
-    is half a file after a restart. Used where Lightning's strategies call it, on rank 0, in any thread; it goes inside
-    ``AsyncCheckpointIO``. The other CheckpointIO alone handles paths outside the folder.
+    is half a file after a restart. Lightning's strategies call the wrapper on rank 0, in any thread; it goes inside
+    ``AsyncCheckpointIO``. Paths outside the folder are passed on to the other CheckpointIO.
 
     The latest checkpoint may be partly uploaded when the host is taken away. So a checkpoint that Lightning removes is
     kept until the next removal: while a job trains, the folder has at least two.
@@ -68,7 +68,7 @@ class DurableCheckpointIO(WrappingCheckpointIO):
         unfinished = target.with_name(target.name + IGNORED)
         with _explained(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            _discard(unfinished)  # of a save that was killed
+            _discard(unfinished)  # left by a save that was killed
             try:
                 # The other CheckpointIO gets the caller's type of path.
                 self._write(checkpoint, str(unfinished) if isinstance(path, str) else unfinished, storage_options)
@@ -91,15 +91,15 @@ class DurableCheckpointIO(WrappingCheckpointIO):
 
     def _write(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any) -> None:
         if type(self._inner) is TorchCheckpointIO and storage_options is None:
-            # It would build the whole file in memory, write it to the temporary directory, which in a container is on
-            # another disk, and copy it from there (_atomic_save, and fsspec's LocalFileOpener.commit).
+            # Lightning's own would build the whole file in memory, write it to the temporary directory, which in a
+            # container is on another disk, and copy it from there (_atomic_save, and fsspec's LocalFileOpener.commit).
             torch.save(checkpoint, path)
         else:
             self._inner.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(self, path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint with the other CheckpointIO."""
-        # Since Lightning 2.6 there is weights_only, which a CheckpointIO written for 2.5 does not accept.
+        # Lightning 2.6 passes weights_only, which a CheckpointIO written for 2.5 does not accept.
         load = self._inner.load_checkpoint
         if not kwargs.get("weights_only", True):
             parameters = inspect.signature(load).parameters
@@ -116,7 +116,7 @@ class DurableCheckpointIO(WrappingCheckpointIO):
             return
         with _removals:
             self._removed = [*(removed for removed in self._removed if removed != target), target]
-            # AsyncCheckpointIO writes in a thread: a checkpoint may be removed before it exists.
+            # AsyncCheckpointIO writes in a thread, so a checkpoint may be removed before it exists.
             existing = [removed for removed in self._removed if os.path.lexists(removed)]
             if existing:
                 self._removed = self._removed[self._removed.index(existing[-1]) :]
@@ -140,7 +140,7 @@ class DurableCheckpointIO(WrappingCheckpointIO):
         if "://" in text:
             return None
         target = Path(os.path.abspath(text))
-        # The links of the parents are followed, but not one of the file's own name: a new checkpoint replaces it.
+        # Follow links in the parents, but not a link of the file's own name: a new checkpoint replaces that.
         folder = os.path.realpath(self._folder)
         parent = os.path.realpath(target.parent)
         return target if os.path.commonpath([folder, parent]) == folder else None
@@ -150,7 +150,7 @@ def make_durable(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
     """Make a Trainer write its checkpoints in ``folder`` through ``DurableCheckpointIO``; a second call does nothing.
 
     It wraps the innermost CheckpointIO, so that ``AsyncCheckpointIO`` and the user's own wrappers stay in place. The
-    first one on a host also removes the unfinished checkpoints of a killed run. Sharded strategies write without a
+    first call on a host also removes the unfinished checkpoints of a killed run. Sharded strategies write without a
     CheckpointIO.
     """
     outer: WrappingCheckpointIO | None = None
@@ -174,7 +174,7 @@ def make_durable(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def _explained(target: Path) -> Iterator[None]:
-    """Raise a CheckpointError with advice in place of errors of writing."""
+    """Raise a CheckpointError with advice in place of an error from writing."""
     try:
         yield
     except CheckpointError:
@@ -212,7 +212,7 @@ def _written(path: Path) -> list[Path]:
 
 
 def _discard(path: Path) -> None:
-    """Remove a file or a folder, which need not exist; what cannot be removed stays."""
+    """Remove a file or a folder, which need not exist; leave what cannot be removed."""
     if path.is_dir() and not path.is_symlink():
         remove_folder(path)
     else:
@@ -224,7 +224,7 @@ def _replace(source: Path, destination: Path) -> None:
     if not os.path.lexists(destination) or not (source.is_dir() or destination.is_dir()):
         os.replace(source, destination)
         return
-    # rename(2) does not replace a folder with files in it: move it aside, so that for a moment the name is unused.
+    # rename(2) does not replace a folder with files in it: move it aside first. For a moment, the name is unused.
     old = destination.with_name(f"{destination.name}.old{IGNORED}")
     _discard(old)
     os.replace(destination, old)

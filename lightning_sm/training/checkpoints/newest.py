@@ -1,7 +1,7 @@
-"""Find the latest valid checkpoint, from which a restarted job resumes, by the contents of the files.
+"""The latest valid checkpoint, from which a restarted job resumes, found by the contents of the files.
 
 Every host starts with all files of the job's checkpoint folder in S3. Their times are those of the download, the user
-chose their names, and the latest may be truncated: its host may have been taken away during the upload.
+chose their names, and the latest may be truncated, because its host was taken away during the upload.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DEEPSPEED_FILE = re.compile(r"(?:bf16_)?(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank
 
 
 def job_facts(job: SageMakerJob, fit: str) -> dict[str, str | None]:
-    """Return what a checkpoint holds under ``JOB_KEY``: facts that identify the job that wrote it.
+    """Return the value of ``JOB_KEY`` in a checkpoint: facts that identify the job that wrote it.
 
     Args:
         job: The job.
@@ -53,7 +53,7 @@ def job_facts(job: SageMakerJob, fit: str) -> dict[str, str | None]:
 
 
 def object_stores(trainer: Any) -> list[str]:
-    """Return the addresses such as ``s3://bucket/folder`` to which callbacks of a Trainer write checkpoints."""
+    """Return the addresses, such as ``s3://bucket/folder``, to which callbacks of a Trainer write checkpoints."""
     folders = [str(getattr(callback, "dirpath", None) or "") for callback in trainer.checkpoint_callbacks]
     return sorted({folder for folder in folders if "://" in folder})
 
@@ -69,13 +69,13 @@ def newest_checkpoint(
 ) -> FoundCheckpoint | None:
     """Find the valid checkpoint with the most progress.
 
-    Looks at what is named ``*.ckpt`` at any depth, except hidden and unfinished: files, and folders of
-    torch.distributed.checkpoint and DeepSpeed. Hosts with the same files find the same checkpoint. Logs a warning for
-    each invalid one that may have more progress.
+    Candidates are files, and folders of torch.distributed.checkpoint and DeepSpeed, that are named ``*.ckpt`` at any
+    depth and are neither hidden nor unfinished. Hosts with the same files find the same checkpoint. A warning names
+    each invalid candidate that may have more progress.
 
     A file is read with ``weights_only=True``, which runs no code. If it holds objects of other types, such as those in
-    hyperparameters, and says that it is of this job or of one with its S3 address, it is read with
-    ``weights_only=False``; else it is invalid. What it says is read without running code.
+    hyperparameters, and states that it is of this job or of one with its S3 address, it is read with
+    ``weights_only=False``; otherwise it is invalid. The statement is read without running code.
 
     Args:
         folder: The checkpoint folder; it need not exist. None: there is none.
@@ -118,13 +118,13 @@ def newest_checkpoint(
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """What one checkpoint contains.
+    """A checkpoint, and what reading it has shown.
 
     Attributes:
         path: The file, or the folder of a sharded checkpoint; the address of a file in an object store.
-        has_objects: Whether it can be read with ``weights_only=False`` only.
+        has_objects: Whether it can be read only with ``weights_only=False``.
         progress: Counts of optimizer steps, epochs, and more (see ``_progress``); empty if unknown.
-        job: What it says of the job that wrote it (``job_facts``); None if it says nothing.
+        job: Its ``job_facts``, which identify the job that wrote it; None if it has none.
         fault: Why training cannot resume from it; None if it is valid.
     """
 
@@ -136,15 +136,15 @@ class FoundCheckpoint:
 
 
 class _UnusableError(Exception):
-    """Why a checkpoint is invalid: the predicate of a sentence whose subject is the checkpoint."""
+    """The reason why a checkpoint is invalid: the predicate of a sentence whose subject is the checkpoint."""
 
 
 class _UntrustedError(_UnusableError):
-    """Code of the checkpoint would run, and nothing says that it is of this job."""
+    """The reason why code of the checkpoint must not run: nothing states that it is of this job."""
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
-    """All ``*.ckpt`` except links: the walk finds the target of a link itself, if it is inside the folder."""
+    """Yield all ``*.ckpt`` except links: the walk finds the target of a link itself, if it is inside the folder."""
     inside = os.path.realpath(folder)
     for parent, folders, files in os.walk(folder):
         checkpoints = [name for name in (*folders, *files) if name.endswith(_SUFFIX) and not name.startswith(".")]
@@ -169,15 +169,15 @@ def _read(path: Path | str, contents: Callable[[], tuple[Any, bool]]) -> FoundCh
     """Describe a checkpoint.
 
     Args:
-        path: Where it is.
-        contents: Returns what is in it, and whether that has objects.
+        path: Its path.
+        contents: Returns its contents, and whether they hold objects.
     """
     try:
         checkpoint, has_objects = contents()
         progress = _progress(checkpoint)
     except _UnusableError as error:
         return FoundCheckpoint(path, fault=str(error))
-    except Exception as error:  # noqa: BLE001 - a broken file may raise anything, also in the user's classes
+    except Exception as error:  # noqa: BLE001 - a broken file may raise anything, even in the user's classes
         return FoundCheckpoint(path, fault=f"cannot be read ({_brief(error)})")
     # Lightning refuses to resume from such a checkpoint (ModelCheckpoint(save_weights_only=True)).
     fault = None if "lr_schedulers" in checkpoint else "contains weights only"
@@ -191,7 +191,7 @@ def _read_store(address: str, job: SageMakerJob | None) -> list[FoundCheckpoint]
         filesystem, root = url_to_fs(address)
         names = sorted(filesystem.find(root)) if filesystem.exists(root) else []
         return [_read_object(filesystem, name, job) for name in names if name.endswith(_SUFFIX)]
-    # Libraries of object stores have errors of their own. Without an answer nothing may start from the beginning.
+    # Libraries of object stores have errors of their own. A job must not start from the beginning because of one.
     except Exception as error:
         raise CheckpointError(
             f"{address}, where a ModelCheckpoint writes, cannot be searched for checkpoints to resume from: "
@@ -201,7 +201,7 @@ def _read_store(address: str, job: SageMakerJob | None) -> list[FoundCheckpoint]
 
 def _read_object(filesystem: Any, name: str, job: SageMakerJob | None) -> FoundCheckpoint:
     path = filesystem.unstrip_protocol(name)
-    # Apart from what it says: a file that is damaged is passed over, a store that does not answer is an error.
+    # A damaged checkpoint is skipped; a store that does not answer raises.
     try:
         with filesystem.open(name, "rb") as file:
             data = pickle_of(file)
@@ -223,7 +223,7 @@ def _contents(path: Path, job: SageMakerJob | None, load: Load | None) -> tuple[
         raise
     except Exception:
         if load is not None:
-            with contextlib.suppress(Exception):  # then it is invalid in either format; the first error says more
+            with contextlib.suppress(Exception):  # invalid in both formats: the first error tells more
                 return load(path), False
         raise
 
@@ -246,9 +246,9 @@ def _load(path: Path, job: SageMakerJob | None) -> tuple[Any, bool]:
 
 
 def _check_trust(path: Path, job: SageMakerJob | None, error: Exception) -> None:
-    """Refuse a file with objects unless it says that it is of this job, or of an earlier one with its S3 address.
+    """Refuse a file with objects unless it states that it is of this job, or of an earlier one with its S3 address.
 
-    Anyone who can write into the folder can forge it: it protects from files that got there by accident.
+    Anyone who can write to the folder can forge the statement: the check protects from files left there by accident.
     """
     if job is None:
         return
@@ -260,7 +260,7 @@ def _check_trust(path: Path, job: SageMakerJob | None, error: Exception) -> None
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
         named = f" ({found[1]})" if found else ""
         raise _UntrustedError(
-            f"holds objects{named}, whose code would run, and does not say which job wrote it. To resume from it, "
+            f"holds objects{named}, whose code would run, and does not state which job wrote it. To resume from it, "
             "name it as ckpt_path with weights_only=False"
         ) from error
     fault = _of_another_job(facts, job)
@@ -269,7 +269,7 @@ def _check_trust(path: Path, job: SageMakerJob | None, error: Exception) -> None
 
 
 def _check_archive(path: Path, size: int) -> None:
-    # The list of entries is at the end of the file: a truncated file has none.
+    # The list of entries is at the end of the file, so a truncated file lacks it.
     try:
         with zipfile.ZipFile(path) as archive:
             end = max((entry.header_offset + entry.compress_size for entry in archive.infolist()), default=0)
@@ -307,7 +307,7 @@ def _load_shards(path: Path, job: SageMakerJob | None) -> tuple[Any, bool]:
 def _load_deepspeed(path: Path, job: SageMakerJob | None) -> tuple[Any, bool]:
     """Check that a DeepSpeed checkpoint has the files of all ranks, and return rank 0's, with the Trainer's state."""
     folder = path / (path / _DEEPSPEED_TAG).read_text(encoding="utf-8").strip()
-    # ZeRO 3 gives each rank model states of its own; without it there is one file, that of "rank" None.
+    # With ZeRO 3, each rank has model states of its own; without it, there is one file, listed under rank None.
     files: dict[str, dict[str | None, Path]] = {"model": {}, "optim": {}}
     for file in sorted(folder.glob("*.pt")):
         match = _DEEPSPEED_FILE.fullmatch(file.name)
@@ -322,7 +322,7 @@ def _load_deepspeed(path: Path, job: SageMakerJob | None) -> tuple[Any, bool]:
     num_shards = checkpoint["ds_config"].get("zero_optimization", {}).get("mics_shard_size", -1)
     ranks = [str(rank) for rank in range(num_shards if num_shards > 0 else checkpoint["dp_world_size"])]
     expected = {"model": [] if None in files["model"] else ranks}
-    # Without ZeRO the state of the optimizer is in the main file, and there are no shapes.
+    # Without ZeRO, the optimizer's state is in the main file, and there are no shapes.
     expected["optim"] = [] if checkpoint["param_shapes"] is None else ranks
     for kind, wanted in expected.items():
         missing = [rank for rank in wanted if rank not in files[kind]]
@@ -349,7 +349,7 @@ def _progress(checkpoint: Any) -> tuple[int, ...]:
 
 
 def _of_another_job(facts: Mapping[str, Any], job: SageMakerJob) -> str | None:
-    """Return the fault of a checkpoint that another job wrote; a new job that continues another has its S3 address."""
+    """Return the fault of a checkpoint that another job wrote, unless this job continues that one at its S3 address."""
     name = facts.get("name")
     uri = facts.get("checkpoint_s3_uri")
     is_same_job = name == job.name or None in (name, job.name)

@@ -1,7 +1,7 @@
-"""Read what a pickle says without running any code: neither of the file nor of the classes that it names.
+"""Reading of pickles without running any code, neither of the file nor of the classes that it names.
 
-``pickle.load`` and ``torch.load(weights_only=False)`` call whatever a file asks them to call. Here all of that becomes
-objects that do nothing, among which plain values (dicts, lists, numbers, texts) are read as they are.
+``pickle.load`` and ``torch.load(weights_only=False)`` call whatever a file asks them to call. Here, each such call
+yields an object that does nothing; plain values (dicts, lists, numbers, texts) are read as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PICKLE = "data.pkl"
 
 
 class Inert:
-    """Stands for an object of any class; its attributes are those that were saved."""
+    """A stand-in for an object of any class, with the attributes that were saved."""
 
     def __new__(cls, *_: Any, **__: Any) -> Inert:
         """Ignore the arguments."""
@@ -58,7 +58,7 @@ def inert_pickle(data: bytes) -> Any:
     """Return the value of a pickle, with an ``Inert`` in place of each object that is not a plain value.
 
     Raises:
-        Exception: The data is not a pickle; of any type.
+        Exception: Of any type, if the data is not a pickle.
     """
     return _InertUnpickler(io.BytesIO(data)).load()
 
@@ -68,8 +68,8 @@ def pickle_of(file: Path | IO[bytes]) -> bytes:
 
     Raises:
         zipfile.BadZipFile: The file is not a zip archive, or is truncated.
-        ValueError: It is one that ``torch.save`` has not written.
-        Exception: It cannot be read; of any type that the file raises.
+        ValueError: ``torch.save`` has not written the archive.
+        Exception: Of any type, if the file cannot be read.
     """
     with zipfile.ZipFile(file) as archive:
         for name in archive.namelist():

@@ -1,4 +1,4 @@
-"""Resume a fit from the latest valid checkpoint of its job, however the script starts the fit."""
+"""Resuming of a fit from the latest valid checkpoint of its job, however the script starts the fit."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ logger = logging.getLogger(__name__)
 def resume_from_latest(trainer: Any, folder: Path | None, job: SageMakerJob, fit: str) -> None:
     """Let the current fit resume from the job's latest valid checkpoint; call it in a callback's ``setup``.
 
-    A checkpoint of an earlier attempt of this job wins over the ``ckpt_path`` of the script, from which every restart
-    would lose the progress of the attempts before. That wins over a checkpoint of another job with the same folder.
+    A checkpoint of an earlier attempt of this job takes precedence over the script's ``ckpt_path``, from which every
+    restart would lose the progress of earlier attempts; ``ckpt_path`` takes precedence over a checkpoint of another job
+    with the same folder.
 
-    Rank 0 chooses when Lightning is about to load: all ranks are connected by then, and none has begun the collective
+    Rank 0 chooses when Lightning is about to load: by then, all ranks are connected, and none has begun the collective
     calls with which some strategies load.
 
     Args:
@@ -35,14 +36,14 @@ def resume_from_latest(trainer: Any, folder: Path | None, job: SageMakerJob, fit
         fit: Which of the script's fits this is, as in ``job_facts``.
     """
     connector = trainer._checkpoint_connector
-    vars(connector).pop("resume_start", None)  # of a fit that failed before it loaded
+    vars(connector).pop("resume_start", None)  # left by a fit that failed before it loaded
     load = connector.resume_start
 
     def resume_start(checkpoint_path: Any = None, **options: Any) -> None:
-        # Once: Lightning's tuner loads checkpoints of its own with the same method.
+        # Replace it for one call only: Lightning's tuner loads checkpoints of its own with the same method.
         vars(connector).pop("resume_start", None)
         chosen, has_objects = _choose(trainer, folder, job, fit, checkpoint_path)
-        # Read as newest_checkpoint has read it. Lightning 2.5 has no such parameter, and reads all files so.
+        # Load as newest_checkpoint did. Lightning 2.5 has no such parameter, and loads all files with False.
         if has_objects and "weights_only" in inspect.signature(load).parameters:
             options["weights_only"] = False
         load(checkpoint_path if chosen is None else chosen, **options)
@@ -86,7 +87,7 @@ def _choose(trainer: Any, folder: Path | None, job: SageMakerJob, fit: str, stat
 def _reader_of_another_format(checkpoint_io: Any) -> Load | None:
     """Return ``load_checkpoint`` if a class of the user's reads checkpoints.
 
-    Lightning's own reads what ``newest_checkpoint`` does, and some versions of it run the code of any file.
+    Lightning's own reads the same formats as ``newest_checkpoint``, and some versions run the code of any file.
     """
     ours = {kind.load_checkpoint for kind in (TorchCheckpointIO, WrappingCheckpointIO, DurableCheckpointIO)}
     inner = checkpoint_io

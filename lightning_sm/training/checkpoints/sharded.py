@@ -1,6 +1,6 @@
-"""Checkpoints that are folders: each host has the files that its own ranks wrote, and nobody has all.
+"""Checkpoints that are folders: each host has the files that its own ranks wrote, and no host has all of them.
 
-Hosts share no folder while a job runs; only a restarted one finds all files on every host.
+Hosts share no folder while a job runs; only a restarted job finds all files on every host.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from lightning_sm.training.checkpoints.newest import object_stores
 # Names under which ModelParallelStrategy and FSDPStrategy save the weights.
 _WEIGHTS = ("state_dict", "model")
 _INDEX = ".metadata"
-# Without these a checkpoint is incomplete: of torch.distributed.checkpoint, of Lightning, of DeepSpeed.
+# A checkpoint without its file is incomplete: those of torch.distributed.checkpoint, Lightning and DeepSpeed.
 _WRITTEN_LAST = (_INDEX, "meta.pt", "latest")
 
 
 def install_shard_hooks(trainer: Trainer) -> None:
     """Let a sharded strategy remove checkpoints on every host, and make an old one invalid before it is overwritten.
 
-    Lightning removes on rank 0 only: the disks of the other hosts would fill. And if a host is taken away while a
-    checkpoint such as last.ckpt is overwritten, its shards are of two steps, which nobody could tell.
+    Lightning removes checkpoints on rank 0 only, so the disks of the other hosts would fill. And if a host is taken
+    away while a checkpoint such as last.ckpt is overwritten, its shards are of two steps, and nothing shows it.
 
     Raises:
-        StrategyError: The strategy cannot restore the optimizer from its own shards, or cannot write where a callback
-            says.
+        StrategyError: The strategy cannot restore the optimizer from its own shards, or cannot write to the dirpath of
+            a callback.
     """
     strategy: Any = trainer.strategy
     if isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)):
@@ -49,17 +49,17 @@ def install_shard_hooks(trainer: Trainer) -> None:
 
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder, which other hosts may be removing at the same time if they share it."""
+    """Remove a folder, which other hosts that share it may be removing at the same time."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def has_index(folder: Path) -> bool:
-    """Whether a checkpoint has the file that names its shards, which rank 0 alone writes."""
+    """Return whether a checkpoint has the file that names its shards, which only rank 0 writes."""
     return any((folder / name).exists() for name in (_INDEX, "latest"))
 
 
 def holders(folder: Path) -> dict[str, int]:
-    """Return who has the files of a checkpoint: relative path to lowest rank. A collective call.
+    """Return the lowest rank that has each file of a checkpoint, by relative path. A collective call.
 
     Args:
         folder: The checkpoint, which every host has under the same path.
@@ -127,7 +127,7 @@ def gather_weights(strategy: Any, folder: Path, held: dict[str, int]) -> dict[st
 
 
 def _index(strategy: Any, folder: Path, held: dict[str, int]) -> Metadata | None:
-    """Rank 0's list of what is in which shard, on all ranks; None if rank 0 has none."""
+    """Return, on all ranks, rank 0's list of what is in which shard; None if rank 0 has none."""
     if held.get(_INDEX) != 0:
         return None
     index: Metadata = strategy.broadcast(
@@ -159,8 +159,8 @@ def _bytes(piece: Tensor) -> bytes:
 
 
 def _refuse_object_stores(trainer: Trainer) -> None:
-    # Lightning makes a pathlib.Path of the address, also for a checkpoint of a single file: nothing reaches the store,
-    # and a restarted job starts from scratch, without an error.
+    # Lightning makes a pathlib.Path of the address, even for a checkpoint that is a single file. Nothing would reach
+    # the store, and a restarted job would start from scratch, without an error.
     for address in object_stores(trainer):
         raise StrategyError(
             f"{type(trainer.strategy).__name__} cannot write checkpoints to {address}, which is the dirpath of a "
@@ -170,8 +170,8 @@ def _refuse_object_stores(trainer: Trainer) -> None:
 
 
 def _refuse_shards_of_replicas(strategy: Any) -> None:
-    # torch's load_sharded_optimizer_state_dict, which Lightning calls, deals the state out to all ranks, whatever group
-    # shards the model: a resumed run had other momenta than the interrupted one, without an error.
+    # torch's load_sharded_optimizer_state_dict, which Lightning calls, spreads the state over all ranks, whichever
+    # group shards the model: a resumed run had other momenta than the interrupted one, without an error.
     if strategy._state_dict_type == "sharded" and "HYBRID" in strategy.sharding_strategy.name:
         raise StrategyError(
             f"FSDPStrategy with sharding_strategy={strategy.sharding_strategy.name} restores a wrong state of the "
@@ -187,7 +187,7 @@ def _save_afresh(
     if strategy.local_rank == 0 and os.path.isdir(path):
         for name in _WRITTEN_LAST:
             Path(path, name).unlink(missing_ok=True)
-        # The model directory may have a link to a shard, which would be overwritten, too.
+        # The model directory may have a hard link to a shard: writing to the shard would change the model, too.
         for file in Path(path).rglob("*"):
             if file.is_file() and file.stat().st_nlink > 1:
                 file.unlink()
@@ -199,5 +199,5 @@ def _remove_on_each_host(strategy: Any, filepath: Any) -> None:
     if strategy.is_global_zero or (strategy.local_rank == 0 and os.path.isdir(filepath)):
         try:
             strategy.checkpoint_io.remove_checkpoint(filepath)
-        except FileNotFoundError:  # another host shares the folder, and is removing it, too
+        except FileNotFoundError:  # another host that shares the folder is removing it, too
             remove_folder(filepath)

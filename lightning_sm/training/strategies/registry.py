@@ -1,7 +1,7 @@
 """The names by which ``Trainer(strategy=...)`` finds the strategies of lightning_sm.
 
 Lightning has no entry points for strategies (its groups are for callbacks), and ``import lightning_sm`` loads neither
-torch nor Lightning. So the names are added at that import if Lightning is there by then, and else when it comes.
+torch nor Lightning. So that import adds the names if Lightning is loaded already; otherwise, loading Lightning does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def register_with_lightning() -> None:
 
 
 class _RegisteringFinder:
-    """Finds Lightning's strategies where the other finders do, and adds ours when they have been executed."""
+    """A finder that finds Lightning's strategies as the other finders do, and adds ours once that module has run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -50,7 +50,7 @@ def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 
 def _register(strategies: ModuleType) -> None:
-    # What a name stands for is loaded when a Trainer asks for it: most scripts use none of them.
+    # Load a strategy only when a Trainer asks for it by name: most scripts use none of them.
     register = partial(strategies.StrategyRegistry.register, override=True)
     distribution = strategies.__name__.removesuffix(".strategies")
     pipeline = partial(_make, distribution, "pipeline.strategy", "PipelineParallelStrategy")

@@ -2,7 +2,7 @@
 
 Source:
     SageMaker developer guide, "Run distributed training with the SageMaker AI distributed data parallelism library".
-    What Lightning calls that SMDDP does not support: Lightning issue 20409.
+    Lightning's calls that SMDDP does not support: Lightning issue 20409.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _warn_once = rank_zero_only(logger.warning)
 
 _BACKEND = "smddp"
 _LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"
-# Of SMDDP 2. Earlier versions also ran on ml.p3.16xlarge and ml.p3dn.24xlarge.
+# Those of SMDDP 2. Earlier versions also ran on ml.p3.16xlarge and ml.p3dn.24xlarge.
 _INSTANCE_TYPES = ("ml.p4d.24xlarge", "ml.p4de.24xlarge")
-# SMDDP adds up; these it has to gather. The names are those of Lightning's self.log(reduce_fx=...).
+# SMDDP can only sum, so these gather first. The names are those of Lightning's self.log(reduce_fx=...).
 _REDUCED_BY_GATHERING: dict[str, Callable[..., Tensor]] = {
     "max": torch.amax,
     "min": torch.amin,
@@ -36,21 +36,21 @@ _REDUCED_BY_GATHERING: dict[str, Callable[..., Tensor]] = {
 
 
 class SMDDPStrategy(DDPStrategy):
-    """``DDPStrategy`` with the backend ``smddp``, of which it only uses what SMDDP supports.
+    """``DDPStrategy`` with the backend ``smddp``, restricted to the calls that SMDDP supports.
 
-    SMDDP has no other operation than SUM, no ``new_group()`` and no other backend beside it. So a mean is a sum that is
-    divided, a maximum is taken of what was gathered, and the ranks wait for ``prepare_data`` at a barrier of SMDDP's
-    own, within ``timeout``. Hooks, callbacks and metrics that call ``torch.distributed`` themselves have to keep to the
-    same.
+    SMDDP has no operation but SUM, no ``new_group()``, and tolerates no other backend beside it. So a mean is a divided
+    sum, a maximum is taken over gathered values, and the ranks wait for ``prepare_data`` at a barrier of SMDDP's own,
+    within ``timeout``. Hooks, callbacks and metrics that call ``torch.distributed`` themselves must observe the same
+    limits.
 
     It needs a SageMaker job with two or more hosts of type ml.p4d.24xlarge or ml.p4de.24xlarge, and an image with the
-    library: docs/strategies.md says with which torch it works. ``--trainer.strategy=smddp`` makes one.
+    library: docs/strategies.md names the versions of torch. ``--trainer.strategy=smddp`` selects this strategy.
 
     Args:
         **kwargs: Arguments of ``DDPStrategy``, except for ``process_group_backend``.
 
     Raises:
-        StrategyError: When the Trainer is made: SMDDP cannot run in this job. The message says what to use instead.
+        StrategyError: SMDDP cannot run in this job; raised when the Trainer is made. The message names an alternative.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -64,7 +64,7 @@ class SMDDPStrategy(DDPStrategy):
         super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Make the process group, and let Lightning wait for ``prepare_data`` without one of Gloo's."""
+        """Make the process group, and let Lightning wait for ``prepare_data`` without a Gloo group."""
         data_connector._InfiniteBarrier = _PrepareDataBarrier  # type: ignore[attr-defined]
         super().setup_environment()
 
@@ -93,7 +93,7 @@ class SMDDPStrategy(DDPStrategy):
 
 
 class _PrepareDataBarrier(InfiniteBarrier):
-    """Where ranks wait for ``prepare_data``: with SMDDP at its own barrier, else at that of a new group of Gloo's."""
+    """The barrier at which ranks wait for ``prepare_data``: SMDDP's own if there is one, else that of a Gloo group."""
 
     def __enter__(self) -> Any:
         if torch.distributed.is_initialized() and torch.distributed.get_backend() == _BACKEND:
@@ -103,7 +103,7 @@ class _PrepareDataBarrier(InfiniteBarrier):
 
 
 def obstacle_to_smddp(job: SageMakerJob | None, num_nodes: int) -> str | None:
-    """Say why SMDDP cannot run.
+    """Return why SMDDP cannot run.
 
     Args:
         job: The job of this process; None off SageMaker.
@@ -135,9 +135,9 @@ def obstacle_to_smddp(job: SageMakerJob | None, num_nodes: int) -> str | None:
 
 
 def distribution_arguments(job: SageMakerJob, num_nodes: int, chosen: Any) -> dict[str, Any]:
-    """Return the Trainer's ``strategy`` if ``distribution={...}`` asks for SMDDP, and log it if it is not used.
+    """Return the Trainer's ``strategy`` if ``distribution={...}`` asks for SMDDP; warn if SMDDP is not used.
 
-    Not an error: who asked for ``pytorchddp`` has sent the same, and means any GPUs and any strategy.
+    It is not an error: a request for ``pytorchddp`` looks the same, and is meant for any GPUs and any strategy.
 
     Args:
         job: The job.
@@ -159,7 +159,7 @@ def distribution_arguments(job: SageMakerJob, num_nodes: int, chosen: Any) -> di
 
 
 def _name_of(strategy: Any) -> str:
-    """Name of a strategy: text, an object, or its class in a configuration."""
+    """Return the name of a strategy: text, an object, or its class in a configuration."""
     if isinstance(strategy, str):
         return strategy
     return str(getattr(strategy, "class_path", type(strategy).__name__)).rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Where the layers of a network are cut into stages."""
+"""The cuts between the layers of a network that make it stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
 
     Args:
         costs: Cost of each layer, in any unit.
-        num_stages: Number of stages, at most that of the layers. Each gets at least one layer.
+        num_stages: Number of stages, at most one per layer. Each gets at least one layer.
 
     Returns:
         The layers of each stage.

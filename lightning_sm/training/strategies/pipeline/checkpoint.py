@@ -17,7 +17,7 @@ _SHOWN = 5  # names in a message
 
 
 class LogicalCheckpoint:
-    """Joins the parts of the stages by the names of parameters, and takes a stage's part out of the whole.
+    """The checkpoint of the whole module: joins the stages' parts by parameter name, and takes a stage's part out.
 
     Args:
         module: The LightningModule before it is cut.
@@ -33,7 +33,7 @@ class LogicalCheckpoint:
         self._parameters = {name: i for i, (name, _) in enumerate(module.named_parameters())}
 
     def weights(self) -> dict[str, Any]:
-        """Return the state dict of the whole module on the replica's first rank, else that of the own stages.
+        """Return the state dict of the whole module on the replica's first rank, elsewhere that of this rank's stages.
 
         A collective call of the replica.
         """
@@ -46,14 +46,14 @@ class LogicalCheckpoint:
         return {name: merged[name] for name in (*self._entries, *added) if name in merged}
 
     def load_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
-        """Load the own stages' part of a state dict.
+        """Load the part of this rank's stages from a state dict.
 
         Args:
             weights: The state dict of the whole module.
             strict: Whether it must have the module's names, no more and no less.
 
         Raises:
-            CheckpointError: It has other names.
+            CheckpointError: ``strict`` is set, and the names differ.
         """
         missing = [name for name in self._entries if name not in weights]
         unknown = [name for name in weights if name not in self._entries]
@@ -66,10 +66,10 @@ class LogicalCheckpoint:
         self._module.load_state_dict(own, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of the optimizer as if it had all parameters; on other ranks than the first, the own part.
+        """Return the state of the optimizer as if it had all parameters; on ranks other than the first, its own part.
 
-        A collective call of the replica. Parameters are numbered as torch does: group by group, and here within a group
-        in the order of the module.
+        A collective call of the replica. Parameters are numbered group by group, as in torch, and within a group in the
+        order of the module.
 
         Args:
             optimizer: This rank's optimizer.
@@ -92,7 +92,7 @@ class LogicalCheckpoint:
         }
 
     def load_optimizer_state(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
-        """Load the own stages' part of the state of an optimizer that has all parameters.
+        """Load the part of this rank's stages from the state of an optimizer that has all parameters.
 
         A collective call of the replica.
 
@@ -111,8 +111,8 @@ class LogicalCheckpoint:
                 f"The checkpoint's optimizer has groups of {sizes} parameters, but configure_optimizers makes groups "
                 f"of {[len(group) for group in members]} in all stages. Resume with the same model and optimizer."
             )
-        # A single process numbers a group's parameters in the order in which the script passed them to the optimizer,
-        # which is the module's, unless a script sorts them.
+        # A single process numbers a group's parameters in the order in which the script passes them to the optimizer:
+        # that of the module, unless the script sorts them.
         numbers = {
             name: number
             for group, names in zip(whole["param_groups"], members, strict=True)
@@ -138,7 +138,7 @@ class LogicalCheckpoint:
         return found
 
     def _joined(self, parts: Sequence[list[list[str]]]) -> list[list[str]]:
-        """The names in each of the optimizer's groups, of all stages."""
+        """Return the names in each of the optimizer's groups, of all stages."""
         return [
             sorted((name for part in parts for name in part[i]), key=self._parameters.__getitem__)
             for i in range(len(parts[0]))
@@ -146,7 +146,7 @@ class LogicalCheckpoint:
 
 
 def synchronize(module: nn.Module, group: dist.ProcessGroup, source: int) -> None:
-    """Give the replicas of a stage the weights of the first, which seeds alone do not make equal.
+    """Give the replicas of a stage the weights of the first: seeds alone do not make them equal.
 
     Args:
         module: The module with this rank's stages.

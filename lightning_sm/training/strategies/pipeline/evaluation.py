@@ -18,17 +18,17 @@ _Tensors = tuple[Tensor, ...]
 
 
 class Evaluation:
-    """Runs the network's stages forward, and gives every rank of the replica the output.
+    """A forward pass through the network's stages, whose output every rank of the replica gets.
 
-    The schedules of torch cannot do it for every number of rows, and the V-shaped ones not at all. Here the
-    microbatches go through the stages in waves: in wave t, stage s has microbatch t - s. All that crosses between two
-    ranks in a wave goes in one batch, so that NCCL, which keeps the order of calls, cannot block.
+    torch's schedules cannot run it for every number of rows, and the V-shaped ones not at all. Here, the microbatches
+    pass through the stages in waves: in wave t, stage s has microbatch t - s. All transfers between two ranks in a wave
+    are one batch, so that NCCL, which keeps the order of calls, cannot block.
 
     Args:
         stages: This rank's modules by the number of the stage.
         placement: The grid of ranks.
         replica: The ranks of this replica.
-        microbatches: Number of microbatches that is wanted.
+        microbatches: Highest number of microbatches.
         device: This rank's device.
     """
 
@@ -91,7 +91,7 @@ class Evaluation:
         arrived: dict[int, _Tensors],
         shapes: dict[int, _Tensors],
     ) -> None:
-        """Give the outputs of a wave to the stages that come next."""
+        """Pass the outputs of a wave on to the next stages."""
         owner = self._placement.position_of
         transfers = []
         for stage in range(max(0, wave - number + 1), min(wave + 1, self._placement.num_stages - 1)):

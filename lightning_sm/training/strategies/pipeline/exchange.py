@@ -1,4 +1,4 @@
-"""Values of any structure between the ranks of a replica: tensors by themselves, everything around them pickled."""
+"""The exchange of values of any structure between the ranks of a replica: tensors as they are, all else pickled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class _Gap:
-    """Where a tensor was, in the pickled rest."""
+    """The place of a tensor in the pickled rest of a value."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -36,11 +36,11 @@ class Replica:
         self._device = device
 
     def broadcast(self, value: Any, position: int) -> Any:
-        """Return what a position has, on all ranks of the replica.
+        """Return the value of one position, on all ranks of the replica.
 
         Args:
             value: Anything; only that of the given position is used.
-            position: Where it comes from.
+            position: The position in the pipeline.
         """
         source = self.ranks[position]
         tensors: list[Tensor] = []
@@ -58,7 +58,7 @@ class Replica:
             dist.send(tensor, target, group=self.group)
 
     def receive(self, position: int) -> Any:
-        """Return what a position sends."""
+        """Return the value that a position sends."""
         source = self.ranks[position]
         around: list[Any] = [None]
         dist.recv_object_list(around, source, group=self.group, device=self._device)

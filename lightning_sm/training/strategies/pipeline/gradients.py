@@ -14,7 +14,7 @@ _BUCKET_BYTES = 25 * 1024 * 1024
 
 
 class _Deliver(torch.autograd.Function):
-    """A loss whose backward hands over gradients that exist already, times what Lightning scales the loss by."""
+    """A loss whose backward delivers existing gradients, times the factor by which Lightning scales the loss."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, deliver: Callable[[Tensor], None]) -> Tensor:
@@ -30,8 +30,8 @@ class _Deliver(torch.autograd.Function):
 class StepGradients:
     """The gradients of one step, set aside until Lightning calls ``backward`` on the loss.
 
-    Lightning runs ``training_step``, then ``zero_grad``, then ``backward``; a schedule computes gradients in what is
-    ``training_step`` for Lightning, so that ``zero_grad`` would delete them. Use it as a context around the schedule.
+    Lightning runs ``training_step``, then ``zero_grad``, then ``backward``. A schedule computes gradients within
+    ``training_step``, so ``zero_grad`` would delete them. Use this as a context manager around the schedule.
 
     Args:
         module: The LightningModule.
@@ -58,7 +58,7 @@ class StepGradients:
 
         Args:
             value: The loss, a scalar.
-            after: Called with the parameters when that is done.
+            after: Called with the parameters once the gradients are added.
         """
 
         def deliver(scale: Tensor) -> None:
@@ -83,7 +83,7 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, size: 
     Args:
         parameters: The stage's parameters.
         group: The ranks with the same stage in all replicas.
-        size: How many they are.
+        size: Their number.
     """
     for parameter in parameters:
         if parameter.grad is None:
@@ -115,7 +115,7 @@ def clip_by_norm(parameters: Sequence[Tensor], max_norm: float, group: dist.Proc
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Lists of gradients of one dtype."""
+    """Yield lists of gradients of one dtype."""
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         bucket: list[Tensor] = []
         num_bytes = 0

@@ -18,7 +18,6 @@ from lightning_sm.errors import StrategyError
 
 logger = logging.getLogger(__name__)
 
-# Not by every rank.
 _warn_once = rank_zero_only(logger.warning)
 _LAYERS = "pipeline_layers"
 _TRIALS = 3
@@ -51,7 +50,7 @@ class Network:
         return Stage([self.layers[i] for i in layers], names, is_first=layers.start == 0)
 
     def remove(self, layers: Sequence[range]) -> None:
-        """Put placeholders in the place of layers that other ranks hold: the names of the others stay."""
+        """Replace the layers that other ranks hold by placeholders, which keeps the names of the remaining layers."""
         for i in (i for part in layers for i in part):
             path = self.names[i]
             if any(child is self.layers[i] for child in self.module.modules()):
@@ -88,7 +87,7 @@ class Network:
 
 
 class RemoteLayerPlaceholder(nn.Module):
-    """In the place of a layer that another rank holds."""
+    """A placeholder for a layer that another rank holds."""
 
     def forward(self, *_: Any) -> Any:
         """Refuse to run.
@@ -102,12 +101,12 @@ class RemoteLayerPlaceholder(nn.Module):
 
 
 class Stage(nn.Module):
-    """Layers that run one after the other, each on what the one before returns, as in an ``nn.Sequential``.
+    """Layers that run one after the other, each on the output of the one before, as in an ``nn.Sequential``.
 
     Args:
         layers: The layers.
         names: Their names, for messages.
-        is_first: It gets the network's inputs.
+        is_first: Whether it gets the network's inputs.
     """
 
     def __init__(self, layers: Sequence[nn.Module], names: Sequence[str], *, is_first: bool) -> None:
@@ -115,14 +114,14 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList(layers)
         self._names = names
         self._is_first = is_first
-        # Autograd forbids to change a stage's input in place, and as the first layer of a network nobody would.
+        # Autograd forbids changing a stage's input in place, as a layer that is not the network's first may do.
         self._copies_input = not is_first and any(getattr(part, "inplace", False) for part in layers[0].modules())
 
     def forward(self, *inputs: Any) -> Any:
         """Run the layers.
 
         Args:
-            inputs: What the stage before returned, or the network's inputs.
+            inputs: The output of the stage before, or the network's inputs.
 
         Returns:
             A tensor, or a tuple of at least two.
@@ -186,7 +185,7 @@ def _described(value: Any) -> str:
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:
-    """Return what a stage returns as the arguments of the next one.
+    """Return the output of a stage as the arguments of the next one.
 
     Args:
         output: A tensor, or a tuple of tensors.
@@ -195,17 +194,17 @@ def as_tuple(output: Any) -> tuple[Any, ...]:
 
 
 def num_trainable(layers: Sequence[nn.Module]) -> int:
-    """Number of the layers' parameters that are trained."""
+    """Return the number of the layers' parameters that are trained."""
     return sum(parameter.numel() for layer in layers for parameter in layer.parameters() if parameter.requires_grad)
 
 
 def measured_seconds(network: Network, inputs: tuple[Any, ...], device: torch.device) -> list[float]:
-    """Return how long the forward and backward passes of each layer take, in seconds: the median of three.
+    """Return the seconds that the forward and backward passes of each layer take: the median of three trials.
 
     Args:
         network: The network.
         inputs: Its inputs, on the device.
-        device: Where to measure; each layer is there only while it is measured.
+        device: Device to measure on; each layer is there only while it is measured.
     """
     seconds = []
     for layer in network.layers:

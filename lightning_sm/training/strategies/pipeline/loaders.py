@@ -9,10 +9,10 @@ from lightning_sm.data.trainer.position import combined_loader_of
 
 
 class FollowingLoader:
-    """Stands in for a loader, and gives the Trainer's loops as many placeholders, None, as it would give batches.
+    """A stand-in for a loader, which gives the Trainer's loops a placeholder, None, for each of its batches.
 
-    ``PipelineParallelStrategy.batch_to_device`` replaces them by the batches of the first rank, which costs nothing to
-    fetch here. Other callers get the loader's own batches.
+    ``PipelineParallelStrategy.batch_to_device`` replaces the placeholders by the batches of the first rank, so that
+    this rank fetches none. Other callers get the loader's own batches.
 
     Args:
         loader: The loader, which has a length.
@@ -31,7 +31,7 @@ class FollowingLoader:
 
     def __getattr__(self, name: str) -> Any:
         # Dataset, sampler, and state: Lightning and callbacks treat all ranks alike.
-        if name in {"_loader", "_trainer"}:  # not there yet in a copy
+        if name in {"_loader", "_trainer"}:  # not yet set in a copy
             raise AttributeError(name)
         return getattr(self._loader, name)
 

@@ -1,4 +1,4 @@
-"""Which rank holds which stages of which replica: arithmetic only, without torch."""
+"""The placement of stages and replicas on ranks: arithmetic only, without torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Placement:
         pipeline_size: Ranks that share one replica of the model, p.
         data_size: Replicas of the model, d. The world size is p x d.
         order: "cluster": the ranks of a replica are neighbours, ``[0, 1], [2, 3]``; "spread": they are as far apart as
-            can be, ``[0, 2], [1, 3]``.
+            possible, ``[0, 2], [1, 3]``.
         chunks: Stages on each rank, v.
-        is_v_shaped: Every other lap of stages goes back: with p = 2 and v = 2, rank 0 has stages 0 and 3. Else each lap
-            begins at the first rank again: rank 0 has stages 0 and 2.
+        is_v_shaped: Whether every other lap of stages goes back: with p = 2 and v = 2, rank 0 has stages 0 and 3.
+            Otherwise each lap begins at the first rank again: rank 0 has stages 0 and 2.
 
     Source:
         The placement strategies "cluster" and "spread" of SageMaker's model parallel library v1 (SageMaker Python SDK,
@@ -47,35 +47,35 @@ class Placement:
         return (self.pipeline_size, self.data_size), ("pipeline", "data")
 
     def replica(self, rank: int) -> int:
-        """The replica that a global rank belongs to: its data-parallel rank."""
+        """Return the replica that a global rank belongs to: its data-parallel rank."""
         return rank // self.pipeline_size if self.order == "cluster" else rank % self.data_size
 
     def position(self, rank: int) -> int:
-        """The position of a global rank in the pipeline of its replica."""
+        """Return the position of a global rank in the pipeline of its replica."""
         return rank % self.pipeline_size if self.order == "cluster" else rank // self.data_size
 
     def ranks(self, replica: int) -> list[int]:
-        """The global ranks of a replica, by position."""
+        """Return the global ranks of a replica, by position."""
         if self.order == "cluster":
             return list(range(replica * self.pipeline_size, (replica + 1) * self.pipeline_size))
         return list(range(replica, self.pipeline_size * self.data_size, self.data_size))
 
     def position_of(self, stage: int) -> int:
-        """The position in the pipeline that holds a stage."""
+        """Return the position in the pipeline that holds a stage."""
         lap, place = divmod(stage, self.pipeline_size)
         return self.pipeline_size - 1 - place if self.is_v_shaped and lap % 2 else place
 
     def stages(self, position: int) -> list[int]:
-        """The stages at a position in the pipeline, in the model's order."""
+        """Return the stages at a position in the pipeline, in the model's order."""
         return [stage for stage in range(self.num_stages) if self.position_of(stage) == position]
 
 
 def grid(
     world_size: int, processes_per_host: int, pipeline_size: int | Literal["auto"], data_size: int | Literal["auto"]
 ) -> tuple[int, int]:
-    """Return the sizes of pipeline and data parallelism, of which the user has stated none, one or both.
+    """Return the sizes of pipeline and data parallelism; the user may have stated none, one or both.
 
-    If none is stated, the pipeline goes over the processes of a host, and over all hosts if each has one process.
+    If none is stated, the pipeline spans the processes of a host, or all hosts if each has one process.
 
     Args:
         world_size: Number of training processes.

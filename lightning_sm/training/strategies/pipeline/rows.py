@@ -1,4 +1,4 @@
-"""The rows of a batch: what is cut into microbatches, along dimension 0."""
+"""The rows of a batch, which are cut into microbatches along dimension 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def num_rows(batch: Any) -> int:
     """Return the length of dimension 0 of a batch's tensors.
 
     Args:
-        batch: Tensors in tuples, lists, mappings or dataclasses, nested as they like.
+        batch: Tensors in tuples, lists, mappings or dataclasses, nested in any way.
 
     Raises:
         StrategyError: The batch has no tensor with rows, or its tensors differ in length.
@@ -37,7 +37,7 @@ def num_rows(batch: Any) -> int:
 def rows_of(batch: Any, rows: int, part: slice) -> Any:  # noqa: PLR0911  # one for each structure
     """Return some rows of a batch, in the same structure.
 
-    Lists of as many texts or numbers as there are rows, which ``default_collate`` makes of texts, are cut, too.
+    A list of one text or number per row, such as ``default_collate`` makes of texts, is cut, too.
 
     Args:
         batch: The batch.
@@ -52,7 +52,7 @@ def rows_of(batch: Any, rows: int, part: slice) -> Any:  # noqa: PLR0911  # one 
         items = [rows_of(item, rows, part) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if isinstance(batch, dict):
-        # A copy first: it keeps what a subclass has besides, such as a default factory.
+        # Copy first, to keep what a subclass has besides items, such as a default factory.
         taken = batch.copy()
         taken.update({key: rows_of(value, rows, part) for key, value in batch.items()})
         return taken
@@ -65,7 +65,7 @@ def rows_of(batch: Any, rows: int, part: slice) -> Any:  # noqa: PLR0911  # one 
 
 
 def num_microbatches(rows: int, wanted: int) -> int:
-    """Return the largest number of equal microbatches, at most the wanted one: shapes of a schedule are fixed."""
+    """Return the largest number of equal microbatches up to ``wanted``: the shapes of a schedule are fixed."""
     return max(number for number in range(1, min(rows, wanted) + 1) if rows % number == 0)
 
 
@@ -73,7 +73,7 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
     """Yield the tensors of a batch, in the order of its structure.
 
     Args:
-        batch: Tensors in tuples, lists, mappings or dataclasses, nested as they like.
+        batch: Tensors in tuples, lists, mappings or dataclasses, nested in any way.
     """
     if isinstance(batch, Tensor):
         yield batch

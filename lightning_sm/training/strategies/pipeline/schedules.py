@@ -1,4 +1,4 @@
-"""The schedules: in which order a rank runs the forward and backward passes of the microbatches of a step."""
+"""The schedules: orders in which a rank runs the forward and backward passes of the microbatches of a step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from lightning_sm.training.strategies.pipeline.placement import Placement
 
 ScheduleName = Literal["gpipe", "1f1b", "looped_bfs", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"]
 
-# Each holds the buffers of its shapes: as many as a training with batches of a few lengths uses.
+# Schedules to keep. Each holds the buffers of its shapes; a training uses as many as its batches have lengths.
 _KEPT = 4
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a schedule of torch.distributed.pipelining needs (measured with torch 2.14.1).
+    """The needs of a schedule of torch.distributed.pipelining (measured with torch 2.14.1).
 
     Args:
         torch_name: Its name there.
         chunks: Stages on each rank; None: any number.
-        is_v_shaped: Its laps go back and forth, see ``Placement``.
-        fits: Whether it can run m microbatches over p ranks with v stages each, called as ``fits(m, p, v)``.
+        is_v_shaped: Whether its laps go back and forth, see ``Placement``.
+        fits: Returns whether it can run m microbatches over p ranks with v stages each, called as ``fits(m, p, v)``.
         fallback: The schedule for numbers of microbatches that it cannot run.
     """
 
@@ -55,7 +55,7 @@ SCHEDULES: Mapping[ScheduleName, Schedule] = {
 
 
 def chunks_of(name: ScheduleName, stated: int | None) -> int:
-    """Return how many stages each rank has.
+    """Return the number of stages on each rank.
 
     Args:
         name: The schedule.
@@ -78,7 +78,7 @@ def chunks_of(name: ScheduleName, stated: int | None) -> int:
 
 
 class ScheduleRunner:
-    """Runs training steps over the stages of this rank.
+    """A runner of training steps over the stages of this rank.
 
     Args:
         stages: This rank's modules by the number of the stage.
@@ -87,7 +87,7 @@ class ScheduleRunner:
         device: This rank's device.
         name: The schedule.
         loss: Called on the rank of the last stage with the output of a microbatch and its number; returns its loss.
-            Called more often than there are microbatches, because a new schedule finds out shapes.
+            There are more calls than microbatches, because a new schedule infers shapes.
     """
 
     def __init__(  # noqa: PLR0917  # what a step needs
@@ -112,20 +112,20 @@ class ScheduleRunner:
 
         Args:
             inputs: The network's inputs for the whole batch on the rank of stage 0, else nothing.
-            microbatches: How many; they divide the rows of the batch.
-            shapes: What the shapes of the activations depend on, the same on all ranks of a replica.
+            microbatches: Number of microbatches; it divides the rows of the batch.
+            shapes: Key for the shapes of the activations, the same on all ranks of a replica.
 
         Returns:
             The network's output for the whole batch on the rank of the last stage, else None.
         """
         schedule = self._schedule(microbatches, shapes)
         is_last = self._placement.num_stages - 1 in self._stages
-        # The schedule splits tensors only: the numbers of the microbatches, by which the loss finds its rows.
+        # The schedule splits only tensors. Give it the microbatches' numbers, by which the loss finds its rows.
         target = torch.arange(microbatches) if is_last else None
         return schedule.step(*inputs, target=target)
 
     def _schedule(self, microbatches: int, shapes: Hashable) -> Any:
-        # Here, because scripts with another strategy need not wait 0.2 s for it.
+        # Imported here, so that scripts with another strategy need not wait 0.2 s for it.
         from torch.distributed.pipelining import PipelineStage  # noqa: PLC0415
         from torch.distributed.pipelining.schedules import (  # noqa: PLC0415
             PipelineScheduleSingle,

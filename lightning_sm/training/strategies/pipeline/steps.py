@@ -20,7 +20,7 @@ from lightning_sm.training.strategies.pipeline.layers import as_tuple
 
 
 class _NetworkCalled(BaseException):
-    """Carries the network's inputs out of ``training_step``, past handlers of the user's."""
+    """The exception that carries the network's inputs out of ``training_step``, past the user's exception handlers."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         super().__init__()
@@ -28,10 +28,10 @@ class _NetworkCalled(BaseException):
 
 
 class UserSteps:
-    """Calls ``training_step`` with another network in place: one that captures inputs, or returns a given output.
+    """The caller of ``training_step``, with another network in place: one that captures inputs, or has a given output.
 
-    The LightningModule stays as the user wrote it. The first rank runs ``training_step`` up to the network's call, the
-    last one runs it for each microbatch to get the loss, and all ranks run it once with the output for the whole
+    The LightningModule is left as the user wrote it. The first rank runs ``training_step`` up to the network's call,
+    the last one runs it for each microbatch to get the loss, and all ranks run it once with the output for the whole
     batch, so that what it logs, adds to metrics and keeps is that of a batch, and the same on all ranks of a replica.
 
     Args:
@@ -58,7 +58,7 @@ class UserSteps:
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.process_group = group
-        # On the instance, so that the forward hooks of the user's still run.
+        # On the instance, so that the user's forward hooks still run.
         network.forward = self._call
 
     def capture(self, arguments: tuple[Any, ...], rows: int) -> tuple[Any, ...]:
@@ -69,8 +69,8 @@ class UserSteps:
             rows: Number of rows of the batch.
 
         Raises:
-            StrategyError: It does not call the network, calls it with other rows, or draws random numbers before, which
-                would differ between the ranks that run it.
+            StrategyError: ``training_step`` does not call the network, calls it with other rows, or first draws random
+                numbers, which would differ between the ranks that run it.
         """
         before = _random_states()
         try:
@@ -101,7 +101,7 @@ class UserSteps:
             output: The network's output for it.
 
         Raises:
-            StrategyError: It calls the network several times, uses weights itself, or returns no loss.
+            StrategyError: ``training_step`` calls the network several times, uses weights itself, or returns no loss.
         """
         if not self._is_loss_checked:
             self._check_loss(arguments, output)
@@ -131,7 +131,7 @@ class UserSteps:
             example: ``example_input_array``.
 
         Raises:
-            StrategyError: It does not call the network.
+            StrategyError: ``forward`` does not call the network.
         """
         handle = network.register_forward_pre_hook(lambda _, inputs: UserSteps._stop(*inputs))
         try:
@@ -188,7 +188,7 @@ class UserSteps:
 
     @contextmanager
     def _quiet(self, forward: Callable[..., Any]) -> Iterator[None]:
-        """Let a part of a step leave no trace, neither in logs nor in metrics."""
+        """Keep a part of a step out of logs and metrics."""
         module: Any = self._module
         module.log = module.print = _nothing
         for parent, name, _, spare in self._spares:
@@ -236,7 +236,7 @@ def _loss_of(result: Any, where: str) -> Tensor:
 
 
 def _spare_metrics(module: LightningModule) -> list[tuple[nn.Module, str, Any, Any]]:
-    """Copies of the metrics, to be used where a part of a step must not count: parent, name, metric, copy."""
+    """Return copies of the metrics, for parts of a step that must not count: (parent, name, metric, copy)."""
     spares: list[tuple[nn.Module, str, Any, Any]] = []
     parents = [module, *(child for child in module.modules() if child is not module)]
     for parent in parents:
@@ -257,7 +257,7 @@ def _random_states() -> tuple[Any, ...]:
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """The leaf tensors that a loss depends on."""
+    """Yield the leaf tensors that a loss depends on."""
     seen = set()
     waiting = [loss.grad_fn]
     while waiting:

@@ -47,13 +47,13 @@ _TIMEOUT = timedelta(minutes=30)  # torch's and Lightning's default
 
 
 class PipelineParallelStrategy(DDPStrategy):
-    """Train a model whose layers are spread over several processes, with data parallelism over the rest.
+    """A strategy that spreads the layers of a model over several processes, with data parallelism over the rest.
 
-    The LightningModule stays an ordinary one: its network is an ``nn.Sequential``, or a module with a method
+    The LightningModule is an ordinary one: its network is an ``nn.Sequential``, or a module with a method
     ``pipeline_layers()`` that returns its layers in order; ``training_step`` calls the network once. Each process
     keeps its stages of the network. Logged values, metrics, the returned loss, gradient accumulation, clipping,
     schedulers, validation, test and prediction are those of DDP with one process for each replica, and so are
-    checkpoints: one file, which any number of stages, or a single process, can resume from.
+    checkpoints: one file, from which any number of stages, or a single process, can resume.
 
     Args:
         pipeline_parallel_size: Processes for one replica of the model; "auto": those of a host, or of all hosts if each
@@ -62,9 +62,9 @@ class PipelineParallelStrategy(DDPStrategy):
         num_microbatches: Number of microbatches per step. With fewer, ranks wait longer for each other; choose at
             least as many as there are stages. Batches are cut into equal parts, as many as possible up to this number.
         schedule: Order of forward and backward passes; all but "gpipe" and "1f1b" have several stages on a rank.
-        chunks: Stages on each rank; None: what the schedule needs, else 2.
+        chunks: Stages on each rank; None: the number that the schedule needs, or 2 if it can have any.
         placement: "cluster": the ranks of a replica are neighbours, mostly on one host; "spread": they are as far apart
-            as can be, so that replicas of a stage are neighbours.
+            as possible, so that replicas of a stage are neighbours.
         network: Name of the network in the LightningModule; None: its only child that can be cut.
         split: Where the network is cut: "parameters" balances their number, "time" the measured time of the layers,
             which needs ``example_input_array``; a list names the layer that begins each stage but the first.
@@ -72,7 +72,7 @@ class PipelineParallelStrategy(DDPStrategy):
         timeout: Time after which waiting for another process is an error.
 
     Raises:
-        StrategyError: An argument is not valid. Later, in ``setup``: the model or the Trainer cannot be pipelined.
+        StrategyError: An argument is invalid. Later, in ``setup``: the model or the Trainer cannot be pipelined.
     """
 
     def __init__(  # noqa: PLR0917  # as Lightning's strategies
@@ -144,7 +144,7 @@ class PipelineParallelStrategy(DDPStrategy):
             StrategyError: The ranks are not connected yet.
         """
         if self._placement is None:
-            raise StrategyError("The placement of the stages is not known before the setup hook.")
+            raise StrategyError("The placement of the stages is unknown before the setup hook.")
         return self._placement
 
     @property
@@ -174,11 +174,11 @@ class PipelineParallelStrategy(DDPStrategy):
         return super().all_gather(tensor, group or self._data_group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
-        """Decide the same on all ranks.
+        """Return the same decision on all ranks.
 
         Args:
-            decision: This rank's.
-            all: Whether all ranks must agree, else any.
+            decision: This rank's decision.
+            all: Whether all ranks must agree; otherwise, one suffices.
         """
         agreeing = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(agreeing)
@@ -187,7 +187,7 @@ class PipelineParallelStrategy(DDPStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Give all ranks of the replica the batch of its first rank, after the hooks for its transfer.
 
-        Without it, random transforms and samplers of the user's could give the stages different batches.
+        Otherwise, the user's random transforms and samplers could give the stages different batches.
 
         Args:
             batch: The batch.
@@ -205,7 +205,7 @@ class PipelineParallelStrategy(DDPStrategy):
             dataloader: A loader of the Trainer's.
         """
         trainer = self._module.trainer
-        # Prediction needs the loader on every rank: it tells writers of predictions which samples a batch has.
+        # Prediction needs the loader on every rank, to tell writers of predictions which samples a batch has.
         if self._replica.position == 0 or trainer.predicting:
             return dataloader
         try:
@@ -218,11 +218,11 @@ class PipelineParallelStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether checkpoints are loaded when each rank has its stages only: yes."""
+        """Whether checkpoints are loaded after ``setup``: yes, when each rank has only its stages."""
         return True
 
     def setup(self, trainer: Trainer) -> None:
-        """Cut the network, and set up what this rank keeps of it.
+        """Cut the network, and set up the part that this rank keeps.
 
         Args:
             trainer: The Trainer.
@@ -235,13 +235,13 @@ class PipelineParallelStrategy(DDPStrategy):
             self._refuse(trainer, module)
             self._cut(module)
             self._cut_module = module
-        # Not DDP's setup, which wraps the model, or copies rank 0's weights to ranks with other stages.
+        # Not DDP's setup, which wraps the model, and copies rank 0's weights to ranks with other stages.
         super(DDPStrategy, self).setup(trainer)
         if self._replica.position > 0:
-            # The first rank has called the user's hook; what arrives here is not a batch.
+            # All ranks get the batch of the first rank, which has called the user's hook on it.
             module._on_before_batch_transfer = lambda batch, dataloader_idx=0: batch  # type: ignore[method-assign]
         synchronize(module, self._data_group, dist.get_process_group_ranks(self._data_group)[0])
-        # Of the norm of all stages' gradients: clip_gradients of module and plugin then work as they are.
+        # Clip by the norm of all stages' gradients. clip_gradients of module and plugin then work unchanged.
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -253,8 +253,8 @@ class PipelineParallelStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         own = {id(parameter) for parameter in self._module.parameters()}
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            # LightningCLI makes those of --optimizer with all parameters, before the network is cut. SageMakerCLI
-            # replaces them by the module's, but the strategy also works without it.
+            # LightningCLI makes the optimizer of --optimizer with all parameters, before the network is cut.
+            # SageMakerCLI replaces them by the module's, but the strategy also works without SageMakerCLI.
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
 
     @property
@@ -408,7 +408,7 @@ class PipelineParallelStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Leave gradients as they are on each replica: Lightning is accumulating them."""
+        """Leave each replica's gradients alone while Lightning accumulates them."""
         self._is_sync_blocked = True
         try:
             yield
@@ -419,7 +419,7 @@ class PipelineParallelStrategy(DDPStrategy):
         clip_by_norm(list(self.precision_plugin.main_params(optimizer)), clip_val, self._replica.group)
 
     def _tell_once(self, rows: int, microbatches: int) -> None:
-        """Warn in the first step if its microbatches are not as configured."""
+        """Warn in the first step if its microbatches are fewer than configured, or fewer than the stages."""
         if self._is_told or self.global_rank != 0:
             return
         self._is_told = True
@@ -447,18 +447,18 @@ class PipelineParallelStrategy(DDPStrategy):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights of all stages on rank 0, and of the own stages elsewhere; a collective call."""
+        """Return the weights of all stages on rank 0, and of this rank's stages elsewhere; a collective call."""
         return self._checkpoint.weights()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the own stages' part of a checkpoint of any number of stages.
+        """Load the part of this rank's stages from a checkpoint of any number of stages.
 
         Args:
             checkpoint: The checkpoint.
             strict: Whether its names must be those of the model.
 
         Raises:
-            CheckpointError: They are not.
+            CheckpointError: ``strict`` is set, and the names differ.
         """
         self._checkpoint.load_weights(checkpoint["state_dict"], strict=strict)
 
@@ -471,7 +471,7 @@ class PipelineParallelStrategy(DDPStrategy):
         return self._checkpoint.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the own stages' part of the optimizers' states; a collective call.
+        """Load the part of this rank's stages from the optimizers' states; a collective call.
 
         Args:
             checkpoint: The checkpoint.

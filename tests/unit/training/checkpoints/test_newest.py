@@ -304,8 +304,8 @@ class _Harmful:
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        (None, "does not say which job wrote it"),
-        ("job-1", "does not say which job wrote it"),
+        (None, "does not state which job wrote it"),
+        ("job-1", "does not state which job wrote it"),
         ({"name": "job-0", "checkpoint_s3_uri": "s3://other/ck"}, "is left over from job 'job-0'"),
     ],
 )

@@ -39,7 +39,7 @@ def test_an_older_torch_is_refused(monkeypatch):
 
 def test_the_placement_is_unknown_before_the_ranks_are_connected():
     """Who asks too early gets an error that says when it is known."""
-    with pytest.raises(StrategyError, match="not known before the setup hook"):
+    with pytest.raises(StrategyError, match="unknown before the setup hook"):
         _ = PipelineParallelStrategy().distributed_sampler_kwargs
 
 
