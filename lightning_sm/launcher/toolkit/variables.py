@@ -205,7 +205,7 @@ def _is_possible(name: str, text: str) -> bool:
     if size <= _MAX_BYTES and not {"=", "\0"} & set(name) and "\0" not in text:
         return True
     _LOG.info(
-        "not setting %.80s for the script: its value is too long (%d bytes), or has characters that an environment "
+        "not setting %.80s for the script: it is too long (%d bytes), or has characters that an environment "
         "variable cannot hold. The job's files contain it.",
         name,
         size,
