@@ -12,11 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 from xdist.workermanage import NodeManager
 
 from tests import quick_processes
 from tests.tiers import mark_tiers
 
+# On a busy machine any example may take longer than Hypothesis's 200 ms; speed is measured in benchmarks.
+settings.register_profile("lightning_sm", deadline=None)
+settings.load_profile("lightning_sm")
 # Workers of pytest-xdist and hosts of emulated jobs share the cores. Threads that find none keep the others of their
 # process waiting: an epoch of 20 s took more than four minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -187,7 +187,7 @@ FILLED = [("trainer", "num_nodes"), ("trainer", "default_root_dir"), ("data_serv
 
 
 @pytest.mark.proof
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     chosen=st.lists(st.sampled_from(CHOICES), max_size=4, unique_by=tuple),
     mistake=st.sampled_from([[], [], [], *MISTAKES]),

@@ -216,7 +216,7 @@ almost_resources = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=(almost_resources | json_values).map(json.dumps) | st.binary(max_size=20))
 def test_any_resource_file_gives_a_job_or_the_named_error(tmp_path, content):
     """Whatever the file holds, the groups of a job are a partition of its hosts, or the error is JobConfigError."""

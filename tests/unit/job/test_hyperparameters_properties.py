@@ -94,7 +94,7 @@ def is_ambiguous(route: Route, config: Mapping[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(config=configs)
 @example(config={"a": '"a b"', "b": "x"})
 @example(config={"a": {"\U0001f600": ["\u2028", None, {"": "\x7f"}]}, "b": [[], {}]})
@@ -107,7 +107,7 @@ def test_any_json_like_config_survives_each_route_through_a_real_parser(route, c
     assert repr(values) == repr(dict(config))
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(config=configs, block=st.text(characters, min_size=1, max_size=2), repeats=st.integers(1300, 3000))
 @example(config={}, block='"\\', repeats=3000)
 @example(config={}, block="\U0001f600", repeats=2600)
@@ -123,7 +123,7 @@ def test_values_too_long_for_sagemaker_survive_in_chunks(config, block, repeats)
     assert repr(values) == repr(config)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.dictionaries(st.text(max_size=8), strings | st.sampled_from(["None", "[1", "{'a': nan}", "{1, 2}", "(b'',)"]))
 )

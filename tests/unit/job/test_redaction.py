@@ -153,7 +153,7 @@ def _flat(config: dict[str, object], prefix: str = "") -> dict[str, object]:
     return flat
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_secret_never_appears(data):
     """Whatever a secret looks like and however it is written, no part of it is shown."""
@@ -192,7 +192,6 @@ def test_a_secret_in_chunks_never_appears(count):
     assert not [start for start in range(len(secret) - 3) if secret[start : start + 4] in seen]
 
 
-@settings(deadline=None)
 @given(text=st.text())
 def test_text_without_a_name_is_shown(text):
     """Ordinary text stays as it is, character by character."""

@@ -6,7 +6,7 @@ import dataclasses
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sm.errors import TopologyError
@@ -55,7 +55,6 @@ def test_node_ranks_of_trainer_hosts_are_a_permutation(job):
     assert [view.current_host for view in trainers if view.node_rank == 0] == [trainers[0].main_host]
 
 
-@settings(deadline=None)  # the first table that is drawn loads rich
 @given(jobs())
 def test_data_hosts_have_no_rank(job):
     """Asking a data host for its rank is an error that says what to do there, and shows the layout."""

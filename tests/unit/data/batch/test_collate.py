@@ -105,7 +105,7 @@ def containers(makers):
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.recursive(leaves, containers, max_leaves=6), st.integers(1, 5), st.integers(0, 2**32))
 def test_result_equals_that_of_torch(make, num_samples, seed):
     """For nested samples of any kind the result, or the error, is that of default_collate, before and after sending."""

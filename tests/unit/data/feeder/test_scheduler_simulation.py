@@ -211,7 +211,7 @@ class Failures:
         return kind
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(
     seed=st.integers(0, 10**6),
     shape=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=4),

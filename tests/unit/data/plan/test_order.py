@@ -7,7 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sm.data.plan.order import SequentialOrder, ShuffledOrder
@@ -27,7 +27,6 @@ def chi_square(counts):
     return (((counts - counts.mean()) ** 2 / counts.mean()).sum() - freedom) / math.sqrt(2 * freedom)
 
 
-@settings(deadline=None)
 @given(SIZES, st.integers(-(2**70), 2**70), st.integers(0, 2**40), st.integers(0, 3), st.text(max_size=5))
 def test_every_index_comes_once(length, seed, epoch, pass_index, salt):
     """The order is a permutation, as int64, for every length, seed, epoch, pass and salt."""
@@ -36,7 +35,6 @@ def test_every_index_comes_once(length, seed, epoch, pass_index, salt):
     assert np.array_equal(np.sort(order), np.arange(length))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 2**62), st.lists(st.integers(0, 2**62), max_size=20), st.integers(0, 9))
 def test_positions_are_independent(length, numbers, seed):
     """The index at a position is the same whatever else is asked; in a huge order, too, all are different and exist."""

@@ -43,7 +43,7 @@ def walk(steps, sizes, window, rng):
     return trained + [batch for row in sorted(rows) for batch in rows[row]], num_probes
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     own=st.integers(1, 5),
     world_size=st.integers(1, 3),
