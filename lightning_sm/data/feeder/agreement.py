@@ -1,4 +1,4 @@
-"""The agreement of data hosts on a reply: how long late hosts are waited for, and which hosts differ. Pure rules."""
+"""The agreement of data hosts on a reply: how long to wait for late hosts, and which hosts differ. Pure rules."""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ from lightning_sm.errors import DataHostMismatchError, DataServiceError, WireErr
 logger = logging.getLogger(__name__)
 
 _HEARTBEAT_PERIOD_S = 0.5
-# All ranks together send a data host at most so many heartbeats. They cost its server process 0.1 of a core
+# All ranks together send a data host at most this many heartbeats. They cost its server process 0.1 of a core
 # (benchmarks/many_feeders.py).
 _MAX_HEARTBEATS_PER_S = 128
 _HEARTBEAT_TIMEOUT_S = 1.0
-# After so many unanswered heartbeats, a host's requests go to others. A single late answer may be due to load.
+# After this many unanswered heartbeats, a host's requests go to others. A single late answer may be due to load.
 _MAX_SILENT = 2
 # A host on which the user's code failed is tried again, as the cause may be gone. setup() may take long: not often.
 _FAILED_PERIOD_S = 10.0
@@ -311,9 +311,8 @@ class HostLink:
                     self._owner.link_frame(self, request_id, kind, value, payload)
         except grpc.RpcError as error:
             detail = describe(error)
-            if (
-                "larger than max" in detail
-            ):  # gRPC's only sign of a message that is too large: a retry would get it, too
+            # This text is gRPC's only sign of a message that is too large. A retry would get the same message.
+            if "larger than max" in detail:
                 self._refuse(WireError(f"data host {self.name}: {detail}"))
         except Exception as error:  # noqa: BLE001  # _refuse_for reports it
             self._refuse_for(error)

@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 StepPlan: TypeAlias = SamplePlan | BatchPlan | ShardSteps
 
-# A request asks for at most so many bytes, seconds of work, or batches. Longer ranges make small batches faster
+# A request asks for at most this many bytes, seconds of work, or batches. Longer ranges make small batches faster
 # (benchmarks/README.md), but a window of 32 requests takes more memory, and other ranks wait longer behind a request.
 _RANGE_BYTES = 8 << 20
 _RANGE_S = 0.01
 _MAX_RANGE_LENGTH = 256
-# A window that the user limits is divided into at least so many requests, so that all workers have work.
+# A window that the user limits is divided into at least this many requests, so that all workers have work.
 _MIN_RANGES = 8
 # Batches differ in size, and a range that does not fit into a slot is requested again step by step: fill only this part
 # of a slot.
@@ -86,7 +86,7 @@ class Piece(NamedTuple):
     compression: str
 
     def write(self, payload: memoryview) -> None:
-        """Copy or decompress the piece to its place. It takes long, and needs no lock: no other thread uses the place.
+        """Copy or decompress the piece to its place. It is slow, but needs no lock: no other thread uses the place.
 
         Raises:
             WireError: The piece is malformed, or of another size.

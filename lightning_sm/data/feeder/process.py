@@ -75,14 +75,14 @@ class Feeder:
         self._sampler_orders = SamplerOrderClient(self._links, lambda error: self._fail(None, error))
 
     def run(self) -> None:
-        """Serve the training process until it closes the connection, or is gone."""
+        """Serve the training process until it closes the connection, or exits."""
         with selectors.DefaultSelector() as selector:
             self._handle(self._trainer.buffered())
             selector.register(self._trainer, selectors.EVENT_READ, self._receive)
             selector.register(self._releases, selectors.EVENT_READ, self._take_releases)
-            # A fork of the training process may keep its socket open: watch the process itself, too.
+            # EOF on the socket is not enough: a fork of the training process may hold its end open.
             parent = os.pidfd_open(os.getppid())
-            selector.register(parent, selectors.EVENT_READ, lambda: self._finish("the training process is gone"))
+            selector.register(parent, selectors.EVENT_READ, lambda: self._finish("the training process exited"))
             while self._is_running:
                 with self._lock:
                     wakeup = self._scheduler.next_wakeup(time.monotonic())
@@ -102,7 +102,7 @@ class Feeder:
     def _receive(self) -> None:
         self._handle(self._trainer.pending())
         if self._trainer.is_at_end:
-            self._finish("the training process is gone")
+            self._finish("the training process exited")
 
     def _handle(self, messages: list[Message]) -> None:
         for message in messages:
@@ -130,7 +130,7 @@ class Feeder:
             self._agreements.request(request.opening)
         links = list(self._links.values())
         if not loaders.prepares_everywhere:
-            # Set before the first host is asked: its thread may get the reply at once.
+            # Set this before asking the first host: its thread may get the reply at once.
             self._after_first[request.opening] = request
             links = links[:1]
         for link in links:
@@ -231,7 +231,7 @@ class Feeder:
         try:
             yield
         except OSError:
-            logger.debug("The training process is gone; this process exits, too.")
+            logger.debug("The training process has exited; this process exits, too.")
 
     def _fail(self, pass_id: int | None, error: Exception) -> None:
         self._notify(kinds.Failed(pass_id, type(error).__name__, str(error)))

@@ -27,9 +27,9 @@ from lightning_sm.errors import DataHostMismatchError, DataServiceError, WireErr
 
 logger = logging.getLogger(__name__)
 
-# How often hosts are asked that have reconnected, or whose request failed.
+# Pause before asking hosts that have reconnected, or whose request failed.
 _PERIOD_S = 0.5
-# After so many crashes of processes that run a sampler, the sampler is to blame.
+# After this many crashes of processes that run a sampler, the sampler is to blame.
 _MAX_CRASHES = 4
 
 _Size = TypeVar("_Size", OrderSize, ShardSizes)
@@ -250,7 +250,7 @@ class SamplerOrderClient:
     def _count_part(self, request: CountRequest, name: str) -> tuple[str, ShardSizes]:
         """Return the name of a host, and the batches that it has counted in the dataset of a loader.
 
-        All ranks ask the same host for a part, which then counts once. If that host stays away, another one counts.
+        All ranks ask the same host for a part, which then counts once. If it is not up in time, another one counts.
         """
         own = self._links[request.part]
         deadline = time.monotonic() + self._patience_s

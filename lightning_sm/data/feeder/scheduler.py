@@ -364,10 +364,10 @@ class _ScheduledPass:
 
 
 class Scheduler:
-    """Assign the steps of all open passes to data hosts, hedge late requests, and accept each step once.
+    """The scheduler of one rank: assigns the steps of all passes to data hosts, and hedges late requests.
 
-    The caller reports every event, sends what ``next_requests`` returns and cancels what other calls return. Without
-    an event it calls ``next_requests`` again at ``next_wakeup``. A cancelled request frees its credit at once.
+    The caller reports every event, sends what ``next_requests`` returns and cancels what other calls return. Without an
+    event, it calls ``next_requests`` again at ``next_wakeup``. A cancelled request frees its credit at once.
 
     Args:
         hedge_factor: A request is late after this many times the median latency of its loader; 0: never.
@@ -510,7 +510,7 @@ class Scheduler:
             self._hedged_work_s += work_s - current.pace.work_s
             host = self._hosts[loser.host]
             age_s = now - loser.sent_at
-            # A request that is not late yet tells nothing about the host.
+            # A request that is not late yet says nothing about the speed of the host.
             if age_s > host.slowness * current.pace.median_s:
                 host.measure(age_s, current.pace.median_s, now)
         current.ready[request.first_step] = request.step_range
@@ -729,7 +729,7 @@ class Scheduler:
     # Hedges
 
     def _hedge(self, now: float) -> list[StepRequest]:
-        """Duplicate late requests for steps that a consumer will wait for."""
+        """Send late requests that a consumer will soon wait for to a second host."""
         hedges: list[StepRequest] = []
         late_after_s = {pass_id: self._late_after_s(current) for pass_id, current in self._passes.items()}
         soonest_s = min(late_after_s.values(), default=math.inf)

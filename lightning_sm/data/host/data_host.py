@@ -174,7 +174,7 @@ class DataHost:
             try:
                 self._socket.receive(0)
             except TimeoutError:
-                self._process.kill()  # it still imports, and would not notice a closed connection before it is done
+                self._process.kill()  # it is still importing, and would notice a closed connection only afterwards
         with contextlib.suppress(OSError):
             self._socket.close()
         try:

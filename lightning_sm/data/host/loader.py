@@ -56,7 +56,7 @@ class ServedLoader:
                 "dicts, lists, tuples and CombinedLoader."
             )
         _check_iteration(loader, name)
-        _check_dataset(loader.dataset, name)
+        _refuse_mosaic_streaming(loader.dataset, name)
         self._loader = loader
         self._seed = seed
         self._first_epoch = epoch
@@ -207,7 +207,7 @@ class ServedLoader:
         """Return the keys of a pass, for a sampler that does not yield integers."""
         pass_key = (spec.seed, spec.epoch, spec.pass_index)
         if self._keys is None or self._keys[0] != pass_key:
-            # In a fork: samplers keep state, but all workers, also those that start later, must get the same keys.
+            # In a fork: samplers keep state, but all workers, even those that start later, must get the same keys.
             keys = in_fork(lambda: self._run_sampler(*pass_key))
             if self.description.order == "batch_sampler":
                 keys = [key for batch in keys for key in batch]
@@ -272,8 +272,8 @@ def _check_iteration(loader: DataLoader[Any], name: str) -> None:
             )
 
 
-def _check_dataset(dataset: Any, name: str) -> None:
-    """Check that the workers of an iterable dataset do not wait for each other, as virtual shards open in turn."""
+def _refuse_mosaic_streaming(dataset: Any, name: str) -> None:
+    """Refuse a dataset whose workers wait for each other: on a data host, virtual shards open one after the other."""
     for cls in type(dataset).__mro__:
         # StreamingDataset._resume_incr_epoch() (streaming/base/dataset.py) is a barrier of all workers of the node.
         if cls.__module__.startswith("streaming.") and cls.__name__ == "StreamingDataset":

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 # A worker fills one slot while the other is sent.
 _SLOTS_PER_WORKER = 2
 
-# After dying so many times in a row without a trainer's request for loaders, the server process is not restarted.
+# After this many deaths in a row without a trainer's request for loaders, the server process is not restarted.
 _MAX_SERVER_STARTS = 5
 
 # Time for the server process to finish the batches that it is sending, and to notify the trainers.
@@ -48,7 +48,7 @@ _STOP_TIMEOUT_S = 5.0
 
 
 class _Terminated(BaseException):
-    """The interruption of a user's hook. No Exception, which the hook's own ``except Exception`` would catch."""
+    """The interruption of a user's hook. Not an Exception, which the hook's own ``except Exception`` would catch."""
 
 
 class MainProcess:
@@ -111,7 +111,7 @@ class MainProcess:
         except _Terminated:
             outcome = self._outcome or host_messages.Finished("the job was stopped before it served anything")
         finally:
-            # SIGTERM follows soon after the trainers have left: read outcomes that came before it.
+            # SIGTERM follows soon after the trainers have finished: read outcomes that came before it.
             if _is_readable(self._server.fileno(), timeout_s=0.0):
                 self._note_outcomes(self._server.pending())
             self._close()
@@ -147,13 +147,13 @@ class MainProcess:
             raise _Terminated
 
     def _on_gentle_signal(self, *_: object) -> None:
-        """Note that the job is ending. Serve on: trainers need batches until all ranks save a checkpoint."""
+        """Note that the job is ending. Keep serving: trainers need batches until all ranks save a checkpoint."""
         self._job_is_ending = True
         if self._in_hook and not self._module.loaders:
             raise _Terminated
 
     def _on_wakeup(self, wakeup: socket.socket) -> None:
-        """Send what the handler of the gentle signal noted."""
+        """Tell the server process that the job ends, if the handler of the gentle signal has noted it."""
         wakeup.recv(4096)
         if self._job_is_ending:
             self._send(host_messages.JobEnds())

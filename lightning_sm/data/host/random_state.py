@@ -15,7 +15,7 @@ _WORDS = 624  # of a Mersenne Twister's state
 
 
 def _python_trace(generator: Any) -> Callable[[], tuple[int, int]]:
-    """Return what reads the position and two words of a generator where they lie in memory."""
+    """Return a function that reads the position and two words of a generator directly from memory."""
     # Modules/_randommodule.c: int index; uint32_t state[624]. The first word is the same for all seeds.
     address = id(generator) + object.__basicsize__
     index, words = ctypes.c_uint32.from_address(address), ctypes.c_uint64.from_address(address + 8)
@@ -23,7 +23,7 @@ def _python_trace(generator: Any) -> Callable[[], tuple[int, int]]:
 
 
 def _numpy_trace(bits: Any) -> Callable[[], tuple[int, int]]:
-    """Return what reads the position and a word of a generator where they lie in memory."""
+    """Return a function that reads the position and a word of a generator directly from memory."""
     # numpy/random/src/mt19937/mt19937.h: uint32_t key[624]; int pos.
     address = bits.ctypes.state_address + 4 * (_WORDS - 1)
     word, position = ctypes.c_uint32.from_address(address), ctypes.c_uint32.from_address(address + 4)
@@ -31,7 +31,7 @@ def _numpy_trace(bits: Any) -> Callable[[], tuple[int, int]]:
 
 
 def _traces_are_known() -> bool:
-    """Whether this interpreter and this NumPy keep their generators as expected."""
+    """Return whether this interpreter and this NumPy lay out their generators as expected."""
     python, bits = random.Random(1), np.random.MT19937(1)  # noqa: S311  # not for secrets
     python.random()
     bits.random_raw()
@@ -51,7 +51,7 @@ _TRACES_ARE_KNOWN = _traces_are_known()
 
 
 class Generator:
-    """One of the three.
+    """One of the three generators.
 
     Args:
         seed: Seeds it with 64 bits.
@@ -87,7 +87,7 @@ class Generator:
         self._set(state)
 
     def start(self, seed: int) -> None:
-        """Seed it, unless it was seeded alike and not used since, and begin to watch whether it is used."""
+        """Seed it, unless it has this seed and was not used since, and begin to watch whether it is used."""
         if self._started != seed or self.was_used:
             self.seed(seed)
             self.mark()
@@ -147,7 +147,7 @@ class RandomStates:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        # Of those that the stream has used: the others are seeded each time, which is faster than to save them.
+        # Only of generators that the stream has used: the others are seeded each time, which is faster than saving.
         self._states: dict[Generator, Any] = {}
 
     def __enter__(self) -> None:
@@ -161,7 +161,7 @@ class RandomStates:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Remember the states at which this stream stopped; what is drawn from now on is seen as use by others."""
+        """Remember the states at which this stream stopped; count draws from now on as use by others."""
         for generator in GENERATORS:
             if generator in self._states or generator.was_used:
                 self._states[generator] = generator.get()

@@ -1,4 +1,4 @@
-"""Seed only the random generators that a loader's code uses: seeding all three takes 7 us for every sample."""
+"""The seeding of the random generators that a loader's code uses, and no others: all three take 7 us per sample."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Seed = Callable[[int], object] | None
 
 _Made = TypeVar("_Made")
 
-# How many seeds are set before a loader's code is expected to use only those generators that it has used so far.
+# After this many seeds, a loader's code is expected to use only those generators that it has used so far.
 _TRIAL_SEEDS = 256
 
 _READERS: tuple[tuple[Generator, ModuleType, str], ...] = (
@@ -32,7 +32,7 @@ _READERS: tuple[tuple[Generator, ModuleType, str], ...] = (
     (TORCH, torch.random, "get_rng_state"),
 )
 
-# A dataset may hold a million samples.
+# Limits to the search for changed objects: a dataset may hold a million samples.
 _MAX_OBJECTS = 10_000
 _MAX_ITEMS = 64
 
@@ -44,15 +44,15 @@ _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 class Seeding:
     """The seeds of one loader's batches in one worker, with the same results as if all generators were always seeded.
 
-    At first all are seeded, and watched. Then only those are seeded that were used; the others are watched, and a batch
-    for which one of them was used is made again with it seeded. Code that changes its own objects could show that a
-    batch was made again, so all generators are seeded for it.
+    At first, all generators are seeded and watched. Later, only those that were used are seeded, and the others are
+    watched: if a batch uses one of them, the batch is made again with that one seeded. If the code changes its own
+    objects, making a batch twice could change the results, so all generators are always seeded.
 
     Args:
         trial_seeds: How many seeds are set before some generators are left out.
     """
 
-    # The last one in this process: only the code of other loaders could have used a generator since it looked.
+    # The one that ran last in this process: after another one has run, unused generators must be watched afresh.
     _last: ClassVar[Seeding | None] = None
 
     def __init__(self, trial_seeds: int = _TRIAL_SEEDS) -> None:
@@ -87,7 +87,7 @@ class Seeding:
         return self.run(make, owners)
 
     def _has_missed(self) -> bool:
-        """Whether a generator was used that was not seeded; from now on it is."""
+        """Return whether a generator was used that was not seeded; seed it from now on."""
         missed = [generator for generator in GENERATORS if generator not in self._used and generator.was_used]
         if missed:
             self._use(missed)

@@ -101,7 +101,7 @@ class TrainerStandIn:
             self._is_in_hook = False
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_facts":  # of a copy that is not filled yet
+        if name.startswith("__") or name == "_values":  # not yet set in a copy
             raise AttributeError(name)
         if name not in self._values:
             raise AttributeError(

@@ -46,8 +46,8 @@ class Leases:
             now: Time.
 
         Raises:
-            DataHostMismatchError: The trainer is new, and the others belong to a training of another size, or are as
-                many already as it has.
+            DataHostMismatchError: The trainer is new, and the others belong to a training of another size, or that
+                training has all of its ranks already.
         """
         running = self._running(now)
         if client not in running:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _MODULE = "lightning_sm.data.server.network_process"
 
-# How often in a row a network process may end before it has listened.
+# A network process may exit this many times in a row before it has listened.
 _MAX_STARTS = 5
 # A network process that has sent nothing for this time gets a ping, and is killed if it does not answer for as long. It
 # has slots of the workers, without which these cannot continue.
@@ -39,9 +39,9 @@ class NetworkProcesses:
     """The network processes, and which rank's stream goes to which of them.
 
     Args:
-        settings: Of the data host, with the address at which it listens.
+        settings: Settings of the data host, with the address at which it listens.
         start: Has a request answered.
-        worker_ids: Returns the ids of the workers that there are.
+        worker_ids: Returns the ids of the current workers.
     """
 
     def __init__(self, settings: HostSettings, start: Start, worker_ids: Callable[[], list[int]]) -> None:
@@ -217,7 +217,7 @@ class _Requests:
                 else:
                     self._socket.send(message)
         except OSError:
-            logger.debug("A network process has ended; ``close`` follows.")
+            logger.debug("A network process has exited; ``close`` follows.")
 
     def _send_batches(self, number: int, served: ServedRange) -> None:
         if served.worker not in self._rings:

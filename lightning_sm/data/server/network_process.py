@@ -99,7 +99,7 @@ class NetworkProcess:
             answer.release()
 
     def _send(self, message: Message) -> None:
-        with contextlib.suppress(OSError):  # the server process is gone; this process exits, too
+        with contextlib.suppress(OSError):  # the server process has exited; this process exits, too
             self._server.send(message)
 
 

@@ -43,7 +43,7 @@ _MAX_RUNNING = 32
 
 _MAX_OUTCOME_CHARS = 1000
 
-# Most time that stopping takes: trainers are notified that this host exits.
+# Stopping takes at most this long, in which trainers are notified that this host exits.
 _STOP_TIMEOUT_S = 1.0
 
 
@@ -139,7 +139,7 @@ class ServerProcess:
         try:
             self._main.send(message)
         except OSError:
-            logger.debug("The main process is gone; this process exits, too.")
+            logger.debug("The main process has exited; this process exits, too.")
 
     # gRPC methods
 
@@ -173,7 +173,7 @@ class ServerProcess:
     def _parse_for_loader(
         self, kind: type[_Request], request: bytes, context: Any, cache: SamplerOrderCache | ShardCounts
     ) -> _Request:
-        """Parse a request that runs code of a loader, and check that this is open and that not too many run."""
+        """Parse a request that runs code of a loader, and check that the loader is open and that not too many run."""
         wanted = _parse(kind.parse, request, context)
         loaders = self._loaders(wanted.opening)
         if wanted.loader >= len(loaders):
@@ -265,7 +265,7 @@ class ServerProcess:
 
 
 def _shard_of(spec: StepRangeSpec) -> int:
-    """Return the shard of which all batches of a request are, one after the other."""
+    """Return the shard to which all batches of a request belong, as consecutive ones."""
     keys = [batch.keys.tolist() for batch in spec.batches]
     match keys[0]:
         case [num_shards, shard, offset, is_wanted] if 0 <= shard < num_shards <= MAX_SHARDS and offset >= 0:

@@ -1,4 +1,4 @@
-"""Count the batches of an iterable dataset on a data host, whose workers read this host's part of the shards."""
+"""The counts of an iterable dataset's batches on a data host, whose workers read this host's part of the shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BEHIND_THE_END = 1 << 62
 # Crashes of workers after which the dataset is to blame.
 _MAX_CRASHES = 4
 _NUM_KEPT = 32
-# How often a call notices that the trainer is gone.
+# A call checks this often whether the trainer has exited.
 _PERIOD_S = 0.5
 
 
@@ -69,7 +69,7 @@ class ShardCounts:
         Args:
             request: The request.
             timeout_s: How long to wait for the workers, which go on counting.
-            is_wanted: Whether the trainer still waits. When the last one is gone the count is given up: the dataset may
+            is_wanted: Returns whether the trainer still waits. When none does, the count is given up: the dataset may
                 have no end.
         """
         part = range(request.part, request.num_shards, request.num_parts)

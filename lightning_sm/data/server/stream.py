@@ -121,7 +121,7 @@ class _RankStream:
             answer.release()
 
     def close(self) -> None:
-        """Cancel everything: the trainer is gone, or repeats its requests on another stream."""
+        """Cancel everything: the trainer has exited, or repeats its requests on another stream."""
         with self._lock:
             if self._is_closed:
                 return

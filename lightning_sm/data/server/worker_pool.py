@@ -108,7 +108,7 @@ class _Worker:
         return self.state is _WorkerState.READY and self.is_connected
 
     def close(self) -> None:
-        """Close the connection, which makes the worker exit. The ring goes with the last batch in it."""
+        """Close the connection, which makes the worker exit. The ring is freed with the last batch in it."""
         self.socket.close()
 
 
@@ -120,7 +120,7 @@ class _Work:
     and the last batches are built, does not count. It ends with a request that finds no other.
 
     Attributes:
-        busy_s: Seconds that workers worked, of all workers together.
+        busy_s: Seconds that all workers together worked.
         capacity_s: Seconds that all workers together could have worked.
     """
 
@@ -368,7 +368,7 @@ class WorkerPool:
             except OSError:
                 messages = []
             if not messages and worker.socket.is_at_end:
-                # It is exiting: the main process, its parent, will report how.
+                # The worker is exiting: the main process, its parent, will report how.
                 self._disconnect(worker)
                 return
             answers = [self._process(worker, message) for message in messages]

@@ -1,1 +1,1 @@
-"""On trainers: what runs inside the training process."""
+"""On trainers: the part of the data service that runs inside the training process."""

@@ -120,7 +120,7 @@ class DataHosts:
             stage: "train", "val", "test" or "predict".
 
         Raises:
-            DataServiceError: As of ``set_up``.
+            DataServiceError: As in ``set_up``.
         """
         name = self._request_name(stage)
         if stage not in self._opened or self._opened[stage][0] != name:
@@ -130,7 +130,7 @@ class DataHosts:
         return _assemble(structure, loaders)
 
     def end_run(self) -> None:
-        """Report the last epoch of a run of the Trainer, and let go of its loaders."""
+        """Report the last epoch of a run of the Trainer, and drop its loaders."""
         if self._client is not None:
             self.reporter.end_epoch(self._trainer)
         self._opened.clear()
@@ -201,7 +201,7 @@ class DataHosts:
             stage=self._stage,
             loaders=loaders,
             epoch=self._reload_epoch(loaders),
-            # Not that of a checkpoint, which is loaded after setup().
+            # Not the seed of a checkpoint, which is loaded after setup().
             seed=self._run_seed,
             prepares=True,
             state=self.state,
@@ -234,7 +234,7 @@ class DataHosts:
                 and description.order in ("shuffled", "sampler")
                 and description.dataset_length is not None
             ):
-                # As Lightning does it with a DataLoader: the order of the dataset, in all epochs.
+                # As Lightning does with a DataLoader: the order of the dataset, in all epochs.
                 description = replace(description, order="sequential", num_samples=description.dataset_length)
             place = self._place(stage, index, description)
             slots = self._slots(stage, index, description, place)
@@ -335,7 +335,8 @@ class DataHosts:
         ranks = None if trainer is None else trainer.distributed_sampler_kwargs
         if ranks is None:
             return 0, 1
-        # It does not concern iterable datasets, which split themselves by rank; on a data host they cannot.
+        # use_distributed_sampler does not concern iterable datasets, which split themselves by rank: on a data host,
+        # they cannot.
         splits_itself = description.is_split or description.order == "shards"
         if not trainer._accelerator_connector.use_distributed_sampler and not splits_itself:
             if trainer.world_size > 1 and trainer.is_global_zero:

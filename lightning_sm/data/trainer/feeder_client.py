@@ -1,4 +1,4 @@
-"""Start the feeder process, and talk to it from the training process. No gRPC, no torch."""
+"""The feeder process as the training process sees it: started here, and reached by messages. No gRPC, no torch."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class RemoteDataset:
         return self._description.dataset_length
 
     def __getattr__(self, name: str) -> Any:
-        """Explain that there is no more of it here."""
+        """Explain that a trainer has nothing else of the dataset."""
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(

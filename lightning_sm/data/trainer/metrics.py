@@ -1,4 +1,4 @@
-"""Measurements of the data service: as metrics for loggers, and what data hosts did in an epoch."""
+"""Measurements of the data service: as metrics for loggers, and as events of data hosts."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ class PinnedSlots:
     """The page-locked slots of a ring, released after the copies that read them.
 
     ``.to(device, non_blocking=True)`` returns before the copy is complete. PyTorch tracks such copies for its own
-    page-locked memory, but not for memory that is registered: here, a dropped slot is released after events that are
-    recorded after the copies, on the current stream of each GPU that this process uses. Copies on other streams would
-    not be covered: do not use it where the user's code copies batches.
+    page-locked memory, but not for memory that is registered. Here, a dropped slot is released after events that are
+    recorded after the copies, on the current stream of each GPU that this process uses. They do not cover copies on
+    other streams: do not use this class where the user's code copies batches.
 
     Args:
         release: Releases a slot.
@@ -68,8 +68,8 @@ class PinnedSlots:
     def advance(self) -> bool:
         """Release the slots whose copies are complete, and return whether there are others.
 
-        The training thread calls it before every batch, and again and again while it waits for one: without a slot, no
-        batch can arrive.
+        The training thread calls it before every batch, and repeatedly while it waits for one: without a slot, no batch
+        can arrive.
         """
         while self._dropped:
             self._copying.append(_Copy(self._dropped.popleft(), self._cuda.record_events()))
@@ -120,8 +120,7 @@ class CUDA:
 
     def record_events(self) -> list[Any]:
         """Record an event on the current stream of every GPU that this process has used."""
-        # To record an event on another GPU would create a context there, which takes hundreds of megabytes of its
-        # memory.
+        # Recording an event on another GPU would create a context there, which takes hundreds of megabytes.
         has_context: Callable[[int], bool] = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
         used = filter(has_context, range(torch.cuda.device_count()))
         return [torch.cuda.current_stream(device).record_event() for device in used]

@@ -1,4 +1,4 @@
-"""Report measurements of the data service: metrics to the Trainer's loggers, and a verdict at the end of an epoch."""
+"""The reports of the data service: metrics to the Trainer's loggers, and a verdict at the end of an epoch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_sm.record.progress import progress_line, rate_fields
 
 logger = logging.getLogger(__name__)
 
-# How often the other ranks' figures are renewed, at most; the next heartbeat carries them.
+# A rank shares its figures at most this often; the next heartbeat carries them.
 _SHARE_PERIOD_S = 0.25
 
 
@@ -38,7 +38,7 @@ class _Epoch:
 
 @dataclass(frozen=True)
 class EpochReport:
-    """What the data service has to say about an epoch.
+    """The data service's report on an epoch.
 
     Attributes:
         data_wait: The share of the time that the slowest rank waited for data, 0 to 1.
@@ -75,7 +75,7 @@ class Reporter(Callback):
     """The callback that measures the training loaders of a rank, and reports those of all ranks on rank 0.
 
     Figures of other ranks and of data hosts arrive with heartbeats, about a second later. They are sums since the
-    start of the process, of which each report takes what was added: what arrives after it is in the next one.
+    start of the process, and a report takes what was added since the last one: late figures are in the next report.
 
     Args:
         feeder: Returns the client of this rank's feeder.
@@ -91,7 +91,7 @@ class Reporter(Callback):
         self._epoch: _Epoch | None = None
         self._reported: dict[str, RankFigures] = {}  # by rank, at the last report, or when the run began
         self._at_run_start: _Sums | None = None  # when the run began
-        # The newest that data hosts had of each rank. They drop those of a rank that has finished.
+        # The newest figures that data hosts had of each rank. Data hosts drop those of a rank that has finished.
         self._by_rank: dict[str, RankFigures] = {}
         self._waiting = RankFigures()  # what the slowest rank of each reported epoch of the run measured
 
@@ -169,7 +169,7 @@ class Reporter(Callback):
             logger.info("%s", progress_line(position, {}, rates=waited, verdict=report.verdict))
 
     def report(self) -> EpochReport | None:
-        """Return what is to say about the epoch, once, and log the trouble that data hosts had.
+        """Return the report on the epoch, once, and log the trouble that data hosts had.
 
         Returns:
             None if the epoch had no batches, or has been reported.
@@ -211,7 +211,7 @@ class Reporter(Callback):
         ranks = now.since(self._at_run_start.ranks)
         if not ranks:
             return None
-        rest = now.since(self._reported)  # of an epoch that has no report, because it was interrupted
+        rest = now.since(self._reported)  # that of an epoch without a report, because it was interrupted
         waiting = _add(self._waiting, slowest(rest)[1]) if rest else self._waiting
         return verdict(ranks, _since(self._at_run_start.hosts, now.hosts), waiting)
 
@@ -246,7 +246,7 @@ class Reporter(Callback):
 
 
 def data_report(trainer: Any) -> EpochReport | None:
-    """Return what the data service has to say about the epoch that ends, on rank 0; None without data hosts.
+    """Return the data service's report on the epoch that ends, on rank 0; None without data hosts.
 
     Args:
         trainer: The Trainer.

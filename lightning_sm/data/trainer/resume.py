@@ -92,7 +92,7 @@ class SavedPosition:
         return cls(loaders=loaders, **fields)
 
     def num_shards(self, world_size: int) -> int | None:
-        """Return the number of virtual shards of the run, if so many ranks can share them."""
+        """Return the number of virtual shards of the run, if ``world_size`` ranks can share them."""
         numbers = (loader.num_shards for loader in self.loaders)
         return next((number for number in numbers if number and number % world_size == 0), None)
 

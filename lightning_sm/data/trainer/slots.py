@@ -32,7 +32,7 @@ class _SlotArray(np.ndarray):
 
 
 class SlotPool:
-    """The rings of one loader: one for each pass that is open at the same time. They stay for the passes that follow.
+    """The rings of one loader: one for each pass that is open at the same time. Later passes use them again.
 
     Args:
         client: The feeder, which fills the slots.
@@ -110,7 +110,7 @@ class SlotRing:
         """Build the batches that alias a slot, or a copy of it if the training loop holds too many slots.
 
         Raises:
-            WireError: What arrived does not fit together.
+            WireError: The parts of the delivery do not fit together.
         """
         if self._pinned is not None:
             self._pinned.wait()

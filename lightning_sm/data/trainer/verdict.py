@@ -15,13 +15,13 @@ _MIN_SECONDS = 1.0
 # The first batch of each epoch cannot be requested ahead; only a large part of an epoch matters.
 _MIN_FIRST_FRACTION = 0.2
 _MIN_FIRST_SECONDS = 5.0
-# One host, or rank, is slower than the others from this factor on.
+# A host or a rank counts as slower than the others from this factor on.
 _SLOWER = 2.0
-# Of so few batches a mean says nothing.
+# The mean of fewer batches says nothing.
 _MIN_BATCHES = 3
 # The network is the cause if batches were in transit for this part of the waiting.
 _TRANSFER_PART = 0.5
-# More workers than these many times the present ones are no advice.
+# More than this many times the present workers are not recommended.
 _MOST_WORKERS = 10
 
 
@@ -51,7 +51,7 @@ def verdict(
 
 
 def trouble(hosts: Sequence[HostFigures]) -> list[str]:
-    """Return a sentence about each data host that was not there all the time, or did not answer all requests.
+    """Return a sentence about each data host that was not up all the time, or did not answer all requests.
 
     Args:
         hosts: What the data hosts did in the epoch.
@@ -169,7 +169,7 @@ def _workers(
     busy = sum(host.busy_s for host in hosts) / capacity_s if capacity_s else 0.0
     if busy < WORKERS_ARE_BUSY or not workers:
         return None
-    # Worker seconds for the batches of one step of all ranks, and how long a step takes at most that waits for no data:
+    # Worker seconds for the batches of one step of all ranks, and an upper bound for a step without waiting for data:
     # in the backward pass, each rank waits for the data of the others, too.
     cost_s = sum(rank.produce_s for rank in ranks.values()) / max(1, slowest_rank.num_steps)
     step_s = min(rank.busy_s / max(1, rank.num_timed) for rank in (slowest_rank, *ranks.values()))

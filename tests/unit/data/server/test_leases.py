@@ -65,7 +65,7 @@ def test_a_trainer_that_comes_back_has_a_lease_again(is_silent):
     assert leases.outcome(101.0) is None
 
 
-@pytest.mark.parametrize("problem", ["KeyError: 'x'", "the training process is gone", "", None])
+@pytest.mark.parametrize("problem", ["KeyError: 'x'", "the training process exited", "", None])
 def test_trainers_that_may_restart_are_waited_for(problem):
     """However they ended or vanished, they have the time of the first start to come back; then the host exits."""
     leases = Leases(60.0, 900.0, now=0.0, may_restart=True)
