@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning_sm._arguments import positive_whole_number
 from lightning_sm._log import command_logger
+from lightning_sm._untested import SERVICE
 from lightning_sm.cloud import cost, files, listing
 from lightning_sm.cloud.aws import Clients, check_credentials, new_session, one_line_errors
 from lightning_sm.cloud.find import Found, find, training_jobs
@@ -178,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--region", help="region of the jobs (default: AWS_DEFAULT_REGION, or the profile's)")
     parser = argparse.ArgumentParser(
         prog="lightning-sm jobs",
-        description="Look after jobs on SageMaker, with boto3 and your AWS credentials.",
+        description=f"Look after jobs on SageMaker, with boto3 and your AWS credentials. {SERVICE}",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -10,6 +10,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from jsonargparse.typing import PositiveFloat
 
 from lightning_sm._log import command_logger
+from lightning_sm._untested import SERVICE
 from lightning_sm.errors import SubmitError
 from lightning_sm.submit.job_file import add_arguments, parse_job
 from lightning_sm.submit.sdk.version import sdk_version
@@ -79,7 +80,7 @@ def _parser() -> ArgumentParser:
     modes = parser.add_mutually_exclusive_group(required=True)
     modes.add_argument("--dry-run", action="store_true", help="check the job and print the request; send nothing")
     modes.add_argument("--local", action="store_true", help="run the job in the SDK's local mode, with Docker")
-    modes.add_argument("--cloud", action="store_true", help="submit the job and wait until it ends")
+    modes.add_argument("--cloud", action="store_true", help=f"submit the job and wait until it ends. {SERVICE}")
     parser.add_argument("--wait", type=bool, default=True, help="with --cloud: false returns right after submission")
     parser.add_argument("--follow", action="store_true", help="with --cloud: show the job's log until it ends")
     parser.add_argument("--timeout_s", type=PositiveFloat | None, help="with --local: time limit of the job in seconds")

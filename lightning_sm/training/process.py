@@ -15,6 +15,7 @@ import torch
 
 from lightning_sm._lightning import DISTRIBUTION, rank_zero_only
 from lightning_sm._log import show_log_lines
+from lightning_sm._untested import GPUS
 from lightning_sm._version import __version__
 from lightning_sm.job.control_folder import leave_warning
 from lightning_sm.job.rank_starter import RankStarter, stray_variables
@@ -267,6 +268,8 @@ def _report(environment: SageMakerEnvironment, devices: int) -> None:
         )
     if environment.global_rank() != 0:
         return
+    if job.num_gpus:
+        logger.warning("%s", GPUS)
     interface = job.network_interface
     if interface is not None and not _has_interface(interface):
         interface += " (not on this host)"

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from lightning_sm._untested import NETWORK_PROCESSES
 from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, start_module
@@ -51,6 +52,8 @@ class NetworkProcesses:
         number = 1 if settings.address.startswith("unix") else settings.network_processes
         self._processes = [_Supervisor(own, start, worker_ids) for _ in range(number - 1)]
         self._clients: dict[str, int] = {}
+        if self._processes:
+            logger.info("%s", NETWORK_PROCESSES)
 
     def port_for(self, client: str) -> int:
         """Return the port for the stream of a rank; 0: that of the server process.

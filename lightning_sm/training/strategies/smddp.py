@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_sm._lightning import DDPStrategy, InfiniteBarrier, data_connector, rank_zero_only
+from lightning_sm._untested import SMDDP
 from lightning_sm.errors import StrategyError
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Topology
@@ -66,6 +67,7 @@ class SMDDPStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         """Make the process group, and let Lightning wait for ``prepare_data`` without a Gloo group."""
         data_connector._InfiniteBarrier = _PrepareDataBarrier  # type: ignore[attr-defined]
+        _warn_once(SMDDP)
         super().setup_environment()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

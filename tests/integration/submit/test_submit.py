@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lightning_sm._untested import SERVICE
 from tests.fakes.sagemaker_service import FakeService
 
 ROOT = Path(__file__).parents[3]
@@ -382,6 +383,7 @@ def test_help_names_every_key(submit):
     assert ended.returncode == 0
     for key in JOB:
         assert f"--{key} " in ended.stdout
+    assert SERVICE in " ".join(ended.stdout.split()), "what has never run says so before it is used"
 
 
 def test_the_launcher_loads_nothing_of_this():

@@ -9,6 +9,7 @@ pytest.importorskip("botocore", reason="needs boto3 (extra launch)")
 
 from botocore.response import StreamingBody
 
+from lightning_sm._untested import SERVICE
 from lightning_sm.cloud import command
 from lightning_sm.errors import AWSError, JobConfigError
 from tests.fakes.aws import NOW, event, one_host, training_job
@@ -270,3 +271,10 @@ def test_what_is_missing_on_this_machine_is_said(monkeypatch, variables):
         monkeypatch.setenv(name, value)
     with pytest.raises(AWSError, match="No AWS credentials" if variables else "No AWS region"):
         command.main(["list"])
+
+
+def test_help_says_what_has_never_run(capsys):
+    """Whoever is about to use the service reads it before, not in a page of the documentation."""
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    assert SERVICE in " ".join(capsys.readouterr().out.split())

@@ -12,6 +12,7 @@ import warnings
 import pytest
 
 from lightning_sm._lightning import rank_zero_only
+from lightning_sm._untested import GPUS
 from lightning_sm.job.control_folder import ControlFolder
 from lightning_sm.job.rank_starter import RANK_VARIABLES
 from lightning_sm.job.variables import CONTROL_DIR, RANK_ZERO_PID
@@ -166,6 +167,14 @@ def test_table_is_printed_by_rank_zero_once(caplog):
     ]
     assert rows[5][:7] == ["job", "job,", "one", "process", "per", "host,", "main"]
     assert f"main address algo-2:{environment.main_port}, interface (none)" in report
+
+
+def test_a_job_with_gpus_is_told_that_none_was_tested(caplog):
+    """By rank 0, beside the table of hosts."""
+    caplog.set_level(logging.INFO, logger="lightning_sm")
+    _prepared(name="job", num_gpus=4).set_world_size(8)
+    assert caplog.messages[0] == GPUS
+    assert len(caplog.messages) == 2
 
 
 def test_other_ranks_print_no_table(caplog):
