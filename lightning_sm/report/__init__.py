@@ -1,1 +1,1 @@
-"""What the record of a run says, when it has ended or while it runs: report, comparison and plan."""
+"""Readers of the record of a run, while it runs or when it has ended: report, comparison and plan."""

@@ -28,7 +28,7 @@ _COLUMNS = {_WIDE: 160, _NARROW: 80}
 # Two colours that nothing else has, which become variables of the page.
 _INK, _GRID, _PAPER = "#010203", "#040506", "#070809"
 _VARIABLES = {_INK: "var(--ink)", _GRID: "var(--grid)", _PAPER: "var(--paper)"}
-# Colour and hatch by part. Waiting is what one looks for: it has the colour that stands out.
+# Colour and hatch by part. Readers look for waiting, so it has the colour that stands out.
 _STYLES = {
     "data_wait": ("#d55e00", "//"),
     "to_device": ("#e69f00", "||"),
@@ -60,9 +60,9 @@ _LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _DASHES = ("-", "--", "-.", ":")
 # A few steps that took this many times as long as usual would flatten the rest of the picture.
 _CUT = 5.0
-# More metrics than these are only in the table.
+# Metrics beyond this number are only in the table.
 MAX_METRICS = 8
-# More events than these cannot be told apart in a picture.
+# Events beyond this number cannot be told apart in a picture.
 _MAX_NUMBERED_EVENTS = 30
 _USUAL_EVENTS = {"checkpoint_saved", "retry", "slow_request", "succeeded"}
 
@@ -83,7 +83,7 @@ class Picture:
 
 
 def time_shares(runs: Sequence[Figures]) -> Picture:
-    """Where the time of each run went, as one bar per run."""
+    """Draw where the time of each run went, as one bar per run."""
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
@@ -111,7 +111,7 @@ def time_shares(runs: Sequence[Figures]) -> Picture:
 
 
 def step_times(run: Figures) -> Picture | None:
-    """The parts of a step over the time of the run, with its events; None without steps."""
+    """Draw the parts of a step over the time of the run, with its events; None without steps."""
     lines = [line for _, own in run.series for line in own if line.n]
     if not lines:
         return None
@@ -150,7 +150,7 @@ def step_times(run: Figures) -> Picture | None:
 
 
 def step_parts(runs: Sequence[Figures]) -> Picture | None:
-    """The mean step of several runs beside each other; None if none has steps."""
+    """Draw the mean steps of several runs beside each other; None if none has steps."""
     timed = [run for run in runs if run.slowest.n]
     if not timed:
         return None
@@ -175,7 +175,7 @@ def step_parts(runs: Sequence[Figures]) -> Picture | None:
 
 
 def host_use(run: Figures) -> Picture | None:
-    """How busy the CPUs and GPUs of each host were; None if no host has a record of that."""
+    """Draw how busy the CPUs and GPUs of each host were; None if no host has a record of that."""
     hosts = [host for host in run.hosts if host.cpu is not None]
     if not hosts:
         return None
@@ -208,7 +208,7 @@ def host_use(run: Figures) -> Picture | None:
 
 
 def metrics(runs: Sequence[Figures], names: Sequence[str]) -> Picture | None:
-    """What the model logged, over steps: a small picture for each metric; None without metrics.
+    """Draw the values that the model logged, over steps: a small picture for each metric; None without metrics.
 
     Args:
         runs: Runs whose curves share a picture.
@@ -261,7 +261,7 @@ def binned(run: Figures, columns: int) -> list[tuple[float, float, StepFigures]]
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """Return at most so many points: means of neighbours, and the last one as it is."""
+    """Return a limited number of points: means of neighbours, and the last one as it is."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(len(points) / (most - 1))
@@ -272,12 +272,12 @@ def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, f
 
 
 def numbered_events(run: Figures) -> list[Any]:
-    """Return the events that pictures mark by their numbers, from 1: not what happens in every job."""
+    """Return the events that pictures mark by their numbers, from 1: those that do not happen in every job."""
     return [event for event in run.events if event.what not in _USUAL_EVENTS][:_MAX_NUMBERED_EVENTS]
 
 
 def _edges(bins: Sequence[tuple[float, float, StepFigures]]) -> list[tuple[float, StepFigures | None]]:
-    """Both ends of each bar; with an empty place where no steps were: between attempts, and in validations."""
+    """Return both ends of each bar, and gaps where there were no steps: between attempts, and in validations."""
     edges: list[tuple[float, StepFigures | None]] = []
     for begin, end, times in bins:
         if edges and begin - edges[-1][0] > end - begin:
@@ -351,7 +351,7 @@ def _svg(draw: Callable[[Figure], None], width: float, height: float, salt: str)
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:
-    """Seconds of the unit in which so long a time is shown, and its name."""
+    """Return the unit in which to show a time of this length: its seconds, and its name."""
     for factor, unit in ((3600.0, "hours"), (60.0, "minutes")):
         if seconds >= 3 * factor:
             return factor, unit
@@ -359,6 +359,6 @@ def _time_unit(seconds: float) -> tuple[float, str]:
 
 
 def _plain(text: str, most: int) -> str:
-    """Text of users without Matplotlib's mathematics, and not longer than fits."""
+    """Return the user's text without Matplotlib's mathematics, and shortened to fit."""
     short = text if len(text) <= most else f"{text[: most - 3]}..."
     return short.replace("$", r"\$")

@@ -170,7 +170,7 @@ def _add_prices(parser: argparse.ArgumentParser) -> None:
 
 
 def _write(file: Path, text: str) -> None:
-    """Replace a file as a whole: who reads it sees the old report or the new one."""
+    """Replace a file atomically: a reader sees either the old report or the new one."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(

@@ -30,13 +30,13 @@ steps: 4800            # optional: how many steps the run had
 apart_s: 90            # optional: seconds that the job was up besides its steps (start-up, validation, checkpoints)
 """
 _FIGURES = {"name", "hosts", "step_s", "samples_per_step", "steps", "apart_s"}
-# Costs are shown for so many steps where nobody says how many the training has: one step costs a fraction of a cent.
+# Costs are shown for this many steps if the length of the training is unknown: one step costs a fraction of a cent.
 _SHOWN_STEPS = 1000
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """What a comparison needs to know of a run.
+    """The facts about a run that a comparison needs.
 
     Attributes:
         name: Name of the run.
@@ -113,7 +113,7 @@ def compare(first: ComparedRun, second: ComparedRun, prices: Prices) -> Comparis
 
 
 def of_run(run: Figures) -> ComparedRun:
-    """Return what a comparison needs to know of a recorded run.
+    """Return the facts about a recorded run that a comparison needs.
 
     Raises:
         JobConfigError: It has no training steps.
@@ -235,7 +235,7 @@ def _rows(comparison: Comparison, prices: Prices, steps: int | None) -> Any:
 
 
 def _whole_job(comparison: Comparison, prices: Prices, steps: int) -> Any:
-    """Rows about the training as a whole, of ``steps`` steps of the first run."""
+    """Yield rows about the training as a whole, of ``steps`` steps of the first run."""
     runs = (comparison.first, comparison.second)
     numbers = (steps, _steps_of_second(comparison, steps))
     seconds = [(run.apart_s or 0.0) + run.step_s * number for run, number in zip(runs, numbers, strict=True)]
@@ -318,7 +318,7 @@ def _verb_and_speed(ratio: float) -> tuple[str, str]:
 
 
 def _change(ratio: float) -> str:
-    """``46.5% less``, for the second value divided by the first."""
+    """Return a change such as ``46.5% less``, for the second value divided by the first."""
     change = round(100 * (ratio - 1), 1)
     if change == 0:
         return "the same"

@@ -1,4 +1,4 @@
-"""What the record of a run says in numbers: how it ended, where its time went, what its hosts did. Pure functions."""
+"""The numbers in the record of a run: how it ended, where its time went, what its hosts did. Pure functions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_sm.record.events import (
 )
 from lightning_sm.record.runs import ProcessRecord, RunRecord
 
-# How the whole time of the job is told apart, in the order of pictures and tables: spans first, then steps.
+# The parts of the job's whole time, in the order of pictures and tables: spans first, then steps.
 _SPANS = {
     "preparation": "start-up",
     "startup": "start-up",
@@ -55,7 +55,7 @@ SHARES = (
     SHUTDOWN,
     OTHER,
 )
-# The first seconds of a series are left out of means where enough follows: caches fill, and clocks of CPUs rise.
+# Leave the first seconds of a series out of means if enough follow: caches fill, and the clocks of CPUs rise.
 _LEAST_LINES = 4
 RUNNING = "no end recorded"
 
@@ -323,7 +323,7 @@ class Figures:
             steps = StepFigures.of(_lines(own, Steps))
             shares[WAITING] += steps.parts["data_wait"]
             shares[STEPS] += steps.wall_s - steps.parts["data_wait"]
-            # From the last word of the training process to that of its launcher, which may wait for other hosts.
+            # From the last line of the training process to that of its launcher, which may wait for other hosts.
             ends = [line.t for line in _lines(launchers, End)]
             if ends and own:
                 shares[SHUTDOWN] += max(0.0, max(ends) - max(line.t for record in own for line in record.lines))
@@ -413,7 +413,7 @@ class Figures:
 
 def _attempt(number: int, records: Sequence[ProcessRecord]) -> AttemptFigures:
     ends = [(record.head, line) for record in records for line in record.lines if isinstance(line, End)]
-    # A data host may fail, or may no longer be needed: trainers say how the job ends.
+    # A data host may fail, or may no longer be needed: trainers decide how the job ends.
     ends = [(head, end) for head, end in ends if head.role == "trainer"]
     launchers = [end for head, end in ends if head.who == LAUNCHER] or [end for _, end in ends]
     # As on the service, the first failure is that of the job.
@@ -436,7 +436,7 @@ _F = TypeVar("_F", RankFigures, HostFigures)
 
 
 def _difference(kind: type[_F], after: Mapping[str, Any], before: Mapping[str, Any]) -> _F:
-    """What was added between two lines; everything, if a restart has set the sums back."""
+    """Return what was added between two lines; everything, if a restart has reset the sums."""
     known = {one.name: one for one in fields(kind)}
     values = {name: value for name, value in after.items() if name in known}
     numbers = {name for name, value in values.items() if _is_sum(name, value)}
@@ -446,7 +446,7 @@ def _difference(kind: type[_F], after: Mapping[str, Any], before: Mapping[str, A
 
 
 def _sum(first: _F, second: _F) -> _F:
-    """The sums of both; what is not a sum is that of the second."""
+    """Add up the sums of both; take every other value from the second."""
     values = {
         name: value + getattr(first, name) if _is_sum(name, value) else value for name, value in vars(second).items()
     }

@@ -1,4 +1,4 @@
-"""What the figures of a run mean, in sentences: the verdict, and what to change."""
+"""The findings about a run, in sentences: the verdict, and what to change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ending(run: Figures) -> str:
     time = f"{duration(run.seconds)}{attempts}"
     if run.outcome == RUNNING:
         return f"The end is not recorded: the job is still running, or its hosts were killed. Recorded so far: {time}."
-    # That of an interruption says that there was one.
+    # The reason of an interruption only says that there was one.
     has_reason = run.outcome == "failed" and run.reason.strip()
     reason = f": {run.reason.splitlines()[0].rstrip('.')}" if has_reason else ""
     return f"{run.outcome.capitalize()} after {time}{reason}."

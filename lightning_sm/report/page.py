@@ -161,12 +161,12 @@ def _existing(*pictures: Any) -> tuple[Any, ...]:
 
 
 def _metric_names(run: Figures) -> list[str]:
-    """Names of the metrics: losses first, those of the data service last."""
+    """Return the names of the metrics: losses first, those of the data service last."""
     return sorted(run.metrics, key=lambda name: (name.startswith("data/"), "loss" not in name, name))
 
 
 def _curves(run: Figures) -> list[str]:
-    """Names of the metrics that have a curve, as many as a page takes."""
+    """Return the names of the metrics that have a curve, as many as a page takes."""
     from lightning_sm.report.charts import MAX_METRICS  # noqa: PLC0415 - see above
 
     return [name for name in _metric_names(run) if len(run.metrics[name]) > 1][:MAX_METRICS]

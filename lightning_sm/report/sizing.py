@@ -24,12 +24,11 @@ from lightning_sm.report.figures import Figures
 _VARIES = 0.3
 # From twice the measured number of workers on, other limits may come first.
 _FAR = 2.0
-# Workers that have more to do than they can are busy for this share of the time at the least: they wait for requests,
-# and for free slots.
+# Even overloaded workers may be busy for only this share of the time: they wait for requests, and for free slots.
 _LEAST_BUSY = 0.9
 # Cores of another kind, and threads that share a core, work at these multiples of the measured speed.
 _OTHER_KIND = (0.7, 1.4)
-# A line of a plan is a number of workers or of hosts; more lines than these do not help anybody.
+# A line of a plan is a number of workers or of hosts; more lines than this help nobody.
 _MAX_LINES = 7
 _GBIT_S = 1e9 / 8
 
@@ -58,7 +57,7 @@ class Hosts:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a run says about its input.
+    """The measurements of a run's input.
 
     Attributes:
         model: The model of its step.
@@ -112,7 +111,7 @@ class SizingRow:
 
 @dataclass(frozen=True)
 class Sizing:
-    """What other numbers of workers would change.
+    """The changes that other numbers of workers would bring.
 
     Attributes:
         name: Name of the measured run.
@@ -137,7 +136,7 @@ class Sizing:
 
 
 def measure(run: Figures) -> MeasuredRun:
-    """Return what a run says about its input.
+    """Return the measurements of a run's input.
 
     Args:
         run: A run, of which a minute is enough.
@@ -287,7 +286,7 @@ def _remote(run: Figures, own_s: float) -> MeasuredRun:
             "them are not the answer: look at the network, at a slow host, and at data_service.window_batches."
         )
     return MeasuredRun(
-        # Workers that wait for something else say nothing about how busy they can be.
+        # Workers that wait for something else do not show how busy they can be.
         model=StepModel(own_s, cost_s, workers, busy if busy >= WORKERS_ARE_BUSY and not reason else 1.0),
         step_s=step_s,
         waiting=waiting,
@@ -338,10 +337,10 @@ def _line(
 
 
 def _in_order(variation: float | None, workers: int) -> float:
-    """How much longer a step may take at most, because batches are taken in order.
+    """Return the factor by which a step may take longer at most, because batches are taken in order.
 
-    A bound of simulations with windows of 2 W + 2 batches: with a variation of 1 and 2, 8 workers took up to 1.5 and
-    2.5 times as long as the model says, 32 workers 2.0 and 4.9 times.
+    It bounds simulations with windows of 2 W + 2 batches: with a variation of 1 and 2, 8 workers took up to 1.5 and 2.5
+    times as long as the model predicts, 32 workers 2.0 and 4.9 times.
     """
     if variation is None or variation <= _VARIES:
         return 1.0
@@ -349,7 +348,7 @@ def _in_order(variation: float | None, workers: int) -> float:
 
 
 def _wire_s(run: Figures, measured: MeasuredRun, wanted: Hosts, num_hosts: int) -> float:
-    """Seconds that the network needs for the batches of a step: of the data hosts, or of the trainers."""
+    """Return the seconds that the network of data hosts or trainers needs for the batches of a step."""
     if wanted.network_gbit is None or not measured.bytes_per_step:
         return 0.0
     trainers = sum(host.role == "trainer" for host in run.hosts) or 1
@@ -357,7 +356,7 @@ def _wire_s(run: Figures, measured: MeasuredRun, wanted: Hosts, num_hosts: int) 
 
 
 def _speeds(wanted: Hosts) -> tuple[float, float]:
-    """How fast the wanted workers are at the most, and at the least, compared to the measured ones."""
+    """Return the highest and the lowest speed of the wanted workers, compared to the measured ones."""
     if wanted.speed is not None:
         return wanted.speed, wanted.speed
     return (_OTHER_KIND[1], _OTHER_KIND[0]) if wanted.is_other_kind else (1.0, 1.0)
@@ -370,7 +369,7 @@ def _workers_per_host(run: Figures, measured: MeasuredRun, wanted: Hosts) -> int
 
 
 def _price(run: Figures, measured: MeasuredRun, prices: Prices, wanted: Hosts, num_hosts: int) -> float | None:
-    """Price of an hour with so many hosts for data."""
+    """Return the price of an hour of all hosts, with this number of data hosts."""
     if not (measured.is_remote or wanted.is_other_kind):
         return prices.total((host.group, host.instance_type) for host in run.hosts)
     trainers = [(host.group, host.instance_type) for host in run.hosts if host.role == "trainer"]
@@ -380,14 +379,14 @@ def _price(run: Figures, measured: MeasuredRun, prices: Prices, wanted: Hosts, n
 
 
 def _job_s(run: Figures, step_s: float, steps: int) -> float:
-    """Seconds of the job: its steps, and what else it did, of which validations and checkpoints grow with the steps."""
+    """Return the seconds of the job: its steps, and all else, of which validations and checkpoints grow with them."""
     grows = sum(run.shares[name] for name in ("validation", "checkpoints"))
     fixed = run.apart_s - grows
     return fixed + grows * steps / max(1, run.num_steps) + step_s * steps
 
 
 def _between(first: int, last: int) -> list[int]:
-    """Some whole numbers from the first to the last."""
+    """Return some whole numbers from the first to the last."""
     if last - first < _MAX_LINES:
         return list(range(first, last + 1))
     parts = _MAX_LINES - 1

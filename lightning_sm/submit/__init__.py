@@ -1,1 +1,1 @@
-"""Start jobs: from one small YAML file to the SageMaker SDK, checked before anything is sent."""
+"""Submission of jobs: from one small YAML file to the SageMaker SDK, checked before anything is sent."""

@@ -346,7 +346,7 @@ def _with_similar_key(message: str) -> str:
 
 
 def _all_keys(section: type) -> set[str]:
-    """The keys of a section of a job file, and of the sections below it."""
+    """Return the keys of a section of a job file, and of the sections below it."""
     keys: set[str] = set()
     for name, kind in get_type_hints(section).items():
         keys.add(name)

@@ -1,4 +1,4 @@
-"""Run a job in the SDK's local mode, and judge it by its containers.
+"""Local mode: a job is run by the SDK, and judged by its containers.
 
 The result of ``fit()`` in local mode is unreliable: ``docker compose up --abort-on-container-exit`` returns the exit
 code of the first container that stops, so that the same failed job raises or succeeds at random, and SDK v2's
@@ -105,7 +105,7 @@ def judge(containers: Sequence[Container], num_hosts: int, sdk_exit_code: int) -
 
 
 def failure_reasons(root: Path) -> list[str]:
-    """The contents of the hosts' ``/opt/ml/output/failure``.
+    """Return the contents of the hosts' ``/opt/ml/output/failure``.
 
     SDK v3 keeps each host's files in the job's folder; v2 keeps an archive in which the hosts overwrite each other.
     """
@@ -142,7 +142,7 @@ def _run_sdk(plan: TrainingRequest, root: Path, timeout_s: float | None) -> int:
 
 
 def _environment(root: Path) -> Mapping[str, str]:
-    """Variables that keep the SDK off the network: no instance metadata, no telemetry. It requires a region."""
+    """Return variables that keep the SDK off the network: no instance metadata, no telemetry. It requires a region."""
     config = root / "sagemaker-config.yaml"
     config.write_text(yaml.safe_dump(without_telemetry({})), encoding="utf-8")
     defaults = {

@@ -1,4 +1,4 @@
-"""Where a job logs to MLflow: what the job file may say, and how the script gets to know it."""
+"""The MLflow server of a job: valid values in the job file, and the variable that tells the script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a job: all problems at once, before anything is sent.
+"""Checks of a job, which find all problems at once, before anything is sent.
 
 These rules relate one key to another, or the service applies them without documenting them in its API model. The
 limits of single values are in ``service_limits``.

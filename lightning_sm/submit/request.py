@@ -1,4 +1,4 @@
-"""What both SDKs need for a job: everything is decided here; the adapters only rename it."""
+"""The request for a job, for both SDKs: everything is decided here, and the adapters only rename it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_sm.submit.metric_patterns import metric_definitions
 from lightning_sm.submit.mlflow import MLFLOW_TRACKING_URI
 
 _CODE_DIR = f"/opt/ml/input/data/{CODE_CHANNEL}"
-# What local mode does not have, and the script might miss.
+# Keys that local mode does not support, and that the script might miss.
 _NOT_LOCAL = (
     "spot",
     "checkpoints",

@@ -1,4 +1,4 @@
-"""Submit a job again when there is no capacity for it."""
+"""Retries of a submission while there is no capacity for the job."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def submit_until_capacity(
 
 
 def _may_pass(error: ClientError) -> bool:
-    """Whether the service may accept the same job later."""
+    """Return whether the service may accept the same job later."""
     if error.response["Error"]["Code"] not in _TRANSIENT_CODES:
         return False
     quota = _QUOTA.search(str(error))
@@ -88,7 +88,7 @@ def _may_pass(error: ClientError) -> bool:
 
 
 def pause_after(attempt: int, retries: Retries) -> float:
-    """Seconds to wait after a try, the first of which is 1.
+    """Return the seconds to wait after a try; the first try is number 1.
 
     The pause doubles each time; half of it is random, so that clients that failed together do not retry together.
     """

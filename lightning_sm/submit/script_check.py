@@ -137,7 +137,7 @@ def _script(job: Job) -> Path | None:
 
 
 def _trainer_group(job: Job) -> str:
-    """The name of a group that trains; the job has one, as preflight has checked."""
+    """Return the name of a group that trains; the job has one, as preflight has checked."""
     groups = tuple(InstanceGroup(name, (name,), group.instance_type) for name, group in job.groups.items())
     hosts = tuple(job.groups)
     for host in hosts:

@@ -83,7 +83,7 @@ def request_problems(request: Mapping[str, Any], operation: str = "CreateTrainin
 
 
 def matches(member: str, value: str) -> bool:
-    """Whether a text is valid for a member of CreateTrainingJob, such as ``RoleArn``."""
+    """Return whether a text is valid for a member of CreateTrainingJob, such as ``RoleArn``."""
     return not list(_violations(value, _input_shape().members[member], member))
 
 
@@ -164,6 +164,6 @@ def _pattern(pattern: str) -> str:
 
 
 def _source(path: str) -> str:
-    """The keys of the job file behind a place in the request."""
+    """Return the keys of the job file behind a place in the request."""
     plain = re.sub(r"\[.*?\]| \(name\)", "", path).removeprefix(_DEFINITION)
     return next((source for prefix, source in _SOURCES.items() if plain.startswith(prefix)), "the request")

@@ -1,4 +1,4 @@
-"""What can be done with a job: show the request, run it in local mode, submit it."""
+"""The uses of a job file: show the request, run the job in local mode, submit it."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def _rehearse(job: Job, session: boto3.Session, gate: Gate) -> tuple[TrainingReq
 
 
 def _checked(job: Job, request: dict[str, Any], findings: Findings) -> dict[str, Any]:
-    """Check the request of a training job, and return that which is sent: the same, or what is made of it."""
+    """Check the request of a training job, and return the one to send: the same, or that of a tuning job."""
     if job.tune is not None:
         arguments, warnings = tuning_job(job.tune, with_placeholders(job).name, request)
         findings.warnings += warnings
@@ -183,7 +183,7 @@ def _hyperparameters(job: Job, findings: Findings) -> dict[str, str]:
 
 
 def _without_secrets(request: Mapping[str, Any]) -> dict[str, Any]:
-    """A request, or the part of one that describes a training job, with ``(hidden)`` in place of secrets."""
+    """Return a request, or its description of a training job, with ``(hidden)`` in place of secrets."""
     safe = dict(request)
     for name in ("HyperParameters", "StaticHyperParameters"):
         if name in request:

@@ -23,14 +23,14 @@ from lightning_sm.submit.service_limits import fitting
 _TIME = "-%y%m%d-%H%M%S"
 _MAX_NAME_CHARS = 32
 _MAX_PREFIX_CHARS = _MAX_NAME_CHARS - len("-261122-235959")
-# With the name of the objective, which the service adds.
+# Including the name of the objective, which the service adds.
 _MAX_HYPERPARAMETERS = 100
 # API, ParameterRanges: for all kinds of ranges together.
 _MAX_RANGES = 30
 _DEFAULT_JOBS = 10
 _SCALES = {"auto": "Auto", "linear": "Linear", "log": "Logarithmic", "reverse_log": "ReverseLogarithmic"}
 _WARM_STARTS = {"identical": "IdenticalDataAndAlgorithm", "transfer": "TransferLearning"}
-# Parts of the request that a tuning job has elsewhere, or that say only what it does anyway.
+# Parts of the request that a tuning job has elsewhere, or that only state what it does anyway.
 _NOT_MISSED = frozenset({"TrainingJobName", "HyperParameters", "Tags", "ProfilerConfig", "DebugHookConfig"})
 _KEYS = {"TensorBoardOutputConfig": "tensorboard", "RemoteDebugConfig": "remote_debug"}
 
@@ -56,7 +56,7 @@ def tuning_problems(job: Job) -> Iterator[str]:
 
 
 def advice(job: Job) -> Iterator[str]:
-    """Say what is allowed in a tuning job but rarely intended, or not known to work."""
+    """Yield warnings about what is allowed in a tuning job but rarely intended, or not known to work."""
     if job.tune is not None and len(job.groups) > 1:
         yield (
             f"tune with {len(job.groups)} groups: the API accepts instance groups in tuning jobs; whether the service "
@@ -111,7 +111,7 @@ def tuning_job(tune: Tune, name: str, request: Mapping[str, Any]) -> tuple[dict[
 
 
 def count_problem(tune: Tune, request: Mapping[str, Any]) -> str | None:
-    """Say if there are too many hyperparameters, those that are tuned included.
+    """Return a problem if there are too many hyperparameters, those that are tuned included.
 
     Args:
         tune: What is tuned.
@@ -128,7 +128,7 @@ def count_problem(tune: Tune, request: Mapping[str, Any]) -> str | None:
 
 
 def first_values(tune: Tune) -> dict[str, str]:
-    """One value of each range, as the service would write it into ``hyperparameters.json``."""
+    """Return one value of each range, as the service would write it into ``hyperparameters.json``."""
     return {name: (_texts(one)[0] if one.values else _number(one.min)) for name, one in tune.ranges.items()}
 
 

@@ -1,4 +1,4 @@
-"""DataHosts: ask the data hosts of a job how they are, by a call of the data service that only looks."""
+"""The status of a job's data hosts, by a call of the data service that grants no lease."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SETTINGS = ("token", "tls_certificate", "tls_key", "tls_authority")
 
 @dataclass(frozen=True)
 class Answer:
-    """What a data host said.
+    """The answer of a data host.
 
     Attributes:
         state: Its state, see ``HostReport``; None if it did not answer.

@@ -1,4 +1,4 @@
-"""Look at a job again and again, and show it: in place in a terminal, one table below the other elsewhere."""
+"""The loop that shows a job at intervals: in place in a terminal, one table below the other elsewhere."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from lightning_sm.top.snapshot import Snapshot, Watch
 _LOG = command_logger(__name__)
 
 _LIVE_S, _PLAIN_S = 1.0, 10.0
-# Rates need two looks.
+# Rates need two snapshots.
 _FIRST_S = 1.0
-# Between two attempts the emulator has no processes of the job, for a moment.
+# Between two attempts, the emulator has no processes of the job for a moment.
 _GONE_S = 3.0
 
 
@@ -69,7 +69,7 @@ def watch(name: str | None, *, every_s: float | None, is_once: bool, is_json: bo
         last, was_left = _run(looking, chosen, show, pause=pause, every_s=every_s, is_once=is_once)
     if was_left:
         return 0
-    if last is not None and is_live:  # the screen is gone, and with it what it showed
+    if last is not None and is_live:  # leaving the live screen has erased what it showed
         console.print(frame(last, console.width))
     if not is_once:
         _LOG.info("Job %s has ended, or its processes are gone.", chosen)
@@ -110,7 +110,7 @@ def _run(
     every_s: float,
     is_once: bool,
 ) -> tuple[Snapshot | None, bool]:
-    """Look until the job is gone or Ctrl-C is pressed; returns the last snapshot, and whether it was Ctrl-C."""
+    """Take snapshots until the job ends or Ctrl-C is pressed; return the last one, and whether it was Ctrl-C."""
     last = None
     seen_at = time.monotonic()
     is_first = True

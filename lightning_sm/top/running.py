@@ -1,4 +1,4 @@
-"""Find the jobs that run on this machine, by the environment of their processes: nothing has to be told where they are.
+"""The jobs that run on this machine, found by the environment of their processes, without any configuration.
 
 In a container that is the job of the container, also for a shell that has none of its variables. Where the emulator
 runs a job, it is all of its hosts.
@@ -47,7 +47,7 @@ def running_jobs() -> dict[str, list[RunningHost]]:
         name = job.name or "unnamed"
         key = (name, str(job.base_dir))
         if key in hosts:
-            # The script's processes have what the launcher has made for them.
+            # The script's processes have the variables that the launcher has set for them.
             made = {one.name: env[one.name] for one in (CONTROL_DIR, RECORD_DIR) if one.name in env}
             hosts[key] = replace(hosts[key], env={**hosts[key].env, **made})
         else:
@@ -59,10 +59,10 @@ def running_jobs() -> dict[str, list[RunningHost]]:
 
 
 def _environments() -> list[tuple[float, dict[str, str]]]:
-    """Start times and environments of the processes that belong to jobs."""
+    """Return start times and environments of the processes that belong to jobs."""
     found = []
     for process in psutil.process_iter():
-        # It may be another user's, or have just ended.
+        # The process may be another user's, or may have just exited.
         with suppress(psutil.Error, OSError):
             env = process.environ()
             is_of_job = CONTROL_DIR.name in env or (process.pid == _LAUNCHER_PID and _JOB_NAME in env)

@@ -1,4 +1,4 @@
-"""A snapshot of a job as it is shown in a terminal."""
+"""The view of a snapshot of a job in a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_sm._text import count, duration, percent, shortened
 from lightning_sm.top import snapshot
 from lightning_sm.top.snapshot import EventRow, HostRow, Snapshot
 
-# A state is known by its word and its sign; colour only repeats it.
+# A state has a word and a sign; colour only repeats them.
 _SIGNS = {
     snapshot.STARTING: ("~", "yellow"),
     snapshot.IDLE: (".", "cyan"),
@@ -55,7 +55,7 @@ class _Column:
 
 
 def frame(shown: Snapshot, width: int, height: int | None = None) -> RenderableType:
-    """Return what is shown of a snapshot.
+    """Return the view of a snapshot.
 
     Args:
         shown: The snapshot.
@@ -134,7 +134,7 @@ def _event(event: EventRow) -> Text:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """A line that is cut off at the end of the terminal's."""
+    """Return a line that is cut off at the edge of the terminal."""
     return Text(text, style, no_wrap=True, overflow="ellipsis")
 
 
@@ -164,7 +164,7 @@ _COLUMNS = (
 
 
 def _table(rows: Sequence[HostRow], width: int) -> Table:
-    """The hosts, in as many columns as the line has room for."""
+    """Return the table of hosts, with as many columns as fit."""
     columns = {column: [column.text(row) for row in rows] for column in _COLUMNS}
     kept: list[_Column] = []
     room = width

@@ -1,4 +1,4 @@
-"""What a job does at one moment, put together from what its hosts show: Watch, and the snapshots that it takes."""
+"""Snapshots of a job, put together from the traces that its hosts leave: Watch, and the snapshots that it takes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lightning_sm.record.tail import RecordTail, Writer
 from lightning_sm.top.data_hosts import Answer, StatusPoller
 from lightning_sm.top.running import RunningHost
 
-# A rank that should be training, and has not said so for this time.
+# A rank that should be training counts as silent after this time without a heartbeat.
 _SILENT_S = 30.0
 _ASK_S = 1.0
-# What data hosts and ranks have added since then are their rates: over one second they would jump.
+# The rates of data hosts and ranks are taken over this window: over one second, they would jump.
 _WINDOW_S = 10.0
 _MAX_EVENTS = 50
 
@@ -90,7 +90,7 @@ class HostRow:
 
 @dataclass(frozen=True)
 class EventRow:
-    """Something that happened.
+    """An event of the job.
 
     Attributes:
         t: When, in seconds since the Unix epoch.
@@ -141,7 +141,7 @@ class Snapshot:
 
 
 class Watch:
-    """Watches one job; a context manager.
+    """A watch over one job; a context manager.
 
     Args:
         name: Name of the job.
@@ -216,7 +216,7 @@ class Watch:
         return {host: answers.get(host, Answer(problem=self._why_not_asked)) for host in data_hosts}
 
     def _serving(self, now: float, name: str, answer: Answer, *, is_over: bool) -> dict[str, Any]:
-        """What a data host says of itself."""
+        """Return the fields of a data host's row, from its answer."""
         state = answer.state
         if state is None:
             if is_over:  # a data host exits once all trainers have finished
@@ -233,7 +233,7 @@ class Watch:
         return facts
 
     def _waits(self, now: float, answers: Mapping[str, Answer]) -> dict[str, float]:
-        """Part of the time since the last look in which ranks waited for data hosts, by trainer host."""
+        """Return the share of the time window in which ranks waited for data hosts, by trainer host."""
         figures: dict[str, Mapping[str, float]] = {}
         hosts: dict[str, str] = {}
         for answer in answers.values():
@@ -260,7 +260,7 @@ class Watch:
 
 def _record_folder(host: RunningHost) -> Any:
     named = RECORD_DIR.read(host.env)
-    # It names the attempt's folder.
+    # The variable names the attempt's folder.
     return events.record_folder(host.job) if named is None else named.parent
 
 
@@ -270,7 +270,7 @@ def _beats(host: RunningHost) -> list[Beat]:
 
 
 def _training(own: Iterable[Writer], beats: Sequence[Beat] | None, wait: float | None) -> dict[str, Any]:
-    """What the ranks of a host do."""
+    """Return the fields of a trainer host's row, from its ranks."""
     facts: dict[str, Any] = {}
     rates, samples, waits = [], [], []
     for writer in own:
@@ -328,7 +328,7 @@ def _events(writers: Iterable[Writer]) -> list[EventRow]:
 
 
 def _totals(rows: Sequence[HostRow]) -> dict[str, Any]:
-    """The values of the whole job."""
+    """Return the values of the whole job."""
 
     def known(name: str) -> list[Any]:
         return [value for row in rows if (value := getattr(row, name)) is not None]

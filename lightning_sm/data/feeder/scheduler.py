@@ -83,7 +83,7 @@ class Liveness(Enum):
 
 
 class Retry(Enum):
-    """How often a failed request for a single step is repeated.
+    """The policy for repeating a failed request for a single step.
 
     ELSEWHERE: until it succeeds: the failure has other causes (connection lost, host overloaded).
     LIMITED: a few times: the request may be the cause (a worker was killed).

@@ -25,11 +25,11 @@ _REFUSALS = (TypeError, ValueError, RuntimeError, BotoCoreError, Boto3Error)
 
 
 class _RequestReadyError(Exception):
-    """Ends a rehearsal; its argument is the complete request."""
+    """The exception that ends a rehearsal; its argument is the complete request."""
 
 
 class Gate:
-    """Stands between a boto3 session and CreateTrainingJob, or all of the network, by means of botocore's events.
+    """A gate between a boto3 session and CreateTrainingJob, or all of the network, made of botocore's events.
 
     Args:
         boto_session: The session. The gate applies to clients that are created from it later: one gate for a session,

@@ -1,4 +1,4 @@
-"""Whether the internals of SDK v2 are those that its subclasses here were written for."""
+"""A check that the internals of SDK v2 are those for which its subclasses here were written."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def run_locally(plan: TrainingRequest, root: str) -> None:
 
 
 class _LocalTrainer(ModelTrainer):  # type: ignore[misc]  # the SDK is not typed here
-    """Starts the image with the argument ``train``, as the service does.
+    """A trainer that starts the image with the argument ``train``, as the service does.
 
     The SDK's local mode forgets the argument without source_code. With source_code it would replace the launcher with a
     shell: signals would not arrive, and hyperparameters with a dot in their names would be refused. Source:

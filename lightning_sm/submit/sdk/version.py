@@ -1,4 +1,4 @@
-"""Which version of the SageMaker SDK is installed, and its adapter."""
+"""The installed version of the SageMaker SDK, and its adapter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIRST_CORE = "2.24"
 
 
 def sdk_version() -> Literal["v2", "v3"]:
-    """Version of the installed SDK: v2 has ``Estimator``, v3 has ``ModelTrainer``.
+    """Return the version of the installed SDK: v2 has ``Estimator``, v3 has ``ModelTrainer``.
 
     Raises:
         SDKError: The SDK is not installed.
