@@ -81,6 +81,7 @@ class SageMakerJob:
         hosts: Names of all hosts, in the order of the source (the service sorts them as text).
         groups: Instance groups; exactly one in a homogeneous job.
         source: File or variable that the hosts came from, for error messages.
+        has_own_file: Whether that is the file, which is always this host's own. mpirun may pass on variables of rank 0.
         base_dir: The folder that SageMaker calls ``/opt/ml``.
         network_interface: Interface named by the service. It may not exist here (SDK v3 writes one that does not).
         channels: Input channels of this host, by name.
@@ -116,6 +117,7 @@ class SageMakerJob:
     data_groups: tuple[str, ...] | None = None
     main_port: int | None = None
     devices: int | None = None
+    has_own_file: bool = True
 
     @property
     def is_heterogeneous(self) -> bool:
@@ -219,6 +221,7 @@ class SageMakerJob:
             hosts=hosts,
             groups=groups,
             source=resources.origin,
+            has_own_file=(config_dir / "resourceconfig.json").exists(),
             base_dir=base,
             network_interface=resources.optional_text("network_interface_name"),
             channels=_channels(env, base, config_dir),

@@ -183,7 +183,9 @@ def plan(run: Figures, prices: Prices, wanted: Hosts | None = None, steps: int |
     measured = measure(run)
     steps = steps or run.num_steps
     caveats = list(_caveats(run, measured, wanted))
-    per_host = _workers_per_host(run, measured, wanted)
+    per_host = max(1, round(measured.model.workers / max(1, measured.num_hosts)))
+    if wanted.vcpus is not None:
+        per_host = default_workers(wanted.vcpus)
     _, slowest = _speeds(wanted)
     needed = replace(measured.model, cost_s=measured.model.cost_s / slowest).workers_needed
     first = _measured_line(run, measured, prices, steps)
@@ -360,12 +362,6 @@ def _speeds(wanted: Hosts) -> tuple[float, float]:
     if wanted.speed is not None:
         return wanted.speed, wanted.speed
     return (_OTHER_KIND[1], _OTHER_KIND[0]) if wanted.is_other_kind else (1.0, 1.0)
-
-
-def _workers_per_host(run: Figures, measured: MeasuredRun, wanted: Hosts) -> int:
-    if wanted.vcpus is not None:
-        return default_workers(wanted.vcpus)
-    return max(1, round(measured.model.workers / max(1, measured.num_hosts)))
 
 
 def _price(run: Figures, measured: MeasuredRun, prices: Prices, wanted: Hosts, num_hosts: int) -> float | None:

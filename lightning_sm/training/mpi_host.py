@@ -34,7 +34,7 @@ def main_host_of_mpi(start: RankStart, job: SageMakerJob, topology: Topology) ->
         return own
     # The toolkit's mpirun passes rank 0's SM_* variables to all ranks; the job's file is each host's own.
     stated = os.environ.get("SM_CURRENT_HOST")
-    if stated in hosts and (stated != own or job.source.startswith("SM_")):
+    if stated in hosts and (stated != own or not job.has_own_file):
         return stated
     if hosts.index(own) == start.node_rank:
         return topology.main_host

@@ -46,10 +46,12 @@ def test_sources_are_tried_from_file_to_variables(tmp_path):
 
 def test_source_names_where_the_hosts_came_from(tmp_path):
     """Later errors can say which file or variable to look at."""
-    assert read(tmp_path, SM_HOSTS='["a"]', SM_CURRENT_HOST="a").source == "SM_HOSTS/SM_CURRENT_HOST"
+    from_variables = read(tmp_path, SM_HOSTS='["a"]', SM_CURRENT_HOST="a")
+    assert (from_variables.source, from_variables.has_own_file) == ("SM_HOSTS/SM_CURRENT_HOST", False)
     assert read(tmp_path, SM_RESOURCE_CONFIG=SDK_V3_LOCAL).source == "SM_RESOURCE_CONFIG"
     write_job(tmp_path, SDK_V3_LOCAL)
-    assert read(tmp_path).source == str(tmp_path / "input/config/resourceconfig.json")
+    from_file = read(tmp_path)
+    assert (from_file.source, from_file.has_own_file) == (str(tmp_path / "input/config/resourceconfig.json"), True)
 
 
 def test_base_dir_comes_from_the_argument_then_the_variable(tmp_path):

@@ -228,7 +228,7 @@ def test_main_host_under_mpirun_without_mpi4py(host, stated, source, expected):
     if stated is not None:
         os.environ["SM_CURRENT_HOST"] = stated
     os.environ.update(mpi(1))
-    job = replace(make_job(GROUP, host, addresses=ADDRESSES), source=source)
+    job = replace(make_job(GROUP, host, addresses=ADDRESSES), source=source, has_own_file=not source.startswith("SM_"))
     assert SageMakerEnvironment(job).main_address == expected
 
 
