@@ -144,16 +144,16 @@ def lines_of(log, situation):
         (
             "slow transforms",
             r" \| .* of the time for the transforms: the 2 workers of the data hosts are busy ([89]\d|100)% of the time"
-            r", with 0\.[34]\d? s for a batch\. At most \S+ times as many, [4-9] workers, would remove the wait .*",
+            r", with [34]\d\d ms for a batch\. At most \S+ times as many, [4-9] workers, would remove the wait .*",
         ),
         ("slow network", r" \| .* of the time for the network: .* is transfer from the data host \(2 MB a batch, .*"),
         (
             "slow code on rank 1",
-            r" \| Rank 1 on \S+ holds up the others: .* takes 0\.2\d s a step, .* 0\.0\d+ s on the others\.",
+            r" \| Rank 1 on \S+ holds up the others: .* takes 2\d\d ms a step, .* \d+(\.\d)? ms on the others\.",
         ),
         (
             "slow data host",
-            r" \| .* of the time because of data host {b}: a worker takes 0\.4\d? s for a batch there.*",
+            r" \| .* of the time because of data host {b}: a worker takes 4\d\d ms for a batch there.*",
         ),
     ],
 )
