@@ -165,8 +165,9 @@ class PreparedProcess:
         text = (
             "No Trainer used SageMakerEnvironment. If this process trained, "
             f"host {topology.current_host} trained alone, and so did each of the {topology.num_nodes} trainer hosts "
-            f"({topology.source}).\n{topology.table()}\nSet Trainer(num_nodes=environment.num_nodes): with num_nodes=1 "
-            "and one device, Lightning ignores the cluster. SageMakerCLI sets it for you."
+            f"({topology.source}).\n{topology.table()}\nSet Trainer(plugins=[environment], "
+            "num_nodes=environment.num_nodes): with num_nodes=1 and one device, Lightning ignores the cluster, and "
+            "without the plugin each host waits as rank 0. SageMakerCLI sets both for you."
         )
         # An exit handler does not know the exit code. The launcher does, and logs the text if the script succeeds.
         if not leave_warning(text):
