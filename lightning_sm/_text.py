@@ -14,10 +14,10 @@ def duration(seconds: float) -> str:
     """Return a length of time: ``18.4 ms``, ``96 s``, ``12 min 5 s``, ``18 min``, ``3 h 20 min``."""
     if seconds < _LONG_S:
         return step_time(seconds)
-    if round(seconds) < _HOUR_S:
-        (large, small), units = divmod(round(seconds), _MINUTE_S), ("min", "s")
-    else:
-        (large, small), units = divmod(round(seconds / _MINUTE_S), _MINUTE_S), ("h", "min")
+    whole, units = round(seconds), ("min", "s")
+    if whole >= _HOUR_S:
+        whole, units = round(seconds / _MINUTE_S), ("h", "min")
+    large, small = divmod(whole, _MINUTE_S)
     return f"{large} {units[0]} {small} {units[1]}" if small else f"{large} {units[0]}"
 
 

@@ -9,12 +9,13 @@ from typing import Any
 from lightning_sm.errors import JobConfigError
 
 
-def read_mapping(file: Path, what: str) -> dict[str, Any]:
+def read_mapping(file: Path, what: str, example: str = "") -> dict[str, Any]:
     """Read a YAML or JSON file whose keys are names.
 
     Args:
         file: The file.
         what: What it is, for messages, such as "file of prices".
+        example: A file of this kind, shown if the file holds something else.
 
     Raises:
         JobConfigError: It cannot be read, is malformed, or holds something else.
@@ -31,7 +32,8 @@ def read_mapping(file: Path, what: str) -> dict[str, Any]:
     except ValueError as error:  # not UTF-8, or malformed JSON
         raise JobConfigError(f"The {what} {file} is malformed: {error}.") from error
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise JobConfigError(f"The {what} {file} is not a mapping from names to values.")
+        shown = f" One looks like this:\n{example}" if example else ""
+        raise JobConfigError(f"The {what} {file} is not a mapping from names to values.{shown}")
     return values
 
 

@@ -96,7 +96,7 @@ def read_prices(file: Path | None, flags: Iterable[str]) -> Prices:
 
 
 def _parsed(file: Path) -> dict[str, Any]:
-    fields = read_mapping(file, "file of prices")
+    fields = read_mapping(file, "file of prices", FILE_FORMAT)
     if not isinstance(fields.get("per_hour"), dict):
         raise JobConfigError(f"{file} has no table per_hour. A price file looks like this:\n{FILE_FORMAT}")
     unknown = sorted(map(str, set(fields) - {"currency", "per_hour"}))

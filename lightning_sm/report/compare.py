@@ -141,7 +141,7 @@ def read_figures(file: Path) -> ComparedRun:
     Raises:
         JobConfigError: The file cannot be read, or a value is missing or wrong.
     """
-    fields = read_mapping(file, "file of figures")
+    fields = read_mapping(file, "file of figures", FIGURES_FORMAT)
     unknown = sorted(map(str, set(fields) - _FIGURES))
     if unknown:
         raise JobConfigError(f"{file}: unknown key {unknown[0]}. A file of figures looks like this:\n{FIGURES_FORMAT}")

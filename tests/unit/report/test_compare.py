@@ -138,7 +138,7 @@ def test_the_documented_file_is_valid(tmp_path):
     ("content", "message"),
     [
         ("step_s: [", "is not valid YAML"),
-        ("- 1", "file of figures .* is not a mapping"),
+        ("- 1", r"(?s)file of figures .* is not a mapping .*\nstep_s: 0\.1968"),
         ("{hosts: {a: 1}, step_s: 1, stepsize: 2}", "unknown key stepsize"),
         ("{step_s: 1}", "hosts is None"),
         ("{hosts: {a: 1.5}, step_s: 1}", r"hosts\.a is 1\.5; expected a positive whole number"),
