@@ -171,30 +171,34 @@ def host_pids(host: DataHost) -> list[int]:
 
 
 @contextlib.contextmanager
-def data_hosts(datamodules: Sequence[LightningDataModule], cores: Cores, workers: int) -> Iterator[list[DataHost]]:
-    """Run a data host for each DataModule, all on the same cores."""
+def data_hosts(environments: Sequence[dict[str, str]], cores: Cores, workers: int) -> Iterator[list[DataHost]]:
+    """Run a data host with each of some environments, all on the same cores."""
     from lightning_sm.data.host.data_host import DataHost
 
     with contextlib.ExitStack() as stack:
         with pinned(cores):
-            hosts = [stack.enter_context(DataHost(datamodule, workers=workers)) for datamodule in datamodules]
+            hosts = []
+            for environment in environments:
+                os.environ.update(environment)
+                hosts.append(stack.enter_context(DataHost(workers=workers)))
         yield hosts
 
 
 @contextlib.contextmanager
 def service(
-    datamodules: Sequence[LightningDataModule],
+    datamodule: LightningDataModule,
     workers: int,
     host_cores: Cores,
     trainer_cores: Cores,
     settings: DataServiceSettings | None = None,
+    environments: Sequence[dict[str, str]] = ({},),
 ) -> Iterator[Service]:
-    """Run a data host for each DataModule, and open the training loader of the first on the trainer's cores."""
+    """Run data hosts, one with each of some environments, and open a training loader on the trainer's cores."""
     from lightning_sm.data.trainer.datamodule import RemoteDataModule
 
     prepare(trainer_cores)
-    with data_hosts(datamodules, host_cores, workers) as hosts:
-        remote = RemoteDataModule(datamodules[0], [host.address for host in hosts], settings=settings, seed=0)
+    with data_hosts(environments, host_cores, workers) as hosts:
+        remote = RemoteDataModule(datamodule, [host.address for host in hosts], settings=settings, seed=0)
         remote.setup("fit")
         try:
             yield Service(hosts, remote, remote.train_dataloader())

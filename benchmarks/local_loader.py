@@ -128,11 +128,11 @@ def fit(
     data: Any = ImagesData(num_blurs, 0 if hosts else workers)
 
     def is_ready() -> bool:
-        return not hosts or all(host.state == "up" for host in data._hosts.feeder.snapshot().hosts)
+        return not hosts or all(host.state == "up" for host in data._hosts.connection.feeder.snapshot().hosts)
 
     with contextlib.ExitStack() as stack:
         if hosts:
-            running = stack.enter_context(data_hosts([data] * hosts, host_cores, workers))
+            running = stack.enter_context(data_hosts([{}] * hosts, host_cores, workers))
             settings = DataServiceSettings(local_workers=local_workers)
             data = RemoteDataModule(data, [host.address for host in running], settings=settings, seed=0)
         model = Work(step_units, num_batches, is_ready)

@@ -87,8 +87,8 @@ def remote(
     *, num_hosts: int, workers: int, step_s: float, num_batches: int, host_cores: list[int], trainer_cores: list[int]
 ) -> float:
     """Seconds per step with a number of data hosts and workers on each."""
-    modules = [SlowData(SAMPLE_S) for _ in range(num_hosts)]
-    with service(modules, workers, host_cores, trainer_cores) as running:
+    data, hosts = SlowData(SAMPLE_S), [{}] * num_hosts
+    with service(data, workers, host_cores, trainer_cores, environments=hosts) as running:
         return interval_s(running.loader, num_batches, 4 * num_hosts * workers + 4, step_s)
 
 

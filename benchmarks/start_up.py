@@ -52,7 +52,7 @@ class Data(LightningDataModule):
         return DataLoader(torch.arange(12800), batch_size=64)
 
 imported = time.time()
-with DataHost(Data()) as host:
+with DataHost() as host:
     module = RemoteDataModule(Data(), [host.address])
     module.setup("fit")
     next(iter(module.train_dataloader()))
@@ -90,7 +90,7 @@ def start(workers: int, host_cores: list[int], trainer_cores: list[int]) -> dict
 
     prepare(trainer_cores)
     began = time.perf_counter()
-    with data_hosts([IndicesData()], host_cores, workers) as hosts:
+    with data_hosts([{}], host_cores, workers) as hosts:
         up = time.perf_counter()
         remote = RemoteDataModule(IndicesData(), [hosts[0].address], seed=0)
         remote.setup("fit")

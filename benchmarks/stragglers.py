@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import statistics
 import sys
 import time
@@ -28,6 +29,8 @@ from lightning_sm._table import draw_table
 
 BATCH_SIZE = 4
 SLOW = "one of two 8 x slower"
+# By how much a data host is slower, in its environment.
+SLOWNESS = "LIGHTNING_SM_BENCHMARK_SLOWNESS"
 LONG_GAP_S = 0.25  # far more than a batch takes, hedged or not, without a failure
 
 
@@ -43,7 +46,7 @@ class Numbers(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Return a sample after its time."""
-        sleep_s(self.sample_s)
+        sleep_s(self.sample_s * float(os.environ[SLOWNESS]))
         return torch.tensor(index)
 
 
@@ -72,8 +75,12 @@ def epoch(
     """Run a warm-up epoch and another one; return the time of the latter and the waits between its batches."""
     sample_s = batch_s / BATCH_SIZE
     length = num_batches * BATCH_SIZE
-    modules = [NumbersData(length, factor * sample_s) for factor in factors]
-    with service(modules, workers, host_cores, trainer_cores) as running, contextlib.ExitStack() as stack:
+    hosts = [{SLOWNESS: str(factor)} for factor in factors]
+    data = NumbersData(length, sample_s)
+    with (
+        service(data, workers, host_cores, trainer_cores, environments=hosts) as running,
+        contextlib.ExitStack() as stack,
+    ):
         began = time.perf_counter()
         times, samples, frozen_at = [], [], None
         for step, batch in enumerate(running.loader):

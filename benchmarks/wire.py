@@ -104,7 +104,7 @@ def ours(
 ) -> dict[str, Any]:
     """Receive batches for some seconds, after checking the first ones against the expected batches."""
     kind = PAYLOADS[payload]
-    with service([Ready(kind, samples)], workers, host_cores, trainer_cores) as running:
+    with service(Ready(kind, samples), workers, host_cores, trainer_cores) as running:
         batches = iter(running.loader)
         for index, batch in enumerate(itertools.islice(batches, NUM_SOURCES)):
             if not np.array_equal(batch.numpy().reshape(-1).view(np.uint8), kind.batch(index)):

@@ -20,14 +20,16 @@ from lightning_sm._lightning import (
     ArgsType,
     LightningArgumentParser,
     LightningCLI,
-    LightningDataModule,
     LightningModule,
     Trainer,
     check_same_distribution,
 )
 from lightning_sm._log import show_log_lines
-from lightning_sm.data.service import no_datamodule, remote, serve
+from lightning_sm.data.service import serve
 from lightning_sm.data.settings import DataServiceSettings
+from lightning_sm.data.trainer.bare_loaders import bare_loaders
+from lightning_sm.data.trainer.connection import Connection
+from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.job.command_line import is_toolkit_rendering, job_arguments
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.redaction import shown
@@ -140,15 +142,18 @@ class SageMakerCLI(LightningCLI):
         parser.add_class_arguments(DataServiceSettings, _DATA_SERVICE)
 
     def instantiate_classes(self) -> None:
-        """Instantiate model, DataModule and trainer; a data host instantiates and serves the DataModule, then exits."""
+        """Instantiate model, DataModule and trainer; a data host serves the DataModule of rank 0 instead, and exits."""
         if self.job is None or not self.topology.data_hosts:
             super().instantiate_classes()
             return
         if self.topology.role is Role.DATA:
-            serve(self._datamodule_alone(), self.job, self.topology, self.data_service)
+            serve(self.job, self.topology, self.data_service)
             sys.exit(0)
         super().instantiate_classes()
-        self.datamodule = remote(self._required(self.datamodule), self.job, self.topology, self.data_service)
+        datamodule = self.datamodule or bare_loaders(self.model, {})
+        if datamodule is not None:
+            connection = Connection.of_job(self.job, self.topology, self.data_service)
+            self.datamodule = RemoteDataModule(datamodule, connection)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Instantiate the trainer, in a job with the cluster environment and the job's callbacks."""
@@ -233,25 +238,6 @@ class SageMakerCLI(LightningCLI):
         if DataServiceSettings(**vars(values)) != DataServiceSettings():
             config[_DATA_SERVICE] = values
 
-    def _datamodule_alone(self) -> LightningDataModule:
-        """Instantiate the DataModule and the classes from which links take its arguments, and nothing else."""
-        parser = self._parser(self.subcommand)
-        config = self.config[self.subcommand] if self.subcommand else self.config
-        with _instantiates_only("data", parser) as names:
-            wanted = Namespace()  # type: ignore[no-untyped-call]
-            for name in names:
-                if name in config:
-                    wanted[name] = config[name]
-            # jsonargparse 4.49 renamed instantiate_classes.
-            instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
-            return self._required(instantiate(wanted).get("data"))
-
-    def _required(self, datamodule: LightningDataModule | None) -> LightningDataModule:
-        if datamodule is None:
-            advice = "Pass a datamodule_class to SageMakerCLI"
-            raise no_datamodule(self.topology, "the script has", advice)
-        return datamodule
-
 
 @contextmanager
 def _links_postponed(parsers: Sequence[LightningArgumentParser]) -> Iterator[None]:
@@ -265,44 +251,6 @@ def _links_postponed(parsers: Sequence[LightningArgumentParser]) -> Iterator[Non
     finally:
         for actions, all_actions in zip(links, kept, strict=True):
             actions[:] = all_actions
-
-
-@contextmanager
-def _instantiates_only(name: str, parser: LightningArgumentParser) -> Iterator[set[str]]:
-    """Restrict what a parser instantiates to one class, and the classes from which links compute its arguments.
-
-    Otherwise, jsonargparse computes all links and instantiates every class group; a group that is missing in the
-    configuration is instantiated without arguments.
-
-    Yields:
-        Names of the classes in the configuration.
-    """
-    wanted = {name}
-    all_links = _links_of(parser)
-    links: list[Any] = []
-    while True:
-        new = [
-            link
-            for link in all_links
-            if link.apply_on == "instantiate"
-            and link not in links
-            and any(f"{link.target[0]}.".startswith(f"{one}.") for one in wanted)
-        ]
-        if not new:
-            break
-        links += new
-        wanted.update(source.dest for link in new for _, source in link.source)
-    groups = parser._action_groups
-    kept = list(all_links)
-    try:
-        all_links[:] = links
-        parser._action_groups = [
-            group for group in groups if not hasattr(group, "instantiate_class") or group.dest in wanted
-        ]
-        yield wanted
-    finally:
-        all_links[:] = kept
-        parser._action_groups = groups
 
 
 def _links_of(parser: LightningArgumentParser) -> list[Any]:

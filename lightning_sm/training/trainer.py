@@ -19,8 +19,10 @@ from lightning_sm._lightning import (
     Trainer,
 )
 from lightning_sm._log import show_log_lines
-from lightning_sm.data.service import no_datamodule, remote, serve
+from lightning_sm.data.service import serve
 from lightning_sm.data.settings import DataServiceSettings
+from lightning_sm.data.trainer.bare_loaders import bare_loaders
+from lightning_sm.data.trainer.connection import Connection
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Role, Topology
@@ -35,6 +37,11 @@ from lightning_sm.training.trainer_setup import TrainerSetup, as_list, cluster_a
 logger = logging.getLogger(__name__)
 
 
+# The stages of the arguments in which the methods of Trainer take loaders; None: that of the method.
+_LOADERS = {"train_dataloaders": "train", "val_dataloaders": "val", "dataloaders": None}
+_STAGES = {"validate": "val", "test": "test", "predict": "predict"}
+
+
 def _with_remote_data(method: Callable[..., Any]) -> Callable[..., Any]:
     """Let a method of Trainer fetch the batches of its DataModule from the job's data hosts."""
     signature = inspect.signature(method)
@@ -42,13 +49,8 @@ def _with_remote_data(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(trainer: SageMakerTrainer, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(trainer, *args, **kwargs).arguments
-        # Lightning also accepts a DataModule in place of the loaders.
-        for name in ("train_dataloaders", "dataloaders"):
-            if isinstance(given.get(name), LightningDataModule):
-                given["datamodule"] = given.pop(name)
-        given["datamodule"] = trainer._remote_data(method.__name__, given.get("datamodule"))
         given.pop("self")
-        return method(trainer, **given)
+        return method(trainer, **trainer._with_remote_data(method.__name__, given))
 
     return call
 
@@ -68,8 +70,9 @@ class SageMakerTrainer(Trainer):
     - saves a checkpoint when the job is interrupted, and resumes from the latest valid one (see ``SpotCheckpoint``);
     - writes the best model to the model directory at the end of ``fit``;
     - logs progress as lines, unless the user has another progress bar;
-    - on the hosts of data groups, serves the batches of the first DataModule that ``fit``, ``validate``, ``test`` or
-      ``predict`` gets, and exits when the trainers have finished; on the trainers, fetches the batches from there.
+    - fetches the batches from the hosts of data groups. There, the first ``fit``, ``validate``, ``test`` or ``predict``
+      serves them until the trainers have finished, and exits. Data hosts build them from what rank 0 has: the
+      DataModule, loaders that are handed over without one, or those of the model's own hooks.
 
     Hyperparameters and channels are left to the script: the launcher passes hyperparameters as ``--name=value``, and
     ``SageMakerJob.from_environment()`` has the folders of the channels.
@@ -89,8 +92,8 @@ class SageMakerTrainer(Trainer):
         is_set_up = any(isinstance(callback, JobOutputs) for callback in as_list(kwargs.get("callbacks")))
         self._job = None if is_set_up else SageMakerJob.from_environment()
         self._data_service = data_service or DataServiceSettings()
-        self._served: LightningDataModule | None = None
-        self._remote: RemoteDataModule | None = None
+        # By id: the user's DataModules and models, and what fetches their batches.
+        self._remote: dict[int, tuple[Any, RemoteDataModule]] = {}
         if self._job is None:
             leave_at_exit()
             super().__init__(**kwargs)
@@ -120,30 +123,36 @@ class SageMakerTrainer(Trainer):
         test = _with_remote_data(Trainer.test)
         predict = _with_remote_data(Trainer.predict)
 
-    def _remote_data(self, method: str, datamodule: LightningDataModule | None) -> LightningDataModule | None:
-        """Return the DataModule that fetches from the data hosts; on a data host, serve and exit."""
-        if self._job is None or not self._topology.data_hosts or isinstance(datamodule, RemoteDataModule):
-            return datamodule
-        if datamodule is None:
-            if self._remote is not None and method != "fit":
-                return None  # Lightning reuses the DataModule of fit
-            advice = "Put the DataLoaders into a LightningDataModule and pass it as datamodule"
-            raise no_datamodule(self._topology, f"{method}() got", advice)
+    def _with_remote_data(self, method: str, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a method that fetches from the data hosts; on a data host, serve and exit."""
+        if self._job is None or not self._topology.data_hosts:
+            return given
         if self._topology.role is Role.DATA:
-            serve(datamodule, self._job, self._topology, self._data_service)
+            serve(self._job, self._topology, self._data_service)
             sys.exit(0)
-        if self._remote is None:
-            self._served = datamodule
-            self._remote = remote(datamodule, self._job, self._topology, self._data_service)
-        if datamodule is self._served:
-            return self._remote
-        logger.warning(
-            "%s() loads the data of %s on this host: data hosts serve the first DataModule that the Trainer got, %s.",
-            method,
-            type(datamodule).__name__,
-            type(self._served).__name__,
-        )
-        return datamodule
+        connection = Connection.of_job(self._job, self._topology, self._data_service)
+        names = {name: stage or _STAGES[method] for name, stage in _LOADERS.items() if given.get(name) is not None}
+        datamodule = given.get("datamodule")
+        # Lightning also accepts a DataModule in place of the loaders.
+        for name in list(names):
+            if isinstance(given[name], LightningDataModule) and datamodule is None:
+                datamodule = given[name]
+                del names[name]
+        if isinstance(datamodule, RemoteDataModule) or (datamodule is not None and names):
+            return given  # Lightning refuses a DataModule together with loaders
+        if datamodule is None and not names and method != "fit" and getattr(self, "datamodule", None):
+            return given  # Lightning reuses the DataModule of fit
+        owner = datamodule
+        if datamodule is None:
+            model = given.get("model", self.lightning_module)
+            datamodule = bare_loaders(model, {stage: given[name] for name, stage in names.items()})
+            owner = datamodule if names else model
+        if datamodule is None:
+            return given  # Lightning says what is missing
+        if id(owner) not in self._remote:
+            self._remote[id(owner)] = owner, RemoteDataModule(datamodule, connection)
+        rest = {name: value for name, value in given.items() if name not in _LOADERS}
+        return {**rest, "datamodule": self._remote[id(owner)][1]}
 
 
 class SageMakerFabric(Fabric):

@@ -18,7 +18,7 @@ from typing import Any
 from lightning_sm import DataHost
 from tests.differential.cases import case
 from tests.differential.comparison import REASONS, Deviation, deviations
-from tests.differential.fits import Data, Twice
+from tests.differential.fits import Twice
 from tests.differential.ranks import Ranks
 
 
@@ -31,7 +31,7 @@ def compared(num_workers: int = 2) -> Iterator[Callable[[int], list[Deviation]]]
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         # A data host serves one run at a time.
-        hosts = [stack.enter_context(DataHost(Data(path), workers=num_workers)) for _ in range(2)]
+        hosts = [stack.enter_context(DataHost(workers=num_workers)) for _ in range(2)]
         alone = stack.enter_context(closing(Twice(path, hosts[0].address)))
         ranks = stack.enter_context(closing(Ranks(path, hosts[1].address)))
 

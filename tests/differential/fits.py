@@ -144,7 +144,9 @@ class Twice:
     def __init__(self, path: Path, address: str) -> None:
         self._path = path
         self._module = RemoteDataModule(Data(path), [address], settings=DataServiceSettings(batch_timeout_s=60))
-        self._module.closes_on_teardown = False  # as in a job; a feeder takes longer to start than a case to run
+        self._module._hosts.connection.closes_on_teardown = (
+            False  # as in a job; a feeder takes longer to start than a case to run
+        )
 
     def stock(self, number: int) -> Seen:
         """Run a case by stock Lightning.

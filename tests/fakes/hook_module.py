@@ -16,7 +16,7 @@ class HookModule:
     """
 
     def __init__(self, **hooks: Callable[[Any], Any]) -> None:
-        self.trainer = None
+        self.trainer: Any = None
         self._hooks = hooks
 
     def prepare_data(self) -> None:
@@ -24,6 +24,9 @@ class HookModule:
 
     def setup(self, stage: str) -> None:
         self._run("setup")
+
+    def teardown(self, stage: str) -> None:
+        self._run("teardown")
 
     def train_dataloader(self) -> Any:
         return self._run("train_dataloader") or DataLoader(range(8))  # type: ignore[arg-type]  # a range is a dataset

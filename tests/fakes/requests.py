@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+# The digest of the DataModule in requests.
+DIGEST = "d" * 32
+
 
 def open_request(loaders: str = "train", *, epoch: int = 0, trainer: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return a request to open the loaders of a training, as run 1 makes it; to run ``setup`` if ``loaders`` is empty.
@@ -21,8 +24,8 @@ def open_request(loaders: str = "train", *, epoch: int = 0, trainer: dict[str, A
         "epoch": epoch,
         "seed": 0,
         "prepares": True,
-        "state": "",
         "trainer": trainer or {},
+        "datamodule": DIGEST,
     }
 
 

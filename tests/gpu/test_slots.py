@@ -50,7 +50,7 @@ def extremes(batch):
 def module():
     """A DataModule whose window is as small as it can be, so that slots are used again at once."""
     settings = DataServiceSettings(batch_timeout_s=30.0, window_batches=2)
-    with DataHost(Data(), workers=4) as host:
+    with DataHost(workers=4) as host:
         module = RemoteDataModule(Data(), [host.address], settings=settings)
         module.setup("fit")
         yield module
@@ -59,7 +59,7 @@ def module():
 
 def test_batches_are_page_locked_until_the_end_of_the_fit():
     """CUDA says so itself; afterwards the memory is ordinary again, and a batch in it still valid."""
-    with DataHost(Data(), workers=2) as host:
+    with DataHost(workers=2) as host:
         for _ in range(2):  # the second fit of a process, too
             module = RemoteDataModule(Data(), [host.address], settings=DataServiceSettings(window_batches=2))
             module.setup("fit")
@@ -134,7 +134,7 @@ class SideStream(Model):
 @pytest.mark.parametrize("model", [Model, SideStream])
 def test_a_trainer_gets_whole_batches_in_two_fits(model, tmp_path):
     """Also where the user's code copies on a side stream, whose copies nobody else knows of."""
-    with DataHost(Data(), workers=4) as host:
+    with DataHost(workers=4) as host:
         for _ in range(2):
             fitted = model()
             trainer = Trainer(

@@ -102,7 +102,7 @@ def _served(datamodule: LightningDataModule) -> Iterator[RemoteDataModule | None
         _COUNTS["not pickled"] += 1
         yield None
         return
-    with DataHost(datamodule, workers=1, settings=_SETTINGS) as host:
+    with DataHost(workers=1, settings=_SETTINGS) as host:
         _COUNTS["served"] += 1
         yield RemoteDataModule(datamodule, [host.address], settings=_SETTINGS)
 

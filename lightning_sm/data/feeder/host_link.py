@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 import queue
 import random
 import threading
@@ -10,14 +12,23 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
+from itertools import chain
 from typing import Any, Protocol
 
 import grpc
 
 from lightning_sm.data.protocol import calls, grpc_transport
-from lightning_sm.data.protocol.calls import FinishRequest, HeartbeatRequest, HostReport, OpenRequest, Request
+from lightning_sm.data.protocol.calls import (
+    FinishRequest,
+    HeartbeatRequest,
+    HostReport,
+    LoadRequest,
+    OpenRequest,
+    Request,
+)
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.frames import frames
+from lightning_sm.data.protocol.spec import CHUNK_BYTES
 from lightning_sm.data.protocol.tls import closed_hint, fatal_hint
 from lightning_sm.data.settings import Credentials
 from lightning_sm.errors import DataHostMismatchError, DataServiceError, WireError
@@ -37,9 +48,17 @@ _FAILED_PERIOD_S = 10.0
 _CALL_TIMEOUT_S = 15.0
 _SAMPLER_TIMEOUT_S = 900.0
 _FINISH_TIMEOUT_S = 3.0
+_SNAPSHOT_TIMEOUT_S = 900.0
+# A snapshot of this size gets a line in the log.
+_LARGE_SNAPSHOT_BYTES = 256_000_000
 
 # Errors that a retry cannot fix.
-_FATAL = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+_FATAL = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+)
 
 
 class LinkState(Enum):
@@ -67,6 +86,9 @@ class Owner(Protocol):
 
     def link_opened(self, link: HostLink, name: str, reply: calls.SetUp | calls.Loaders | calls.Problem) -> str:
         """Take the host's reply to a request for loaders; return why the host cannot be used, or ""."""
+
+    def snapshot(self, digest: str) -> tuple[int, int] | None:
+        """Return a descriptor of a snapshot of this rank, to be closed, and its size; None: it has none."""
 
     def link_refused(self, error: DataServiceError) -> None:
         """Note that the host will never do what is requested."""
@@ -241,7 +263,11 @@ class HostLink:
                 continue
             answer = self._unary(request, _CALL_TIMEOUT_S)
             wanted = calls.Loaders if request.loaders else calls.SetUp
-            reply = calls.parse_reply(answer, "answer to Open", wanted, calls.Problem, calls.Running)
+            kinds = (wanted, calls.Problem, calls.Running, calls.Missing)
+            reply = calls.parse_reply(answer, "answer to Open", *kinds)
+            if isinstance(reply, calls.Missing):
+                self._send_snapshots(reply.snapshots)
+                return
             if isinstance(reply, calls.Running):
                 self._set_state(LinkState.OPENING, f"{request.hook} is still running")
                 self._nudge.set()
@@ -257,6 +283,38 @@ class HostLink:
                 self._opened.add(name)
         if self._wanted:
             self._come_up()
+
+    def _send_snapshots(self, digests: list[str]) -> None:
+        """Send what the host needs before it can open loaders; only rank 0 has it."""
+        found = {digest: self._owner.snapshot(digest) for digest in digests}
+        if not found or None in found.values():
+            self._set_state(LinkState.OPENING, "rank 0 has not sent its DataModule yet")
+            return
+        for digest, snapshot in found.items():
+            if snapshot is not None:
+                self._send_snapshot(digest, *snapshot)
+        self._nudge.set()
+
+    def _send_snapshot(self, digest: str, fd: int, num_bytes: int) -> None:
+        self._set_state(LinkState.OPENING, f"the DataModule is being sent ({num_bytes / 1e6:.0f} MB)")
+        began = time.monotonic()
+        method = self._channel.stream_unary(grpc_transport.method(LoadRequest.NAME))
+        try:
+            with mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ) as memory:
+                pieces = (memory[start : start + CHUNK_BYTES] for start in range(0, num_bytes, CHUNK_BYTES))
+                head = LoadRequest(digest, num_bytes).encode()
+                method(chain([head], pieces), metadata=self._metadata, timeout=_SNAPSHOT_TIMEOUT_S)
+        finally:
+            os.close(fd)
+        seconds = time.monotonic() - began
+        if num_bytes >= _LARGE_SNAPSHOT_BYTES:
+            logger.info(
+                "Sent the DataModule of rank 0 to data host %s: %.0f MB in %.1f s. What setup() creates need not be "
+                "sent, because it runs on the data hosts.",
+                self.name,
+                num_bytes / 1e6,
+                seconds,
+            )
 
     def _come_up(self) -> None:
         with self._notifying:

@@ -29,7 +29,7 @@ from lightning_sm.data.ipc.messages import RELEASE, Message, MessageSocket, Rele
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.shards import ShardSteps
-from lightning_sm.data.protocol.calls import Loaders, OpenRequest, Problem, SetUp
+from lightning_sm.data.protocol.calls import Loaders, Problem, SetUp
 from lightning_sm.data.protocol.failures import Failure, first_line
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.frames import FrameKind, StepRangeHeader, frame, parse_failure
@@ -62,9 +62,10 @@ class Feeder:
         self._requests: dict[int, StepRequest] = {}
         self._closed_early: set[int] = set()
         # Local workers start later than the data hosts: do not wait for them.
-        num_hosts = sum(not address.startswith("unix-abstract:") for address in settings.addresses)
+        num_hosts = sum(not kinds.is_local(address) for address in settings.addresses)
         self._agreements = LoaderAgreements(num_hosts, lambda name, reply: self._notify(kinds.Opened(name, reply)))
-        self._after_first: dict[str, OpenRequest] = {}
+        self._after_first: dict[str, kinds.OpenLoaders] = {}
+        self._snapshots: dict[str, tuple[int, int]] = {}  # by digest: descriptor and size
         # Sent with heartbeats. Threads of the links read it, so it is replaced as a whole.
         self.figures: RankFigures | None = None
         self._transfers: dict[str, float] = dict.fromkeys(settings.addresses, 0.0)
@@ -107,6 +108,9 @@ class Feeder:
     def _handle(self, messages: list[Message]) -> None:
         for message in messages:
             match message:
+                case kinds.ShareSnapshot():
+                    with self._lock:
+                        self._snapshots[message.digest] = message.fds[0], message.num_bytes
                 case kinds.OpenLoaders():
                     self._open(message)
                 case kinds.ShareRing():
@@ -127,21 +131,24 @@ class Feeder:
     def _open(self, loaders: kinds.OpenLoaders) -> None:
         request = loaders.request
         with self._lock:
+            if not request.loaders:  # a new run of the Trainer, for which hosts need no other snapshots
+                for digest in self._snapshots.keys() - loaders.snapshots:
+                    os.close(self._snapshots.pop(digest)[0])
             self._agreements.request(request.opening)
         links = list(self._links.values())
         if not loaders.prepares_everywhere:
             # Set this before asking the first host: its thread may get the reply at once.
-            self._after_first[request.opening] = request
+            self._after_first[request.opening] = loaders
             links = links[:1]
         for link in links:
-            link.want(request.opening, request)
+            link.want(request.opening, loaders.request_to(link.address))
 
     def _open_others(self, name: str) -> None:
         """Let the other hosts open loaders, now that the first has run prepare_data(), which may write shared files."""
-        request = self._after_first.pop(name, None)
-        if request is not None:
+        loaders = self._after_first.pop(name, None)
+        if loaders is not None:
             for link in list(self._links.values())[1:]:
-                link.want(name, replace(request, prepares=False))
+                link.want(name, replace(loaders.request_to(link.address), prepares=False))
 
     def _start(self, request: kinds.StartPass) -> None:
         pass_id, place, loader_pass = request.pass_id, request.place, request.loader_pass
@@ -287,6 +294,12 @@ class Feeder:
         if link is next(iter(self._links.values())):
             self._open_others(name)
         return ""
+
+    def snapshot(self, digest: str) -> tuple[int, int] | None:
+        """Return a copy of the descriptor of a snapshot, and its size."""
+        with self._lock:
+            found = self._snapshots.get(digest)
+            return None if found is None else (os.dup(found[0]), found[1])
 
     def link_refused(self, error: DataServiceError) -> None:
         """Fail: the host does not belong to this job, or violates the protocol."""

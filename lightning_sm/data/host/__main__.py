@@ -8,8 +8,6 @@ import socket
 import sys
 import traceback
 
-import cloudpickle
-
 from lightning_sm._collector import freeze_imports, pause_collector
 from lightning_sm._log import show_log_lines
 from lightning_sm.data.ipc.host_messages import Listening, Serve, StartFailed
@@ -18,7 +16,7 @@ from lightning_sm.data.ipc.processes import run_and_exit
 
 
 def main() -> None:
-    """Serve the DataModule that the owner sends."""
+    """Serve until the owner closes the connection."""
     # The owner decides what Ctrl-C means, and closes the connection to stop this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     show_log_lines()
@@ -27,19 +25,17 @@ def main() -> None:
     with pause_collector():
         from lightning_sm.data.host.main_process import MainProcess  # noqa: PLC0415 - without the collector
 
-        # Most of what either Lightning imports, here perhaps before the DataModule comes.
+        # Most of what either Lightning imports, while the owner may still be importing it.
         importlib.import_module("torchmetrics")
         freeze_imports()
     serve = owner.receive()
     if not isinstance(serve, Serve):
         return
+    with pause_collector():
+        for name in serve.imports:
+            importlib.import_module(name)
     try:
-        host = MainProcess(
-            cloudpickle.loads(serve.pickled_datamodule),
-            serve.settings,
-            lambda address: owner.send(Listening(address)),
-        )
-        host.serve(until=owner)
+        MainProcess(serve.settings, lambda address: owner.send(Listening(address))).serve(until=owner)
     except Exception as error:
         owner.send(StartFailed("".join(traceback.format_exception(error))))
         raise

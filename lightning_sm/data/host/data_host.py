@@ -1,15 +1,13 @@
-"""The ``DataHost``, which serves a DataModule from this machine: for tests, and for clusters set up by hand."""
+"""The ``DataHost``, which builds batches on this machine: for tests, and for clusters set up by hand."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import copy
 import subprocess
+import sys
 from types import TracebackType
-from typing import Any, ClassVar
-
-import cloudpickle
+from typing import ClassVar
 
 from lightning_sm._linux import usable_cpus
 from lightning_sm.data.ipc.host_messages import Listening, Serve, StartFailed
@@ -20,6 +18,9 @@ from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSet
 from lightning_sm.errors import DataServiceError
 
 _MAIN_PROCESS = "lightning_sm.data.host"
+
+# Rank 0's DataModule derives from one of them, which it imports here.
+_LIGHTNING = ("pytorch_lightning", "lightning.pytorch")
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 15.0
@@ -33,13 +34,15 @@ class DataHost:
 
     Example::
 
-        with DataHost(MyDataModule("data"), workers=4) as host:
+        with DataHost(workers=4) as host:
             trainer.fit(model, RemoteDataModule(MyDataModule("data"), addresses=[host.address]))
+
+    It gets the DataModule from rank 0, pickled, with each ``fit``, ``validate``, ``test`` and ``predict``. Classes and
+    functions of the script travel by value; what they look up in ``globals()`` by a name in a string is not there.
 
     Its processes import torch and Lightning, which takes as long as in the script. See ``preload``.
 
     Args:
-        datamodule: The user's DataModule, before any of its hooks has run. The data host gets a copy.
         address: Where to listen: ``host:port`` (port 0: any free port), or ``unix:path``.
         workers: Worker processes.
         settings: Limits, credentials.
@@ -47,12 +50,11 @@ class DataHost:
         name: Name of the host in messages. Default: its address.
     """
 
-    # Main processes that wait for their DataModule.
+    # Main processes that wait for their settings.
     _preloaded: ClassVar[list[tuple[subprocess.Popen[bytes], MessageSocket]]] = []
 
     def __init__(
         self,
-        datamodule: Any,
         address: str = "127.0.0.1:0",
         workers: int = 2,
         *,
@@ -62,7 +64,6 @@ class DataHost:
     ) -> None:
         settings = settings or DataServiceSettings()
         self.address = address
-        self._datamodule = datamodule
         self._settings = HostSettings(
             address=address,
             workers=workers,
@@ -110,7 +111,7 @@ class DataHost:
 
         Raises:
             DataSettingsError: A TLS file is missing or invalid.
-            DataServiceError: The address is taken, or the DataModule cannot be copied to another process.
+            DataServiceError: The address is taken.
             NeedsLinuxError: This system is not Linux.
         """
         process, sock = self._start()
@@ -119,8 +120,8 @@ class DataHost:
         except TimeoutError as error:
             self.close()
             raise DataServiceError(
-                f"The data host at {self.address} is not listening after {_START_TIMEOUT_S:g} s. Its process was "
-                "importing the modules of the DataModule, or copying it."
+                f"The data host at {self.address} is not listening after {_START_TIMEOUT_S:g} s: its process "
+                "is still importing torch and Lightning. Start it on a less busy machine, or earlier, with preload()."
             ) from error
         except BaseException:
             self.close()
@@ -147,7 +148,8 @@ class DataHost:
         read_tls(self._settings.credentials)
         self._process, self._socket = self._preloaded.pop(0) if self._preloaded else start_module(_MAIN_PROCESS)
         try:
-            self._socket.send(Serve(self._settings, cloudpickle.dumps(_without_trainer(self._datamodule))))
+            lightning = [name for name in sys.modules if name in _LIGHTNING]
+            self._socket.send(Serve(self._settings, lightning))
         except BaseException:
             self.close()
             raise
@@ -182,12 +184,3 @@ class DataHost:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-def _without_trainer(datamodule: Any) -> Any:
-    """Return a copy without the Trainer, which refers to the model: the data host needs neither."""
-    if getattr(datamodule, "trainer", None) is None:
-        return datamodule
-    detached = copy.copy(datamodule)
-    detached.trainer = None
-    return detached

@@ -1,20 +1,22 @@
-"""The user's DataModule on a data host: runs its hooks in Lightning's order, and keeps the requested loaders."""
+"""The DataModule of rank 0 on a data host: runs its hooks in Lightning's order, and keeps the requested loaders."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from lightning_sm.data.host.loader import ServedLoader, describe_structure
 from lightning_sm.data.host.random_state import seed_all
-from lightning_sm.data.host.trainer_stand_in import TrainerStandIn
+from lightning_sm.data.host.snapshot import load_object
+from lightning_sm.data.host.trainer_stand_in import stand_in
 from lightning_sm.data.plan.seeds import hook_seed
 from lightning_sm.data.protocol.calls import Loaders, OpenRequest, Problem, SetUp
-from lightning_sm.data.protocol.plain_values import plain_json
+from lightning_sm.data.protocol.plain_values import plain_json, plain_value
 from lightning_sm.errors import DataSettingsError
 
 logger = logging.getLogger(__name__)
@@ -24,33 +26,46 @@ _SLOW_HOOK_S = 10.0
 
 
 class ServedModule:
-    """The user's DataModule, whose hooks run when trainers request it.
-
-    Args:
-        datamodule: The user's DataModule.
+    """The DataModules that rank 0 sends, whose hooks run when trainers request it.
 
     Attributes:
         loaders: The opened loaders, by the name of the request that opened them.
         replies: The replies to successful requests, by their name.
     """
 
-    def __init__(self, datamodule: Any) -> None:
+    def __init__(self) -> None:
         self.loaders: dict[str, list[ServedLoader]] = {}
         self.replies: dict[str, SetUp | Loaders] = {}
-        self._datamodule = datamodule
-        self._trainer: TrainerStandIn
-        self._is_prepared = False
-        self._changed: set[str] = set()
+        self._snapshots: dict[str, tuple[int, int]] = {}  # by digest: descriptor and size
+        self._module: _LiveModule | None = None
         self._trainer_run: int | None = None
         self._stage: str | None = None
         self._left_trainer_runs: set[int] = set()
-        self._state = ""  # loaded by the DataModule in this run of the Trainer
+
+    @property
+    def snapshots(self) -> list[str]:
+        """Digests of the snapshots that it has."""
+        return list(self._snapshots)
+
+    def keep(self, digest: str, fd: int, num_bytes: int, kept: Sequence[str]) -> None:
+        """Take a snapshot of rank 0.
+
+        Args:
+            digest: Its digest.
+            fd: Its memory.
+            num_bytes: Its size.
+            kept: Digests of the snapshots that may still be requested.
+        """
+        for old in [digest, *(self._snapshots.keys() - set(kept))]:
+            if old in self._snapshots:
+                os.close(self._snapshots.pop(old)[0])
+        self._snapshots[digest] = fd, num_bytes
 
     def open(self, request: OpenRequest) -> SetUp | Loaders | Problem:
         """Run ``prepare_data``, ``setup`` and a ``*_dataloader`` hook, each unless it has run already.
 
         Args:
-            request: The request of a trainer.
+            request: The request of rank 0.
         """
         opening = request.opening
         try:
@@ -68,20 +83,19 @@ class ServedModule:
         self.replies.clear()
         self._left_trainer_runs.add(self._trainer_run)
         self._trainer_run = None
-        self._datamodule.teardown(stage=self._stage)
+        if self._module is not None:
+            self._module.datamodule.teardown(stage=self._stage)
 
     def _run_hooks(self, request: OpenRequest) -> SetUp | Loaders:
-        self._enter(request)
+        module = self._enter(request)
         if not request.loaders:
-            return self._set_up()
-        if request.state not in ("", self._state):
-            self._state = request.state
-            self._datamodule.load_state_dict(json.loads(self._state))
+            return module.set_up_reply()
+        module.load_state(request.state, self._load)
         hook = f"{request.loaders}_dataloader"
         seed, epoch = request.seed, request.epoch
         seed_all(hook_seed(seed, hook, epoch))
-        with _timed(f"{hook}()"), self._trainer.noting_reads() as reads:
-            returned = getattr(self._datamodule, hook)()
+        with _timed(f"{hook}()"), stand_in().noting_reads() as reads:
+            returned = getattr(module.datamodule, hook)()
             structure, loaders = describe_structure(returned, hook, request.loaders, seed=seed, epoch=epoch)
         if not all(loader.description.is_split for loader in loaders):
             reads.check()
@@ -96,45 +110,113 @@ class ServedModule:
         for name in older[:-1]:
             del self.loaders[name], self.replies[name]
 
-    def _enter(self, request: OpenRequest) -> None:
-        """Run the hooks of a new ``fit``, ``validate``, ``test`` or ``predict``."""
+    def _enter(self, request: OpenRequest) -> _LiveModule:
+        """Bring the DataModule to where it is on rank 0, and run the hooks of a new ``fit``, ``validate`` and so on."""
         if request.trainer_run in self._left_trainer_runs:
             raise DataSettingsError(
                 "Another training run has taken over this data host, which serves one run at a time. Start separate "
                 "data hosts for each run."
             )
-        self._trainer = self._datamodule.trainer = TrainerStandIn(request.trainer)
-        if request.trainer_run == self._trainer_run:
-            return
+        if request.trainer_run != self._trainer_run:
+            self.leave()
+        stand_in().update(request.trainer)
+        module = self._module
+        if module is None or module.digest != request.datamodule:
+            module = _LiveModule(self._load(request.datamodule), request.datamodule)
+            self._module = None  # if a hook fails, the next request begins anew
+            module.set_values(request.values)
+            module.prepare(request)
+            for stage in request.earlier:
+                module.set_up(stage, request)
+                module.datamodule.teardown(stage=stage)
+            module.set_up(request.stage, request)
+        else:
+            module.set_values(request.values)
+            if request.trainer_run != self._trainer_run:
+                module.prepare(request)
+                module.set_up(request.stage, request)
+        self._module = module
+        self._trainer_run = request.trainer_run
+        self._stage = request.stage
+        return module
+
+    def _load(self, digest: str) -> Any:
+        return load_object(*self._snapshots[digest])
+
+
+class _LiveModule:
+    """A DataModule of rank 0, as it lives here.
+
+    Args:
+        datamodule: The DataModule, rebuilt from its snapshot.
+        digest: Digest of the snapshot.
+    """
+
+    def __init__(self, datamodule: Any, digest: str) -> None:
+        self.datamodule = datamodule
+        self.digest = digest
+        self._values: dict[str, str] = {}  # plain values that rank 0 has set, encoded
+        self._is_prepared = False
+        self._changed: set[str] = set()
+        self._state = ""
+        datamodule.trainer = stand_in()
+
+    def set_values(self, values: Mapping[str, Any]) -> None:
+        """Set the plain values that were set, changed or deleted on rank 0 since the last request."""
+        encoded = {name: json.dumps(value) for name, value in values.items()}
+        for name in self._values.keys() - encoded.keys():
+            with suppress(AttributeError):
+                delattr(self.datamodule, name)
+        for name, text in encoded.items():
+            if self._values.get(name) != text:
+                setattr(self.datamodule, name, plain_value(values[name]))
+        self._values = encoded
+
+    def prepare(self, request: OpenRequest) -> None:
+        """Run ``prepare_data``, once."""
         if request.prepares and not self._is_prepared:
             seed_all(hook_seed(request.seed, "prepare_data", 0))
-            with _timed("prepare_data()"), self._trainer.noting_reads() as reads:
-                self._datamodule.prepare_data()
+            with _timed("prepare_data()"), stand_in().noting_reads() as reads:
+                self.datamodule.prepare_data()
             reads.check()
             self._is_prepared = True
-        self.leave()
-        before = {name: (value, plain_json(value)) for name, value in vars(self._datamodule).items()}
+
+    def set_up(self, stage: str, request: OpenRequest) -> None:
+        """Run ``setup``, and note which attributes it sets."""
+        own = vars(self.datamodule)
+        kept = {name: own[name] for name in request.kept if name in own}
+        before = {name: (value, plain_json(value)) for name, value in own.items()}
         # Every host, even one that restarts or belongs to a resumed job, must split the data alike.
         seed_all(hook_seed(request.seed, "setup", 0))
-        with _timed(f"setup({request.stage!r})"), self._trainer.noting_reads() as reads:
-            self._datamodule.setup(stage=request.stage)  # by its name, as Lightning calls it
+        with _timed(f"setup({stage!r})"), stand_in().noting_reads() as reads:
+            self.datamodule.setup(stage=stage)  # by its name, as Lightning calls it
         reads.check()
         # Accumulated over all runs of the Trainer: a later setup() may set the same objects again.
         self._changed |= {
             name
-            for name, value in vars(self._datamodule).items()
+            for name, value in own.items()
             if name not in before or before[name][0] is not value or before[name][1] != plain_json(value)
         }
-        self._trainer_run = request.trainer_run
-        self._stage = request.stage
+        own.update(kept)
         self._state = ""
 
-    def _set_up(self) -> SetUp:
+    def load_state(self, digest: str, load: Callable[[str], Any]) -> None:
+        """Call ``load_state_dict``, once for each state after ``setup``.
+
+        Args:
+            digest: Digest of the state; empty: none was loaded.
+            load: Returns the object of a digest.
+        """
+        if digest not in ("", self._state):
+            self._state = digest
+            self.datamodule.load_state_dict(load(digest))
+
+    def set_up_reply(self) -> SetUp:
         """Return the plain values that ``setup`` has set or changed, and the names of all others."""
         attributes = {}
         missing = []
-        for name in sorted(self._changed & vars(self._datamodule).keys()):
-            text = plain_json(getattr(self._datamodule, name))
+        for name in sorted(self._changed & vars(self.datamodule).keys()):
+            text = plain_json(getattr(self.datamodule, name))
             if text is None:
                 missing.append(name)
             else:

@@ -1,4 +1,4 @@
-"""The main process of a data host: owns the user's DataModule, the worker processes and the gRPC server's process.
+"""The main process of a data host: owns the DataModule of rank 0, the worker processes and the gRPC server's process.
 
 It has no threads and never loads gRPC, so that it can fork its workers. It restarts every child that dies; its children
 die when it does.
@@ -15,7 +15,6 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -52,19 +51,18 @@ class _Terminated(BaseException):
 
 
 class MainProcess:
-    """The data host: serves a DataModule from the current process until the trainers have finished.
+    """The data host: serves the DataModules of rank 0 from the current process until the trainers have finished.
 
     The host fails if the user's hooks failed at the last request for loaders and training failed, too. A training that
     succeeded did not need those loaders.
 
     Args:
-        datamodule: The user's DataModule.
         settings: Address, workers, limits, credentials.
         listening: Called with the address once trainers can connect.
     """
 
-    def __init__(self, datamodule: Any, settings: HostSettings, listening: Callable[[str], None]) -> None:
-        self._module = ServedModule(datamodule)
+    def __init__(self, settings: HostSettings, listening: Callable[[str], None]) -> None:
+        self._module = ServedModule()
         self._settings = settings
         self._listening = listening
         self._selector = selectors.DefaultSelector()
@@ -165,6 +163,7 @@ class MainProcess:
         process, self._server = start_module("lightning_sm.data.server.process")
         self._watch(process.pid, lambda status: self._on_server_exit(process, status))
         self._server.send(host_messages.Serve(self._settings))
+        self._server.send(host_messages.KeptSnapshots(self._module.snapshots))
         for opening, reply in self._module.replies.items():
             self._server.send(host_messages.OpenedLoaders(opening, reply))
         if self._job_is_ending:
@@ -181,6 +180,8 @@ class MainProcess:
                     # If the server process restarts, trainers must find it at the same address.
                     self._settings = replace(self._settings, address=address)
                     self._listening(address)
+                case host_messages.NewSnapshot(digest, num_bytes, kept, (fd,)):
+                    self._module.keep(digest, fd, num_bytes, kept)
                 case host_messages.RunHook(request):
                     self._server_starts = 0
                     self._open(request)

@@ -66,7 +66,7 @@ class RankReads:
 
 
 class TrainerStandIn:
-    """The stand-in for the ``Trainer``, which a data host does not have.
+    """The stand-in for the ``Trainer``, which a data host does not have. There is one in a process: ``stand_in()``.
 
     It has ``current_epoch``, ``global_step``, ``max_epochs``, ``max_steps``, ``num_nodes``, ``num_devices`` and
     ``world_size`` of the Trainer that requested the loaders; 0 for ``global_rank``, ``local_rank`` and ``node_rank``,
@@ -75,18 +75,32 @@ class TrainerStandIn:
     Reading a rank and then a size is an error, except in the user's hooks, whose reads are checked when they end: a
     hook may pass both to a ``DistributedSampler``.
 
-    Args:
-        values: The values.
+    In a worker, ``current_epoch`` is that of the batch, and reading ``global_step`` is an error: a batch is built ahead
+    of its step.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._reads = RankReads()
+        self._is_in_hook = False
+        self._is_in_worker = False
+
+    def __reduce__(self) -> Any:
+        """Pickle it as the one of the other process."""
+        return stand_in, ()
+
+    def update(self, values: Mapping[str, Any]) -> None:
+        """Take over the values of the Trainer that requests loaders."""
         self._values = {
             **{name: values.get(name) for name in TRAINER_VALUES},
             **dict.fromkeys(_RANKS, 0),
             "is_global_zero": True,
         }
-        self._reads = RankReads()
-        self._is_in_hook = False
+
+    def begin_batch(self, epoch: int) -> None:
+        """Show the epoch of a batch that this worker builds."""
+        self._is_in_worker = True
+        self._values["current_epoch"] = epoch
 
     @contextmanager
     def noting_reads(self) -> Iterator[RankReads]:
@@ -101,18 +115,31 @@ class TrainerStandIn:
             self._is_in_hook = False
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_values":  # not yet set in a copy
+        if name.startswith("__") or name == "_values":  # not set yet
             raise AttributeError(name)
         if name not in self._values:
             raise AttributeError(
                 f"self.trainer.{name} is not available on a data host, only {', '.join(self._values)}. Pass other "
                 "values to the DataModule as arguments."
             )
+        if name == "global_step" and self._is_in_worker:
+            raise AttributeError(
+                "self.trainer.global_step is not available while data hosts build batches: they build them ahead of "
+                "the step. Use self.trainer.current_epoch, which is that of the batch."
+            )
         value = self._values[name]
         self._reads.note(name, value, _place(sys._getframe(1)))
         if not self._is_in_hook:
             self._reads.check()
         return value
+
+
+_STAND_IN = TrainerStandIn()
+
+
+def stand_in() -> TrainerStandIn:
+    """Return the stand-in of this process, which objects from rank 0 hold in place of their Trainer."""
+    return _STAND_IN
 
 
 @contextmanager

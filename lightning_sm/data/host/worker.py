@@ -24,6 +24,7 @@ from lightning_sm.data.host.iterable import UserCodeError
 from lightning_sm.data.host.loader import ServedLoader
 from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.seeding import watch_readers
+from lightning_sm.data.host.trainer_stand_in import stand_in
 from lightning_sm.data.ipc.host_messages import Build, BuildAnswer, BuiltRange, Ready
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import keep_freed_memory
@@ -93,6 +94,7 @@ def _build(
     used = 0
     try:
         loader = openings[spec.opening][spec.loader]
+        stand_in().begin_batch(spec.batches[0].epoch)  # what the user's code reads as self.trainer.current_epoch
         for one in spec.batches:
             start = -(-used // ALIGNMENT) * ALIGNMENT
             arena = Arena(memory[start:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_sm import errors
 from lightning_sm.data.ipc.messages import Message
@@ -12,6 +12,11 @@ from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.settings import Credentials
 
 # From the training process
+
+
+def is_local(address: str) -> bool:
+    """Return whether an address is that of the local workers of a trainer host."""
+    return address.startswith("unix-abstract:")
 
 
 @dataclass(frozen=True)
@@ -34,16 +39,38 @@ class Configure(Message):
 
 
 @dataclass(frozen=True)
+class ShareSnapshot(Message):
+    """From rank 0: a snapshot for the data hosts, of which ``fds`` has the memory."""
+
+    digest: str
+    num_bytes: int
+    fds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class OpenLoaders(Message):
     """A request to all data hosts; answered by ``Opened``.
 
     Attributes:
         request: The request to the first data host, which runs ``prepare_data`` first.
         prepares_everywhere: Whether the others run ``prepare_data``, too.
+        local_datamodule: Digest of the snapshot for local workers, which have not run the script; empty: the same.
     """
 
     request: OpenRequest
     prepares_everywhere: bool
+    local_datamodule: str = ""
+
+    @property
+    def snapshots(self) -> set[str]:
+        """Digests of the snapshots that data hosts and local workers need for it."""
+        return {*self.request.snapshots, self.local_datamodule} - {""}
+
+    def request_to(self, address: str) -> OpenRequest:
+        """Return the request to a data host, or to local workers."""
+        if self.local_datamodule and is_local(address):
+            return replace(self.request, datamodule=self.local_datamodule)
+        return self.request
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_sm.data.ipc.messages import Message
 from lightning_sm.data.protocol.calls import LoaderPass, Loaders, OpenRequest, Problem, SetUp
@@ -17,11 +17,11 @@ class Serve(Message):
 
     Attributes:
         settings: How to serve.
-        pickled_datamodule: The DataModule, for a process that has none.
+        imports: Modules that will be needed, and that the process imports at once.
     """
 
     settings: HostSettings
-    pickled_datamodule: bytes = b""
+    imports: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,23 @@ class Finished(Message):
 
 
 # Between the main process and the server process
+
+
+@dataclass(frozen=True)
+class NewSnapshot(Message):
+    """To the main process: a snapshot of rank 0, of which ``fds`` has the memory, and which snapshots to keep."""
+
+    digest: str
+    num_bytes: int
+    kept: list[str]
+    fds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KeptSnapshots(Message):
+    """To the server process: the digests of the snapshots that the main process has."""
+
+    digests: list[str]
 
 
 @dataclass(frozen=True)

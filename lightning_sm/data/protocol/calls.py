@@ -19,7 +19,7 @@ _MAX_DEPTH = 64
 # Names of ranks and hosts, numbers, the values of a Trainer, and how a training ended: an exception's text may be long.
 _MAX_REQUEST_BYTES = 1 << 20
 _MAX_NAME_CHARS = 512
-_LONG_TEXTS = ("outcome", "state")
+_LONG_TEXTS = ("outcome",)
 _MAX_TRAINER_VALUES = 64
 
 _HOOKS = ("", "train", "val", "test", "predict")
@@ -76,8 +76,12 @@ class OpenRequest(Request):
         epoch: Epoch for which the hook runs.
         seed: Base of all random states.
         prepares: Whether the host runs ``prepare_data`` first.
-        state: The DataModule's state, as JSON; empty: it has none.
         trainer: Values of the Trainer.
+        datamodule: Digest of the snapshot of rank 0's DataModule; empty: the same as for rank 0.
+        values: Those of its attributes that are plain values, as ``plain_json`` encodes them, by name.
+        kept: Names of attributes that were set on rank 0 since ``setup`` has set them, and that stay so.
+        earlier: The stages for which ``setup`` has run before on the same DataModule, in order.
+        state: Digest of the snapshot of the state for ``load_state_dict``; empty: there is none.
     """
 
     NAME = "Open"
@@ -89,8 +93,17 @@ class OpenRequest(Request):
     epoch: int
     seed: int
     prepares: bool
-    state: str
     trainer: dict[str, Any]
+    datamodule: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    earlier: list[str] = field(default_factory=list)
+    state: str = ""
+
+    @property
+    def snapshots(self) -> list[str]:
+        """Digests of the snapshots that a data host needs for it."""
+        return [digest for digest in (self.datamodule, self.state) if digest]
 
     @property
     def hook(self) -> str:
@@ -109,6 +122,21 @@ class OpenRequest(Request):
                 f"The {what} has {len(self.trainer)} values of the Trainer: {reprlib.repr(self.trainer)}. At most "
                 f"{_MAX_TRAINER_VALUES} numbers and strings are allowed."
             )
+
+
+@dataclass(frozen=True)
+class LoadRequest(Request):
+    """The head of a snapshot that rank 0 sends; its bytes follow.
+
+    Attributes:
+        digest: Its digest.
+        num_bytes: Its size.
+    """
+
+    NAME = "Load"
+
+    digest: str
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -229,6 +257,13 @@ class Reply:
 @dataclass(frozen=True)
 class Running(Reply):
     """The user's code still runs: the trainer asks again."""
+
+
+@dataclass(frozen=True)
+class Missing(Reply):
+    """The host needs snapshots of rank 0 first, those with these digests; none: rank 0 has not asked yet."""
+
+    snapshots: list[str]
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ _TOKEN_KEY = "lightning-sm-token-bin"  # noqa: S105  # the key, not the token
 
 
 def method(name: str) -> str:
-    """Return the full name of a method: "Open", "List", "Count", "Fetch", "Heartbeat", "Status" or "Finish"."""
+    """Return the full name of a method: "Open", "Load", "List", "Count", "Fetch", "Heartbeat", "Status" or "Finish"."""
     return f"/{SERVICE}/{name}"
 
 

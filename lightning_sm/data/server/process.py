@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.protocol import calls, grpc_transport
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.protocol.figures import RankFigures
-from lightning_sm.data.protocol.spec import LoaderDescription, StepRangeSpec
+from lightning_sm.data.protocol.spec import LoaderDescription, StepRangeSpec, snapshot_hash
 from lightning_sm.data.server.leases import Leases
 from lightning_sm.data.server.network import NetworkProcesses
 from lightning_sm.data.server.sampler_orders import SamplerOrderCache
@@ -42,6 +43,9 @@ _CALL_TIMEOUT_S = 5.0
 _MAX_RUNNING = 32
 
 _MAX_OUTCOME_CHARS = 1000
+
+# The main process keeps this many snapshots: those of two DataModules that take turns, with their states.
+_NUM_SNAPSHOTS = 4
 
 # Stopping takes at most this long, in which trainers are notified that this host exits.
 _STOP_TIMEOUT_S = 1.0
@@ -66,6 +70,7 @@ class ServerProcess:
         self._changed = threading.Condition()
         self._requested: set[str] = set()
         self._opened: dict[str, calls.SetUp | calls.Loaders | calls.Problem] = {}
+        self._snapshots: list[str] = []  # digests of those that the main process has, the newest last
         self._sampler_orders = SamplerOrderCache(lambda loader_pass: self._send(host_messages.RunSampler(loader_pass)))
         self._shard_counts = ShardCounts(self._pool)
         self._fetch = FetchMethod(self._start)
@@ -74,6 +79,7 @@ class ServerProcess:
         self._hosts: dict[str, str] = {}  # by trainer rank
         handlers = {
             "Open": grpc.unary_unary_rpc_method_handler(self._open),
+            "Load": grpc.stream_unary_rpc_method_handler(self._load),
             "List": grpc.stream_stream_rpc_method_handler(self._list),
             "Count": grpc.unary_unary_rpc_method_handler(self._count),
             "Fetch": self._fetch.handler(),
@@ -119,6 +125,8 @@ class ServerProcess:
             case host_messages.JobEnds():
                 with self._leasing:
                     self._leases.expect_no_more()
+            case host_messages.KeptSnapshots(digests):
+                self._snapshots = digests
             case host_messages.OpenedLoaders(opening, reply):
                 with self._changed:
                     self._forget_other_trainer_runs(opening)
@@ -147,7 +155,10 @@ class ServerProcess:
         wanted = _parse(calls.OpenRequest.parse, request, context)
         opening = wanted.opening
         with self._changed:
-            if opening not in self._requested:
+            if opening not in self._requested and opening not in self._opened:
+                missing = [digest for digest in wanted.snapshots if digest not in self._snapshots]
+                if missing or not wanted.datamodule:  # only rank 0 has it
+                    return calls.Missing(missing).encode()
                 self._check_number("Open", len(self._requested - self._opened.keys()), context)
                 self._requested.add(opening)
                 self._send(host_messages.RunHook(wanted))
@@ -158,6 +169,30 @@ class ServerProcess:
                 self._requested.discard(opening)
                 del self._opened[opening]
         return reply.encode()
+
+    def _load(self, requests: Iterator[bytes], context: Any) -> bytes:
+        """Take a snapshot of rank 0, and give it to the main process."""
+        head = _parse(calls.LoadRequest.parse, next(requests, b""), context)
+        fd = os.memfd_create("lightning_sm_snapshot", os.MFD_CLOEXEC)
+        try:
+            digest = snapshot_hash()
+            num_received = 0
+            for piece in requests:
+                num_received += len(piece)
+                if num_received > head.num_bytes:
+                    break
+                digest.update(piece)
+                os.write(fd, piece)
+            if num_received != head.num_bytes or digest.hexdigest() != head.digest:
+                why = f"a snapshot of {head.num_bytes} bytes came with {num_received}, and another digest"
+                context.abort(grpc.StatusCode.DATA_LOSS, why)
+            with self._changed:
+                others = [known for known in self._snapshots if known != head.digest]
+                self._snapshots = [*others[1 - _NUM_SNAPSHOTS :], head.digest]
+                self._send(host_messages.NewSnapshot(head.digest, head.num_bytes, self._snapshots, (fd,)))
+        finally:
+            os.close(fd)
+        return b"{}"
 
     def _list(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         wanted = self._parse_for_loader(calls.ListRequest, next(requests, b""), context, self._sampler_orders)

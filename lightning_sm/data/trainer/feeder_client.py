@@ -1,4 +1,4 @@
-"""The feeder process as the training process sees it: started here, and reached by messages. No gRPC, no torch."""
+"""The feeder process as the training process sees it: started here, and reached by messages. No gRPC."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from lightning_sm.data.protocol.calls import HeartbeatRequest, Loaders, SetUp
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.settings import Credentials
+from lightning_sm.data.trainer.pickler import PickledObject
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class FeederClient:
         self._opened: dict[str, SetUp | Loaders] = {}
         self._error: kinds.Failed | None = None
         self._snapshots: list[kinds.FeederSnapshot] = []
+        self._shared: set[str] = set()  # digests of the snapshots that the feeder has
         self._num_rings = 0
         self._num_passes = 0
         self._socket.send(kinds.Configure(list(addresses), credentials, client, hedge_factor, is_quiet))
@@ -100,6 +102,8 @@ class FeederClient:
             DataServiceError: A host failed, the hosts disagree, or none answered in time.
         """
         self._send(loaders)
+        if not loaders.request.loaders:
+            self._shared &= loaders.snapshots
         name, hook = loaders.request.opening, loaders.request.hook
         if not self._wait(lambda: name in self._opened, timeout_s, f"the data hosts to run {hook}", logging.INFO):
             raise errors.DataHostUnreachableError(
@@ -108,6 +112,18 @@ class FeederClient:
             )
         self._raise_error(None)
         return self._opened.pop(name)
+
+    @_one_thread_at_a_time
+    def share_snapshot(self, pickled: PickledObject) -> None:
+        """Give the feeder what the data hosts need for the next request, unless it has it."""
+        if pickled.digest in self._shared:
+            return
+        fd = pickled.write()
+        try:
+            self._send(kinds.ShareSnapshot(pickled.digest, pickled.num_bytes, (fd,)))
+        finally:
+            os.close(fd)
+        self._shared.add(pickled.digest)
 
     @_one_thread_at_a_time
     def add_ring(self, ring: Ring) -> int:

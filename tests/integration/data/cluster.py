@@ -4,24 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
+import pytest
+from pytorch_lightning import LightningDataModule
 
 from lightning_sm.data.host.data_host import DataHost
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
-from tests.integration.data.datasets import Data
+from tests.integration.data.datasets import HOST_VARIABLE, Data
+
+
+class _NamedHost(DataHost):
+    """A data host with a name in its environment, as each host of a cluster has its own."""
+
+    _environment = threading.Lock()
+
+    def __init__(self, name: str, address: str, workers: int) -> None:
+        super().__init__(address, workers)
+        self._host_name = name
+
+    def _start(self) -> Any:
+        with self._environment, pytest.MonkeyPatch.context() as patch:
+            patch.setenv(HOST_VARIABLE, self._host_name)
+            return super()._start()
 
 
 class Host:
     """A data host that can be started again at the same address.
 
     Args:
-        name: What its datasets find in their environment.
-        make: Returns the loaders for training that it serves.
+        name: What datasets find in its environment.
+        make: Returns the loaders for training that ``remote`` lets it serve.
         workers: Worker processes.
         address: Where it listens; port 0 becomes the port that it got.
         make_val: Returns the loaders for validation.
@@ -30,14 +48,14 @@ class Host:
     def __init__(
         self,
         name: str,
-        make: Callable[[], Any],
+        make: Callable[[], Any] = list,
         workers: int = 2,
         address: str = "127.0.0.1:0",
         make_val: Callable[[], Any] | None = None,
     ) -> None:
         self.name = name
         self.address = address
-        self._data = Data(make, name, make_val)
+        self.data = Data(make, make_val)
         self._workers = workers
         self._host: DataHost | None = None
 
@@ -45,7 +63,7 @@ class Host:
         """Start it, also after it was killed, and wait until it listens."""
         if self._host is not None:
             self._host.close()
-        self._host = DataHost(self._data, self.address, self._workers)
+        self._host = _NamedHost(self.name, self.address, self._workers)
         self.address = self._host.__enter__().address
         return self
 
@@ -107,10 +125,20 @@ def running(*hosts: Host) -> Iterator[list[Host]]:
 
 
 @contextlib.contextmanager
-def remote(hosts: Sequence[Host | str], **settings: Any) -> Iterator[RemoteDataModule]:
-    """Connect to hosts, as a Trainer does."""
+def remote(
+    hosts: Sequence[Host | str], datamodule: LightningDataModule | None = None, **settings: Any
+) -> Iterator[RemoteDataModule]:
+    """Connect to hosts, as a Trainer does.
+
+    Args:
+        hosts: The hosts, or their addresses.
+        datamodule: What they serve. Default: the data of the first one.
+        **settings: Of the data service.
+    """
     addresses = [host if isinstance(host, str) else host.address for host in hosts]
-    module = RemoteDataModule(Data(list), addresses, settings=DataServiceSettings(**settings))
+    if datamodule is None:
+        datamodule = next((host.data for host in hosts if isinstance(host, Host)), Data(list))
+    module = RemoteDataModule(datamodule, addresses, settings=DataServiceSettings(**settings))
     try:
         module.setup("fit")
         yield module

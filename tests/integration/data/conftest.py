@@ -3,52 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 
 from tests.integration.data import numbers
 from tests.integration.data.cluster import Host, running
+from tests.integration.data.datasets import Data
 
 
 class Pool:
-    """Three data hosts, ``a``, ``b`` and ``c``, with 1, 2 and 3 workers, that serve what a test chooses.
+    """Three data hosts, ``a``, ``b`` and ``c``, with 1, 2 and 3 workers, that serve what a test chooses."""
 
-    Args:
-        folder: Where they find what to serve.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._chosen = folder / "chosen"
-        self.hosts = [
-            Host(
-                name, partial(_make, self._chosen, "train"), workers, make_val=partial(_make, self._chosen, "validate")
-            )
-            for workers, name in enumerate("abc", 1)
-        ]
+    def __init__(self) -> None:
+        self.hosts = [Host(name, workers=workers) for workers, name in enumerate("abc", 1)]
 
     def serve(self, make: Callable[[], Any], make_val: Callable[[], Any] | None = None) -> list[Host]:
-        """Serve what functions return, which each host calls when a trainer asks for loaders.
+        """Let ``remote`` serve what functions return, which each host calls when a trainer asks for loaders.
 
         Args:
             make: Returns the loaders for training.
             make_val: Returns those for validation.
         """
-        self._chosen.write_bytes(cloudpickle.dumps({"train": make, "validate": make_val}))
+        for host in self.hosts:
+            host.data = Data(make, make_val)
         return self.hosts
 
 
-def _make(chosen: Path, stage: str) -> Any:
-    return cloudpickle.loads(chosen.read_bytes())[stage]()
-
-
 @pytest.fixture(scope="package")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+def pool() -> Iterator[Pool]:
     """Data hosts that no test may kill."""
-    made = Pool(tmp_path_factory.mktemp("pool"))
+    made = Pool()
     with running(*made.hosts):
         yield made
 

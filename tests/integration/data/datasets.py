@@ -112,18 +112,13 @@ class Data(LightningDataModule):
 
     Args:
         make: Returns the loaders for training.
-        name: What the data host is called that serves it.
         make_val: Returns the loaders for validation.
     """
 
-    def __init__(self, make: Callable[[], Any], name: str = "", make_val: Callable[[], Any] | None = None) -> None:
+    def __init__(self, make: Callable[[], Any], make_val: Callable[[], Any] | None = None) -> None:
         super().__init__()
         self.make = make
-        self.name = name
         self.make_val = make_val
-
-    def prepare_data(self) -> None:
-        os.environ[HOST_VARIABLE] = self.name
 
     def train_dataloader(self) -> Any:
         return self.make()

@@ -23,8 +23,7 @@ import psutil
 from lightning_sm import DataServiceSettings, RemoteDataModule, SageMakerJob, Topology
 from lightning_sm._log import show_log_lines
 from lightning_sm.data import service
-from lightning_sm.data.ipc.feeder_messages import OpenLoaders
-from lightning_sm.data.protocol.calls import OpenRequest
+from lightning_sm.data.trainer.connection import Connection
 from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.reserved_job import reserve_job
 from tests.fakes.small_app import SmallData
@@ -78,6 +77,7 @@ class Job:
         self._folder = folder
         self._log = folder / "data host.log"
         self._process: Any = None
+        self._does = ""
         name, self.topology, ports = reserve_job(GROUPS)
         weakref.finalize(self, ports.close)
         self.env = {
@@ -96,10 +96,11 @@ class Job:
             as_script: With an interpreter of its own, which exits after it, and takes seconds more to start.
             settings: Of the data service.
         """
+        self._does = does
         settings = {"workers": 1, "lease_s": 3.0, "startup_timeout_s": float(TIMEOUT_S), **settings}
         env = {**self.env, "SAGEMAKER_BASE_DIR": str(self._folder / DATA)}
         target = _serve_in_script if as_script else _serve
-        self._process = _FORKS.Process(target=target, args=(env, self._log, does, settings))
+        self._process = _FORKS.Process(target=target, args=(env, self._log, settings))
         self._process.start()
 
     @property
@@ -128,7 +129,8 @@ class Job:
         """The DataModule of the trainer."""
         job = SageMakerJob.from_environment({**self.env, "SAGEMAKER_BASE_DIR": str(self._folder / TRAINER)})
         settings = DataServiceSettings(startup_timeout_s=TIMEOUT_S)
-        return service.remote(SmallData(), job, Topology.from_job(job), settings)
+        connection = Connection([f"127.0.0.1:{self.topology.data_port}"], settings, job.name, is_of_job=True)
+        return RemoteDataModule(Serving(self._does), connection)
 
     def connected(self) -> RemoteDataModule:
         """The DataModule of the trainer, after its first batch."""
@@ -140,20 +142,11 @@ class Job:
     def opening(self) -> RemoteDataModule:
         """The DataModule of a trainer for which the data host is in setup()."""
         module = self.module()
-        module._hosts._client = module._hosts._start_feeder()
-        module._hosts._stage = "validate"
-        request = OpenRequest(
-            opening="1/validate//0",
-            trainer_run=1,
-            stage="validate",
-            loaders="",
-            epoch=0,
-            seed=0,
-            prepares=True,
-            state="",
-            trainer={"world_size": None},
-        )
-        module._hosts._client._send(OpenLoaders(request, prepares_everywhere=True))
+        hosts = module._hosts
+        hosts.connection.open(None)
+        hosts.module.begin_run("validate")
+        hosts._stage = "validate"
+        hosts.connection.feeder._send(hosts._open_message(""))
         self.until_log("downloading")
         return module
 
@@ -173,18 +166,18 @@ class Job:
         sys.stdout.write(self.log())
 
 
-def _serve(env: dict[str, str], log: Path, does: str, settings: dict[str, Any]) -> None:
+def _serve(env: dict[str, str], log: Path, settings: dict[str, Any]) -> None:
     """The last lines of a user's script, on a data host."""
     _redirect(log)
     os.environ.clear()
     os.environ.update(env)
     show_log_lines()
     job = SageMakerJob.from_environment()
-    service.serve(Serving(does), job, Topology.from_job(job), DataServiceSettings(**settings))
+    service.serve(job, Topology.from_job(job), DataServiceSettings(**settings))
 
 
-def _serve_in_script(env: dict[str, str], log: Path, does: str, settings: dict[str, Any]) -> None:
-    arguments = f"{env!r}, Path({str(log)!r}), {does!r}, {settings!r}"
+def _serve_in_script(env: dict[str, str], log: Path, settings: dict[str, Any]) -> None:
+    arguments = f"{env!r}, Path({str(log)!r}), {settings!r}"
     code = f"from pathlib import Path; from {__name__} import _serve; _serve({arguments})"
     os.execve(sys.executable, [sys.executable, "-c", code], {**env, "PYTHONPATH": python_path(REPOSITORY)})  # noqa: S606
 
@@ -226,7 +219,7 @@ def _train(make: Callable[[], Any] | None, address: str | None, pids: Path) -> N
         other = os.fork() if own is None else own.main.pid
         if other:
             written = pids.with_suffix(".part")
-            written.write_text(f"{module._hosts._client.pid} {other}")
+            written.write_text(f"{module._hosts.connection.feeder.pid} {other}")
             written.rename(pids)
         time.sleep(TIMEOUT_S)
         os._exit(0)

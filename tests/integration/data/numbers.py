@@ -181,7 +181,7 @@ class Cluster:
 
     def __init__(self, folder, num_hosts=2):
         self.folder = folder
-        self.hosts = [DataHost(Data(folder), workers=workers) for workers in range(1, 1 + num_hosts)]
+        self.hosts = [DataHost(workers=workers) for workers in range(1, 1 + num_hosts)]
 
     def module(self, **settings):
         """A DataModule on these hosts."""

@@ -120,7 +120,7 @@ def settled(module, loader, window):
         next(stream)
     deadline = time.monotonic() + 10.0
     while True:
-        (known,) = module._hosts.feeder.snapshot().passes
+        (known,) = module._hosts.connection.feeder.snapshot().passes
         # Right after a batch was taken, the next is not asked for yet.
         if not known.in_flight and known.ready >= window:
             return stream, known.ready
@@ -130,7 +130,7 @@ def settled(module, loader, window):
 
 def ring_bytes(module):
     """Return the memory that the slots of all loaders take."""
-    folder = Path(f"/proc/{module._hosts._client.pid}/fd")
+    folder = Path(f"/proc/{module._hosts.connection.feeder.pid}/fd")
     rings = {
         file.stat().st_ino: file.stat() for file in folder.iterdir() if "memfd:lightning_sm" in str(file.readlink())
     }

@@ -126,7 +126,7 @@ def fitted(request, tmp_path_factory):
     options = {"max_epochs": 2, "limit_val_batches": 2, "num_sanity_val_steps": 1}
     stock, ours = Model(), Model()
     quiet_trainer(folder, **options).fit(stock, datamodule=Data(kind))
-    with DataHost(Data(kind), workers=1) as host:
+    with DataHost(workers=1) as host:
         quiet_trainer(folder, **options).fit(ours, datamodule=RemoteDataModule(Data(kind), [host.address]))
     return stock, ours
 
@@ -148,7 +148,7 @@ def test_the_training_does_not_notice_a_pass_by_hand(fitted):
 
 def test_each_pass_by_hand_over_a_shuffled_loader_has_its_own_order(tmp_path):
     """As locally; and the order is the same in every run."""
-    with DataHost(Data("shuffled"), workers=1) as host:
+    with DataHost(workers=1) as host:
         orders = [_orders_by_hand(tmp_path, host.address) for _ in range(2)]
     assert orders[0] == orders[1]
     assert len({tuple(order) for order in orders[0]}) == 4
@@ -172,7 +172,7 @@ def _orders_by_hand(folder, address):
 
 def test_a_second_pass_costs_no_slot_of_the_first():
     """While one pass is open, another one runs to its end, and no host is blamed for a lack of slots."""
-    with DataHost(Data("sequential"), workers=2) as host:
+    with DataHost(workers=2) as host:
         module = RemoteDataModule(Data("sequential"), [host.address], settings=DataServiceSettings(window_batches=2))
         module.setup("fit")
         loader = module.train_dataloader()
@@ -180,7 +180,7 @@ def test_a_second_pass_costs_no_slot_of_the_first():
         begun = next(first)
         kept = list(loader)
         kept += list(loader)
-        state = module._hosts.feeder.snapshot()
+        state = module._hosts.connection.feeder.snapshot()
         assert indices([begun, *first]) == list(range(24))
         assert indices(kept) == sorted(2 * list(range(24)))
         assert [(one.num_retries, one.num_hedges) for one in state.hosts] == [(0, 0)]
@@ -213,7 +213,7 @@ def test_batch_norm_is_updated_from_all_batches(tmp_path):
         model = Normalized()
         trainer = quiet_trainer(tmp_path, max_epochs=1, limit_val_batches=0, limit_train_batches=2)
         if is_remote:
-            with DataHost(Data("sequential"), workers=1) as host:
+            with DataHost(workers=1) as host:
                 trainer.fit(model, datamodule=RemoteDataModule(Data("sequential"), [host.address]))
         else:
             trainer.fit(model, datamodule=Data("sequential"))

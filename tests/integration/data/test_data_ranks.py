@@ -60,7 +60,7 @@ def trained_on(data, folder, **settings):
     strategy = TensorParallel(process_group_backend="gloo")
     trainer, model = quiet_trainer(folder, strategy=strategy, devices=1, max_epochs=1, **settings), Model()
     try:
-        with DataHost(data, workers=1) as host:
+        with DataHost(workers=1) as host:
             trainer.fit(model, datamodule=RemoteDataModule(data, [host.address]))
     finally:
         torch.distributed.destroy_process_group()

@@ -142,7 +142,9 @@ class Scene:
     def report(self, name: str) -> HostSnapshot:
         """What the feeder says of a host."""
         address = self.hosts[name].address
-        return next(host for host in self.module._hosts.feeder.snapshot().hosts if host.name in (name, address))
+        return next(
+            host for host in self.module._hosts.connection.feeder.snapshot().hosts if host.name in (name, address)
+        )
 
     def until_up(self, name: str) -> None:
         """Wait until the feeder uses a host."""
@@ -260,7 +262,7 @@ def hang_and_close(scene: Scene) -> None:
 
 def kill_feeder(scene: Scene) -> None:
     """Kill the process of this rank that asks for batches."""
-    os.kill(scene.module._hosts._client.pid, signal.SIGKILL)
+    os.kill(scene.module._hosts.connection.feeder.pid, signal.SIGKILL)
 
 
 def train_elsewhere(scene: Scene) -> None:
@@ -737,7 +739,7 @@ class Idle(Callback):
     busy = ()
 
     def on_fit_start(self, trainer, model):
-        hosts = trainer.datamodule._hosts.feeder.snapshot().hosts
+        hosts = trainer.datamodule._hosts.connection.feeder.snapshot().hosts
         self.busy = [(host.busy, host.queued) for host in hosts if host.workers]
 
 
@@ -873,7 +875,7 @@ def fail_to_train(job):
 def vanish(job):
     """Let the trainer host vanish: nobody says goodbye."""
     module = job.connected()
-    os.kill(module._hosts.feeder.pid, signal.SIGKILL)
+    os.kill(module._hosts.connection.feeder.pid, signal.SIGKILL)
     module.close()
 
 
@@ -916,7 +918,7 @@ def stop_gently_and_kill_the_server(job):
     module = job.connected()
     (server,) = [child for child in job.main.children() if "lightning_sm.data.server.process" in child.cmdline()]
     job.main.send_signal(GENTLE_SIGNAL)
-    os.kill(module._hosts.feeder.pid, signal.SIGKILL)
+    os.kill(module._hosts.connection.feeder.pid, signal.SIGKILL)
     server.kill()
     job.end()
     module.close()
@@ -946,7 +948,7 @@ def train_without(outcome, *, is_success=False, then_terminate=False):
         for says in (r"^ValueError: no such column\non data host algo-2 .+, setup\('fit'\)\nTraceback", "in setup"):
             assert re.search(says, str(caught.value))
         if outcome is None:
-            os.kill(module._hosts.feeder.pid, signal.SIGKILL)  # the trainer host vanishes
+            os.kill(module._hosts.connection.feeder.pid, signal.SIGKILL)  # the trainer host vanishes
         module.close(outcome or "", is_success=is_success)
         if then_terminate:
             job.main.terminate()

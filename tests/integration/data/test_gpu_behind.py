@@ -66,7 +66,7 @@ def test_a_training_loop_that_runs_ahead_of_its_gpu_gets_all_batches(monkeypatch
     monkeypatch.setattr(pinning, "CUDA", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     settings = DataServiceSettings(batch_timeout_s=10.0, window_batches=2)
-    with DataHost(Data(), workers=1) as host:
+    with DataHost(workers=1) as host:
         module = RemoteDataModule(Data(), [host.address], settings=settings)
         module.setup("fit")
         seen = [batch.item() for batch in module.train_dataloader()]

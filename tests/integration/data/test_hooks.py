@@ -116,7 +116,7 @@ def journal(tmp_path_factory):
 @pytest.fixture(scope="module")
 def address(journal):
     """A data host that serves ``Data``."""
-    with DataHost(Data(journal), workers=2) as host:
+    with DataHost(workers=2) as host:
         yield host.address
 
 
@@ -134,7 +134,7 @@ def test_prepare_data_runs_where_the_datamodule_says(data, num_calls, tmp_path):
     """On every data host, or with prepare_data_per_node=False on one, before any other runs setup()."""
     journal = tmp_path / "journal"
     with ExitStack() as stack:
-        addresses = [stack.enter_context(DataHost(data(journal), workers=1)).address for _ in range(2)]
+        addresses = [stack.enter_context(DataHost(workers=1)).address for _ in range(2)]
         module = RemoteDataModule(data(journal), addresses)
         module.setup()
         module.train_dataloader()
@@ -148,7 +148,7 @@ def test_prepare_data_runs_where_the_datamodule_says(data, num_calls, tmp_path):
 def test_a_resumed_datamodule_has_its_state_on_the_data_hosts_as_well(tmp_path):
     """A curriculum goes on at its stage: the loaders of the second run are those of the second stage."""
     journal = tmp_path / "journal"
-    with DataHost(Data(journal), workers=1) as host:
+    with DataHost(workers=1) as host:
         first, second = Model(), Model()
         trainer = quiet_trainer(tmp_path, max_epochs=1, limit_val_batches=0)
         trainer.fit(first, datamodule=RemoteDataModule(Data(journal), [host.address]))
@@ -204,7 +204,7 @@ def test_overfitting_replaces_a_sampler_as_lightning_does(tmp_path):
     options = {"max_epochs": 2, "overfit_batches": 2, "limit_val_batches": 0}
     stock, ours = Model(), Model()
     quiet_trainer(tmp_path, **options).fit(stock, datamodule=Weighted(journal))
-    with DataHost(Weighted(journal), workers=1) as host:
+    with DataHost(workers=1) as host:
         quiet_trainer(tmp_path, **options).fit(ours, datamodule=RemoteDataModule(Weighted(journal), [host.address]))
     assert ours.seen == stock.seen == [(epoch, batch) for epoch in (0, 1) for batch in ([0, 1], [2, 3])]
 
@@ -216,7 +216,7 @@ def test_a_length_that_cannot_be_used_is_told(tmp_path, caplog):
         def train_dataloader(self):
             return DataLoader(Sized(), batch_size=4)
 
-    with DataHost(Streamed(tmp_path / "journal"), workers=1) as host:
+    with DataHost(workers=1) as host:
         module = RemoteDataModule(Streamed(tmp_path / "journal"), [host.address])
         module.setup("fit")
         with pytest.raises(TypeError, match="has no length"):

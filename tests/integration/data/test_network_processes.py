@@ -13,7 +13,7 @@ from lightning_sm.data.protocol.frames import FrameKind, frame
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.errors import BatchTypeError
 from tests.integration.data.cluster import remote
-from tests.integration.data.datasets import Augmented, Data, reference, stream_hash
+from tests.integration.data.datasets import Augmented, reference, stream_hash
 from tests.integration.data.fakes import FakeHost
 from tests.integration.emulators import until
 
@@ -37,7 +37,7 @@ def expected(epoch):
 @pytest.fixture(scope="module")
 def shared_host():
     """A data host with a network process beside the server process."""
-    with DataHost(Data(make), workers=2, settings=DataServiceSettings(network_processes=2)) as host:
+    with DataHost(workers=2, settings=DataServiceSettings(network_processes=2)) as host:
         yield host
 
 

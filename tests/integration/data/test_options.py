@@ -57,7 +57,7 @@ class Gated(Data):
 
 def hosts(module):
     """The states of the data hosts of a module, the local workers included."""
-    return [host.state for host in module._hosts.feeder.snapshot().hosts]
+    return [host.state for host in module._hosts.connection.feeder.snapshot().hosts]
 
 
 def batches(address, **settings):
@@ -67,7 +67,7 @@ def batches(address, **settings):
     loader = module.train_dataloader()
     until(lambda: set(hosts(module)) == {"up"}, "all data hosts to open the loader", 60.0)
     taken = [{name: value.clone() for name, value in batch.items()} for batch in loader]
-    made = {host.name: host.num_received for host in module._hosts.feeder.snapshot().hosts}
+    made = {host.name: host.num_received for host in module._hosts.connection.feeder.snapshot().hosts}
     module.teardown("fit")
     return taken, made
 

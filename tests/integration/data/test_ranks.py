@@ -35,7 +35,7 @@ def alone(tmp_path_factory):
     """What one trainer on one data host saw, with twice the batch size."""
     model = Model()
     trainer = quiet_trainer(tmp_path_factory.mktemp("alone"), max_epochs=2)
-    with DataHost(Data(batch_size=10), workers=1) as host:
+    with DataHost(workers=1) as host:
         module = RemoteDataModule(Data(batch_size=10), [host.address])
         trainer.fit(model, datamodule=module)
         trainer.test(model, datamodule=module)
@@ -68,8 +68,7 @@ def test_a_data_host_that_is_killed_is_not_missed(alone, tmp_path):
     """SIGKILL in the middle of the first epoch, and data that the user splits over the ranks: the same, bit for bit."""
     deadly = tmp_path / "killed"
     script = [sys.executable, str(SCRIPTS / "train_ranks.py")]
-    data = Data(deadly=deadly, is_split=True)
-    with DataHost(data, workers=1) as first, DataHost(data, workers=1) as second:
-        ranks = run(script, tmp_path / "seen", ADDRESSES=f"{first.address} {second.address}")
+    with DataHost(workers=1) as first, DataHost(workers=1) as second:
+        ranks = run(script, tmp_path / "seen", ADDRESSES=f"{first.address} {second.address}", DEADLY=str(deadly))
     assert deadly.exists()
     assert_shared(ranks, alone)

@@ -37,7 +37,7 @@ def test_a_preloaded_process_serves_the_next_data_host():
     [(process, _)] = DataHost._preloaded
     maps = Path(f"/proc/{process.pid}/maps")
     until(lambda: "libtorch_cpu" in maps.read_text(), "the process to import torch", 60.0)
-    with DataHost(Data(make), workers=1) as host:
+    with DataHost(workers=1) as host:
         assert host.pid == process.pid
         assert DataHost._preloaded == []
         module = RemoteDataModule(Data(make), [host.address])
@@ -59,7 +59,7 @@ def test_a_preloaded_process_that_nobody_needs_ends_with_the_script():
 def test_a_data_host_that_does_not_listen_is_an_error(monkeypatch):
     """Its copy of the DataModule hangs: an error says after which time, and its process does not outlive it."""
     monkeypatch.setattr(data_host, "_START_TIMEOUT_S", 0.1)
-    host = DataHost(Stuck(make))
+    host = DataHost()
     with pytest.raises(DataServiceError, match=r"is not listening after 0\.1 s"):
         host.__enter__()
     assert host._process.returncode == -signal.SIGKILL

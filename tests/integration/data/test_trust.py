@@ -87,7 +87,7 @@ def theirs(tmp_path):
 def test_only_trainers_of_the_job_with_the_token_are_served():
     """A wrong token or job is an error at once that says what to compare; the right ones get batches."""
     right, wrong = ({"token": token} for token in ("geheim \N{SNOWMAN} ", "guessed"))
-    with DataHost(data(), settings=DataServiceSettings(**right)) as host:
+    with DataHost(settings=DataServiceSettings(**right)) as host:
         assert "belongs to job 'local' and has its token from data_service.token. C" in refusal(host.address, **wrong)
         assert "belongs to job 'local' and has its token from the job's name. Compare" in refusal(host.address)
         assert "belongs to job 'local', this trainer to job 'other'" in refusal(host.address, "other", **right)
@@ -97,7 +97,7 @@ def test_only_trainers_of_the_job_with_the_token_are_served():
 def test_the_secret_of_the_job_is_the_token(monkeypatch):
     """Hosts with the job's secret serve each other, and nobody who knows only the job's name, or its own secret."""
     monkeypatch.setenv(JOB_SECRET.name, "of this job " * 4)
-    with DataHost(data()) as host:
+    with DataHost() as host:
         assert num_batches(host.address) == 2
         for secret, source in ((None, "the job's name"), ("of another job " * 4, JOB_SECRET.name)):
             monkeypatch.delenv(JOB_SECRET.name) if secret is None else monkeypatch.setenv(JOB_SECRET.name, secret)
@@ -160,7 +160,7 @@ def test_batches_come_over_tls(ours, tmp_path, is_mutual, is_unix):
     """Data hosts show their certificate, and with an authority trainers show theirs; over TCP and over Unix sockets."""
     settings = ours.settings("127.0.0.1", "localhost", is_mutual=is_mutual)
     address = f"unix:{tmp_path}/socket" if is_unix else "127.0.0.1:0"
-    with DataHost(data(), address, settings=DataServiceSettings(**settings)) as host:
+    with DataHost(address, settings=DataServiceSettings(**settings)) as host:
         assert num_batches(host.address, **settings) == 2
 
 
@@ -207,7 +207,7 @@ def test_a_wrong_tls_file_is_named_before_anything_starts(ours, tmp_path):
     broken.write_text("no certificate")
     settings = DataServiceSettings(**{**ours.settings("localhost"), "tls_certificate": str(broken)})
     expected = rf"{broken} \(data_service.tls_certificate\) does not contain a PEM certificate"
-    with pytest.raises(DataSettingsError, match=expected), DataHost(data(), settings=settings):
+    with pytest.raises(DataSettingsError, match=expected), DataHost(settings=settings):
         pass
     with pytest.raises(DataSettingsError, match=expected):
         RemoteDataModule(data(), ["localhost:1"], settings=settings).setup("fit")

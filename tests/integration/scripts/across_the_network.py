@@ -15,7 +15,7 @@ CUT, HEAL, END = 20, 100, 200
 
 
 def serve(address):
-    with DataHost(Data(make), address, workers=1):
+    with DataHost(address, workers=1):
         say("listening")
         sys.stdin.read()
 
@@ -59,7 +59,7 @@ def train(addresses):
 
 
 def last_host(module):
-    return module._hosts.feeder.snapshot().hosts[-1]
+    return module._hosts.connection.feeder.snapshot().hosts[-1]
 
 
 def wait_for(module, *states):

@@ -109,7 +109,7 @@ def main():
     folder, addresses = Path(sys.argv[1]), sys.argv[2:]
     show_log_lines()
     module = RemoteDataModule(Data(list), addresses)
-    module.closes_on_teardown = False
+    module._hosts.connection.closes_on_teardown = False
     is_main = os.environ.get("LOCAL_RANK", "0") == "0"
     for name, situation in SITUATIONS.items():
         if is_main:

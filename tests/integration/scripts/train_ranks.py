@@ -95,7 +95,8 @@ def main():
     settings |= {"enable_checkpointing": False, "enable_model_summary": False, "accelerator": "cpu"}
     if "ADDRESSES" in os.environ:
         trainer, model = Trainer(devices=2, strategy="ddp", use_distributed_sampler=False, **settings), Model()
-        datamodule = RemoteDataModule(Data(), os.environ["ADDRESSES"].split())
+        deadly = Path(os.environ["DEADLY"]) if "DEADLY" in os.environ else None
+        datamodule = RemoteDataModule(Data(deadly=deadly, is_split=deadly is not None), os.environ["ADDRESSES"].split())
         trainer.fit(model, datamodule=datamodule)
     else:
         cli = SageMakerCLI(Model, Data, trainer_defaults=settings)

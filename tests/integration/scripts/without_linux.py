@@ -63,7 +63,7 @@ def refusal(act):
 
 
 def serve():
-    with DataHost(Points()):
+    with DataHost():
         pass
 
 

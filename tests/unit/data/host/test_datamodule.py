@@ -4,11 +4,14 @@ import json
 
 from torch.utils.data import DataLoader
 
-from lightning_sm.data.host.datamodule import ServedModule
 from lightning_sm.data.protocol.calls import OpenRequest, SetUp
 from lightning_sm.data.protocol.plain_values import plain_value
 from tests.fakes.hook_module import HookModule
 from tests.fakes.requests import open_request
+from tests.fakes.served_module import served
+
+
+STAGES = []
 
 
 class Labelled(HookModule):
@@ -31,7 +34,7 @@ class Labelled(HookModule):
 
 def test_plain_values_that_setup_sets_or_changes_are_copied_and_the_others_named():
     """Dicts with any keys, tuples, and what setup() only adds to; what it left alone is neither."""
-    reply = ServedModule(Labelled()).open(OpenRequest(**open_request("")))
+    reply = served(Labelled()).open(OpenRequest(**open_request("")))
     copied = {name: plain_value(value) for name, value in json.loads(json.dumps(reply.attributes)).items()}
     assert copied == {"counts": {"neg": 3}, "id2label": {0: "neg", 1: "pos"}, "shape": (3, 32)}
     assert reply.missing == ["train_set", "words"]
@@ -39,16 +42,17 @@ def test_plain_values_that_setup_sets_or_changes_are_copied_and_the_others_named
 
 def test_hooks_get_the_stage_by_its_name():
     """As Lightning calls them."""
-    stages = []
 
     class Named(HookModule):
         def setup(self, *, stage):
-            stages.append(stage)
+            STAGES.append(stage)
 
         def teardown(self, *, stage):
-            stages.append(stage)
+            STAGES.append(stage)
 
-    module = ServedModule(Named())
+    STAGES.clear()
+
+    module = served(Named())
     assert isinstance(module.open(OpenRequest(**open_request(""))), SetUp)
     module.leave()
-    assert stages == ["fit", "fit"]
+    assert STAGES == ["fit", "fit"]

@@ -1,51 +1,70 @@
 """What a DataModule on a data host sees as its Trainer, and code that splits the data by rank."""
 
 import copy
+import pickle
 import re
 
 import pytest
 import torch.distributed
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_sm.data.host.datamodule import ServedModule
-from lightning_sm.data.host.trainer_stand_in import TrainerStandIn
+from lightning_sm.data.host.trainer_stand_in import TrainerStandIn, stand_in
 from lightning_sm.data.host.world import world_of_one
 from lightning_sm.data.protocol.calls import Loaders, OpenRequest
 from lightning_sm.data.protocol.spec import TRAINER_VALUES
 from lightning_sm.errors import DataSettingsError
 from tests.fakes.hook_module import HookModule
 from tests.fakes.requests import open_request
+from tests.fakes.served_module import served
 
 FACTS = {"world_size": 8, "num_devices": 4, "num_nodes": 2, "current_epoch": 3}
+
+
+def trainer_with(values):
+    """Return a stand-in with values of a Trainer."""
+    trainer = TrainerStandIn()
+    trainer.update(values)
+    return trainer
 
 
 def test_facts_of_the_trainer_are_there():
     """Epoch, steps and sizes are those of the trainers; the rank is 0, because one data host serves all ranks."""
     values = {name: number for number, name in enumerate(TRAINER_VALUES)}
-    assert {name: getattr(TrainerStandIn(values), name) for name in TRAINER_VALUES} == values
+    assert {name: getattr(trainer_with(values), name) for name in TRAINER_VALUES} == values
     ranks = ("global_rank", "local_rank", "node_rank", "is_global_zero")
-    assert [getattr(TrainerStandIn(values), name) for name in ranks] == [0, 0, 0, True]
+    assert [getattr(trainer_with(values), name) for name in ranks] == [0, 0, 0, True]
 
 
 def test_a_missing_fact_is_none():
     """Without a Trainer there are no values."""
-    assert TrainerStandIn({}).max_epochs is None
+    assert trainer_with({}).max_epochs is None
 
 
 def test_anything_else_says_what_to_do():
     """The error names the attribute, the available ones, and what to do."""
     with pytest.raises(AttributeError, match=r"self.trainer.model is not available on a data host, only current_epoch"):
-        _ = TrainerStandIn({}).model
+        _ = trainer_with({}).model
 
 
-def test_a_copy_is_one():
-    """Datasets that hold the DataModule are copied for each shard."""
-    assert copy.deepcopy(TrainerStandIn(FACTS)).world_size == 8
+def test_a_copy_is_the_one_of_the_process():
+    """Datasets that hold the DataModule are copied for each shard, or pickled for a worker."""
+    assert copy.deepcopy(stand_in()) is stand_in()
+    assert pickle.loads(pickle.dumps(TrainerStandIn())) is stand_in()
+
+
+def test_a_worker_sees_the_epoch_of_its_batch():
+    """Not that at which the worker was forked; the step of a batch is not known when it is built."""
+    trainer = trainer_with({"current_epoch": 0, "global_step": 5})
+    assert trainer.global_step == 5
+    trainer.begin_batch(3)
+    assert trainer.current_epoch == 3
+    with pytest.raises(AttributeError, match=r"global_step is not available .* Use self.trainer.current_epoch"):
+        _ = trainer.global_step
 
 
 def opened(values=FACTS, **hooks):
     """Open the loaders for training, and return the reply."""
-    return ServedModule(HookModule(**hooks)).open(OpenRequest(**open_request(trainer=values)))
+    return served(HookModule(**hooks)).open(OpenRequest(**open_request(trainer=values)))
 
 
 def rank_and_size(trainer):
@@ -122,7 +141,7 @@ def test_a_distributed_sampler_may_have_rank_and_size():
 
 def test_code_that_splits_by_rank_later_is_an_error():
     """A dataset in a worker that reads a rank and a size, of the Trainer that it kept."""
-    values = TrainerStandIn(FACTS)
+    values = trainer_with(FACTS)
     with values.noting_reads():
         assert values.global_rank == 0
     assert values.world_size == 8

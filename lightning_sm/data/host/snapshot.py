@@ -1,0 +1,45 @@
+"""Snapshots: the DataModule of rank 0 as bytes, from which a data host rebuilds it."""
+
+from __future__ import annotations
+
+import mmap
+import pickle
+import struct
+from typing import Any
+
+from lightning_sm.errors import DataSettingsError
+
+# A snapshot begins with the number of its parts and their sizes. Parts begin at multiples of ALIGNMENT, as NumPy and
+# torch read aligned memory faster. The first is the pickle, the others are the memory of arrays and tensors.
+NUMBER = struct.Struct("<Q")
+ALIGNMENT = 64
+
+
+def load_object(fd: int, num_bytes: int) -> Any:
+    """Rebuild an object from its snapshot.
+
+    Its arrays and tensors alias the memory of the snapshot, which all processes share until one of them writes to it.
+
+    Args:
+        fd: The descriptor of the memory; it may be closed afterwards.
+        num_bytes: Size of the snapshot.
+
+    Raises:
+        DataSettingsError: This process lacks a module, class or function of the object.
+    """
+    memory = memoryview(mmap.mmap(fd, num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
+    (num_parts,) = NUMBER.unpack_from(memory)
+    end = NUMBER.size * (num_parts + 1)
+    parts = []
+    for (size,) in NUMBER.iter_unpack(memory[NUMBER.size : end]):
+        start = end + -end % ALIGNMENT
+        end = start + size
+        parts.append(memory[start:end])
+    try:
+        return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # only from rank 0 of this job
+    except (AttributeError, ImportError) as error:
+        raise DataSettingsError(
+            f"This data host cannot rebuild the DataModule of rank 0: {error}. A data host runs the script up to its "
+            "first fit() (or SageMakerCLI), and needs the same packages: define classes and functions, and import "
+            "modules, before that line, and not only on trainers."
+        ) from error

@@ -1,0 +1,202 @@
+"""The connection of a training process to the data hosts: its feeder process, and the local workers of its host."""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from lightning_sm.data.host.data_host import DataHost
+from lightning_sm.data.ipc.feeder_messages import LoaderPlace
+from lightning_sm.data.plan.shards import max_slots_in_block
+from lightning_sm.data.protocol.calls import HeartbeatRequest
+from lightning_sm.data.protocol.spec import LoaderDescription
+from lightning_sm.data.protocol.tls import read_tls
+from lightning_sm.data.settings import Credentials, DataServiceSettings, default_window
+from lightning_sm.data.trainer.feeder_client import FeederClient
+from lightning_sm.data.trainer.reporter import Reporter
+from lightning_sm.data.trainer.slots import SlotPool
+from lightning_sm.errors import DataServiceError, DataSettingsError
+from lightning_sm.job.facts import SageMakerJob
+from lightning_sm.job.rank_starter import RankStart, RankStarter
+from lightning_sm.job.topology import Topology
+
+# The name of a job that does not state its own.
+UNNAMED_JOB = "unnamed"
+
+
+class Connection:
+    """The connection of one rank to the data hosts.
+
+    Args:
+        addresses: Addresses of the data hosts, ``host:port``.
+        settings: Window, timeouts, credentials.
+        job: Name of the job.
+        is_of_job: Whether it is that of a job. Its data hosts have run the same script, and it lasts until the process
+            exits: a script may run several Trainers before training has finished.
+
+    Attributes:
+        closes_on_teardown: Whether it ends with the run of a Trainer.
+        reporter: Reports what the rank and the data hosts measure.
+    """
+
+    _of_jobs: ClassVar[dict[Any, Connection]] = {}
+
+    def __init__(
+        self, addresses: Sequence[str], settings: DataServiceSettings, job: str, *, is_of_job: bool = False
+    ) -> None:
+        self.addresses = list(addresses)
+        self.settings = settings
+        self.job = job
+        self.is_of_job = is_of_job
+        self.closes_on_teardown = not is_of_job
+        self.reporter = Reporter(lambda: self.feeder)
+        self._feeder: FeederClient | None = None
+        self._local: DataHost | None = None
+        self._num_ranks = 1
+        self._pools: dict[tuple[str, int], SlotPool] = {}
+
+    @classmethod
+    def of_job(cls, job: SageMakerJob, topology: Topology, settings: DataServiceSettings) -> Connection:
+        """Return the connection of this process to the data hosts of its job, which all DataModules share.
+
+        Raises:
+            DataSettingsError: mpirun started this rank without the name of the job.
+        """
+        if job.name is None and RankStart.detect(os.environ, os.getppid()).launcher is RankStarter.MPI:
+            raise DataSettingsError(
+                f"mpirun started this rank on {job.current_host} without TRAINING_JOB_NAME, from which the data hosts "
+                f"({', '.join(topology.data_hosts)}) derive their port and token. Add -x TRAINING_JOB_NAME to mpirun."
+            )
+        port = settings.port or topology.data_port
+        addresses = [f"{job.addresses.get(host, host)}:{port}" for host in topology.data_hosts]
+        key = (tuple(addresses), settings, job.name)
+        if key not in cls._of_jobs:
+            cls._of_jobs[key] = cls(addresses, settings, job.name or UNNAMED_JOB, is_of_job=True)
+        return cls._of_jobs[key]
+
+    @classmethod
+    def of_this_job(cls, settings: DataServiceSettings | None) -> Connection | None:
+        """Return the connection to the data hosts of the job that this process belongs to; None if there are none."""
+        job = SageMakerJob.from_environment()
+        if job is None:
+            return None
+        topology = Topology.from_job(job)
+        return cls.of_job(job, topology, settings or DataServiceSettings()) if topology.data_hosts else None
+
+    def __reduce__(self) -> Any:
+        """Pickle what does not belong to this process."""
+        return _rebuild, (self.addresses, self.settings, self.job, self.is_of_job)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the feeder has started."""
+        return self._feeder is not None
+
+    @property
+    def feeder(self) -> FeederClient:
+        """The connection to the feeder process.
+
+        Raises:
+            DataServiceError: It has not started.
+        """
+        if self._feeder is None:
+            raise DataServiceError(
+                "RemoteDataModule was used before setup(). A Trainer calls setup(); without one, call it yourself."
+            )
+        return self._feeder
+
+    def open(self, trainer: Any) -> None:
+        """Start the feeder and, in the first rank of a host, the local workers.
+
+        Args:
+            trainer: The Trainer; None if there is none.
+
+        Raises:
+            DataSettingsError: A TLS file cannot be read.
+        """
+        if self._feeder is not None:
+            return
+        rank, self._num_ranks = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+        addresses = list(self.addresses)
+        if self.settings.local_workers:
+            addresses.append(self._start_local_workers(trainer))
+        host = socket.gethostname()
+        client = HeartbeatRequest(f"rank {rank} on {host}", self._num_ranks, wants_figures=rank == 0, host=host)
+        credentials = Credentials.of(self.settings, self.job)
+        read_tls(credentials)  # report an unreadable file here instead of in the feeder process
+        is_quiet = trainer is not None and trainer.local_rank != 0
+        self._feeder = FeederClient(addresses, credentials, client, self.settings.hedge_factor, is_quiet=is_quiet)
+        weakref.finalize(self, self._feeder.close, "the process ended", is_success=True)
+
+    def close(self, outcome: str, *, is_success: bool) -> None:
+        """Disconnect this rank, and stop its feeder process and local workers.
+
+        Args:
+            outcome: How the training ended, for the logs of the data hosts.
+            is_success: Whether it had all the batches that it needed.
+        """
+        if self._feeder is not None:
+            self._feeder.close(outcome, is_success=is_success)
+            self._feeder = None
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+        if self._local is not None:
+            self._local.close()
+            self._local = None
+
+    def slots(self, description: LoaderDescription, place: LoaderPlace, *, is_pinned: bool) -> SlotPool:
+        """Return the memory of the loader that had this place before, if it fits, else new memory.
+
+        Args:
+            description: The loader.
+            place: Its place and limits.
+            is_pinned: Whether GPUs copy from it asynchronously.
+        """
+        slots = SlotPool(
+            self.feeder,
+            description.name,
+            place.window_batches,
+            place.max_batch_bytes,
+            is_pinned=is_pinned,
+            num_in_turn=max_slots_in_block(place.num_shards, place.world_size) if description.order == "shards" else 1,
+        )
+        old = self._pools.get((place.stage, place.index))
+        if old is not None:
+            if (old.num_slots, old.max_batch_bytes) == (slots.num_slots, slots.max_batch_bytes):
+                return old
+            old.close()
+        self._pools[place.stage, place.index] = slots
+        return slots
+
+    def default_window(self, num_nodes: int) -> int:
+        """Return the window for the workers that the data hosts have, as far as they are known.
+
+        Args:
+            num_nodes: Trainer hosts, each of which may have local workers.
+        """
+        hosts = self.feeder.snapshot().hosts[: len(self.addresses)]  # the local workers come last, and late
+        known = [host.workers for host in hosts if host.workers]
+        workers = sum(known) * len(self.addresses) // max(1, len(known))
+        return default_window(workers + self.settings.local_workers * num_nodes, self._num_ranks)
+
+    def _start_local_workers(self, trainer: Any) -> str:
+        """Start the workers of this trainer host, in its first rank, and return their address for all its ranks."""
+        local_rank, node_rank = (0, 0) if trainer is None else (trainer.local_rank, trainer.node_rank)
+        # An abstract socket leaves no file behind. Its name is the same in all ranks of the host, and no other job's.
+        own = os.environ.get("MASTER_PORT", "") if self._num_ranks > 1 else str(os.getpid())
+        address = f"unix-abstract:lightning_sm/{self.job}/{own}/{node_rank}"
+        if local_rank == 0:
+            name = f"{socket.gethostname()} (local workers)"
+            host = DataHost(address, self.settings.local_workers, settings=self.settings, job=self.job, name=name)
+            host.start()  # training begins with the other data hosts; this one joins them when it listens
+            self._local = host
+            weakref.finalize(self, host.close)
+        return address
+
+
+def _rebuild(addresses: list[str], settings: DataServiceSettings, job: str, is_of_job: bool) -> Connection:
+    return Connection(addresses, settings, job, is_of_job=is_of_job)

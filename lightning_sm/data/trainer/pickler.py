@@ -1,0 +1,222 @@
+"""The pickler of rank 0, which turns the DataModule into a snapshot for the data hosts."""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_sm._lightning import Trainer
+from lightning_sm.data.host.snapshot import ALIGNMENT, NUMBER
+from lightning_sm.data.host.trainer_stand_in import stand_in
+from lightning_sm.data.protocol.spec import snapshot_hash
+from lightning_sm.errors import DataSettingsError
+
+# Smaller pieces of memory are part of the pickle: 50,000 small arrays out of band would be 50,000 entries in the head.
+_MIN_OUT_OF_BAND_BYTES = 1 << 14
+# Paths to what cannot be pickled have at most so many steps.
+_MAX_DEPTH = 8
+
+_SCALARS = (type(None), bool, int, float, str)
+_MAX_TEXT_CHARS = 1_000
+
+_NUMPY_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+)
+
+
+class PickledObject:
+    """A pickled object, whose arrays and tensors are not copied before it is written.
+
+    Args:
+        parts: The pickle, and the memory of arrays and tensors.
+
+    Attributes:
+        digest: Equal for equal contents, 32 hexadecimal digits.
+        num_bytes: Its size as a snapshot.
+    """
+
+    def __init__(self, parts: Sequence[memoryview]) -> None:
+        sizes = [len(parts), *(part.nbytes for part in parts)]
+        head = b"".join(map(NUMBER.pack, sizes))
+        self._parts = [memoryview(head)]
+        end = len(head)
+        for part in parts:
+            # Padding is a part, too: the digest is that of all bytes.
+            self._parts += [memoryview(bytes(-end % ALIGNMENT)), part]
+            end += -end % ALIGNMENT + part.nbytes
+        self.num_bytes = end
+        digest = snapshot_hash()
+        for part in self._parts:
+            digest.update(part)
+        self.digest = digest.hexdigest()
+
+    def write(self) -> int:
+        """Write the snapshot to memory without a name, and return the descriptor, which the caller closes."""
+        fd = os.memfd_create("lightning_sm_snapshot", os.MFD_CLOEXEC)
+        try:
+            for part in self._parts:
+                rest = part.cast("B") if part.nbytes else part
+                while rest.nbytes:  # one call writes 2 GiB at most
+                    rest = rest[os.write(fd, rest) :]
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+
+def is_value(value: object) -> bool:
+    """Return whether this is a plain value that nothing can change: a number, a text, or a tuple of such values.
+
+    Data hosts may set such an attribute at any time: no other object can depend on its being the same object.
+    """
+    if type(value) is tuple:
+        return all(is_value(item) for item in value)
+    return type(value) in _SCALARS and (not isinstance(value, str) or len(value) <= _MAX_TEXT_CHARS)
+
+
+def pickle_object(
+    value: Any, state_of: Callable[[Any], dict[str, Any] | None] = lambda _: None, *, by_name: bool
+) -> PickledObject:
+    """Pickle an object. A Trainer in it becomes the data host's stand-in.
+
+    Args:
+        value: The object.
+        state_of: Returns the attributes of an object that are to be pickled, instead of all; None: pickle all.
+        by_name: Whether data hosts have run this script: its classes and functions are then theirs, so that
+            ``isinstance`` and ``globals()`` see what they see here. Otherwise, they travel by value.
+
+    Raises:
+        DataSettingsError: Something in it cannot be pickled.
+    """
+    file = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+    try:
+        _Pickler(file, buffers, state_of, by_name=by_name).dump(value)
+    except Exception as error:
+        raise _not_picklable(value, state_of, error, by_name=by_name) from error
+    return PickledObject([file.getbuffer(), *(buffer.raw() for buffer in buffers)])
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type information
+    """A pickler that leaves large memory out of band, and the Trainer at home."""
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        buffers: list[pickle.PickleBuffer],
+        state_of: Callable[[Any], dict[str, Any] | None],
+        *,
+        by_name: bool,
+    ) -> None:
+        def takes_in_band(buffer: pickle.PickleBuffer) -> bool:
+            if buffer.raw().nbytes < _MIN_OUT_OF_BAND_BYTES:
+                return True
+            buffers.append(buffer)
+            return False
+
+        super().__init__(file, protocol=5, buffer_callback=takes_in_band)
+        self._state_of = state_of
+        self._is_by_name = by_name
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how an object that is not built in is pickled."""
+        if isinstance(obj, Trainer):
+            return stand_in, ()
+        if isinstance(obj, torch.Tensor):
+            if obj.device.type not in ("cpu", "meta"):
+                raise pickle.PicklingError(f"it is a tensor on {obj.device}, but data hosts build batches on the CPU")
+            if _is_plain_tensor(obj):
+                return torch.from_numpy, (obj.numpy(),)  # NumPy pickles its memory out of band
+        if self._is_by_name and isinstance(obj, (type, FunctionType)) and _main_name(obj):
+            return _main_name(obj)
+        state = self._state_of(obj)
+        if state is None and isinstance(obj, DataLoader):
+            # An iterator, of a loader with persistent workers, belongs to this process.
+            state = {**vars(obj), "_iterator": None}
+        if state is not None:
+            return copyreg.__newobj__, (type(obj),), state  # type: ignore[attr-defined]  # pickle's own
+        return super().reducer_override(obj)
+
+
+def _is_plain_tensor(tensor: torch.Tensor) -> bool:
+    """Return whether NumPy can express everything about a tensor."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.dtype in _NUMPY_DTYPES
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or vars(tensor))
+    )
+
+
+def _main_name(obj: Any) -> str | None:
+    """Return the name of a class or function of the script, if the script has it under that name."""
+    if obj.__module__ != "__main__":
+        return None
+    found: Any = sys.modules["__main__"]
+    for part in obj.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return obj.__qualname__ if found is obj else None
+
+
+def _not_picklable(
+    value: Any, state_of: Callable[[Any], dict[str, Any] | None], error: Exception, *, by_name: bool
+) -> DataSettingsError:
+    """Return the error for an object of which some part cannot be pickled, with the path to that part."""
+
+    def problem_of(part: Any) -> Exception | None:
+        try:
+            _Pickler(io.BytesIO(), [], state_of, by_name=by_name).dump(part)
+        except Exception as problem:  # noqa: BLE001  # what the user's classes raise
+            return problem
+        return None
+
+    path, culprit, seen = type(value).__name__, value, {id(value)}
+    for _ in range(_MAX_DEPTH):
+        for step, part in _parts_of(culprit, state_of):
+            if id(part) not in seen and (problem := problem_of(part)) is not None:
+                seen.add(id(part))
+                path, culprit, error = path + step, part, problem
+                break
+        else:
+            break
+    return DataSettingsError(
+        f"{path} is a {type(culprit).__name__}, which cannot be sent to the data hosts: {error}. They get the "
+        "DataModule (or the loaders) of rank 0, pickled, and run its hooks. Create what cannot be pickled in setup(), "
+        "which runs on the data hosts, or when the dataset first uses it."
+    )
+
+
+def _parts_of(value: Any, state_of: Callable[[Any], dict[str, Any] | None]) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of an object that its pickle has, and how code reaches them."""
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from ((f"[{number}]", item) for number, item in enumerate(value))
+    if isinstance(value, MethodType):
+        yield ".__self__", value.__self__
+    if isinstance(value, FunctionType) and value.__closure__:
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__, strict=True):
+            yield f" ({name} in its closure)", cell.cell_contents
+    if isinstance(value, partial):
+        yield ".func", value.func
+        yield ".args", value.args
+        yield ".keywords", value.keywords
+    state = state_of(value)
+    if state is None:
+        state = getattr(value, "__dict__", {})
+    if not isinstance(value, (type, FunctionType)):
+        yield from ((f".{name}", item) for name, item in state.items())
