@@ -190,6 +190,7 @@ def service(
     workers: int,
     host_cores: Cores,
     trainer_cores: Cores,
+    *,
     settings: DataServiceSettings | None = None,
     environments: Sequence[dict[str, str]] = ({},),
 ) -> Iterator[Service]:

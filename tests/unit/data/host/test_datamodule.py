@@ -10,7 +10,6 @@ from tests.fakes.hook_module import HookModule
 from tests.fakes.requests import open_request
 from tests.fakes.served_module import served
 
-
 STAGES = []
 
 
@@ -40,16 +39,18 @@ def test_plain_values_that_setup_sets_or_changes_are_copied_and_the_others_named
     assert reply.missing == ["train_set", "words"]
 
 
+class Named(HookModule):
+    """Notes the stages of its hooks."""
+
+    def setup(self, *, stage):
+        STAGES.append(stage)
+
+    def teardown(self, *, stage):
+        STAGES.append(stage)
+
+
 def test_hooks_get_the_stage_by_its_name():
     """As Lightning calls them."""
-
-    class Named(HookModule):
-        def setup(self, *, stage):
-            STAGES.append(stage)
-
-        def teardown(self, *, stage):
-            STAGES.append(stage)
-
     STAGES.clear()
 
     module = served(Named())
