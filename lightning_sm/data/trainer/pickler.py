@@ -9,6 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -26,9 +27,12 @@ from lightning_sm.errors import DataSettingsError
 _MIN_OUT_OF_BAND_BYTES = 1 << 14
 # Paths to what cannot be pickled have at most so many steps.
 _MAX_DEPTH = 8
+_MAX_PARTS = 10_000
 
 _SCALARS = (type(None), bool, int, float, str)
 _MAX_TEXT_CHARS = 1_000
+
+_FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 
 _NUMPY_DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -134,6 +138,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         """Return how an object that is not built in is pickled."""
         if isinstance(obj, Trainer):
             return stand_in, ()
+        # cloudpickle would read what is left of a file that is open for reading, into a text in memory.
+        if isinstance(obj, _FILES) and obj not in (sys.stdout, sys.stderr):
+            raise pickle.PicklingError("it is an open file")
         if isinstance(obj, torch.Tensor):
             if obj.device.type not in ("cpu", "meta"):
                 raise pickle.PicklingError(f"it is a tensor on {obj.device}, but data hosts build batches on the CPU")
@@ -186,7 +193,7 @@ def _not_picklable(
 
     path, culprit, seen = type(value).__name__, value, {id(value)}
     for _ in range(_MAX_DEPTH):
-        for step, part in _parts_of(culprit, state_of):
+        for step, part in islice(_parts_of(culprit, state_of), _MAX_PARTS):
             if id(part) not in seen and (problem := problem_of(part)) is not None:
                 seen.add(id(part))
                 path, culprit, error = path + step, part, problem

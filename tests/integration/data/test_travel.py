@@ -1,0 +1,51 @@
+"""Data hosts run what rank 0 has: scripts as people write them train on the same batches in a job as on a laptop."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.integration.hosts import REPOSITORY, SCRIPTS, TIMEOUT_S
+from tests.quick_processes import python_path
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = str(SCRIPTS / "train_many_ways.py")
+WAYS = (
+    *("new DataModules", "attributes between fits", "two classes", "levels", "epochs", "guarded setup"),
+    *("classes of the script", "from_datasets", "bare loaders", "own loaders", "resumed"),
+)
+
+
+def run(folder, *prefix):
+    """Run the script, and return what it has trained on."""
+    env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    seen = folder / "seen.json"
+    command = [sys.executable, *prefix, SCRIPT, str(seen)]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=3 * TIMEOUT_S, env=env, cwd=folder
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return json.loads(seen.read_text())
+
+
+@pytest.fixture(scope="module")
+def on_a_laptop(tmp_path_factory):
+    """What the script trains on without SageMaker."""
+    return run(tmp_path_factory.mktemp("laptop"))
+
+
+@pytest.fixture(scope="module")
+def in_a_job(tmp_path_factory):
+    """What it trains on in a job with two data hosts."""
+    folder = tmp_path_factory.mktemp("job")
+    groups = ["--group", "trainer=1", "--group", "data=2", "--base-dir", str(folder / "hosts")]
+    return run(folder, "-m", "lightning_sm", "local", *groups, "--")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_script_trains_on_the_same_batches(way, on_a_laptop, in_a_job):
+    """Folds, classes, attributes, epochs, bare loaders: what rank 0 has is what the data hosts run."""
+    assert in_a_job[way] == on_a_laptop[way]

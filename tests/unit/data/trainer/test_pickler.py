@@ -1,0 +1,143 @@
+"""What rank 0 sends of an object: memory out of band, names of the script, and an error that names what cannot go."""
+
+import functools
+import os
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sm._lightning import Trainer
+from lightning_sm.data.host.snapshot import load_object
+from lightning_sm.data.host.trainer_stand_in import stand_in
+from lightning_sm.data.trainer.pickler import is_value, pickle_object
+from lightning_sm.errors import DataSettingsError
+
+
+def travelled(value, *, by_name=False):
+    """Return an object as a data host rebuilds it."""
+    pickled = pickle_object(value, by_name=by_name)
+    fd = pickled.write()
+    assert os.fstat(fd).st_size == pickled.num_bytes
+    try:
+        return load_object(fd, pickled.num_bytes)
+    finally:
+        os.close(fd)
+
+
+class Holder:
+    """Something with attributes."""
+
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(50_000),
+        torch.arange(3),
+        torch.zeros(0, 4),
+        torch.tensor(7),
+        torch.rand(200, 200).t(),
+        torch.rand(100, 100).bfloat16(),
+        torch.rand(100, 100, requires_grad=True),
+        torch.randn(100, dtype=torch.complex64).conj(),
+        torch.rand(30_000)[::2],
+        torch.nn.Parameter(torch.rand(3)),
+        torch.eye(3).to_sparse(),
+    ],
+    ids=lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)}",
+)
+def test_tensors_arrive_as_they_are(tensor):
+    """Whatever NumPy can express of them, or cannot."""
+    arrived = travelled(tensor)
+    assert type(arrived) is type(tensor)
+    assert (arrived.dtype, arrived.requires_grad, arrived.layout) == (
+        tensor.dtype,
+        tensor.requires_grad,
+        tensor.layout,
+    )
+    assert torch.equal(arrived.to_dense(), tensor.to_dense())
+
+
+def test_memory_is_writable_and_aligned_and_belongs_to_the_copy():
+    """Transforms may change samples in place; that changes neither the snapshot nor another copy of it."""
+    array, tensor = np.arange(20_000), torch.arange(20_000.0)
+    pickled = pickle_object((array, tensor), by_name=False)
+    fd = pickled.write()
+    first, second = (load_object(fd, pickled.num_bytes) for _ in range(2))
+    os.close(fd)
+    first[0][0] = first[1][0] = -1
+    assert (second[0][0], second[1][0], array[0]) == (0, 0, 0)
+    assert [one.ctypes.data % 64 for one in (first[0], first[1].numpy())] == [0, 0]
+
+
+def test_large_memory_is_no_part_of_the_pickle():
+    """It is not copied before it is written; the pickle itself stays small."""
+    assert sum(part.nbytes for part in pickle_object(np.zeros(1 << 20), by_name=False)._parts[:3]) < 1000
+
+
+def test_equal_objects_have_the_same_digest():
+    """Then nothing is sent; a change anywhere in memory changes it."""
+    array = np.arange(50_000)
+    before = pickle_object(Holder(array=array, name="x"), by_name=False).digest
+    assert pickle_object(Holder(array=array.copy(), name="x"), by_name=False).digest == before
+    array[40_000] += 1
+    assert pickle_object(Holder(array=array, name="x"), by_name=False).digest != before
+
+
+def test_a_trainer_becomes_the_stand_in():
+    """Datasets may hold it; it holds the model."""
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    assert travelled(Holder(trainer=trainer)).trainer is stand_in()
+
+
+def test_an_iterator_of_persistent_workers_stays():
+    """A loader that was read before it is handed to fit()."""
+    loader = DataLoader(TensorDataset(torch.arange(4)), 2, num_workers=1, persistent_workers=True)
+    assert len(list(loader)) == 2
+    arrived = travelled(loader)
+    assert arrived._iterator is None
+    assert [batch.tolist() for (batch,) in DataLoader(arrived.dataset, 2)] == [[0, 1], [2, 3]]
+
+
+def local(number):
+    """Do something."""
+    return number
+
+
+FILE = sys.__stdin__
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (Holder(reader=Holder(lock=threading.Lock())), r"Holder\.reader\.lock is a lock"),
+        (Holder(files=[1, {"a": FILE}]), r"Holder\.files\[1\]\['a'\] is a TextIOWrapper"),
+        (Holder(rows=(number for number in range(3))), r"Holder\.rows is a generator"),
+        (Holder(transform=functools.partial(local, threading.Lock())), r"Holder\.transform\.args\[0\] is a lock"),
+        (Holder(method=Holder(lock=threading.Lock()).__class__(lock=threading.Lock()).__init__), r"__self__\.lock"),
+    ],
+    ids=["nested", "in containers", "generator", "partial", "method"],
+)
+def test_what_cannot_be_sent_is_named_by_its_path(value, path):
+    """With what to do about it."""
+    with pytest.raises(DataSettingsError, match=rf"{path}.*cannot be sent to the data hosts.*Create .* in setup\(\)"):
+        pickle_object(value, by_name=False)
+
+
+def test_a_lock_in_a_closure_is_named():
+    """As transforms that are functions within functions have them."""
+    lock = threading.Lock()
+    with pytest.raises(DataSettingsError, match=r"transform \(lock in its closure\) is a lock"):
+        pickle_object(Holder(transform=lambda sample: (lock, sample)), by_name=False)
+
+
+def test_values_are_what_nothing_can_change():
+    """Numbers, texts, and tuples of them; of these types exactly, because a subclass would lose its class."""
+    assert all(map(is_value, [None, True, 3, 2.5, "x", (), (1, ("a", None))]))
+    assert not any(map(is_value, [[1], {"a": 1}, ([1],), np.float64(1), b"x", "x" * 5000, Holder(), type]))
