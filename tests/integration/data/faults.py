@@ -28,6 +28,7 @@ from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.reserved_job import reserve_job
 from tests.fakes.small_app import SmallData
 from tests.integration.data.cluster import Host, remote, running
+from tests.integration.data.datasets import Data
 from tests.integration.emulators import until
 from tests.integration.hosts import REPOSITORY, Hosts
 from tests.quick_processes import python_path
@@ -190,13 +191,13 @@ def _redirect(log: Path) -> None:
 
 @contextlib.contextmanager
 def training_process(
-    make: Callable[[], Any] | None, address: str | None, pids: Path
+    make: Callable[[], Any], address: str | None, pids: Path
 ) -> Iterator[tuple[Any, psutil.Process, psutil.Process]]:
     """A process that trains until it is killed, its feeder, and the main process of its own data host or a child.
 
     Args:
-        make: Returns the loaders of a data host of its own.
-        address: Another data host to train on instead, with a forked child.
+        make: Returns the loaders.
+        address: The data host to train on, with a forked child; None: a data host of its own.
         pids: A file for the ids of its processes.
     """
     script = _FORKS.Process(target=_train, args=(make, address, pids))
@@ -211,10 +212,10 @@ def training_process(
         script.close()
 
 
-def _train(make: Callable[[], Any] | None, address: str | None, pids: Path) -> None:
+def _train(make: Callable[[], Any], address: str | None, pids: Path) -> None:
     with contextlib.ExitStack() as stack:
-        own = None if make is None else stack.enter_context(running(Host("own", make)))[0]
-        module = stack.enter_context(remote([own or address]))
+        own = None if address else stack.enter_context(running(Host("own")))[0]
+        module = stack.enter_context(remote([own or address], Data(make)))
         next(iter(module.train_dataloader()))
         other = os.fork() if own is None else own.main.pid
         if other:

@@ -847,7 +847,7 @@ def test_a_killed_training_process_takes_everything_with_it(tmp_path):
 def test_a_feeder_ends_although_a_child_of_the_training_process_lives_on(pool, tmp_path):
     """A forked child holds copies of the training process's sockets, and must not keep the feeder alive."""
     address = pool.serve(slow)[0].address
-    with faults.training_process(None, address, tmp_path / "pids") as (script, feeder, child):
+    with faults.training_process(slow, address, tmp_path / "pids") as (script, feeder, child):
         script.kill()
         try:
             faults.until_gone([feeder], "the feeder")
