@@ -12,6 +12,7 @@ import pytest
 
 from lightning_sm.data.ipc.host_messages import (
     Finished,
+    KeptSnapshots,
     OpenedLoaders,
     RunHook,
     RunSampler,
@@ -25,7 +26,7 @@ from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.settings import DataServiceSettings, HostSettings
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.errors import DataServiceError
-from tests.fakes.requests import count_request, list_request, open_request
+from tests.fakes.requests import DIGEST, count_request, list_request, open_request
 from tests.integration.data.datasets import Data
 from tests.integration.data.fakes import LOADER, credentials
 
@@ -43,6 +44,7 @@ class Server:
         self.process, self.main = start_module("lightning_sm.data.server.process")
         settings = HostSettings("127.0.0.1:0", 2, 1 << 20, 60.0, None, "algo-9", credentials())
         self.main.send(Serve(settings))
+        self.main.send(KeptSnapshots([DIGEST]))
         self.address = self.main.receive(TIMEOUT_S).address
         self._channel = grpc.insecure_channel(self.address)
 

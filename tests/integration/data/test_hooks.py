@@ -227,9 +227,9 @@ def test_a_length_that_cannot_be_used_is_told(tmp_path, caplog):
 
 
 def test_a_batch_size_that_cannot_be_found_here_is_an_error(address, journal, tmp_path):
-    """BatchSizeFinder would double a number that no data host reads, until the end of the range."""
+    """BatchSizeFinder would measure batches that were built ahead, with the batch size of an earlier trial."""
     trainer = quiet_trainer(tmp_path, max_epochs=1, callbacks=[BatchSizeFinder()])
-    with pytest.raises(DataSettingsError, match="BatchSizeFinder sets the batch size on the trainer"):
+    with pytest.raises(DataSettingsError, match="BatchSizeFinder changes the batch size between steps"):
         trainer.fit(Model(), datamodule=RemoteDataModule(Data(journal), [address]))
 
 

@@ -20,32 +20,51 @@ WAYS = (
 
 
 def run(folder, *prefix):
-    """Run the script, and return what it has trained on."""
+    """Run the script, and return what each rank has trained on."""
     env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    seen = folder / "seen.json"
-    command = [sys.executable, *prefix, SCRIPT, str(seen)]
+    command = [sys.executable, *prefix, SCRIPT, str(folder)]
     ended = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=3 * TIMEOUT_S, env=env, cwd=folder
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    return json.loads(seen.read_text())
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("seen-*.json"))]
+
+
+def job(folder, num_trainers):
+    """Run the script in a job with two data hosts."""
+    groups = ["--group", f"trainer={num_trainers}", "--group", "data=2", "--base-dir", str(folder / "hosts")]
+    return run(folder, "-m", "lightning_sm", "local", *groups, "--")
 
 
 @pytest.fixture(scope="module")
 def on_a_laptop(tmp_path_factory):
     """What the script trains on without SageMaker."""
-    return run(tmp_path_factory.mktemp("laptop"))
+    return run(tmp_path_factory.mktemp("laptop"))[0]
 
 
 @pytest.fixture(scope="module")
 def in_a_job(tmp_path_factory):
     """What it trains on in a job with two data hosts."""
-    folder = tmp_path_factory.mktemp("job")
-    groups = ["--group", "trainer=1", "--group", "data=2", "--base-dir", str(folder / "hosts")]
-    return run(folder, "-m", "lightning_sm", "local", *groups, "--")
+    return job(tmp_path_factory.mktemp("job"), 1)[0]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_script_trains_on_the_same_batches(way, on_a_laptop, in_a_job):
     """Folds, classes, attributes, epochs, bare loaders: what rank 0 has is what the data hosts run."""
     assert in_a_job[way] == on_a_laptop[way]
+
+
+def trained(seen):
+    """All numbers in some nested lists."""
+    if isinstance(seen, list):
+        return {number for part in seen for number in trained(part)}
+    return {seen} if isinstance(seen, int) else set()
+
+
+@pytest.mark.proof
+def test_two_ranks_share_them(on_a_laptop, tmp_path):
+    """Only rank 0 sends anything; the other one waits for it."""
+    ranks = job(tmp_path, 2)
+    assert len(ranks) == 2
+    for way in WAYS:
+        assert trained([rank[way] for rank in ranks]) - {3} == trained(on_a_laptop[way]) - {3}, way

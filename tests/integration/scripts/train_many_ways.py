@@ -1,8 +1,7 @@
-"""Scripts as people write them, one after the other; prints what each has trained on, as JSON."""
+"""Scripts as people write them, one after the other; each rank writes what they have trained on into a folder."""
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -297,7 +296,7 @@ def own_loaders():
 
 
 def resumed():
-    folder = Path(tempfile.mkdtemp())
+    folder = Path(sys.argv[1])
     own = trainer(max_epochs=1)
     own.fit(Model(), datamodule=Weighted())
     own.save_checkpoint(folder / "last.ckpt")
@@ -322,4 +321,4 @@ WAYS = {
 
 if __name__ == "__main__":
     seen = {name: way() for name, way in WAYS.items()}
-    Path(sys.argv[1]).write_text(json.dumps(seen))
+    Path(f"{sys.argv[1]}/seen-{trainer().global_rank}.json").write_text(json.dumps(seen))
