@@ -13,7 +13,7 @@ from lightning_sm.data.protocol.frames import FrameKind, frame
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.errors import BatchTypeError
 from tests.integration.data.cluster import remote
-from tests.integration.data.datasets import Augmented, reference, stream_hash
+from tests.integration.data.datasets import Augmented, Data, reference, stream_hash
 from tests.integration.data.fakes import FakeHost
 from tests.integration.emulators import until
 
@@ -75,7 +75,7 @@ def epoch_of(module, epoch, at_batch=None):
 
 def test_a_network_process_sends_the_same_batches(host):
     """The first rank's stream goes to it, and the batches are those that one process computes."""
-    with remote([host.address]) as module:
+    with remote([host.address], Data(make)) as module:
         seen = []
         assert epoch_of(module, 0, lambda: seen.append(num_streams(network_process(host)))) == expected(0)
         assert seen == [1]
@@ -83,7 +83,7 @@ def test_a_network_process_sends_the_same_batches(host):
 
 def test_a_killed_network_process_costs_no_batch(host):
     """The epoch continues, and the next one comes from the network process that takes its place."""
-    with remote([host.address]) as module:
+    with remote([host.address], Data(make)) as module:
         killed = network_process(host)
         assert epoch_of(module, 0, killed.kill) == expected(0)
         until(lambda: network_process(host) not in (None, killed), "another network process listens", TIMEOUT_S)
@@ -93,7 +93,7 @@ def test_a_killed_network_process_costs_no_batch(host):
 @pytest.mark.proof
 def test_a_frozen_network_process_is_replaced(host):
     """It has slots of the workers: it is killed once it does not answer, and the epoch continues."""
-    with remote([host.address]) as module:
+    with remote([host.address], Data(make)) as module:
         frozen = network_process(host)
         assert epoch_of(module, 0, lambda: frozen.send_signal(signal.SIGSTOP)) == expected(0)
         assert not frozen.is_running() or frozen.status() == psutil.STATUS_ZOMBIE
@@ -103,7 +103,7 @@ def test_a_killed_server_process_takes_its_network_processes_with_it(host):
     """The main process starts a new server process, and this one new network processes; nothing is lost."""
     (server,) = [child for child in psutil.Process(host.pid).children() if child.children()]
     old = network_process(host)
-    with remote([host.address]) as module:
+    with remote([host.address], Data(make)) as module:
         assert epoch_of(module, 0, server.kill) == expected(0)
         until(lambda: not old.is_running(), "the old network process ends", TIMEOUT_S)
 

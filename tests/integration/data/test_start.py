@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import time
 from pathlib import Path
 from subprocess import run
 
@@ -17,13 +16,6 @@ from tests.integration.data.datasets import Data
 from tests.integration.emulators import until
 
 pytestmark = pytest.mark.processes
-
-
-class Stuck(Data):
-    """Data whose copy never comes to exist."""
-
-    def __setstate__(self, state):
-        time.sleep(600)
 
 
 def make():
@@ -57,7 +49,7 @@ def test_a_preloaded_process_that_nobody_needs_ends_with_the_script():
 
 
 def test_a_data_host_that_does_not_listen_is_an_error(monkeypatch):
-    """Its copy of the DataModule hangs: an error says after which time, and its process does not outlive it."""
+    """It imports for too long: an error says after which time, and its process does not outlive it."""
     monkeypatch.setattr(data_host, "_START_TIMEOUT_S", 0.1)
     host = DataHost()
     with pytest.raises(DataServiceError, match=r"is not listening after 0\.1 s"):

@@ -35,7 +35,7 @@ def data():
 
 def num_batches(address, **settings):
     """Return how many batches a trainer gets."""
-    with remote([address], **settings) as module:
+    with remote([address], data(), **settings) as module:
         return sum(1 for _ in module.train_dataloader())
 
 
