@@ -151,43 +151,61 @@ class _Parses(LightningCLI):
 class TestDataHosts:
     """In a job with a data group."""
 
-    @pytest.mark.parametrize("place", ["datamodule", "train_dataloaders"])
-    def test_a_data_host_serves(self, host, monkeypatch, place):
-        """It serves the DataModule with the script's settings, and exits; it need not have the script's accelerator."""
+    @pytest.mark.parametrize("given", [{"datamodule": SmallData()}, {}], ids=["DataModule", "nothing"])
+    def test_a_data_host_serves(self, host, monkeypatch, given):
+        """Whatever fit() gets, it serves what rank 0 sends, and exits; it need not have the script's accelerator."""
         served = []
         monkeypatch.setattr(trainer_module, "serve", lambda *arguments: served.append(arguments))
         host.configure(WITH_DATA, "algo-2")
         settings = DataServiceSettings(workers=3)
-        data = SmallData()
         trainer = SageMakerTrainer(accelerator="gpu", devices=8, data_service=settings)
         trainer.logger.experiment.add_scalar("nothing", 1)
         with pytest.raises(SystemExit) as ended:
-            trainer.fit(SmallModel(), **{place: data})
+            trainer.fit(SmallModel(), **given)
         assert ended.value.code == 0
-        ((datamodule, _, topology, used),) = served
-        assert (datamodule, topology.current_host, used) == (data, "algo-2", settings)
+        ((_, topology, used),) = served
+        assert (topology.current_host, used) == ("algo-2", settings)
 
-    def test_a_trainer_fetches(self, host, monkeypatch, caplog):
-        """The Trainer gets a DataModule that fetches, the same for each call; another one is loaded here."""
+    def test_a_trainer_fetches(self, host, monkeypatch):
+        """Each DataModule, in whichever place, becomes one that fetches: the same for each call."""
         host.configure(WITH_DATA)
         trainer = SageMakerTrainer(**QUIET)
         got = []
         monkeypatch.setattr(trainer, "_fit_impl", lambda *arguments: got.append(arguments[3]))
         data, other = SmallData(), SmallData()
-        trainer.fit(SmallModel(), data)
-        trainer.fit(SmallModel(), datamodule=data)
-        assert isinstance(got[0], RemoteDataModule)
-        assert got[0] is got[1]
-        trainer.fit(SmallModel(), datamodule=other)
-        assert got[2] is other
-        assert "fit() loads the data of SmallData on this host" in caplog.text
+        for given in ({"train_dataloaders": data}, {"datamodule": data}, {"datamodule": other}):
+            trainer.fit(SmallModel(), **given)
+        assert [type(one).__mro__[1] for one in got] == [RemoteDataModule] * 3
+        assert got[0] is got[1] is not got[2]
+        assert got[2]._datamodule is other
 
-    @pytest.mark.parametrize("name", ["algo-1", "algo-2"])
-    def test_loaders_without_a_data_module_are_refused(self, host, name):
-        """The error says what to write, on the trainers and on the data hosts."""
-        host.configure(WITH_DATA, name)
-        with pytest.raises(DataSettingsError, match=r"algo-2.*fit\(\) got no LightningDataModule"):
-            SageMakerTrainer(**QUIET).fit(SmallModel(), SmallData().train_dataloader())
+    def test_loaders_without_a_datamodule_are_fetched_too(self, host, monkeypatch):
+        """Those that fit() gets, or those of the model; without any, Lightning says what is missing."""
+
+        class WithLoaders(SmallModel):
+            def train_dataloader(self):
+                return SmallData().train_dataloader()
+
+        host.configure(WITH_DATA)
+        trainer = SageMakerTrainer(**QUIET)
+        got = []
+        monkeypatch.setattr(trainer, "_fit_impl", lambda *arguments: got.append(arguments[1:4]))
+        trainer.fit(SmallModel(), SmallData().train_dataloader())
+        trainer.fit(WithLoaders())
+        trainer.fit(SmallModel())
+        assert [(train, val) for train, val, _ in got] == [(None, None)] * 3
+        assert [isinstance(datamodule, RemoteDataModule) for _, _, datamodule in got] == [True, True, False]
+
+    def test_without_addresses_it_is_that_of_the_job(self, host):
+        """A script with a Trainer of its own needs no addresses; its repr says what it is."""
+        data = SmallData()
+        assert RemoteDataModule(data) is data
+        host.configure(WITH_DATA)
+        remote = RemoteDataModule(data)
+        assert remote._hosts.connection.is_of_job
+        assert repr(remote) == f"RemoteDataModule(SmallData, {remote._hosts.connection.addresses})"
+        with pytest.raises(DataSettingsError, match="empty list of addresses"):
+            RemoteDataModule(data, [])
 
 
 @pytest.mark.proof
