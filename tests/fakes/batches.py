@@ -7,7 +7,10 @@ import enum
 import json
 import math
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +50,160 @@ class Slotted:
 
     __slots__ = ("x",)
     x: Any
+
+
+class Strict:
+    """A base class all of whose methods fail while ``armed``: none may run on the trainer."""
+
+    armed = False
+
+    def __new__(cls, *args, **options):
+        cls._fail()
+        return super().__new__(cls, *args, **options)
+
+    def __init__(self, *args, **options):
+        self._fail()
+        if not isinstance(self, (int, float, str, tuple, frozenset)):
+            super().__init__(*args, **options)
+
+    @classmethod
+    def _fail(cls, *_args):
+        if Strict.armed:
+            raise AssertionError(f"code of {cls.__name__} ran")
+
+    def __setattr__(self, name, value):
+        self._fail()
+        super().__setattr__(name, value)
+
+    def __setstate__(self, state):
+        self._fail()
+
+
+class Number(Strict, int):
+    """A number with attributes."""
+
+
+class Ratio(Strict, float):
+    """A fraction with attributes."""
+
+
+class Text(Strict, str):  # noqa: SLOT000
+    """A text with attributes."""
+
+
+class Record(Strict, dict):
+    """A dictionary with attributes, whose items are set by its own method."""
+
+    def __setitem__(self, key, value):
+        self._fail()
+        super().__setitem__(key, value)
+
+
+class Ordered(Strict, OrderedDict):
+    """An ordered dictionary whose items are set by its own method."""
+
+    def __setitem__(self, key, value):
+        self._fail()
+        super().__setitem__(key, value)
+
+
+class Defaults(Strict, defaultdict):
+    """A dictionary with default values and attributes."""
+
+
+class Items(Strict, list):
+    """A list with attributes."""
+
+    def extend(self, values):
+        self._fail()
+        super().extend(values)
+
+
+class Window(Strict, deque):
+    """A deque with attributes."""
+
+
+class Pair(Strict, tuple):  # noqa: SLOT001
+    """A tuple with attributes."""
+
+
+class Labels(Strict, set):
+    """A set with attributes."""
+
+
+class FrozenLabels(Strict, frozenset):
+    """A frozen set with attributes."""
+
+
+class NamedPoint(Point):
+    """A named tuple that has attributes, too."""
+
+
+class WithSlots(dict):
+    """A dictionary with a slot beside its attributes."""
+
+    __slots__ = ("__dict__", "__hidden", "empty", "unit")
+
+    def __init__(self, items, hidden):
+        super().__init__(items)
+        self.__hidden = hidden
+        self.unit = "mm"
+        self.more = [hidden]
+
+    @property
+    def hidden(self):
+        """The private slot."""
+        return self.__hidden
+
+    def __repr__(self):
+        return f"{dict(self)} {self.__hidden} {self.unit} {self.more} {hasattr(self, 'empty')}"
+
+
+@dataclasses.dataclass
+class Output(OrderedDict):
+    """A dataclass that is a dictionary, too, as the outputs of transformers' models are."""
+
+    logits: Any = None
+
+    def __post_init__(self):
+        self["logits"] = self.logits
+
+
+class Volume(torch.Tensor):
+    """A tensor with metadata, in the shape of MONAI's: attributes, properties, and functions of torch of its own."""
+
+    armed = False
+
+    @staticmethod
+    def __new__(cls, data, meta=None):
+        if cls.armed:
+            raise AssertionError("__new__ ran")
+        return torch.as_tensor(data).as_subclass(cls)
+
+    def __init__(self, data, meta=None):
+        super().__init__()
+        self._meta = {} if meta is None else meta
+        self._applied_operations = []
+        self._is_batch = False
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        """Copy the metadata to results."""
+        if cls.armed:
+            raise AssertionError(f"{func} ran")
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, Volume) and isinstance(args[0], Volume):
+            vars(result).update(vars(args[0]))
+        return result
+
+    @property
+    def meta(self):
+        """The metadata."""
+        return self._meta
+
+    @meta.setter
+    def meta(self, meta):
+        raise AssertionError("a property ran")
 
 
 class Colour(enum.Enum):
@@ -123,6 +280,22 @@ SCALARS = [
     np.datetime64("2024-02-29T01:02:03", "ms"),
     np.timedelta64(5, "D"),
     np.complex64(1j),
+    Path("/data/a b.nii"),
+    PurePosixPath("x"),
+    PureWindowsPath("c:/x"),
+    date(2024, 2, 29),
+    time(1, 2, 3, 4, fold=1),
+    datetime(2024, 2, 29, 1, 2, 3, 4, fold=1),
+    datetime(2024, 2, 29, tzinfo=timezone.utc),
+    timedelta(-1, 2, 3),
+    timezone(timedelta(hours=-3)),
+    timezone(timedelta(hours=1), "CET"),
+    Decimal("1.50"),
+    Decimal("1E+400"),
+    bytearray(b""),
+    bytearray(b"x" * 1000),
+    torch.bfloat16,
+    torch.device("cuda:1"),
 ]
 
 
@@ -142,6 +315,27 @@ CONTAINERS = [
     Point([1], Point(2, 3)),
     Box([1, 2], label="dog"),
     {"l": ["l", 1], "t": ["t", 0, "float32", [10], None, 0]},
+    Counter("aab"),
+    deque([1, [2]]),
+    deque([1, 2], maxlen=3),
+    deque(maxlen=0),
+    defaultdict(list, b=[1], a=[]),
+    UserDict(a=[1]),
+    UserList([1, {"a": 2}]),
+    Number(2**70),
+    Ratio(-0.0),
+    Text("\ud800x"),
+    Record(b=1, a=[2]),
+    Ordered([("z", 1), ("a", [2])]),
+    Defaults(list, {"b": 1}),
+    Items([1, [2]]),
+    Window([1, 2], 2),
+    Pair((1, [2])),
+    Labels({1, "a"}),
+    FrozenLabels({(1, 2)}),
+    NamedPoint(1, [2]),
+    WithSlots({"a": 1}, "secret"),
+    Output(logits=[1]),
 ]
 
 

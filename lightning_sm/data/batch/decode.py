@@ -7,7 +7,7 @@ import json
 import math
 import reprlib
 import struct
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from enum import Enum
 from functools import lru_cache
@@ -18,7 +18,9 @@ import numpy.typing as npt
 import torch
 
 from lightning_sm.data.batch import format as batch_format
+from lightning_sm.data.batch import instances
 from lightning_sm.data.batch import types as batch_types
+from lightning_sm.data.batch.class_names import find_class
 from lightning_sm.errors import BatchTypeError, WireError
 
 # Headers with lists of file names differ from batch to batch. Caching only small headers limits the cache to a few MB.
@@ -92,11 +94,26 @@ class _Decoder:
         items = _keys(self._nodes(node[1:], depth))
         return set(items) if node[0] == "set" else frozenset(items)
 
+    def _deque(self, node: list[Any], depth: int) -> Any:
+        maxlen = node[1] if len(node) > 1 else -1
+        if maxlen is not None and (type(maxlen) is not int or not max(len(node) - 2, 0) <= maxlen < batch_format.INT64):
+            raise WireError(f"A deque has an invalid maximum length: {reprlib.repr(maxlen)}.")
+        return deque(self._nodes(node[2:], depth), maxlen)
+
     def _dict(self, node: list[Any], depth: int) -> Any:
-        if len(node) % 2 == 0:
+        items = self._items(node[1:], depth)
+        return items if node[0] == "d" else OrderedDict(items)
+
+    def _default_dict(self, node: list[Any], depth: int) -> Any:
+        name = node[1] if len(node) > 1 else 0
+        if type(name) is not str or name not in batch_format.FACTORIES:
+            raise WireError(f"A defaultdict has an invalid default factory: {reprlib.repr(name)}.")
+        return defaultdict(batch_format.FACTORIES[name], self._items(node[2:], depth))
+
+    def _items(self, nodes: list[Any], depth: int) -> dict[Any, Any]:
+        if len(nodes) % 2:
             raise WireError("A dictionary has a key without a value.")
-        items = zip(_keys(self._nodes(node[1::2], depth)), self._nodes(node[2::2], depth), strict=True)
-        return dict(items) if node[0] == "d" else OrderedDict(items)
+        return dict(zip(_keys(self._nodes(nodes[::2], depth)), self._nodes(nodes[1::2], depth), strict=True))
 
     def _range(self, node: list[Any], depth: int) -> Any:
         kind, *bounds = _fields(node, 4)
@@ -113,7 +130,8 @@ class _Decoder:
         self._num_copied += length
         if self._num_copied > self._used:
             raise WireError("The bytes objects of the header have more bytes than the data.")
-        return self._remember(bytes(self._memory[offset : offset + length]))
+        kind = bytes if node[0] == "B" else bytearray
+        return self._remember(kind(self._memory[offset : offset + length]))
 
     def _tensor(self, node: list[Any], depth: int) -> Any:
         _, offset, name, shape, strides, flags = _fields(node, 6)
@@ -184,35 +202,48 @@ class _Decoder:
             )
         return cls.__members__[member]
 
-    def _object(self, node: list[Any], depth: int) -> Any:
-        _, name, fields, values = _fields(node, 4)
+    def _instance(self, node: list[Any], depth: int) -> Any:
+        _, name, fields, base, names, values = _fields(node, 6)
         cls = _imported_class(name)
-        if type(values) is not list or type(fields) is not list or len(fields) != len(values):
-            raise WireError(f"An object does not have one value for each field: {reprlib.repr(node)}.")
-        if batch_types.field_names(cls) != fields:
+        if type(names) is not list or type(values) is not list or len(names) != len(values):
+            raise WireError(f"An object does not have one value for each attribute: {reprlib.repr(node)}.")
+        if not all(type(attribute) is str for attribute in names) or len(set(names)) < len(names):
+            raise WireError(f"The attributes of an object have invalid or repeated names: {reprlib.repr(names)}.")
+        layout = None if batch_types.maker_of(name) else instances.layout_of(cls)
+        if layout is None:
             raise BatchTypeError(
-                f"{name} has the fields {reprlib.repr(batch_types.field_names(cls))} in this process, but "
-                f"{reprlib.repr(fields)} on the data host. Use the same code on all hosts."
+                f"A batch contains a {name} by its attributes, but in this process the class is registered, or cannot "
+                "be rebuilt from them. Import the same code, and call register_batch_type(), on all hosts."
             )
-        children = self._nodes(values, depth)
+        if layout.fields != fields:
+            raise BatchTypeError(
+                f"{name} has the fields {reprlib.repr(layout.fields)} in this process, but {reprlib.repr(fields)} on "
+                "the data host. Use the same code on all hosts."
+            )
+        if missing := sorted(layout.required - set(names)):
+            raise WireError(f"A {name} has no value in its field {missing[0]}.")
+        # A reference would let a short message copy the same value again and again.
+        value: Any = None if type(base) is list and base[:1] == ["r"] else self.node(base, depth)
+        if not _has_type(value, layout.base) or (layout.base is tuple and len(value) != len(fields or value)):
+            raise WireError(f"A {name} has an invalid value: {reprlib.repr(base)}.")
+        children = dict(zip(names, self._nodes(values, depth), strict=True))
         try:
-            if issubclass(cls, tuple):
-                return tuple.__new__(cls, children)
-            return batch_types.rebuild_dataclass(cls, dict(zip(fields, children, strict=True)))
-        except Exception as error:  # a field may be a descriptor of the user
+            obj = instances.rebuild(cls, layout, value, children)
+        except Exception as error:  # what torch, or a metaclass, says
             raise WireError(f"A {name} cannot be rebuilt: {type(error).__name__}: {error}.") from error
+        return self._remember(obj) if layout.base is torch.Tensor else obj
 
     def _registered(self, node: list[Any], depth: int) -> Any:
         _, name, parts = _fields(node, 3)
-        known = batch_types.type_of_name(name) if type(name) is str else None
-        if known is None:
+        from_parts = batch_types.maker_of(name) if type(name) is str else None
+        if from_parts is None:
             raise BatchTypeError(
                 f"A batch contains a {reprlib.repr(name)}, which this process has neither imported nor registered. "
                 "Import its module, or call register_batch_type(), in the training script."
             )
         children = self.node(parts, depth)
         try:
-            return self._remember(known.from_parts(children))
+            return self._remember(from_parts(children))
         except Exception as error:  # the function may be the user's
             raise WireError(f"from_parts() of {name} failed: {type(error).__name__}: {error}.") from error
 
@@ -283,8 +314,13 @@ def _keys(keys: list[Any]) -> list[Any]:
     return keys
 
 
+def _has_type(value: Any, base: type | None) -> bool:
+    kind = type(value)
+    return value is None if base is None else kind is base or (base is torch.Tensor and kind is torch.nn.Parameter)
+
+
 def _imported_class(name: Any) -> type:
-    cls = batch_types.find_class(name) if type(name) is str else None
+    cls = find_class(name) if type(name) is str else None
     if cls is None:
         raise BatchTypeError(
             f"A batch contains a {reprlib.repr(name)}, a class that this process has not imported. Import it at the "
@@ -336,16 +372,19 @@ _DECODERS: dict[str, Callable[[_Decoder, list[Any], int], Any]] = {
     "size": _Decoder._size,
     "set": _Decoder._set,
     "frozenset": _Decoder._set,
+    "deque": _Decoder._deque,
     "d": _Decoder._dict,
     "o": _Decoder._dict,
+    "default": _Decoder._default_dict,
     "range": _Decoder._range,
     "slice": _Decoder._range,
     "B": _Decoder._bytes,
+    "A": _Decoder._bytes,
     "t": _Decoder._tensor,
     "a": _Decoder._array,
     "n": _Decoder._numpy_scalar,
     "r": _Decoder._again,
     "e": _Decoder._enum,
-    "x": _Decoder._object,
+    "x": _Decoder._instance,
     "p": _Decoder._registered,
 }

@@ -7,19 +7,21 @@ import json
 import math
 import reprlib
 import struct
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from enum import Enum
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lightning_sm.data.batch import format as batch_format
+from lightning_sm.data.batch import instances
 from lightning_sm.data.batch import types as batch_types
 from lightning_sm.data.batch.arena import Arena, Leaf
+from lightning_sm.data.batch.class_names import class_name, is_hidden
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError
 
 # About 10 s of encoding. A batch whose numbers are in tensors has far fewer objects. A shared container is encoded as
@@ -58,7 +60,16 @@ def encode(batch: Any, arena: Arena) -> bytes:
 
 
 class _Attribute(str):
+    """An attribute in a path; without a name, the value of an object that extends a builtin type."""
+
     __slots__ = ()
+
+
+class _Record(NamedTuple):
+    """The value of a named tuple."""
+
+    fields: list[str]
+    values: tuple[Any, ...]
 
 
 class _BatchEncoder:
@@ -102,21 +113,43 @@ class _BatchEncoder:
             return ["b", base64.b64encode(obj).decode("ascii")]
         return self._once(obj, self._large_bytes)
 
-    def _large_bytes(self, obj: bytes) -> Any:
+    def _bytearray(self, obj: bytearray) -> Any:
+        return self._once(obj, self._large_bytes)
+
+    def _large_bytes(self, obj: Any) -> Any:
         address = np.frombuffer(obj, np.uint8).ctypes.data
-        return self._leaf(Leaf(["B", 0, len(obj)], obj, address, len(obj), len(obj)))
+        return self._leaf(Leaf(["B" if type(obj) is bytes else "A", 0, len(obj)], obj, address, len(obj), len(obj)))
 
     def _list(self, obj: Any) -> Any:
         return [_SEQUENCES[type(obj)], *self._children(obj, enumerate(obj))]
 
+    def _record(self, obj: _Record) -> Any:
+        return ["u", *self._children(obj, zip(map(_Attribute, obj.fields), obj.values, strict=True))]
+
     def _set(self, obj: Any) -> Any:
         return [_SETS[type(obj)], *self._children(obj, ((item, self._key(item)) for item in obj))]
 
+    def _deque(self, obj: deque[Any]) -> Any:
+        return ["deque", obj.maxlen, *self._children(obj, enumerate(obj))]
+
     def _dict(self, obj: Any) -> Any:
+        return ["d", *self._items(obj)]
+
+    def _ordered_dict(self, obj: OrderedDict[Any, Any]) -> Any:
+        layout = instances.layout_of(OrderedDict)
+        if layout is not None and instances.attributes(obj, layout):
+            return self._instance(obj, layout)
+        return ["o", *self._items(obj)]
+
+    def _default_dict(self, obj: defaultdict[Any, Any]) -> Any:
+        name = next((name for name, kind in batch_format.FACTORIES.items() if kind is obj.default_factory), None)
+        return self._dict(obj) if name is None else ["default", name, *self._items(obj)]
+
+    def _items(self, obj: Any) -> Iterable[Any]:
         # All keys before all values, as in decoding: both number the remembered objects in this order.
         keys = self._children(obj, ((key, self._key(key)) for key in obj))
         values = self._children(obj, obj.items())
-        return ["o" if type(obj) is OrderedDict else "d", *chain.from_iterable(zip(keys, values, strict=True))]
+        return chain.from_iterable(zip(keys, values, strict=True))
 
     def _key(self, key: Any) -> Any:
         if not batch_format.is_key(key):
@@ -128,6 +161,10 @@ class _BatchEncoder:
         return [type(obj).__name__, *self._children(obj, bounds)]
 
     def _any_tensor(self, obj: torch.Tensor) -> Any:
+        layout = instances.layout_of(type(obj)) if vars(obj) else None
+        return self._bare_tensor(obj) if layout is None else self._once(obj, lambda obj: self._instance(obj, layout))
+
+    def _bare_tensor(self, obj: torch.Tensor) -> Any:
         is_dense = obj.layout == torch.strided and not obj.is_nested
         return self._once(obj, self._tensor) if is_dense else self._other(obj)
 
@@ -139,7 +176,8 @@ class _BatchEncoder:
         ):
             kind = f"{obj.dtype} on {obj.device} with {obj.dim()} dimensions"
             self._fail(f"is a tensor that cannot be sent ({kind}). Dequantize it or move it to the CPU in collate_fn.")
-        flags = batch_format.REQUIRES_GRAD if obj.requires_grad and obj.is_leaf else 0
+        self._check_gradient(obj)
+        flags = batch_format.REQUIRES_GRAD if obj.requires_grad else 0
         if isinstance(obj, torch.nn.Parameter):
             flags |= batch_format.IS_PARAMETER
         itemsize = obj.element_size()
@@ -170,7 +208,7 @@ class _BatchEncoder:
         return self._leaf(Leaf(node, obj, obj.__array_interface__["data"][0], span, obj.nbytes))
 
     def _dtype(self, dtype: Any, level: int = 0) -> Any:
-        if dtype.names is not None and level < batch_format.MAX_DTYPE_LEVELS:
+        if dtype.names is not None and dtype.type is np.void and level < batch_format.MAX_DTYPE_LEVELS:
             fields = []
             for name in dtype.names:
                 field, offset = dtype.fields[name][:2]
@@ -183,32 +221,53 @@ class _BatchEncoder:
 
     def _other(self, obj: Any) -> Any:
         cls = type(obj)
-        if (known := batch_types.type_of_object(obj)) is not None:
-            return self._once(obj, lambda obj: self._registered(known, obj))
-        if isinstance(obj, np.generic):
+        if isinstance(obj, torch.Tensor):
+            self._check_gradient(obj)
+        if (converter := batch_types.converter_of(obj)) is not None:
+            return self._once(obj, lambda obj: self._registered(obj, *converter))
+        if isinstance(obj, np.generic) and cls is obj.dtype.type:
             return ["n", self._dtype(obj.dtype), obj.tobytes()[: obj.dtype.itemsize].hex()]
-        name = batch_types.class_name(cls)
         if isinstance(obj, Enum) and obj.name in cls.__members__:
-            return ["e", name, obj.name]
-        fields = batch_types.field_names(cls)
-        if fields is None or "<locals>" in name:
-            self._fail(f"is a {name.replace(':', '.')}, which cannot be sent. {batch_types.advice(cls)}")
-        values = obj if isinstance(obj, tuple) else [self._field(obj, field) for field in fields]
-        return ["x", name, fields, self._children(obj, zip(map(_Attribute, fields), values, strict=True))]
+            return ["e", class_name(cls), obj.name]
+        layout = instances.layout_of(cls)
+        if layout is None or is_hidden(cls):
+            self._fail(f"is a {class_name(cls).replace(':', '.')}, which cannot be sent. {batch_types.advice(cls)}")
+        if layout.base is torch.Tensor:
+            return self._once(obj, lambda obj: self._instance(obj, layout))
+        return self._instance(obj, layout)
 
-    def _field(self, obj: Any, name: str) -> Any:
-        try:
-            return getattr(obj, name)
-        except AttributeError:
-            return self._fail(f"has no value in its field {name}.")
+    def _instance(self, obj: Any, layout: instances.Layout) -> Any:
+        """Encode the plain value of an object and its attributes."""
+        base: Any = None
+        if layout.base is torch.Tensor:
+            base = self._bare_tensor(instances.plain_value(obj, layout.base))
+        elif layout.base is not None:
+            plain = instances.plain_value(obj, layout.base)
+            if layout.base is tuple and layout.fields is not None:
+                plain = _Record(layout.fields, plain)
+            (base,) = self._children(obj, [(_Attribute(), plain)])
+        values = instances.attributes(obj, layout)
+        if not all(type(name) is str for name in values):
+            self._fail(f"has attributes whose names are not strings: {reprlib.repr(list(values))}.")
+        if missing := sorted(layout.required - set(values)):
+            self._fail(f"has no value in its field {missing[0]}.")
+        nodes = self._children(obj, ((_Attribute(name), value) for name, value in values.items()))
+        return ["x", class_name(type(obj)), layout.fields, base, list(values), nodes]
 
-    def _registered(self, known: batch_types.BatchType, obj: Any) -> Any:
+    def _check_gradient(self, obj: torch.Tensor) -> None:
+        if obj.requires_grad and not obj.is_leaf:
+            self._fail(
+                "is a tensor that requires gradients and was computed from others, which cannot be sent: the "
+                "computation stays on the data host. Call detach() on it, or compute it within torch.no_grad()."
+            )
+
+    def _registered(self, obj: Any, name: str, to_parts: Callable[[Any], Any]) -> Any:
         try:
-            parts = known.to_parts(obj)
+            parts = to_parts(obj)
         except Exception as error:
-            message = f"to_parts() of {known.name} failed: {type(error).__name__}: {error}"
+            message = f"to_parts() of {name} failed: {type(error).__name__}: {error}"
             raise BatchTypeError(f"{self._where()}: {message}") from error
-        return ["p", known.name, *self._children(obj, [(_Attribute("parts"), parts)])]
+        return ["p", name, *self._children(obj, [(_Attribute("parts"), parts)])]
 
     def _once(self, obj: Any, encode_new: Callable[[Any], Any]) -> Any:
         if (index := self._indices.get(id(obj))) is not None:
@@ -250,7 +309,7 @@ class _BatchEncoder:
 
 def _step(step: Any) -> str:
     if isinstance(step, _Attribute):
-        return f".{step}"
+        return f".{step}" if step else ""
     return f"[{json.dumps(step, ensure_ascii=False)}]" if type(step) is str else f"[{reprlib.repr(step)}]"
 
 
@@ -264,10 +323,14 @@ _ENCODERS: dict[type, Callable[[_BatchEncoder, Any], Any]] = {
     complex: _BatchEncoder._complex,
     str: _BatchEncoder._str,
     bytes: _BatchEncoder._bytes,
+    _Record: _BatchEncoder._record,
     range: _BatchEncoder._range,
     slice: _BatchEncoder._range,
+    bytearray: _BatchEncoder._bytearray,
     dict: _BatchEncoder._dict,
-    OrderedDict: _BatchEncoder._dict,
+    OrderedDict: _BatchEncoder._ordered_dict,
+    defaultdict: _BatchEncoder._default_dict,
+    deque: _BatchEncoder._deque,
     np.ndarray: _BatchEncoder._array,
     np.memmap: _BatchEncoder._array,
     torch.Tensor: _BatchEncoder._any_tensor,

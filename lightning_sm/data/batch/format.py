@@ -36,6 +36,11 @@ DTYPES = {
 }
 NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 ARRAY_DTYPE = re.compile(r"[<>|=][biufcSUV]\d{1,9}|[<>|=][mM]8(\[\d{0,9}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
+# Default factories that a defaultdict keeps. Others are the user's code, which no message may call.
+FACTORIES: dict[str, Any] = {
+    "None": None,
+    **{kind.__name__: kind for kind in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)},
+}
 _KEYS = frozenset({str, bytes, int, float, bool, complex, type(None)})
 
 

@@ -4,40 +4,33 @@ An object is converted to *parts*, a tree that the codec can encode, and rebuilt
 in modules that the process has already imported: no message can make the trainer import or run a module.
 
 Known without registration, once the user's code has imported them: ``PackedSequence``, sparse and nested tensors,
-``torch.device``, dataclasses, named tuples and enum members; ``defaultdict``, which becomes a ``dict`` if its default
-factory is not a builtin type; torchvision's ``tv_tensors``, ``tensordict.TensorDict``, ``transformers.BatchEncoding``
-(without the fast tokenizer's ``Encoding`` objects) and ``BatchFeature``, and ``torch_geometric``'s ``Data`` and
-``Batch`` of ``Data``.
+``torch.device`` and ``dtype``, paths, dates and ``Decimal``; ``tensordict.TensorDict``, ``transformers.BatchEncoding``
+(without the fast tokenizer's ``Encoding`` objects), and the graphs of ``torch_geometric``. ``instances`` has the
+classes that extend a builtin type, a tensor or a dataclass.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import sys
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
+from functools import partial
 from itertools import accumulate
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_sm.data.batch.class_names import class_name, find_class, is_hidden
+from lightning_sm.data.batch.graphs import graph_maker, graph_parts, name_of_graph
+from lightning_sm.data.batch.standard_values import STANDARD_VALUES
 from lightning_sm.errors import BatchTypeError
 
 _MAX_ELEMENTS = 2**62
 _INDEX_DTYPES = (torch.int64, torch.int32)
 _NATIVE = frozenset({torch.Tensor, torch.nn.Parameter, dict, list, tuple, set, frozenset, str, bytes, int, float, bool})
-
-
-# Default factories that a defaultdict keeps. Others are the user's code, which no message may call.
-_FACTORIES: dict[str, Any] = {
-    "None": None,
-    **{kind.__name__: kind for kind in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)},
-}
 
 
 class BatchType(NamedTuple):
@@ -51,8 +44,6 @@ class BatchType(NamedTuple):
 class _KnownType(NamedTuple):
     to_parts: Callable[[Any], Any]
     from_parts: Callable[[Any, Any], Any]
-    # The class to look up on the trainer, where an object's own class is created at run time.
-    class_name: str | None = None
 
 
 _by_class: dict[type, BatchType] = {}
@@ -86,76 +77,37 @@ def register_batch_type(
     _by_class[cls] = _by_name[name] = BatchType(name, to_parts, from_parts)
 
 
-def class_name(cls: type) -> str:
-    """Return the name by which another process finds the class, ``module:qualified.name``."""
-    # In the processes that multiprocessing spawns, the module of the user's script is __mp_main__.
-    module = "__main__" if cls.__module__ == "__mp_main__" else cls.__module__
-    return f"{module}:{cls.__qualname__}"
-
-
-def find_class(name: str) -> type | None:
-    """Return the class of a ``class_name``, or None if this process has not imported it. Runs no code of its module."""
-    module, _, qualified_name = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in qualified_name.split("."):
-        # vars() instead of getattr(): a module's __getattr__ may import a submodule.
-        found = vars(found).get(part) if isinstance(found, (ModuleType, type)) else None
-    return found if isinstance(found, type) else None
-
-
-def type_of_object(obj: Any) -> BatchType | None:
-    """Return how to convert an object to parts, or None if its class is neither registered nor known."""
-    if isinstance(obj, torch.Tensor) and (name := _tensor_type_name(obj)) is not None:
-        return _TENSOR_TYPES[name]
-    registered = _by_class.get(type(obj))
-    if registered is not None:
-        return registered
+def converter_of(obj: Any) -> tuple[str, Callable[[Any], Any]] | None:
+    """Return the type's name and ``to_parts`` for an object, or None if its class is neither registered nor known."""
+    if isinstance(obj, torch.Tensor) and (kind := _tensor_type_name(obj)) is not None:
+        return kind, _TENSOR_TYPES[kind].to_parts
+    if (registered := _by_class.get(type(obj))) is not None:
+        return registered.name, registered.to_parts
+    if (name := name_of_graph(obj)) is not None:
+        return name, graph_parts
     name = class_name(type(obj))
-    known = _KNOWN_TYPES.get(name)
-    return None if known is None else _bind(name, known, type(obj))
+    return (name, _KNOWN_TYPES[name].to_parts) if name in _KNOWN_TYPES else None
 
 
-def type_of_name(name: str) -> BatchType | None:
-    """Return how to rebuild a type of this name, or None if this process has neither registered nor imported it."""
-    found = _TENSOR_TYPES.get(name) or _by_name.get(name)
-    if found is not None or name not in _KNOWN_TYPES:
-        return found
-    known = _KNOWN_TYPES[name]
-    cls = find_class(known.class_name or name)
-    return None if cls is None else _bind(name, known, cls)
+def maker_of(name: str) -> Callable[[Any], Any] | None:
+    """Return ``from_parts`` for a type's name, or None if this process has neither registered nor imported the type."""
+    if (found := _TENSOR_TYPES.get(name) or _by_name.get(name)) is not None:
+        return found.from_parts
+    if (make_graph := graph_maker(name)) is not None:
+        return make_graph
+    known, cls = _KNOWN_TYPES.get(name), find_class(name)
+    return None if known is None or cls is None else partial(known.from_parts, cls)
 
 
 def advice(cls: type) -> str:
     """Return what a user can do about a class that cannot be sent."""
     if cls.__module__.partition(".")[0] == "PIL":
         return "Convert it to a tensor in the transform, for example with torchvision's PILToTensor."
+    if issubclass(cls, Enum):
+        return "Only the named members of an enum can. Send its value, or convert it in collate_fn."
+    if is_hidden(cls):
+        return "No other process can find a class that a function made. Define it at the top of a module."
     return "Register its class with register_batch_type(), or convert it in collate_fn."
-
-
-def rebuild_dataclass(cls: type, values: dict[str, Any]) -> Any:
-    """Return an object of a dataclass without running its ``__init__``, which may do anything."""
-    instance: Any = object.__new__(cls)
-    for name, value in values.items():
-        object.__setattr__(instance, name, value)
-    return instance
-
-
-def field_names(cls: type) -> list[str] | None:
-    """Return the fields of a dataclass or named tuple, or None for any other class."""
-    # A finalizer would run on what a message says, in an object that no __init__ has made.
-    if hasattr(cls, "__del__"):
-        return None
-    if issubclass(cls, tuple):
-        names = getattr(cls, "_fields", None)
-        return list(names) if isinstance(names, tuple) else None
-    # A dataclass that is also a dict or tensor holds more than its fields, and object.__new__ cannot create it.
-    if not dataclasses.is_dataclass(cls) or issubclass(cls, (dict, list, set, str, bytes, int, float, torch.Tensor)):
-        return None
-    return [field.name for field in dataclasses.fields(cls)]
-
-
-def _bind(name: str, known: _KnownType, cls: type) -> BatchType:
-    return BatchType(name, known.to_parts, lambda parts: known.from_parts(cls, parts))
 
 
 def _tensor_type_name(tensor: torch.Tensor) -> str | None:
@@ -195,13 +147,9 @@ def _with_grad(tensor: torch.Tensor, requires_grad: Any) -> torch.Tensor:
     return tensor.requires_grad_() if requires_grad is True else tensor
 
 
-def _is_grad_leaf(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and tensor.is_leaf
-
-
 def _coo_parts(tensor: torch.Tensor) -> Any:
     plain = tensor.detach()
-    return [plain._indices(), plain._values(), list(plain.shape), plain.is_coalesced(), _is_grad_leaf(tensor)]
+    return [plain._indices(), plain._values(), list(plain.shape), plain.is_coalesced(), tensor.requires_grad]
 
 
 def _coo_from_parts(parts: Any) -> torch.Tensor:
@@ -222,7 +170,7 @@ def _compressed_parts(tensor: torch.Tensor) -> Any:
     by_row = plain.layout in (torch.sparse_csr, torch.sparse_bsr)
     compressed = plain.crow_indices() if by_row else plain.ccol_indices()
     indices = plain.col_indices() if by_row else plain.row_indices()
-    return [compressed, indices, plain.values(), list(plain.shape), _is_grad_leaf(tensor)]
+    return [compressed, indices, plain.values(), list(plain.shape), tensor.requires_grad]
 
 
 def _compressed_from_parts(layout: torch.layout) -> Callable[[Any], torch.Tensor]:
@@ -245,7 +193,7 @@ def _compressed_from_parts(layout: torch.layout) -> Callable[[Any], torch.Tensor
 @_without_prototype_warnings()
 def _nested_parts(tensor: torch.Tensor) -> Any:
     plain = tensor.detach().contiguous()
-    return [plain.values(), [list(component.shape) for component in plain.unbind()], _is_grad_leaf(tensor)]
+    return [plain.values(), [list(component.shape) for component in plain.unbind()], tensor.requires_grad]
 
 
 @_without_prototype_warnings()
@@ -275,7 +223,7 @@ def _nested_from_parts(parts: Any) -> torch.Tensor:
 
 def _jagged_parts(tensor: Any) -> Any:
     # The offsets themselves, not a copy: jagged tensors can only be added if they share this object.
-    return [tensor.detach().values(), tensor.offsets(), tensor.lengths(), tensor._ragged_idx, _is_grad_leaf(tensor)]
+    return [tensor.detach().values(), tensor.offsets(), tensor.lengths(), tensor._ragged_idx, tensor.requires_grad]
 
 
 def _jagged_from_parts(parts: Any) -> torch.Tensor:
@@ -312,55 +260,6 @@ def _packed_from_parts(parts: Any) -> PackedSequence:
     return PackedSequence(data, batch_sizes, *permutations)
 
 
-def _defaultdict_parts(obj: Any) -> Any:
-    name = next((name for name, factory in _FACTORIES.items() if factory is obj.default_factory), None)
-    return [name, dict(obj)]
-
-
-def _defaultdict_from_parts(parts: Any) -> Any:
-    name, items = parts
-    if type(items) is not dict:
-        raise ValueError(f"the items of a defaultdict are a {type(items).__name__}")
-    return items if name is None else defaultdict(_FACTORIES[name], items)
-
-
-def _device_from_parts(parts: Any) -> torch.device:
-    if type(parts) is not str:
-        raise ValueError(f"the name of a device is a {type(parts).__name__}")
-    return torch.device(parts)
-
-
-def _tv_parts(obj: Any) -> Any:
-    # format is an enum of torchvision; the constructor also takes its name.
-    settings = {name: getattr(obj, name) for name in ("canvas_size", "clamping_mode") if hasattr(obj, name)}
-    if hasattr(obj, "format"):
-        settings["format"] = obj.format.name
-    return [obj.as_subclass(torch.Tensor), settings]
-
-
-def _tv_from_parts(cls: Any, parts: Any) -> Any:
-    data, settings = parts
-    return cls(_dense(data), **settings) if settings else _dense(data).as_subclass(cls)
-
-
-def _graph_batch_parts(obj: Any) -> Any:
-    base: Any = find_class(_GRAPH_BATCH)
-    if base is None or not isinstance(obj, base):
-        raise ValueError(f"it is not a {_GRAPH_BATCH.replace(':', '.')}, only a class of the same name")
-    return [obj.to_dict(), obj._slice_dict, obj._inc_dict, obj._num_graphs]
-
-
-def _graph_batch_from_parts(cls: Any, parts: Any) -> Any:
-    fields, slices, increments, num_graphs = parts
-    batch = cls()
-    for name, value in fields.items():
-        batch[name] = value
-    batch._slice_dict = slices
-    batch._inc_dict = increments
-    batch._num_graphs = num_graphs
-    return batch
-
-
 def _tensordict_parts(obj: Any) -> Any:
     # Item by item: items() wraps values that are not tensors in a class of tensordict.
     return [{name: obj[name] for name in obj.keys()}, list(obj.batch_size), list(obj.names)]  # noqa: SIM118 - no mapping
@@ -377,26 +276,15 @@ _TENSOR_TYPES = {
     )
 }
 register_batch_type(PackedSequence, list, _packed_from_parts)
-register_batch_type(defaultdict, _defaultdict_parts, _defaultdict_from_parts)
-register_batch_type(torch.device, str, _device_from_parts)
+for _value in STANDARD_VALUES:
+    register_batch_type(*_value)
 
-_GRAPH_BATCH = "torch_geometric.data.batch:Batch"
 _KNOWN_TYPES = {
-    **{
-        f"torchvision.tv_tensors._{name}": _KnownType(_tv_parts, _tv_from_parts)
-        for name in ("image:Image", "video:Video", "mask:Mask", "bounding_boxes:BoundingBoxes", "keypoints:KeyPoints")
-    },
     "transformers.tokenization_utils_base:BatchEncoding": _KnownType(
         lambda obj: [dict(obj.data), obj.n_sequences],
         lambda cls, parts: cls(parts[0], n_sequences=parts[1]),
     ),
-    "transformers.feature_extraction_utils:BatchFeature": _KnownType(
-        lambda obj: dict(obj.data), lambda cls, parts: cls(parts)
-    ),
     "tensordict._td:TensorDict": _KnownType(
         _tensordict_parts, lambda cls, parts: cls(parts[0], batch_size=parts[1], names=parts[2])
     ),
-    "torch_geometric.data.data:Data": _KnownType(lambda obj: obj.to_dict(), lambda cls, parts: cls.from_dict(parts)),
-    # torch_geometric creates the class of a batch at run time, inside a function of the module abc.
-    "abc:DataBatch": _KnownType(_graph_batch_parts, _graph_batch_from_parts, class_name=_GRAPH_BATCH),
 }

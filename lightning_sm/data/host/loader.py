@@ -6,6 +6,7 @@ import hashlib
 import pickle
 import platform
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -55,14 +56,14 @@ class ServedLoader:
                 f"{name} is a {type(loader).__name__}. Data hosts serve torch.utils.data.DataLoader objects, also in "
                 "dicts, lists, tuples and CombinedLoader."
             )
-        _check_iteration(loader, name)
+        collate = _collate_of(loader, name)
         _refuse_mosaic_streaming(loader.dataset, name)
         self._loader = loader
         self._seed = seed
         self._first_epoch = epoch
         self._worker_info: Any = None
         self._dataset = loader.dataset
-        self._collate: Callable[[Any], Any] = loader.collate_fn
+        self._collate = collate
         self._stage = stage
         self._index = index
         self._shards = OpenShards(loader, stage, index)
@@ -258,18 +259,38 @@ def describe_structure(
     return take_apart(loaders, f"{name}()"), served
 
 
-def _check_iteration(loader: DataLoader[Any], name: str) -> None:
-    """Check that iterating over a loader does what ``DataLoader`` does."""
+@dataclass(frozen=True)
+class _FilteringCollate:
+    """The collate function of a loader of torch_geometric, and what its iterator does to batches after that."""
+
+    collate: Callable[[Any], Any]
+    filter: Callable[[Any], Any]
+
+    def __call__(self, samples: Any) -> Any:
+        return self.filter(self.collate(samples))
+
+
+def _collate_of(loader: DataLoader[Any], name: str) -> Callable[[Any], Any]:
+    """Return what makes a batch of samples, after checking that iterating over the loader does nothing else."""
+    collate: Callable[[Any], Any] = loader.collate_fn
     for method in ("__iter__", "_get_iterator"):
         owner = next(cls for cls in type(loader).__mro__ if method in vars(cls))
         # torchdata's StatefulDataLoader yields what DataLoader yields.
-        if owner.__module__.partition(".")[0] not in ("torch", "torchdata"):
-            raise DataSettingsError(
-                f"{name} is a {type(loader).__name__}, but data hosts do not call {owner.__qualname__}.{method}(): "
-                "they build each batch themselves, from sampler, dataset and collate_fn. Move what the method does to "
-                "batches into collate_fn, or into on_after_batch_transfer() of the DataModule, which runs on the "
-                "trainers."
-            )
+        if owner.__module__.partition(".")[0] in ("torch", "torchdata"):
+            continue
+        # NodeLoader, LinkLoader and ZipLoader sample in collate_fn, and fetch the features of the sample either there,
+        # with filter_per_worker, or in the iterator.
+        filter_batch = getattr(loader, "filter_fn", None) if method == "_get_iterator" else None
+        if owner.__module__.startswith("torch_geometric.loader.") and callable(filter_batch):
+            if not loader.filter_per_worker:  # type: ignore[attr-defined]  # an attribute of these loaders
+                collate = _FilteringCollate(collate, filter_batch)
+            continue
+        raise DataSettingsError(
+            f"{name} is a {type(loader).__name__}, but data hosts do not call {owner.__qualname__}.{method}(): "
+            "they build each batch themselves, from sampler, dataset and collate_fn. Move what the method does to "
+            "batches into collate_fn, or into on_after_batch_transfer() of the DataModule, which runs on the trainers."
+        )
+    return collate
 
 
 def _refuse_mosaic_streaming(dataset: Any, name: str) -> None:

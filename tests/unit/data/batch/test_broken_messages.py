@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from pathlib import PosixPath
 
 import numpy as np
 import pytest
@@ -81,7 +82,47 @@ BROKEN = {
     "impossible int": header(["i", "x"]),
     "scalar that is not a string": header(["i", 5]),
     "impossible range": header(["range", 0, 1, 0]),
-    "object without values": header(["x", f"{Point.__module__}:Point", ["x", "y"], []]),
+    "object without a value": header(["x", f"{Point.__module__}:Point", ["x", "y"], None, [], []]),
+    "object of another value": header(["x", f"{Point.__module__}:Record", None, ["l"], [], []]),
+    "object with a value too few": header(["x", f"{Point.__module__}:Point", ["x", "y"], ["u", 1], [], []]),
+    "object with an attribute too few": header(["x", f"{Point.__module__}:Record", None, ["d"], ["x"], []]),
+    "object with a repeated attribute": header(["x", f"{Point.__module__}:Record", None, ["d"], ["x", "x"], [1, 2]]),
+    "object with a nameless attribute": header(["x", f"{Point.__module__}:Record", None, ["d"], [1], [1]]),
+    "object without a field": header(["x", f"{Point.__module__}:Box", ["corners", "label"], None, [], []]),
+    "object without a place for attributes": header(
+        ["x", f"{Point.__module__}:Point", ["x", "y"], ["u", 1, 2], ["z"], [3]]
+    ),
+    "object of a reference": header(
+        [
+            "l",
+            ["x", f"{Point.__module__}:Volume", None, T, [], []],
+            ["x", f"{Point.__module__}:Volume", None, ["r", 0], [], []],
+        ],
+        64,
+    ),
+    "tensor class of something else": header(["x", f"{Point.__module__}:Volume", None, 1, [], []]),
+    "tensor class of a jagged tensor": header(
+        [
+            "x",
+            f"{Point.__module__}:Volume",
+            None,
+            ["p", "torch.jagged", ["l", T, ["t", 0, "int64", [1], None, 0], None, 1, False]],
+            [],
+            [],
+        ],
+        64,
+    ),
+    "deque without a length": header(["deque"]),
+    "deque of a negative length": header(["deque", -1]),
+    "deque longer than its length": header(["deque", 1, 1, 2]),
+    "defaultdict of a function": header(["default", "exit"]),
+    "defaultdict without a value": header(["default", "int", 1]),
+    "bytearray beyond the end": header(["A", 0, 100], 64),
+    "bytearray again and again": header(["l", *[["A", 0, 64]] * 2], 64),
+    "date that is none": header(["p", "datetime:date", ["l", 2024, 13, 1]]),
+    "time in a zone that is none": header(["p", "datetime:time", ["l", 1, 1, 1, 1, "UTC", 0]]),
+    "path that is no text": header(["p", f"{PosixPath.__module__}:PosixPath", 5]),
+    "dtype that torch has not": header(["p", "torch:dtype", "qint8"]),
     "sparse out of bounds": header(
         ["p", "torch.sparse_coo", ["l", ["t", 0, "int64", [1, 1], None, 0], T, ["l", 0], False, False]], 64
     ),

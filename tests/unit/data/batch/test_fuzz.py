@@ -23,7 +23,20 @@ from lightning_sm.data.batch.arena import Arena
 from lightning_sm.data.batch.decode import decode
 from lightning_sm.data.batch.encode import encode
 from lightning_sm.errors import BatchTypeError, WireError
-from tests.fakes.batches import ARRAYS, CONTAINERS, SCALARS, Box, Colour, Point, every_dtype, quietly, sparse_and_nested
+from tests.fakes.batches import (
+    ARRAYS,
+    CONTAINERS,
+    SCALARS,
+    Box,
+    Colour,
+    Items,
+    Point,
+    Record,
+    Volume,
+    every_dtype,
+    quietly,
+    sparse_and_nested,
+)
 
 NUM_MUTATIONS = int(os.environ.get("LIGHTNING_SM_FUZZ_MUTATIONS", "30000"))
 SEED = int(os.environ.get("LIGHTNING_SM_FUZZ_SEED", "0"))
@@ -37,6 +50,8 @@ NUMBERS = [0, -1, 1, 2, 3, 4, 5, 7, 8, 16, 63, 64, 65, 128, 2**31 - 1, 2**31, 2*
 VALUES = [*NUMBERS, 10**12, 10**30, -(2**63), 1.5, -0.0, 1e308, True, False, None, "", "l", "\ud800", [], {}, ["r", 0]]
 NAMES = [
     *("t", "a", "n", "l", "u", "d", "o", "set", "size", "range", "slice", "B", "b", "r", "x", "e", "p", "i", "f", "c"),
+    *("A", "deque", "default", "__class__", "__dict__", "_values", "layout", "collections:Counter", "torch:Tensor"),
+    *("torch.nn.parameter:Parameter", "datetime:datetime", "decimal:Decimal", "builtins:bool", "builtins:dict"),
     *("float32", "int64", "int32", "bool", "uint8", "complex128", "complex32", "float8_e4m3fn", "int4", "qint8"),
     *("<f8", "<i8", "|b1", "<U3", "<U0", "|S4", "|O8", "<M8[ns]", "<M8[0ns]", "|V3", "<c16", "<f16", "i4,f4"),
     *("torch.sparse_coo", "torch.sparse_csr", "torch.sparse_bsc", "torch.nested", "torch.jagged"),
@@ -46,7 +61,11 @@ NAMES = [
 def make_corpus():
     """Return valid messages of all types, as pairs of header and data."""
     image = torch.arange(120, dtype=torch.uint8).view(2, 3, 4, 5)
+    buffer, record, items = torch.nn.Buffer(torch.ones(2)), Record(a=image), Items([image, 1])
+    record.extra, items.size = [image, 1], (2, 3)
     objects = [
+        [Volume(image, {"affine": torch.eye(4), "shape": np.ones(3)}), Volume(torch.ones(2)).requires_grad_(), buffer],
+        [record, items],
         {"image": image, "label": torch.tensor([1, 2]), "path": ["a", "b"]},
         [image, image[1:], image[:, :, ::2], image.permute(0, 2, 3, 1)],
         {"twice": [image, image], "grad": torch.ones(2, requires_grad=True)},
@@ -150,8 +169,9 @@ class Mutator:
 
 def leaves(obj):
     """Yield the tensors and arrays of a batch, through containers, dataclasses and named tuples."""
-    if isinstance(obj, (torch.Tensor, np.ndarray, bytes)):
+    if isinstance(obj, (torch.Tensor, np.ndarray, bytes, bytearray)):
         yield obj
+        yield from leaves(getattr(obj, "_meta", None))
     elif isinstance(obj, PackedSequence):
         yield from (part for part in obj if part is not None)
     elif isinstance(obj, dict):
@@ -166,7 +186,7 @@ def leaves(obj):
 
 def touch(leaf):
     """Read every element of a leaf, and return how many bytes its elements have."""
-    if isinstance(leaf, bytes):
+    if isinstance(leaf, (bytes, bytearray)):
         return 0
     if isinstance(leaf, np.ndarray):
         return len(leaf.tobytes())
@@ -211,7 +231,7 @@ def test_mutated_messages_decode_or_are_refused():
                 num_decoded += 1
                 for leaf in leaves(batch):
                     assert quietly(partial(touch, leaf)) <= len(data)
-                copies = {id(leaf): len(leaf) for leaf in leaves(batch) if isinstance(leaf, bytes)}
+                copies = {id(leaf): len(leaf) for leaf in leaves(batch) if isinstance(leaf, (bytes, bytearray))}
                 assert sum(copies.values()) <= len(header) + len(data)
         except BaseException as error:
             error.add_note(f"message {number} of seed {SEED}: {header!r}") if hasattr(error, "add_note") else None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import math
-from collections import Counter
+import types
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,29 @@ import torch
 
 from lightning_sm.data.batch.decode import decode
 from lightning_sm.errors import BatchTooLargeError, BatchTypeError, WireError
-from tests.fakes.batches import Box, Opaque, Point, Slotted, header, make_slot, quietly, send
+from tests.fakes.batches import Box, Opaque, Point, Record, Slotted, Volume, header, make_slot, quietly, send
 
+
+class Permission(enum.Flag):
+    """Flags, whose combinations are no members."""
+
+    READ = 1
+    WRITE = 2
+
+
+def annotated(obj, value, name="more"):
+    """Return an object with one more attribute."""
+    setattr(obj, name, value)
+    return obj
+
+
+leaf = torch.ones(2, requires_grad=True)
 REFUSED = {
     'batch["meta"][3].y': {"meta": [0, 1, 2, Point(1, Opaque())]},
     "batch": Opaque(),
     'batch["a\\"b"]': {'a"b': Opaque()},
     "batch[(1, 2)].corners[0]": {(1, 2): Box([Opaque()])},
-    "batch[0]": [Counter("a")],
+    "batch[0].more[1]": [annotated(Record(a=1), [0, Opaque()])],
     "batch[1]": [0, lambda: None],
     "batch[2]": [0, 0, np.array([object()])],
     "batch[3]": [0, 0, 0, np.zeros(2, [("o", object)])],
@@ -30,7 +46,18 @@ REFUSED = {
     "batch[6]": [0] * 6 + [torch.empty(2, device="meta")],
     "batch[7]": [0] * 7 + [type("MyTensor", (torch.Tensor,), {})([1])],
     "batch[8]": [0] * 8 + [Point],
-    "batch[9]": [0] * 9 + [bytearray(3)],
+    "batch[9]": [0] * 9 + [Permission.READ | Permission.WRITE],
+    "batch[10]": [0] * 10 + [leaf * 2],
+    "batch[11].label": [0] * 11 + [annotated(torch.ones(1), leaf * 2, "label")],
+    'batch[12]._meta["affine"]': [0] * 12 + [Volume(torch.ones(1), {"affine": Opaque()})],
+    "batch[13]": [0] * 13 + [np.rec.array([(1, 2.0)], dtype=[("a", int), ("b", float)])],
+    "batch[14]": [0] * 14 + [np.rec.array([(1, 2.0)], dtype=[("a", int), ("b", float)])[0]],
+    "batch[15]": [0] * 15 + [np.ones(2).view(np.recarray)],
+    "batch[16]": [0] * 16 + [types.SimpleNamespace(a=1)],
+    "batch[17]": [0] * 17 + [torch.Generator()],
+    "batch[18]": [0] * 18 + [(leaf * 2).to_sparse()],
+    "batch[19]": [0] * 19 + [Volume(torch.ones(2)).requires_grad_() * 2],
+    "batch[20]": [0] * 20 + [type("Made", (dict,), {})()],
 }
 
 
@@ -51,6 +78,10 @@ def test_error_says_what_to_do():
     with pytest.raises(BatchTypeError, match=r"PIL\.Image\.Image.*PILToTensor"):
         send([image()])
     quantized = quietly(lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8))
+    with pytest.raises(BatchTypeError, match=r"requires gradients.*Call detach\(\)"):
+        send(leaf * 2)
+    with pytest.raises(BatchTypeError, match=r"Permission.*named members of an enum.*Send its value"):
+        send(Permission.READ | Permission.WRITE)
     with pytest.raises(BatchTypeError, match="Dequantize"):
         send([quantized])
 

@@ -55,7 +55,7 @@ def test_a_class_with_a_finalizer_is_not_built_from_a_message():
         send([Temporary("own")])
     Temporary.removed.clear()
     with pytest.raises(BatchTypeError, match="Temporary"):
-        decode(header(["x", f"{__name__}:Temporary", ["path"], ["/etc/passwd"]]), make_slot(0))
+        decode(header(["x", f"{__name__}:Temporary", ["path"], None, ["path"], ["/etc/passwd"]]), make_slot(0))
     assert Temporary.removed == []
 
 
@@ -107,16 +107,24 @@ def test_class_that_was_not_imported_is_refused():
     with pytest.raises(BatchTypeError, match="has not imported"):
         send(Stranger(1))
     for tree in (
-        ["x", "wsgiref.simple_server:ServerHandler", [], []],
+        ["x", "wsgiref.simple_server:ServerHandler", None, None, [], []],
         ["e", "wsgiref.simple_server:X", "Y"],
         ["p", "wsgiref.simple_server:ServerHandler", 1],
         ["p", "tensordict._td:TensorDict", 1],
-        ["x", "os:path.join", [], []],
-        ["x", "collections:OrderedDict", [], []],
-        ["x", f"{Point.__module__}:Point", ["x", "z"], [1, 2]],
+        ["x", "os:path.join", None, None, [], []],
+        ["x", "torch:Generator", None, None, [], []],
+        ["x", "torch.distributed:Store", None, None, [], []],
+        ["x", "torch.nn.utils.rnn:PackedSequence", ["x"], ["u", 1], [], []],
+        ["x", "pathlib:PosixPath", None, None, [], []],
+        ["x", f"{Colour.__module__}:Colour", None, None, ["_value_"], [2]],
+        ["x", f"{Colour.__module__}:Opaque", None, None, ["x"], [2]],
+        ["x", "torch.nn:Linear", None, None, ["weight"], [2]],
+        ["x", "torch.nested._internal.nested_tensor:NestedTensor", None, ["t", 0, "int8", [0], None, 0], [], []],
+        ["x", f"{Point.__module__}:Point", ["x", "z"], ["u", 1, 2], [], []],
+        ["x", f"{Point.__module__}:Box", ["corners"], None, ["corners"], [1]],
         ["e", f"{Colour.__module__}:Colour", "BLUE"],
     ):
-        with pytest.raises(BatchTypeError, match=r"import|has the fields|but not here"):
+        with pytest.raises(BatchTypeError, match=r"import|has the fields|but not here|in this process"):
             decode(header(tree), make_slot(0))
     assert "wsgiref.simple_server" not in sys.modules
 

