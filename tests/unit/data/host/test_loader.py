@@ -109,7 +109,7 @@ class Doubling(DataLoader):
 
 
 class Filtering(DataLoader):
-    """A loader that changes its batches in another place, as those of torch_geometric do."""
+    """A loader that changes its batches in another place."""
 
     def _get_iterator(self):
         return iter([])
@@ -154,6 +154,44 @@ def test_a_loader_that_iterates_in_its_own_way_is_refused(loader_class, method):
     """What it does to batches would be left out silently: the error names the method, and where to put its code."""
     with pytest.raises(DataSettingsError, match=rf"do not call {loader_class.__name__}\.{method}.*collate_fn"):
         served(loader_class(Numbers()))
+
+
+class Sampling(DataLoader):
+    """A loader that samples in workers and filters where it is told, in the shape of torch_geometric's NodeLoader."""
+
+    def __init__(self, data, filter_per_worker, **options):
+        self.data, self.filter_per_worker = data, filter_per_worker
+        super().__init__(range(len(data)), collate_fn=self.collate_fn, **options)
+
+    def collate_fn(self, indices):
+        sampled = ("sampled", indices)
+        return self.filter_fn(sampled) if self.filter_per_worker else sampled
+
+    def filter_fn(self, sampled):
+        return {"features": [self.data[index] for index in sampled[1]]}
+
+    def _get_iterator(self):
+        return map(self.filter_fn, super()._get_iterator())
+
+
+@pytest.mark.parametrize("filter_per_worker", [False, True])
+def test_loaders_of_graphs_filter_on_the_data_host(filter_per_worker, monkeypatch):
+    """A data host samples and filters, wherever the loader would: once."""
+    monkeypatch.setattr(Sampling, "__module__", "torch_geometric.loader.node_loader")
+    loader = served(Sampling("abcd", filter_per_worker, batch_size=2))
+    assert loader.description.num_samples == 4
+    assert batch(loader, 2, 0) == {"features": ["c", "a"]}
+
+
+def test_a_loader_of_graphs_that_iterates_in_its_own_way_is_refused():
+    """A subclass of the user's with an iterator of its own is as any other."""
+
+    class Mine(Sampling):
+        def _get_iterator(self):
+            return iter([])
+
+    with pytest.raises(DataSettingsError, match=r"do not call .*Mine\._get_iterator"):
+        served(Mine("abcd", filter_per_worker=True))
 
 
 def test_other_subclasses_of_dataloader_are_served(monkeypatch):
