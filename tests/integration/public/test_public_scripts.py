@@ -5,7 +5,9 @@ Each was written elsewhere, or in the shape of what is; none knows of these test
 
 from __future__ import annotations
 
+import ast
 import csv
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -76,7 +78,12 @@ CASES = {
     # Two optimizers, each of which steps once for a batch. No CLI: argparse, and SageMakerTrainer in place of Trainer.
     "gan": Script("gan", 32, ("--max_epochs=1", "--strategy=ddp_find_unused_parameters_true")),
     "template": Script("template", 16, (*ONCE, "--test_after_fit=true", "--model.lr=0.05")),
+    "graphs": Script("graph_sage", 12),
+    "segmentation": Script("segmentation", 8),
+    "mri": Script("accelerated_mri", 32),
 }
+# They print the samples of a run, and check the types of their batches.
+SEEN = ("graphs", "segmentation", "mri")
 # What only data hosts take differently.
 WITH_DATA_HOST = {
     **CASES,
@@ -96,6 +103,12 @@ def plain_runs() -> Iterator[PlainRuns]:
     """Runs scripts off SageMaker."""
     with started(REPOSITORY) as runs:
         yield runs
+
+
+@pytest.fixture(scope="module")
+def plainly_seen() -> dict[str, dict[str, list[str]]]:
+    """The samples that scripts saw off SageMaker."""
+    return {}
 
 
 @pytest.fixture
@@ -123,13 +136,15 @@ def data(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_plainly(plain_runs, work, data, case):
+def test_plainly(plain_runs, work, data, plainly_seen, case):
     """Off SageMaker the script trains as with LightningCLI."""
     script, folder = CASES[case], data(CASES[case])
     options = [] if folder is None else [f"{script.folder}={folder}"]
     code, output = plain_runs.run(work / f"{script.name}.py", [*script.args, *options], work)
     assert code == 0, output
     assert steps_in(work) == script.steps
+    if case in SEEN:
+        plainly_seen[case] = seen_in(output)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in WITH_DATA_HOST or WITH_DATA_HOST[case].refused])
@@ -142,7 +157,7 @@ def test_on_two_trainers(tmp_path, work, data, case):
 
 
 @pytest.mark.parametrize("case", WITH_DATA_HOST)
-def test_on_two_trainers_and_a_data_host(tmp_path, work, data, case):
+def test_on_two_trainers_and_a_data_host(tmp_path, plain_runs, work, data, plainly_seen, case):
     """A data host builds the batches of the same script, or the job ends with what the script lacks for that."""
     script = WITH_DATA_HOST[case]
     # One trainer is told as much as two.
@@ -151,6 +166,10 @@ def test_on_two_trainers_and_a_data_host(tmp_path, work, data, case):
     if script.refused is None:
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert steps_in(job_dir(tmp_path / "jobs")) == script.steps // 2
+        if case in SEEN:
+            if case not in plainly_seen:
+                test_plainly(plain_runs, work, data, plainly_seen, case)
+            assert seen_in(ended.stdout) == plainly_seen[case]
     else:
         assert ended.returncode == 1, ended.stdout + ended.stderr
         assert script.refused in reason_of(ended.stdout)
@@ -177,6 +196,13 @@ def run_job(jobs, work, script, folder, groups, *options):
     args = [] if folder is None or script.is_channel else [f"{script.folder}={folder}"]
     options = [*groups, *channel, *options, "--env", f"PYTHONPATH={python_path(REPOSITORY)}"]
     return local(jobs, work, *options, "--", f"{script.name}.py", *script.args, *args, timeout_s=TIMEOUT_S)
+
+
+def seen_in(output):
+    """The samples that the ranks of a script saw in each stage, sorted: which, not how often."""
+    runs = [ast.literal_eval(text) for text in re.findall(r"seen (\{.*\})", output)]
+    assert runs, output
+    return {stage: sorted({repr(sample) for run in runs for sample in run[stage]}) for stage in ("train", "val")}
 
 
 def reason_of(output):

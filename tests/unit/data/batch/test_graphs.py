@@ -1,7 +1,6 @@
 """Graphs in the shape of torch_geometric's arrive as they are, and broken ones end in an error that says so."""
 
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,23 +11,15 @@ from lightning_sm.data.batch.decode import decode
 from lightning_sm.data.batch.encode import encode
 from lightning_sm.errors import BatchTypeError, WireError
 from tests.fakes.batches import Opaque, header, make_slot, send
+from tests.fakes.graph_library import imported_data
 from tests.unit.data.batch.test_fuzz import Mutator, try_message
-
-SHAPE = Path(__file__).parents[3] / "integration" / "public" / "scripts"
 
 
 @pytest.fixture
-def library(monkeypatch):
+def library():
     """The shape of torch_geometric.data, imported for one test."""
-    others = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torch_geometric"}
-    for name in others:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(str(SHAPE))
-    import torch_geometric.data
-
-    yield torch_geometric.data
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torch_geometric"]:
-        del sys.modules[name]
+    with imported_data() as data:
+        yield data
 
 
 @pytest.fixture

@@ -30,7 +30,9 @@ class Batch(metaclass=DynamicInheritance):
         for store, *others in zip(batch_stores(batch, graphs[0]), *(graph.stores for graph in graphs), strict=True):
             for key in others[0]:
                 values = [other[key] for other in others]
-                store[key] = torch.cat(values) if isinstance(values[0], torch.Tensor) else values
+                store[key] = (
+                    torch.cat(values, -1 if "index" in key else 0) if isinstance(values[0], torch.Tensor) else values
+                )
         batch._num_graphs = len(graphs)
         batch._slice_dict = {"x": torch.arange(len(graphs) + 1)}
         return batch
