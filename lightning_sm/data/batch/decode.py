@@ -56,6 +56,7 @@ class _Decoder:
         self._memory = data.data
         self._used = used
         self._remembered: list[Any] = []
+        self._layouts: dict[str, tuple[type, instances.Layout]] = {}
         self._num_copied = 0
 
     def node(self, node: Any, depth: int) -> Any:
@@ -204,23 +205,17 @@ class _Decoder:
 
     def _instance(self, node: list[Any], depth: int) -> Any:
         _, name, fields, base, names, values = _fields(node, 6)
-        cls = _imported_class(name)
-        if type(names) is not list or type(values) is not list or len(names) != len(values):
-            raise WireError(f"An object does not have one value for each attribute: {reprlib.repr(node)}.")
-        if not all(type(attribute) is str for attribute in names) or len(set(names)) < len(names):
-            raise WireError(f"The attributes of an object have invalid or repeated names: {reprlib.repr(names)}.")
-        layout = None if batch_types.maker_of(name) else instances.layout_of(cls)
-        if layout is None:
-            raise BatchTypeError(
-                f"A batch contains a {name} by its attributes, but in this process the class is registered, or cannot "
-                "be rebuilt from them. Import the same code, and call register_batch_type(), on all hosts."
-            )
+        cls, layout = self._layout(name)
         if layout.fields != fields:
             raise BatchTypeError(
                 f"{name} has the fields {reprlib.repr(layout.fields)} in this process, but {reprlib.repr(fields)} on "
                 "the data host. Use the same code on all hosts."
             )
-        if missing := sorted(layout.required - set(names)):
+        if type(names) is not list or type(values) is not list or len(names) != len(values):
+            raise WireError(f"An object does not have one value for each attribute: {reprlib.repr(node)}.")
+        if names and (not all(type(attribute) is str for attribute in names) or len(set(names)) < len(names)):
+            raise WireError(f"The attributes of an object have invalid or repeated names: {reprlib.repr(names)}.")
+        if layout.required and (missing := sorted(layout.required - set(names))):
             raise WireError(f"A {name} has no value in its field {missing[0]}.")
         # A reference would let a short message copy the same value again and again.
         value: Any = None if type(base) is list and base[:1] == ["r"] else self.node(base, depth)
@@ -232,6 +227,19 @@ class _Decoder:
         except Exception as error:  # what torch, or a metaclass, says
             raise WireError(f"A {name} cannot be rebuilt: {type(error).__name__}: {error}.") from error
         return self._remember(obj) if layout.base is torch.Tensor else obj
+
+    def _layout(self, name: Any) -> tuple[type, instances.Layout]:
+        """Return the class of a name, which this process has imported, and how its objects are stored."""
+        if type(name) is not str or name not in self._layouts:
+            cls = _imported_class(name)
+            layout = None if batch_types.maker_of(name) else instances.layout_of(cls)
+            if layout is None:
+                raise BatchTypeError(
+                    f"A batch contains a {name} by its attributes, but in this process the class is registered, or "
+                    "cannot be rebuilt from them. Import the same code, and call register_batch_type(), on all hosts."
+                )
+            self._layouts[name] = (cls, layout)
+        return self._layouts[name]
 
     def _registered(self, node: list[Any], depth: int) -> Any:
         _, name, parts = _fields(node, 3)

@@ -9,6 +9,7 @@ import reprlib
 import struct
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from enum import Enum
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn
@@ -80,6 +81,7 @@ class _BatchEncoder:
         self._containers: list[Any] = []
         self._indices: dict[int, int] = {}
         self._remembered: list[Any] = []
+        self._layouts: dict[type, instances.Layout] = {}
         self.leaves: list[Leaf] = []
         self._num_objects = 0
 
@@ -189,7 +191,12 @@ class _BatchEncoder:
             span = itemsize * (1 + sum((n - 1) * step for n, step in zip(obj.shape, obj.stride(), strict=True)))
         if obj.is_conj() or obj.is_neg():
             span = 0  # the memory does not have the values: copy them
-        return self._leaf(Leaf(node, obj, obj.data_ptr(), span, size, min(itemsize, 8)))
+        address = 0
+        with suppress(RuntimeError):
+            address = obj.data_ptr()
+        if size and not address:  # its class stands for other tensors
+            self._fail("is a tensor without memory of its own, which cannot be sent. Convert it in collate_fn.")
+        return self._leaf(Leaf(node, obj, address, span, size, min(itemsize, 8)))
 
     def _array(self, obj: Any) -> Any:
         return self._once(obj, self._new_array)
@@ -221,6 +228,8 @@ class _BatchEncoder:
 
     def _other(self, obj: Any) -> Any:
         cls = type(obj)
+        if cls in self._layouts:
+            return self._instance(obj, self._layouts[cls])
         if isinstance(obj, torch.Tensor):
             self._check_gradient(obj)
         if (converter := batch_types.converter_of(obj)) is not None:
@@ -234,6 +243,7 @@ class _BatchEncoder:
             self._fail(f"is a {class_name(cls).replace(':', '.')}, which cannot be sent. {batch_types.advice(cls)}")
         if layout.base is torch.Tensor:
             return self._once(obj, lambda obj: self._instance(obj, layout))
+        self._layouts[cls] = layout
         return self._instance(obj, layout)
 
     def _instance(self, obj: Any, layout: instances.Layout) -> Any:
@@ -251,7 +261,7 @@ class _BatchEncoder:
             self._fail(f"has attributes whose names are not strings: {reprlib.repr(list(values))}.")
         if missing := sorted(layout.required - set(values)):
             self._fail(f"has no value in its field {missing[0]}.")
-        nodes = self._children(obj, ((_Attribute(name), value) for name, value in values.items()))
+        nodes = self._children(obj, ((_Attribute(name), value) for name, value in values.items())) if values else []
         return ["x", class_name(type(obj)), layout.fields, base, list(values), nodes]
 
     def _check_gradient(self, obj: torch.Tensor) -> None:

@@ -28,10 +28,10 @@ def name_of_graph(graph: Any) -> str | None:
     The library makes the class of a batch at run time, of a batch class and the class of its graphs, inside a function
     of the module ``abc``: no other process finds it by name. Its name is that of both: ``batch class[graph class]``.
     """
-    library, batch = find_class(_GRAPH), find_class(_BATCH)
+    library = find_class(_GRAPH)
     if library is None or not isinstance(graph, library):
         return None
-    cls = type(graph)
+    cls, batch = type(graph), find_class(_BATCH)
     if batch is None or not isinstance(graph, batch) or find_class(class_name(cls)) is cls:
         return class_name(cls)
     return f"{class_name(cls.__bases__[0])}[{class_name(cls.__bases__[-1])}]"
@@ -39,10 +39,11 @@ def name_of_graph(graph: Any) -> str | None:
 
 def graph_maker(name: str) -> Callable[[Any], Any] | None:
     """Return what makes a graph of its parts, or None if this process has not imported what a name of a graph names."""
-    library = find_class(_GRAPH)
+    if (library := find_class(_GRAPH)) is None:
+        return None
     of_batch = _NAME_OF_BATCH.fullmatch(name)
     cls = find_class(of_batch[2] if of_batch else name)
-    if library is None or cls is None or not issubclass(cls, library):
+    if cls is None or not issubclass(cls, library):
         return None
     if of_batch is None:
         return partial(_graph_from_parts, cls)

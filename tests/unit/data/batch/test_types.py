@@ -18,7 +18,7 @@ from lightning_sm.data.batch.decode import decode
 from lightning_sm.data.batch.encode import encode
 from lightning_sm.data.batch.types import register_batch_type
 from lightning_sm.errors import BatchTypeError, WireError
-from tests.fakes.batches import Colour, Opaque, Point, header, make_slot, send
+from tests.fakes.batches import Colour, Opaque, Point, Volume, header, make_slot, send
 
 Stranger = namedtuple("Stranger", "x")
 Stranger.__module__ = "module_that_nobody_imported"
@@ -75,6 +75,27 @@ def test_registered_subclass_of_tensor_arrives():
     cls = type("Marked", (torch.Tensor,), {})
     register_batch_type(cls, lambda obj: obj.as_subclass(torch.Tensor), lambda part: part.as_subclass(cls), name="m")
     assert type(send(torch.ones(2).as_subclass(cls))) is cls
+
+
+@pytest.mark.usefixtures("registry")
+def test_registration_decides_for_a_class_that_needs_none():
+    """A class that the codec could send is sent by its registered functions, for example without its metadata."""
+    register_batch_type(
+        Volume, lambda obj: obj.as_subclass(torch.Tensor), lambda part: Volume(part, {"sent": "without"})
+    )
+    received = send([Volume(torch.ones(2), {"large": Opaque()})])[0]
+    assert type(received) is Volume
+    assert received.meta == {"sent": "without"}
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_class_that_only_the_trainer_registers_is_refused():
+    """An object that comes without the registered conversion is not made without its check."""
+    message = header(["x", f"{Point.__module__}:Point", ["x", "y"], ["u", 1, 2], [], []])
+    assert decode(message, make_slot(0)) == Point(1, 2)
+    register_batch_type(Point, list, lambda parts: Point(*parts))
+    with pytest.raises(BatchTypeError, match=r"Point by its attributes.*is registered.*on all hosts"):
+        decode(message, make_slot(0))
 
 
 @pytest.mark.usefixtures("registry")
