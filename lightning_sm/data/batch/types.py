@@ -55,8 +55,9 @@ def register_batch_type(
 ) -> None:
     """Let the data service send objects of a class.
 
-    Call it where both data hosts and trainers run it, for example next to the class. It does not cover subclasses: an
-    object that arrived as its parent class would be a silent change.
+    Classes that extend a tensor, a builtin type or a dataclass need it only to be sent in another way. Call it where
+    both data hosts and trainers run it, for example next to the class. It does not cover subclasses: an object that
+    arrived as its parent class would be a silent change.
 
     Args:
         cls: The class; objects of exactly this type are sent with the two functions.
