@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     )
     from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
     from pytorch_lightning.trainer.connectors import data_connector
+    from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
     from pytorch_lightning.utilities import CombinedLoader, rank_zero_only
 else:
     # Lightning's names by module; a private one loses its underscore. Older versions than 2.6 lack WeightAveraging, of
@@ -84,6 +85,7 @@ else:
         f"{DISTRIBUTION}.strategies": "DDPStrategy DeepSpeedStrategy FSDPStrategy ModelParallelStrategy Strategy",
         f"{DISTRIBUTION}.strategies.launchers": "_MultiProcessingLauncher",
         f"{DISTRIBUTION}.trainer.connectors": "data_connector",
+        f"{DISTRIBUTION}.trainer.connectors.logger_connector.result": "_ResultMetric",
         f"{DISTRIBUTION}.utilities": "CombinedLoader rank_zero_only",
         _FABRIC: "Fabric",
         f"{_FABRIC}.utilities.distributed": "_InfiniteBarrier",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_sm.errors import DataSettingsError
 from lightning_sm.job.secret import job_key
@@ -17,6 +17,7 @@ _GIB = 1 << 30
 MAX_SHARDS = 1 << 20
 
 Compression = Literal["zstd"]
+TailSetting = Literal["auto", "exact", "pad"]
 
 # 16 cores build batches of images at 1 to 2 GB/s, which one process can send.
 _CPUS_PER_NETWORK_PROCESS = 16
@@ -63,6 +64,9 @@ class DataServiceSettings:
             earlier restart, and the rest of longer ones is dropped. Default: a single rank reads to the end of the
             data; several ranks need the same number of batches, so the data hosts read the whole dataset once to
             count them.
+        tail: What to do if the samples of the last step do not divide evenly among the ranks: "exact" uses each sample
+            once, "pad" repeats some, as torch's DistributedSampler does, so that batches have the same size on all
+            ranks. "auto" is "exact" until the code of a stage gathers tensors over the ranks, and then "pad".
         virtual_shards: Number of shards into which iterable datasets are split, a multiple of the number of ranks.
             Default: the least common multiple of 16 and the number of ranks, and 8 times as many for more than 16
             ranks. A resumed run keeps its number.
@@ -91,6 +95,7 @@ class DataServiceSettings:
     lease_s: float = 60.0
     compression: Compression | None = None
     batches_per_epoch: int | None = None
+    tail: TailSetting = "auto"
     virtual_shards: int | None = None
     port: int | None = None
     token: str | None = field(default=None, repr=False)
@@ -112,6 +117,8 @@ class DataServiceSettings:
                 f"data_service.virtual_shards={self.virtual_shards} must be at most {MAX_SHARDS}. A few per worker "
                 "keep all workers busy."
             )
+        if self.tail not in get_args(TailSetting):
+            raise DataSettingsError(f"data_service.tail={self.tail!r} is not {', '.join(get_args(TailSetting))}.")
         if self.local_workers < 0:
             raise DataSettingsError(f"data_service.local_workers={self.local_workers} must not be negative.")
         if self.hedge_factor != 0 and self.hedge_factor < 1:

@@ -14,7 +14,7 @@ from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.feeder.scheduler import StepRange
 from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfBlock
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.plan.samples import BatchPlan, SamplePlan
+from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, Tail
 from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.data.protocol.frames import StepRangeHeader
 from lightning_sm.data.protocol.spec import CHUNK_BYTES, BatchSpec, StepRangeSpec
@@ -115,6 +115,9 @@ class PassBuffer:
         window_bytes: Bytes that may be in flight or buffered.
         is_window_fixed: Whether ``window_batches`` limits the batches, too, and not only the requests for them.
         tells_keys: Whether the training process gets the keys of each batch.
+        tail: The last step of the plan.
+        holds_tail: Whether the pass ends before this step if it is uneven.
+        held_step: The step before which the pass ends for this reason.
         range_length: Batches per future request.
         largest: Bytes of the largest batch so far, where batches of one answer count with their mean.
         produce_s: Moving average of the seconds that a worker takes for a batch.
@@ -138,6 +141,9 @@ class PassBuffer:
     window_bytes: int
     is_window_fixed: bool = False
     tells_keys: bool = False
+    tail: Tail = Tail()  # noqa: RUF009  # immutable
+    holds_tail: bool = False
+    held_step: int | None = None
     range_length: int = 1
     largest: int = 0
     produce_s: float = 0.0
@@ -153,6 +159,9 @@ class PassBuffer:
             self.stop_step = self.plan.stop_step
         else:
             stop = self.plan.num_steps if self.stop_step is None else min(self.plan.num_steps, self.stop_step)
+            if self.holds_tail and self.tail.is_uneven and self.next_step < stop == self.plan.num_steps:
+                stop -= 1
+                self.held_step = stop
             self.stop_step = max(stop, self.next_step)
 
     @property
@@ -344,6 +353,7 @@ class PassBuffer:
             num_ready=sum(answer.step_range.num_steps for answer in self.ready.values()),
             row=self.plan.row(answer.step_range.first) if isinstance(self.plan, ShardSteps) else None,
             keys=[self.plan.batch(step).tolist() for step in steps] if self.tells_keys else [],
+            tail_weight=self.tail.weight if steps.stop == self.plan.num_steps else 1.0,
             encoded_batches=header.encoded_batches,
         )
 

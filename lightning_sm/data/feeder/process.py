@@ -21,7 +21,7 @@ import numpy as np
 from lightning_sm.data.feeder.agreement import LoaderAgreements
 from lightning_sm.data.feeder.host_link import HostLink, LinkState
 from lightning_sm.data.feeder.pass_buffer import PassBuffer
-from lightning_sm.data.feeder.sampler_orders import SamplerOrderClient, lengths, step_plan
+from lightning_sm.data.feeder.sampler_orders import SamplerOrderClient, lengths, plan_pass
 from lightning_sm.data.feeder.scheduler import Retry, Scheduler, StepRequest
 from lightning_sm.data.feeder.status import RETRIES, explain, host_snapshot, pass_snapshot, rank_figures
 from lightning_sm.data.ipc import feeder_messages as kinds
@@ -153,7 +153,7 @@ class Feeder:
     def _start(self, request: kinds.StartPass) -> None:
         pass_id, place, loader_pass = request.pass_id, request.place, request.loader_pass
         try:
-            plan = step_plan(request, self._sampler_orders)
+            plan, tail = plan_pass(request, self._sampler_orders)
         except (DataServiceError, ValueError) as error:
             self._fail(pass_id, error)
             return
@@ -175,6 +175,8 @@ class Feeder:
             window_bytes=place.window_bytes,
             is_window_fixed=place.is_window_fixed,
             tells_keys=request.tells_keys,
+            tail=tail,
+            holds_tail=request.position.tail == "hold",
         )
         shard_of = plan.shard if isinstance(plan, ShardSteps) else None
         with self._lock:
@@ -251,7 +253,7 @@ class Feeder:
     def _end_if_done(self, buffer: PassBuffer) -> None:
         if buffer.stop_step is not None and buffer.next_step >= buffer.stop_step:
             num_batches = buffer.plan.num_batches if isinstance(buffer.plan, ShardSteps) else None
-            self._notify(kinds.EndOfPass(buffer.pass_id, num_batches))
+            self._notify(kinds.EndOfPass(buffer.pass_id, num_batches, buffer.held_step))
 
     def _snapshot(self) -> kinds.FeederSnapshot:
         now = time.monotonic()

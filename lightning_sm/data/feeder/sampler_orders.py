@@ -19,7 +19,7 @@ from lightning_sm.data.feeder.host_link import HostLink, LinkState, describe
 from lightning_sm.data.feeder.pass_buffer import StepPlan
 from lightning_sm.data.ipc.feeder_messages import PassRequest
 from lightning_sm.data.plan.order import IndexArray, Order, SequentialOrder, ShuffledOrder
-from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, num_steps
+from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, Tail, num_steps
 from lightning_sm.data.plan.shards import ShardSteps, shard_steps
 from lightning_sm.data.protocol import calls
 from lightning_sm.data.protocol.calls import CountRequest, ListRequest, OrderSize, ShardSizes
@@ -53,8 +53,8 @@ class _SamplerCrashedError(Exception):
     """The process that ran a sampler has crashed; the text says how."""
 
 
-def step_plan(request: PassRequest, sampler_orders: SamplerOrderClient) -> StepPlan:
-    """Return the plan of a pass. If the order is that of the user's sampler, wait until data hosts have run it.
+def plan_pass(request: PassRequest, sampler_orders: SamplerOrderClient) -> tuple[StepPlan, Tail]:
+    """Return the plan of a pass, and its last step. For the user's sampler, wait until data hosts have run it.
 
     Args:
         request: The pass.
@@ -65,11 +65,16 @@ def step_plan(request: PassRequest, sampler_orders: SamplerOrderClient) -> StepP
         ValueError: The sampler yields something that is not an order.
     """
     loader, place, position = request.loader, request.place, request.position
+    pads = position.tail == "pad"
     if loader.order == "shards":
-        return ShardSteps(place.num_shards, place.rank, place.world_size, position.first_step, position.stop_step)
+        plan = ShardSteps(place.num_shards, place.rank, place.world_size, position.first_step, position.stop_step)
+        return plan, Tail()
     if loader.order in ("sampler", "batch_sampler"):
         order = sampler_orders.get(request)
-        return BatchPlan(order.keys, order.offsets, 0, 1)
+        are_batches = loader.order == "batch_sampler"
+        num_samples = order.size.num_batches if are_batches else order.size.num_samples
+        tail = _tail(request, num_samples, None if are_batches else loader.batch_size)
+        return BatchPlan(order.keys, order.offsets, 0, 1), tail
     num_samples = loader.num_samples or 0
     keys: Order = SequentialOrder(num_samples)
     if loader.order == "shuffled":
@@ -80,9 +85,20 @@ def step_plan(request: PassRequest, sampler_orders: SamplerOrderClient) -> StepP
             pass_index=position.pass_index,
             salt=f"{place.stage} {place.index}",
         )
+    tail = _tail(request, num_samples, loader.batch_size)
     if loader.batch_size is None:
-        return BatchPlan(keys, None, place.rank, place.world_size)
-    return SamplePlan(keys, loader.batch_size, loader.drop_last, place.rank, place.world_size)
+        return BatchPlan(keys, None, place.rank, place.world_size), tail
+    return SamplePlan(keys, loader.batch_size, loader.drop_last, place.rank, place.world_size, pads=pads), tail
+
+
+def _tail(request: PassRequest, num_samples: int, batch_size: int | None) -> Tail:
+    # The samples that fill a padded step count, as those of a DistributedSampler do.
+    if request.position.tail == "pad":
+        return Tail()
+    place = request.place
+    return Tail.of(
+        num_samples, batch_size, drop_last=request.loader.drop_last, rank=place.rank, world_size=place.world_size
+    )
 
 
 def lengths(request: PassRequest, sampler_orders: SamplerOrderClient) -> tuple[int, int]:
@@ -296,6 +312,7 @@ def _list_request(request: PassRequest) -> ListRequest:
         world_size=place.world_size,
         batch_size=loader.batch_size or 0,
         drop_last=loader.drop_last,
+        pads=request.position.tail == "pad",
         wants_keys=False,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from lightning_sm import errors
 from lightning_sm.data.ipc.messages import Message
@@ -120,6 +121,11 @@ class LoaderPlace:
     batches_per_pass: int | None = None
 
 
+# What to do if the batches of the ranks differ in size in the last step of a pass: leave them as they are, pad them, or
+# end the pass before this step.
+TailMode = Literal["exact", "pad", "hold"]
+
+
 @dataclass
 class Position:
     """The start and the end of a pass.
@@ -130,6 +136,7 @@ class Position:
         first_step: First batch of the pass.
         stop_step: End of the pass, exclusive; None: the end of the data.
         is_manual_iteration: Whether the user iterates over the loader, and not the Trainer.
+        tail: What to do with an uneven last step.
     """
 
     epoch: int = 0
@@ -137,6 +144,7 @@ class Position:
     first_step: int = 0
     stop_step: int | None = None
     is_manual_iteration: bool = False
+    tail: TailMode = "exact"
 
 
 @dataclass(frozen=True)
@@ -238,6 +246,7 @@ class DeliveredRange(Message):
         row: Row of the block that the first batch is in; each further batch is in the next row. None: the batches
             belong to no block, and follow each other.
         keys: Indices of the samples of each batch; empty if they are not wanted.
+        tail_weight: Weight of the last of the batches, see ``plan.samples.Tail``: 1 unless it is the last of the pass.
         encoded_batches: Places and structures of the batches, from ``frames.pack_batches``.
     """
 
@@ -253,6 +262,7 @@ class DeliveredRange(Message):
     num_ready: int
     row: int | None
     keys: list[list[int]]
+    tail_weight: float
     encoded_batches: bytes
 
     def figures(self) -> BatchFigures:
@@ -275,10 +285,17 @@ class EndOfBlock(Message):
 
 @dataclass(frozen=True)
 class EndOfPass(Message):
-    """Everything up to the end of the pass was delivered; ``num_batches`` are those in the rank's shards, if known."""
+    """Everything up to the end of the pass was delivered.
+
+    Attributes:
+        pass_id: Number of the pass.
+        num_batches: Batches in the rank's shards, if they are known.
+        held_step: The uneven last step that was held back; None: there is none.
+    """
 
     pass_id: int
     num_batches: int | None
+    held_step: int | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,17 +25,38 @@ _NUM_BLOCKS = 4
 def num_steps(num_samples: int, batch_size: int | None, *, drop_last: bool, world_size: int) -> int:
     """Count the steps of a pass, the same on every rank: else collectives would hang.
 
-    Of a ``SamplePlan`` these are the full global batches, plus one step for a tail that has a sample for every rank, or
-    that is the only step. With ``drop_last`` the only step must lack fewer samples than there are ranks: as many as
-    torch's ``DistributedSampler`` repeats. If ``batch_size`` is None, every sample is a batch of its own, as in a
-    ``BatchPlan``.
+    Without ``drop_last``, the samples that do not fill a step are one more step. With ``drop_last``, they are left out,
+    unless there is no other step and fewer samples are missing than there are ranks: as many as torch's
+    ``DistributedSampler`` repeats. If ``batch_size`` is None, every sample is a batch of its own: a ``BatchPlan``.
     """
     if batch_size is None:
         return -(-num_samples // world_size)
     full, tail = divmod(num_samples, batch_size * world_size)
     if drop_last:
         return full or int(tail > (batch_size - 1) * world_size)
-    return full + (tail > 0 and (tail >= world_size or full == 0))
+    return full + (tail > 0)
+
+
+class Tail(NamedTuple):
+    """The last step of a pass, as far as it is not like the others for a rank.
+
+    Attributes:
+        weight: Samples of the rank in this step, divided by the mean over the ranks; 0: its batch repeats another
+            rank's. It is 1 on all ranks, or on none.
+        is_uneven: Whether the batches of the ranks differ in size.
+    """
+
+    weight: float = 1.0
+    is_uneven: bool = False
+
+    @classmethod
+    def of(cls, num_samples: int, batch_size: int | None, *, drop_last: bool, rank: int, world_size: int) -> Tail:
+        """Return the last step that a plan has unless it is padded; arguments are those of ``num_steps``."""
+        in_tail = 0 if drop_last and batch_size is not None else num_samples % ((batch_size or 1) * world_size)
+        size, extra = divmod(in_tail, world_size)
+        if not extra:
+            return cls()
+        return cls((size + (rank < extra)) * world_size / in_tail, is_uneven=size > 0)
 
 
 class _StepPlan:
@@ -77,7 +99,7 @@ class _StepPlan:
         starts, sizes = self._intervals(steps)
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], sizes)
-        # With drop_last, the only step of a pass may repeat samples.
+        # A padded pass repeats its first samples, as the only step of a pass with drop_last may.
         return self._order[positions % max(1, len(self._order))], offsets
 
     def _intervals(self, steps: IndexArray) -> tuple[IndexArray, IndexArray]:
@@ -89,11 +111,10 @@ class SamplePlan(_StepPlan):
     """One rank's part of one pass over an order of samples.
 
     Step k is the k-th global batch of the order, and each rank takes a contiguous slice of it. Without ``drop_last``
-    nothing is dropped or padded: the tail is one more step that is split as evenly as possible. A tail with fewer
-    samples than ranks joins the last full step instead, whose batches then have at most ``batch_size + 1`` samples.
-    Either way the batches, step by step and rank by rank, are the order itself. Only a pass with fewer samples than
-    ranks repeats samples, so that every rank has one; with ``drop_last``, also one whose only step would otherwise lack
-    fewer samples than there are ranks.
+    nothing is dropped: the samples that do not fill a step are one more step, split as evenly as possible. If it has
+    fewer samples than ranks, a rank without one repeats another rank's. Apart from that, the batches, step by step and
+    rank by rank, are the order itself, unless the last step is padded. With ``drop_last``, a pass repeats samples if
+    its only step would otherwise lack fewer samples than there are ranks.
 
     Args:
         order: Sample indices of the pass, for all ranks together. Only those of this rank's steps are read.
@@ -101,13 +122,22 @@ class SamplePlan(_StepPlan):
         drop_last: Leave out the samples that do not fill a global batch.
         rank: Global rank among the trainers.
         world_size: Number of trainer ranks.
+        pads: Let the ranks have batches of equal sizes in the last step, too: the first samples of the order repeat
+            there, as many as torch's ``DistributedSampler`` repeats. With ``drop_last`` they have them anyway.
 
     Raises:
         ValueError: An argument is out of range, or ``order`` is not a list of integers.
     """
 
     def __init__(
-        self, order: Order | Sequence[int], batch_size: int, drop_last: bool, rank: int, world_size: int
+        self,
+        order: Order | Sequence[int],
+        batch_size: int,
+        drop_last: bool,
+        rank: int,
+        world_size: int,
+        *,
+        pads: bool = False,
     ) -> None:
         check_rank(rank, world_size)
         if batch_size < 1:
@@ -119,7 +149,9 @@ class SamplePlan(_StepPlan):
         self._rank = rank
         self._world_size = world_size
         self._batch_size = batch_size
-        self._stop = self.num_steps * batch_size * world_size if drop_last else len(order)
+        self._stop = -(-len(order) // world_size) * world_size if pads else len(order)
+        if drop_last:
+            self._stop = self.num_steps * batch_size * world_size
 
     def _intervals(self, steps: IndexArray) -> tuple[IndexArray, IndexArray]:
         sizes = np.full(len(steps), self._batch_size)

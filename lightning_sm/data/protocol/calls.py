@@ -210,6 +210,7 @@ class ListRequest(LoaderPass):
         world_size: Number of ranks that split the order.
         batch_size: Samples per batch; 0: a key is a batch.
         drop_last: Whether an incomplete last batch is dropped.
+        pads: Whether samples repeat so that the batches of all ranks have equal sizes in the last step.
         wants_keys: Whether the part of the rank is wanted.
     """
 
@@ -219,6 +220,7 @@ class ListRequest(LoaderPass):
     world_size: int
     batch_size: int
     drop_last: bool
+    pads: bool
     wants_keys: bool
 
 

@@ -86,7 +86,7 @@ class SamplerOrderCache:
         if order.offsets is not None or request.batch_size == 0:
             plan = BatchPlan(order.keys, order.offsets, rank, world_size)
         else:
-            plan = SamplePlan(order.keys, request.batch_size, request.drop_last, rank, world_size)
+            plan = SamplePlan(order.keys, request.batch_size, request.drop_last, rank, world_size, pads=request.pads)
         keys, offsets = plan.batches()
         yield replace(order.size, num_keys=len(keys)).encode() + b"\n"
         for part in (keys, offsets):

@@ -17,6 +17,7 @@ from lightning_sm.data.protocol.calls import Loaders, OpenRequest, SetUp
 from lightning_sm.data.protocol.spec import TRAINER_VALUES, LoaderDescription
 from lightning_sm.data.trainer.bare_loaders import ModelLoaders
 from lightning_sm.data.trainer.connection import Connection
+from lightning_sm.data.trainer.last_step import LastStep
 from lightning_sm.data.trainer.loader import RemoteLoader
 from lightning_sm.data.trainer.pickler import pickle_object
 from lightning_sm.data.trainer.position import Progress, position_of
@@ -42,6 +43,7 @@ class DataHosts:
     Attributes:
         module: The user's DataModule, as it travels to the data hosts.
         progress: Saves and restores the position in the data.
+        last_step: Decides what to do where ranks have different numbers of samples.
     """
 
     def __init__(self, datamodule: LightningDataModule, connection: Connection, seed: int | None) -> None:
@@ -49,6 +51,7 @@ class DataHosts:
         self.connection = connection
         self.seed = seed
         self.progress = Progress()
+        self.last_step = LastStep(connection.settings.tail)
         self._trainer_run = 0
         self._run_seed = 0
         self._stage = ""
@@ -198,6 +201,7 @@ class DataHosts:
                 slots,
                 lambda loader, iterator: position_of(loader, iterator, self._trainer),
             )
+            loader.last_step = self.last_step
             if stage == "predict" and description.has_indices:
                 loader.batch_sampler = _SeenIndices()
                 loader.on_indices = loader.batch_sampler.seen_batch_indices.append

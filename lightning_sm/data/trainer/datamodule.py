@@ -177,7 +177,8 @@ class RemoteDataModule(LightningDataModule):
                     "batches ahead. Find it in a run without data hosts, and pass it as an argument."
                 )
             if self._hosts.progress not in trainer.callbacks:
-                trainer.callbacks[:0] = [self._hosts.progress, self._hosts.connection.reporter]
+                own = self._hosts
+                trainer.callbacks[:0] = [own.progress, own.last_step, own.connection.reporter]
         self._hosts.set_up(stage)
 
     def teardown(self, stage: str) -> None:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from torch.utils.data import RandomSampler, SequentialSampler
@@ -16,6 +17,7 @@ from lightning_sm.data.plan.samples import num_steps
 from lightning_sm.data.protocol.figures import BatchFigures
 from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.trainer.feeder_client import FeederClient
+from lightning_sm.data.trainer.last_step import LastStep
 from lightning_sm.data.trainer.passes import FIRST_BY_HAND, ShardPasses
 from lightning_sm.data.trainer.slots import SlotPool, SlotRing
 
@@ -62,6 +64,7 @@ class RemoteLoader:
         self.on_batch: Callable[[BatchFigures, float, float | None], None] | None = None
         # Called with the indices of each batch of the Trainer.
         self.on_indices: Callable[[list[int]], None] | None = None
+        self.last_step: LastStep | None = None
 
     @property
     def batch_size(self) -> int | None:
@@ -135,7 +138,7 @@ class RemoteLoader:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: a copy in another process gives no batches."""
-        own = ("_client", "_position", "slots", "on_epoch", "on_batch", "on_indices")
+        own = ("_client", "_position", "slots", "on_epoch", "on_batch", "on_indices", "last_step")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __iter__(self) -> Iterator[Any]:
@@ -150,6 +153,9 @@ class RemoteLoader:
 
     def _start_position(self, own: _PassIterator) -> Position:
         position = self._position(self, own)
+        if self.last_step is not None:
+            mode = self.last_step.mode(self.description, self.place, is_manual=position.is_manual_iteration)
+            position = replace(position, tail=mode)
         if position.is_manual_iteration:
             return position if self._shards is None else self._shards.whole(position)
         self.num_passes += 1
@@ -187,8 +193,8 @@ class RemoteDataset:
         )
 
 
-# (figures of a batch, iterator over the batches of its slot, which yields it).
-_BatchSource: TypeAlias = tuple[BatchFigures, Iterator[Any]]
+# (figures of a batch, iterator over the batches of its slot, which yields it, its weight).
+_BatchSource: TypeAlias = tuple[BatchFigures, Iterator[Any], float]
 
 
 class _PassIterator(Iterator[Any]):
@@ -235,7 +241,9 @@ class _PassIterator(Iterator[Any]):
             self._ring = self._start(self._loader._start_position(self))
         while not self._sources:
             self._receive(self._ring)
-        self._figures, batches = self._sources.popleft()
+        self._figures, batches, weight = self._sources.popleft()
+        if self._loader.last_step is not None:
+            self._loader.last_step.take(weight, is_manual=self._position.is_manual_iteration)
         return next(batches)
 
     def _receive(self, ring: SlotRing) -> None:
@@ -246,10 +254,12 @@ class _PassIterator(Iterator[Any]):
         """
         message = self._end or self._client.next(self._pass_id, self._loader.place.timeout_s, ring.poll)
         if isinstance(message, DeliveredRange):
-            source = message.figures(), ring.batches(message)
+            figures, batches = message.figures(), ring.batches(message)
+            source = figures, batches, 1.0
             self._client.take(message.pass_id, message.first_step + message.num_steps)
             if message.row is None:
-                self._sources.extend([source] * message.num_steps)
+                self._sources.extend([source] * (message.num_steps - 1))
+                self._sources.append((figures, batches, message.tail_weight))
                 self._keys = iter(message.keys)
                 return
             for row in range(message.row, message.row + message.num_steps):
@@ -284,13 +294,18 @@ class _PassIterator(Iterator[Any]):
         return ring
 
     def _start_again(self, end: EndOfPass) -> None:
-        """Start over where the shards end within the pass.
+        """Continue with the last step, if it was held back, or start over where the shards end within the pass.
 
         Raises:
             StopIteration: The pass is over.
         """
-        shards = self._loader._shards
-        position = None if shards is None or end.num_batches is None else shards.after(self._position, end.num_batches)
+        shards, last_step = self._loader._shards, self._loader.last_step
+        position = None
+        if end.held_step is not None and last_step is not None:
+            mode = last_step.mode_of_held(self._loader.description, self._loader.place)
+            position = replace(self._position, first_step=end.held_step, tail=mode)
+        elif shards is not None and end.num_batches is not None:
+            position = shards.after(self._position, end.num_batches)
         if position is None:
             raise StopIteration
         self._end = None

@@ -23,6 +23,7 @@ FABRIC = "lightning_fabric" if DISTRIBUTION == "pytorch_lightning" else "lightni
 
 _MLFLOW = ("_experiment_name", "_initialized", "_mlflow_client", "_run_id", "_run_name")
 _WANDB = ("_experiment", "_id", "_name", "_save_dir", "_wandb_init")
+_RESULT = f"{DISTRIBUTION}.trainer.connectors.logger_connector.result"
 # Owner in Lightning (a module, or a class after the colon), its private names, and the files that rely on them.
 LIGHTNING = [
     (f"{FABRIC}.utilities.distributed", ["_InfiniteBarrier"], ["_lightning.py"]),
@@ -32,6 +33,19 @@ LIGHTNING = [
     (f"{DISTRIBUTION}.plugins.io.wrapper", ["_WrappingCheckpointIO"], ["_lightning.py"]),
     (f"{DISTRIBUTION}.strategies.launchers", ["_MultiProcessingLauncher"], ["_lightning.py"]),
     (f"{DISTRIBUTION}.trainer.connectors.data_connector", ["_InfiniteBarrier"], ["training/strategies/smddp.py"]),
+    (_RESULT, ["_ResultMetric"], ["_lightning.py", "data/trainer/last_step.py"]),
+    # Their names are public, but their classes are not.
+    (
+        f"{_RESULT}:_ResultMetric",
+        ["compute", "cumulated_batch_size", "is_tensor", "meta", "update", "value"],
+        ["data/trainer/logged_values.py"],
+    ),
+    (
+        f"{_RESULT}:_Metadata",
+        ["is_max_reduction", "is_mean_reduction", "is_min_reduction", "on_epoch", "on_step", "sync"],
+        ["data/trainer/logged_values.py"],
+    ),
+    (f"{_RESULT}:_Sync", ["group", "rank_zero_only", "should"], ["data/trainer/logged_values.py"]),
     (f"{DISTRIBUTION}.utilities", ["_pytree"], ["training/known_warnings.py"]),
     (
         f"{DISTRIBUTION}.plugins.io.wrapper:_WrappingCheckpointIO",
@@ -127,6 +141,7 @@ JSONARGPARSE = {"_group_actions", "_links_group", "_skip_validation"}
 OF_OTHERS = {
     "data/host/iterable.py": {"_worker_info"},  # torch's DataLoader
     "data/host/trainer_stand_in.py": {"_getframe"},  # Python
+    "data/trainer/last_step.py": {"_getframe"},  # Python
     "data/trainer/pinning.py": {"_C", "_cuda_hasPrimaryContext"},  # torch
     "training/callbacks/local_position.py": {"_index_sampler"},  # torch's DataLoader, whose _iterator it uses, too
     "training/loggers.py": {"_file_name", "_get_file_writer"},  # tensorboard and torch's SummaryWriter

@@ -1,5 +1,7 @@
 """Answers go to slots, come out in order, and slots are never lost."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ from lightning_sm.data.feeder.pass_buffer import PassBuffer
 from lightning_sm.data.feeder.scheduler import StepRange
 from lightning_sm.data.ipc.feeder_messages import EndOfBlock
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.plan.samples import SamplePlan
+from lightning_sm.data.plan.samples import SamplePlan, Tail
 from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.data.protocol.figures import BatchFigures
 from lightning_sm.data.protocol.frames import EncodedBatch, StepRangeHeader, pack_batches
@@ -221,3 +223,33 @@ def test_a_shard_may_end_within_a_range(buffer):
     assert end == EndOfBlock(1)
     assert buffer.take(6) == 6
     assert [buffer.plan.batch(step).tolist() for step in (6, 7)] == [[2, 1, 3, 1], [2, 1, 4, 1]]
+
+
+@pytest.mark.parametrize(
+    ("next_step", "stop_step", "is_uneven", "held_step"),
+    [
+        pytest.param(4, None, True, 9, id="to the end"),
+        pytest.param(9, None, True, 9, id="the only step"),
+        pytest.param(10, None, True, None, id="behind the end"),
+        pytest.param(4, 9, True, None, id="the Trainer's limit is before it"),
+        pytest.param(4, None, False, None, id="it is even"),
+    ],
+)
+def test_an_uneven_last_step_is_held_back(buffer, next_step, stop_step, is_uneven, held_step):
+    """The pass ends before it, if it would have had it, and says so."""
+    tail = Tail(1.2, is_uneven)
+    held = replace(buffer, next_step=next_step, stop_step=stop_step, tail=tail, holds_tail=True)
+    assert held.held_step == held_step
+    assert held.stop_step == (held_step or stop_step or 10)
+    asked = replace(buffer, next_step=next_step, stop_step=stop_step, tail=tail)
+    assert (asked.held_step, asked.stop_step) == (None, stop_step or 10)
+
+
+def test_the_last_batch_has_the_weight_of_the_last_step(buffer):
+    """The batches before have that of a full batch."""
+    buffer.tail = Tail(1.2, is_uneven=True)
+    buffer.next_step = 6
+    for request_id, step_range in enumerate((StepRange(6, 3), StepRange(9, 1))):
+        buffer.reserve(request_id, step_range)
+        answer(buffer, request_id, b"batch")
+    assert [delivery.tail_weight for delivery in buffer.deliveries()] == [1.0, 1.2]

@@ -10,10 +10,10 @@ import pytest
 
 from lightning_sm.data.feeder.agreement import PATIENCE_S
 from lightning_sm.data.feeder.host_link import LinkState
-from lightning_sm.data.feeder.sampler_orders import SamplerOrderClient, lengths, step_plan
+from lightning_sm.data.feeder.sampler_orders import SamplerOrderClient, lengths, plan_pass
 from lightning_sm.data.ipc.feeder_messages import LoaderPlace, PassRequest, Position
 from lightning_sm.data.ipc.host_messages import SamplerOutput
-from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, digest
+from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, Tail, digest
 from lightning_sm.data.protocol.calls import Crashed, OrderSize, Problem, Running, ShardSizes
 from lightning_sm.data.protocol.spec import LoaderDescription
 from lightning_sm.data.server import sampler_orders as server
@@ -26,12 +26,12 @@ from lightning_sm.errors import (
 )
 
 
-def pass_request(order="sampler", rank=0, world_size=1, num_shards=1, batch_size=4, drop_last=False):
+def pass_request(order="sampler", rank=0, world_size=1, num_shards=1, batch_size=4, drop_last=False, tail="exact"):
     """A pass, as the training process describes it."""
     loader = LoaderDescription("train_dataloader()", order, None, batch_size, drop_last, "i", "f", "Fake")
     limits = {"window_batches": 8, "window_bytes": 1 << 20, "max_batch_bytes": 1 << 20, "timeout_s": 60.0}
     place = LoaderPlace("1/fit/train/0", 0, "train", rank, world_size, seed=0, num_shards=num_shards, **limits)
-    return PassRequest(1, place, loader, Position())
+    return PassRequest(1, place, loader, Position(tail=tail))
 
 
 class Hosts:
@@ -125,15 +125,17 @@ def test_the_end_of_the_training_ends_the_wait(ask):
             ask(orders)
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("size", [0, 2, 13, 48, 50])
-def test_each_rank_gets_its_part_of_a_sampler(size, drop_last):
+@pytest.mark.parametrize(("drop_last", "tail"), [(False, "exact"), (False, "pad"), (True, "pad")])
+@pytest.mark.parametrize("size", [0, 2, 13, 48, 50, 53])
+def test_each_rank_gets_its_part_of_a_sampler(size, drop_last, tail):
     """The batches of all ranks are those of a plan over the whole order, and so is the length."""
     order = np.random.default_rng(0).integers(0, 10**12, size)
     with Hosts(2, order).orders() as orders:
         for rank in range(3):
-            asked = pass_request(rank=rank, world_size=3, drop_last=drop_last)
-            own, whole = step_plan(asked, orders), SamplePlan(order, 4, drop_last, rank, 3)
+            asked = pass_request(rank=rank, world_size=3, drop_last=drop_last, tail=tail)
+            (own, last), whole = plan_pass(asked, orders), SamplePlan(order, 4, drop_last, rank, 3, pads=tail == "pad")
+            is_exact = tail == "exact"
+            assert last == (Tail.of(size, 4, drop_last=False, rank=rank, world_size=3) if is_exact else Tail())
             assert own.num_steps == whole.num_steps == lengths(asked, orders)[0]
             assert [own.batch(step).tolist() for step in range(own.num_steps)] == [
                 whole.batch(step).tolist() for step in range(whole.num_steps)
@@ -148,7 +150,9 @@ def test_each_rank_gets_its_batches_of_a_batch_sampler(offsets):
     with Hosts(2, order, offsets).orders() as orders:
         for rank in range(2):
             asked = pass_request(kind, rank=rank, world_size=2, batch_size=None)
-            own, whole = step_plan(asked, orders), BatchPlan(order, offsets, rank, 2)
+            (own, last), whole = plan_pass(asked, orders), BatchPlan(order, offsets, rank, 2)
+            num_last = (len(order) if offsets is None else len(offsets) - 1) % 2
+            assert last.weight == (2.0 * (rank == 0) if num_last else 1.0)
             assert own.num_steps == whole.num_steps == lengths(asked, orders)[0]
             assert [own.batch(step).tolist() for step in range(own.num_steps)] == [
                 whole.batch(step).tolist() for step in range(whole.num_steps)
@@ -167,7 +171,7 @@ def test_ten_million_samples_cost_a_trainer_host_its_part():
         for rank in range(8):
             asked = pass_request(rank=rank, world_size=64, batch_size=64)
             assert lengths(asked, orders)[0] == -(-size // (64 * 64))
-            assert step_plan(asked, orders).batch(1)[0] == size - 1 - 64 * (64 + rank)
+            assert plan_pass(asked, orders)[0].batch(1)[0] == size - 1 - 64 * (64 + rank)
     assert hosts.num_calls == 16
     assert size < hosts.num_bytes < 1.1 * size  # 8 bytes for each sample of 8 of 64 ranks
 

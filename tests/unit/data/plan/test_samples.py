@@ -8,18 +8,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler
 
 from lightning_sm.data.plan.order import SequentialOrder, ShuffledOrder
-from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, digest, num_steps
+from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, Tail, digest, num_steps
 from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.errors import DataSettingsError
 
 WORLD_SIZES = st.integers(1, 9)
 
 
-def sample_batches(order, batch_size, world_size, *, drop_last=False):
+def sample_batches(order, batch_size, world_size, *, drop_last=False, pads=False):
     """The batches of all ranks, ``[step][rank]``, and the plan of rank 0."""
-    plans = [SamplePlan(order, batch_size, drop_last, rank, world_size) for rank in range(world_size)]
+    plans = [SamplePlan(order, batch_size, drop_last, rank, world_size, pads=pads) for rank in range(world_size)]
     return table(plans), plans[0]
 
 
@@ -55,21 +56,65 @@ def shuffled(size, epoch=0):
 
 @given(st.integers(0, 200), st.integers(1, 12), WORLD_SIZES)
 def test_exact_tail_drops_and_pads_nothing(size, batch_size, world_size):
-    """Step by step and rank by rank, the batches are the order itself; only fewer samples than ranks repeat."""
+    """Step by step and rank by rank, the batches are the order itself; only ranks without a sample repeat one."""
     batches, _ = sample_batches(ShuffledOrder(size, seed=0, epoch=0), batch_size, world_size)
     assert joined(batches)[:size] == shuffled(size)
-    assert len(joined(batches)) == (max(size, world_size) if size else 0)
+    repeated = joined(batches)[size:]
+    assert len(repeated) == max(0, world_size - size % (batch_size * world_size)) * (
+        size % (batch_size * world_size) > 0
+    )
+    assert set(repeated) <= set(joined(batches[-1:])[: world_size - len(repeated)])
     assert all(batch for step in batches for batch in step)
 
 
 @given(st.integers(0, 200), st.integers(1, 12), WORLD_SIZES)
 def test_exact_tail_keeps_batches_even(size, batch_size, world_size):
-    """All batches but those of the last step are full, and sizes within the last step differ by at most one."""
+    """No batch exceeds the batch size; all but those of the last step have it, and these differ by at most one."""
     batches, _ = sample_batches(np.arange(size), batch_size, world_size)
     assert all(len(batch) == batch_size for step in batches[:-1] for batch in step)
     last = [len(batch) for batch in batches[-1]] if batches else [0]
     assert max(last) - min(last) <= 1
-    assert max(last) <= batch_size + 1
+    assert max(last) <= batch_size
+
+
+@given(st.integers(0, 200), st.integers(1, 12), WORLD_SIZES, st.booleans())
+def test_a_padded_tail_repeats_as_many_samples_as_a_distributed_sampler(size, batch_size, world_size, drop_last):
+    """In each step all ranks have as many samples, the order is complete, and its first samples fill the last step."""
+    batches, _ = sample_batches(shuffled(size), batch_size, world_size, drop_last=drop_last, pads=True)
+    exact, _ = sample_batches(shuffled(size), batch_size, world_size, drop_last=drop_last)
+    assert len(batches) == len(exact)
+    assert all(len({len(batch) for batch in step}) == 1 for step in batches)
+    if drop_last:
+        assert batches == exact
+        return
+    sampler = DistributedSampler(range(size), world_size, 0, shuffle=False)
+    assert len(joined(batches)) == sampler.total_size
+    assert joined(batches) == [shuffled(size)[place % size] for place in range(sampler.total_size)]
+
+
+@given(st.integers(0, 200), st.integers(1, 12), WORLD_SIZES, st.booleans())
+def test_the_weights_of_the_last_step_are_the_shares_of_the_ranks(size, batch_size, world_size, drop_last):
+    """A rank weighs as much as it has samples of its own; where all have as many, or drop_last, all weigh 1."""
+    batches, _ = sample_batches(np.arange(size), batch_size, world_size, drop_last=drop_last)
+    tails = [
+        Tail.of(size, batch_size, drop_last=drop_last, rank=rank, world_size=world_size) for rank in range(world_size)
+    ]
+    last = batches[-1] if batches else [[0]] * world_size
+    assert {tail.is_uneven for tail in tails} == {len({len(batch) for batch in last}) > 1}
+    own = [len(set(batch) - {index for other in last[:rank] for index in other}) for rank, batch in enumerate(last)]
+    if drop_last or not batches:
+        own = [1] * world_size
+    assert [tail.weight for tail in tails] == [one * world_size / sum(own) for one in own]
+    assert len({tail.weight == 1 for tail in tails}) == 1
+
+
+@given(st.integers(0, 60), WORLD_SIZES, st.booleans())
+def test_a_rank_that_repeats_a_whole_batch_weighs_nothing(size, world_size, drop_last):
+    """Of batches that the user's code has made, a rank has one of its own in the last step, or weighs 0."""
+    tails = [Tail.of(size, None, drop_last=drop_last, rank=rank, world_size=world_size) for rank in range(world_size)]
+    num_last = size % world_size or world_size
+    assert [tail.weight for tail in tails] == [world_size / num_last * (rank < num_last) for rank in range(world_size)]
+    assert not any(tail.is_uneven for tail in tails)
 
 
 @given(st.integers(0, 200), st.integers(1, 12), WORLD_SIZES)
@@ -109,7 +154,7 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(size, factor, drop_
     for world_size in (1, 2, 3, 4, 6, 12):
         batches, _ = sample_batches(order, global_batch // world_size, world_size, drop_last=drop_last)
         steps = [joined([step]) for step in batches]
-        seen.append(steps[: size // global_batch] if drop_last else steps[: max(0, size // global_batch - 1)])
+        seen.append(steps[: size // global_batch])
     assert all(steps == seen[0] for steps in seen)
 
 
@@ -126,15 +171,15 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(size, factor, drop_
         pytest.param(3, 4, 3, False, [[[0], [1], [2]]], id="as many samples as ranks"),
         pytest.param(4, 4, 3, False, [[[0, 1], [2], [3]]], id="less than one global batch"),
         pytest.param(4, 2, 2, False, [[[0, 1], [2, 3]]], id="exactly one global batch"),
-        pytest.param(5, 2, 2, False, [[[0, 1, 2], [3, 4]]], id="tail joins the last full step"),
+        pytest.param(5, 2, 2, False, [[[0, 1], [2, 3]], [[4], [4]]], id="fewer samples left than ranks"),
         pytest.param(6, 2, 2, False, [[[0, 1], [2, 3]], [[4], [5]]], id="tail of one sample per rank"),
         pytest.param(7, 2, 2, False, [[[0, 1], [2, 3]], [[4, 5], [6]]], id="odd tail"),
         pytest.param(7, 2, 2, True, [[[0, 1], [2, 3]]], id="odd tail dropped"),
-        pytest.param(3, 1, 2, False, [[[0, 1], [2]]], id="batches of one sample"),
+        pytest.param(3, 1, 2, False, [[[0], [1]], [[2], [2]]], id="batches of one sample"),
     ],
 )
 def test_batches_by_example(size, batch_size, world_size, drop_last, expected):
-    """Odd sizes end as the rules say: an even extra step, a slightly larger last step, or repeated samples."""
+    """Odd sizes end as the rules say: with one more step, as even as it can be, or with repeated samples."""
     batches, _ = sample_batches(np.arange(size), batch_size, world_size, drop_last=drop_last)
     assert batches == expected
 
