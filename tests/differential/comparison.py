@@ -192,6 +192,13 @@ class _Place:
         return self.part.has("drop_last") and self.stage != "predict"
 
     @property
+    def repeats_samples(self) -> bool:
+        """Whether samples repeat: on ranks without one in the last step, or to pad the only step."""
+        world_size = self.script.world_size
+        num_full, num_left = divmod(self.part.size, (self.new_loader().batch_size or 1) * world_size)
+        return 0 < num_left < world_size or (num_full == 0 and num_left % world_size > 0)
+
+    @property
     def reason_of_validations(self) -> str | None:
         """Why there are others in an epoch: it depends on the number of batches for training."""
         reasons = {"without length": "unsized", "stream": "shards"}
@@ -362,7 +369,8 @@ class _Together:
         is_uneven = part.size % place.script.world_size != 0
         if place.is_validation and part.has("counts its passes") and 0 <= len(old) - len(new) <= is_uneven:
             may_lack = place.is_limited or place.has_several_passes or place.drops_last
-            return "counting sampler" if may_lack or sum(new, Counter()) == _all_leaves(place) else None
+            is_right = may_lack or place.repeats_samples or sum(new, Counter()) == _all_leaves(place)
+            return "counting sampler" if is_right else None
         if place.is_fit and place.is_validation and place.reason_of_validations is not None:
             return place.reason_of_validations
         replaced = next((reason for word, reason in _REPLACED.items() if part.has(word)), None)
@@ -387,8 +395,8 @@ class _Together:
         """Return the reason if samples that stock Lightning repeats are all that differs."""
         place, part = self._place, self._place.part
         total, whole = sum(new, Counter()), _all_leaves(place)
-        # With fewer samples than ranks some repeat, and so do batches that the user's code has made.
-        has_repeats = part.size < place.script.world_size or part.has("batch_size=None")
+        # Batches that the user's code has made repeat as well.
+        has_repeats = place.repeats_samples or part.has("batch_size=None")
         if place.has_several_passes:
             return "padding" if place.is_limited or set(total) == set(whole) else None
         is_right = _is_within(total, whole) if place.is_limited else total == whole
@@ -402,7 +410,7 @@ class _Together:
     def _samples(self, stock: list[list[Any]], ours: list[list[Any]]) -> Iterator[Deviation]:
         place = self._place
         total, whole = sum(_steps(ours), Counter()), _all_leaves(place)
-        has_repeats = place.part.size < place.script.world_size or place.part.has("own") or place.has_several_passes
+        has_repeats = place.repeats_samples or place.part.has("own") or place.has_several_passes
         if total != whole and not (has_repeats and set(total) == set(whole)):
             yield place.deviation("samples", stock, ours)
 

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from types import FrameType
 from typing import Any
 
@@ -23,11 +23,16 @@ from lightning_sm.errors import DataSettingsError
 
 logger = logging.getLogger(__name__)
 
-_GATHERS = ("all_gather", "all_gather_into_tensor")
+# Older versions of torch lack the last one, which replaces the one before it.
+_GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_single")
 # Their own gathers are of equal sizes, or exchange the sizes before. LightningModule.all_gather calls the function of
 # torch.distributed.nn.functional.
-_LIBRARIES = frozenset({"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_sm"})
+_LIBRARIES = frozenset(
+    {"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_sm", "deepspeed"}
+)
 _GATHER_OF_USER = "torch.distributed.nn.functional"
+
+_CHECKPOINT_KEY = "lightning_sm.last_step"
 
 
 class LastStep(Callback):
@@ -68,7 +73,7 @@ class LastStep(Callback):
         self._weights = []
         if trainer.world_size > 1:
             self._replace(sys.modules[ResultMetric.__module__], "_ResultMetric", ExactResultMetric)
-            for name in _GATHERS:
+            for name in filter(partial(hasattr, torch.distributed), _GATHERS):
                 self._replace(torch.distributed, name, self._watched(getattr(torch.distributed, name)))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -80,6 +85,19 @@ class LastStep(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """End the run: after an exception Lightning does not call ``teardown``."""
         self.teardown(trainer, pl_module, "")
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Save whether the training gathers: a run that resumes at the last step of an epoch has not seen it yet."""
+        if self._trainer is trainer and "train" in self._begun:
+            checkpoint[_CHECKPOINT_KEY] = {"train_gathers": "train" in self._gathering}
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Restore whether the training gathers."""
+        saved = checkpoint.get(_CHECKPOINT_KEY)
+        if self._trainer is trainer and saved is not None:
+            self._begun.add("train")
+            if saved["train_gathers"]:
+                self._gathering.add("train")
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
         """Weigh what is logged from here on as the batches that this step has taken."""
@@ -178,17 +196,17 @@ class LastStep(Callback):
         return call
 
     def _note_gather(self, tensor: torch.Tensor, group: Any) -> None:
-        if not tensor.ndim or not self._stage:  # one value of each rank
-            return
-        self._gathering.add(self._stage)
-        if self._stage in self._uneven:
-            self._check_shapes(tuple(tensor.shape), group)
-
-    def _check_shapes(self, shape: tuple[int, ...], group: Any) -> None:
-        """Compare the shapes of all ranks before a gather: if they differ, Gloo aborts, and NCCL does anything."""
         num_ranks = torch.distributed.get_world_size(group)
-        if num_ranks < 1:  # this rank is not in the group
+        if not tensor.ndim or num_ranks < 1 or not self._stage:  # one value of each rank, or a group without this rank
             return
+        # Ranks outside of a smaller group do not notice its gather, and would not pad.
+        if num_ranks == torch.distributed.get_world_size():
+            self._gathering.add(self._stage)
+        if self._stage in self._uneven:
+            self._check_shapes(tuple(tensor.shape), num_ranks, group)
+
+    def _check_shapes(self, shape: tuple[int, ...], num_ranks: int, group: Any) -> None:
+        """Compare the shapes of all ranks before a gather: if they differ, Gloo aborts, and NCCL does anything."""
         shapes: list[Any] = [None] * num_ranks
         torch.distributed.all_gather_object(shapes, shape, group)
         other = next((rank for rank, one in enumerate(shapes) if one != shapes[0]), None)
