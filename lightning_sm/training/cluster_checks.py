@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_sm.training.environment import SageMakerEnvironment
 
 _DEVICES_SETTING = f"{DEVICES.name} (lightning-sm local --devices)"
+_SET_BY_OURS = "SageMakerCLI, SageMakerTrainer and SageMakerFabric set it"
 
 
 def check_launcher(start: RankStart, job: SageMakerJob, topology: Topology) -> None:
@@ -129,14 +130,14 @@ def check_settings(environment: SageMakerEnvironment, num_devices: int, num_node
     topology, devices = environment.topology, environment.devices
     if num_nodes != environment.num_nodes:
         raise TopologyError(
-            f"Trainer(num_nodes={num_nodes}) does not match the number of trainer hosts in the job, "
+            f"num_nodes={num_nodes} does not match the number of trainer hosts in the job, "
             f"{environment.num_nodes} ({topology.source}).\n{topology.table()}\n"
-            f"Set num_nodes={environment.num_nodes}, or use SageMakerCLI and leave num_nodes out."
+            f"Set num_nodes={environment.num_nodes}, or leave num_nodes out: {_SET_BY_OURS}."
         )
     if devices is not None and num_devices != devices:
         set_by = environment.start.launcher.value if environment.start.devices else _DEVICES_SETTING
         raise TopologyError(
-            f"Trainer(devices={num_devices}) does not match the number of processes on each host, "
+            f"devices={num_devices} does not match the number of processes on each host, "
             f"{devices}, set by {set_by}.\n{topology.table(devices)}\n"
-            f"Set devices={devices}, or use SageMakerCLI and leave devices out."
+            f"Set devices={devices}, or leave devices out: {_SET_BY_OURS}."
         )

@@ -127,12 +127,17 @@ def cluster_arguments(environment: SageMakerEnvironment, given: Mapping[str, Any
 
     Args:
         environment: The job's cluster environment.
-        given: The user's ``num_nodes`` and ``devices``; a missing one or None leaves the choice to the job.
+        given: The user's ``num_nodes`` and ``devices``; a missing one or None leaves the choice to the job, and so does
+            ``num_nodes=1``: it is Lightning's default, which scripts pass on from their arguments, and a job with
+            several trainer hosts cannot train on one of them.
 
     Raises:
         TopologyError: The user set a value that contradicts the cluster.
     """
     stated_nodes = given.get("num_nodes")
+    if stated_nodes == 1 != environment.num_nodes:
+        logger.info("num_nodes=1, Lightning's default, becomes %d: the number of trainer hosts.", environment.num_nodes)
+        stated_nodes = None
     stated_devices = _num_devices(given.get("devices"))
     environment.validate_settings(
         num_devices=stated_devices if stated_devices is not None else environment.devices or 1,

@@ -102,7 +102,7 @@ def test_contradicting_hyperparameter_fails_the_job(tmp_path):
     assert failed
     for host in failed:
         assert ended[host].code == 1
-        assert "Trainer(num_nodes=3) does not match the number of trainer hosts in the job, 2 " in ended[host].output
+        assert "num_nodes=3 does not match the number of trainer hosts in the job, 2 " in ended[host].output
         assert (hosts.folder / host / "output" / "failure").exists()
         assert not (hosts.folder / host / "output" / "success").exists()
 
