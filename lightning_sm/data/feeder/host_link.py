@@ -167,6 +167,10 @@ class HostLink:
             self._wanted[name] = request
         self._nudge.set()
 
+    def wants(self, name: str) -> bool:
+        """Return whether loaders are among those that the host keeps open."""
+        return name in self._wanted
+
     def send(self, message: bytes) -> None:
         """Send frames. If the stream is broken, they are lost; ``link_lost`` notifies the owner."""
         requests = self._requests

@@ -153,6 +153,7 @@ class Feeder:
     def _start(self, request: kinds.StartPass) -> None:
         pass_id, place, loader_pass = request.pass_id, request.place, request.loader_pass
         try:
+            self._check_is_kept(request)
             plan, tail = plan_pass(request, self._sampler_orders)
         except (DataServiceError, ValueError) as error:
             self._fail(pass_id, error)
@@ -197,9 +198,19 @@ class Feeder:
 
     def _measure(self, request: kinds.MeasurePass) -> None:
         try:
+            self._check_is_kept(request)
             self._notify(kinds.Length(request.pass_id, *lengths(request, self._sampler_orders)))
         except (DataServiceError, ValueError) as error:
             self._fail(request.pass_id, error)
+
+    def _check_is_kept(self, request: kinds.PassRequest) -> None:
+        """Check that the loaders of a pass have not been replaced.
+
+        Raises:
+            DataServiceError: They have.
+        """
+        if not any(link.wants(request.place.request_name) for link in self._links.values()):
+            raise DataServiceError(_replaced(request.loader.name))
 
     def _take_releases(self) -> None:
         data = os.read(self._releases, RELEASE.size << 10)
@@ -390,6 +401,9 @@ class Feeder:
         is_lost = failure.error == "WorkerLost"
         reason = f"{failure.text} on data host {link.name}" if is_lost else failure.at(place)
         retry = RETRIES.get(failure.error, Retry.NEVER)
+        is_missing = failure.error == "NotOpen"
+        if is_missing and not link.wants(buffer.spec.opening):
+            retry, reason = Retry.NEVER, _replaced(buffer.name)
         decision = self._scheduler.failed(request.request_id, time.monotonic(), retry=retry, reason=reason)
         self._requests.pop(request.request_id, None)
         buffer.drop(request.request_id)
@@ -398,7 +412,7 @@ class Feeder:
             keys = buffer.plan.batch(request.first_step).tolist()
             self._fail(buffer.pass_id, explain(failure.error, request.first_step, decision, keys))
             return
-        if failure.error == "NotOpen":
+        if is_missing:
             link.reopen()
         # A failed range is requested again step by step, and the step that fails again is reported.
         if request.step_range.num_steps == 1:
@@ -431,6 +445,13 @@ class Feeder:
 
 def _about(request: StepRequest, error: WireError) -> WireError:
     return WireError(f"the answer for step {request.first_step}: {error}")
+
+
+def _replaced(name: str) -> str:
+    return (
+        f"The data hosts no longer have this {name}: they keep the loaders of the newest two calls of a hook. Use the "
+        "loaders that the last call returned, or call trainer.datamodule.*_dataloader() again."
+    )
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -119,6 +119,7 @@ class ServerProcess:
     def _handle(self, message: Message) -> None:
         match message:
             case host_messages.NewWorker():
+                self._forget_replaced_loaders(message.live_openings)
                 self._pool.add(message)
             case host_messages.WorkerLost(worker, why):
                 self._pool.lose(worker, why)
@@ -142,6 +143,15 @@ class ServerProcess:
         self._requested = {
             name for name in self._requested if name in self._opened or name.partition("/")[0] == trainer_run
         }
+
+    def _forget_replaced_loaders(self, live: Collection[str]) -> None:
+        """Forget the loaders that the main process no longer has. If a trainer asks for them, the hook runs again."""
+        with self._changed:
+            gone = {
+                name for name, reply in self._opened.items() if isinstance(reply, calls.Loaders) and name not in live
+            }
+            self._opened = {name: reply for name, reply in self._opened.items() if name not in gone}
+            self._requested -= gone
 
     def _send(self, message: Message) -> None:
         try:

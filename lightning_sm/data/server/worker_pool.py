@@ -165,6 +165,7 @@ class WorkerPool:
         self._queues: OrderedDict[object, deque[Task]] = OrderedDict()
         self._kill_at: dict[int, float] = {}  # by worker id
         self._shard_workers: dict[Affinity, int] = {}  # numbers of workers
+        self._live: set[str] | None = None  # openings that have loaders; None: no worker has come yet
         self._work = _Work()
         self._num_built = 0
         self._built_s = 0.0
@@ -177,12 +178,16 @@ class WorkerPool:
         self._thread.start()
 
     def submit(self, task: Task) -> None:
-        """Queue a task."""
+        """Queue a task, or fail it if its loaders are gone: it would wait for a worker that never comes."""
         with self._lock:
-            self._measure()
-            self._work.request(is_needed=any(self._queues.values()) or any(w.task for w in self._workers.values()))
-            self._queues.setdefault(task.client, deque()).append(task)
-            self._dispatch()
+            is_gone = self._live is not None and task.opening not in self._live
+            if not is_gone:
+                self._measure()
+                self._work.request(is_needed=any(self._queues.values()) or any(w.task for w in self._workers.values()))
+                self._queues.setdefault(task.client, deque()).append(task)
+                self._dispatch()
+        if is_gone:
+            task.answer(_not_open(task))
 
     def cancel(self, task: Task) -> None:
         """Forget a task. The worker that has started on it may finish it, but is killed if that takes too long."""
@@ -200,10 +205,14 @@ class WorkerPool:
                     self._wake()
 
     def add(self, new: NewWorker) -> None:
-        """Add a worker, and retire those whose loaders are no longer open."""
+        """Add a worker, retire those whose loaders are no longer open, and fail the tasks that wait for them."""
         worker = _Worker(new)
         live = set(new.live_openings)
         with self._lock:
+            self._live = live
+            gone = [task for queue in self._queues.values() for task in queue if task.opening not in live]
+            for task in gone:
+                self._queues[task.client].remove(task)
             for other in list(self._workers.values()):
                 if other.opening not in live:
                     other.state = _WorkerState.RETIRED
@@ -212,6 +221,8 @@ class WorkerPool:
             self._shard_workers = {shard: number for shard, number in self._shard_workers.items() if shard[0] in live}
             self._selector.register(worker.socket, selectors.EVENT_READ, worker)
             self._wake()
+        for task in gone:
+            task.answer(_not_open(task))
 
     def lose(self, worker_id: int, why: str) -> None:
         """Remove a worker that died.
@@ -430,3 +441,7 @@ class WorkerPool:
 
     def _wake(self) -> None:
         self._waker.send(b".")
+
+
+def _not_open(task: Task) -> Failure:
+    return Failure("NotOpen", f"the loaders of {task.opening} are no longer open")

@@ -165,9 +165,25 @@ class DataHosts:
         return f"{self._trainer_run}/{self._stage}/{loaders}/{self._reload_epoch(loaders)}"
 
     def _reload_epoch(self, loaders: str) -> int:
-        """Return the epoch for which loaders are opened; 0 if they are for all epochs."""
-        every = getattr(self._trainer, "reload_dataloaders_every_n_epochs", 0)
-        return self._trainer.current_epoch if every and loaders in ("train", "val") else 0
+        """Return the epoch of the Trainer's last reload; 0 if loaders are for all epochs.
+
+        Not the current epoch: a user's call of the hook in between gets the Trainer's own loaders, which stay open.
+        """
+        trainer = self._trainer
+        every = getattr(trainer, "reload_dataloaders_every_n_epochs", 0)
+        if not every or loaders not in ("train", "val"):
+            return 0
+        epoch = int(trainer.current_epoch)
+        if self._stage != "fit":
+            return epoch
+        if loaders == "train":
+            loop = trainer.fit_loop
+            last = loop._last_train_dl_reload_epoch
+        else:
+            loop = trainer.fit_loop.epoch_loop.val_loop
+            last = loop._last_val_dl_reload_epoch
+        is_due = loop._combined_loader is None or epoch - last >= every
+        return epoch if is_due else int(last)
 
     def _open_loaders(self, stage: str) -> tuple[Any, list[RemoteLoader]]:
         """Open the loaders of a stage; return the structure in which the user's hook returned them, and the loaders."""

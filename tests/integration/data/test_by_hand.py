@@ -220,3 +220,25 @@ def test_batch_norm_is_updated_from_all_batches(tmp_path):
         statistics.append((model.norm.running_mean.tolist(), model.norm.num_batches_tracked.item()))
     assert statistics[0] == statistics[1]
     assert statistics[0][1] == 6
+
+
+def test_loaders_read_by_hand_are_those_of_the_trainers_last_reload(tmp_path):
+    """With reload_dataloaders_every_n_epochs=3 and passes by hand in every epoch, the Trainer's loaders stay open."""
+
+    class Reader(Model):
+        def read(self, where):
+            if where == "in the middle":
+                super().read(where)
+
+    model = Reader()
+    options = {"max_epochs": 7, "reload_dataloaders_every_n_epochs": 3}
+    settings = DataServiceSettings(batch_timeout_s=30.0)
+    with DataHost(Data("shuffled"), workers=1) as host:
+        module = RemoteDataModule(Data("shuffled"), [host.address], settings=settings)
+        quiet_trainer(tmp_path, **options).fit(model, datamodule=module)
+    numbers = {"train": list(range(24)), "val": list(range(100, 112))}
+    for epoch in range(7):
+        assert sorted(chain(*model.trained[epoch])) == numbers["train"]
+        assert sorted(chain(*model.validated[epoch])) == numbers["val"]
+        for stage, expected in numbers.items():
+            assert model.by_hand["in the middle", epoch, stage] == expected

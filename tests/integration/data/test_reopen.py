@@ -2,15 +2,22 @@
 
 import os
 import threading
+import time
 
 import pytest
+import torch
+from pytorch_lightning import LightningModule
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_sm import RemoteDataModule
 from lightning_sm.data.feeder.host_link import HostLink
 from lightning_sm.data.protocol.calls import HeartbeatRequest, OpenRequest
+from lightning_sm.errors import DataServiceError
 from tests.fakes.requests import open_request
 from tests.integration.data.cluster import remote
+from tests.integration.data.datasets import Data
 from tests.integration.data.fakes import FakeHost, credentials
+from tests.integration.data.numbers import quiet_trainer
 
 
 class Owner:
@@ -96,3 +103,35 @@ def test_validation_leaves_the_workers_of_the_training_as_they_are(pool):
         assert not validated & trained
         assert read(loader) == (trained, 2 * len(make))
         assert trained | validated <= {worker.pid for worker in host.workers}
+
+
+class Kept(LightningModule):
+    """Keeps the training loaders of all epochs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.loaders = []
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[:, None].float()).sum()
+
+    def on_train_epoch_end(self):
+        self.loaders.append(self.trainer.train_dataloader)
+        if self.current_epoch == 3:
+            list(self.loaders[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("sampler", [None, list(range(8))[::-1]], ids=["order of the plan", "own sampler"])
+def test_loaders_that_were_replaced_are_an_error_at_once(pool, tmp_path, sampler):
+    """A pass over the loaders of three reloads ago can never get a batch: the error says so, without a timeout."""
+    (host,) = pool.serve(lambda: DataLoader(range(8), batch_size=4, sampler=sampler), list)[:1]
+    trainer = quiet_trainer(tmp_path, max_epochs=4, reload_dataloaders_every_n_epochs=1)
+    began = time.monotonic()
+    with pytest.raises(DataServiceError, match=r"no longer have this train_dataloader\(\).* newest two calls"):
+        trainer.fit(Kept(), datamodule=RemoteDataModule(Data(list), [host.address]))
+    assert time.monotonic() - began < 100  # the batch would time out after 300 s

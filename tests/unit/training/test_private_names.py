@@ -71,6 +71,16 @@ LIGHTNING = [
     ),
     (
         f"{DISTRIBUTION}.loops.fit_loop:_FitLoop",
+        ["_combined_loader", "_last_train_dl_reload_epoch"],
+        ["data/trainer/data_hosts.py"],
+    ),
+    (
+        f"{DISTRIBUTION}.loops.evaluation_loop:_EvaluationLoop",
+        ["_combined_loader", "_last_val_dl_reload_epoch"],
+        ["data/trainer/data_hosts.py"],
+    ),
+    (
+        f"{DISTRIBUTION}.loops.fit_loop:_FitLoop",
         ["_combined_loader", "_data_fetcher", "_restarting"],
         ["training/callbacks/spot_checkpoint.py"],
     ),

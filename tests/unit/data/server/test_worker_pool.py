@@ -258,10 +258,11 @@ def test_workers_of_other_loaders_stay_and_take_turns(pool, worker, workers):
     assert worker.next_request()[0] == b"b"
 
 
-def test_a_task_waits_for_a_worker_with_its_loaders(pool, worker, workers):
+def test_a_task_waits_for_a_worker_with_its_loaders(pool, workers):
     """Workers that were forked before the loaders were opened get no request."""
+    workers.append(FakeWorker(pool, 1, live=("2/test/test/0",)))
     submit(pool, b"a", opening="2/test/test/0")
-    assert worker.is_idle()
+    assert workers[0].is_idle()
     assert pool.report("algo-3").queued == 1
 
 
@@ -333,3 +334,23 @@ def test_a_busy_worker_counts_while_others_wait_for_it(pool, worker):
     assert report.built == 2
     assert 0.0 < report.busy_s <= report.capacity_s
     assert report.built_s > report.busy_s
+
+
+def test_tasks_for_loaders_that_are_gone_fail_at_once(pool, worker, workers):
+    """Those that wait when the loaders go, and those that come later: no worker would ever take them."""
+    submit(pool, b"running")
+    worker.next_request()
+    _, waiting = submit(pool, b"waiting")
+    workers.append(FakeWorker(pool, 2, number=1, opening="1/fit/train/3"))
+    _, late = submit(pool, b"late")
+    for answers in (waiting, late):
+        failure = answers.get(timeout=TIMEOUT_S)
+        assert (failure.error, failure.text) == ("NotOpen", f"the loaders of {OPENING} are no longer open")
+
+
+def test_tasks_may_come_before_the_workers(pool, workers):
+    """After a restart of the server process, trainers may be quicker than the workers."""
+    _, answers = submit(pool, b"early")
+    workers.append(FakeWorker(pool, 1))
+    workers[0].done(workers[0].next_request()[1], 7)
+    assert isinstance(answers.get(timeout=TIMEOUT_S), ServedRange)
