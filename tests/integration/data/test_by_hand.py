@@ -233,7 +233,7 @@ def test_loaders_read_by_hand_are_those_of_the_trainers_last_reload(tmp_path):
     model = Reader()
     options = {"max_epochs": 7, "reload_dataloaders_every_n_epochs": 3}
     settings = DataServiceSettings(batch_timeout_s=30.0)
-    with DataHost(Data("shuffled"), workers=1) as host:
+    with DataHost(workers=1) as host:
         module = RemoteDataModule(Data("shuffled"), [host.address], settings=settings)
         quiet_trainer(tmp_path, **options).fit(model, datamodule=module)
     numbers = {"train": list(range(24)), "val": list(range(100, 112))}

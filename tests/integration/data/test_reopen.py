@@ -15,7 +15,6 @@ from lightning_sm.data.protocol.calls import HeartbeatRequest, OpenRequest
 from lightning_sm.errors import DataServiceError
 from tests.fakes.requests import open_request
 from tests.integration.data.cluster import remote
-from tests.integration.data.datasets import Data
 from tests.integration.data.fakes import FakeHost, credentials
 from tests.integration.data.numbers import quiet_trainer
 
@@ -133,5 +132,5 @@ def test_loaders_that_were_replaced_are_an_error_at_once(pool, tmp_path, sampler
     trainer = quiet_trainer(tmp_path, max_epochs=4, reload_dataloaders_every_n_epochs=1)
     began = time.monotonic()
     with pytest.raises(DataServiceError, match=r"no longer have this train_dataloader\(\).* newest two calls"):
-        trainer.fit(Kept(), datamodule=RemoteDataModule(Data(list), [host.address]))
+        trainer.fit(Kept(), datamodule=RemoteDataModule(host.data, [host.address]))
     assert time.monotonic() - began < 100  # the batch would time out after 300 s
