@@ -26,8 +26,9 @@ from lightning_sm.data.batch.collate import collate_into
 from lightning_sm.data.host.identity import describe_data
 from lightning_sm.data.host.iterable import OpenShards, UserCodeError, show_worker_info, worker_info
 from lightning_sm.data.host.random_state import seed_all
+from lightning_sm.data.host.rank_samplers import check_whole, has_torchs_split, make_whole, splits_by_rank
 from lightning_sm.data.host.sample_mark import SampleMark
-from lightning_sm.data.host.sampler import SamplerPass, UserSampler
+from lightning_sm.data.host.sampler import SamplerPass, UserSampler, is_of_torch
 from lightning_sm.data.host.seeding import Seed, Seeding
 from lightning_sm.data.ipc.processes import in_fork
 from lightning_sm.data.plan.seeds import SampleSeeds, worker_seed
@@ -70,12 +71,17 @@ class ServedLoader:
         self._keys: tuple[tuple[int, int, int], list[Any]] | None = None
         self._seeding = Seeding()
         self._fetches_lists = _has_own_getitems(self._dataset)
+        self._sampler = UserSampler(_outer_sampler_of(loader))
+        # A sampler that must yield all of the data, because it was that of one rank.
+        self._whole: Any = None
+        for part in self._sampler.parts:
+            if splits_by_rank(part) and make_whole(part, name):
+                self._whole = part
         order, num_samples, batch_size, drop_last = _order_of(loader, stage)
-        sampler = loader.batch_sampler if order == "batch_sampler" else _sampler_of(loader)
+        sampler = _outer_sampler_of(loader)
         data = [*describe_data(self._dataset, sampler), str(num_samples)]
         versions = [torch.__version__, np.__version__, platform.python_version()]
         cls = type(self._dataset)
-        self._sampler = UserSampler(sampler)
         # Keys that are not integers stay on the data hosts: trainers request their positions in the order instead.
         self._is_positional = order in ("sampler", "batch_sampler") and not self._sampler.yields_indices(
             in_batches=order == "batch_sampler"
@@ -89,7 +95,8 @@ class ServedLoader:
             identity=_short_hash(data),
             fingerprint=_short_hash([*data, *versions]),
             dataset=cls.__qualname__ if num_samples is None else f"{cls.__qualname__} of {num_samples}",
-            is_split=type(sampler) is DistributedSampler,
+            is_split=any(map(splits_by_rank, self._sampler.parts)),
+            own_sampler=next((type(part).__name__ for part in self._sampler.parts if not is_of_torch(part)), ""),
             dataset_length=_length_of(self._dataset),
             num_workers=loader.num_workers,
             has_indices=order != "shards" and not self._is_positional,
@@ -110,6 +117,10 @@ class ServedLoader:
             (batches + 1,), where the last item is the end of the last batch.
         """
         batches = self._run_sampler(seed, epoch, pass_index)
+        if self._whole is not None:
+            is_batched = self.description.order == "batch_sampler"
+            num_yielded = sum(map(len, batches)) if is_batched else len(batches)
+            check_whole(num_yielded, len(self._whole.dataset), self.description.name)
         if self.description.order == "sampler":
             return np.arange(len(batches)) if self._is_positional else np.array(batches, np.int64), None
         offsets = np.concatenate([[0], np.cumsum([len(batch) for batch in batches], dtype=np.int64)])
@@ -324,15 +335,19 @@ def _order_of(loader: DataLoader[Any], stage: str) -> tuple[OrderKind, int | Non
         return "sequential", len(sampler), size, drop_last
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(dataset):
         return "shuffled", len(sampler), size, drop_last
-    if type(sampler) is DistributedSampler:
-        # The plan splits the data over the ranks, too, and needs no padding, whatever their number.
-        return (
-            "shuffled" if sampler.shuffle else "sequential",
-            len(dataset),
-            size,
-            drop_last or (may_drop and sampler.drop_last),
-        )
+    if isinstance(sampler, DistributedSampler) and has_torchs_split(sampler):
+        # The plan splits the data over the ranks, too. It needs no padding, whatever their number, and the sampler's
+        # drop_last only says that it needs none.
+        samples: Any = sampler.dataset
+        return "shuffled" if sampler.shuffle else "sequential", len(samples), size, drop_last
     return "sampler", len(sampler) if hasattr(sampler, "__len__") else None, size, drop_last
+
+
+def _outer_sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return the batch sampler of a class of the user's, or else the sampler of single samples."""
+    batch_sampler: Any = loader.batch_sampler
+    is_own = batch_sampler is not None and type(batch_sampler) is not BatchSampler
+    return batch_sampler if is_own and not isinstance(loader.dataset, IterableDataset) else _sampler_of(loader)
 
 
 def _length_of(dataset: Any) -> int | None:

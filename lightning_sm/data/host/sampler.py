@@ -51,6 +51,11 @@ class UserSampler:
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
 
+    @property
+    def parts(self) -> list[Any]:
+        """The sampler, and those in its attributes."""
+        return self._parts()[0]
+
     def yields_indices(self, *, in_batches: bool) -> bool:
         """Draw the first sample in a fork, and return whether it is an integer, as then probably all are.
 
@@ -69,7 +74,7 @@ class UserSampler:
             this: The pass.
             earlier: The passes of the earlier epochs.
         """
-        if all(type(sampler).__module__.partition(".")[0] == "torch" for sampler in self._parts()[0]):
+        if all(map(is_of_torch, self.parts)):
             earlier = ()
         for past in earlier:
             self._begin(past)
@@ -130,6 +135,11 @@ class UserSampler:
 
         take(self._sampler, is_sampler=True)
         return samplers, generators
+
+
+def is_of_torch(sampler: Any) -> bool:
+    """Return whether a sampler's class is torch's own. These keep no state but that of a generator."""
+    return type(sampler).__module__.partition(".")[0] == "torch"
 
 
 def _seed(generator: Any, seed: int) -> None:

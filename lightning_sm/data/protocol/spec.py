@@ -44,7 +44,8 @@ class LoaderDescription:
         identity: Equal for the same data: dataset class, length, and its ``fingerprint()`` if it has one.
         fingerprint: ``identity`` and the versions of the libraries; it must be equal on all data hosts.
         dataset: Description of the dataset, for messages.
-        is_split: Whether the user splits the data over the ranks, with a ``DistributedSampler``.
+        is_split: Whether the user splits the data over the ranks, with a sampler that knows its rank.
+        own_sampler: Name of the class of the user's own sampler; empty: there is none but torch's.
         dataset_length: ``len(loader.dataset)``; None if it has none.
         num_workers: ``loader.num_workers``, which data hosts ignore.
         has_indices: Whether trainers know which sample of the dataset is where, by its index.
@@ -59,6 +60,7 @@ class LoaderDescription:
     fingerprint: str
     dataset: str
     is_split: bool = False
+    own_sampler: str = ""
     dataset_length: int | None = None
     num_workers: int = 0
     has_indices: bool = False

@@ -22,6 +22,7 @@ from lightning_sm.data.trainer.loader import RemoteLoader
 from lightning_sm.data.trainer.pickler import pickle_object
 from lightning_sm.data.trainer.position import Progress, position_of
 from lightning_sm.data.trainer.travel import TravellingModule
+from lightning_sm.errors import DataSettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +259,7 @@ class DataHosts:
 
     def _place(self, stage: str, index: int, description: LoaderDescription) -> LoaderPlace:
         settings = self.connection.settings
-        rank, world_size = self._data_ranks(description)
+        rank, world_size = self._data_ranks(stage, description)
         origin = self.progress.origin
         num_shards = settings.virtual_shards or (None if origin is None else origin.num_shards(world_size))
         return LoaderPlace(
@@ -280,7 +281,7 @@ class DataHosts:
             batches_per_pass=settings.batches_per_epoch if stage == "train" else None,
         )
 
-    def _data_ranks(self, description: LoaderDescription) -> tuple[int, int]:
+    def _data_ranks(self, stage: str, description: LoaderDescription) -> tuple[int, int]:
         """Return this rank, and the number of ranks, among those that split the data."""
         trainer = self._trainer
         # The strategy knows which ranks train on the same batches: those of a tensor parallel group, for example.
@@ -291,6 +292,14 @@ class DataHosts:
         # they cannot.
         splits_itself = description.is_split or description.order == "shards"
         if not trainer._accelerator_connector.use_distributed_sampler and not splits_itself:
+            if trainer.world_size > 1 and stage == "train" and description.own_sampler:
+                raise DataSettingsError(
+                    f"{description.name} has a {description.own_sampler}, and Trainer(use_distributed_sampler=False) "
+                    f"leaves the split over {trainer.world_size} ranks to it. But on a data host, which serves all "
+                    "ranks, it finds a world of one, so that all ranks would train on the same batches. Leave "
+                    "use_distributed_sampler out: the data service then splits what the sampler yields. Or derive the "
+                    "sampler from DistributedSampler, or give it the attributes rank and num_replicas, if it splits."
+                )
             if trainer.world_size > 1 and trainer.is_global_zero:
                 logger.warning(
                     "Trainer(use_distributed_sampler=False): all %d ranks get the same batches of %s. A data host "

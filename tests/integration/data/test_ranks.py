@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -62,6 +63,22 @@ def test_two_trainers_on_two_data_hosts(alone, tmp_path):
         command += ["--env", f"{name}={value}"]
     command += ["--base-dir", str(tmp_path / "jobs"), "--", str(SCRIPTS / "train_ranks.py")]
     assert_shared(run(command, tmp_path / "seen"), alone)
+
+
+def test_samplers_that_know_their_rank_are_split_over_the_ranks_once(tmp_path):
+    """With use_distributed_sampler=False, as Lightning asks for; a split that cannot be seen is refused."""
+    command = [sys.executable, "-m", "lightning_sm", "local", "--group", "trainer=2", "--group", "data=1"]
+    command += ["--env", f"PYTHONPATH={python_path(REPOSITORY)}", "--base-dir", str(tmp_path / "jobs"), "--"]
+    kinds = ("subclass", "arguments", "duck")
+    command += [str(SCRIPTS / "rank_samplers.py"), *kinds, "hidden"]
+    env = {**os.environ, "PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, env=env)
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 1, output
+    for kind in kinds:
+        seen = re.findall(rf"SEEN {kind} 4 steps (\[.*?\])", output)
+        assert sorted(number for numbers in seen for number in json.loads(numbers)) == list(range(64)), output
+    assert re.search(r"SEEN hidden refused: train_dataloader\(\) has a Hidden, .*2 ranks.* Leave", output), output
 
 
 def test_a_data_host_that_is_killed_is_not_missed(alone, tmp_path):
