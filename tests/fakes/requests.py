@@ -36,7 +36,8 @@ def list_request(**changed: Any) -> dict[str, Any]:
         **changed: Other values.
     """
     request = {"opening": "1/fit/train/0", "loader": 0, "seed": 0, "epoch": 0, "pass_index": 0}
-    part = {"rank": 0, "world_size": 1, "batch_size": 4, "drop_last": False, "pads": False, "wants_keys": False}
+    part = {"rank": 0, "world_size": 1, "batch_size": 4, "drop_last": False, "pads": False}
+    part |= {"wants_keys": False, "timeout_s": 60.0}
     return {**request, **part, **changed}
 
 

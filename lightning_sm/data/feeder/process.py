@@ -21,7 +21,7 @@ import numpy as np
 from lightning_sm.data.feeder.agreement import LoaderAgreements
 from lightning_sm.data.feeder.host_link import HostLink, LinkState
 from lightning_sm.data.feeder.pass_buffer import PassBuffer
-from lightning_sm.data.feeder.sampler_orders import SamplerOrderClient, lengths, plan_pass
+from lightning_sm.data.feeder.sampler_orders import SamplerOrderClient, length_of, plan_pass
 from lightning_sm.data.feeder.scheduler import Retry, Scheduler, StepRequest
 from lightning_sm.data.feeder.status import RETRIES, explain, host_snapshot, pass_snapshot, rank_figures
 from lightning_sm.data.ipc import feeder_messages as kinds
@@ -199,7 +199,7 @@ class Feeder:
     def _measure(self, request: kinds.MeasurePass) -> None:
         try:
             self._check_is_kept(request)
-            self._notify(kinds.Length(request.pass_id, *lengths(request, self._sampler_orders)))
+            self._notify(length_of(request, self._sampler_orders))
         except (DataServiceError, ValueError) as error:
             self._fail(request.pass_id, error)
 

@@ -17,7 +17,7 @@ import numpy as np
 from lightning_sm.data.feeder.agreement import PATIENCE_S, Agreement
 from lightning_sm.data.feeder.host_link import HostLink, LinkState, describe
 from lightning_sm.data.feeder.pass_buffer import StepPlan
-from lightning_sm.data.ipc.feeder_messages import PassRequest
+from lightning_sm.data.ipc.feeder_messages import Length, PassRequest
 from lightning_sm.data.plan.order import IndexArray, Order, SequentialOrder, ShuffledOrder
 from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, Tail, num_steps
 from lightning_sm.data.plan.shards import ShardSteps, shard_steps
@@ -101,8 +101,8 @@ def _tail(request: PassRequest, num_samples: int, batch_size: int | None) -> Tai
     )
 
 
-def lengths(request: PassRequest, sampler_orders: SamplerOrderClient) -> tuple[int, int]:
-    """Return the steps of a pass, and the batches of all ranks that it leaves out.
+def length_of(request: PassRequest, sampler_orders: SamplerOrderClient) -> Length:
+    """Return the length of a pass.
 
     Args:
         request: A pass over an iterable dataset, or over a loader with a sampler of the user's.
@@ -113,11 +113,13 @@ def lengths(request: PassRequest, sampler_orders: SamplerOrderClient) -> tuple[i
     """
     loader, world_size = request.loader, request.place.world_size
     if loader.order == "shards":
-        return shard_steps(sampler_orders.shard_sizes(request), world_size)
+        return Length(request.pass_id, *shard_steps(sampler_orders.shard_sizes(request), world_size))
     size = sampler_orders.agree(request).reply.size
     if loader.order == "batch_sampler":
-        return num_steps(size.num_batches, None, drop_last=False, world_size=world_size), 0
-    return num_steps(size.num_samples, loader.batch_size, drop_last=loader.drop_last, world_size=world_size), 0
+        steps = num_steps(size.num_batches, None, drop_last=False, world_size=world_size)
+    else:
+        steps = num_steps(size.num_samples, loader.batch_size, drop_last=loader.drop_last, world_size=world_size)
+    return Length(request.pass_id, steps, 0, digest=size.digest, is_cut=size.is_cut)
 
 
 class SamplerOrderClient:
@@ -314,6 +316,7 @@ def _list_request(request: PassRequest) -> ListRequest:
         drop_last=loader.drop_last,
         pads=request.position.tail == "pad",
         wants_keys=False,
+        timeout_s=place.timeout_s,
     )
 
 

@@ -28,11 +28,12 @@ from lightning_sm.data.host.iterable import OpenShards, UserCodeError, show_work
 from lightning_sm.data.host.random_state import seed_all
 from lightning_sm.data.host.rank_samplers import check_whole, has_torchs_split, make_whole, splits_by_rank
 from lightning_sm.data.host.sample_mark import SampleMark
-from lightning_sm.data.host.sampler import SamplerPass, UserSampler, is_of_torch
+from lightning_sm.data.host.sampler import OrderArrays, SamplerPass, UserSampler, is_of_torch, most_samples, one_thread
 from lightning_sm.data.host.seeding import Seed, Seeding
 from lightning_sm.data.ipc.processes import in_fork
 from lightning_sm.data.plan.seeds import SampleSeeds, worker_seed
-from lightning_sm.data.protocol.spec import BatchSpec, LoaderDescription, OrderKind
+from lightning_sm.data.protocol.calls import LoaderPass
+from lightning_sm.data.protocol.spec import FIRST_BY_HAND, BatchSpec, LoaderDescription, OrderKind
 from lightning_sm.errors import DataSettingsError
 
 
@@ -71,14 +72,16 @@ class ServedLoader:
         self._keys: tuple[tuple[int, int, int], list[Any]] | None = None
         self._seeding = Seeding()
         self._fetches_lists = _has_own_getitems(self._dataset)
-        self._sampler = UserSampler(_outer_sampler_of(loader))
+        sampler = _outer_sampler_of(loader)
+        most = most_samples(_length_of(self._dataset), _length_of(sampler))
+        self._sampler = UserSampler(sampler, name, most)
+        self._num_sampler_passes = 0  # passes of epochs that it has run in this process
         # A sampler that must yield all of the data, because it was that of one rank.
         self._whole: Any = None
         for part in self._sampler.parts:
             if splits_by_rank(part) and make_whole(part, name):
                 self._whole = part
         order, num_samples, batch_size, drop_last = _order_of(loader, stage)
-        sampler = _outer_sampler_of(loader)
         data = [*describe_data(self._dataset, sampler), str(num_samples)]
         versions = [torch.__version__, np.__version__, platform.python_version()]
         cls = type(self._dataset)
@@ -95,6 +98,7 @@ class ServedLoader:
             identity=_short_hash(data),
             fingerprint=_short_hash([*data, *versions]),
             dataset=cls.__qualname__ if num_samples is None else f"{cls.__qualname__} of {num_samples}",
+            num_batches=_length_of(sampler) if order == "batch_sampler" else None,
             is_split=any(map(splits_by_rank, self._sampler.parts)),
             own_sampler=next((type(part).__name__ for part in self._sampler.parts if not is_of_torch(part)), ""),
             dataset_length=_length_of(self._dataset),
@@ -102,31 +106,49 @@ class ServedLoader:
             has_indices=order != "shards" and not self._is_positional,
         )
 
-    def sampler_order(self, seed: int, epoch: int, pass_index: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Run the user's sampler for one pass.
+    @property
+    def has_stateless_sampler(self) -> bool:
+        """Whether no pass over the sampler changes the next one."""
+        return self._sampler.is_stateless
 
-        Call it in a fork: samplers keep state, but every data host must return the same order.
+    def advance_sampler(self, loader_pass: LoaderPass) -> None:
+        """Run the sampler for the passes of earlier epochs, as far as this process has not: its state goes on.
 
         Args:
-            seed: Base of all random states.
-            epoch: Epoch of the training, for ``set_epoch``.
-            pass_index: Number of the pass within the epoch.
+            loader_pass: The pass that comes next.
 
-        Returns:
-            Keys, int64 of shape (samples,). For a batch sampler, also the start of each batch, int64 of shape
-            (batches + 1,), where the last item is the end of the last batch.
+        Raises:
+            DataSettingsError: The sampler does not end.
         """
-        batches = self._run_sampler(seed, epoch, pass_index)
-        if self._whole is not None:
-            is_batched = self.description.order == "batch_sampler"
-            num_yielded = sum(map(len, batches)) if is_batched else len(batches)
-            check_whole(num_yielded, len(self._whole.dataset), self.description.name)
-        if self.description.order == "sampler":
-            return np.arange(len(batches)) if self._is_positional else np.array(batches, np.int64), None
-        offsets = np.concatenate([[0], np.cumsum([len(batch) for batch in batches], dtype=np.int64)])
-        if self._is_positional:
-            return np.arange(offsets[-1]), offsets
-        return np.fromiter((key for batch in batches for key in batch), np.int64, offsets[-1]), offsets
+        earlier = self._passes_before(loader_pass.epoch, loader_pass.seed)
+        # Workers, which run samplers whose items are no integers, do not know the limit.
+        stop = loader_pass.earlier_stop if not self._is_positional else 0
+        self._sampler.advance(earlier[self._num_sampler_passes :], stop)
+        self._num_sampler_passes = max(self._num_sampler_passes, len(earlier))
+
+    def sampler_order(self, loader_pass: LoaderPass) -> OrderArrays:
+        """Run the user's sampler for one pass.
+
+        Call it in a fork of the process that has run the earlier passes: every data host must return the same order.
+
+        Args:
+            loader_pass: The pass.
+
+        Raises:
+            DataSettingsError: The sampler does not end, or yields a part of the data.
+        """
+        seed, epoch, pass_index = loader_pass.seed, loader_pass.epoch, loader_pass.pass_index
+        if pass_index < FIRST_BY_HAND:  # a CombinedLoader cycles over this loader within the epoch
+            self._sampler.advance([self._pass_of(seed, epoch, number) for number in range(pass_index)])
+        order = self._sampler.arrays(
+            self._pass_of(seed, epoch, pass_index),
+            loader_pass.stop if not self._is_positional else 0,
+            in_batches=self.description.order == "batch_sampler",
+            has_keys=not self._is_positional,
+        )
+        if self._whole is not None and not order.is_cut:
+            check_whole(len(order.keys), len(self._whole.dataset), self.description.name)
+        return order
 
     def batch(self, spec: BatchSpec, arena: Arena, mark: SampleMark) -> Any:
         """Return a batch, built in the arena if the collate function is torch's own.
@@ -227,13 +249,16 @@ class ServedLoader:
         return self._keys[1]
 
     def _run_sampler(self, seed: int, epoch: int, pass_index: int) -> list[Any]:
-        def pass_of(epoch: int, pass_index: int) -> SamplerPass:
-            return SamplerPass(epoch, SampleSeeds(seed, self._stage, self._index, epoch, pass_index))
+        one_thread()
+        return self._sampler.order(self._pass_of(seed, epoch, pass_index), self._passes_before(epoch, seed))
 
+    def _passes_before(self, epoch: int, seed: int) -> list[SamplerPass]:
         # "test" and "predict" have a single pass, whatever epoch training has reached.
         first = self._first_epoch if self._stage in ("train", "val") else epoch
-        earlier = [pass_of(past, 0) for past in range(first, epoch)]
-        return self._sampler.order(pass_of(epoch, pass_index), earlier)
+        return [self._pass_of(seed, past, 0) for past in range(first, epoch)]
+
+    def _pass_of(self, seed: int, epoch: int, pass_index: int) -> SamplerPass:
+        return SamplerPass(epoch, SampleSeeds(seed, self._stage, self._index, epoch, pass_index))
 
 
 def describe_structure(

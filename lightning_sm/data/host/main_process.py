@@ -6,6 +6,7 @@ die when it does.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -13,21 +14,20 @@ import selectors
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-import numpy as np
-
 from lightning_sm.data.host.datamodule import ServedModule
 from lightning_sm.data.host.sample_mark import SampleMark
+from lightning_sm.data.host.sampler_process import SamplerProcess, run_sampler
 from lightning_sm.data.host.worker import run_worker
 from lightning_sm.data.host.world import world_of_one
 from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket
 from lightning_sm.data.ipc.processes import describe_exit, fork, start_module
 from lightning_sm.data.ipc.ring import Ring
-from lightning_sm.data.plan.samples import BatchPlan, digest
-from lightning_sm.data.protocol.calls import LoaderPass, OpenRequest, OrderSize, Problem
+from lightning_sm.data.protocol.calls import LoaderPass, OpenRequest, Problem
 from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.settings import HostSettings
 from lightning_sm.errors import DataServiceError
@@ -71,6 +71,9 @@ class MainProcess:
         # By opening and worker number: the id of the worker to replace when it dies.
         self._current_ids: dict[tuple[str, int], int] = {}
         self._num_forks = 0
+        # By opening and number of the loader: those to which requests go, and all that have not exited.
+        self._samplers: dict[tuple[str, int], SamplerProcess] = {}
+        self._sampler_processes: dict[int, SamplerProcess] = {}
         self._server: MessageSocket  # of the newest server process
         self._server_starts = 0
         self._outcome: host_messages.Finished | None = None
@@ -130,10 +133,16 @@ class MainProcess:
 
     def _wait_for_outcome(self) -> host_messages.Finished:
         while True:
-            for key, _ in self._selector.select():
+            samplers = self._sampler_processes.values()
+            deadlines = [sampler.deadline for sampler in samplers if sampler.deadline is not None]
+            timeout_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+            for key, _ in self._selector.select(timeout_s):
                 key.data()
                 if self._outcome is not None:
                     return self._outcome
+            for sampler in samplers:
+                if sampler.deadline is not None and sampler.deadline <= time.monotonic():
+                    sampler.abort()
 
     def _on_owner_closed(self) -> None:
         self._outcome = host_messages.Finished("its owner closed it")
@@ -185,8 +194,8 @@ class MainProcess:
                 case host_messages.RunHook(request):
                     self._server_starts = 0
                     self._open(request)
-                case host_messages.RunSampler(loader_pass):
-                    self._run_sampler(loader_pass)
+                case host_messages.RunSampler(loader_pass, timeout_s):
+                    self._run_sampler(loader_pass, timeout_s)
                 case host_messages.KillWorker(worker):
                     pid = self._worker_pids.get(worker)
                     if pid is not None:
@@ -295,28 +304,51 @@ class MainProcess:
             logger.warning("Worker %d %s. Starting a new one.", number, how)
             self._fork_worker(opening, number)
 
-    def _run_sampler(self, loader_pass: LoaderPass) -> None:
-        """Run a sampler in a fork, so that every host starts from the same state, and nothing waits for it."""
-        fd = os.memfd_create("lightning_sm_sampler_order", os.MFD_CLOEXEC)
+    def _run_sampler(self, loader_pass: LoaderPass, timeout_s: float) -> None:
+        """Let the process of a sampler run a pass, so that nothing waits for it."""
+        for place in [place for place in self._samplers if place[0] not in self._module.loaders]:
+            self._samplers.pop(place).retire()
+        place = (loader_pass.opening, loader_pass.loader)
+        sampler = self._samplers.get(place)
+        if sampler is not None and not sampler.can_run(loader_pass):
+            sampler.retire()
+            sampler = None
+        if sampler is None:
+            sampler = self._fork_sampler(place)
+        sampler.run(loader_pass, timeout_s)
+        if self._module.loaders[place[0]][place[1]].has_stateless_sampler:
+            sampler.retire()
+
+    def _fork_sampler(self, place: tuple[str, int]) -> SamplerProcess:
+        loader = self._module.loaders[place[0]][place[1]]
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        stacks = os.memfd_create("lightning_sm_stacks", os.MFD_CLOEXEC)
 
         def run() -> None:
-            with os.fdopen(os.dup(fd), "wb") as file:
-                try:
-                    loader = self._module.loaders[loader_pass.opening][loader_pass.loader]
-                    keys, offsets = loader.sampler_order(loader_pass.seed, loader_pass.epoch, loader_pass.pass_index)
-                    num_batches = BatchPlan(keys, offsets, 0, 1).num_steps  # raises if a batch is empty
-                except Exception as error:  # noqa: BLE001  # the error of the user's sampler is sent to the trainers
-                    file.write(Problem.of(error).encode() + b"\n")
-                    return
-                order = keys if offsets is None else np.concatenate([keys, offsets])
-                file.write(OrderSize(len(keys), num_batches, digest(order)).encode() + b"\n")
-                file.write(np.ascontiguousarray(order, "<i8").data)
+            ours.close()
+            run_sampler(theirs, loader, stacks)
+
+        with theirs:
+            sampler = SamplerProcess(self._fork(run), MessageSocket(ours), stacks)
+
+        def on_message() -> None:
+            sampler.outputs(self._send)
+            if sampler.socket.is_at_end:
+                self._selector.unregister(sampler.socket)
 
         def on_exit(status: int) -> None:
-            self._send(host_messages.SamplerOutput(loader_pass, describe_exit(status) if status else "", (fd,)))
-            os.close(fd)
+            del self._sampler_processes[sampler.pid]
+            if self._samplers.get(place) is sampler:
+                del self._samplers[place]
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(sampler.socket)
+            sampler.end(status, self._send)
 
-        self._watch(self._fork(run), on_exit)
+        self._samplers[place] = sampler
+        self._sampler_processes[sampler.pid] = sampler
+        self._selector.register(sampler.socket, selectors.EVENT_READ, on_message)
+        self._watch(sampler.pid, on_exit)
+        return sampler
 
     def _fork(self, target: Callable[[], None]) -> int:
         def run() -> None:
@@ -346,7 +378,7 @@ class MainProcess:
     def _close(self) -> None:
         """Stop all children. The server process gets time to notify the trainers."""
         self._server.close()
-        for pid in self._worker_pids.values():
+        for pid in (*self._worker_pids.values(), *self._sampler_processes):
             os.kill(pid, signal.SIGKILL)
         for pid, pidfd in self._pidfds.items():
             if not _is_readable(pidfd, _STOP_TIMEOUT_S):

@@ -137,6 +137,9 @@ class Position:
         stop_step: End of the pass, exclusive; None: the end of the data.
         is_manual_iteration: Whether the user iterates over the loader, and not the Trainer.
         tail: What to do with an uneven last step.
+        earlier_stop_step: End of the passes of earlier epochs, to which the Trainer limits them; None: it does not.
+        order_stop: Samples (of a batch sampler: batches) after which the order of a sampler is cut; None: those that
+            the pass needs.
     """
 
     epoch: int = 0
@@ -145,6 +148,8 @@ class Position:
     stop_step: int | None = None
     is_manual_iteration: bool = False
     tail: TailMode = "exact"
+    earlier_stop_step: int | None = None
+    order_stop: int | None = None
 
 
 @dataclass(frozen=True)
@@ -167,7 +172,18 @@ class PassRequest(Message):
     def loader_pass(self) -> LoaderPass:
         """The pass, as data hosts are told of it."""
         place, position = self.place, self.position
-        return LoaderPass(place.request_name, place.index, place.seed, position.epoch, position.pass_index)
+        loader_pass = LoaderPass(place.request_name, place.index, place.seed, position.epoch, position.pass_index)
+        if self.loader.order not in ("sampler", "batch_sampler"):
+            return loader_pass
+        step_items = place.world_size * (self.loader.batch_size or 1)
+        # One step more than the pass needs, because a tail may belong to its last step.
+        stop = 0 if position.stop_step is None else (position.stop_step + 1) * step_items
+        return replace(
+            loader_pass,
+            stop=stop if position.order_stop is None else position.order_stop,
+            # Before the first epoch there is no earlier one: passes that differ in nothing else share an order.
+            earlier_stop=(position.earlier_stop_step or 0) * step_items if position.epoch else 0,
+        )
 
 
 @dataclass(frozen=True)
@@ -221,11 +237,21 @@ class Opened(Message):
 
 @dataclass(frozen=True)
 class Length(Message):
-    """Steps of a pass, and batches of all ranks that it leaves out."""
+    """The length of a pass.
+
+    Attributes:
+        pass_id: Number of the pass.
+        num_steps: Its steps.
+        num_dropped: Batches of all ranks that it leaves out.
+        digest: Digest of the order, if it is that of a sampler.
+        is_cut: Whether the sampler has more than the limit of the pass.
+    """
 
     pass_id: int
     num_steps: int
     num_dropped: int
+    digest: str = ""
+    is_cut: bool = False
 
 
 @dataclass(frozen=True)

@@ -88,22 +88,45 @@ class OpenedLoaders(Message):
 
 @dataclass(frozen=True)
 class RunSampler(Message):
-    """To the main process: a pass whose order it must find out."""
+    """To the main process: a pass whose order it must find out, and for how many seconds trainers wait for it."""
 
     loader_pass: LoaderPass
+    timeout_s: float
 
 
 @dataclass(frozen=True)
-class SamplerOutput(RunSampler):
+class SamplerOutput(Message):
     """The order of a sampler in a pass.
 
     Attributes:
+        loader_pass: The pass.
         why: How the process that ran the sampler crashed; empty: it did not.
         fds: Memory with a line of JSON, keys and offsets.
     """
 
+    loader_pass: LoaderPass
     why: str
     fds: tuple[int, ...]
+
+
+# Between the main process and the process of a sampler
+
+
+@dataclass(frozen=True)
+class RunPass(RunSampler):
+    """To the process of a sampler: a pass, and the memory for its order."""
+
+    fds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PassWasRun(Message):
+    """The answer to a ``RunPass``: ``why`` says how the process that ran it crashed; empty: it did not."""
+
+    why: str
+
+
+# Between the main process and the server process
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,11 @@ class MessageSocket:
         """Whether the other end is closed, and everything that it sent was received."""
         return self._is_at_end and len(self._received) < _LENGTHS.size
 
+    def end(self) -> None:
+        """Send no more messages: the other end receives those that were sent, and then None."""
+        with contextlib.suppress(OSError):  # the other end was quicker
+            self._socket.shutdown(socket.SHUT_WR)
+
     def shutdown(self) -> None:
         """Close the connection for both ends, also while another thread of this process receives from it."""
         with contextlib.suppress(OSError):  # the other end was quicker

@@ -187,6 +187,9 @@ class LoaderPass(Request):
         seed: Base of all random states.
         epoch: Epoch of the training.
         pass_index: Number of the pass over the loader within the epoch.
+        stop: Samples of a sampler (of a batch sampler: batches), of all ranks, after which its order is cut; 0: where
+            it ends.
+        earlier_stop: The same of the passes of earlier epochs, which leave the sampler in the state before this one.
     """
 
     opening: str
@@ -194,11 +197,21 @@ class LoaderPass(Request):
     seed: int
     epoch: int
     pass_index: int
+    stop: int = field(default=0, kw_only=True)
+    earlier_stop: int = field(default=0, kw_only=True)
 
     @property
     def loader_pass(self) -> LoaderPass:
         """The pass, without what is requested of it."""
-        return LoaderPass(self.opening, self.loader, self.seed, self.epoch, self.pass_index)
+        return LoaderPass(
+            self.opening,
+            self.loader,
+            self.seed,
+            self.epoch,
+            self.pass_index,
+            stop=self.stop,
+            earlier_stop=self.earlier_stop,
+        )
 
 
 @dataclass(frozen=True)
@@ -212,6 +225,7 @@ class ListRequest(LoaderPass):
         drop_last: Whether an incomplete last batch is dropped.
         pads: Whether samples repeat so that the batches of all ranks have equal sizes in the last step.
         wants_keys: Whether the part of the rank is wanted.
+        timeout_s: For how many seconds the trainer waits.
     """
 
     NAME = "List"
@@ -222,6 +236,7 @@ class ListRequest(LoaderPass):
     drop_last: bool
     pads: bool
     wants_keys: bool
+    timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -342,12 +357,14 @@ class OrderSize(Reply):
         digest: Equal for equal orders.
         num_keys: Keys of the rank's part, if it is wanted: they follow as raw int64, and after them where each batch
             begins, and where the last one ends.
+        is_cut: Whether the sampler has more than the limit of the pass.
     """
 
     num_samples: int
     num_batches: int
     digest: str
     num_keys: int = 0
+    is_cut: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,9 @@ _MAX_HEAD_BYTES = 1 << 20
 # DataModules use these values of the Trainer to build their loaders; trainers send them to the data hosts.
 TRAINER_VALUES = ("current_epoch", "global_step", "max_epochs", "max_steps", "num_nodes", "num_devices", "world_size")
 
+# ``pass_index`` counts the Trainer's passes over a loader within an epoch, and from here on those of the user.
+FIRST_BY_HAND = 1 << 31
+
 OrderKind = Literal["sequential", "shuffled", "sampler", "batch_sampler", "shards"]
 
 
@@ -39,6 +42,7 @@ class LoaderDescription:
         order: Who decides on the order. Trainers compute "sequential" and "shuffled". Data hosts run the user's own
             "sampler" or "batch_sampler". "shards" are virtual shards of an iterable dataset.
         num_samples: Samples in one pass; None if it is unknown until the sampler or dataset has run.
+        num_batches: Length of the batch sampler, if it has one.
         batch_size: Samples per batch and rank; None: the dataset or the batch sampler builds whole batches.
         drop_last: Whether an incomplete last batch is dropped.
         identity: Equal for the same data: dataset class, length, and its ``fingerprint()`` if it has one.
@@ -61,6 +65,7 @@ class LoaderDescription:
     dataset: str
     is_split: bool = False
     own_sampler: str = ""
+    num_batches: int | None = None
     dataset_length: int | None = None
     num_workers: int = 0
     has_indices: bool = False

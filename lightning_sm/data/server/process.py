@@ -71,7 +71,9 @@ class ServerProcess:
         self._requested: set[str] = set()
         self._opened: dict[str, calls.SetUp | calls.Loaders | calls.Problem] = {}
         self._snapshots: list[str] = []  # digests of those that the main process has, the newest last
-        self._sampler_orders = SamplerOrderCache(lambda loader_pass: self._send(host_messages.RunSampler(loader_pass)))
+        self._sampler_orders = SamplerOrderCache(
+            lambda loader_pass, timeout_s: self._send(host_messages.RunSampler(loader_pass, timeout_s))
+        )
         self._shard_counts = ShardCounts(self._pool)
         self._fetch = FetchMethod(self._start)
         self._network: NetworkProcesses | None = None

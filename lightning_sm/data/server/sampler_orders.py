@@ -40,10 +40,10 @@ class SamplerOrderCache:
     """The cache of orders: has samplers run, and keeps the orders of the two newest passes of each loader.
 
     Args:
-        run_sampler: Asks the main process to run a sampler; ``take`` gets its order.
+        run_sampler: Asks the main process to run a sampler within some seconds; ``take`` gets its order.
     """
 
-    def __init__(self, run_sampler: Callable[[LoaderPass], None]) -> None:
+    def __init__(self, run_sampler: Callable[[LoaderPass, float], None]) -> None:
         self._run_sampler = run_sampler
         self._changed = threading.Condition()
         self._orders: dict[LoaderPass, _StoredOrder] = {}  # the newest is last
@@ -73,7 +73,7 @@ class SamplerOrderCache:
         with self._changed:
             if loader_pass not in self._orders:
                 self._orders[loader_pass] = _StoredOrder(Running())
-                self._run_sampler(loader_pass)
+                self._run_sampler(loader_pass, request.timeout_s)
             self._changed.wait_for(lambda: self._order(loader_pass).size != Running(), timeout_s)
             order = self._order(loader_pass)
             if isinstance(order.size, Crashed):  # the sampler runs again for the next trainer that asks

@@ -20,7 +20,7 @@ from lightning_sm.data.trainer.connection import Connection
 from lightning_sm.data.trainer.last_step import LastStep
 from lightning_sm.data.trainer.loader import RemoteLoader
 from lightning_sm.data.trainer.pickler import pickle_object
-from lightning_sm.data.trainer.position import Progress, position_of
+from lightning_sm.data.trainer.position import Progress, position_of, reach, step_limit
 from lightning_sm.data.trainer.travel import TravellingModule
 from lightning_sm.errors import DataSettingsError
 
@@ -219,6 +219,8 @@ class DataHosts:
                 lambda loader, iterator: position_of(loader, iterator, self._trainer),
             )
             loader.last_step = self.last_step
+            loader.limit = partial(step_limit, loader, self._trainer)
+            loader.reach = partial(reach, loader, self._trainer)
             if stage == "predict" and description.has_indices:
                 loader.batch_sampler = _SeenIndices()
                 loader.on_indices = loader.batch_sampler.seen_batch_indices.append

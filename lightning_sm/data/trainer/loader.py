@@ -8,20 +8,34 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfPass, LoaderPlace, Position
+from lightning_sm.data.ipc.feeder_messages import DeliveredRange, EndOfPass, LoaderPlace, PassRequest, Position
 from lightning_sm.data.plan.samples import num_steps
 from lightning_sm.data.protocol.figures import BatchFigures
-from lightning_sm.data.protocol.spec import LoaderDescription
+from lightning_sm.data.protocol.spec import FIRST_BY_HAND, LoaderDescription
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.last_step import LastStep
-from lightning_sm.data.trainer.passes import FIRST_BY_HAND, ShardPasses
+from lightning_sm.data.trainer.passes import ShardPasses
 from lightning_sm.data.trainer.slots import SlotPool, SlotRing
 
 logger = logging.getLogger(__name__)
+
+
+class SamplerOrderId(NamedTuple):
+    """An order of a sampler in one pass.
+
+    Attributes:
+        pass_index: Number of the pass within its epoch.
+        stop: Samples (of a batch sampler: batches) after which the order is cut; 0: where the sampler ends.
+        digest: Digest of the order.
+    """
+
+    pass_index: int
+    stop: int
+    digest: str
 
 
 class RemoteLoader:
@@ -49,7 +63,14 @@ class RemoteLoader:
         self._client = client
         self._position = position
         self.epoch = 0
-        self._sampler_length: tuple[int, int] | None = None  # epoch, number of batches
+        # (epoch, limit), number of batches; None: the sampler goes on, and has no length.
+        self._sampler_length: tuple[tuple[int, int | None], int | None] | None = None
+        # Returns the batches to which the user limits the Trainer's passes; None: they are not limited.
+        self.limit: Callable[[], int | None] = lambda: None
+        # Returns the batches that the Trainer can read at most in one pass; None: unknown.
+        self.reach: Callable[[], int | None] = lambda: None
+        # The order of the sampler in the last pass of the Trainer.
+        self.order: SamplerOrderId | None = None
         self.num_passes = 0
         self._by_hand = -1, 0  # epoch, index of the user's last own pass in it
         self._shards = (
@@ -100,8 +121,11 @@ class RemoteLoader:
         description = self.description
         if description.order == "batch_sampler" or (description.order == "sampler" and description.num_samples is None):
             # A data host runs the sampler, and keeps its order for the pass that follows.
-            if self._sampler_length is None or self._sampler_length[0] != self.epoch:
-                self._sampler_length = self.epoch, self._count_on_host()[0]
+            key = self.epoch, self.limit()
+            if self._sampler_length is None or self._sampler_length[0] != key:
+                self._sampler_length = key, self._sampler_steps()
+            if self._sampler_length[1] is None:
+                raise TypeError(f"{description.name} has no length: its sampler has none, and does not end in time.")
             return self._sampler_length[1]
         if self._shards is not None and (length := self._shards.length) is not None:
             return length
@@ -119,6 +143,28 @@ class RemoteLoader:
     def _count_on_host(self) -> tuple[int, int]:
         length = self._client.length(self.place, self.description, Position(epoch=max(self.epoch, 0)))
         return length.num_steps, length.num_dropped
+
+    def _sampler_steps(self) -> int | None:
+        """Let a data host run the sampler as far as the Trainer will read, and return the number of batches, if any."""
+        position = Position(max(self.epoch, 0), stop_step=self.reach(), earlier_stop_step=self.limit())
+        length = self._client.length(self.place, self.description, position)
+        if not length.is_cut:
+            return length.num_steps
+        if self.description.num_batches is None:
+            return self.limit()
+        return num_steps(self.description.num_batches, None, drop_last=False, world_size=self.place.world_size)
+
+    def digest(self, epoch: int, order: SamplerOrderId) -> str:
+        """Return the digest of the sampler's order in an epoch, for the pass and the cut of another order."""
+        position = Position(epoch, order.pass_index, earlier_stop_step=self.limit(), order_stop=order.stop)
+        return self._client.length(self.place, self.description, position).digest
+
+    def _note_order(self, position: Position) -> None:
+        """Note the order of a pass of the Trainer, for the checkpoints that are saved within it."""
+        if self.place.stage == "train" and self.description.order in ("sampler", "batch_sampler"):
+            stop = PassRequest(0, self.place, self.description, position).loader_pass.stop
+            digest = self._client.length(self.place, self.description, position).digest
+            self.order = SamplerOrderId(position.pass_index, stop, digest)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass, from 0; Lightning calls it through ``sampler``."""
@@ -138,7 +184,10 @@ class RemoteLoader:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: a copy in another process gives no batches."""
-        own = ("_client", "_position", "slots", "on_epoch", "on_batch", "on_indices", "last_step")
+        own = (
+            *("_client", "_position", "slots", "limit", "reach", "on_epoch", "on_batch", "on_indices"),
+            "last_step",
+        )
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __iter__(self) -> Iterator[Any]:
@@ -159,6 +208,7 @@ class RemoteLoader:
         if position.is_manual_iteration:
             return position if self._shards is None else self._shards.whole(position)
         self.num_passes += 1
+        self._note_order(position)
         return position if self._shards is None else self._shards.begin(position)
 
 

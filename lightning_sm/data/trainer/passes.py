@@ -12,9 +12,7 @@ from lightning_sm.errors import DataServiceError
 
 logger = logging.getLogger(__name__)
 
-# pass_index counts the Trainer's passes over a loader, from FIRST_BY_HAND on those of the user and, in units of _ROUND,
-# rounds over its shards within one pass.
-FIRST_BY_HAND = 1 << 31
+# In units of this, pass_index counts the rounds over the shards within one pass.
 _ROUND = 1 << 32
 
 

@@ -117,9 +117,11 @@ def position_of(loader: RemoteLoader, iterator: Iterator[Any], trainer: Any) -> 
     combined = combined_loader_of(iterator, trainer)
     if combined is None:
         # The user iterates: over all of it, and in another order than the Trainer's pass in this epoch.
-        return Position(epoch, loader.next_manual_pass(epoch), is_manual_iteration=True)
+        earlier = step_limit(loader, trainer)
+        return Position(epoch, loader.next_manual_pass(epoch), is_manual_iteration=True, earlier_stop_step=earlier)
     if loader.place.stage != "train":
-        return Position(epoch, 0, 0, _evaluation_limit(loader, combined, trainer))
+        stop_step = _evaluation_limit(loader, combined, trainer)
+        return Position(epoch, 0, 0, stop_step, earlier_stop_step=step_limit(loader, trainer))
     limit = trainer.num_training_batches
     taken = batches_taken(trainer)
     if loader.num_passes == 0 and limit == float("inf"):
@@ -139,7 +141,44 @@ def position_of(loader: RemoteLoader, iterator: Iterator[Any], trainer: Any) -> 
         is_cycle = fit_loop._combined_loader._mode == "max_size_cycle"
         pass_index, first_step = divmod(taken, length) if is_cycle else (0, min(taken, length))
     stop_step = None if limit == float("inf") else first_step + max(0, int(limit) - taken)
-    return Position(epoch, pass_index, first_step, stop_step)
+    if stop_step is None and loader.description.order in ("sampler", "batch_sampler"):
+        left = _batches_left(trainer)
+        # One more: Lightning validates where the data ends, but not where max_steps ends a training.
+        stop_step = None if left is None else first_step + left + 1
+    return Position(epoch, pass_index, first_step, stop_step, earlier_stop_step=step_limit(loader, trainer))
+
+
+def step_limit(loader: RemoteLoader, trainer: Any) -> int | None:
+    """Return the batches to which the user limits the Trainer's passes over a loader; None: it has no limit.
+
+    Args:
+        loader: The loader.
+        trainer: The Trainer; None if there is none.
+    """
+    limit = getattr(trainer, f"limit_{loader.place.stage}_batches", None)
+    return limit if isinstance(limit, int) else None
+
+
+def reach(loader: RemoteLoader, trainer: Any) -> int | None:
+    """Return the batches of a loader that the Trainer can read at most in one pass; None: unknown.
+
+    Args:
+        loader: The loader.
+        trainer: The Trainer; None if there is none.
+    """
+    limit = step_limit(loader, trainer)
+    if limit is None and trainer is not None and loader.place.stage == "train":
+        left = _batches_left(trainer)
+        return None if left is None else batches_taken(trainer) + left
+    return limit
+
+
+def _batches_left(trainer: Any) -> int | None:
+    """Return the batches until ``max_steps``; None: it is not set, or the user's code decides when to step."""
+    if trainer.max_steps < 0 or not trainer.lightning_module.automatic_optimization:
+        return None
+    steps = max(0, int(trainer.max_steps) - int(trainer.global_step))
+    return steps * max(1, int(trainer.accumulate_grad_batches))
 
 
 def batches_taken(trainer: Any) -> int:

@@ -80,7 +80,8 @@ def test_the_error_has_what_differs_and_nothing_else():
     assert errors[1:3] == [
         "  a: x batch_size: 8",
         "  b: x batch_size: 16, y name: y, y order: shuffled, y num_samples: 8, y batch_size: 8, y drop_last: False, "
-        "y identity: i, y fingerprint: f, y dataset: Fake of 8, y is_split: False, y dataset_length: None, "
+        "y identity: i, y fingerprint: f, y dataset: Fake of 8, y is_split: False, y own_sampler: , "
+        "y num_batches: None, y dataset_length: None, "
         "y num_workers: 0, y has_indices: False",
     ]
 

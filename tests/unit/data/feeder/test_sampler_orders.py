@@ -10,7 +10,7 @@ import pytest
 
 from lightning_sm.data.feeder.agreement import PATIENCE_S
 from lightning_sm.data.feeder.host_link import LinkState
-from lightning_sm.data.feeder.sampler_orders import SamplerOrderClient, lengths, plan_pass
+from lightning_sm.data.feeder.sampler_orders import SamplerOrderClient, length_of, plan_pass
 from lightning_sm.data.ipc.feeder_messages import LoaderPlace, PassRequest, Position
 from lightning_sm.data.ipc.host_messages import SamplerOutput
 from lightning_sm.data.plan.samples import BatchPlan, SamplePlan, Tail, digest
@@ -76,7 +76,7 @@ class Link:
         self._hosts = hosts
         self.orders = server.SamplerOrderCache(self._run)
 
-    def _run(self, loader_pass):
+    def _run(self, loader_pass, timeout_s):
         self._hosts.num_calls += 1
         message = SamplerOutput(loader_pass, "", (os.dup(self._hosts.fd),))
         threading.Thread(target=self.orders.take, args=(message,)).start()
@@ -112,7 +112,7 @@ def test_an_order_comes_once_a_host_is_up_and_waiting_for_it_costs_nothing():
 
 @pytest.mark.parametrize(
     "ask",
-    [lambda orders: orders.get(pass_request()), lambda orders: lengths(pass_request("shards", num_shards=8), orders)],
+    [lambda orders: orders.get(pass_request()), lambda orders: length_of(pass_request("shards", num_shards=8), orders)],
 )
 def test_the_end_of_the_training_ends_the_wait(ask):
     """Whoever waits for hosts that do not come gets an error, in whatever they were waiting."""
@@ -136,7 +136,7 @@ def test_each_rank_gets_its_part_of_a_sampler(size, drop_last, tail):
             (own, last), whole = plan_pass(asked, orders), SamplePlan(order, 4, drop_last, rank, 3, pads=tail == "pad")
             is_exact = tail == "exact"
             assert last == (Tail.of(size, 4, drop_last=False, rank=rank, world_size=3) if is_exact else Tail())
-            assert own.num_steps == whole.num_steps == lengths(asked, orders)[0]
+            assert own.num_steps == whole.num_steps == length_of(asked, orders).num_steps
             assert [own.batch(step).tolist() for step in range(own.num_steps)] == [
                 whole.batch(step).tolist() for step in range(whole.num_steps)
             ]
@@ -153,7 +153,7 @@ def test_each_rank_gets_its_batches_of_a_batch_sampler(offsets):
             (own, last), whole = plan_pass(asked, orders), BatchPlan(order, offsets, rank, 2)
             num_last = (len(order) if offsets is None else len(offsets) - 1) % 2
             assert last.weight == (2.0 * (rank == 0) if num_last else 1.0)
-            assert own.num_steps == whole.num_steps == lengths(asked, orders)[0]
+            assert own.num_steps == whole.num_steps == length_of(asked, orders).num_steps
             assert [own.batch(step).tolist() for step in range(own.num_steps)] == [
                 whole.batch(step).tolist() for step in range(whole.num_steps)
             ]
@@ -170,7 +170,7 @@ def test_ten_million_samples_cost_a_trainer_host_its_part():
     with hosts.orders() as orders:
         for rank in range(8):
             asked = pass_request(rank=rank, world_size=64, batch_size=64)
-            assert lengths(asked, orders)[0] == -(-size // (64 * 64))
+            assert length_of(asked, orders).num_steps == -(-size // (64 * 64))
             assert plan_pass(asked, orders)[0].batch(1)[0] == size - 1 - 64 * (64 + rank)
     assert hosts.num_calls == 16
     assert size < hosts.num_bytes < 1.1 * size  # 8 bytes for each sample of 8 of 64 ranks
@@ -263,8 +263,8 @@ def test_hosts_share_the_counting():
     hosts.links["h1"].state = LinkState.CONNECTING
     asked = pass_request("shards", rank=1, world_size=2, num_shards=8)
     with hosts.orders(patience_s=0.1) as orders:
-        steps = lengths(asked, orders)
-    assert steps == (sum(10 + shard for shard in range(0, 8, 2)), 4)
+        steps = length_of(asked, orders)
+    assert (steps.num_steps, steps.num_dropped) == (sum(10 + shard for shard in range(0, 8, 2)), 4)
     counted = {name: sorted(link.counted) for name, link in hosts.links.items()}
     assert counted == {"h0": [0, 3, 6], "h1": [], "h2": [1, 2, 4, 5, 7]}
 
@@ -287,4 +287,4 @@ def test_a_count_that_cannot_be_is_an_error(answer, error, message):
     hosts = Hosts(2)
     hosts.links["h1"].count = lambda _: answer.encode()
     with hosts.orders() as orders, pytest.raises(error, match=message):
-        lengths(pass_request("shards", world_size=2, num_shards=8), orders)
+        length_of(pass_request("shards", world_size=2, num_shards=8), orders)

@@ -23,6 +23,7 @@ from lightning_sm.data.batch.arena import Arena
 from lightning_sm.data.host.loader import ServedLoader
 from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.ipc.processes import in_fork
+from lightning_sm.data.protocol.calls import LoaderPass
 from lightning_sm.data.protocol.spec import BatchSpec
 from lightning_sm.errors import DataSettingsError
 
@@ -136,7 +137,13 @@ def batch(loader, *keys, epoch=0, mark=None):
 
 def order(loader, epoch=0):
     """Return the order of a pass, as a data host computes it."""
-    keys, offsets = in_fork(lambda: loader.sampler_order(0, epoch, 0))
+
+    def run():
+        loader_pass = LoaderPass("1/fit/train/0", 0, 0, epoch, 0)
+        loader.advance_sampler(loader_pass)
+        return loader.sampler_order(loader_pass)
+
+    keys, offsets, _ = in_fork(run)
     return keys.tolist() if offsets is None else (keys.tolist(), offsets.tolist())
 
 

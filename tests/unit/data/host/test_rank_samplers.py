@@ -6,6 +6,7 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SequentialSampler
 
 from lightning_sm.data.host.loader import ServedLoader
+from lightning_sm.data.protocol.calls import LoaderPass
 from lightning_sm.errors import DataSettingsError
 
 LENGTH = 20
@@ -59,7 +60,7 @@ def served(sampler, **options):
 
 def order(loader):
     """All samples of the first pass."""
-    return loader.sampler_order(0, 0, 0)[0].tolist()
+    return loader.sampler_order(LoaderPass("1/fit/train/0", 0, 0, 0, 0)).keys.tolist()
 
 
 @pytest.mark.parametrize("places", [{"num_replicas": 1, "rank": 0}, {"num_replicas": 3, "rank": 0}])

@@ -1,6 +1,9 @@
 """The orders of samplers with a state of their own."""
 
+import collections
+import itertools
 import random
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, WeightedRando
 from lightning_sm.data.host.sampler import SamplerPass, UserSampler
 from lightning_sm.data.ipc.processes import in_fork
 from lightning_sm.data.plan.seeds import SampleSeeds
+from lightning_sm.errors import DataSettingsError
 
 LENGTH = 40
 
@@ -48,6 +52,58 @@ class Counting(Sampler):
     def __iter__(self):
         self.num_passes += 1
         return iter(random.Random(self.num_passes).sample(range(LENGTH), LENGTH))
+
+
+class Taking(Sampler):
+    """Takes the next ten of all samples, from a place that only it knows.
+
+    Args:
+        place: An iterator, a queue, or another container of the next samples.
+        take: Takes one of them.
+    """
+
+    def __init__(self, place, take):
+        self.place, self.take = place, take
+
+    def __iter__(self):
+        return iter([self.take(self.place) for _ in range(10)])
+
+
+class Place:
+    """The attribute of an object."""
+
+    index = 0
+
+
+def _advance(place):
+    place.index += 1
+    return place.index - 1
+
+
+def _rotate(queue):
+    queue.rotate(-1)
+    return queue[-1]
+
+
+def _add(tensor):
+    tensor += 1
+    return int(tensor) - 1
+
+
+def _increment(numbers):
+    numbers[0] += 1
+    return numbers[0] - 1
+
+
+STATES = {
+    "a deque": lambda: Taking(collections.deque(range(LENGTH)), _rotate),
+    "an iterator": lambda: Taking(itertools.cycle(range(LENGTH)), next),
+    "a generator": lambda: Taking((index for index in range(10 * LENGTH)), next),
+    "a tensor": lambda: Taking(torch.zeros((), dtype=torch.long), _add),
+    "an array": lambda: Taking(np.zeros((), dtype=np.int64), _add),
+    "an object": lambda: Taking(Place(), _advance),
+    "a list": lambda: Taking([0], _increment),
+}
 
 
 class Growing(Counting):
@@ -152,16 +208,74 @@ def test_a_counter_goes_on_as_in_a_local_loader(make):
     assert [list(local) for _ in range(5)] == [order(make(), epoch) for epoch in range(5)]
 
 
+@pytest.mark.parametrize("make", STATES.values(), ids=STATES)
+def test_a_state_of_any_kind_goes_on_as_in_a_local_loader(make):
+    """Wherever the sampler keeps it."""
+    local = make()
+    assert [list(local) for _ in range(4)] == [order(make(), epoch) for epoch in range(4)]
+
+
+def test_an_endless_sampler_goes_on_where_it_was_cut():
+    """Earlier passes end at the limit of the Trainer, and so does this one."""
+    sampler = UserSampler(itertools.cycle(range(LENGTH)))
+    sampler.advance([pass_of(0), pass_of(1)], stop=7)
+    cut = sampler.arrays(pass_of(2), 7, in_batches=False, has_keys=True)
+    assert (cut.keys.tolist(), cut.offsets, cut.is_cut) == (list(range(14, 21)), None, True)
+
+
+def test_batches_are_cut_as_a_whole():
+    """The limit of a batch sampler counts batches, and one that ends there is not cut."""
+    sampler = UserSampler([[0, 1], [2], [3, 4]])
+    for stop, keys, is_cut in ((2, [0, 1, 2], True), (3, [0, 1, 2, 3, 4], False), (0, [0, 1, 2, 3, 4], False)):
+        made = sampler.arrays(pass_of(0), stop, in_batches=True, has_keys=True)
+        assert (made.keys.tolist(), made.is_cut) == (keys, is_cut)
+        assert made.offsets.tolist() == [0, 2, 3, 5][: len(made.offsets)]
+
+
+@pytest.mark.parametrize(("items", "in_batches"), [(None, False), (lambda: [range(50)] * 50, True)])
+def test_a_sampler_without_end_or_limit_is_an_error(items, in_batches):
+    """Not a process that takes all memory: it says which limit to set."""
+    for stop in (0, 10**9):
+        endless = itertools.cycle(items()) if in_batches else itertools.count()
+        with pytest.raises(DataSettingsError, match=r"sampler of train has yielded .* set limit_train_batches"):
+            UserSampler(endless, "train", most=1000).arrays(pass_of(0), stop, in_batches=in_batches, has_keys=True)
+    with pytest.raises(DataSettingsError, match="set limit_train_batches"):
+        UserSampler(itertools.count(), "train", most=1000).advance([pass_of(0)])
+
+
 def test_a_counter_starts_with_the_loader():
     """Where loaders are reloaded, the passes before the sampler was made do not count."""
     assert UserSampler(Counting()).order(pass_of(7), [pass_of(6)]) == order(Counting(), 1)
 
 
-def test_a_sampler_that_keeps_no_numbers_runs_once_more():
-    """Earlier epochs cost one pass in all, unless the sampler counts."""
-    sampler = Rotating()
-    UserSampler(sampler).order(pass_of(9), [pass_of(epoch) for epoch in range(9)])
-    assert sampler.num_calls == [2]
+class Restless(Sampler):
+    """Keeps no state, and notes its passes where nobody looks for one.
+
+    Args:
+        handle: Something in its attributes.
+    """
+
+    passes: ClassVar[list[int]] = []
+
+    def __init__(self, handle=None):
+        self.handle = handle
+        self.rng = np.random.default_rng(0)
+
+    def __iter__(self):
+        self.passes.append(1)
+        return iter(self.rng.permutation(LENGTH).tolist())
+
+
+@pytest.mark.parametrize(
+    ("make", "num_passes"),
+    [(Restless, 2), (lambda: Restless(iter([])), 2), (lambda: Restless(x for x in ()), 10)],
+    ids=["no state", "an iterator", "what cannot be pickled"],
+)
+def test_earlier_passes_end_with_the_first_that_changes_nothing(monkeypatch, make, num_passes):
+    """After a restart in epoch 9, a sampler without state runs one of them; one whose state is unknown, all."""
+    monkeypatch.setattr(Restless, "passes", [])
+    UserSampler(make()).order(pass_of(9), [pass_of(epoch) for epoch in range(9)])
+    assert len(Restless.passes) == num_passes
 
 
 def test_samplers_of_torch_run_once(monkeypatch):

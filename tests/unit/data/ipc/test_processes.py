@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -39,3 +40,15 @@ def test_exits_are_described():
     """A process that the kernel may have killed for its memory says so."""
     assert describe_exit(3) == "exited with code 3"
     assert describe_exit(-signal.SIGKILL) == "was killed by SIGKILL (out of memory?)"
+
+
+def test_a_fork_that_takes_too_long_says_where_it_stood():
+    """It is ended, also if it ignores signals to end, and the error has its stack."""
+
+    def hang():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            time.sleep(1)
+
+    with pytest.raises(TimeoutError, match=r"(?s)It stood at:\n.*in hang"):
+        in_fork(hang, timeout_s=0.5)

@@ -19,7 +19,7 @@ class Main:
         self.asked, self.why = [], ""
         self.orders = SamplerOrderCache(self._run)
 
-    def _run(self, loader_pass):
+    def _run(self, loader_pass, timeout_s):
         self.asked.append((loader_pass.opening, loader_pass.loader, loader_pass.epoch))
         fd = os.memfd_create("order")
         os.write(fd, OrderSize(10, 10, "d").encode() + b"\n" + np.arange(10, dtype="<i8").tobytes())
@@ -76,7 +76,7 @@ def test_a_sampler_that_crashed_runs_again(main):
 
 def test_a_sampler_that_runs_is_waited_for_in_turns():
     """A call ends after a while, and the sampler goes on."""
-    orders = SamplerOrderCache(lambda _: None)
+    orders = SamplerOrderCache(lambda *_: None)
     for _ in range(2):
         (answer,) = orders.answer(ListRequest(**list_request()), 0.01)
         assert parse_reply(answer, "answer", OrderSize, Running, Crashed) == Running()
