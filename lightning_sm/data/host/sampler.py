@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import random
@@ -18,7 +19,7 @@ from torch.utils.data import Dataset, Sampler
 from lightning_sm.data.host.random_state import seed_all
 from lightning_sm.data.ipc.processes import in_fork
 from lightning_sm.data.plan.order import IndexArray
-from lightning_sm.data.plan.seeds import SampleSeeds
+from lightning_sm.data.plan.seeds import SampleSeeds, encode_key
 from lightning_sm.errors import DataSettingsError
 
 logger = logging.getLogger(__name__)
@@ -58,11 +59,13 @@ class OrderArrays(NamedTuple):
         offsets: For a batch sampler, the start of each batch, int64 of shape (batches + 1,), where the last item is the
             end of the last batch.
         is_cut: Whether the sampler has more.
+        digest: Digest of the samples, if they are no integers; else empty.
     """
 
     keys: IndexArray
     offsets: IndexArray | None
     is_cut: bool
+    digest: str = ""
 
 
 class UserSampler:
@@ -151,6 +154,7 @@ class UserSampler:
         limit = min(stop or self._most, self._most)
         keys: list[IndexArray] = []
         sizes: list[IndexArray] = []
+        others = hashlib.blake2b(digest_size=8)
         num_items = num_keys = 0
         while num_items < limit and num_keys <= self._most:
             chunk = list(islice(items, min(_CHUNK, limit - num_items)))
@@ -163,6 +167,9 @@ class UserSampler:
             num_keys += len(chunk)
             if has_keys:
                 keys.append(np.fromiter(chunk, np.int64, len(chunk)))
+            else:
+                with contextlib.suppress(DataSettingsError):  # keys that JSON cannot express
+                    others.update(encode_key(chunk))
         is_cut = num_items == stop and next(items, _END) is not _END
         if num_items != stop and (num_items == limit or num_keys > self._most):
             self.check_end(items)
@@ -171,6 +178,7 @@ class UserSampler:
             np.concatenate(keys or none) if has_keys else np.arange(num_keys),
             np.concatenate([[0], np.cumsum(np.concatenate(sizes or none))]) if in_batches else None,
             is_cut,
+            "" if has_keys else others.hexdigest(),
         )
 
     def order(self, this: SamplerPass, earlier: Sequence[SamplerPass]) -> list[Any]:

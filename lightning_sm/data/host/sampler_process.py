@@ -186,12 +186,12 @@ def _late(what: str, allowed_s: float, stacks: str) -> Problem:
 
 def _write_order(fd: int, loader: ServedLoader, loader_pass: LoaderPass) -> None:
     try:
-        keys, offsets, is_cut = loader.sampler_order(loader_pass)
+        keys, offsets, is_cut, own_digest = loader.sampler_order(loader_pass)
         num_batches = BatchPlan(keys, offsets, 0, 1).num_steps  # raises if a batch is empty
     except Exception as error:  # noqa: BLE001  # the error of the user's sampler is sent to the trainers
         write_problem(fd, Problem.of(error))
         return
     order = keys if offsets is None else np.concatenate([keys, offsets])
     with os.fdopen(os.dup(fd), "wb") as file:
-        file.write(OrderSize(len(keys), num_batches, digest(order), is_cut=is_cut).encode() + b"\n")
+        file.write(OrderSize(len(keys), num_batches, digest(order) + own_digest, is_cut=is_cut).encode() + b"\n")
         file.write(np.ascontiguousarray(order, "<i8").data)

@@ -8,7 +8,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from torch.utils.data import RandomSampler, SequentialSampler
 
@@ -19,23 +19,10 @@ from lightning_sm.data.protocol.spec import FIRST_BY_HAND, LoaderDescription
 from lightning_sm.data.trainer.feeder_client import FeederClient
 from lightning_sm.data.trainer.last_step import LastStep
 from lightning_sm.data.trainer.passes import ShardPasses
+from lightning_sm.data.trainer.resume import SamplerOrderId
 from lightning_sm.data.trainer.slots import SlotPool, SlotRing
 
 logger = logging.getLogger(__name__)
-
-
-class SamplerOrderId(NamedTuple):
-    """An order of a sampler in one pass.
-
-    Attributes:
-        pass_index: Number of the pass within its epoch.
-        stop: Samples (of a batch sampler: batches) after which the order is cut; 0: where the sampler ends.
-        digest: Digest of the order.
-    """
-
-    pass_index: int
-    stop: int
-    digest: str
 
 
 class RemoteLoader:

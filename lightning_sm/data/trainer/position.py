@@ -9,7 +9,7 @@ from typing import Any
 from lightning_sm._lightning import Callback, rank_zero_only
 from lightning_sm.data.ipc.feeder_messages import Position
 from lightning_sm.data.trainer.loader import RemoteLoader
-from lightning_sm.data.trainer.resume import LoaderPosition, SavedPosition
+from lightning_sm.data.trainer.resume import LoaderPosition, SamplerOrderId, SavedPosition, check_foreign
 
 _warn_once = rank_zero_only(logging.getLogger(__name__).warning)
 
@@ -31,6 +31,7 @@ class Progress(Callback):
     def __init__(self) -> None:
         self.origin: SavedPosition | None = None
         self._is_due = False
+        self._foreign_batches = 0  # of an epoch that began without data hosts
         self._loaders: Sequence[RemoteLoader] = ()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -48,18 +49,19 @@ class Progress(Callback):
         if not self._loaders or getattr(hosts, "progress", None) is not self:
             return
         fit_loop = trainer.fit_loop
+        progress = fit_loop.epoch_loop.batch_progress
         position = SavedPosition(
             seed=self._loaders[0].place.seed,
             epoch=fit_loop.epoch_progress.current.processed,
-            batches=fit_loop.epoch_loop.batch_progress.current.processed,
-            loaders=_positions(self._loaders),
+            batches=0 if progress.is_last_batch else progress.current.processed,
+            loaders=tuple(_position_in(loader, loader.order) for loader in self._loaders),
         )
         checkpoint[_CHECKPOINT_KEY] = position.to_json()
         # With states of loaders in it, Lightning would refuse to resume without data hosts, from stateless loaders.
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Read the position from a checkpoint, unless a run without data hosts saved it.
+        """Read the position from a checkpoint, or, if a run without data hosts saved it, that of the Trainer.
 
         Raises:
             ResumeError: The position has an unknown version.
@@ -68,6 +70,9 @@ class Progress(Callback):
         if position is not None:
             self.origin = SavedPosition.from_json(position)
             self._is_due = True
+        elif "loops" in checkpoint:
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+            self._foreign_batches = 0 if progress["is_last_batch"] else int(progress["current"]["processed"])
 
     def resume(self, trainer: Any) -> None:
         """Convert the Trainer's batch count after a resume within an epoch with other ranks or batch sizes.
@@ -78,10 +83,21 @@ class Progress(Callback):
             ResumeError: The data is not that of the checkpoint.
         """
         saved = self.origin if self._is_due else None
+        foreign_batches, self._foreign_batches = self._foreign_batches, 0
         self._is_due = False
-        if saved is None or not trainer.fit_loop.restarting:
+        if not trainer.fit_loop.restarting:
             return
-        batches, num_repeated = saved.batches_for(_positions(self._loaders))
+        if foreign_batches:
+            positions = [_position_in(loader) for loader in self._loaders]
+            check_foreign(foreign_batches, positions, trainer.world_size)
+            _warn_once(
+                "The checkpoint was saved without data hosts, after batch %d of an epoch. The epoch continues with the "
+                "next batch, as if the batch size were the same.",
+                foreign_batches,
+            )
+        if saved is None:
+            return
+        batches, num_repeated = saved.batches_for(_resumed_positions(self._loaders, saved))
         if batches == saved.batches:
             return
         _warn_once(
@@ -216,7 +232,16 @@ def _evaluation_limit(loader: RemoteLoader, combined: Any, trainer: Any) -> int 
     return None if limit == float("inf") else int(limit)
 
 
-def _positions(loaders: Sequence[RemoteLoader]) -> tuple[LoaderPosition, ...]:
-    return tuple(
-        LoaderPosition.of(loader.description, loader.place.world_size, loader.place.num_shards) for loader in loaders
-    )
+def _position_in(loader: RemoteLoader, order: SamplerOrderId | None = None) -> LoaderPosition:
+    return LoaderPosition.of(loader.description, loader.place.world_size, loader.place.num_shards, order)
+
+
+def _resumed_positions(loaders: Sequence[RemoteLoader], saved: SavedPosition) -> list[LoaderPosition]:
+    """Describe loaders, with the orders that their samplers have now in the epoch of a position."""
+    positions = []
+    for number, loader in enumerate(loaders):
+        old = saved.loaders[number].sampler_order if number < len(saved.loaders) else None
+        if saved.batches and old is not None and loader.description.order == saved.loaders[number].order:
+            loader.order = old._replace(digest=loader.digest(saved.epoch, old))
+        positions.append(_position_in(loader, loader.order))
+    return positions

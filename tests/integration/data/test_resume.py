@@ -6,7 +6,7 @@ import pytest
 import torch
 from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_sm import RemoteDataModule
 from lightning_sm.errors import ResumeError
@@ -211,3 +211,93 @@ def test_other_data_in_the_middle_of_an_epoch_is_refused(hosts, trained, pool):
     addresses = serving(pool, other)[:1]
     with pytest.raises(ResumeError, match=r"over Augmented of 103 .* now serve Augmented of 99"):
         fit(addresses, folder, data=other, ckpt_path=folder / "step=6.ckpt")
+
+
+class Chunks(Sampler):
+    """A batch sampler with a size of its own."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        order = torch.randperm(NUM_SAMPLES).tolist()
+        return iter([order[start : start + self.size] for start in range(0, NUM_SAMPLES, self.size)])
+
+
+class Ordered(Data):
+    """Training data in an order of a kind."""
+
+    def __init__(self, kind, size=BATCH_SIZE):
+        super().__init__()
+        self.kind, self.batch_size = kind, size
+
+    def train_dataloader(self):
+        if self.kind == "batch sampler":
+            return DataLoader(Augmented(), batch_sampler=Chunks(self.batch_size))
+        return DataLoader(Augmented(), batch_size=self.batch_size, shuffle=self.kind == "shuffled")
+
+
+def fit_and_stop(addresses, folder, data, step):
+    """Train until a step, and return the checkpoint of the step before."""
+    saved = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    if addresses:
+        fit(addresses, folder, data=data, callbacks=[saved, StopAt(step)])
+    else:
+        settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "max_epochs": 2}
+        trainer = Trainer(default_root_dir=folder, callbacks=[saved, StopAt(step)], **settings)
+        with pytest.raises(SystemExit):
+            trainer.fit(Recorder(), datamodule=data)
+    return folder / f"step={step}.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (Ordered("batch sampler"), Ordered("batch sampler", 20), r"batch sampler \(digest .*\), but now .* \(digest"),
+        (Ordered("sequential"), Ordered("shuffled"), r"in its order, but now it is read shuffled"),
+        (
+            Ordered("shuffled"),
+            Ordered("batch sampler"),
+            r"shuffled, but now it is read in the order of a batch sampler",
+        ),
+    ],
+    ids=["size of a batch sampler", "shuffle", "a batch sampler"],
+)
+def test_another_order_in_the_middle_of_an_epoch_is_refused(hosts, tmp_path, before, after, message):
+    """Samples would repeat and others be missing, without a word; at the end of an epoch, all of it may change."""
+    checkpoint = fit_and_stop(hosts[:1], tmp_path, before, NUM_STEPS + 1)
+    with pytest.raises(ResumeError, match=message):
+        fit(hosts[:1], tmp_path, data=after, ckpt_path=tmp_path / "step=4.ckpt")
+    rest = fit(hosts[:1], tmp_path, data=after, ckpt_path=tmp_path / f"step={NUM_STEPS}.ckpt")
+    assert sorted(index for _, _, indices, _ in rest for index in indices) == list(range(NUM_SAMPLES))
+    assert checkpoint.exists()
+
+
+def test_the_epoch_of_a_batch_sampler_continues(hosts, tmp_path):
+    """Its order is that of the checkpoint, also if an epoch ends early now."""
+    data = Ordered("batch sampler")
+    whole = fit(hosts[:1], tmp_path / "whole", data=data, max_epochs=1)
+    fit_and_stop(hosts[:1], tmp_path, data, 4)
+    for limit, stop in ((1.0, NUM_STEPS), (6, 6)):
+        rest = fit(
+            hosts[1:2],
+            tmp_path,
+            data=data,
+            ckpt_path=tmp_path / "step=4.ckpt",
+            max_epochs=1,
+            limit_train_batches=limit,
+        )
+        assert rest == whole[4:stop]
+
+
+def test_an_epoch_that_began_without_data_hosts_is_refused_unless_it_is_in_order(hosts, tmp_path):
+    """The order of a local loader cannot be continued; that of the data can, and so can any at the end of an epoch."""
+    shuffled = fit_and_stop([], tmp_path / "shuffled", Ordered("shuffled"), NUM_STEPS).with_name("step=4.ckpt")
+    with pytest.raises(ResumeError, match="saved without data hosts, after batch 4 of an epoch"):
+        fit(hosts[:1], tmp_path, data=Ordered("shuffled"), ckpt_path=shuffled)
+    at_the_end = shuffled.with_name(f"step={NUM_STEPS}.ckpt")
+    rest = fit(hosts[:1], tmp_path, data=Ordered("shuffled"), ckpt_path=at_the_end)
+    assert sorted(index for _, _, indices, _ in rest for index in indices) == list(range(NUM_SAMPLES))
+    in_order = fit_and_stop([], tmp_path / "in order", Ordered("sequential"), 4)
+    rest = fit(hosts[:1], tmp_path, data=Ordered("sequential"), ckpt_path=in_order, max_epochs=1)
+    assert [index for _, _, indices, _ in rest for index in indices] == list(range(4 * BATCH_SIZE, NUM_SAMPLES))

@@ -143,7 +143,7 @@ def order(loader, epoch=0):
         loader.advance_sampler(loader_pass)
         return loader.sampler_order(loader_pass)
 
-    keys, offsets, _ = in_fork(run)
+    keys, offsets, *_ = in_fork(run)
     return keys.tolist() if offsets is None else (keys.tolist(), offsets.tolist())
 
 

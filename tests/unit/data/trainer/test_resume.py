@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from lightning_sm.data.plan.samples import SamplePlan
 from lightning_sm.data.protocol.spec import LoaderDescription
-from lightning_sm.data.trainer.resume import LoaderPosition, SavedPosition
+from lightning_sm.data.trainer.resume import LoaderPosition, SamplerOrderId, SavedPosition, check_foreign
 from lightning_sm.errors import ResumeError
 
 
-def loader(batch_size=8, ranks=1, *, name="train_dataloader()", identity="i", order="shuffled", shards=0):
+def loader(
+    batch_size=8, ranks=1, *, name="train_dataloader()", identity="i", order="shuffled", shards=0, sampler_order=None
+):
     """A training loader on so many ranks."""
     description = LoaderDescription(
         name=name,
@@ -25,7 +27,7 @@ def loader(batch_size=8, ranks=1, *, name="train_dataloader()", identity="i", or
         fingerprint="f",
         dataset=f"Images {identity}",
     )
-    return LoaderPosition.of(description, ranks, shards)
+    return LoaderPosition.of(description, ranks, shards, sampler_order)
 
 
 def saved(batches, *loaders):
@@ -35,7 +37,8 @@ def saved(batches, *loaders):
 
 def test_it_survives_a_checkpoint():
     """What is read is what was written, through JSON and back."""
-    position = saved(7, loader(), loader(4, 2, name="b"))
+    drawn = loader(4, 2, name="b", order="sampler", sampler_order=SamplerOrderId(1, 160, "d"))
+    position = saved(7, loader(), drawn)
     assert SavedPosition.from_json(json.loads(json.dumps(position.to_json()))) == position
 
 
@@ -123,6 +126,37 @@ def test_other_data_in_the_middle_of_an_epoch_is_refused(loaders, message):
     """What the checkpoint has and what there is are named."""
     with pytest.raises(ResumeError, match=message):
         saved(7, loader()).batches_for(loaders)
+
+
+SAMPLER = {"order": "sampler", "sampler_order": SamplerOrderId(0, 0, "d")}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ({"order": "sequential"}, {"order": "shuffled"}, r"in its order, but now it is read shuffled"),
+        (SAMPLER, {"order": "shuffled"}, r"in the order of a sampler \(digest of its order: d\), .* read shuffled"),
+        (SAMPLER, {**SAMPLER, "sampler_order": SamplerOrderId(0, 0, "e")}, r"order: d\), .* order: e\). Resume with"),
+    ],
+)
+def test_another_order_in_the_middle_of_an_epoch_is_refused(old, new, message):
+    """The rest of the epoch would repeat samples and leave out others; at its end, the order may change."""
+    with pytest.raises(ResumeError, match=message):
+        saved(7, loader(**old)).batches_for([loader(**new)])
+    assert saved(0, loader(**old)).batches_for([loader(**new)]) == (0, 0)
+    assert saved(7, loader(**old)).batches_for([loader(4, **old)]) == (14, 0)
+
+
+@pytest.mark.parametrize(("order", "ranks"), [("shuffled", 1), ("sequential", 2), ("shards", 1)])
+def test_an_epoch_that_began_without_data_hosts_in_another_order_is_refused(order, ranks):
+    """Lightning shuffles on several ranks."""
+    with pytest.raises(ResumeError, match=r"without data hosts, after batch 7 of an epoch.* at the end of an epoch"):
+        check_foreign(7, [loader(order=order, shards=16)], ranks)
+
+
+def test_an_epoch_that_began_without_data_hosts_in_the_order_of_the_data_continues():
+    """It is the same order."""
+    check_foreign(7, [loader(order="sequential")], 1)
 
 
 def test_loaders_that_change_by_different_factors_are_refused():
