@@ -11,6 +11,8 @@ from lightning_sm.errors import ChannelError
 _MAIN_CHANNELS = ("training", "train")
 # The names that LightningDataModules and torchvision datasets give to the folder of the data.
 _MAIN_PARAMETERS = ("data_dir", "root")
+# The names of each split of the data. SageMaker's own algorithms say "train", "validation" and "test".
+_SPLITS = (_MAIN_CHANNELS, ("val", "validation", "valid"), ("test", "testing"))
 # The channel of configuration files, not of data (see ``hyperparameters.to_argv``).
 CONFIG_CHANNEL = "config"
 
@@ -37,8 +39,9 @@ def route(
 ) -> Routing:
     """Decide which argument each channel goes to.
 
-    Channel ``x`` goes to the DataModule's parameter ``x_dir``; else ``training``, ``train`` or the only channel goes
-    to ``data_dir`` or ``root``. An entry of ``mapping`` comes before both rules.
+    Channel ``x`` goes to the DataModule's parameter ``x_dir``, or that of another name of the same split: ``train`` and
+    ``training``; ``val``, ``validation`` and ``valid``; ``test`` and ``testing``. Else ``training``, ``train`` or the
+    only channel goes to ``data_dir`` or ``root``. An entry of ``mapping`` comes before all rules.
 
     Args:
         channels: Names of the channels of this host.
@@ -60,17 +63,17 @@ def route(
     unused = []
     # Mapped channels first, then those with a parameter of their own; the others get the remaining parameters.
     for name in sorted(names, key=lambda name: (name not in mapping, f"{_identifier(name)}_dir" not in parameters)):
-        key: str | None
         if name in mapping:
             key = _mapped_key(name, mapping[name], parameters)
             if key in channel_of:
                 raise ChannelError(f"Channels {channel_of[key]!r} and {name!r} are both mapped to {key!r}.")
-        else:
-            key = _fitting_key(name, names, parameters)
-        if key is None or key in channel_of:
-            unused.append(name)
-        else:
             channel_of[key] = name
+            continue
+        free = [key for key in _fitting_keys(name, names, parameters) if key not in channel_of]
+        if free:
+            channel_of[free[0]] = name
+        else:
+            unused.append(name)
     return Routing(channel_of, tuple(unused))
 
 
@@ -112,10 +115,10 @@ def _key(target: str) -> str:
     return ".".join(part for part in target.split(".") if part not in ("", "init_args"))
 
 
-def _fitting_key(channel: str, channels: Collection[str], parameters: Collection[str]) -> str | None:
-    own = f"{_identifier(channel)}_dir"
-    if own in parameters:
-        return f"data.{own}"
+def _fitting_keys(channel: str, channels: Collection[str], parameters: Collection[str]) -> list[str]:
+    """Return the keys to which a channel may go, the best one first."""
+    same_split = next((names for names in _SPLITS if channel in names), ())
+    folders = [f"{name}_dir" for name in (_identifier(channel), *same_split)]
     if channel in _MAIN_CHANNELS or len(channels) == 1:
-        return next((f"data.{name}" for name in _MAIN_PARAMETERS if name in parameters), None)
-    return None
+        folders += [name for name in _MAIN_PARAMETERS if name in parameters][:1]
+    return [f"data.{folder}" for folder in folders if folder in parameters]

@@ -25,6 +25,21 @@ PARAMETERS = ("data_dir", "val_dir", "batch_size")
         (["training", "data"], PARAMETERS, {"data.data_dir": "data"}),
         (["hold-out", "train"], ["hold_out_dir", "root"], {"data.hold_out_dir": "hold-out", "data.root": "train"}),
         (["hold.out", "train"], ["hold_out_dir"], {"data.hold_out_dir": "hold.out"}),
+        (["validation", "train"], ["train_dir", "val_dir"], {"data.train_dir": "train", "data.val_dir": "validation"}),
+        (["validation", "training"], ["root", "valid_dir"], {"data.root": "training", "data.valid_dir": "validation"}),
+        (["training", "train"], ["train_dir", "root"], {"data.train_dir": "train", "data.root": "training"}),
+        (["validation", "val"], ["val_dir"], {"data.val_dir": "val"}),
+        (["valid"], ["validation_dir", "data_dir"], {"data.validation_dir": "valid"}),
+        (
+            ["training", "testing"],
+            ["train_dir", "test_dir"],
+            {"data.train_dir": "training", "data.test_dir": "testing"},
+        ),
+        (
+            ["test", "train"],
+            ["training_dir", "testing_dir"],
+            {"data.training_dir": "train", "data.testing_dir": "test"},
+        ),
         (["config", "digits"], PARAMETERS, {"data.data_dir": "digits"}),
         (["a", "b"], PARAMETERS, {}),
         (["training"], [], {}),
@@ -34,7 +49,7 @@ PARAMETERS = ("data_dir", "val_dir", "batch_size")
 def test_a_channel_goes_to_the_argument_of_its_name_else_the_main_one_to_the_main_folder(
     channels, parameters, expected
 ):
-    """Channel x goes to x_dir; else training, train or the only channel to data_dir or root."""
+    """Channel x goes to x_dir, or to that of another name of its split; else the main channel to data_dir or root."""
     assert route(channels, parameters, {}).channel_of == expected
 
 
@@ -114,8 +129,10 @@ def test_each_folder_has_a_channel_that_would_feed_it(parameter, mapping, expect
     assert channel_for(parameter, mapping) == expected
 
 
-names = st.sampled_from(["training", "train", "val", "test", "data", "a-b", "config"])
-parameters = st.sampled_from(["training_dir", "data_dir", "root", "val_dir", "test_dir", "a_b_dir", "size"])
+names = st.sampled_from(["training", "train", "val", "validation", "valid", "test", "testing", "data", "a-b", "config"])
+parameters = st.sampled_from(
+    ["training_dir", "data_dir", "root", "val_dir", "validation_dir", "test_dir", "a_b_dir", "size"]
+)
 
 
 @given(st.lists(names, unique=True), st.lists(parameters, unique=True))
