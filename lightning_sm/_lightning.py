@@ -115,5 +115,6 @@ def check_same_distribution(candidate: Any) -> None:
             raise MixedLightningError(
                 f"{candidate.__qualname__} derives from {bases[0].__module__}.{bases[0].__qualname__}, but "
                 f"lightning_sm was loaded with {DISTRIBUTION}, whose classes are different objects. "
-                f"Import {other} before lightning_sm, and only one of {' and '.join(_DISTRIBUTIONS)} in a script."
+                f"Import {other} before lightning_sm, and only one of {' and '.join(_DISTRIBUTIONS)} in a script. If a "
+                f"library chose {other} because both are installed, uninstall {other.partition('.')[0]}."
             )

@@ -17,6 +17,7 @@ from lightning_sm._lightning import (
     LightningDataModule,
     TensorBoardLogger,
     Trainer,
+    check_same_distribution,
 )
 from lightning_sm._log import show_log_lines
 from lightning_sm.data.service import serve
@@ -49,6 +50,8 @@ def _with_remote_data(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(trainer: SageMakerTrainer, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(trainer, *args, **kwargs).arguments
+        for value in given.values():
+            check_same_distribution(type(value))
         given.pop("self")
         return method(trainer, **trainer._with_remote_data(method.__name__, given))
 
@@ -85,11 +88,16 @@ class SageMakerTrainer(Trainer):
         JobConfigError: The job's files are malformed.
         TopologyError: ``num_nodes`` or ``devices`` contradict the cluster, or there is another cluster environment.
         OutputDirectoryError: A directory of the job is not writable.
+        MixedLightningError: A callback derives from the other distribution of Lightning, or the model or the DataModule
+            that a method such as ``fit`` gets.
     """
 
     def __init__(self, *, data_service: DataServiceSettings | None = None, **kwargs: Any) -> None:
+        callbacks = as_list(kwargs.get("callbacks"))
+        for callback in callbacks:
+            check_same_distribution(type(callback))
         # SageMakerCLI has set up the Trainer that it makes.
-        is_set_up = any(isinstance(callback, JobOutputs) for callback in as_list(kwargs.get("callbacks")))
+        is_set_up = any(isinstance(callback, JobOutputs) for callback in callbacks)
         self._job = None if is_set_up else SageMakerJob.from_environment()
         self._data_service = data_service or DataServiceSettings()
         # By id: the user's DataModules and models, and what fetches their batches.

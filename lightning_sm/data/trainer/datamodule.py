@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_sm._lightning import BatchSizeFinder, LightningDataModule
+from lightning_sm._lightning import BatchSizeFinder, LightningDataModule, check_same_distribution
 from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.protocol.failures import first_line
@@ -42,6 +42,7 @@ class RemoteDataModule(LightningDataModule):
 
     Raises:
         DataSettingsError: There is no address, or the library for ``settings.compression`` is not installed.
+        MixedLightningError: The DataModule derives from the other distribution of Lightning.
     """
 
     def __new__(
@@ -53,9 +54,10 @@ class RemoteDataModule(LightningDataModule):
         **_: Any,
     ) -> Any:
         """Create an instance whose class has exactly the hooks that the user's DataModule overrides."""
+        own = type(datamodule)
+        check_same_distribution(own)
         if addresses is None and Connection.of_this_job(settings) is None:
             return datamodule
-        own = type(datamodule)
         hooks = {
             name: _loader_hook(name)
             for name in _LOADER_HOOKS

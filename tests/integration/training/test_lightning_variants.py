@@ -225,6 +225,46 @@ def test_other_classes_of_a_mix_are_refused(both, base_dir):
     assert json.loads(ended.stdout) == ["Data", "OtherTrainer", "ModelCheckpoint", "ModelCheckpoint"]
 
 
+# As an import sorter leaves them: lightning_sm chooses the distribution before the script imports its own.
+_TRAINER_OF_THE_OTHER = """
+import json
+from lightning_sm import RemoteDataModule, SageMakerTrainer
+from lightning_sm.errors import MixedLightningError
+import lightning.pytorch as other
+import pytorch_lightning as chosen
+from torch.utils.data import DataLoader
+
+class Data(other.LightningDataModule): pass
+class Model(other.LightningModule): pass
+class Right(chosen.LightningModule): pass
+
+trainer = SageMakerTrainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+
+def refused(method, *args, **kwargs):
+    try:
+        method(*args, **kwargs)
+    except MixedLightningError as error:
+        return str(error).partition(" derives from")[0]
+    except Exception as error:
+        return repr(error)
+
+print(json.dumps([
+    refused(trainer.fit, Model(), DataLoader([0])),
+    *(refused(method, Right(), datamodule=Data()) for method in (trainer.fit, trainer.validate, trainer.test)),
+    refused(trainer.predict, Right(), Data()),
+    refused(SageMakerTrainer, callbacks=[other.callbacks.ModelCheckpoint()]),
+    refused(RemoteDataModule, Data(), ["127.0.0.1:1"]),
+]))
+"""
+
+
+def test_a_trainer_refuses_a_mix(both, base_dir):
+    """SageMakerTrainer checks callbacks, models and DataModules, and RemoteDataModule checks its DataModule."""
+    ended = both.run(base_dir, code=_TRAINER_OF_THE_OTHER)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout.splitlines()[-1]) == ["Model", *["Data"] * 4, "ModelCheckpoint", "Data"]
+
+
 def test_without_lightning_the_error_says_what_to_install(tmp_path_factory, base_dir):
     """Neither distribution is there."""
     hidden = ("pytorch_lightning", "lightning", "lightning_fabric")
