@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from lightning_sm._linux import usable_cpus
 from lightning_sm.data.ipc.host_messages import Listening, Serve, StartFailed
-from lightning_sm.data.ipc.messages import MessageSocket
+from lightning_sm.data.ipc.messages import MessageSocket, NothingReceivedError
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.protocol.tls import read_tls
 from lightning_sm.data.settings import Credentials, DataServiceSettings, HostSettings, default_network_processes
@@ -117,7 +117,7 @@ class DataHost:
         process, sock = self._start()
         try:
             answer = sock.receive(_START_TIMEOUT_S)
-        except TimeoutError as error:
+        except NothingReceivedError as error:
             self.close()
             raise DataServiceError(
                 f"The data host at {self.address} is not listening after {_START_TIMEOUT_S:g} s: its process "
@@ -175,7 +175,7 @@ class DataHost:
         if not self._is_listening and self._process.poll() is None:
             try:
                 self._socket.receive(0)
-            except TimeoutError:
+            except NothingReceivedError:
                 self._process.kill()  # it is still importing, and would notice a closed connection only afterwards
         with contextlib.suppress(OSError):
             self._socket.close()

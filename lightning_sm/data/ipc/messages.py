@@ -45,6 +45,10 @@ class Message:
         Message._kinds[cls.__name__] = cls
 
 
+class NothingReceivedError(Exception):
+    """No message arrived in time. Not a TimeoutError, which the user's signal handlers may raise during the wait."""
+
+
 class MessageSocket:
     """One end of a pair of Unix stream sockets. Any thread may send; only one may receive."""
 
@@ -82,7 +86,7 @@ class MessageSocket:
             timeout_s: Seconds to wait; None: until the other end is closed.
 
         Raises:
-            TimeoutError: No message arrived in time.
+            NothingReceivedError: No message arrived in time.
 
         Returns:
             The message; None when the other end is closed.
@@ -91,7 +95,7 @@ class MessageSocket:
             if self._is_at_end:
                 return None
             if timeout_s is not None and not select.select([self._socket], [], [], timeout_s)[0]:
-                raise TimeoutError
+                raise NothingReceivedError
             self._read()
         return message
 

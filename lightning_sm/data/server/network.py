@@ -16,7 +16,7 @@ from functools import partial
 
 from lightning_sm._untested import NETWORK_PROCESSES
 from lightning_sm.data.ipc import host_messages
-from lightning_sm.data.ipc.messages import Message, MessageSocket
+from lightning_sm.data.ipc.messages import Message, MessageSocket, NothingReceivedError
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.server.stream import Start, nothing
@@ -129,7 +129,7 @@ class _Supervisor(threading.Thread):
         while True:
             try:
                 message = sock.receive(_SILENT_S)
-            except TimeoutError:
+            except NothingReceivedError:
                 if is_asked:
                     process.kill()
                 elif self.port:

@@ -15,7 +15,7 @@ import grpc
 
 from lightning_sm._linux import kill_with_parent
 from lightning_sm.data.ipc import host_messages
-from lightning_sm.data.ipc.messages import Message, MessageSocket
+from lightning_sm.data.ipc.messages import Message, MessageSocket, NothingReceivedError
 from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.protocol import calls, grpc_transport
 from lightning_sm.data.protocol.failures import Failure
@@ -104,7 +104,7 @@ class ServerProcess:
         while True:
             try:
                 message = self._main.receive(timeout_s=0.5)
-            except TimeoutError:
+            except NothingReceivedError:
                 with self._leasing:
                     outcome = self._leases.outcome(time.monotonic())
                 if outcome is not None:

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeAlias, TypeVar, ca
 
 from lightning_sm import errors
 from lightning_sm.data.ipc import feeder_messages as kinds
-from lightning_sm.data.ipc.messages import RELEASE, Message, Released
+from lightning_sm.data.ipc.messages import RELEASE, Message, NothingReceivedError, Released
 from lightning_sm.data.ipc.processes import describe_exit, start_module
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.calls import HeartbeatRequest, Loaders, SetUp
@@ -327,7 +327,7 @@ class FeederClient:
         """Handle the next message; return False if none arrives in time."""
         try:
             message = self._socket.receive(max(0.0, timeout_s))
-        except TimeoutError:
+        except NothingReceivedError:
             return False
         if message is None:
             self._raise_ended()

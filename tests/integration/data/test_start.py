@@ -7,11 +7,12 @@ from subprocess import run
 
 import psutil
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_sm import DataHost, RemoteDataModule
 from lightning_sm.data.host import data_host
 from lightning_sm.errors import DataServiceError
+from tests.integration.data.cluster import remote
 from tests.integration.data.datasets import Data
 from tests.integration.emulators import until
 
@@ -21,6 +22,34 @@ pytestmark = pytest.mark.processes
 def make():
     """Two batches."""
     return DataLoader(range(4), batch_size=2)
+
+
+class Slow(Dataset):
+    """One sample, which takes longer than any test."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        signal.pause()
+
+
+def make_slow():
+    """A batch that never comes."""
+    return DataLoader(Slow())
+
+
+@pytest.fixture
+def alarm():
+    """A function that lets a signal handler raise TimeoutError after some seconds."""
+
+    def expire(*_):
+        raise TimeoutError("the user's")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def test_a_preloaded_process_serves_the_next_data_host():
@@ -55,3 +84,17 @@ def test_a_data_host_that_does_not_listen_is_an_error(monkeypatch):
     with pytest.raises(DataServiceError, match=r"is not listening after 0\.1 s"):
         host.__enter__()
     assert host._process.returncode == -signal.SIGKILL
+
+
+def test_a_timeout_of_the_script_ends_its_waits(alarm):
+    """A TimeoutError of a signal handler, as pytest-timeout raises it, is neither swallowed nor taken for our own."""
+    host = DataHost(Stuck(make))
+    alarm(0.2)
+    with pytest.raises(TimeoutError, match="the user's"):
+        host.__enter__()
+    assert host._process.returncode == -signal.SIGKILL
+    with DataHost(Data(make_slow), workers=1) as host, remote([host.address]) as module:
+        batches = iter(module.train_dataloader())
+        alarm(1.0)
+        with pytest.raises(TimeoutError, match="the user's"):
+            next(batches)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import os
+import signal
 import socket
 import threading
 
 import pytest
 
-from lightning_sm.data.ipc.messages import Message, MessageSocket
+from lightning_sm.data.ipc.messages import Message, MessageSocket, NothingReceivedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,19 @@ def ends():
     yield own, there
     own.close()
     there.close()
+
+
+@pytest.fixture
+def alarm():
+    """A function that lets a signal handler raise TimeoutError after some seconds."""
+
+    def expire(*_):
+        raise TimeoutError("the user's")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def test_messages_arrive_as_they_were_sent(ends):
@@ -121,9 +135,16 @@ def test_pending_returns_what_is_complete(ends):
 
 
 def test_silence_is_a_timeout(ends):
-    """Waiting with a deadline ends in TimeoutError when no message arrives."""
-    with pytest.raises(TimeoutError):
+    """Waiting with a deadline ends in an error of its own when no message arrives."""
+    with pytest.raises(NothingReceivedError):
         ends[1].receive(0.0)
+
+
+def test_a_timeout_of_a_signal_handler_is_not_the_deadline_of_the_wait(ends, alarm):
+    """A TimeoutError that a handler raises, as that of signal.alarm, is told from the end of the wait."""
+    alarm(0.01)
+    with pytest.raises(TimeoutError, match="the user's"):
+        ends[1].receive(60.0)
 
 
 def test_the_end_comes_after_the_last_message(ends):

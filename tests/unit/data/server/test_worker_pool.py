@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from lightning_sm.data.ipc.host_messages import BuildAnswer, BuiltRange, NewWorker, Ready
-from lightning_sm.data.ipc.messages import MessageSocket
+from lightning_sm.data.ipc.messages import MessageSocket, NothingReceivedError
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.failures import Failure
 from lightning_sm.data.server.worker_pool import ServedRange, Task, WorkerPool, _Work
@@ -52,7 +52,7 @@ class FakeWorker:
         """Return whether it gets no request."""
         try:
             return self.socket.receive(0.05) is None
-        except TimeoutError:
+        except NothingReceivedError:
             return True
 
     def close(self):
