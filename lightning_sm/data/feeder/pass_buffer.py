@@ -119,7 +119,8 @@ class PassBuffer:
         holds_tail: Whether the pass ends before this step if it is uneven.
         held_step: The step before which the pass ends for this reason.
         range_length: Batches per future request.
-        largest: Bytes of the largest batch so far, where batches of one answer count with their mean.
+        largest: Bytes of the largest batch so far, also of earlier passes; batches of one answer count with their mean.
+            0: unknown.
         produce_s: Moving average of the seconds that a worker takes for a batch.
         in_flight: Requested ranges by request id.
         ready: Complete ranges by their first step.
@@ -166,9 +167,12 @@ class PassBuffer:
 
     @property
     def window(self) -> int:
-        """Steps that may be in flight or buffered, given the sizes seen so far; at least 2, to overlap them."""
+        """Steps that may be in flight or buffered, given the sizes seen so far; at least 2, to overlap them.
+
+        No more than 2 while no size is known: any number of them could exceed ``window_bytes``.
+        """
         if not self.largest:
-            return self.window_batches
+            return min(2, self.window_batches)
         num_steps = self.window_batches * (1 if self.is_window_fixed else self.range_length)
         return max(2, min(num_steps, self.window_bytes // self.largest))
 
@@ -215,6 +219,9 @@ class PassBuffer:
                 "smaller."
             )
         answer.header = header
+        # At once, not when the bytes have arrived: the window opens, or closes, that much earlier. Batches without
+        # bytes are known, too.
+        self.largest = max(self.largest, 1, -(-header.num_bytes // header.num_batches))
 
     def begin_piece(self, request_id: int, offset: int, size: int, *, is_compressed: bool) -> Piece:
         """Reserve the place of a piece of an answer; ``end_piece`` follows once it is written.
@@ -260,8 +267,6 @@ class PassBuffer:
         header = answer.header
         answer.transfer_s = max(0.0, latency_s - header.queue_s - header.produce_s)
         self.ready[answer.step_range.first] = answer
-        num_bytes = -(-header.num_bytes // header.num_batches)
-        self.largest = max(self.largest, num_bytes)
         self._choose_range_length(header)
         if isinstance(self.plan, ShardSteps):
             self._compare_with_other_shards(self.plan, answer)

@@ -60,6 +60,8 @@ class Feeder:
         self._rings: dict[int, tuple[Ring, list[int]]] = {}
         self._buffers: dict[int, PassBuffer] = {}
         self._requests: dict[int, StepRequest] = {}
+        # Bytes of the largest batch by opening and loader: the window of a later pass is right from its first request.
+        self._largest: dict[tuple[str, int], int] = {}
         self._closed_early: set[int] = set()
         # Local workers start later than the data hosts: do not wait for them.
         num_hosts = sum(not kinds.is_local(address) for address in settings.addresses)
@@ -178,6 +180,7 @@ class Feeder:
             tells_keys=request.tells_keys,
             tail=tail,
             holds_tail=request.position.tail == "hold",
+            largest=self._largest.get((loader_pass.opening, loader_pass.loader), 0),
         )
         shard_of = plan.shard if isinstance(plan, ShardSteps) else None
         with self._lock:
@@ -190,6 +193,7 @@ class Feeder:
                 buffer.next_step,
                 buffer.stop_step,
                 buffer.window,
+                max_ranges=buffer.window_batches,
                 shard_of=shard_of,
                 loader=(place.stage, loader_pass.loader),
             )
@@ -356,11 +360,20 @@ class Feeder:
         elif kind == FrameKind.ENDED:
             self._skip(buffer, request, value - 1 if value else None)
         elif kind == FrameKind.HEADER:
-            buffer.take_header(request.request_id, StepRangeHeader.decode(payload))
+            self._take_header(buffer, request, StepRangeHeader.decode(payload))
             if buffer.in_flight[request.request_id].is_complete:  # it has no bytes
                 self._complete(buffer, request)
         else:
             raise WireError(f"a frame of kind {kind}")
+
+    def _take_header(self, buffer: PassBuffer, request: StepRequest, header: StepRangeHeader) -> None:
+        before = buffer.largest
+        buffer.take_header(request.request_id, header)
+        if buffer.largest != before:
+            loader = (buffer.spec.opening, buffer.spec.loader)
+            self._largest[loader] = max(self._largest.get(loader, 0), buffer.largest)
+            self._scheduler.set_window(buffer.pass_id, buffer.window, buffer.range_length)
+            self._send_requests()
 
     def _complete(self, buffer: PassBuffer, request: StepRequest) -> None:
         now = time.monotonic()

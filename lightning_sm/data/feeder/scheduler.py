@@ -430,19 +430,27 @@ class Scheduler:
         stop_step: int | None,
         window: int,
         *,
+        max_ranges: int | None = None,
         shard_of: Callable[[int], int] | None = None,
         loader: Hashable = None,
     ) -> None:
         """Begin to request the steps of a pass, from ``first_step`` to before ``stop_step`` (None: not known yet).
 
         At most ``window`` steps, at least 1, counted from the oldest that the consumer has not taken, are in flight or
-        ready. ``set_window`` may change that, but there are never more ranges than this number. Steps of the same shard
-        (``shard_of``) are requested in order from the same host, as long as it is up and answers. Passes of the same
-        ``loader`` share what is known about its pace.
+        ready. ``set_window`` may change that, but there are never more ranges than ``max_ranges`` (default: as many as
+        steps in this window). Steps of the same shard (``shard_of``) are requested in order from the same host, as long
+        as it is up and answers. Passes of the same ``loader`` share what is known about its pace.
         """
         pace = self._paces.setdefault(loader, _Latencies())
         self._passes[pass_id] = _ScheduledPass(
-            pass_id, first_step, stop_step, window, max_ranges=window, pace=pace, cursor=first_step, shard_of=shard_of
+            pass_id,
+            first_step,
+            stop_step,
+            window,
+            max_ranges=window if max_ranges is None else max_ranges,
+            pace=pace,
+            cursor=first_step,
+            shard_of=shard_of,
         )
         self._passes[pass_id].refill()
 

@@ -139,14 +139,23 @@ def test_bytes_before_a_header_and_a_second_header_are_refused(buffer):
 
 
 def test_the_window_is_bounded_in_bytes(buffer):
-    """Once sizes are known, the largest bounds how many steps are ahead; two always are, to overlap."""
-    assert buffer.window == 8
+    """The largest size bounds how many steps are ahead; two always are, and no more before a size is known."""
+    assert buffer.window == 2
     buffer.reserve(0, StepRange(4, 1))
-    answer(buffer, 0, bytes(1200))
+    announce(buffer, 0, 1200)
     assert buffer.window == 4
+    receive(buffer, 0, 0, bytes(1200))
+    buffer.accept(0, latency_s=1.0)
     buffer.reserve(1, StepRange(5, 1))
     answer(buffer, 1, bytes(4000))
     assert buffer.window == 2
+
+
+def test_the_size_of_batches_without_bytes_is_known(buffer):
+    """They open the window, too."""
+    buffer.reserve(0, StepRange(4, 1))
+    announce(buffer, 0, 0)
+    assert buffer.window == 8
 
 
 def test_quick_small_batches_are_requested_together(buffer):
