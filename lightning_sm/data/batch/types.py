@@ -78,6 +78,11 @@ def register_batch_type(
     _by_class[cls] = _by_name[name] = BatchType(name, to_parts, from_parts)
 
 
+def registered_types() -> dict[type, BatchType]:
+    """Return what ``register_batch_type`` has registered in this process, by class."""
+    return dict(_by_class)
+
+
 def converter_of(obj: Any) -> tuple[str, Callable[[Any], Any]] | None:
     """Return the type's name and ``to_parts`` for an object, or None if its class is neither registered nor known."""
     if isinstance(obj, torch.Tensor) and (kind := _tensor_type_name(obj)) is not None:

@@ -30,7 +30,7 @@ from lightning_sm.data.ipc.processes import connection_to_parent, run_and_exit
 from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.plan.shards import ShardSteps
 from lightning_sm.data.protocol.calls import Loaders, Problem, SetUp
-from lightning_sm.data.protocol.failures import Failure, first_line
+from lightning_sm.data.protocol.failures import LOST_WORKERS, Failure, first_line
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.data.protocol.frames import FrameKind, StepRangeHeader, frame, parse_failure
 from lightning_sm.data.protocol.spec import BatchSpec, StepRangeSpec
@@ -411,7 +411,7 @@ class Feeder:
         else:
             steps = f"batches of steps {request.first_step} to {request.step_range.stop - 1}"
         place = ", ".join(filter(None, (f"data host {link.name}", failure.where, steps)))
-        is_lost = failure.error == "WorkerLost"
+        is_lost = failure.error in LOST_WORKERS
         reason = f"{failure.text} on data host {link.name}" if is_lost else failure.at(place)
         retry = RETRIES.get(failure.error, Retry.NEVER)
         is_missing = failure.error == "NotOpen"

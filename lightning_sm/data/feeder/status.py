@@ -10,13 +10,14 @@ from lightning_sm.data.feeder.host_link import HostLink
 from lightning_sm.data.feeder.scheduler import FailureDecision, HostStatus, PassStatus, Retry
 from lightning_sm.data.ipc.feeder_messages import HostSnapshot, PassSnapshot
 from lightning_sm.data.protocol.calls import HostReport
+from lightning_sm.data.protocol.failures import LOST_WORKERS
 from lightning_sm.data.protocol.figures import RankFigures
 from lightning_sm.errors import DataServiceError
 
 # How errors that a data host reports are retried. All other errors are final.
 RETRIES = {
     "RemoteTransformError": Retry.ONCE,
-    "WorkerLost": Retry.LIMITED,
+    **dict.fromkeys(LOST_WORKERS, Retry.LIMITED),
     "NotOpen": Retry.ELSEWHERE,
     "ShardMoved": Retry.ELSEWHERE,
 }
@@ -36,11 +37,16 @@ def explain(error: str, step: int, decision: FailureDecision, keys: list[int]) -
         decision: All failures of the step: how and where workers were lost, or complete error messages.
         keys: Indices of the step.
     """
-    if error == "WorkerLost":
+    if error in LOST_WORKERS:
         more = len(keys) - _NUM_SHOWN_KEYS
         shown = f"{keys[:_NUM_SHOWN_KEYS]}" + (f" and {more} more" if more > 0 else "")
         counts = Counter(decision.failures).items()
         lost = "; ".join(f"a worker {what}" + (f" ({number} times)" if number > 1 else "") for what, number in counts)
+        if error == "WorkerNotStarted":
+            return DataServiceError(
+                f"The workers of data hosts cannot start: {lost}. Look in worker_init_fn, and in the logs of the data "
+                "hosts; each worker may need more memory than there is."
+            )
         return DataServiceError(
             f"Step {step} kills the workers of data hosts: {lost}. Look for samples that crash native code or take too "
             f"much memory; indices {shown}."
@@ -72,6 +78,7 @@ def host_snapshot(link: HostLink, status: HostStatus | None, transfer_s: float) 
         workers=report.workers,
         busy=report.busy,
         queued=report.queued,
+        stuck=report.stuck,
         busy_s=report.busy_s,
         capacity_s=report.capacity_s,
         num_built=report.built,

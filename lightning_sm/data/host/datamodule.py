@@ -75,6 +75,10 @@ class ServedModule:
         except Exception as error:  # noqa: BLE001  # the error of the user's hook is sent to the trainers
             return Problem.of(error, request.hook)
 
+    def forget(self, opening: str) -> None:
+        """Forget loaders that cannot be served."""
+        del self.loaders[opening], self.replies[opening]
+
     def leave(self) -> None:
         """Run ``teardown``, if ``setup`` has run."""
         if self._trainer_run is None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -199,11 +199,6 @@ class ServedLoader:
             worker_id: Number of the worker on its host.
             num_workers: Workers on the host.
         """
-        context: Any = self._loader.multiprocessing_context
-        if context is not None and context.get_start_method() != "fork":
-            # Local workers would get a pickled copy, without the open files that the dataset's __getstate__ leaves out.
-            self._dataset = pickle.loads(pickle.dumps(self._dataset))  # noqa: S301  # of this process
-            vars(self._loader)["dataset"] = self._dataset  # DataLoader.__setattr__ refuses to replace it
         if self.description.order == "shards":
             return
         seed = worker_seed(self._seed, host, self._stage, self._index, worker_id)
@@ -213,6 +208,28 @@ class ServedLoader:
             # As in a DataLoader, a generator that it makes from torch.initial_seed() differs between workers.
             seed_all(seed)
             self._loader.worker_init_fn(worker_id)
+
+    @property
+    def start_method(self) -> str:
+        """How its workers start: "fork", "spawn" or "forkserver"."""
+        context: Any = self._loader.multiprocessing_context
+        return "fork" if context is None else str(context.get_start_method())
+
+    def worker_parts(self) -> dict[str, Any]:
+        """Return what a worker needs of the user's loader: what a worker of ``DataLoader`` gets."""
+        names = ("dataset", "collate_fn", "worker_init_fn", "batch_size", "drop_last")
+        return {name: getattr(self._loader, name) for name in names}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what the user's loader has beside this. It may be what cannot be pickled, such as a sampler."""
+        loader: Any = SimpleNamespace(**self.worker_parts())
+        return {
+            **vars(self),
+            "_loader": loader,
+            "_shards": OpenShards(loader, self._stage, self._index),
+            "_seeding": Seeding(),
+            "_sampler": self._sampler if self._is_positional else None,
+        }
 
     def _samples(self, keys: list[Any], seeds: SampleSeeds, spec: BatchSpec, seed: Seed, mark: SampleMark) -> list[Any]:
         if self._fetches_lists:

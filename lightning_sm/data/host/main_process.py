@@ -15,13 +15,18 @@ import signal
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from lightning_sm.data.host.datamodule import ServedModule
 from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.sampler_process import SamplerProcess, run_sampler
+from lightning_sm.data.host.spawned_worker import PickledLoaders
+from lightning_sm.data.host.timers import Timers
 from lightning_sm.data.host.worker import run_worker
+from lightning_sm.data.host.worker_stack import WorkerStack, innermost_call
 from lightning_sm.data.host.world import world_of_one
 from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket
@@ -30,7 +35,7 @@ from lightning_sm.data.ipc.ring import Ring
 from lightning_sm.data.protocol.calls import LoaderPass, OpenRequest, Problem
 from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.settings import HostSettings
-from lightning_sm.errors import DataServiceError
+from lightning_sm.errors import DataServiceError, DataSettingsError
 from lightning_sm.job.control_folder import Phase, announce
 from lightning_sm.job.stopping import GENTLE_SIGNAL
 
@@ -38,6 +43,19 @@ logger = logging.getLogger(__name__)
 
 # A worker fills one slot while the other is sent.
 _SLOTS_PER_WORKER = 2
+
+# Pauses before a worker is started that could not start before. Without them, one that cannot start takes a whole CPU.
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 10.0
+
+# A worker writes its stack within milliseconds, or not at all: look for it so often.
+_STACK_POLL_S = 0.25
+_NUM_STACK_POLLS = 12
+_STACK_ADVICE = (
+    "A library that has started threads hangs in forked workers (Polars, OpenMP). If the call never returns, use the "
+    "library only in the dataset's __getitem__, and not in setup() or *_dataloader(), or set "
+    'DataLoader(multiprocessing_context="spawn"). If the batch only takes long, nothing is wrong.'
+)
 
 # After this many deaths in a row without a trainer's request for loaders, the server process is not restarted.
 _MAX_SERVER_STARTS = 5
@@ -48,6 +66,25 @@ _STOP_TIMEOUT_S = 5.0
 
 class _Terminated(BaseException):
     """The interruption of a user's hook. Not an Exception, which the hook's own ``except Exception`` would catch."""
+
+
+@dataclass(frozen=True)
+class _WorkerProcess:
+    """A worker.
+
+    Attributes:
+        pid: Its process.
+        place: The request that opened its loaders, and its number on the host.
+        mark: Its note of the sample that it is at.
+        stack: Memory for its stack.
+        is_fork: Whether it is a fork of this process.
+    """
+
+    pid: int
+    place: tuple[str, int]
+    mark: SampleMark
+    stack: WorkerStack
+    is_fork: bool
 
 
 class MainProcess:
@@ -67,10 +104,13 @@ class MainProcess:
         self._listening = listening
         self._selector = selectors.DefaultSelector()
         self._pidfds: dict[int, int] = {}  # of all children, by process id
-        self._worker_pids: dict[int, int] = {}  # by worker id
+        self._workers: dict[int, _WorkerProcess] = {}  # by worker id
         # By opening and worker number: the id of the worker to replace when it dies.
         self._current_ids: dict[tuple[str, int], int] = {}
-        self._num_forks = 0
+        self._num_workers_started = 0
+        self._failed_starts: Counter[tuple[str, int]] = Counter()  # in a row
+        self._pickled: dict[str, PickledLoaders] = {}  # by opening; for workers that are no forks
+        self._timers = Timers()
         # By opening and number of the loader: those to which requests go, and all that have not exited.
         self._samplers: dict[tuple[str, int], SamplerProcess] = {}
         self._sampler_processes: dict[int, SamplerProcess] = {}
@@ -133,16 +173,22 @@ class MainProcess:
 
     def _wait_for_outcome(self) -> host_messages.Finished:
         while True:
-            samplers = self._sampler_processes.values()
-            deadlines = [sampler.deadline for sampler in samplers if sampler.deadline is not None]
-            timeout_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-            for key, _ in self._selector.select(timeout_s):
+            for key, _ in self._selector.select(self._wait_s()):
                 key.data()
                 if self._outcome is not None:
                     return self._outcome
-            for sampler in samplers:
+            self._timers.run_due()
+            for sampler in list(self._sampler_processes.values()):
                 if sampler.deadline is not None and sampler.deadline <= time.monotonic():
                     sampler.abort()
+
+    def _wait_s(self) -> float | None:
+        """Return the seconds until something is due; None: nothing is."""
+        deadlines = (sampler.deadline for sampler in self._sampler_processes.values())
+        waits = [max(0.0, deadline - time.monotonic()) for deadline in deadlines if deadline is not None]
+        if self._timers.wait_s is not None:
+            waits.append(self._timers.wait_s)
+        return min(waits, default=None)
 
     def _on_owner_closed(self) -> None:
         self._outcome = host_messages.Finished("its owner closed it")
@@ -196,10 +242,12 @@ class MainProcess:
                     self._open(request)
                 case host_messages.RunSampler(loader_pass, timeout_s):
                     self._run_sampler(loader_pass, timeout_s)
-                case host_messages.KillWorker(worker):
-                    pid = self._worker_pids.get(worker)
-                    if pid is not None:
-                        os.kill(pid, signal.SIGKILL)
+                case host_messages.KillWorker(worker_id):
+                    worker = self._workers.get(worker_id)
+                    if worker is not None:
+                        os.kill(worker.pid, signal.SIGKILL)
+                case host_messages.ShowStack(worker_id, seconds):
+                    self._ask_for_stack(worker_id, seconds)
                 case host_messages.Finished():
                     self._outcome = message
         if server.is_at_end:
@@ -226,7 +274,7 @@ class MainProcess:
             self._selector.unregister(self._server)
         self._server.close()
         self._start_server()
-        self._fork_workers(self._module.loaders)
+        self._start_workers(self._module.loaders)
 
     def _open(self, request: OpenRequest) -> None:
         before = set(self._module.loaders)
@@ -235,7 +283,11 @@ class MainProcess:
             reply = self._module.open(request)
         finally:
             self._in_hook = False
-        self._fork_workers(set(self._module.loaders) - before)
+        try:
+            self._start_workers(set(self._module.loaders) - before)
+        except DataSettingsError as error:  # of loaders that cannot be pickled
+            self._module.forget(request.opening)
+            reply = Problem.of(error, request.hook)
         self._problem = reply if isinstance(reply, Problem) else None
         if self._problem is not None:
             logger.warning("%s failed; trainers get the error: %s", self._problem.where, first_line(self._problem.text))
@@ -249,60 +301,150 @@ class MainProcess:
             return False
         return True
 
-    # Forked children: workers and samplers
+    # Workers and samplers
 
-    def _fork_workers(self, openings: Iterable[str]) -> None:
-        """Fork workers for loaders. Workers of other loaders keep their caches and open files, and wait."""
+    def _start_workers(self, openings: Iterable[str]) -> None:
+        """Start workers for loaders. Workers of other loaders keep their caches and open files, and wait.
+
+        Raises:
+            DataSettingsError: Loaders that need new processes cannot be pickled.
+        """
         live = self._module.loaders
         self._current_ids = {place: worker for place, worker in self._current_ids.items() if place[0] in live}
+        for opening in self._pickled.keys() - live.keys():
+            self._pickled.pop(opening).close()
         for opening in openings:
+            if opening not in self._pickled and any(loader.start_method != "fork" for loader in live[opening]):
+                self._pickled[opening] = PickledLoaders(live[opening])
             # A hook may return an empty list, which needs no workers.
             for number in range(self._settings.workers if live[opening] else 0):
-                self._fork_worker(opening, number)
+                self._start_worker(opening, number)
 
-    def _fork_worker(self, opening: str, number: int) -> None:
-        self._num_forks += 1
-        worker_id = self._num_forks
+    def _start_worker(self, opening: str, number: int) -> None:
+        self._num_workers_started += 1
+        worker_id = self._num_workers_started
         ring = Ring.create(_SLOTS_PER_WORKER, self._settings.max_batch_bytes)
-        mark = SampleMark()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        mark, stack = SampleMark(), WorkerStack()
+        pickled = self._pickled.get(opening)
+        process: subprocess.Popen[bytes] | None = None
+        if pickled is None:
+            pid, sock = self._fork_worker(opening, number, ring, mark, stack)
+        else:
+            start = host_messages.StartWorker(
+                opening, self._host_name, number, self._settings.workers, ring.num_slots, ring.slot_bytes
+            )
+            process, sock = pickled.start_worker(start, ring, mark, stack)
+            pid = process.pid
+        self._send(
+            host_messages.NewWorker(
+                worker=worker_id,
+                number=number,
+                opening=opening,
+                live_openings=list(self._module.loaders),
+                num_slots=ring.num_slots,
+                slot_bytes=ring.slot_bytes,
+                fds=(sock.fileno(), ring.fd),
+            )
+        )
+        sock.close()
+        ring.close()
+        mark.close_descriptor()
+        stack.close_descriptor()
+        self._workers[worker_id] = _WorkerProcess(pid, (opening, number), mark, stack, is_fork=pickled is None)
+        self._current_ids[opening, number] = worker_id
+
+        def on_exit(status: int) -> None:
+            if process is not None:
+                process.returncode = status
+            self._on_worker_exit(worker_id, status)
+
+        self._watch(pid, on_exit)
+
+    @property
+    def _host_name(self) -> str:
+        return self._settings.name or self._settings.address
+
+    def _fork_worker(
+        self, opening: str, number: int, ring: Ring, mark: SampleMark, stack: WorkerStack
+    ) -> tuple[int, MessageSocket]:
+        ours, theirs = map(MessageSocket, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
 
         def run() -> None:
             ours.close()  # with a copy of the other end, a worker would never see it closed
-            host = self._settings.name or self._settings.address
-            num_workers = self._settings.workers
-            loaders = {opening: self._module.loaders[opening]}
-            run_worker(theirs, ring, loaders, mark, host=host, worker_id=number, num_workers=num_workers)
-
-        with ours, theirs:
-            pid = self._fork(run)
-            self._send(
-                host_messages.NewWorker(
-                    worker=worker_id,
-                    number=number,
-                    opening=opening,
-                    live_openings=list(self._module.loaders),
-                    num_slots=ring.num_slots,
-                    slot_bytes=ring.slot_bytes,
-                    fds=(ours.fileno(), ring.fd),
-                )
+            run_worker(
+                theirs,
+                ring,
+                lambda: {opening: self._module.loaders[opening]},
+                mark,
+                stack,
+                host=self._host_name,
+                worker_id=number,
+                num_workers=self._settings.workers,
             )
-        ring.close()
-        self._worker_pids[worker_id] = pid
-        self._current_ids[opening, number] = worker_id
-        self._watch(pid, lambda status: self._on_worker_exit(worker_id, opening, number, mark, status))
 
-    def _on_worker_exit(self, worker_id: int, opening: str, number: int, mark: SampleMark, status: int) -> None:
-        del self._worker_pids[worker_id]
-        at = mark.read()
-        mark.close()
-        how = describe_exit(status) + (f" at {at}" if at else "")
+        pid = self._fork(run)
+        theirs.close()
+        return pid, ours
+
+    def _on_worker_exit(self, worker_id: int, status: int) -> None:
+        worker = self._workers.pop(worker_id)
+        at, has_started = worker.mark.read(), worker.mark.has_started
+        worker.mark.close()
+        worker.stack.close()
+        how = describe_exit(status)
+        if has_started:
+            how += f" at {at}" if at else ""
+            self._failed_starts.pop(worker.place, None)
+        else:
+            how += f" in {at}" if at else " while it started"
         was_sent = self._send(host_messages.WorkerLost(worker_id, how))
         # Do not replace a worker that exits on purpose: its loaders were replaced, or its server process died.
-        is_needed = opening in self._module.loaders and self._current_ids.get((opening, number)) == worker_id
-        if self._outcome is None and is_needed and was_sent:
-            logger.warning("Worker %d %s. Starting a new one.", number, how)
-            self._fork_worker(opening, number)
+        if self._outcome is not None or not was_sent or not self._is_needed(worker_id, worker.place):
+            return
+        if has_started:
+            logger.warning("Worker %d %s. Starting a new one.", worker.place[1], how)
+            self._start_worker(*worker.place)
+            return
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** self._failed_starts[worker.place])
+        self._failed_starts[worker.place] += 1
+        logger.warning("Worker %d %s. Starting a new one in %.1f s.", worker.place[1], how, pause_s)
+        self._timers.call_later(pause_s, partial(self._replace, worker_id, worker.place))
+
+    def _is_needed(self, worker_id: int, place: tuple[str, int]) -> bool:
+        """Return whether nobody has replaced a worker whose loaders are open."""
+        return place[0] in self._module.loaders and self._current_ids.get(place) == worker_id
+
+    def _replace(self, worker_id: int, place: tuple[str, int]) -> None:
+        if self._is_needed(worker_id, place):
+            self._start_worker(*place)
+
+    # Stacks of workers that may hang
+
+    def _ask_for_stack(self, worker_id: int, seconds: float) -> None:
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.stack.take()
+            WorkerStack.ask(worker.pid)
+            self._timers.call_later(_STACK_POLL_S, partial(self._read_stack, worker_id, seconds, "", _NUM_STACK_POLLS))
+
+    def _read_stack(self, worker_id: int, seconds: float, before: str, num_polls: int) -> None:
+        """Log the stack of a worker once it has been written."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return
+        new = worker.stack.take()
+        stacks = before + new
+        if num_polls and (new or not stacks):
+            later = partial(self._read_stack, worker_id, seconds, stacks, num_polls - 1)
+            self._timers.call_later(_STACK_POLL_S, later)
+            return
+        if not stacks:
+            stacks = "It does not react to signals: it is stopped, or waits in the kernel, as for a disk.\n"
+        advice = _STACK_ADVICE if worker.is_fork else ""
+        logger.warning(
+            "Worker %d has been building a batch for %.0f s. It is in:\n%s%s", worker.place[1], seconds, stacks, advice
+        )
+        self._send(host_messages.WorkerStuck(worker_id, innermost_call(stacks)))
 
     def _run_sampler(self, loader_pass: LoaderPass, timeout_s: float) -> None:
         """Let the process of a sampler run a pass, so that nothing waits for it."""
@@ -378,7 +520,7 @@ class MainProcess:
     def _close(self) -> None:
         """Stop all children. The server process gets time to notify the trainers."""
         self._server.close()
-        for pid in (*self._worker_pids.values(), *self._sampler_processes):
+        for pid in (*(worker.pid for worker in self._workers.values()), *self._sampler_processes):
             os.kill(pid, signal.SIGKILL)
         for pid, pidfd in self._pidfds.items():
             if not _is_readable(pidfd, _STOP_TIMEOUT_S):

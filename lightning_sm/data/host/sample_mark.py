@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 
 _MAX_TEXT_BYTES = 200
 # The head begins with one of these, or with the number of bytes of the text that follows.
 _NOTHING, _INDEX = 0xFFFE, 0xFFFF
 _HEAD = struct.Struct("<Hq")
+# Behind the text: whether the worker has started.
+_STARTED_AT = _HEAD.size + _MAX_TEXT_BYTES
 
 
 class SampleMark:
-    """A note in memory that a worker shares with its parent. Make it before the fork.
+    """A note in memory that a worker shares with its parent. Make it before the worker starts.
 
     An exception of the user's code names its sample. After SIGSEGV in an image decoder, or SIGKILL for lack of memory,
     only this note is left.
+
+    Args:
+        fd: The memory, received from the parent; None: new memory.
     """
 
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _HEAD.size + _MAX_TEXT_BYTES)
-        self.clear()
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = os.memfd_create("lightning_sm_mark", os.MFD_CLOEXEC) if fd is None else fd
+        if fd is None:
+            os.ftruncate(self.fd, _STARTED_AT + 1)
+        self._memory = mmap.mmap(self.fd, _STARTED_AT + 1)
+        if fd is None:
+            self.clear()
 
     def set_index(self, index: int) -> None:
         """Note a sample of the dataset by its index, an int64: 0.2 us, as small samples take a few us each."""
@@ -36,6 +46,16 @@ class SampleMark:
         """Note that the worker is not in the user's code."""
         _HEAD.pack_into(self._memory, 0, _NOTHING, 0)
 
+    def note_start(self) -> None:
+        """Note that the worker has started: what happens from now on is not the fault of its start."""
+        self._memory[_STARTED_AT] = 1
+        self.clear()
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the worker has started."""
+        return self._memory[_STARTED_AT] == 1
+
     def read(self) -> str:
         """Return the last note, such as "index 40"; empty if the worker was not in the user's code."""
         size, index = _HEAD.unpack_from(self._memory)
@@ -45,6 +65,13 @@ class SampleMark:
             return f"index {index}"
         return self._memory[_HEAD.size : _HEAD.size + size].decode(errors="replace")
 
+    def close_descriptor(self) -> None:
+        """Close the descriptor. The parent needs only the memory, and may have hundreds of workers."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
     def close(self) -> None:
-        """Release the memory."""
+        """Release descriptor and memory."""
+        self.close_descriptor()
         self._memory.close()

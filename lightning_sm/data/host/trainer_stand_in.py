@@ -97,6 +97,10 @@ class TrainerStandIn:
             "is_global_zero": True,
         }
 
+    def values(self) -> dict[str, Any]:
+        """Return all values, for ``update`` in a worker that is no fork."""
+        return dict(self._values)
+
     def begin_batch(self, epoch: int) -> None:
         """Show the epoch of a batch that this worker builds."""
         self._is_in_worker = True

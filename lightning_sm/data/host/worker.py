@@ -1,17 +1,16 @@
 """A worker of a data host: runs the user's dataset, transforms and collate function, one batch after the other.
 
-Workers are forked from the data host's main process, as ``DataLoader`` forks its own. The main process never loads gRPC
-and has no threads, so forking it is safe. Forks share the dataset's memory, need no pickling, and start within
-milliseconds.
+Workers are forked from the data host's main process, as ``DataLoader`` forks its own, unless the loader wants others
+(see ``spawned_worker``). The main process never loads gRPC and has no threads of its own, so forking it is safe. Forks
+share the dataset's memory, need no pickling, and start within milliseconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from lightning_sm.data.host.loader import ServedLoader
 from lightning_sm.data.host.sample_mark import SampleMark
 from lightning_sm.data.host.seeding import watch_readers
 from lightning_sm.data.host.trainer_stand_in import stand_in
+from lightning_sm.data.host.worker_stack import WorkerStack
 from lightning_sm.data.ipc.host_messages import Build, BuildAnswer, BuiltRange, Ready
 from lightning_sm.data.ipc.messages import MessageSocket
 from lightning_sm.data.ipc.processes import keep_freed_memory
@@ -36,10 +36,11 @@ from lightning_sm.errors import BatchTooLargeError, BatchTypeError
 
 
 def run_worker(
-    sock: socket.socket,
+    requests: MessageSocket,
     ring: Ring,
-    openings: Mapping[str, Sequence[ServedLoader]],
+    load: Callable[[], Mapping[str, Sequence[ServedLoader]]],
     mark: SampleMark,
+    stack: WorkerStack,
     *,
     host: str,
     worker_id: int,
@@ -48,10 +49,11 @@ def run_worker(
     """Serve requests until the other end of the socket is closed.
 
     Args:
-        sock: Connection to the server process.
+        requests: Connection to the server process.
         ring: The slots for finished batches.
-        openings: The open loaders, by the name of the request that opened them.
+        load: Returns the open loaders, by the name of the request that opened them.
         mark: Note of the sample that this worker is at.
+        stack: Memory for its stack.
         host: Name of the data host.
         worker_id: Number of the worker on its host.
         num_workers: Workers on the host.
@@ -63,21 +65,28 @@ def run_worker(
     keep_freed_memory()
     torch.set_num_threads(1)
     watch_readers()
-    requests = MessageSocket(sock)
-    problem: Exception | None = None
+    stack.write_on_signal()
+    problem: Failure | None = None
+    openings: Mapping[str, Sequence[ServedLoader]] = {}
+    try:
+        openings = load()
+    except Exception as error:  # noqa: BLE001  # every request is answered with the error of the user's code
+        problem = Failure.of(error, "the import of the script and the loaders in a new process")
     try:
         for loaders in openings.values():
             for loader in loaders:
+                mark.set_text("worker_init_fn")
                 loader.enter_worker(host, worker_id, num_workers)
-    except Exception as error:  # noqa: BLE001  # every request is answered with the error of the user's code
-        problem = error
+    except Exception as error:  # noqa: BLE001  # as above
+        problem = Failure.of(error, "worker_init_fn")
+    mark.note_start()
     with contextlib.suppress(BrokenPipeError):  # the server process died while this worker built a batch
         requests.send(Ready())
         while (request := requests.receive()) is not None:
             if not isinstance(request, Build):
                 raise TypeError(f"the server process sent {request}")
             if problem is not None:
-                requests.send(BuildAnswer(request.slot, Failure.of(problem, "worker_init_fn")))
+                requests.send(BuildAnswer(request.slot, problem))
             else:
                 outcome, batches = _build(request, ring, openings, mark)
                 requests.send(BuildAnswer(request.slot, outcome, pack_batches(batches)))

@@ -346,11 +346,13 @@ class HostSnapshot(HostFigures):
         in_flight: Requests of this rank that it has not answered.
         busy: Workers that build batches.
         queued: Requests of all ranks that wait for a worker.
+        stuck: The worker that may hang, and the call in which it is.
     """
 
     in_flight: int = 0
     busy: int = 0
     queued: int = 0
+    stuck: str = ""
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class PassWasRun(Message):
 
 @dataclass(frozen=True)
 class NewWorker(Message):
-    """A worker was forked.
+    """A worker was started.
 
     Attributes:
         worker: Its id.
@@ -153,11 +153,50 @@ class NewWorker(Message):
 
 
 @dataclass(frozen=True)
+class StartWorker(Message):
+    """To a worker that is no fork: what it works on.
+
+    Attributes:
+        opening: Name of the request that opened its loaders.
+        host: Name of the data host.
+        number: Its number on the host.
+        num_workers: Workers on the host.
+        num_slots: Slots of its ring.
+        slot_bytes: Capacity of a slot.
+        fds: Its ring, its mark, the memory for its stack, and the pickled loaders.
+    """
+
+    opening: str
+    host: str
+    number: int
+    num_workers: int
+    num_slots: int
+    slot_bytes: int
+    fds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class WorkerLost(Message):
     """A worker has exited; ``why`` says how."""
 
     worker: int
     why: str
+
+
+@dataclass(frozen=True)
+class ShowStack(Message):
+    """To the main process: a worker has worked on one request for so many seconds."""
+
+    worker: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WorkerStuck(Message):
+    """The answer to a ``ShowStack``: the call in which the worker is."""
+
+    worker: int
+    where: str
 
 
 @dataclass(frozen=True)

@@ -412,6 +412,7 @@ class HostReport:
         capacity_s: Seconds that they could have worked in this time.
         built: Requests that they have done.
         built_s: Seconds that these took.
+        stuck: The worker that may hang, and the call in which it is; empty: there is none.
         figures: The figures of each rank, by its name, if they are wanted.
         hosts: The trainer host of each rank, by the rank's name; in answers to Status only.
         stream_port: Port for the stream of this rank, if it is another than that of the data host; 0: it is not.
@@ -425,6 +426,7 @@ class HostReport:
     capacity_s: float = 0.0
     built: int = 0
     built_s: float = 0.0
+    stuck: str = ""
     figures: dict[str, RankFigures] = field(default_factory=dict)
     stream_port: int = 0
     hosts: dict[str, str] = field(default_factory=dict)

@@ -8,6 +8,9 @@ from typing import TypeVar
 
 from lightning_sm.errors import DataSettingsError
 
+# The names of failures of a worker that died: with a task, or before it was ready for one.
+LOST_WORKERS = ("WorkerLost", "WorkerNotStarted")
+
 _Failure = TypeVar("_Failure", bound="Failure")
 
 
@@ -16,7 +19,8 @@ class Failure:
     """The reason why there are no batches, or no loaders.
 
     Attributes:
-        error: Name of the error: a class of ``lightning_sm.errors``, or "WorkerLost", "ShardMoved", "NotOpen".
+        error: Name of the error: a class of ``lightning_sm.errors``, or one of
+            ``LOST_WORKERS``, "ShardMoved", "NotOpen".
         text: What happened: a sentence, or the type and the message of an exception in the user's code.
         where: The hook, index or step at which the user's code failed, and the worker; empty: unknown.
         traceback: The traceback of such an exception, as Python prints it; else empty.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from lightning_sm.data.protocol.calls import CountRequest, LoaderPass, Problem, Running, ShardSizes
+from lightning_sm.data.protocol.failures import LOST_WORKERS
 from lightning_sm.data.protocol.spec import BatchSpec, ShardEnd, StepRangeSpec
 from lightning_sm.data.server.worker_pool import Answer, ServedRange, Task, WorkerPool
 
@@ -117,12 +118,12 @@ class ShardCounts:
                 return
             if isinstance(answer, ShardEnd):
                 count.sizes[shard] = answer.num_batches or 0
-            elif answer.error == "WorkerLost" and count.num_crashes < _MAX_CRASHES:
+            elif answer.error in LOST_WORKERS and count.num_crashes < _MAX_CRASHES:
                 count.num_crashes += 1
                 self._submit(count, shard)
             else:
                 where = f"{answer.where}, while counting the batches of shard {shard} of {count.num_shards}"
-                error = "RemoteTransformError" if answer.error == "WorkerLost" else answer.error
+                error = "RemoteTransformError" if answer.error in LOST_WORKERS else answer.error
                 count.problem = Problem(error, answer.text, where, answer.traceback)
                 self._cancel(count)
             self._changed.notify_all()

@@ -26,6 +26,13 @@ from lightning_sm.data.protocol.spec import ShardEnd
 # A worker hangs on a cancelled task if it takes this many times longer than the longest one before.
 _GRACE_FACTOR = 5.0
 
+# A worker that hangs shows where: after so many seconds on a task, and after this many times the longest task before.
+_STUCK_S = 30.0
+_STUCK_FACTOR = 2.0
+# How often to look, and the least time between two stacks in the log.
+_LOOK_PERIOD_S = 5.0
+_SHOW_PERIOD_S = 60.0
+
 # The request that opened the loader, position of the loader, number of the virtual shard.
 Affinity: TypeAlias = tuple[str, int, int]
 
@@ -101,6 +108,9 @@ class _Worker:
         self.is_connected = True
         self.task: Task | None = None
         self.task_started = 0.0
+        # Of its task: whether its stack was asked for, and the call in which it is.
+        self.is_shown = False
+        self.stuck_in = ""
 
     @property
     def is_available(self) -> bool:
@@ -154,12 +164,25 @@ class WorkerPool:
 
     Args:
         kill: Called with the id of a worker that hangs on a cancelled task.
+        show_stack: Called with the id of a worker that may hang, and the seconds that it has worked on its task.
         cancel_grace_s: Seconds that a worker may continue with a cancelled task; more, if earlier tasks took long.
+        stuck_s: Seconds on a task after which a worker may hang; more, if earlier tasks took long.
     """
 
-    def __init__(self, kill: Callable[[int], None], cancel_grace_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        kill: Callable[[int], None],
+        show_stack: Callable[[int, float], None],
+        cancel_grace_s: float = 30.0,
+        stuck_s: float = _STUCK_S,
+    ) -> None:
         self._kill = kill
+        self._show_stack = show_stack
         self._cancel_grace_s = cancel_grace_s
+        self._stuck_s = stuck_s
+        self._look_s = min(_LOOK_PERIOD_S, stuck_s)
+        self._look_at = 0.0
+        self._show_from = 0.0
         self._lock = threading.RLock()
         self._workers: dict[int, _Worker] = {}
         self._queues: OrderedDict[object, deque[Task]] = OrderedDict()
@@ -239,6 +262,7 @@ class WorkerPool:
             if worker.state is _WorkerState.STARTING:
                 # A worker that cannot start would be replaced for ever, and no trainer would notice: fail a task.
                 task = self._next_task([worker])
+            error = "WorkerNotStarted" if worker.state is _WorkerState.STARTING else "WorkerLost"
             worker.task = None
             moved = self._take_tasks_of_shards(worker)
             del self._workers[worker_id]
@@ -246,9 +270,21 @@ class WorkerPool:
             self._kill_at.pop(worker_id, None)
             worker.close()
         if task is not None and not task.is_cancelled:
-            task.answer(Failure("WorkerLost", why, f"worker {worker.number}"))
+            task.answer(Failure(error, why, f"worker {worker.number}"))
         for other in moved:
             other.answer(Failure("ShardMoved", f"worker {worker.number}, which had the shard open, {why}"))
+
+    def note_stuck(self, worker_id: int, where: str) -> None:
+        """Note the call in which a worker is, for reports.
+
+        Args:
+            worker_id: Its id.
+            where: The call; empty: unknown.
+        """
+        with self._lock:
+            worker = self._workers.get(worker_id)
+            if worker is not None and worker.task is not None and worker.is_shown:
+                worker.stuck_in = where
 
     def worker_ids(self) -> list[int]:
         """Return the ids of all workers."""
@@ -268,7 +304,17 @@ class WorkerPool:
                 capacity_s=self._work.capacity_s,
                 built=self._num_built,
                 built_s=self._built_s,
+                stuck=self._stuck(),
             )
+
+    def _stuck(self) -> str:
+        """Say where the worker is that has been longest on its task, of those whose stack is known."""
+        known = [worker for worker in self._workers.values() if worker.task is not None and worker.stuck_in]
+        if not known:
+            return ""
+        worker = min(known, key=lambda worker: worker.task_started)
+        seconds = time.perf_counter() - worker.task_started
+        return f"worker {worker.number} for {seconds:.0f} s in {worker.stuck_in}"
 
     def close(self) -> None:
         """Close the connections to all workers, which makes them exit."""
@@ -308,6 +354,8 @@ class WorkerPool:
             self._queues.move_to_end(task.client)
             worker.task = task
             worker.task_started = time.perf_counter()
+            worker.is_shown = False
+            worker.stuck_in = ""
             with contextlib.suppress(OSError):  # the worker died; ``lose`` will answer the task
                 worker.socket.send(Build(worker.free_slots.pop(), task.encoded_spec))
 
@@ -355,9 +403,8 @@ class WorkerPool:
     def _run(self) -> None:
         while not self._is_closed:
             with self._lock:
-                deadline = min(self._kill_at.values(), default=None)
-            timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            for key, _ in self._selector.select(timeout_s):
+                deadline = min([self._look_at, *self._kill_at.values()])
+            for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
                 if key.data is None:
                     self._wakeup.recv(4096)
                 else:
@@ -367,8 +414,25 @@ class WorkerPool:
                 hanging = [worker_id for worker_id, kill_at in self._kill_at.items() if kill_at <= now]
                 for worker_id in hanging:
                     del self._kill_at[worker_id]
+                stuck = self._next_to_show(now) if now >= self._look_at else None
             for worker_id in hanging:
                 self._kill(worker_id)
+            if stuck is not None:
+                self._show_stack(*stuck)
+
+    def _next_to_show(self, now: float) -> tuple[int, float] | None:
+        """Return a worker that may hang, and for how many seconds: each once per task, and one in a while."""
+        self._look_at = now + self._look_s
+        if now < self._show_from:
+            return None
+        limit_s = max(self._stuck_s, _STUCK_FACTOR * self._longest_s)
+        for worker in self._workers.values():
+            task_s = time.perf_counter() - worker.task_started
+            if worker.task is not None and not worker.is_shown and task_s >= limit_s:
+                worker.is_shown = True
+                self._show_from = now + _SHOW_PERIOD_S
+                return worker.id, task_s
+        return None
 
     def _receive(self, worker: _Worker) -> None:
         with self._lock:

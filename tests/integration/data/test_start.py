@@ -88,12 +88,12 @@ def test_a_data_host_that_does_not_listen_is_an_error(monkeypatch):
 
 def test_a_timeout_of_the_script_ends_its_waits(alarm):
     """A TimeoutError of a signal handler, as pytest-timeout raises it, is neither swallowed nor taken for our own."""
-    host = DataHost(Stuck(make))
-    alarm(0.2)
+    host = DataHost()
+    alarm(0.1)
     with pytest.raises(TimeoutError, match="the user's"):
         host.__enter__()
     assert host._process.returncode == -signal.SIGKILL
-    with DataHost(Data(make_slow), workers=1) as host, remote([host.address]) as module:
+    with DataHost(workers=1) as host, remote([host.address], Data(make_slow)) as module:
         batches = iter(module.train_dataloader())
         alarm(1.0)
         with pytest.raises(TimeoutError, match="the user's"):

@@ -23,6 +23,15 @@ def test_a_batch_that_kills_workers_names_its_indices():
     assert str(error).endswith("12, 13, 14, 15] and 24 more.")
 
 
+def test_a_worker_that_cannot_start_blames_no_sample():
+    """The error says where in its start it died, and what to look at."""
+    why = "exited with code 3 in worker_init_fn on data host b:1"
+    error = explain("WorkerNotStarted", 7, FailureDecision(is_fatal=True, failures=(why, why)), list(range(40)))
+    assert type(error) is DataServiceError
+    assert str(error).startswith(f"The workers of data hosts cannot start: a worker {why} (2 times). Look in worker_")
+    assert "indices" not in str(error)
+
+
 def test_an_error_of_the_user_keeps_its_name():
     """The last failure is the message; unknown names become the general error."""
     decision = FailureDecision(is_fatal=True, failures=("KeyError: 3", "KeyError: 4\non data host b"))

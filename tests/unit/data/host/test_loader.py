@@ -1,8 +1,10 @@
 """What data hosts make of the user's loaders."""
 
+import multiprocessing
 import os
 import signal
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -133,6 +135,11 @@ def batch(loader, *keys, epoch=0, mark=None):
     """Return the batch of some keys."""
     arena = Arena(np.zeros(1 << 16, np.uint8))
     return loader.batch(BatchSpec(0, epoch, 0, 0, 0, np.array(keys)), arena, mark or SampleMark())
+
+
+def copied(loader):
+    """Return what a worker gets that is no fork."""
+    return cloudpickle.loads(cloudpickle.dumps(loader))
 
 
 def order(loader, epoch=0):
@@ -300,25 +307,36 @@ def test_workers_draw_different_numbers(other):
     assert not set(drawn_in_worker()) & set(drawn_in_worker(**other))
 
 
-def test_a_loader_with_spawned_workers_has_copies_of_the_dataset():
-    """Each worker gets the dataset as pickling leaves it, as a spawned worker does; others share the main process's."""
+def test_a_pickled_loader_is_what_a_worker_of_a_dataloader_gets():
+    """Dataset and functions, as pickling leaves them; not the sampler, which need not be picklable."""
 
-    def taken(dataset, *keys, **options):
-        loader = served(DataLoader(dataset, collate_fn=list, **options))
+    class Unpicklable(SequentialSampler):
+        def __reduce__(self):
+            raise TypeError("never")
 
-        def run_worker():
-            loader.enter_worker("algo-1", 0, 1)
-            return batch(loader, *keys)
-
-        return in_fork(run_worker)
-
-    spawned = {"num_workers": 1, "multiprocessing_context": "spawn"}
-    assert taken(Handles(), 3, **spawned) == ["3 of this worker"]
-    assert taken(Handles(), 3, num_workers=1, multiprocessing_context="fork") == ["3 of the main process"]
-    assert taken(Handles(), 3) == ["3 of the main process"]
+    dataset = Handles()
+    loader = served(DataLoader(dataset, collate_fn=list, sampler=Unpicklable(dataset)))
+    copy = copied(loader)
+    assert batch(loader, 3) == ["3 of the main process"]
+    assert batch(copy, 3) == ["3 of this worker"]
     shard = (1, 0, 0, True)  # of 1, the first, its first batch, which is wanted
-    assert taken(Lines(), *shard, **spawned) == ["line of this worker"]
-    assert taken(Lines(), *shard) == ["line of the main process"]
+    copy = copied(served(DataLoader(Lines(), collate_fn=list)))
+    assert batch(copy, *shard) == ["line of this worker"]
+
+
+def test_a_pickled_loader_keeps_keys_that_are_no_numbers():
+    """Trainers request their positions in the order, so workers run the sampler."""
+    loader = served(DataLoader(Numbers(), sampler=list("abcd"), collate_fn=list))
+    copy = copied(loader)
+    assert batch(copy, 1, 2) == batch(loader, 1, 2)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_loader_says_how_its_workers_start(method):
+    """As its multiprocessing_context says, by name or as an object; forked without one."""
+    assert served(DataLoader(Numbers())).start_method == "fork"
+    for context in (method, multiprocessing.get_context(method)):
+        assert served(DataLoader(Numbers(), num_workers=1, multiprocessing_context=context)).start_method == method
 
 
 def die():

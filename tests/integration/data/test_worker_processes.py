@@ -1,0 +1,277 @@
+"""Worker processes: those that hang after a fork, those that are no forks, and those that cannot start."""
+
+import os
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from lightning_sm import DataHost, register_batch_type
+from lightning_sm.errors import DataServiceError, DataSettingsError, DataTimeoutError, RemoteTransformError
+from tests.integration.data.cluster import Host, remote, running
+from tests.integration.data.datasets import Data
+from tests.integration.emulators import local
+
+pytestmark = pytest.mark.processes
+
+# What a library has that computes with threads: Polars and OpenMP make theirs when they are used first.
+THREADS = ThreadPoolExecutor(1)
+
+
+class Squares(Dataset):
+    """Squares that a library computes in a thread, which was already used in the process that made the dataset."""
+
+    def __init__(self, length=8):
+        self.length = length
+        self.made_in = os.getpid()
+        THREADS.submit(int).result()
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return THREADS.submit(pow, index, 2).result()
+
+
+class Origins(Squares):
+    """Whether a worker is a fork of the process that made its dataset: it then shares its memory."""
+
+    shared_with = None
+
+    def __init__(self):
+        super().__init__()
+        Origins.shared_with = self
+
+    def __getitem__(self, index):
+        return {"is_fork": Origins.shared_with is self, "worker": get_worker_info().id, "workers": len(self)}
+
+
+class Point:
+    """A sample of a class of the user's."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+def register_point():
+    """As a script does, on trainers and data hosts."""
+    register_batch_type(Point, lambda point: point.x, Point)
+
+
+class Points(Squares):
+    """Samples whose class is registered in the process that makes the dataset."""
+
+    def __init__(self):
+        self.length = 8
+        register_point()
+
+    def __getitem__(self, index):
+        return Point(index)
+
+
+class Lines(IterableDataset):
+    """Numbers of a stream, split by worker."""
+
+    def __init__(self):
+        THREADS.submit(int).result()
+
+    def __iter__(self):
+        info = get_worker_info()
+        yield from (THREADS.submit(pow, number, 2).result() for number in range(info.id, 8, info.num_workers))
+
+
+class Locked(Squares):
+    """A dataset with an attribute that cannot be pickled."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache = {"files": [threading.Lock()]}
+
+
+def loader(dataset, method, **options):
+    """A loader whose workers start in some way."""
+    return DataLoader(dataset(), batch_size=2, num_workers=1, multiprocessing_context=method, **options)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_are_no_forks_use_what_does_not_survive_a_fork(method, pool):
+    """The dataset's library has threads of its own in each; all samples arrive, of maps and streams."""
+    with remote(pool.serve(lambda: [loader(Squares, method), loader(Lines, method)])[1:2], virtual_shards=2) as module:
+        squares, lines = module.train_dataloader()
+        assert [batch.tolist() for batch in squares] == [[0, 1], [4, 9], [16, 25], [36, 49]]
+        assert sorted(number for batch in lines for number in batch.tolist()) == [0, 1, 4, 9, 16, 25, 36, 49]
+
+
+@pytest.mark.parametrize(("method", "is_fork"), [("fork", True), (None, True), ("spawn", False)])
+def test_workers_share_the_dataset_only_as_forks(method, is_fork, pool):
+    """Otherwise each has a copy of its own, and ``get_worker_info()`` as any worker."""
+    with remote(pool.serve(lambda: loader(Origins, method))[:1]) as module:
+        batch = next(iter(module.train_dataloader()))
+    assert batch["is_fork"].tolist() == [is_fork] * 2
+    assert batch["worker"].tolist() == [0, 0]
+
+
+def test_workers_that_are_no_forks_know_registered_types(pool):
+    """Also a class that no import registers, only the script on trainers and data hosts."""
+    register_point()
+    with remote(pool.serve(lambda: loader(Points, "spawn", collate_fn=list))[:1]) as module:
+        assert [point.x for point in next(iter(module.train_dataloader()))] == [0, 1]
+
+
+def test_functions_of_the_script_reach_workers_that_are_no_forks(pool):
+    """Lambdas and nested classes are pickled by value, which multiprocessing cannot."""
+    offset = 100
+
+    def add(samples):
+        return torch.tensor(samples) + offset
+
+    def make():
+        return loader(Squares, "spawn", collate_fn=add, worker_init_fn=lambda worker: os.environ.update(X=str(worker)))
+
+    with remote(pool.serve(make)[:1]) as module:
+        assert next(iter(module.train_dataloader())).tolist() == [100, 101]
+
+
+def test_what_cannot_be_pickled_is_named(pool):
+    """As a local DataLoader fails, but with the path of the object; the host goes on serving."""
+    expected = (
+        r"train_dataloader\(\)\['a'\]\.dataset\.cache\['files'\]\[0\] \(a lock\) cannot be pickled \(TypeError: .*\)\. "
+        r"With multiprocessing_context='spawn', "
+    )
+    with (
+        pytest.raises(DataSettingsError, match=expected),
+        remote(pool.serve(lambda: {"a": loader(Locked, "spawn"), "b": loader(Squares, "fork")})[:1]) as module,
+    ):
+        module.train_dataloader()
+    with remote(pool.serve(lambda: DataLoader(range(4)))[:1]) as module:
+        assert len(list(module.train_dataloader())) == 4
+
+
+def test_a_spawned_worker_that_is_killed_is_replaced():
+    """The one that comes after it builds the batches."""
+    with running(Host("a", lambda: loader(Squares, "spawn"), 1)) as (host,), remote([host]) as module:
+        batches = module.train_dataloader()
+        assert len(list(batches)) == 4
+        [worker] = host.workers
+        worker.kill()
+        assert len(list(batches)) == 4
+
+
+def test_an_error_in_worker_init_fn_of_a_spawned_worker_reaches_the_trainer(pool):
+    """As of a forked one."""
+
+    def fail(worker):
+        raise OSError(f"no cache for worker {worker}")
+
+    with (
+        remote(pool.serve(lambda: loader(Squares, "spawn", worker_init_fn=fail))[:1]) as module,
+        pytest.raises(RemoteTransformError, match="no cache for worker 0"),
+    ):
+        list(module.train_dataloader())
+
+
+def test_a_forked_worker_that_hangs_shows_where(capfd):
+    """After half a minute, the data host logs its stack and what to do, and the trainer's error has the line."""
+    with (
+        DataHost(workers=1) as host,
+        remote([host.address], Data(lambda: loader(Squares, "fork")), batch_timeout_s=42.0) as module,
+        pytest.raises(DataTimeoutError) as caught,
+    ):
+        list(module.train_dataloader())
+    log = capfd.readouterr().err
+    assert re.search(r"Worker 0 has been building a batch for 3\d s\. It is in:\nCurrent thread .*\n  File ", log), log
+    assert log.count("has been building a batch") == 1
+    assert f'File "{__file__}"' in log
+    assert 'DataLoader(multiprocessing_context="spawn")' in log
+    assert re.search(
+        rf"worker 0 for \d+ s in \S+threading\.py:\d+ in wait, called by {__file__}:\d+ in __getitem__",
+        str(caught.value),
+    )
+
+
+def exit_at_start(folder):
+    """A function that notes each start of a worker, and lets it exit."""
+
+    def start(worker):
+        with open(folder / f"starts-{worker}", "a", encoding="ascii") as file:
+            file.write(f"{time.monotonic()}\n")
+        os._exit(3)
+
+    return start
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.proof)])
+def test_a_worker_that_exits_at_its_start_is_named_and_backs_off(tmp_path, method):
+    """The error names worker_init_fn, not samples, and the pauses between starts grow."""
+    make = exit_at_start(tmp_path)
+    with (
+        running(Host("a", lambda: loader(Squares, method, worker_init_fn=make), 1)) as (host,),
+        remote([host]) as module,
+    ):
+        with pytest.raises(DataServiceError) as caught:
+            list(module.train_dataloader())
+        text = str(caught.value)
+        assert text.startswith("The workers of data hosts cannot start: a worker exited with code 3 in worker_init_fn")
+        assert "indices" not in text
+        starts = [float(line) for line in (tmp_path / "starts-0").read_text().split()]
+    pauses = [after - before for before, after in pairwise(starts)]
+    assert len(pauses) >= 2
+    for number, pause in enumerate(pauses):
+        assert pause >= 0.1 * 2**number
+
+
+# A script whose own classes and library need new processes, with and without the guard that multiprocessing asks for.
+SCRIPT = """
+from concurrent.futures import ThreadPoolExecutor
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, Dataset
+from lightning_sm import SageMakerTrainer
+
+THREADS = ThreadPoolExecutor(1)
+
+class Squares(Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, index):
+        assert isinstance(self, Squares) and type(self).__module__ == "__mp_main__"
+        return THREADS.submit(pow, index, 2).result()
+
+class Data(pl.LightningDataModule):
+    def setup(self, stage): self.squares = THREADS.submit(Squares).result()
+    def train_dataloader(self):
+        return DataLoader(self.squares, 2, num_workers=1, multiprocessing_context="spawn", collate_fn=self.collate)
+    def collate(self, samples): return torch.tensor(samples) + 100 * self.trainer.max_epochs
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, index):
+        print("BATCH", batch.tolist(), flush=True)
+        return self.layer(batch.float()[:, None]).sum()
+    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=0.0)
+
+def main(): SageMakerTrainer(max_epochs=1, accelerator="cpu", logger=False).fit(Net(), datamodule=Data())
+"""
+GUARD = 'if __name__ == "__main__": '
+
+
+@pytest.mark.parametrize("guard", [GUARD, ""], ids=["guard", "no guard"])
+def test_a_script_is_imported_by_workers_that_are_no_forks(tmp_path, guard):
+    """As multiprocessing does it: objects of the script are its own; without a guard, an error asks for one."""
+    (tmp_path / "train.py").write_text(f"{SCRIPT}\n{guard}main()\n")
+    groups = ("--group", "trainer=1", "--group", "data=1")
+    ended = local(tmp_path / "jobs", tmp_path, *groups, "--", "train.py", timeout_s=180)
+    out = ended.stdout + ended.stderr
+    if guard:
+        assert ended.returncode == 0, out
+        assert "BATCH [100, 101]" in out
+        assert "BATCH [104, 109]" in out
+    else:
+        assert ended.returncode == 1, out
+        assert 'Put what starts anything under `if __name__ == "__main__":`' in out

@@ -1,0 +1,107 @@
+"""The stack of a process that hangs, from outside of it."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from lightning_sm.data.host.worker_stack import WorkerStack, innermost_call
+from lightning_sm.data.ipc.processes import fork
+from tests.integration.emulators import until
+
+TIMEOUT_S = 20.0
+
+
+def wait_for_ever(lock, started):
+    """Say that it has started, and wait in native code."""
+    os.write(started, b".")
+    lock.acquire()
+
+
+@pytest.fixture
+def stack():
+    """Memory for a stack."""
+    made = WorkerStack()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def hanging(stack):
+    """A fork that waits for a lock whose thread exists in its parent only."""
+    lock = threading.Lock()
+    lock.acquire()
+    readable, writable = os.pipe()
+
+    def run():
+        stack.write_on_signal()
+        wait_for_ever(lock, writable)
+
+    pid = fork(run)
+    os.read(readable, 1)
+    os.close(readable)
+    os.close(writable)
+    yield pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def taken(stack):
+    """What a process has written, which takes it milliseconds."""
+    text = ""
+
+    def is_complete():
+        nonlocal text
+        new = stack.take()
+        text += new
+        return text and not new
+
+    until(is_complete, "the process writes its stack", TIMEOUT_S)
+    return text
+
+
+def test_a_process_that_hangs_in_native_code_shows_its_stack_each_time(stack, hanging):
+    """No Python code of it runs: the stack comes from its parent's question, and shows the line that waits."""
+    for _ in range(2):
+        assert stack.take() == ""
+        WorkerStack.ask(hanging)
+        text = taken(stack)
+        assert "in wait_for_ever" in text
+        assert text.count("Current thread") == 1
+
+
+def test_a_descriptor_is_needed_only_until_the_process_has_started(stack, hanging):
+    """The parent may have hundreds of workers."""
+    stack.close_descriptor()
+    assert stack.fd == -1
+    WorkerStack.ask(hanging)
+    assert "in wait_for_ever" in taken(stack)
+
+
+def test_stacks_beyond_the_memory_are_lost(stack):
+    """A process may hang for days."""
+    os.pwrite(stack.fd, b"x" * (1 << 20), 0)
+    assert len(stack.take()) == 1 << 18
+    assert stack.take() == ""
+
+
+STACKS = """Thread 0x00007f (most recent call first):
+  File "/usr/other.py", line 1 in run
+
+Current thread 0x00007e (most recent call first):
+  File "{stdlib}/threading.py", line 320 in wait
+  File "/data/my data.py", line 12 in __getitem__
+  File "/data/other.py", line 3 in <listcomp>
+
+Thread 0x00007d (most recent call first):
+  File "/usr/other.py", line 2 in run
+"""
+
+
+def test_the_innermost_call_is_that_of_the_main_thread_with_the_users_line():
+    """A library's line alone would not say who called it."""
+    found = innermost_call(STACKS.format(stdlib=os.path.dirname(threading.__file__)))
+    assert found == (f"{threading.__file__}:320 in wait, called by /data/my data.py:12 in __getitem__")
+    assert innermost_call(STACKS.format(stdlib="/mine")) == "/mine/threading.py:320 in wait"
+    assert innermost_call("It does not react.\n") == ""
