@@ -26,7 +26,7 @@ from lightning_sm.data.host.sampler_process import SamplerProcess, run_sampler
 from lightning_sm.data.host.spawned_worker import PickledLoaders
 from lightning_sm.data.host.timers import Timers
 from lightning_sm.data.host.worker import run_worker
-from lightning_sm.data.host.worker_stack import WorkerStack, innermost_call
+from lightning_sm.data.host.worker_stack import WorkerStack, innermost_call, without_our_start
 from lightning_sm.data.host.world import world_of_one
 from lightning_sm.data.ipc import host_messages
 from lightning_sm.data.ipc.messages import Message, MessageSocket
@@ -440,9 +440,12 @@ class MainProcess:
             return
         if not stacks:
             stacks = "It does not react to signals: it is stopped, or waits in the kernel, as for a disk.\n"
-        advice = _STACK_ADVICE if worker.is_fork else ""
         logger.warning(
-            "Worker %d has been building a batch for %.0f s. It is in:\n%s%s", worker.place[1], seconds, stacks, advice
+            "Worker %d has been building a batch for %.0f s. It is in:\n%s%s",
+            worker.place[1],
+            seconds,
+            without_our_start(stacks),
+            _STACK_ADVICE if worker.is_fork else "",
         )
         self._send(host_messages.WorkerStuck(worker_id, innermost_call(stacks)))
 

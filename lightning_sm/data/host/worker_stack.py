@@ -45,7 +45,11 @@ class WorkerStack:
         os.kill(pid, _SIGNAL)
 
     def take(self) -> str:
-        """Return what the worker has written since the last call; empty: nothing yet."""
+        """Return what the worker has written since the last call; empty: nothing yet.
+
+        For each thread it has a line, and its frames, the innermost first. The thread that got the signal, which is the
+        main one, is called the current thread.
+        """
         end = self._memory.find(b"\0", self._num_read)
         start, self._num_read = self._num_read, _CAPACITY if end < 0 else end
         return self._memory[start : self._num_read].decode(errors="replace")
@@ -62,12 +66,27 @@ class WorkerStack:
         self._memory.close()
 
 
+def without_our_start(stacks: str) -> str:
+    """Leave out the frames by which a worker's main thread was started.
+
+    Args:
+        stacks: What ``take`` returned.
+    """
+    kept = []
+    is_ours = False
+    for line in stacks.splitlines():
+        frame = _FRAME.fullmatch(line)
+        is_ours = frame is not None and (is_ours or (frame[1].startswith(_PACKAGE) and frame[3] == "run_worker"))
+        if not is_ours:
+            kept.append(f"{line}\n")
+    return "".join(kept)
+
+
 def innermost_call(stacks: str) -> str:
     """Return where the main thread is, such as "frame.py:40 in collect, called by data.py:12 in __getitem__".
 
     Args:
-        stacks: What a worker has written: for each thread a line, and its frames, the innermost first. The thread that
-            got the signal, which is the main one, is called the current thread.
+        stacks: What ``take`` returned.
     """
     _, _, current = stacks.partition("Current thread")
     frames: list[tuple[str, str]] = []

@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from lightning_sm.data.host.worker_stack import WorkerStack, innermost_call
+from lightning_sm.data.host import worker
+from lightning_sm.data.host.worker_stack import WorkerStack, innermost_call, without_our_start
 from lightning_sm.data.ipc.processes import fork
 from tests.integration.emulators import until
 
@@ -97,6 +98,14 @@ Current thread 0x00007e (most recent call first):
 Thread 0x00007d (most recent call first):
   File "/usr/other.py", line 2 in run
 """
+
+
+def test_frames_below_the_worker_are_left_out():
+    """They are the same for every batch, and those of the main process before the fork."""
+    ours = f'  File "{worker.__file__}", line 90 in run_worker\n  File "/script.py", line 1 in <module>\n'
+    stacks = STACKS.replace("\n\nThread 0x00007d", f"\n{ours}\nThread 0x00007d")
+    assert len(stacks) > len(STACKS)
+    assert without_our_start(stacks) == STACKS
 
 
 def test_the_innermost_call_is_that_of_the_main_thread_with_the_users_line():
