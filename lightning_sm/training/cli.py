@@ -28,7 +28,7 @@ from lightning_sm._log import show_log_lines
 from lightning_sm.data.service import serve
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.bare_loaders import bare_loaders
-from lightning_sm.data.trainer.connection import Connection
+from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.job.command_line import is_toolkit_rendering, job_arguments
 from lightning_sm.job.facts import SageMakerJob
@@ -152,7 +152,7 @@ class SageMakerCLI(LightningCLI):
         super().instantiate_classes()
         datamodule = self.datamodule or bare_loaders(self.model, {})
         if datamodule is not None:
-            connection = Connection.of_job(self.job, self.topology, self.data_service)
+            connection = ServiceConnection.of_job(self.job, self.topology, self.data_service)
             self.datamodule = RemoteDataModule(datamodule, connection)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

@@ -23,7 +23,7 @@ from lightning_sm._log import show_log_lines
 from lightning_sm.data.service import serve
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.data.trainer.bare_loaders import bare_loaders
-from lightning_sm.data.trainer.connection import Connection
+from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.datamodule import RemoteDataModule
 from lightning_sm.job.facts import SageMakerJob
 from lightning_sm.job.topology import Role, Topology
@@ -138,7 +138,7 @@ class SageMakerTrainer(Trainer):
         if self._topology.role is Role.DATA:
             serve(self._job, self._topology, self._data_service)
             sys.exit(0)
-        connection = Connection.of_job(self._job, self._topology, self._data_service)
+        connection = ServiceConnection.of_job(self._job, self._topology, self._data_service)
         names = {name: stage or _STAGES[method] for name, stage in _LOADERS.items() if given.get(name) is not None}
         datamodule = given.get("datamodule")
         # Lightning also accepts a DataModule in place of the loaders.

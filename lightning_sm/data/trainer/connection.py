@@ -27,7 +27,7 @@ from lightning_sm.job.topology import Topology
 UNNAMED_JOB = "unnamed"
 
 
-class Connection:
+class ServiceConnection:
     """The connection of one rank to the data hosts.
 
     Args:
@@ -42,7 +42,7 @@ class Connection:
         reporter: Reports what the rank and the data hosts measure.
     """
 
-    _of_jobs: ClassVar[dict[Any, Connection]] = {}
+    _of_jobs: ClassVar[dict[Any, ServiceConnection]] = {}
 
     def __init__(
         self, addresses: Sequence[str], settings: DataServiceSettings, job: str, *, is_of_job: bool = False
@@ -59,7 +59,7 @@ class Connection:
         self._pools: dict[tuple[str, int], SlotPool] = {}
 
     @classmethod
-    def of_job(cls, job: SageMakerJob, topology: Topology, settings: DataServiceSettings) -> Connection:
+    def of_job(cls, job: SageMakerJob, topology: Topology, settings: DataServiceSettings) -> ServiceConnection:
         """Return the connection of this process to the data hosts of its job, which all DataModules share.
 
         Raises:
@@ -78,7 +78,7 @@ class Connection:
         return cls._of_jobs[key]
 
     @classmethod
-    def of_this_job(cls, settings: DataServiceSettings | None) -> Connection | None:
+    def of_this_job(cls, settings: DataServiceSettings | None) -> ServiceConnection | None:
         """Return the connection to the data hosts of the job that this process belongs to; None if there are none."""
         job = SageMakerJob.from_environment()
         if job is None:
@@ -198,5 +198,5 @@ class Connection:
         return address
 
 
-def _rebuild(addresses: list[str], settings: DataServiceSettings, job: str, is_of_job: bool) -> Connection:
-    return Connection(addresses, settings, job, is_of_job=is_of_job)
+def _rebuild(addresses: list[str], settings: DataServiceSettings, job: str, is_of_job: bool) -> ServiceConnection:
+    return ServiceConnection(addresses, settings, job, is_of_job=is_of_job)

@@ -16,7 +16,7 @@ from lightning_sm.data.plan.shards import default_num_shards
 from lightning_sm.data.protocol.calls import Loaders, OpenRequest, SetUp
 from lightning_sm.data.protocol.spec import TRAINER_VALUES, LoaderDescription
 from lightning_sm.data.trainer.bare_loaders import ModelLoaders
-from lightning_sm.data.trainer.connection import Connection
+from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.last_step import LastStep
 from lightning_sm.data.trainer.loader import RemoteLoader
 from lightning_sm.data.trainer.pickler import pickle_object
@@ -47,7 +47,7 @@ class DataHosts:
         last_step: Decides what to do where ranks have different numbers of samples.
     """
 
-    def __init__(self, datamodule: LightningDataModule, connection: Connection, seed: int | None) -> None:
+    def __init__(self, datamodule: LightningDataModule, connection: ServiceConnection, seed: int | None) -> None:
         self.module = TravellingModule.of(datamodule)
         self.connection = connection
         self.seed = seed

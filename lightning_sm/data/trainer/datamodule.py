@@ -10,7 +10,7 @@ from lightning_sm.data.batch.compression import codec_of
 from lightning_sm.data.host.data_host import LOCAL_JOB
 from lightning_sm.data.protocol.failures import first_line
 from lightning_sm.data.settings import DataServiceSettings
-from lightning_sm.data.trainer.connection import Connection
+from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.data.trainer.data_hosts import DataHosts
 from lightning_sm.data.trainer.travel import COPIED, TravellingModule
 from lightning_sm.errors import DataSettingsError
@@ -48,7 +48,7 @@ class RemoteDataModule(LightningDataModule):
     def __new__(
         cls,
         datamodule: LightningDataModule,
-        addresses: Sequence[str] | Connection | None = None,
+        addresses: Sequence[str] | ServiceConnection | None = None,
         *,
         settings: DataServiceSettings | None = None,
         **_: Any,
@@ -56,7 +56,7 @@ class RemoteDataModule(LightningDataModule):
         """Create an instance whose class has exactly the hooks that the user's DataModule overrides."""
         own = type(datamodule)
         check_same_distribution(own)
-        if addresses is None and Connection.of_this_job(settings) is None:
+        if addresses is None and ServiceConnection.of_this_job(settings) is None:
             return datamodule
         hooks = {
             name: _loader_hook(name)
@@ -72,20 +72,20 @@ class RemoteDataModule(LightningDataModule):
     def __init__(
         self,
         datamodule: LightningDataModule,
-        addresses: Sequence[str] | Connection | None = None,
+        addresses: Sequence[str] | ServiceConnection | None = None,
         *,
         settings: DataServiceSettings | None = None,
         seed: int | None = None,
         job: str = LOCAL_JOB,
     ) -> None:
-        connection = Connection.of_this_job(settings) if addresses is None else addresses
+        connection = ServiceConnection.of_this_job(settings) if addresses is None else addresses
         if not connection:
             raise DataSettingsError(
                 "RemoteDataModule got an empty list of addresses. Give it the address of at least one data host "
                 "(addresses=[...]), or none for the data hosts of the job."
             )
-        if not isinstance(connection, Connection):
-            connection = Connection(connection, settings or DataServiceSettings(), job)
+        if not isinstance(connection, ServiceConnection):
+            connection = ServiceConnection(connection, settings or DataServiceSettings(), job)
         if connection.settings.compression is not None:
             codec_of(connection.settings.compression)  # report a missing library here instead of with the first batch
         # Lightning's own __init__ only sets attributes, and the wrapped DataModule has those already.
@@ -239,6 +239,6 @@ def _loader_hook(name: str) -> Callable[[RemoteDataModule], Any]:
     return hook
 
 
-def _rebuild(own: type, connection: Connection, seed: int | None) -> RemoteDataModule:
+def _rebuild(own: type, connection: ServiceConnection, seed: int | None) -> RemoteDataModule:
     module: RemoteDataModule = RemoteDataModule(object.__new__(own), connection, seed=seed)
     return module

@@ -23,7 +23,7 @@ import psutil
 from lightning_sm import DataServiceSettings, RemoteDataModule, SageMakerJob, Topology
 from lightning_sm._log import show_log_lines
 from lightning_sm.data import service
-from lightning_sm.data.trainer.connection import Connection
+from lightning_sm.data.trainer.connection import ServiceConnection
 from tests.fakes.job_folder import resource_config, write_job
 from tests.fakes.reserved_job import reserve_job
 from tests.fakes.small_app import SmallData
@@ -130,7 +130,7 @@ class Job:
         """The DataModule of the trainer."""
         job = SageMakerJob.from_environment({**self.env, "SAGEMAKER_BASE_DIR": str(self._folder / TRAINER)})
         settings = DataServiceSettings(startup_timeout_s=TIMEOUT_S)
-        connection = Connection([f"127.0.0.1:{self.topology.data_port}"], settings, job.name, is_of_job=True)
+        connection = ServiceConnection([f"127.0.0.1:{self.topology.data_port}"], settings, job.name, is_of_job=True)
         return RemoteDataModule(Serving(self._does), connection)
 
     def connected(self) -> RemoteDataModule:

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_sm.data.settings import DataServiceSettings
-from lightning_sm.data.trainer.connection import Connection
+from lightning_sm.data.trainer.connection import ServiceConnection
 from lightning_sm.errors import DataSettingsError
 from lightning_sm.job.topology import Topology
 from tests.fakes.job_folder import make_job
@@ -18,4 +18,4 @@ def test_a_rank_of_mpirun_without_the_name_of_the_job_is_refused(monkeypatch):
     for name, value in {**OF_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(DataSettingsError, match=r"algo-2 without TRAINING_JOB_NAME.*algo-3.*-x TRAINING_JOB_NAME"):
-        Connection.of_job(job, Topology.from_job(job), DataServiceSettings())
+        ServiceConnection.of_job(job, Topology.from_job(job), DataServiceSettings())
