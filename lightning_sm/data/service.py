@@ -29,7 +29,7 @@ def serve(job: SageMakerJob, topology: Topology, settings: DataServiceSettings) 
     Raises:
         DataServiceError: The port is in use, or no trainer connected in time.
     """
-    address = f"{own_address(job)}:{settings.port or topology.data_port}"
+    address = f"{own_address(job)}:{settings.port_in(topology)}"
     host_settings = HostSettings(
         address=address,
         workers=settings.workers or default_workers(usable_cpus()),

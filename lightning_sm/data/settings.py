@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from lightning_sm.errors import DataSettingsError
 from lightning_sm.job.secret import job_key
+from lightning_sm.job.topology import Topology
 from lightning_sm.job.variables import JOB_SECRET
 
 _GIB = 1 << 30
@@ -102,6 +103,10 @@ class DataServiceSettings:
     tls_certificate: str | None = None
     tls_key: str | None = None
     tls_authority: str | None = None
+
+    def port_in(self, topology: Topology) -> int:
+        """Return the port of the data hosts of a job."""
+        return self.port or topology.data_port
 
     def __post_init__(self) -> None:
         """Check the values."""

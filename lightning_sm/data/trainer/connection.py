@@ -70,7 +70,7 @@ class ServiceConnection:
                 f"mpirun started this rank on {job.current_host} without TRAINING_JOB_NAME, from which the data hosts "
                 f"({', '.join(topology.data_hosts)}) derive their port and token. Add -x TRAINING_JOB_NAME to mpirun."
             )
-        port = settings.port or topology.data_port
+        port = settings.port_in(topology)
         addresses = [f"{job.addresses.get(host, host)}:{port}" for host in topology.data_hosts]
         key = (tuple(addresses), settings, job.name)
         if key not in cls._of_jobs:

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from lightning_sm.data import service
 from lightning_sm.data.settings import DataServiceSettings
 from lightning_sm.doctor.checks import network
 from lightning_sm.doctor.context import Context
@@ -69,7 +68,7 @@ def test_data_port_is_that_of_the_data_service(main_port, stated):
     hyperparameters = {} if stated is None else {"data_service.port": json.dumps(stated)}
     job = make_job(_GROUPS, main_port=main_port, hyperparameters=hyperparameters)
     topology = Topology.from_job(job)
-    assert network.data_port(job, topology) == service._port(topology, DataServiceSettings(port=stated))
+    assert network.data_port(job, topology) == DataServiceSettings(port=stated).port_in(topology)
 
 
 @pytest.mark.parametrize("text", ["x", "0", "65536", "123456789", "-1", ""])
