@@ -22,7 +22,7 @@ from functools import partial
 
 from lightning_sm.data.host.datamodule import ServedModule
 from lightning_sm.data.host.sample_mark import SampleMark
-from lightning_sm.data.host.sampler_process import SamplerProcess, run_sampler
+from lightning_sm.data.host.sampler_process import SamplerProcess, no_order, run_sampler
 from lightning_sm.data.host.spawned_worker import PickledLoaders
 from lightning_sm.data.host.timers import Timers
 from lightning_sm.data.host.worker import run_worker
@@ -454,6 +454,11 @@ class MainProcess:
         for place in [place for place in self._samplers if place[0] not in self._module.loaders]:
             self._samplers.pop(place).retire()
         place = (loader_pass.opening, loader_pass.loader)
+        if place[0] not in self._module.loaders:
+            output = no_order(loader_pass)
+            self._send(output)
+            os.close(*output.fds)
+            return
         sampler = self._samplers.get(place)
         if sampler is not None and not sampler.can_run(loader_pass):
             sampler.retire()

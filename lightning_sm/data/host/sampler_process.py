@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -67,18 +68,15 @@ class SamplerProcess:
         return not self._is_retired and self._state in (None, state) and loader_pass.epoch >= self._epoch
 
     def run(self, loader_pass: LoaderPass, timeout_s: float) -> None:
-        """Let it run a pass.
-
-        Raises:
-            OSError: It has exited.
-        """
+        """Let it run a pass. If it has exited, ``end`` answers."""
         self._state = (loader_pass.seed, loader_pass.earlier_stop)
         self._epoch = loader_pass.epoch
         fd = os.memfd_create("lightning_sm_sampler_order", os.MFD_CLOEXEC)
         self._waiting.append(_Waiting(loader_pass, fd, timeout_s))
         if len(self._waiting) == 1:
             self._set_deadline()
-        self.socket.send(RunPass(loader_pass, timeout_s, (fd,)))
+        with contextlib.suppress(OSError):
+            self.socket.send(RunPass(loader_pass, timeout_s, (fd,)))
 
     def retire(self) -> None:
         """Let it exit once it has run what it was told to run."""
@@ -168,6 +166,13 @@ def run_sampler(sock: socket.socket, loader: ServedLoader, stacks: int) -> None:
                 why = str(error)
         os.close(fd)
         requests.send(PassWasRun(why))
+
+
+def no_order(loader_pass: LoaderPass) -> SamplerOutput:
+    """Return the answer for loaders that were replaced while the request was on its way; the caller closes ``fds``."""
+    fd = os.memfd_create("lightning_sm_sampler_order", os.MFD_CLOEXEC)
+    write_problem(fd, Problem("DataServiceError", f"The loaders of {loader_pass.opening} are no longer open."))
+    return SamplerOutput(loader_pass, "", (fd,))
 
 
 def write_problem(fd: int, problem: Problem) -> None:

@@ -85,7 +85,7 @@ class Progress(Callback):
         saved = self.origin if self._is_due else None
         foreign_batches, self._foreign_batches = self._foreign_batches, 0
         self._is_due = False
-        if not trainer.fit_loop.restarting:
+        if (saved is None and not foreign_batches) or not trainer.fit_loop.restarting:
             return
         if foreign_batches:
             positions = [_position_in(loader) for loader in self._loaders]
@@ -242,6 +242,6 @@ def _resumed_positions(loaders: Sequence[RemoteLoader], saved: SavedPosition) ->
     for number, loader in enumerate(loaders):
         old = saved.loaders[number].sampler_order if number < len(saved.loaders) else None
         if saved.batches and old is not None and loader.description.order == saved.loaders[number].order:
-            loader.order = old._replace(digest=loader.digest(saved.epoch, old))
+            loader.order = SamplerOrderId(old.pass_index, old.stop, loader.digest(saved.epoch, old))
         positions.append(_position_in(loader, loader.order))
     return positions

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, TensorDat
 
 from lightning_sm import DataHost, DataServiceSettings, RemoteDataModule
 from lightning_sm.errors import DataSettingsError, DataTimeoutError
-from tests.integration.data.cluster import Host, remote
+from tests.integration.data.cluster import Host, remote, running
 from tests.integration.data.numbers import quiet_trainer
 
 pytestmark = pytest.mark.processes
@@ -138,6 +138,18 @@ def test_a_pass_begins_with_the_state_of_its_epoch(pool):
         for epoch in (0, 2, 2, 1, 3):
             loader.set_epoch(epoch)
             assert next(iter(loader)).tolist() == list(range(10 * epoch, 10 * epoch + 5))
+
+
+def test_a_sampler_whose_process_is_killed_goes_on():
+    """The next process runs the passes of the earlier epochs again."""
+    host = Host("a", lambda: DataLoader(range(LENGTH), 5, sampler=Taking(deque(range(LENGTH)))), workers=1)
+    with running(host), remote([host]) as module:
+        loader = module.train_dataloader()
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            assert next(iter(loader)).tolist() == list(range(10 * epoch, 10 * epoch + 5))
+            for process in host.workers:  # and the one of the sampler
+                process.kill()
 
 
 def test_a_restarted_host_agrees_on_the_state(tmp_path):
